@@ -21,7 +21,7 @@ MARKS = (
     *("image_token_id", "video_token_id"),
     *("vision_start_token_id", "image_start_token_id", "video_start_token_id"),
 )
-"""What config.json calls the tokens that mark images and videos."""
+"""The tokens that mark images and videos, by their names in config.json."""
 
 
 def sees_images(policy: ModelFacts) -> bool:

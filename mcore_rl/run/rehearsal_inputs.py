@@ -21,6 +21,10 @@ TINY_TOWER: Mapping[str, Any] = {
     "fullatt_block_indexes": [1],
 }
 """Replacements for sizes in vision_config; keys that the tower lacks are not added."""
+SPREAD = 0.08
+"""Standard deviation of random weights. With 0.02 the embeddings of GLM-4.5V's images are so small
+that the epsilon of a norm counts, which SGLang 0.5.23 has otherwise (docs/vision.md).
+"""
 PROCESSORS: Mapping[str, Mapping[str, str]] = {
     "Glm4vMoeForConditionalGeneration": {
         "processor_class": "Glm4vProcessor",
@@ -91,7 +95,8 @@ def nested_config(tiny: Mapping[str, Any], words: list[str]) -> dict[str, Any]:
     }
     vision = vision_settings(tiny)
     tower = {key: TINY_TOWER.get(key, value) for key, value in vision.items()}
-    tower["out_hidden_size"] = tiny["hidden_size"]
+    tower |= {"out_hidden_size": tiny["hidden_size"], "initializer_range": SPREAD}
+    text["initializer_range"] = SPREAD
     of_text = {key: text.pop(key) for key in list(text) if _is_of_images(key)}
     named = {"image_token_id": PLACEHOLDER, "start": START, "end": END}
     ids = {key: words.index(_meaning(key, named)) for key in of_text if key.endswith("_token_id")}

@@ -11,7 +11,7 @@ from mcore_rl.agents.environments.environment import Message, Start
 from mcore_rl.agents.environments.pictures import image_part, images_in
 
 COLORS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)]
-"""Of the quarters of the picture, row by row."""
+"""The colors of the quarters of the picture, row by row."""
 
 
 def picture() -> bytes:
