@@ -1,7 +1,7 @@
 """The images of a micro-batch on one context-parallel rank: pixels, and places of their tokens.
 
-Every rank of the first stage runs the whole tower on all images of the micro-batch, and takes the
-embeddings of the tokens that it holds.
+Every rank of the first stage runs the whole tower on all distinct images of the micro-batch, and
+takes the embeddings of the tokens that it holds.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device import on_device
+from mcore_rl.train.vision.distinct import distinct_images
 from mcore_rl.train.vision.places import ImageTokens, split_grids
 from mcore_rl.types import Images, TrainBatch
 
@@ -22,7 +23,7 @@ class RankImages:
     rotary_3P   int64, rotary positions of the whole micro-batch's P tokens, padding included
     rows_T      int64, row of the merged embeddings of the micro-batch's images that replaces the
                 embedding of a local token; -1 for text
-    images      the images of the micro-batch; None if it has none
+    images      the distinct images of the micro-batch; None if it has none
     """
 
     rotary_3P: Tensor
@@ -65,4 +66,8 @@ def make_rank_images(
         rows.append(torch.where(rows_T >= 0, rows_T + first, -1))
         first += sum(tokens.nums_tokens(grids_I3))
     local_T = torch.where(sources_T >= 0, torch.cat(rows)[sources_T.clamp(min=0)], -1)
-    return RankImages(torch.cat(rotary, dim=1), local_T, images if first else None)
+    if images is None or not first:
+        return RankImages(torch.cat(rotary, dim=1), local_T, None)
+    distinct, rows_R = distinct_images(images, tokens.nums_tokens(images.grids_I3))
+    local_T = torch.where(local_T >= 0, rows_R[local_T.clamp(min=0)], -1)
+    return RankImages(torch.cat(rotary, dim=1), local_T, distinct)
