@@ -83,7 +83,7 @@ def gradients(names: Sequence[int], *, distinct: bool) -> tuple[Tensor, list[Ten
     rows_R = torch.arange(sum(TOKENS.nums_tokens(images.grids_I3)))
     if distinct:
         images, rows_R = distinct_images(images, TOKENS.nums_tokens(images.grids_I3))
-    embeddings_RH = embed_images(tower, images)[rows_R]
+    embeddings_RH = embed_images(tower, images).embeddings_RH[rows_R]
     weights_RH = torch.randn(embeddings_RH.shape, generator=torch.Generator().manual_seed(1))
     (embeddings_RH * weights_RH).sum().backward()
     grads = [p.grad for p in tower.parameters() if p.grad is not None]
