@@ -39,6 +39,7 @@ from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.placed_bucket import holdings
 from mcore_rl.stream.routes.choice import make_routed_transport
 from mcore_rl.stream.routes.delta_code import difference
+from mcore_rl.stream.verify import XXH3
 from mcore_rl.stream.wire import Link
 
 NAMES = ("mcore_delta_a", "mcore_delta_b")
@@ -174,7 +175,7 @@ def run_rank(args: argparse.Namespace) -> None:
     transfers = {}
     for way, link in links.items():
         end = LinkEnd.open(link, args.rank, torch.device("cpu"))
-        transfers[way] = BucketTransfer(end, own, make_routed_transport)
+        transfers[way] = BucketTransfer(end, own, make_routed_transport, XXH3)
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(numel, generator=generator).bfloat16()
     sets = {way: {"param": values.clone()} for way in links}

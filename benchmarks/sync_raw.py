@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mcore_rl.stream.verify import ROW_WORDS, WORD_BYTES, Checksums
+from mcore_rl.stream.verify import ROW_WORDS, WORD_BYTES, XXH3, make_sums
 
 SLOT_BYTES = 2 * 2**20
 NUM_SLOTS = 4
@@ -29,7 +29,7 @@ def raw_seconds(num_bytes: int, repeats: int) -> dict[str, float]:
 def checksum_cost(num_bytes: int = 4 * 2**20, repeats: int = 50) -> float:
     """Return the CPU time of a checksum of freshly copied bytes, relative to that of the copy."""
     num_rows = num_bytes // (ROW_WORDS * WORD_BYTES)
-    sums = Checksums(0, [num_rows])
+    sums = make_sums(XXH3, 0, [num_rows])
     source_W = torch.ones(num_rows * ROW_WORDS, dtype=torch.int64)
     target_W = torch.zeros_like(source_W)
     copy_s = 0.0

@@ -48,13 +48,21 @@ class BucketTransfer:
     """
 
     def __init__(
-        self, end: LinkEnd, buckets: Sequence[RankBucket], make_transport: MakeTransport
+        self,
+        end: LinkEnd,
+        buckets: Sequence[RankBucket],
+        make_transport: MakeTransport,
+        sums: str,
     ) -> None:
-        """Connect to all peers; TransferError names one that is not there by end.deadline_s."""
+        """Connect to all peers; TransferError names one that is not there by end.deadline_s.
+
+        All ranks pass the same kind of checksums, `sums`.
+        """
         self.link = end.link
         self._name = end.name
         self._store = end.store
         self._buckets = buckets
+        self._sums = sums
         offsets, shared_words = plan_slots(buckets)
         self._stream = DeviceStream(end.device)
         with torch.inference_mode(False), self._stream.running():
@@ -179,7 +187,9 @@ class BucketTransfer:
             if known == addresses:
                 return placed
         placed = [
-            PlacedBucket(own.bucket, self._packed_in(message_W), own.held, tensors, message_W)
+            PlacedBucket(
+                own.bucket, self._packed_in(message_W), own.held, tensors, message_W, self._sums
+            )
             for own, message_W in zip(self._buckets, self._messages_W, strict=True)
         ]
         self._bound = [*self._bound[-1:], (addresses, placed)]

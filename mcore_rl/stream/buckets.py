@@ -22,6 +22,8 @@ from mcore_rl.stream.verify import ROW_WORDS, WORD_BYTES
 HEADER_WORDS = 2
 """Weight version and bucket index. One checksum per piece follows, up to a whole row."""
 _ROW_BYTES = ROW_WORDS * WORD_BYTES
+_MOST_PADDING = 1 / 8
+"""As a share of bucket_bytes; otherwise two slices of half a bucket would need two buckets."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +119,21 @@ def _pair_buckets(
 ) -> list[Bucket]:
     groups: list[list[Slice]] = [[]]
     filled_bytes = 0
+    padded_bytes = 0
     for parts in _bounded(slices, bucket_bytes):
-        num_bytes = sum(map(_num_rows, parts)) * _ROW_BYTES
-        if groups[-1] and filled_bytes + num_bytes > bucket_bytes:
+        num_bytes = sum(map(_num_bytes, parts))
+        num_padded = sum(map(_num_rows, parts)) * _ROW_BYTES
+        is_full = (
+            filled_bytes + num_bytes > bucket_bytes
+            or padded_bytes + num_padded > bucket_bytes * (1 + _MOST_PADDING)
+        )
+        if groups[-1] and is_full:
             groups.append([])
             filled_bytes = 0
+            padded_bytes = 0
         groups[-1] += parts
         filled_bytes += num_bytes
+        padded_bytes += num_padded
     return [Bucket(index, *pair, _lay_out(group)) for index, group in enumerate(groups) if group]
 
 
@@ -137,9 +147,12 @@ def _bounded(slices: Iterable[Slice], bucket_bytes: int) -> Iterable[list[Slice]
             yield [part] if part.scales is None else [part, part.scales]
 
 
+def _num_bytes(part: Slice) -> int:
+    return part.box.numel * itemsize(part.dtype)
+
+
 def _num_rows(part: Slice) -> int:
-    num_bytes = part.box.numel * itemsize(part.dtype)
-    return -(-num_bytes // _ROW_BYTES)
+    return -(-_num_bytes(part) // _ROW_BYTES)
 
 
 def _lay_out(slices: Sequence[Slice]) -> tuple[BucketPiece, ...]:

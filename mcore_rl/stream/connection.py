@@ -42,7 +42,8 @@ class Connection:
                 end.link.num_senders + bucket.target_rank if end.is_sender else bucket.source_rank
             )
             self._buckets.append(RankBucket(bucket, peer, holdings(bucket, plan.shards)))
-        self._transfer = BucketTransfer(end, self._buckets, make_transport)
+        self._sums = plan.sums
+        self._transfer = BucketTransfer(end, self._buckets, make_transport, plan.sums)
 
     @property
     def name(self) -> str:
@@ -88,7 +89,7 @@ class Connection:
             peer = own
         end = LinkEnd.open(link, rank, self.end.device)
         buckets = [replace(bucket, peer=peer) for bucket in self._buckets]
-        return BucketTransfer(end, buckets, self._make_transport)
+        return BucketTransfer(end, buckets, self._make_transport, self._sums)
 
     def close(self) -> None:
         """Leave; peers that wait for this rank fail at once."""

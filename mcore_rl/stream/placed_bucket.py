@@ -18,7 +18,7 @@ from mcore_rl.slices.hf.quantize import quantize_into
 from mcore_rl.stream.buckets import HEADER_WORDS, Bucket
 from mcore_rl.stream.routes.copies import Copies
 from mcore_rl.stream.routes.transport import TransferError
-from mcore_rl.stream.verify import ROW_WORDS, Checksums
+from mcore_rl.stream.verify import ROW_WORDS, ROWS, make_sums
 
 _UNSIGNED = 2**64 - 1
 
@@ -94,12 +94,14 @@ class PlacedBucket:
         held: Sequence[Holding],
         tensors: Mapping[str, Tensor],
         message_W: Tensor | None = None,
+        sums: str = ROWS,
     ) -> None:
         """Bind `bucket` to memory.
 
         words_W    int64 [bucket.num_words] on the device of `tensors`: packed and verified there
         held       where all of the bucket lies in `tensors`
         message_W  where the bucket travels; by default in `words_W`, otherwise with one more copy
+        sums       kind of its checksums (verify.py), the same at both ends
         """
         self.bucket = bucket
         self._words_W = words_W
@@ -110,7 +112,8 @@ class PlacedBucket:
         self._sums_at = slice(HEADER_WORDS, HEADER_WORDS + num_pieces)
         last_rows = [piece.first_word // ROW_WORDS + piece.num_rows - 1 for piece in bucket.pieces]
         self._last_rows_P = torch.tensor(last_rows, device=words_W.device)
-        self._checksums = Checksums(
+        self._checksums = make_sums(
+            sums,
             bucket.pieces[0].first_word,
             [piece.num_rows for piece in bucket.pieces],
             words_W.device,

@@ -26,6 +26,7 @@ from mcore_rl.stream.buckets import Bucket, plan_buckets
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.routes.channel import machine_id
 from mcore_rl.stream.routes.transport import TransferError
+from mcore_rl.stream.verify import kinds_of_sums
 from mcore_rl.stream.wire import decode_shards, encode_shards
 
 _log = logging.getLogger(__name__)
@@ -40,14 +41,17 @@ MakeShards = Callable[[HfTensors], Sequence[Shard]]
 class RankPlan:
     """One rank's part of the plan.
 
-    digest   "recorded" or "listed", then a sha256 of layouts and hosts: equal on all ranks of a
-             link, and on the ranks of two engines exactly if they get the same buckets
+    digest   "recorded" or "listed", then a sha256 of layouts, hosts and the kind of checksums:
+             equal on all ranks of a link, and on the ranks of two engines exactly if they get the
+             same buckets
     buckets  those this rank sends or receives, in order
+    sums     kind of their checksums (verify.py), the same on all ranks of a link
     shards   this rank's own, by HF name
     """
 
     digest: str
     buckets: list[Bucket]
+    sums: str
     shards: Mapping[str, Sequence[Shard]]
 
 
@@ -79,12 +83,12 @@ class PlanHandshake:
         own: dict[str, list[Shard]] = defaultdict(list)
         for shard in layouts.shards:
             own[shard.box.name].append(shard)
-        hosts = self._exchange_hosts()
+        hosts, sums = self._exchange_machines()
         flows = self._plan(layouts.source, layouts.target, hosts)
         buckets = plan_buckets(flows, self._link.num_receivers, self._link.bucket_bytes)
         shared = _shared_hosts(hosts)
-        digest = hashlib.sha256(f"{layouts.digest} {hosts.sources} {shared}".encode())
-        return RankPlan(f"{layouts.kind} {digest.hexdigest()}", buckets, own)
+        digest = hashlib.sha256(f"{layouts.digest} {hosts.sources} {shared} {sums}".encode())
+        return RankPlan(f"{layouts.kind} {digest.hexdigest()}", buckets, sums, own)
 
     def _check_recorded(self, make_shards: MakeShards) -> _Layouts | None:
         """Return the recorded layouts, or None if there are none or they are wrong for any rank."""
@@ -140,13 +144,18 @@ class PlanHandshake:
         target = ListedLayout(lists[num_senders:])
         return _Layouts(shards, source, target, "listed", digest)
 
-    def _exchange_hosts(self) -> ListedHosts:
-        """Return the host of each rank: the plan prefers pairs of ranks on one machine."""
-        self._store.publish("machine", self._end.rank, machine_id().encode())
-        machines = self._end.collect("machine")
-        numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
-        hosts = tuple(numbers[machine] for machine in machines)
-        return ListedHosts(hosts[: self._link.num_senders], hosts[self._link.num_senders :])
+    def _exchange_machines(self) -> tuple[ListedHosts, str]:
+        """Return the host of each rank, and the kind of checksums that all can compute.
+
+        The plan prefers pairs of ranks on one machine.
+        """
+        own = [machine_id(), kinds_of_sums(self._end.device)]
+        self._store.publish("machine", self._end.rank, json.dumps(own).encode())
+        answers = [json.loads(data) for data in self._end.collect("machine")]
+        numbers = {machine: i for i, machine in enumerate(dict.fromkeys(m for m, _ in answers))}
+        hosts = tuple(numbers[machine] for machine, _ in answers)
+        sums = _common_kind(self._link.names, [kinds for _, kinds in answers])
+        return ListedHosts(hosts[: self._link.num_senders], hosts[self._link.num_senders :]), sums
 
     def _plan(
         self, source: Layout, target: Layout, hosts: ListedHosts
@@ -184,6 +193,21 @@ class PlanHandshake:
                     f"{self._end.name} and {self._link.names[peer]} made different plans for their"
                     f" pair: {digests[peer]}, {theirs}"
                 )
+
+
+def _common_kind(names: Sequence[str], kinds: Sequence[Sequence[str]]) -> str:
+    """Return the first kind of checksums that all ranks compute.
+
+    Raises TransferError, which names what each rank computes, if there is none.
+    """
+    for kind in kinds[0]:
+        if all(kind in offered for offered in kinds):
+            return kind
+    offers = "; ".join(f"{name}: {', '.join(k)}" for name, k in zip(names, kinds, strict=True))
+    raise TransferError(
+        f"the ranks have no kind of checksum in common ({offers}); run one release of mcore_rl on"
+        " trainer and engines"
+    )
 
 
 def _shared_hosts(hosts: ListedHosts) -> list[int | None]:

@@ -1,27 +1,76 @@
-"""Computes a 64-bit checksum of each slice in flight, of many equal slices in one call.
+"""Computes a 64-bit checksum of each slice in flight, in one of two kinds.
 
-A slice is rows of ROW_WORDS 8-byte words. Its checksum is the sum over j of
-multiplier[j] * (sum over rows of word[row, j]) mod 2**64, with odd pseudo-random multipliers.
+xxh3   XXH3 of the slice's bytes, by the xxhash library. A slice that was just copied lies in the
+       processor's cache, and XXH3 reads it from there several times as fast as the copy wrote it.
+rows   plain torch operations, for links with a GPU; many equal slices take one call. A slice is
+       rows of ROW_WORDS 8-byte words, and its checksum is the sum over j of
+       multiplier[j] * (sum over rows of word[row, j]) mod 2**64, with odd pseudo-random multipliers
 
-A change confined to one word always changes the checksum, because an odd number has an inverse mod
-2**64. Several changes, or stale bytes, escape with odds of about 2**-63. Exchanged words show
-unless they lie a multiple of 576 bytes apart. Checksums guard against faults of memory, transport
-and bookkeeping, not against adversaries.
+With `rows` a change confined to one word always changes the checksum, because an odd number has an
+inverse mod 2**64. Several changes, or stale bytes, escape with odds of about 2**-63. Exchanged
+words show unless they lie a multiple of 576 bytes apart. With `xxh3` every kind of change escapes
+with odds of about 2**-64. Checksums guard against faults of memory, transport and bookkeeping, not
+against adversaries.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
+
+XXH3 = "xxh3-1"
+ROWS = "rows72-1"
+"""Names of the kinds, as ranks tell them one another. A changed algorithm gets a new name."""
 
 WORD_BYTES = 8
 ROW_WORDS = 72
 """576 bytes: whole cache lines, but no divisor of a page, so that exchanged pages show."""
 
 _HOST = torch.device("cpu")
+
+SumSlices = Callable[[Tensor], Tensor]
+"""int64 words of a bucket -> int64 [slices]"""
+
+
+def kinds_of_sums(device: torch.device) -> tuple[str, ...]:
+    """Return the kinds that a rank with tensors on `device` computes, the preferred one first."""
+    return (XXH3, ROWS) if device.type == "cpu" else (ROWS,)
+
+
+def make_sums(
+    kind: str, first_word: int, num_rows: Sequence[int], device: torch.device = _HOST
+) -> SumSlices:
+    """Return the checksums of slices that lie end to end, each padded to whole rows.
+
+    num_rows  each slice's rows, in order
+    """
+    if kind == ROWS:
+        return RowSums(first_word, num_rows, device)
+    assert kind == XXH3 and device.type == "cpu", f"no checksums of kind {kind} on {device}"
+    return XxhSums(first_word, num_rows)
+
+
+class XxhSums:
+    """Kind xxh3: checksums of slices in host memory, padding included."""
+
+    def __init__(self, first_word: int, num_rows: Sequence[int]) -> None:
+        self._bounds: list[tuple[int, int]] = []
+        start = first_word * WORD_BYTES
+        for rows in num_rows:
+            stop = start + rows * ROW_WORDS * WORD_BYTES
+            self._bounds.append((start, stop))
+            start = stop
+
+    def __call__(self, words_W: Tensor) -> Tensor:
+        """Return int64 [slices]: the checksum of each slice in int64 `words_W`."""
+        data = words_W.numpy().data.cast("B")
+        sums = [xxh3_64_intdigest(data[start:stop]) for start, stop in self._bounds]
+        return torch.from_numpy(np.array(sums, dtype=np.uint64).view(np.int64))
 
 
 @cache
@@ -40,8 +89,8 @@ class _Run:
     num_rows: int
 
 
-class Checksums:
-    """Checksums of slices that lie end to end, each padded to whole rows."""
+class RowSums:
+    """Kind rows: checksums of slices on any device."""
 
     def __init__(
         self, first_word: int, num_rows: Sequence[int], device: torch.device = _HOST

@@ -23,6 +23,7 @@ from mcore_rl.stream.routes.choice import (
 )
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.verified_buckets import VerifiedBuckets
+from mcore_rl.stream.verify import XXH3
 from tests.support.link_ends import make_link, open_ends, run_ranks
 
 NUMEL = 1000
@@ -47,7 +48,7 @@ def open_transfers(
         own = [
             RankBucket(bucket, 1 - end.rank, holdings(bucket, {"w": [SHARD]})) for bucket in buckets
         ]
-        return lambda: BucketTransfer(end, own, make_transport)
+        return lambda: BucketTransfer(end, own, make_transport, XXH3)
 
     sender, receiver = run_ranks([opening(end) for end in open_ends(link)])
     return sender, receiver, store

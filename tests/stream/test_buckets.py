@@ -78,6 +78,15 @@ def test_every_element_once_and_no_bucket_too_large(
         assert 2 + len(bucket.pieces) <= ends[0] < 2 + len(bucket.pieces) + ROW_WORDS
 
 
+def test_slices_of_a_power_of_two_fill_a_bucket_in_spite_of_their_padding() -> None:
+    slices = [Slice(Box(f"w{i}", (0,), (1024,)), "float32") for i in range(8)]
+    assert [b.num_bytes for b in plan_buckets({(0, 0): slices}, 1, 16384)] == [16384] * 2
+    tiny = [Slice(Box(f"w{i}", (0,), (1,)), "float32") for i in range(100)]
+    buckets = plan_buckets({(0, 0): tiny}, 1, 4096)
+    assert max(b.num_words * 8 for b in buckets) <= 4096 * 9 / 8 + ROW_WORDS * 8
+    assert sum(b.num_bytes for b in buckets) == 400
+
+
 @pytest.mark.parametrize("bucket_bytes", [64, 4096])
 @pytest.mark.parametrize(("num_sources", "num_targets"), [(2, 3), (4, 4), (5, 2)])
 def test_ranks_that_work_through_their_own_buckets_in_order_never_block_each_other(

@@ -12,22 +12,28 @@ from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.stream.buckets import Bucket, plan_buckets
 from mcore_rl.stream.placed_bucket import PlacedBucket, holdings
 from mcore_rl.stream.routes.transport import TransferError
-from mcore_rl.stream.verify import ROW_WORDS
+from mcore_rl.stream.verify import ROW_WORDS, ROWS, XXH3
 
 
 def placed_in(
-    bucket: Bucket, words_W: Tensor, shards: list[Shard], tensors: dict[str, Tensor]
+    bucket: Bucket,
+    words_W: Tensor,
+    shards: list[Shard],
+    tensors: dict[str, Tensor],
+    sums: str = XXH3,
 ) -> PlacedBucket:
     by_name: dict[str, list[Shard]] = defaultdict(list)
     for shard in shards:
         by_name[shard.box.name].append(shard)
-    return PlacedBucket(bucket, words_W, holdings(bucket, by_name), tensors)
+    return PlacedBucket(bucket, words_W, holdings(bucket, by_name), tensors, sums=sums)
 
 
-def packed(bucket: Bucket, shards: list[Shard], tensors: dict[str, Tensor]) -> Tensor:
+def packed(
+    bucket: Bucket, shards: list[Shard], tensors: dict[str, Tensor], sums: str = XXH3
+) -> Tensor:
     """The bucket's words, packed as version 3."""
     words_W = torch.zeros(bucket.num_words, dtype=torch.int64)
-    placed_in(bucket, words_W, shards, tensors).pack(3)
+    placed_in(bucket, words_W, shards, tensors, sums).pack(3)
     return words_W
 
 
@@ -51,13 +57,15 @@ def test_packed_cast_and_unpacked_values_are_exact(dtype: str, bucket_bytes: int
 SHARD = Shard(Box("w", (0,), (6,)), "param", 0, (1,), "float32")
 
 
-def one_bucket() -> tuple[Bucket, Tensor]:
+def one_bucket(sums: str = XXH3) -> tuple[Bucket, Tensor]:
     (bucket,) = plan_buckets({(0, 0): [Slice(SHARD.box, "float32")]}, 1, 1024)
-    return bucket, packed(bucket, [SHARD], {"param": torch.arange(6, dtype=torch.float32)})
+    return bucket, packed(bucket, [SHARD], {"param": torch.arange(6, dtype=torch.float32)}, sums)
 
 
-def received(bucket: Bucket, words_W: Tensor, tensors: dict[str, Tensor]) -> PlacedBucket:
-    return placed_in(bucket, words_W, [SHARD], tensors)
+def received(
+    bucket: Bucket, words_W: Tensor, tensors: dict[str, Tensor], sums: str = XXH3
+) -> PlacedBucket:
+    return placed_in(bucket, words_W, [SHARD], tensors, sums)
 
 
 def test_a_slice_may_lie_in_several_parts_and_land_in_several_tensors() -> None:
@@ -85,12 +93,12 @@ def test_a_bucket_may_be_packed_and_verified_in_other_memory_than_it_travels_in(
     held = holdings(bucket, {"w": [SHARD]})
     values = torch.arange(6, dtype=torch.float32)
     received = torch.zeros(6)
-    sent = PlacedBucket(bucket, scratch_W, held, {"param": values}, message_W)
+    sent = PlacedBucket(bucket, scratch_W, held, {"param": values}, message_W, XXH3)
     sent.pack(3)
     assert sent.message_u8.data_ptr() == message_W.data_ptr()
     assert torch.equal(message_W.view(-1, ROW_WORDS)[1], expected_W.view(-1, ROW_WORDS)[1])
     scratch_W.fill_(7)
-    placed = PlacedBucket(bucket, scratch_W, held, {"param": received}, message_W)
+    placed = PlacedBucket(bucket, scratch_W, held, {"param": received}, message_W, XXH3)
     placed.verify(3)
     placed.place()
     assert torch.equal(received, values)
@@ -110,13 +118,14 @@ def test_a_relay_packs_the_checksums_that_its_buckets_came_with() -> None:
         received(bucket, forwarded_W, {"param": torch.zeros(6)}).verify(3)
 
 
-def test_a_changed_byte_is_refused_by_name() -> None:
-    bucket, words_W = one_bucket()
+@pytest.mark.parametrize("sums", [XXH3, ROWS])
+def test_a_changed_byte_is_refused_by_name(sums: str) -> None:
+    bucket, words_W = one_bucket(sums)
     words_W.view(torch.uint8)[bucket.pieces[0].first_word * 8 + 5] ^= 1
     with pytest.raises(
         TransferError, match=r"w \(0,\) to \(6,\), bound for param, has checksum .* engine rank 0"
     ):
-        received(bucket, words_W, {"param": torch.zeros(6)}).verify(3)
+        received(bucket, words_W, {"param": torch.zeros(6)}, sums).verify(3)
 
 
 def test_a_bucket_of_another_version_is_refused() -> None:

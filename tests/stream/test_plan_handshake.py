@@ -1,6 +1,7 @@
 """The handshake of ranks in threads: one plan, recorded or listed layouts, errors with names."""
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.plan_handshake import HfTensors, MakeShards, PlanHandshake, RankPlan
 from mcore_rl.stream.routes.channel import machine_id
 from mcore_rl.stream.routes.transport import TransferError
+from mcore_rl.stream.verify import ROWS, XXH3
 from mcore_rl.stream.wire import Link, encode_shards
 from tests.support.link_ends import make_link, open_ends, run_ranks
 
@@ -133,10 +135,45 @@ def test_a_peer_that_planned_otherwise_is_named_before_a_byte_moves() -> None:
     _store, link = make_link(timeout_s=5.0)
     sender, receiver = open_ends(link)
     receiver.store.publish("layout", 1, encode_shards(column_cut(HF, 0, 1, "bfloat16")[0]))
-    receiver.store.publish("machine", 1, machine_id().encode())
+    receiver.store.publish("machine", 1, json.dumps([machine_id(), [XXH3]]).encode())
     receiver.store.publish("plan", 1, json.dumps({"0": "otherwise"}).encode())
     with pytest.raises(
         TransferError,
         match=r"trainer rank 0 and rank 0 of engine engine-0 made different plans .* otherwise$",
+    ):
+        PlanHandshake(sender).run(lambda _: row_cut(HF, 0, 1, "float32")[0])
+
+
+@pytest.mark.parametrize("theirs", [(XXH3, ROWS), (ROWS,), ("later", ROWS)])
+def test_ranks_take_the_first_kind_of_checksum_that_all_compute(theirs: tuple[str, ...]) -> None:
+    _store, link = make_link(timeout_s=20.0)
+    sender, receiver = open_ends(link)
+    shards = column_cut(HF, 0, 1, "bfloat16")[0]
+    receiver.store.publish("layout", 1, encode_shards(shards))
+    receiver.store.publish("machine", 1, json.dumps([machine_id(), theirs]).encode())
+
+    def run() -> str:
+        return PlanHandshake(sender).run(lambda _: row_cut(HF, 0, 1, "float32")[0]).sums
+
+    def answer() -> str:
+        """Agree with whatever the sender planned."""
+        plan = receiver.store.collect("plan", [0], link.names, "test", time.monotonic() + 20)
+        digest = json.loads(plan[0])["1"]
+        receiver.store.publish("plan", 1, json.dumps({"0": digest}).encode())
+        return XXH3 if XXH3 in theirs else ROWS
+
+    taken, expected = run_ranks([run, answer])
+    assert taken == expected
+
+
+def test_ranks_without_a_common_kind_of_checksum_are_named() -> None:
+    _store, link = make_link(timeout_s=20.0)
+    sender, receiver = open_ends(link)
+    shards = column_cut(HF, 0, 1, "bfloat16")[0]
+    receiver.store.publish("layout", 1, encode_shards(shards))
+    receiver.store.publish("machine", 1, json.dumps([machine_id(), ["later"]]).encode())
+    with pytest.raises(
+        TransferError,
+        match=r"no kind of checksum in common .*rank 0 of engine engine-0: later\); run one",
     ):
         PlanHandshake(sender).run(lambda _: row_cut(HF, 0, 1, "float32")[0])

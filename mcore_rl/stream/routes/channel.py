@@ -98,15 +98,18 @@ class Channel:
     def wait(self, count: int, seconds: float) -> bool:
         """Return whether the other end has come to message `count`, after at most `seconds`.
 
-        May return False earlier. Raises ConnectionError if it has not and its process is gone.
+        Raises ConnectionError if it has not and its process is gone.
         """
-        if self._counters[self._peer_counter] >= count:
-            return True
-        if self._poll.poll(max(1.0, 1000 * seconds)):
+        until_s = time.monotonic() + seconds
+        while self._counters[self._peer_counter] < count:
+            left_s = until_s - time.monotonic()
+            if not self._poll.poll(max(1.0, 1000 * left_s)):
+                return self._counters[self._peer_counter] >= count
+            # A byte may tell of a message that was seen before: then it is no reason to stop.
             ended = not self._peer.recv(4096)
             if ended and self._counters[self._peer_counter] < count:
                 raise ConnectionResetError("the process is gone")
-        return self._counters[self._peer_counter] >= count
+        return True
 
     def close(self) -> None:
         with suppress(OSError):  # the other end may have gone first

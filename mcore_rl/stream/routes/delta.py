@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from mcore_rl.stream.routes.delta_code import (
     ELEMENT_BYTES,
@@ -30,7 +31,6 @@ from mcore_rl.stream.routes.delta_code import (
 )
 from mcore_rl.stream.routes.gloo import GlooMessage, GlooTransport
 from mcore_rl.stream.routes.transport import TransferError
-from mcore_rl.stream.verify import ROW_WORDS, WORD_BYTES, Checksums
 from mcore_rl.types import Array
 
 _log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class _Receiving:
 
 
 class DeltaTransport:
-    """Differences over gloo; messages must lie on the host and be whole rows of words."""
+    """Differences over gloo; messages must lie on the host."""
 
     def __init__(self, gloo: GlooTransport) -> None:
         self.gloo = gloo
@@ -219,7 +219,6 @@ class DeltaTransport:
 
 
 def _checksum(message_u8: Tensor) -> int:
-    words_W = message_u8.view(torch.int64)
-    num_rows, left = divmod(len(words_W), ROW_WORDS)
-    assert not left, f"{len(message_u8)} bytes are no rows of {ROW_WORDS * WORD_BYTES}"
-    return int(Checksums(0, [num_rows])(words_W)[0])
+    """Return XXH3 of the message as a signed integer, as which it travels in the header."""
+    unsigned = xxh3_64_intdigest(message_u8.numpy())
+    return unsigned - 2**64 if unsigned >= 2**63 else unsigned

@@ -40,6 +40,18 @@ def test_both_ends_see_words_and_counters(pair: tuple[Channel, Channel]) -> None
     assert sender.wait(1, 10)
 
 
+def test_a_notice_of_a_message_that_was_seen_before_ends_no_wait(
+    pair: tuple[Channel, Channel],
+) -> None:
+    sender, receiver = pair
+    sender.advance()
+    sender.advance()
+    assert receiver.wait(2, 10)
+    began_s = time.monotonic()
+    assert not receiver.wait(3, 0.3)
+    assert time.monotonic() - began_s > 0.25
+
+
 def test_the_end_of_a_process_shows_at_once_but_after_what_it_wrote(
     pair: tuple[Channel, Channel],
 ) -> None:
