@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", default="64,512,2048", help="MiB of weights, comma-separated")
     parser.add_argument(
-        "--kinds", default=",".join(SHAPES), help=f"expert matrices, of {', '.join(SHAPES)}"
+        "--kinds", default="small,large", help=f"expert matrices, of {', '.join(SHAPES)}"
     )
     parser.add_argument(
         "--repeats", type=int, default=5, help="syncs per method; the median counts"

@@ -20,8 +20,9 @@ EXPERTS = LAYER + "mlp.experts.experts."
 SHAPES = {
     "small": {"hidden": 256, "ffn": 64, "experts": 128},
     "large": {"hidden": 1024, "ffn": 512, "experts": 8},
+    "tiny": {"hidden": 128, "ffn": 16, "experts": 256},
 }
-"""Expert matrices of 64 KiB and of 2 MiB."""
+"""Expert matrices of 64 KiB, of 2 MiB, and of 8 KiB, as many in a layer as DeepSeek-V3 has."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,25 @@ class Case:
         sizes = SHAPES[self.kind]
         hidden, ffn, experts = sizes["hidden"], sizes["ffn"], sizes["experts"]
         layer_bytes = DTYPE.itemsize * hidden * (3 * ffn * experts + 3 * hidden)
-        return qwen3_moe_config(
-            1024,
-            hidden_size=hidden,
-            num_hidden_layers=max(1, round(self.mib * 2**20 / layer_bytes)),
-            num_attention_heads=hidden // 64,
-            num_key_value_heads=hidden // 128,
-            head_dim=64,
-            intermediate_size=hidden,
-            moe_intermediate_size=ffn,
-            num_experts=experts,
-            max_position_embeddings=4096,
-        )
+        return make_config(self.kind, max(1, round(self.mib * 2**20 / layer_bytes)))
+
+
+def make_config(kind: str, num_layers: int) -> dict[str, Any]:
+    """Return the config.json of a model with experts of a `kind` in SHAPES."""
+    sizes = SHAPES[kind]
+    hidden = sizes["hidden"]
+    return qwen3_moe_config(
+        1024,
+        hidden_size=hidden,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=max(2, hidden // 128),
+        head_dim=64,
+        intermediate_size=hidden,
+        moe_intermediate_size=sizes["ffn"],
+        num_experts=sizes["experts"],
+        max_position_embeddings=4096,
+    )
 
 
 def write_config(case: Case, folder: Path) -> Path:

@@ -13,7 +13,7 @@ verifying are therefore one operation: intersect two lists of boxes and copy the
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from operator import lt
+from operator import lt, sub
 from typing import TYPE_CHECKING
 
 from mcore_rl.slices.hf.dtypes import ITEMSIZE
@@ -38,11 +38,11 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:
-        return prod(self.shape)
+        return prod(map(sub, self.stop, self.start))
 
     def intersect(self, other: "Box") -> "Box | None":
         """Return the box of the elements in both boxes, or None if they share none."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import DeviceStream
+from mcore_rl.process.garbage import collections_paused
 from mcore_rl.stream.buckets import Bucket
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.placed_bucket import Holding, PlacedBucket
@@ -186,12 +187,13 @@ class BucketTransfer:
         for known, placed in self._bound:
             if known == addresses:
                 return placed
-        placed = [
-            PlacedBucket(
-                own.bucket, self._packed_in(message_W), own.held, tensors, message_W, self._sums
-            )
-            for own, message_W in zip(self._buckets, self._messages_W, strict=True)
-        ]
+        with collections_paused():
+            placed = [
+                PlacedBucket(
+                    own.bucket, self._packed_in(message_W), own.held, tensors, message_W, self._sums
+                )
+                for own, message_W in zip(self._buckets, self._messages_W, strict=True)
+            ]
         self._bound = [*self._bound[-1:], (addresses, placed)]
         return placed
 

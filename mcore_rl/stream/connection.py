@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from mcore_rl.process.garbage import collections_paused
 from mcore_rl.stream.bucket_transfer import BucketTransfer, RankBucket
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.placed_bucket import holdings
@@ -33,6 +34,11 @@ class Connection:
         """
         self.end = end
         self._make_transport = make_transport
+        with collections_paused():
+            self._agree(make_shards)
+
+    def _agree(self, make_shards: MakeShards) -> None:
+        end = self.end
         plan = PlanHandshake(end).run(make_shards)
         self.digest = plan.digest
         self.num_bytes = sum(bucket.num_bytes for bucket in plan.buckets)
@@ -43,7 +49,7 @@ class Connection:
             )
             self._buckets.append(RankBucket(bucket, peer, holdings(bucket, plan.shards)))
         self._sums = plan.sums
-        self._transfer = BucketTransfer(end, self._buckets, make_transport, plan.sums)
+        self._transfer = BucketTransfer(end, self._buckets, self._make_transport, plan.sums)
 
     @property
     def name(self) -> str:

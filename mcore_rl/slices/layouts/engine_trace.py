@@ -10,7 +10,7 @@ parameters keep their values, except that padding is filled.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -91,6 +91,13 @@ class _Recorder(TorchDispatchMode):
     Of several values, a constant is the same value everywhere.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave out the wrapper that keeps torch.compile away: loaders are not compiled, and it
+        takes as long as everything else that is done for an operation.
+        """
+        return False
+
     def __init__(self, local: LocalTensors) -> None:
         super().__init__()
         self.local = local
@@ -99,6 +106,8 @@ class _Recorder(TorchDispatchMode):
         self._fills: list[Callable[[], object]] = []
         self._quantized: dict[str, tuple[int, ...]] = {}
         """HF name -> shape of the matrices that went into FP8 parameters."""
+        self._metas: dict[tuple[int, ...], Tensor] = {}
+        """Shape -> the meta tensor of HF tensors of that shape; only views of it are taken."""
         self.current = "(nothing yet)"
 
     @property
@@ -121,13 +130,20 @@ class _Recorder(TorchDispatchMode):
 
     def _tracer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tracer:
         self.current = name
-        meta = torch.empty(shape, dtype=torch.uint8, device="meta")
+        meta = self._metas.get(shape)
+        if meta is None:
+            meta = torch.empty(shape, dtype=torch.uint8, device="meta")
+            self._metas[shape] = meta
         return Tracer.make(meta, name, shape, dtype, self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
-        if func._schema.is_mutable and not any(isinstance(x, Tracer | Joined) for x in leaves):
+        for value in args:
+            if type(value) is Tracer:
+                return self.on_tracer(value, func, args, kwargs)
+        if _is_mutable(func) and not any(
+            isinstance(x, Tracer | Joined) for x in tree_leaves((args, kwargs))
+        ):
             for target in _written_tensors(func, args, kwargs):
                 place = self.local.locate(target)
                 if place is not None:
@@ -181,10 +197,9 @@ class _Recorder(TorchDispatchMode):
             raise ValueError(
                 f"load_weights applies {func} to {tracer.hf_name!r}, which cannot be traced"
             )
-        plain_args, plain_kwargs = tree_map(
-            lambda x: x.meta if isinstance(x, Tracer) else x, (args, kwargs)
-        )
-        views = func(*plain_args, **plain_kwargs)
+        views = func(*map(_meta, args), **{name: _meta(value) for name, value in kwargs.items()})
+        if isinstance(views, Tensor):
+            return tracer.like(views, tracer.dtype)
         return tree_map(
             lambda x: tracer.like(x, tracer.dtype) if isinstance(x, Tensor) else x, views
         )
@@ -242,6 +257,16 @@ class _Recorder(TorchDispatchMode):
         self.shards += shards_of_view(
             tracer.hf_name, tracer.hf_shape, tracer.meta, name, offset, target.stride(), dtype
         )
+
+
+@cache
+def _is_mutable(func: Any) -> bool:
+    return func._schema.is_mutable
+
+
+def _meta(value: Any) -> Any:
+    """Return a tracer's meta tensor; a view takes its tensor as an argument of its own."""
+    return value.meta if isinstance(value, Tracer) else value
 
 
 def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -7,6 +7,7 @@ Several parameters may lie in one memory block.
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class LocalTensors:
                     f"load_weights replaced the memory of parameter {name!r}: cannot be traced"
                 )
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """The device of the parameters; the CPU if there are none."""
         return next((tensor.device for tensor in self._tensors.values()), torch.device("cpu"))

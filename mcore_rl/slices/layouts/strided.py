@@ -11,6 +11,7 @@ A view that is a single box gives a single shard.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from torch import Tensor
@@ -29,6 +30,16 @@ class _Dim:
     size: int
     source: int
     target: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The box [start, stop) of the HF tensor, and where it lies from the local memory's begin."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
 
 
 def shards_of_view(
@@ -50,18 +61,42 @@ def shards_of_view(
     """
     if view.numel() == 0:
         return []
+    first = int(view.storage_offset())
+    try:
+        parts = _parts(tuple(hf_shape), tuple(view.shape), view.stride(), first, tuple(strides))
+    except ValueError as error:
+        raise ValueError(f"a view of HF tensor {name!r} {error}: cannot be traced") from error
+    return [
+        Shard(Box(name, part.start, part.stop), tensor, offset + part.offset, part.strides, dtype)
+        for part in parts
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _parts(
+    hf_shape: tuple[int, ...],
+    shape: tuple[int, ...],
+    source_strides: tuple[int, ...],
+    first: int,
+    target_strides: tuple[int, ...],
+) -> tuple[_Part, ...]:
+    """Return the boxes of a view that begins at element `first` of the HF tensor.
+
+    The tensors of all experts are cut alike, so most calls find their answer. Raises ValueError
+    with what the view does if it is not made of boxes.
+    """
     dims = []
-    for size, source, target in zip(view.shape, view.stride(), strides, strict=True):
+    for size, source, target in zip(shape, source_strides, target_strides, strict=True):
         if size > 1:
             dims.append(_Dim(size, source, target))
     hf_strides = contiguous_strides(hf_shape)
-    shards = []
+    parts = []
     for source, target, box_dims in _boxes(_merge(dims), hf_strides):
-        start = unravel(int(view.storage_offset()) + source, hf_shape)
-        extents, local = _extents(name, hf_shape, hf_strides, start, box_dims)
+        start = unravel(first + source, hf_shape)
+        extents, local = _extents(hf_shape, hf_strides, start, box_dims)
         stop = tuple(a + n for a, n in zip(start, extents, strict=True))
-        shards.append(Shard(Box(name, start, stop), tensor, offset + target, local, dtype))
-    return shards
+        parts.append(_Part(start, stop, target, local))
+    return tuple(parts)
 
 
 def _merge(dims: list[_Dim]) -> list[_Dim]:
@@ -102,7 +137,6 @@ def _boxes(dims: list[_Dim], hf_strides: Sequence[int]) -> Iterator[tuple[int, i
 
 
 def _extents(
-    name: str,
     hf_shape: Sequence[int],
     hf_strides: Sequence[int],
     start: Sequence[int],
@@ -122,16 +156,12 @@ def _extents(
         target = dim.target
         while size > hf_shape[axis] - start[axis]:
             if start[axis] != 0 or size % hf_shape[axis] or axis == 0 or extents[axis] != 1:
-                raise ValueError(
-                    f"a view of HF tensor {name!r} wraps around axis {axis}: cannot be traced"
-                )
+                raise ValueError(f"wraps around axis {axis}")
             extents[axis], local[axis] = hf_shape[axis], target
             size //= hf_shape[axis]
             target *= hf_shape[axis]
             axis -= 1
         if extents[axis] != 1:
-            raise ValueError(
-                f"a view of HF tensor {name!r} crosses axis {axis} twice: cannot be traced"
-            )
+            raise ValueError(f"crosses axis {axis} twice")
         extents[axis], local[axis] = size, target
     return extents, tuple(local)

@@ -68,8 +68,10 @@ class Tracer(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = tree_leaves((args, kwargs))
-        tracer = next(leaf for leaf in leaves if isinstance(leaf, Tracer | Joined))
+        tracer = next((x for x in args if isinstance(x, Tracer | Joined)), None)
+        if tracer is None:
+            leaves = tree_leaves((args, kwargs))
+            tracer = next(leaf for leaf in leaves if isinstance(leaf, Tracer | Joined))
         if isinstance(tracer, Joined):
             return tracer.recorder.on_joined(tracer, func, args, kwargs or {})
         return tracer.recorder.on_tracer(tracer, func, args, kwargs or {})
