@@ -34,14 +34,20 @@ TIMEOUT = timedelta(seconds=600)
 class BenchRanks:
     """The trainer ranks that a SyncController calls, and those of the baselines."""
 
-    def __init__(self, config: dict[str, Any], world_size: int, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        world_size: int,
+        timeout_s: float = 600.0,
+        rank_class: type["BenchRank"] | None = None,
+    ) -> None:
         self.timeout_s = timeout_s
         context = mp.get_context("spawn")
         self.world_size = world_size
         self._pipes, self._processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            args = (theirs, config, rank, world_size)
+            args = (theirs, rank_class or BenchRank, config, rank, world_size)
             self._processes.append(context.Process(target=_serve, args=args, daemon=True))
             self._processes[-1].start()
             theirs.close()
@@ -88,10 +94,12 @@ class BenchRanks:
         return answer
 
 
-def _serve(pipe: Any, config: dict[str, Any], rank: int, world_size: int) -> None:
+def _serve(
+    pipe: Any, rank_class: type["BenchRank"], config: dict[str, Any], rank: int, world_size: int
+) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    served = _Rank(config, rank, world_size)
+    served = rank_class(config, rank, world_size)
     while True:
         try:
             method, *args = pickle.loads(pipe.recv_bytes())
@@ -104,7 +112,7 @@ def _serve(pipe: Any, config: dict[str, Any], rank: int, world_size: int) -> Non
         pipe.send_bytes(pickle.dumps(answer))
 
 
-class _Rank:
+class BenchRank:
     def __init__(self, config: dict[str, Any], rank: int, world_size: int) -> None:
         self._config = config
         self._rank = rank
@@ -137,10 +145,11 @@ class _Rank:
 
     def join_engine(self, url: str, engine_ranks: int, port: int) -> None:
         """Form SGLang's group for updates from rank 0 and the engine's ranks."""
+        self._engine_ranks = engine_ranks
         if self._rank == 0:
             with ThreadPoolExecutor(1) as pool:
                 answer = pool.submit(
-                    _post,
+                    post,
                     url,
                     "/init_weights_update_group",
                     master_address="127.0.0.1",
@@ -154,19 +163,16 @@ class _Rank:
                 answer.result()
 
     def gather_and_broadcast(self, url: str) -> float:
-        """Update as slime does; return the seconds it took.
-
-        Each parameter is all-gathered, converted on rank 0 and broadcast in buckets.
-        """
+        """Gather each parameter, convert and broadcast it; return the seconds it took."""
         distributed.barrier()
         began_s = time.perf_counter()
         if self._rank == 0:
-            _open(url)
-        for bucket in _buckets(self._gathered()):
+            open_update(url)
+        for bucket in buckets_of(self._gathered()):
             if self._rank == 0:
-                self._broadcast(url, bucket)
+                self.broadcast_bucket(url, bucket)
         if self._rank == 0:
-            _close(url)
+            close_update(url)
         return time.perf_counter() - began_s
 
     def prepare_whole_model(self, folder: str | None) -> None:
@@ -180,19 +186,19 @@ class _Rank:
         """Update by SGLang's own means from tensors that rank 0 holds; return the seconds."""
         began_s = time.perf_counter()
         if self._rank == 0:
-            _open(url)
-            for bucket in _buckets(self._hf.items()):
-                self._broadcast(url, bucket)
-            _close(url)
+            open_update(url)
+            for bucket in buckets_of(self._hf.items()):
+                self.broadcast_bucket(url, bucket)
+            close_update(url)
         return time.perf_counter() - began_s
 
     def forget_whole_model(self) -> None:
         self._hf = {}
 
-    def _broadcast(self, url: str, bucket: list[tuple[str, Tensor]]) -> None:
+    def broadcast_bucket(self, url: str, bucket: list[tuple[str, Tensor]]) -> None:
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(
-                _post,
+                post,
                 url,
                 "/update_weights_from_distributed",
                 names=[name for name, _ in bucket],
@@ -227,18 +233,18 @@ class _Rank:
                     if name not in filled:
                         filled[name] = (torch.empty(shapes[name], dtype=mine.dtype), 0)
                     whole, numel = filled[name]
-                    _box_of(whole, shard).copy_(shard.view({shard.tensor: part}))
+                    box_of(whole, shard).copy_(shard.view({shard.tensor: part}))
                     filled[name] = (whole, numel + shard.box.numel)
                     if filled[name][1] == whole.numel():
                         yield name, filled.pop(name)[0]
         assert not filled, f"parts of {list(filled)} never came"
 
 
-def _box_of(whole: Tensor, shard: Shard) -> Tensor:
+def box_of(whole: Tensor, shard: Shard) -> Tensor:
     return whole[tuple(slice(a, b) for a, b in zip(shard.box.start, shard.box.stop, strict=True))]
 
 
-def _buckets(tensors: Any) -> Iterator[list[tuple[str, Tensor]]]:
+def buckets_of(tensors: Any) -> Iterator[list[tuple[str, Tensor]]]:
     """Group (name, tensor) pairs into buckets of at most BUCKET_BYTES, or of one tensor."""
     bucket: list[tuple[str, Tensor]] = []
     filled_bytes = 0
@@ -253,17 +259,17 @@ def _buckets(tensors: Any) -> Iterator[list[tuple[str, Tensor]]]:
         yield bucket
 
 
-def _open(url: str) -> None:
-    _post(url, "/pause_generation", mode="retract")
-    _post(url, "/begin_weight_update", selector="target")
+def open_update(url: str) -> None:
+    post(url, "/pause_generation", mode="retract")
+    post(url, "/begin_weight_update", selector="target")
 
 
-def _close(url: str) -> None:
-    _post(url, "/end_weight_update")
-    _post(url, "/continue_generation")
+def close_update(url: str) -> None:
+    post(url, "/end_weight_update")
+    post(url, "/continue_generation")
 
 
-def _post(url: str, path: str, **body: Any) -> Any:
+def post(url: str, path: str, **body: Any) -> Any:
     request = urllib.request.Request(
         url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
