@@ -6,14 +6,16 @@ steps   trains a model in bfloat16 with Adam at a learning rate of reinforcement
         the difference of its weights after each step, as sync.delta codes it
 link    sends a tensor of which 1.5 % of the elements change from version to version between two
         network namespaces, whose link passes so many bits a second (tc tbf), whole and by
-        differences in turns, over gloo as a sync between machines; and over shared memory with
-        and without sync.delta, where it must change nothing
+        differences in turns, over gloo as a sync between machines, and by a broadcast of gloo in
+        flat buckets, which is what an update in SGLang's own way moves; and over shared memory
+        with and without sync.delta, where it must change nothing
 
 The last line is JSON.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,12 +23,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from torch import distributed
 
 from mcore_rl.config import OptimizerConfig
 from mcore_rl.doctor.lone_rank import LoneRank, qwen3_moe
@@ -45,6 +49,8 @@ from mcore_rl.stream.wire import Link
 NAMES = ("mcore_delta_a", "mcore_delta_b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 BUCKET_BYTES = 4 * 2**20
+FLAT_BYTES = 512 * 2**20
+BROADCAST = "broadcast"
 CHANGED = 0.015
 DEADLINE_S = 300.0
 
@@ -160,6 +166,8 @@ def compare(
     assert sent["sum"] == received["sum"], "the receiver has other weights"
     whole, delta = (median(sent["seconds"][way][1:]) for way in ("off", "auto"))
     figures = {"whole_s": whole, "delta_s": delta, "speedup": whole / delta}
+    broadcast = median(received["seconds"][BROADCAST][1:])
+    figures |= {"broadcast_s": broadcast, "whole_to_broadcast": broadcast / whole}
     figures["bytes_share"] = 1 - received["saved"] / (args.repeats * args.mib * 2**20)
     print(f"{folder.name}: {figures}")
     return figures
@@ -179,21 +187,56 @@ def run_rank(args: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(numel, generator=generator).bfloat16()
     sets = {way: {"param": values.clone()} for way in links}
-    seconds: dict[str, list[float]] = {way: [] for way in links}
+    sets[BROADCAST] = {"param": values.clone()}
+    join_broadcast(args)
+    seconds: dict[str, list[float]] = {way: [] for way in sets}
     saved = 0
     for version in range(args.repeats + 1):
         at = torch.randint(0, numel, (int(CHANGED * numel),), generator=generator)
-        for way, transfer in transfers.items():
+        for way, tensors in sets.items():
             if args.rank == 0:
-                sets[way]["param"].view(torch.int16)[at] += 1
+                tensors["param"].view(torch.int16)[at] += 1
+            if way == BROADCAST:
+                distributed.barrier()
             began_s = time.perf_counter()
-            move = transfer.receive if args.rank else transfer.send
-            move(version, sets[way], time.monotonic() + DEADLINE_S)
+            if way == BROADCAST:
+                broadcast_flat(tensors["param"])
+            else:
+                transfer = transfers[way]
+                move = transfer.receive if args.rank else transfer.send
+                move(version, tensors, time.monotonic() + DEADLINE_S)
+                saved += transfer.take_saved()
             seconds[way].append(time.perf_counter() - began_s)
-            saved += transfer.take_saved()
     total = {way: int(s["param"].view(torch.int16).long().sum()) for way, s in sets.items()}
     print(json.dumps({"seconds": seconds, "saved": saved, "sum": total}))
     del stores
+
+
+def join_broadcast(args: argparse.Namespace) -> None:
+    """Form a group of gloo that meets in the folder both ranks see and talks over the link."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(args.host)
+    distributed.init_process_group(
+        "gloo",
+        f"file://{args.links.with_suffix('.group')}",
+        rank=args.rank,
+        world_size=2,
+        timeout=timedelta(seconds=DEADLINE_S),
+    )
+
+
+def interface_of(host: str) -> str:
+    """Return the name of this rank's network interface to the other rank."""
+    return (
+        "lo" if host == "127.0.0.1" else next(n for n in os.listdir("/sys/class/net") if n != "lo")
+    )
+
+
+def broadcast_flat(values: torch.Tensor) -> None:
+    """Broadcast by buckets of FLAT_BYTES, each copied into one tensor and out of it."""
+    for part in values.view(torch.uint8).split(FLAT_BYTES):
+        flat = part.clone()
+        distributed.broadcast(flat, 0)
+        part.copy_(flat)
 
 
 def open_links(args: argparse.Namespace) -> tuple[list[LinkStore], dict[str, Link]]:

@@ -20,3 +20,4 @@ def test_the_benchmark_of_differences_ends_in_its_figures() -> None:
     figures = json.loads(done.stdout.splitlines()[-1])
     assert 0 < figures["steps"]["mean_share"] < 0.5
     assert figures["shared memory"]["bytes_share"] == 1.0
+    assert figures["shared memory"]["broadcast_s"] > 0
