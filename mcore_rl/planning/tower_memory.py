@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from mcore_rl.planning.activations import FLOAT32, Pass
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.families.tower import PREFIX, vision_settings
+from mcore_rl.slices.families.tower import PREFIX, merge_size
 
 GATE = PREFIX + "blocks.mlp.gate_proj.weight"
 """Key of a tensor that only blocks with a gated MLP have."""
@@ -23,8 +23,7 @@ def tower_activations(hf_config: HfConfig, step: Pass, vision: str, in_flight: f
     """
     family = family_of(hf_config)
     sizes = family.sizes(hf_config)
-    merge = vision_settings(hf_config).get("spatial_merge_size", 2)
-    num_patches = step.tokens * merge**2
+    num_patches = step.tokens * merge_size(hf_config) ** 2
     hidden = sizes["tower_hidden"]
     # norms' inputs and outputs, queries, keys and values before and after rotation, output; gate,
     # up, activation and product, or the activation's input and output
@@ -52,5 +51,5 @@ def _inner_feature(sizes: Mapping[str, int], step: Pass, num_patches: int, visio
 def pixel_bytes(config: HfConfig, num_tokens: int) -> float:
     """Return the bytes of the pixels of a micro-batch whose tokens all stand for images."""
     sizes = family_of(config).sizes(config)
-    num_patches = num_tokens * vision_settings(config).get("spatial_merge_size", 2) ** 2
+    num_patches = num_tokens * merge_size(config) ** 2
     return num_patches * sizes["channels"] * sizes["patch_frames"] * sizes["patch"] ** 2 * FLOAT32

@@ -13,6 +13,7 @@ An engine on the machine that made the patches maps their files instead of takin
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,24 @@ def processor_output(body: Mapping[str, Any], pixels_PD: Tensor, grids_I3: Tenso
             image_grid_thw=grids_I3,
         )
     ]
+
+
+def moonvit_output(body: Mapping[str, Any], pixels_PD: Tensor, grids_I3: Tensor) -> Any:
+    """Return the same for a model with MoonViT, whose images have no frames."""
+    return [
+        {
+            "format": "processor_output",
+            "input_ids": torch.tensor(body["input_ids"]),
+            "pixel_values": as_images(pixels_PD),
+            "image_grid_hws": grids_I3[:, 1:],
+        }
+    ]
+
+
+def as_images(pixels_PD: Tensor) -> Tensor:
+    """Return patches as MoonViT's convolution takes them, [P, 3, side, side]."""
+    side = isqrt(pixels_PD.shape[-1] // 3)
+    return pixels_PD.unflatten(-1, (3, side, side))
 
 
 def _check_shapes(pixels_PD: Tensor, grids_I3: Tensor) -> None:

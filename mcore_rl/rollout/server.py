@@ -8,6 +8,7 @@ stand-ins replace SGLang's CUDA-only dependencies, and SGLang is set up for the 
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from mcore_rl.rollout import image_request
 from mcore_rl.rollout.image_request import (
     NOT_HERE,
     check_placeholders,
+    moonvit_output,
     processor_output,
     resolve_request,
     unpack_request,
 )
 from mcore_rl.rollout.key_gate import KeyGate
+from mcore_rl.slices.families.tower import merge_size, placeholder_of
 
+KIMI_VL = "KimiVLForConditionalGeneration"
 WAYS_AROUND = ("grpc_port", "grpc_mode", "smg_grpc_mode", "encoder_only", "use_ray", "sidecar")
 """Fields of SGLang's ServerArgs that open other servers than the application."""
 VARIABLES_AROUND = ("SGLANG_RUST_SERVER", "SGLANG_GRPC_PORT", "DUMPER_SERVER_PORT")
@@ -58,8 +62,9 @@ def main(arguments: list[str]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, below
     forks_die_with_their_parents()
 
-    if "--is-embedding" in arguments:
-        os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "mcore_rl.rollout.reward_heads"
+    package = package_of(arguments)
+    if package is not None:
+        os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = package
     with without_collector():
         from mcore_rl.device import has_cuda
         from mcore_rl.device.sglang_setup import use_cpu, use_gpus
@@ -73,6 +78,8 @@ def main(arguments: list[str]) -> None:
     load_plugins()
     bind_meetings_to_their_host()
     server_args = prepare_server_args(arguments)
+    if package is not None:
+        import_module(package)
     take_patches(server_args.model_path)
     if keys is not None:
         guard_server(server_args, keys)
@@ -82,17 +89,33 @@ def main(arguments: list[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
+def package_of(arguments: list[str]) -> str | None:
+    """Return the package whose classes SGLang loads in place of its own, if the model needs one."""
+    if "--is-embedding" in arguments:
+        return "mcore_rl.rollout.reward_heads"
+    config = config_of(arguments[arguments.index("--model-path") + 1])
+    if KIMI_VL in (config.get("architectures") or ()):
+        return "mcore_rl.rollout.vision_models"
+    return None
+
+
+def config_of(model_path: str) -> dict[str, Any]:
+    """Return the parsed config.json of a model directory; {} without one."""
+    config_file = Path(model_path, "config.json")
+    return json.loads(config_file.read_text()) if config_file.is_file() else {}
+
+
 def take_patches(model_path: str) -> None:
     """Add a route to SGLang's application for requests that bring the patches of their images, if
     the model sees images.
     """
-    config_file = Path(model_path, "config.json")
-    config = json.loads(config_file.read_text()) if config_file.is_file() else {}
-    placeholder_id = config.get("image_token_id")
-    if placeholder_id is None:
+    config = config_of(model_path)
+    placeholder_id = placeholder_of(config)
+    if placeholder_id is None or "vision_config" not in config:
         return
-    merge = config.get("vision_config", {}).get("spatial_merge_size", 2)
+    merge = merge_size(config)
     start_id = config.get("vision_start_token_id")
+    output = moonvit_output if KIMI_VL in config["architectures"] else processor_output
     from fastapi import Request
     from fastapi.responses import JSONResponse
     from sglang.srt.entrypoints.http_server import app, serve_generate_request
@@ -104,7 +127,7 @@ def take_patches(model_path: str) -> None:
         try:
             body, *patches = resolve_request(data) if is_json else unpack_request(data)
             check_placeholders(body, patches[1], placeholder_id, merge, start_id)
-            images = processor_output(body, *patches)
+            images = output(body, *patches)
             asked = GenerateReqInput(**body, image_data=images)
         except FileNotFoundError as error:
             return JSONResponse({"error": f"no patches at {error}"}, status_code=NOT_HERE)

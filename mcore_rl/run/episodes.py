@@ -18,6 +18,7 @@ from mcore_rl.config.images import ImagesConfig
 from mcore_rl.run.images import image_marks, sees_images
 from mcore_rl.run.node_servers import stand_in_urls
 from mcore_rl.run_folder import RunFolder
+from mcore_rl.slices.families.tower import placeholder_of
 from mcore_rl.slices.hf.facts import ModelFacts
 
 _log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ def episode_spec(
 ) -> EpisodeSpec:
     """Return what collectors need to know of episodes."""
     rollout = config.rollout
+    placeholder_id = placeholder_of(policy.config)
     return EpisodeSpec(
         agents=config.agents,
         model_path=config.model.path,
@@ -38,7 +40,7 @@ def episode_spec(
         max_turn_len=config.agents.max_turn_len or rollout.max_response_len,
         log_dir=RunFolder(config.run.dir).logs / "environments",
         images=_image_limits(config.data.images) if sees_images(policy) else None,
-        placeholder_id=policy.config.get("image_token_id", -1),
+        placeholder_id=-1 if placeholder_id is None else placeholder_id,
         image_marks=image_marks(policy),
     )
 

@@ -14,12 +14,13 @@ from mcore_rl.config.images import ImagesConfig
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.images.prompts import ImagePrompts, ImageRules
 from mcore_rl.data.sft_images import MESSAGES, SftImages
+from mcore_rl.slices.families.tower import PLACEHOLDERS, placeholder_of
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.types import Prompt
 
 MARKS = (
-    *("image_token_id", "video_token_id"),
-    *("vision_start_token_id", "image_start_token_id", "video_start_token_id"),
+    *PLACEHOLDERS,
+    *("video_token_id", "vision_start_token_id", "image_start_token_id", "video_start_token_id"),
 )
 """The tokens that mark images and videos, by their names in config.json."""
 
@@ -76,7 +77,8 @@ def image_prompts(
         max_tokens=options.max_tokens,
         verify=options.verify,
     )
-    placeholder_id = policy.config["image_token_id"]
+    placeholder_id = placeholder_of(policy.config)
+    assert placeholder_id is not None, "the family refuses config.json without a placeholder"
     processor = ImageProcessor(policy.path, cache_bytes=0)
     encode = partial(_encode, tokenizer, generation_prompt=True)
     return ImagePrompts(processor, encode, placeholder_id, rules, column)

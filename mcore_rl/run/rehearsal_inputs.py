@@ -10,28 +10,42 @@ from mcore_rl.data.shapes import prepare_shapes, vocabulary
 from mcore_rl.data.tiny_model import SPECIAL_TOKENS
 from mcore_rl.data.tiny_vision_model import END, IMAGE_TOKENS, PLACEHOLDER, PROCESSOR, START
 from mcore_rl.slices.families import family_of, refuse_unsupported
-from mcore_rl.slices.families.tower import vision_settings
+from mcore_rl.slices.families.tower import PLACEHOLDERS, vision_settings
 from mcore_rl.slices.hf.nested import with_text_settings
 
 TINY_TOWER: Mapping[str, Any] = {
     "depth": 2,
+    "num_hidden_layers": 2,
     "hidden_size": 48,
     "intermediate_size": 96,
     "num_heads": 2,
+    "num_attention_heads": 2,
     "fullatt_block_indexes": [1],
+    "init_pos_emb_height": 4,
+    "init_pos_emb_width": 4,
 }
 """Replacements for sizes in vision_config; keys that the tower lacks are not added."""
 SPREAD = 0.08
 """Standard deviation of random weights. With 0.02 the embeddings of GLM-4.5V's images are so small
 that the epsilon of a norm counts, which SGLang 0.5.23 has otherwise (docs/vision.md).
 """
-PROCESSORS: Mapping[str, Mapping[str, str]] = {
+PROCESSORS: Mapping[str, Mapping[str, Any]] = {
     "Glm4vMoeForConditionalGeneration": {
+        **PROCESSOR,
         "processor_class": "Glm4vProcessor",
         "image_processor_type": "Glm4vImageProcessor",
-    }
+    },
+    "KimiVLForConditionalGeneration": {
+        "image_processor_type": "KimiVLImageProcessor",
+        "in_token_limit": 4 * 64,
+        "patch_size": 14,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "pad_input": True,
+        "merge_kernel_size": [2, 2],
+    },
 }
-"""Architecture -> settings of its image processor, where they are not those of Qwen2.5-VL."""
+"""Architecture -> its preprocessor_config.json, where it is not that of Qwen2.5-VL."""
 ROPE = ("rope_parameters", "rope_scaling")
 
 
@@ -73,7 +87,7 @@ def write_image_inputs(tiny: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     Returns its config.json, from `tiny` with settings of the language model at the top.
     """
     prepare_shapes(folder)
-    processor = {**PROCESSOR, **PROCESSORS.get(family_of(tiny).architecture, {})}
+    processor = PROCESSORS.get(family_of(tiny).architecture, PROCESSOR)
     path = folder / "model" / "preprocessor_config.json"
     path.write_text(json.dumps(processor, indent=2) + "\n")
     return nested_config(tiny, [*SPECIAL_TOKENS, *IMAGE_TOKENS, *vocabulary()])
@@ -95,11 +109,12 @@ def nested_config(tiny: Mapping[str, Any], words: list[str]) -> dict[str, Any]:
     }
     vision = vision_settings(tiny)
     tower = {key: TINY_TOWER.get(key, value) for key, value in vision.items()}
-    tower |= {"out_hidden_size": tiny["hidden_size"], "initializer_range": SPREAD}
+    if "out_hidden_size" in vision:
+        tower["out_hidden_size"] = tiny["hidden_size"]
+    tower["initializer_range"] = SPREAD
     text["initializer_range"] = SPREAD
     of_text = {key: text.pop(key) for key in list(text) if _is_of_images(key)}
-    named = {"image_token_id": PLACEHOLDER, "start": START, "end": END}
-    ids = {key: words.index(_meaning(key, named)) for key in of_text if key.endswith("_token_id")}
+    ids = {key: words.index(_meaning(key)) for key in of_text if key.endswith("_token_id")}
     return {
         "architectures": list(tiny["architectures"]),
         "model_type": tiny["model_type"],
@@ -113,13 +128,13 @@ def nested_config(tiny: Mapping[str, Any], words: list[str]) -> dict[str, Any]:
 
 
 def _is_of_images(key: str) -> bool:
-    return key.startswith(("image_", "video_", "vision_"))
+    return key in PLACEHOLDERS or key.startswith(("image_", "video_", "vision_"))
 
 
-def _meaning(key: str, named: Mapping[str, str]) -> str:
+def _meaning(key: str) -> str:
     """Return the token that stands for what a key of config.json names; padding for videos."""
-    if key == "image_token_id":
-        return named["image_token_id"]
+    if key in PLACEHOLDERS:
+        return PLACEHOLDER
     if key.startswith("video_") or key == "vision_token_id":
         return SPECIAL_TOKENS[0]
-    return named["start" if "start" in key else "end"]
+    return START if "start" in key else END

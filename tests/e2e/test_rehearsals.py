@@ -15,6 +15,7 @@ from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf.config import read_hf_config
 from tests.support.recipes import LARGE
 from tests.support.runs import Run
+from tests.support.tiny_vision import load_vision_model, model_type_of
 
 pytestmark = pytest.mark.e2e
 
@@ -84,12 +85,19 @@ def load_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def compute_logprobs(folder: Path) -> torch.Tensor:
     """Log-probs by transformers, which must find every weight of its model in the export."""
-    sees_images = family_of(read_hf_config(folder / "hf")).has_tower
-    kind: Any = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
-    loaded = kind.from_pretrained(folder / "hf", dtype=torch.float32, output_loading_info=True)
-    model, report = loaded
-    assert not report["missing_keys"], report["missing_keys"]
+    model = load_model(folder / "hf")
     with torch.no_grad():
         logprobs = model(torch.arange(1, 9)[None]).logits.log_softmax(-1)
     assert logprobs.isfinite().all()
     return logprobs
+
+
+def load_model(folder: Path) -> Any:
+    if model_type_of(folder) == "kimi_vl":
+        return load_vision_model(folder)  # it asks for each weight of the tower by name
+    sees_images = family_of(read_hf_config(folder)).has_tower
+    kind: Any = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
+    loaded = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, report = loaded
+    assert not report["missing_keys"], report["missing_keys"]
+    return model

@@ -8,6 +8,7 @@ from mcore_rl.planning.activations import Pass
 from mcore_rl.planning.tower_memory import pixel_bytes, tower_activations
 from mcore_rl.slices.hf.facts import ModelFacts
 
+KIMI_VL = ModelFacts.read("recipes/model/kimi_vl_a3b").config
 QWEN = ModelFacts.read("recipes/model/qwen2_5_vl_7b").config
 QWEN3 = ModelFacts.read("recipes/model/qwen3_vl_8b").config
 STEP = Pass(
@@ -55,3 +56,10 @@ def test_inner_features_count_with_their_projectors(vision: str, projector: int)
     found = tower_activations(QWEN3, STEP, vision, in_flight=2)
     wanted = BYTES * (2 * kept + block + 2 * 3 * projector) + 2 * 3 * features * 2
     assert found == pytest.approx(wanted)
+
+
+def test_moonvit_has_no_gate_and_images_without_frames() -> None:
+    block = 10 * 1152 + 2 * 4304
+    found = tower_activations(KIMI_VL, STEP, "all", in_flight=2)
+    assert found == pytest.approx(BYTES * (2 * 27 * block + block))
+    assert pixel_bytes(KIMI_VL, 100) == 100 * 4 * 3 * 14 * 14 * 4

@@ -12,6 +12,7 @@ from mcore_rl.data.images.shared_patches import PlacedPatches, SharedPatches
 from mcore_rl.rollout.image_request import (
     ProcessorOutput,
     check_placeholders,
+    moonvit_output,
     pack_request,
     processor_output,
     refer_request,
@@ -122,3 +123,11 @@ def test_grids_are_an_attribute_too() -> None:
     [images] = processor_output({"input_ids": [1, 2]}, torch.zeros(4, 3), grids_I3)
     assert isinstance(images, ProcessorOutput)
     assert images.image_grid_thw is images["image_grid_thw"] is grids_I3
+
+
+def test_moonvit_gets_patches_as_pictures_without_frames() -> None:
+    pixels_PD = torch.arange(4 * 12.0).reshape(4, 12)
+    [images] = moonvit_output({"input_ids": [1]}, pixels_PD, torch.tensor([[1, 2, 2]]))
+    assert images["image_grid_hws"].tolist() == [[2, 2]]
+    assert images["pixel_values"].shape == (4, 3, 2, 2)
+    assert torch.equal(images["pixel_values"].flatten(1), pixels_PD)

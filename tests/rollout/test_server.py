@@ -1,11 +1,15 @@
 """Processes of a server die with the one that started it, however deep they were forked."""
 
+import json
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+
+from mcore_rl.rollout.server import package_of
 
 FAMILY = """
 import os, sys, time
@@ -20,6 +24,21 @@ if os.fork() == 0:
 print(os.getpid(), flush=True)
 time.sleep(60)
 """
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flags", "package"),
+    [
+        ("KimiVLForConditionalGeneration", [], "mcore_rl.rollout.vision_models"),
+        ("Qwen2ForSequenceClassification", ["--is-embedding"], "mcore_rl.rollout.reward_heads"),
+        ("Qwen2ForCausalLM", [], None),
+    ],
+)
+def test_our_classes_serve_the_models_that_need_them(
+    tmp_path: Path, architecture: str, flags: list[str], package: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    assert package_of(["--model-path", str(tmp_path), *flags]) == package
 
 
 def is_running(pid: int) -> bool:

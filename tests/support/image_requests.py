@@ -13,6 +13,7 @@ from mcore_rl.types import Images
 from tests.support.engine_keys import KEYS
 from tests.support.odd_images import make_vision_tokenizer, write_processor
 from tests.support.tiny_glm4v import write_glm4v_model
+from tests.support.tiny_kimi_vl import KIMI_VL_PROCESSOR, write_kimi_vl_model
 from tests.support.tiny_qwen3_vl import write_qwen3_vl_model, write_qwen3_vl_moe_model
 from tests.support.tiny_vision import write_vision_model
 
@@ -25,9 +26,16 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "qwen3_vl": (write_qwen3_vl_model, QWEN3_VL),
     "qwen3_vl_moe": (write_qwen3_vl_moe_model, QWEN3_VL),
+    "kimi_vl": (write_kimi_vl_model, KIMI_VL_PROCESSOR),
 }
 """Family -> its writer, and settings of its image processor."""
-TOLERANCE = {"qwen2_5_vl": 1e-5, "glm4v_moe": 5e-5, "qwen3_vl": 1e-5, "qwen3_vl_moe": 1e-5}
+TOLERANCE = {
+    "qwen2_5_vl": 1e-5,
+    "glm4v_moe": 5e-5,
+    "qwen3_vl": 1e-5,
+    "qwen3_vl_moe": 1e-5,
+    "kimi_vl": 1e-5,
+}
 """Family -> by how much log-probs in float32 may differ between transformers and SGLang.
 
 SGLang multiplies the patches of GLM-4.5V by a matrix, transformers convolves them.
@@ -38,7 +46,10 @@ def write_served_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) ->
     """A random model with a tokenizer and an image processor, as SGLang asks for."""
     write, settings = KINDS[kind]
     write_processor(write(folder, seed), **{"patch_size": 14, **settings})
-    make_vision_tokenizer().save_pretrained(folder)
+    tokenizer = make_vision_tokenizer()
+    if kind == "kimi_vl":
+        tokenizer.add_tokens(["<|media_pad|>"], special_tokens=True)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -144,22 +144,27 @@ def hf_weights_of(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Tens
     """A Megatron checkpoint's weights by HF name: assembled by torch, named and split by hand."""
     model = saved_tensors(checkpoint, r"(embedding|decoder|output_layer|visual)\.")
     weights = dict(_hf_tensors(model, config))
-    if config["architectures"][0] not in BESIDE_TOWER:
-        return weights
-    prefixes = {"visual.": "model.visual.", "model.": "model.language_model."}
+    prefixes = PREFIXES.get(config["architectures"][0], {})
     renamed = {}
     for name, tensor in weights.items():
-        prefix = f"{name.partition('.')[0]}."
-        renamed[prefixes.get(prefix, prefix) + name.removeprefix(prefix)] = tensor
+        prefix = next((each for each in prefixes if name.startswith(each)), "")
+        renamed[prefixes.get(prefix, "") + name.removeprefix(prefix)] = tensor
     return renamed
 
 
-BESIDE_TOWER = {
-    "Glm4vMoeForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration",
+BESIDE_TOWER = {"visual.": "model.visual.", "model.": "model.language_model."}
+PREFIXES = {
+    "Glm4vMoeForConditionalGeneration": BESIDE_TOWER,
+    "Qwen3VLForConditionalGeneration": BESIDE_TOWER,
+    "Qwen3VLMoeForConditionalGeneration": BESIDE_TOWER,
+    "KimiVLForConditionalGeneration": {
+        "visual.merger.": "multi_modal_projector.",
+        "visual.patch_embed.": "vision_tower.patch_embed.",
+        "visual.": "vision_tower.encoder.",
+        "": "language_model.",
+    },
 }
-"""Architectures whose HF names put the language model beside the tower."""
+"""Architecture -> beginnings of names -> those of its checkpoint; the first that fits counts."""
 STACKING = {"GptOssForCausalLM", "Qwen3VLMoeForConditionalGeneration"}
 """Architectures whose HF tensors hold all experts of a layer."""
 MODEL_NAMES = {

@@ -86,17 +86,22 @@ def write_vision_model(
 
 
 def make_vision_batches(
-    batches: tuple[tuple[Sequence, ...], ...] = BATCHES, patch: int = PATCH
+    batches: tuple[tuple[Sequence, ...], ...] = BATCHES, patch: int = PATCH, frames: int = 2
 ) -> list[TrainBatch]:
     """Return micro-batches whose patches are `patch` pixels wide and high."""
-    patch_values = 3 * 2 * patch**2
+    patch_values = 3 * frames * patch**2
     return [_make_batch(sequences, seed, patch_values) for seed, sequences in enumerate(batches)]
 
 
 def batches_of(folder: str | Path) -> list[TrainBatch]:
     """Return micro-batches with the patches of the model in this directory."""
     config = json.loads((Path(folder) / "config.json").read_text())
-    return make_vision_batches(patch=config["vision_config"]["patch_size"])
+    frames = 1 if config["model_type"] == "kimi_vl" else 2
+    return make_vision_batches(patch=config["vision_config"]["patch_size"], frames=frames)
+
+
+def model_type_of(folder: Path) -> str:
+    return json.loads((folder / "config.json").read_text())["model_type"]
 
 
 def num_tokens(batches: list[TrainBatch]) -> int:
@@ -173,6 +178,12 @@ def transformers_vision_logprobs(
 
 
 def load_vision_model(folder: Path) -> Any:
+    """Return the oracle of a model directory."""
     from transformers import AutoModelForImageTextToText
+
+    from tests.support.tiny_kimi_vl import KimiVl
+
+    if model_type_of(folder) == "kimi_vl":
+        return KimiVl(folder)
 
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)

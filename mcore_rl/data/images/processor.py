@@ -6,12 +6,14 @@ pixels than Pillow's (docs/vision.md).
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from PIL import Image
 
 from mcore_rl.data.images.decode import ImageSize, decode
 from mcore_rl.data.images.encoded import EncodedImage
+from mcore_rl.data.images.kimi_vl import KimiVlPatches, read_settings
 from mcore_rl.data.images.patch_cache import PatchCache
 from mcore_rl.types import Patches, PromptImage
 
@@ -19,6 +21,72 @@ from mcore_rl.types import Patches, PromptImage
 def digest_of(data: bytes, most_tokens: int) -> str:
     """Return the name of an image's patches: equal for equal content and limit."""
     return hashlib.sha256(f"{most_tokens} ".encode() + data).hexdigest()
+
+
+class PatchRule(Protocol):
+    """Makes the patches of a family of models.
+
+    patch         pixels along a side of a patch
+    merge         patches along height and along width that become one token
+    most_tokens   tokens of the largest image that its own settings allow
+    least_tokens  tokens that an image may not be shrunk below
+    """
+
+    @property
+    def patch(self) -> int: ...
+    @property
+    def merge(self) -> int: ...
+    @property
+    def most_tokens(self) -> int: ...
+    @property
+    def least_tokens(self) -> int: ...
+
+    def num_tokens(self, size: ImageSize, most_tokens: int | None) -> int:
+        """Return the tokens that an image of this size takes; it is shrunk to `most_tokens`."""
+        ...
+
+    def make(self, image: Image.Image, most_tokens: int | None) -> Patches:
+        """Return the patches of an RGB image, shrunk to `most_tokens` tokens."""
+        ...
+
+
+class TransformersPatches:
+    """A processor of transformers whose size is given in pixels, by Pillow."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self.patch: int = processor.patch_size
+        self.merge: int = processor.merge_size
+
+    @property
+    def most_tokens(self) -> int:
+        return self._processor.size["longest_edge"] // self._pixels_per_token
+
+    @property
+    def least_tokens(self) -> int:
+        return max(1, -(-self._processor.size["shortest_edge"] // self._pixels_per_token))
+
+    def num_tokens(self, size: ImageSize, most_tokens: int | None) -> int:
+        limits = {"max_pixels": self._longest(most_tokens)}
+        num_patches = self._processor.get_number_of_image_patches(size.height, size.width, limits)
+        return num_patches // self.merge**2
+
+    def make(self, image: Image.Image, most_tokens: int | None) -> Patches:
+        shortest = self._processor.size["shortest_edge"]
+        size = {"shortest_edge": shortest, "longest_edge": self._longest(most_tokens)}
+        made = self._processor(images=[image], size=size, return_tensors="pt")
+        frames, height, width = made["image_grid_thw"][0].tolist()
+        return Patches(made["pixel_values"].to(torch.float32), (frames, height, width))
+
+    @property
+    def _pixels_per_token(self) -> int:
+        return (self.patch * self.merge) ** 2
+
+    def _longest(self, most_tokens: int | None) -> int:
+        """Return the most pixels of an image that takes at most `most_tokens` tokens."""
+        if most_tokens is None or most_tokens >= self.most_tokens:
+            return self._processor.size["longest_edge"]
+        return most_tokens * self._pixels_per_token
 
 
 class ImageProcessor:
@@ -29,51 +97,41 @@ class ImageProcessor:
 
     def __init__(self, folder: str | Path, cache_bytes: int = 1 << 30) -> None:
         """Raises ValueError if the directory has no image processor that can be opened."""
-        from transformers import AutoImageProcessor
-
-        try:
-            self._processor: Any = AutoImageProcessor.from_pretrained(Path(folder), backend="pil")
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            first_line = str(error).partition("\n")[0]
-            raise ValueError(
-                f"{folder}: its image processor cannot be opened ({type(error).__name__}:"
-                f" {first_line}); copy preprocessor_config.json of the model into it"
-            ) from error
+        self._rule = open_rule(Path(folder))
         self._cache: PatchCache[Patches] = PatchCache(cache_bytes)
 
     @property
     def patches_per_token(self) -> int:
-        return self._processor.merge_size**2
+        return self._rule.merge**2
 
     @property
     def pixels_per_token(self) -> int:
-        return (self._processor.patch_size * self._processor.merge_size) ** 2
+        return (self._rule.patch * self._rule.merge) ** 2
 
     @property
     def most_tokens(self) -> int:
         """Tokens of the largest image that the processor's own settings allow."""
-        return self._processor.size["longest_edge"] // self.pixels_per_token
+        return self._rule.most_tokens
 
     @property
     def least_tokens(self) -> int:
         """Tokens that an image may not be shrunk below."""
-        return max(1, -(-self._processor.size["shortest_edge"] // self.pixels_per_token))
+        return self._rule.least_tokens
 
     def num_tokens(self, size: ImageSize, most_tokens: int | None = None) -> int:
         """Return the tokens that an image of this size takes; it is shrunk to `most_tokens`."""
-        limits = {"max_pixels": self._longest(most_tokens)}
-        num_patches = self._processor.get_number_of_image_patches(size.height, size.width, limits)
-        return num_patches // self.patches_per_token
+        return self._rule.num_tokens(size, most_tokens)
 
     def patches(self, image: EncodedImage, most_tokens: int | None = None) -> Patches:
         """Return the patches of an image, shrunk to `most_tokens` tokens.
 
         Raises BadImage if its data are damaged.
         """
-        key = (hashlib.sha256(image.data).digest(), self._longest(most_tokens))
+        limit = self.most_tokens if most_tokens is None else min(most_tokens, self.most_tokens)
+        key = (hashlib.sha256(image.data).digest(), limit)
         found = self._cache.get(key)
         if found is None:
-            found = self._process(image, most_tokens)
+            found = self._rule.make(decode(image), most_tokens)
             self._cache.put(key, found, found.num_bytes)
         return found
 
@@ -84,18 +142,23 @@ class ImageProcessor:
         assert num_tokens == image.num_tokens, (image, num_tokens)
         return patches
 
-    def _process(self, image: EncodedImage, most_tokens: int | None) -> Patches:
-        size = {**self._sizes(), "longest_edge": self._longest(most_tokens)}
-        made = self._processor(images=[decode(image)], size=size, return_tensors="pt")
-        frames, height, width = made["image_grid_thw"][0].tolist()
-        return Patches(made["pixel_values"].to(torch.float32), (frames, height, width))
 
-    def _longest(self, most_tokens: int | None) -> int:
-        """Return the most pixels of an image that takes at most `most_tokens` tokens."""
-        if most_tokens is None or most_tokens >= self.most_tokens:
-            return self._processor.size["longest_edge"]
-        return most_tokens * self.pixels_per_token
+def open_rule(folder: Path) -> PatchRule:
+    """Return how a model directory makes patches.
 
-    def _sizes(self) -> dict[str, int]:
-        size = self._processor.size
-        return {"shortest_edge": size["shortest_edge"], "longest_edge": size["longest_edge"]}
+    Raises ValueError if the directory has no image processor that can be opened.
+    """
+    from transformers import AutoImageProcessor
+
+    try:
+        settings = read_settings(folder)
+        if settings is not None:
+            return KimiVlPatches(settings)
+        opened = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{folder}: its image processor cannot be opened ({type(error).__name__}:"
+            f" {first_line}); copy preprocessor_config.json of the model into it"
+        ) from error
+    return TransformersPatches(opened)

@@ -6,6 +6,7 @@ from mcore_rl.slices.families import (
     glm4_moe,
     glm4v_moe,
     gpt_oss,
+    kimi_vl,
     minimax_m2,
     qwen2_5_vl,
     qwen2_moe,
@@ -33,7 +34,7 @@ CAUSAL = (
 )
 """The tables of causal language models; each has a twin with a value head."""
 
-VISION = (qwen2_5_vl.FAMILY, glm4v_moe.FAMILY, qwen3_vl.DENSE, qwen3_vl.MOE)
+VISION = (qwen2_5_vl.FAMILY, glm4v_moe.FAMILY, qwen3_vl.DENSE, qwen3_vl.MOE, kimi_vl.FAMILY)
 """The tables of models that see images."""
 
 FAMILIES = {

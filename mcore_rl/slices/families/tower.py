@@ -14,9 +14,13 @@ from typing import Any
 from mcore_rl.slices.families.settings import need, rope_of
 from mcore_rl.slices.families.table import HfConfig, HfTensor, Rule
 
+PLACEHOLDERS = ("image_token_id", "media_placeholder_token_id")
+"""Keys of config.json, of which one names the token that stands for a piece of an image."""
 PREFIX = "visual."
 """Where Megatron's keys of a tower's tensors begin; HF names may have another prefix."""
-PROJECTORS = (PREFIX + "merger.", PREFIX + "deepstack_merger_list.")
+PROJECTOR = PREFIX + "merger."
+"""Where the keys of the projector into the language model's embeddings begin."""
+PROJECTORS = (PROJECTOR, PREFIX + "deepstack_merger_list.")
 """Where the keys of the projectors into the language model's hidden states begin."""
 LANGUAGE = "model.language_model."
 """Where HF names of the language model begin in families that put it beside the tower."""
@@ -48,10 +52,15 @@ def linear_rules(name: str, rows: str, columns: str) -> tuple[Rule, Rule]:
     return block_rule(f"{name}.weight", rows, columns), block_rule(f"{name}.bias", rows)
 
 
-def language_rules(rules: Iterable[Rule]) -> Iterator[Rule]:
-    """Yield the rules of a language model whose HF names begin with LANGUAGE, not with "model."."""
+def language_rules(
+    rules: Iterable[Rule], old: str = "model.", new: str = LANGUAGE
+) -> Iterator[Rule]:
+    """Yield the rules of a language model whose HF names have `new` in place of their first `old`.
+
+    An empty `old` puts `new` before every name.
+    """
     for rule in rules:
-        tensors = (replace(t, name=t.name.replace("model.", LANGUAGE, 1)) for t in rule.tensors)
+        tensors = (replace(t, name=t.name.replace(old, new, 1)) for t in rule.tensors)
         yield replace(rule, tensors=tuple(tensors))
 
 
@@ -80,17 +89,39 @@ def vision_settings(config: HfConfig) -> Mapping[str, Any]:
     return need(config, "vision_config")
 
 
+def merge_size(config: HfConfig) -> int:
+    """Return the patches along height and along width that become one token.
+
+    Raises ValueError if the two differ.
+    """
+    vision = vision_settings(config)
+    kernel = vision.get("merge_kernel_size")
+    if kernel is None:
+        return vision.get("spatial_merge_size", 2)
+    if len(kernel) != 2 or kernel[0] != kernel[1]:
+        raise ValueError(
+            f"merge_kernel_size={kernel} of vision_config in config.json: only two equal numbers"
+            " are supported"
+        )
+    return kernel[0]
+
+
+def placeholder_of(config: HfConfig) -> int | None:
+    """Return the token that stands for a piece of an image; None if config.json names none."""
+    return next((config[key] for key in PLACEHOLDERS if config.get(key) is not None), None)
+
+
 def tower_sizes(config: HfConfig) -> dict[str, int]:
     """Return the sizes of a tower. Raises ValueError naming a key that vision_config lacks."""
     vision = vision_settings(config)
-    hidden = _need(vision, "hidden_size")
+    hidden = need_of_tower(vision, "hidden_size")
     return {
-        "tower_blocks": _need(vision, "depth"),
+        "tower_blocks": need_of_tower(vision, "depth"),
         "tower_hidden": hidden,
         "tower_qkv": 3 * hidden,
-        "tower_heads": _need(vision, "num_heads"),
-        "tower_ffn": _need(vision, "intermediate_size"),
-        "tower_block_ffn": _need(vision, "intermediate_size"),
+        "tower_heads": need_of_tower(vision, "num_heads"),
+        "tower_ffn": need_of_tower(vision, "intermediate_size"),
+        "tower_block_ffn": need_of_tower(vision, "intermediate_size"),
         "merged": hidden * vision.get("spatial_merge_size", 2) ** 2,
         "channels": vision.get("in_channels", vision.get("in_chans", 3)),
         "patch_frames": vision.get("temporal_patch_size", 2),
@@ -112,7 +143,7 @@ def section_refusal(config: HfConfig, rotated: int) -> str:
 def tower_refusal(config: HfConfig) -> str:
     """Return why the tower of config.json cannot be carried; "" if it can."""
     vision = vision_settings(config)
-    width = _need(vision, "out_hidden_size")
+    width = need_of_tower(vision, "out_hidden_size")
     if width != need(config, "hidden_size"):
         return (
             f"vision_config.out_hidden_size={width} is not hidden_size={config['hidden_size']} of"
@@ -121,8 +152,8 @@ def tower_refusal(config: HfConfig) -> str:
     return ""
 
 
-def _need(vision: Mapping[str, Any], key: str) -> int:
-    """Return a setting of the tower. Raises ValueError naming it if it is missing."""
+def need_of_tower(vision: Mapping[str, Any], key: str) -> int:
+    """Return a number of vision_config. Raises ValueError naming a key that it lacks."""
     if vision.get(key) is None:
         raise ValueError(f"vision_config of config.json lacks {key!r}")
     return int(vision[key])

@@ -82,6 +82,7 @@ WITH_WHOLE_DENSE_LAYERS = {
     "DeepseekV3ForCausalLM",
     "Glm4MoeForCausalLM",
     "Glm4vMoeForConditionalGeneration",
+    "KimiVLForConditionalGeneration",
 }
 WITH_DEEPEP = {
     QWEN3_MOE,
@@ -91,6 +92,7 @@ WITH_DEEPEP = {
     "Glm4vMoeForConditionalGeneration",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "KimiVLForConditionalGeneration",
 }
 
 EXPERT_AXIS: Mapping[str, int | None] = {
@@ -134,7 +136,7 @@ EMBEDDING_ON_EVERY_STAGE = {"MiniMaxM2ForCausalLM"}
 """Architectures that have the embedding on every pipeline stage."""
 
 # Architectures whose SGLang model does not support a feature.
-WITHOUT_STAGES = {"OlmoeForCausalLM"}
+WITHOUT_STAGES = {"OlmoeForCausalLM", "KimiVLForConditionalGeneration"}
 WITHOUT_TENSOR_PARALLELISM = {"OlmoeForCausalLM"}
 WITHOUT_EXPERT_PARALLELISM = {"GptOssForCausalLM"}
 WITHOUT_ATTENTION_DP = {
@@ -143,6 +145,7 @@ WITHOUT_ATTENTION_DP = {
     "MixtralForCausalLM",
     "OlmoeForCausalLM",
     "Qwen2_5_VLForConditionalGeneration",
+    "KimiVLForConditionalGeneration",
 }
 WITHOUT_TIED_HEAD = {
     "Qwen3MoeForCausalLM",

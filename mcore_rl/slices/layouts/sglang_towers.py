@@ -3,7 +3,8 @@
     qkv of 2 ranks, 3 blocks of rows      q0 k0 v0 | q1 k1 v1
     MLP of width 44, a multiple of 8      rows 0-23 | rows 24-43, 4 rows of zeros
 
-Source: srt/models/{qwen2_5_vl,glm4v,qwen3_vl,qwen3_vl_moe}.py, srt/layers/attention/vision.py.
+Source: srt/models/{qwen2_5_vl,glm4v,qwen3_vl,qwen3_vl_moe,kimi_vl_moonvit}.py,
+srt/layers/attention/vision.py.
 tests/scenarios/rollout compares all of it with SGLang itself.
 """
 
@@ -65,6 +66,20 @@ QWEN3_TOWER: Mapping[str, EngineRule] = {
     "deepstack_merger_list.linear_fc1": EngineRule("attention"),
     "deepstack_merger_list.linear_fc2": EngineRule("attention", COLUMNS),
 }
+MOONVIT: Mapping[str, EngineRule] = {
+    "patch_embed.proj": WHOLE,
+    "patch_embed.pos_emb": WHOLE,
+    "blocks.norm0": WHOLE,
+    "blocks.norm1": WHOLE,
+    "blocks.wqkv": EngineRule("attention", blocks=3),
+    "blocks.wo": EngineRule("attention", COLUMNS),
+    "blocks.mlp.fc0": EngineRule("attention"),
+    "blocks.mlp.fc1": EngineRule("attention", COLUMNS),
+    "final_layernorm": WHOLE,
+    "merger.pre_norm": WHOLE,
+    "merger.linear_1": WHOLE,
+    "merger.linear_2": WHOLE,
+}
 QWEN3 = "Qwen3VLForConditionalGeneration"
 QWEN3_MOE = "Qwen3VLMoeForConditionalGeneration"
 TOWER_RULES: Mapping[str, Mapping[str, EngineRule]] = {
@@ -72,6 +87,7 @@ TOWER_RULES: Mapping[str, Mapping[str, EngineRule]] = {
     "Glm4vMoeForConditionalGeneration": GLM4_TOWER,
     QWEN3: QWEN3_TOWER,
     QWEN3_MOE: QWEN3_TOWER,
+    "KimiVLForConditionalGeneration": MOONVIT,
 }
 """Architecture -> module of its tower, without the block's number -> how it is cut."""
 

@@ -66,7 +66,8 @@ class VisionLanguageModel(GPTModel):
         self, config: TransformerConfig, *args: Any, hf_config: HfConfig, **kwargs: Any
     ) -> None:
         super().__init__(config, *args, **kwargs)
-        self.rotary_pos_emb = _rotary_embedding(config, hf_config, **kwargs)
+        if kwargs["position_embedding_type"] == "mrope":
+            self.rotary_pos_emb = _rotary_embedding(config, hf_config, **kwargs)
         if self.pre_process:
             self.visual = make_tower(config, hf_config)
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_rl.slices.families.settings import rope_of
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.families.tower import vision_settings
+from mcore_rl.slices.families.tower import PLACEHOLDERS, merge_size, placeholder_of
 
 
 @dataclass(frozen=True)
@@ -27,18 +28,23 @@ class ImageTokens:
 
     placeholder_id   the token that stands for a piece of an image
     merge            patches along height and along width that become one token
+    three_axes       positions in an image have time, height and width; if not, those of an image
+                     are counted as those of text are
     """
 
     placeholder_id: int
     merge: int
+    three_axes: bool = True
 
     @staticmethod
     def of(config: HfConfig) -> "ImageTokens":
         """Raises ValueError if config.json does not name the placeholder."""
-        if config.get("image_token_id") is None:
-            raise ValueError("config.json lacks 'image_token_id', the placeholder of images")
+        placeholder_id = placeholder_of(config)
+        if placeholder_id is None:
+            names = " or ".join(map(repr, PLACEHOLDERS))
+            raise ValueError(f"config.json lacks {names}, the placeholder of images")
         return ImageTokens(
-            config["image_token_id"], vision_settings(config).get("spatial_merge_size", 2)
+            placeholder_id, merge_size(config), bool(rope_of(config).get("mrope_section"))
         )
 
     def nums_tokens(self, grids_I3: Tensor) -> list[int]:
@@ -86,6 +92,8 @@ class ImageTokens:
 
         Padding continues as text would. Raises ValueError as `image_starts` does.
         """
+        if not self.three_axes:
+            return _text(0, padded_len)
         parts: list[Tensor] = []
         next_position = 0
         done = 0

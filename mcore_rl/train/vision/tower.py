@@ -1,9 +1,9 @@
-"""Builds a vision tower: transformers' own module, marked for Megatron's gradients and checkpoints.
+"""Builds a vision tower, transformers' module or MoonViT, for Megatron's gradients and checkpoints.
 
     pixels_PD --> blocks --> projector (merger) --> embeddings_RH, R = P / merge**2
                     +------> further projectors --> inner features (Qwen3-VL)
 
-docs/vision.md says why it is not megatron-core's vision model.
+docs/vision.md says why none of them is megatron-core's vision model.
 """
 
 from collections.abc import Iterable
@@ -18,6 +18,7 @@ from torch import Tensor
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.families.tower import is_frozen, vision_settings
+from mcore_rl.train.vision.moonvit import MoonViT
 from mcore_rl.types import Images
 
 TOWERS = {
@@ -62,21 +63,33 @@ class Float32Buffers(torch.nn.Module):
 
 
 def make_tower(config: TransformerConfig, hf_config: HfConfig) -> torch.nn.Module:
-    """Return the tower of a model of TOWERS, parameters not yet filled.
+    """Return the tower of a model, parameters not yet filled.
 
     Every tensor-parallel rank holds the whole tower. Under sequence parallelism each rank takes the
     embeddings of its own tokens, so the ranks' gradients are added up, as those of norms are. With
     any recomputation of layers, each block of the tower is computed again in the backward pass.
     """
-    config_class, tower_class = _classes(family_of(hf_config).architecture)
-    whole = config_class(vision_config=dict(vision_settings(hf_config)))
+    recompute = config.recompute_granularity is not None
+    family = family_of(hf_config)
+    tower: Any
     with torch.random.fork_rng(devices=[]):
-        tower = tower_class._from_config(whole.vision_config, dtype=config.params_dtype)
-    tower.rotary_pos_emb = Float32Buffers(tower.rotary_pos_emb)
-    if config.recompute_granularity is not None:
-        tower.gradient_checkpointing_enable()
+        if family.architecture in TOWERS:
+            tower = _of_transformers(hf_config, config.params_dtype, recompute)
+        else:
+            tower = MoonViT(hf_config, family.sizes(hf_config), recompute=recompute)
+            tower.to(config.params_dtype)
     for parameter in tower.parameters():
         parameter.sequence_parallel = config.sequence_parallel
+    return tower
+
+
+def _of_transformers(hf_config: HfConfig, dtype: torch.dtype, recompute: bool) -> torch.nn.Module:
+    config_class, tower_class = _classes(family_of(hf_config).architecture)
+    whole = config_class(vision_config=dict(vision_settings(hf_config)))
+    tower = tower_class._from_config(whole.vision_config, dtype=dtype)
+    tower.rotary_pos_emb = Float32Buffers(tower.rotary_pos_emb)
+    if recompute:
+        tower.gradient_checkpointing_enable()
     return tower
 
 
@@ -104,6 +117,8 @@ class Embedded:
 
 def embed_images(tower: torch.nn.Module, images: Images) -> Embedded:
     """Return the embeddings and inner features of all images."""
+    if isinstance(tower, MoonViT):
+        return Embedded(tower(images.pixels_PD, images.grids_I3))
     grids_I3 = images.grids_I3.to(images.pixels_PD.device)
     out = tower(images.pixels_PD, grid_thw=grids_I3)
     return Embedded(out.pooler_output, tuple(getattr(out, "deepstack_features", ())))

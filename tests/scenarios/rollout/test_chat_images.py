@@ -19,7 +19,11 @@ from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.image_request import PATH, pack_request
 from tests.support.odd_images import encode, make_vision_tokenizer, noise
+from tests.support.tiny_kimi_vl import KIMI_VL_PROCESSOR, write_kimi_vl_model
 from tests.support.tiny_qwen3_vl import write_qwen3_vl_model
+
+MEDIA = "<|media_pad|>"
+"""The placeholder of Kimi-VL."""
 
 
 def write_served_model(folder: Path, kind: str) -> Any:
@@ -31,9 +35,13 @@ def write_served_model(folder: Path, kind: str) -> Any:
     tokenizer.add_tokens(["<|end|>", "<|pad|>"], special_tokens=True)
     tokenizer.eos_token = "<|end|>"
     tokenizer.pad_token = "<|pad|>"
+    if kind == "kimi_vl":
+        tokenizer.chat_template = tokenizer.chat_template.replace(PLACEHOLDER, MEDIA)
+        tokenizer.add_tokens([MEDIA], special_tokens=True)
     ids = tokenizer.get_vocab()
     folder.mkdir()
-    {"qwen2_5_vl": write_qwen2_5_vl, "qwen3_vl": write_qwen3_vl}[kind](folder, ids)
+    write = {"qwen2_5_vl": write_qwen2_5_vl, "qwen3_vl": write_qwen3_vl, "kimi_vl": write_kimi_vl}
+    write[kind](folder, ids)
     tokenizer.save_pretrained(folder)
     return tokenizer
 
@@ -59,6 +67,14 @@ def write_qwen3_vl(folder: Path, ids: dict[str, int]) -> None:
     config |= {"vision_end_token_id": ids[END], "eos_token_id": ids["<|end|>"]}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, **processor}))
+
+
+def write_kimi_vl(folder: Path, ids: dict[str, int]) -> None:
+    write_kimi_vl_model(folder, vocab_size=len(ids))
+    config = json.loads((folder / "config.json").read_text())
+    config["media_placeholder_token_id"] = ids[MEDIA]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(KIMI_VL_PROCESSOR))
 
 
 def post(url: str, data: bytes, kind: str = "application/json") -> Any:
@@ -87,7 +103,9 @@ def chat_logprob(url: str, picture: bytes) -> tuple[float, int]:
     return token["logprob"], answer["usage"]["prompt_tokens"]
 
 
-def patches_logprob(url: str, folder: Path, tokenizer: Any, picture: bytes) -> tuple[float, int]:
+def patches_logprob(
+    url: str, folder: Path, tokenizer: Any, placeholder: int, picture: bytes
+) -> tuple[float, int]:
     """Return the same by the patches that the trainer would have."""
     patches = ImageProcessor(folder).patches(EncodedImage(picture, "picture"))
     images = join_patches([[patches]])
@@ -99,7 +117,6 @@ def patches_logprob(url: str, folder: Path, tokenizer: Any, picture: bytes) -> t
         add_generation_prompt=True,
         return_dict=False,
     )
-    placeholder = tokenizer.convert_tokens_to_ids(PLACEHOLDER)
     whole = expanded(ids, placeholder, [len(patches.pixels_PD) // 4])
     body = {
         "input_ids": whole,
@@ -111,9 +128,17 @@ def patches_logprob(url: str, folder: Path, tokenizer: Any, picture: bytes) -> t
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
-def test_chats_and_patches_give_the_same_log_probs(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("qwen2_5_vl", PLACEHOLDER),
+        pytest.param("qwen3_vl", PLACEHOLDER, marks=pytest.mark.slow),
+        pytest.param("kimi_vl", MEDIA, marks=pytest.mark.slow),
+    ],
+)
+def test_chats_and_patches_give_the_same_log_probs(tmp_path: Path, kind: str, name: str) -> None:
     tokenizer = write_served_model(tmp_path / "model", kind)
+    placeholder = tokenizer.convert_tokens_to_ids(name)
     pictures = [encode(noise(131, 90, seed=seed)) for seed in range(3)]
     spec = EngineSpec(
         str(tmp_path / "model"),
@@ -125,7 +150,7 @@ def test_chats_and_patches_give_the_same_log_probs(tmp_path: Path, kind: str) ->
     with EngineProcess(spec) as engine:
         by_chat = [chat_logprob(engine.url, picture) for picture in pictures]
         by_patches = [
-            patches_logprob(engine.url, tmp_path / "model", tokenizer, picture)
+            patches_logprob(engine.url, tmp_path / "model", tokenizer, placeholder, picture)
             for picture in pictures
         ]
     assert [num for _, num in by_chat] == [num for _, num in by_patches]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.tiny_glm4v import write_glm4v_model
+from tests.support.tiny_kimi_vl import write_kimi_vl_model
 from tests.support.tiny_models import write_model
 from tests.support.tiny_qwen3_vl import write_qwen3_vl_model, write_qwen3_vl_moe_model
 from tests.support.tiny_vision import write_vision_model
@@ -93,6 +94,13 @@ QWEN3_VL_MOE = [
     (HEADS, {"tp": 4, "ep": 4, "dp": 2} | HEAD | DEEPEP),
 ]
 """The same for Qwen3-VL with experts."""
+KIMI_VL = [
+    ({}, {"tp": 2, "ep": 2}),
+    ({"vision": {"num_attention_heads": 4}}, {"tp": 4, "ep": 2}),
+    ({}, {"tp": 4, "ep": 4, "whole_tower": True} | DENSE),
+    ({}, {"tp": 2, "ep": 2, "whole_shared_experts": True}),
+]
+"""The same for Kimi-VL."""
 
 
 def test_every_rank_loads_what_the_rule_says(tmp_path: Path) -> None:
@@ -111,6 +119,7 @@ def test_every_rank_loads_of_a_tower_what_the_rule_says(tmp_path: Path) -> None:
     listed += [(write_glm4v_model, case) for case in GLM4V]
     listed += [(write_qwen3_vl_model, case) for case in QWEN3_VL]
     listed += [(write_qwen3_vl_moe_model, case) for case in QWEN3_VL_MOE]
+    listed += [(write_kimi_vl_model, case) for case in KIMI_VL]
     for i, (write, (changes, sizes)) in enumerate(listed):
         folder = str(write(tmp_path / str(i), **changes))
         cases += [

@@ -42,7 +42,7 @@ def gather(run: MegatronRun, hf_dir: Path) -> Path:
     gathered = run.folder.path / "gathered"
     shutil.copytree(hf_dir, gathered)
     config = json.loads((hf_dir / "config.json").read_text())
-    weights = hf_weights_of(run.folder.checkpoint(1), {**config, **config["text_config"]})
+    weights = hf_weights_of(run.folder.checkpoint(1), {**config["text_config"], **config})
     before = load_file(hf_dir / "model.safetensors")
     assert weights.keys() == before.keys()
     same = {name for name in before if torch.equal(weights[name], before[name])}
@@ -76,6 +76,7 @@ def is_text(batches: list[TrainBatch]) -> Tensor:
         ("glm4v_moe", {"tp": 2, "ep": 2}),
         ("qwen3_vl", {"tp": 2}),
         pytest.param("qwen3_vl_moe", {"tp": 2, "ep": 2}, marks=pytest.mark.slow),
+        pytest.param("kimi_vl", {"tp": 2, "ep": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_on_images_reaches_every_parameter_of_engines(

@@ -20,6 +20,7 @@ from mcore_rl.types import LogprobOptions, TrainBatch
 from tests.support.distributed import run_each, run_ranks
 from tests.support.gradients import boxed_gradients, check_gradients, whole_gradients
 from tests.support.tiny_glm4v import write_glm4v_model
+from tests.support.tiny_kimi_vl import write_kimi_vl_model
 from tests.support.tiny_qwen3_vl import write_qwen3_vl_model, write_qwen3_vl_moe_model
 from tests.support.tiny_training import make_actor, my_batches, token_loss
 from tests.support.tiny_vision import (
@@ -35,12 +36,15 @@ Layout = dict[str, Any]
 TWO_RANKS: list[Layout] = [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp": 2}, {"pp": 2, "vpp": 2}]
 FOUR_RANKS: list[Layout] = [{"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}]
 EXPERTS: list[Layout] = [{"tp": 2, "ep": 2}, {"pp": 2}, {"dp": 2, "ep": 2}, {"tp": 2, "etp": 2}]
+LATENT: list[Layout] = [{"tp": 2, "ep": 2}, {"pp": 2}, {"cp": 2}]
+LATENT_FOUR: list[Layout] = [{"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}, {"dp": 4, "ep": 2}]
 # The first stage of Qwen3-VL has the layers that take features of the tower's inner blocks.
 STAGES: Layout = {"pp": 2, "stage_layers": [3, 1]}
 RECOMPUTED: Layout = {"tp": 2, "recompute": "full"}
 WRITERS = {
     "qwen2_5_vl": write_vision_model,
     "glm4v_moe": write_glm4v_model,
+    "kimi_vl": write_kimi_vl_model,
     "qwen3_vl": write_qwen3_vl_model,
     "qwen3_vl_moe": write_qwen3_vl_moe_model,
     "qwen3_vl_tied": partial(write_qwen3_vl_model, num_hidden_layers=6, tie_word_embeddings=True),
@@ -52,6 +56,9 @@ CASES = [
     pytest.param("qwen2_5_vl", TWO_RANKS, id="qwen2_5_vl-two_ranks"),
     pytest.param("qwen2_5_vl", FOUR_RANKS, id="qwen2_5_vl-four_ranks"),
     pytest.param("glm4v_moe", EXPERTS, id="glm4v_moe"),
+    pytest.param("kimi_vl", LATENT[:1], id="kimi_vl"),
+    pytest.param("kimi_vl", LATENT[1:], id="kimi_vl-two_ranks", marks=SLOW),
+    pytest.param("kimi_vl", LATENT_FOUR, id="kimi_vl-four_ranks", marks=SLOW),
     pytest.param("qwen3_vl", [RECOMPUTED], id="qwen3_vl"),
     pytest.param(
         "qwen3_vl", [{"tp": 2}, STAGES, {"cp": 2}, {"dp": 2}], id="qwen3_vl-two_ranks", marks=SLOW
@@ -240,21 +247,24 @@ def transformers_gradients(model: Any, batches: list[TrainBatch]) -> dict[str, T
 
 
 def saved_gradients(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (HF name, gradient) under the names that transformers saves."""
+    """Yield (HF name, gradient) under the names of the checkpoint."""
     names = {}
     if model.config.model_type == "qwen2_5_vl":
         names = {"model.visual.": "visual.", "model.language_model.": "model."}
-    for name, parameter in model.named_parameters():
+    gradients = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    if model.config.model_type == "kimi_vl":
+        gradients = model.saved_gradients()
+    for name, gradient in gradients:
         for new, old in names.items():
             name = name.replace(new, old, 1)
         if ".experts." not in name:
-            yield name, parameter.grad
+            yield name, gradient
             continue
         if model.config.model_type == "qwen3_vl_moe":
-            yield name, parameter.grad.transpose(1, 2).contiguous()
+            yield name, gradient.transpose(1, 2).contiguous()
             continue
         stem, _, kind = name.rpartition(".")
         halves = kind.removesuffix("_proj").split("_")
-        for expert, matrix in enumerate(parameter.grad):
+        for expert, matrix in enumerate(gradient):
             for half, part in zip(halves, matrix.chunk(len(halves)), strict=True):
                 yield f"{stem}.{expert}.{half}_proj.weight", part

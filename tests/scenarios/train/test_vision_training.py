@@ -12,6 +12,7 @@ from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from mcore_rl.train.actor import Actor
 from tests.support.distributed import run_each, run_ranks
 from tests.support.tiny_glm4v import write_glm4v_model
+from tests.support.tiny_kimi_vl import write_kimi_vl_model
 from tests.support.tiny_qwen3_vl import write_qwen3_vl_model, write_qwen3_vl_moe_model
 from tests.support.tiny_training import make_actor, my_batches, token_loss
 from tests.support.tiny_vision import make_vision_batches, num_tokens, write_vision_model
@@ -21,6 +22,7 @@ TOWER_LR = 1e-5
 PARTS = ("projector", "none")
 WRITERS = {
     "glm4v_moe": write_glm4v_model,
+    "kimi_vl": write_kimi_vl_model,
     "qwen3_vl": write_qwen3_vl_model,
     "qwen3_vl_moe": write_qwen3_vl_moe_model,
 }
@@ -93,7 +95,10 @@ def test_a_tower_has_its_own_rate_and_resumes(folder: Path, tmp_path: Path) -> N
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "kind",
-    ["qwen2_5_vl", "glm4v_moe", "qwen3_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.slow)],
+    [
+        *("qwen2_5_vl", "glm4v_moe", "kimi_vl", "qwen3_vl"),
+        pytest.param("qwen3_vl_moe", marks=pytest.mark.slow),
+    ],
 )
 def test_checkpoints_go_to_hf_and_back(folder: Path, tmp_path: Path, kind: str) -> None:
     """A sharded checkpoint of an untrained model holds the tower, and so does one made of HF."""

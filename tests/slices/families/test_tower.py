@@ -2,7 +2,14 @@
 
 import pytest
 
-from mcore_rl.slices.families.tower import RULES, tower_refusal, tower_sizes, vision_settings
+from mcore_rl.slices.families.tower import (
+    RULES,
+    merge_size,
+    placeholder_of,
+    tower_refusal,
+    tower_sizes,
+    vision_settings,
+)
 
 VISION = {
     "depth": 2,
@@ -33,6 +40,20 @@ def test_sizes_follow_the_vision_config() -> None:
 def test_a_tower_of_another_width_is_refused() -> None:
     assert not tower_refusal(CONFIG)
     assert "out_hidden_size=16" in tower_refusal({**CONFIG, "hidden_size": 32})
+
+
+def test_either_key_gives_the_patches_of_a_token() -> None:
+    assert merge_size(CONFIG) == 2
+    assert merge_size({"vision_config": {"spatial_merge_size": 3}}) == 3
+    assert merge_size({"vision_config": {"merge_kernel_size": [4, 4]}}) == 4
+    with pytest.raises(ValueError, match=r"merge_kernel_size=\[2, 1\]"):
+        merge_size({"vision_config": {"merge_kernel_size": [2, 1]}})
+
+
+def test_either_key_names_the_placeholder() -> None:
+    assert placeholder_of({"image_token_id": 0, "media_placeholder_token_id": 5}) == 0
+    assert placeholder_of({"media_placeholder_token_id": 5}) == 5
+    assert placeholder_of({}) is None
 
 
 def test_missing_settings_are_named() -> None:

@@ -1,11 +1,13 @@
 """The parts of a tower's tensor on each rank. tests/scenarios/rollout compares them with SGLang."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mcore_rl.slices.families import family_of
+from mcore_rl.slices.families import family_of, kimi_vl
 from mcore_rl.slices.families.qwen2_5_vl import FAMILY
+from mcore_rl.slices.hf.config import read_hf_config
 from mcore_rl.slices.layouts.engine_rule import COLUMNS, WHOLE, EngineRule
 from mcore_rl.slices.layouts.sglang import SGLangLayout
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes, refuse_unserved
@@ -13,6 +15,7 @@ from mcore_rl.slices.layouts.sglang_towers import QWEN2_5_TOWER, cut_tower, towe
 from mcore_rl.slices.layouts.tensors import Tensors
 from tests.slices.families.test_qwen2_5_vl import FLAT
 from tests.slices.families.test_qwen3_vl import CONFIG, MOE_CONFIG, with_tower
+from tests.support.tiny_kimi_vl import write_kimi_vl_model
 
 
 def test_each_rank_has_its_rows_of_every_block() -> None:
@@ -87,3 +90,12 @@ def test_towers_that_sglang_computes_otherwise_are_refused(
     refuse_unserved({**CONFIG, **with_tower(deepstack_visual_indexes=[1])}, SGLangSizes(pp=2))
     with pytest.raises(ValueError, match=message):
         refuse_unserved({**MOE_CONFIG, **changes}, sizes)
+
+
+def test_moonvit_is_cut_and_its_projector_is_not(tmp_path: Path) -> None:
+    config = read_hf_config(write_kimi_vl_model(tmp_path))
+    entries = Tensors(kimi_vl.FAMILY, config, "bfloat16").model_entries
+    rules = {e.suffix: tower_rule_of(kimi_vl.FAMILY.architecture, e) for e in entries}
+    assert rules["vision_tower.encoder.blocks.1.wqkv.bias"] == EngineRule("attention", blocks=3)
+    assert rules["multi_modal_projector.linear_1.weight"] == WHOLE
+    assert rules["language_model.lm_head.weight"] is None

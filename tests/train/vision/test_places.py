@@ -60,10 +60,22 @@ def test_an_image_cut_short_is_refused(ids: list[int]) -> None:
 
 
 def test_the_placeholder_comes_from_the_config() -> None:
-    config = {"image_token_id": 7, "vision_config": {"spatial_merge_size": 3}}
+    config = {
+        "image_token_id": 7,
+        "vision_config": {"spatial_merge_size": 3},
+        "rope_parameters": {"mrope_section": [2, 3, 3]},
+    }
     assert ImageTokens.of(config) == ImageTokens(7, 3)
+    kimi = {"media_placeholder_token_id": 8, "vision_config": {"merge_kernel_size": [4, 4]}}
+    assert ImageTokens.of(kimi) == ImageTokens(8, 4, three_axes=False)
     with pytest.raises(ValueError, match="image_token_id"):
         ImageTokens.of({"vision_config": {}})
+
+
+def test_positions_of_one_axis_count_images_as_text() -> None:
+    tokens = ImageTokens(PLACEHOLDER, 2, three_axes=False)
+    ids_T = torch.tensor([5, PLACEHOLDER, PLACEHOLDER, 5])
+    assert tokens.rotary(ids_T, torch.tensor([[1, 2, 4]]), 6).tolist() == [list(range(6))] * 3
 
 
 def test_grids_are_split_by_sequence() -> None:

@@ -12,6 +12,7 @@ MODULES = {
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4vMoeForConditionalGeneration": "glm4v_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "KimiVLForConditionalGeneration": "kimi_vl",
     "LlamaForCausalLM": "llama",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "MixtralForCausalLM": "mixtral",
@@ -24,7 +25,7 @@ MODULES = {
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
 }
 """Architecture -> its module in sglang.srt.models; Qwen3-MoE is in `served_models`."""
-PROCESSORS = {"sglang.srt.multimodal.processors": ("qwen_vl", "glm4v")}
+PROCESSORS = {"sglang.srt.multimodal.processors": ("qwen_vl", "glm4v", "kimi_vl")}
 """Package -> those of its modules that have processors of images for the models in MODULES."""
 
 
