@@ -44,6 +44,12 @@ def test_rows_hold_the_prompt_and_what_follows(model: Path) -> None:
     assert spec.architecture == "Qwen3MoeForCausalLM"
 
 
+def test_episodes_of_kimi_vl_know_the_placeholder_of_images(model: Path) -> None:
+    policy = ModelFacts.read("recipes/model/kimi_vl_a3b")
+    spec = episode_spec(make_config(model), policy, make_tokenizer("qwen3"))
+    assert (spec.placeholder_id, spec.image_marks) == (163605, (163605,))
+
+
 def test_engines_stop_at_what_the_files_of_a_model_name(model: Path) -> None:
     tokenizer = make_tokenizer("qwen3")
     first, second = stop_ids("qwen3")[:2]

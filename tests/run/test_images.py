@@ -8,7 +8,13 @@ from mcore_rl.config import Config, DataConfig, ImagesConfig, ModelConfig, RunCo
 from mcore_rl.data.arithmetic import prepare_arithmetic
 from mcore_rl.data.shapes import prepare_shapes
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.run.images import image_prompts, model_with_images, patch_maker, sft_images
+from mcore_rl.run.images import (
+    image_marks,
+    image_prompts,
+    model_with_images,
+    patch_maker,
+    sft_images,
+)
 from mcore_rl.run.prompts import load_split, train_prompts
 from mcore_rl.slices.hf.facts import ModelFacts
 
@@ -72,6 +78,18 @@ def test_a_model_of_text_has_no_use_for_images(shapes: Path, tmp_path: Path) -> 
     assert sft_images(config, tokenizer) is None
     with pytest.raises(ValueError, match=r"heldout.parquet row 0 has 1 `images`, but"):
         load_split(config, [_file(shapes)], tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "marks"),
+    [
+        ("kimi_vl_a3b", (163605,)),
+        ("qwen2_5_vl_7b", (151652, 151655, 151656)),
+        ("moonlight_16b_a3b", ()),
+    ],
+)
+def test_placeholders_are_among_the_marks_of_images(name: str, marks: tuple[int, ...]) -> None:
+    assert image_marks(ModelFacts.read(f"recipes/model/{name}")) == marks
 
 
 def test_patches_are_bounded_by_the_recipe(shapes: Path) -> None:
