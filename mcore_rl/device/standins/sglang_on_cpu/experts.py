@@ -26,7 +26,8 @@ def group_experts() -> None:
         weights_TK, ids_TK, _ = topk_output
         ids_N = ids_TK.flatten()
         order_N = ids_N.argsort(stable=True)
-        counts = torch.bincount(ids_N + 1, minlength=layer.num_experts + 1).tolist()
+        num_local = len(layer.w13_weight)  # layer.num_experts counts those of all ranks
+        counts = torch.bincount(ids_N + 1, minlength=num_local + 1).tolist()
         order_N = order_N[counts[0] :]  # those before it are other ranks' experts
         rows_N = order_N // ids_TK.shape[1]
         hidden = _product(x[rows_N], layer, "w13_weight", counts[1:])
