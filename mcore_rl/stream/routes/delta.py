@@ -220,5 +220,5 @@ class DeltaTransport:
 
 def _checksum(message_u8: Tensor) -> int:
     """Return XXH3 of the message as a signed integer, as which it travels in the header."""
-    unsigned = xxh3_64_intdigest(message_u8.numpy())
+    unsigned = xxh3_64_intdigest(message_u8.numpy().data)
     return unsigned - 2**64 if unsigned >= 2**63 else unsigned
