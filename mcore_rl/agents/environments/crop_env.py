@@ -9,13 +9,14 @@ import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from PIL import Image
+from typing import TYPE_CHECKING, Any
 
 from mcore_rl.agents.environments.environment import Message, Start, Step
 from mcore_rl.agents.environments.pictures import image_bytes, image_part
 from mcore_rl.agents.environments.texts import text_of
+
+if TYPE_CHECKING:  # its interpreter may lack Pillow until an episode is played
+    from PIL import Image
 
 CALL = re.compile(r"\bcrop\b\W*(\d+)\W+(\d+)\W+(\d+)\W+(\d+)")
 
@@ -50,7 +51,7 @@ class CropEnvironment:
     """One episode: a question about a picture; crops are taken from the prompt's last one."""
 
     options: CropOptions
-    _picture: Image.Image | None = None
+    _picture: "Image.Image | None" = None
     _truth: str = ""
     _num_crops: int = 0
     _metrics: dict[str, float] = field(default_factory=dict)
@@ -105,6 +106,8 @@ class CropEnvironment:
         return {**message, "content": [self._shrunk_part(part) for part in content]}
 
     def _shrunk_part(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        from PIL import Image
+
         if part.get("type") != "image_url":
             return part
         self._picture = Image.open(io.BytesIO(image_bytes(part))).convert("RGB")
@@ -112,14 +115,16 @@ class CropEnvironment:
         return _part(_scaled(self._picture, longest))
 
 
-def _scaled(picture: Image.Image, longest: int) -> Image.Image:
+def _scaled(picture: "Image.Image", longest: int) -> "Image.Image":
     """Return a picture whose longest side has `longest` pixels."""
+    from PIL import Image
+
     factor = longest / max(picture.size)
     width, height = (max(1, round(side * factor)) for side in picture.size)
     return picture.resize((width, height), Image.Resampling.BICUBIC)
 
 
-def _part(picture: Image.Image) -> dict[str, Any]:
+def _part(picture: "Image.Image") -> dict[str, Any]:
     out = io.BytesIO()
     picture.save(out, "PNG")
     return image_part(out.getvalue())
