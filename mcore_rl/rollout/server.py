@@ -29,6 +29,8 @@ from mcore_rl.rollout.key_gate import KeyGate
 from mcore_rl.slices.families.tower import merge_size, placeholder_of
 
 KIMI_VL = "KimiVLForConditionalGeneration"
+OF_OURS = {KIMI_VL, "Glm4vMoeForConditionalGeneration"}
+"""Architectures that SGLang computes otherwise than their authors: see rollout/vision_models."""
 WAYS_AROUND = ("grpc_port", "grpc_mode", "smg_grpc_mode", "encoder_only", "use_ray", "sidecar")
 """Fields of SGLang's ServerArgs that open other servers than the application."""
 VARIABLES_AROUND = ("SGLANG_RUST_SERVER", "SGLANG_GRPC_PORT", "DUMPER_SERVER_PORT")
@@ -93,8 +95,10 @@ def package_of(arguments: list[str]) -> str | None:
     """Return the package whose classes SGLang loads in place of its own, if the model needs one."""
     if "--is-embedding" in arguments:
         return "mcore_rl.rollout.reward_heads"
+    if "--model-path" not in arguments:
+        return None
     config = config_of(arguments[arguments.index("--model-path") + 1])
-    if KIMI_VL in (config.get("architectures") or ()):
+    if OF_OURS & set(config.get("architectures") or ()):
         return "mcore_rl.rollout.vision_models"
     return None
 

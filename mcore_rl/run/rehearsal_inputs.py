@@ -27,7 +27,7 @@ TINY_TOWER: Mapping[str, Any] = {
 """Replacements for sizes in vision_config; keys that the tower lacks are not added."""
 SPREAD = 0.08
 """Standard deviation of random weights. With 0.02 the embeddings of GLM-4.5V's images are so small
-that the epsilon of a norm counts, which SGLang 0.5.23 has otherwise (docs/vision.md).
+that the epsilons of norms count.
 """
 PROCESSORS: Mapping[str, Mapping[str, Any]] = {
     "Glm4vMoeForConditionalGeneration": {
