@@ -99,9 +99,9 @@ def test_pieces_of_pictures_train_as_they_were_seen(
     steps = [line for line in run.metrics() if "loss/total" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]
     for line in steps:
+        # An untrained policy may sample a token of images in all of a step's few episodes.
         ends = {name for name in line if name.startswith("episodes/end/")}
-        assert "episodes/end/done" in ends
-        assert ends <= {"episodes/end/done", "episodes/end/parse_error"}
+        assert ends and ends <= {"episodes/end/done", "episodes/end/parse_error"}
         assert line["episodes/rows"] == 1.0 and line["loss/grad_norm"] > 0
         assert line["episodes/crops"] > 0.5
         assert line["logprob_diff/arithmetic"] < 1e-5, line
