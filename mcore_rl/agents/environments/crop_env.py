@@ -8,7 +8,7 @@ picture --shrunk--> policy --crop(x0,y0,x1,y1)--> piece, enlarged --> policy -->
 import io
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.agents.environments.environment import Message, Start, Step
@@ -54,7 +54,6 @@ class CropEnvironment:
     _picture: "Image.Image | None" = None
     _truth: str = ""
     _num_crops: int = 0
-    _metrics: dict[str, float] = field(default_factory=dict)
 
     def reset(self, task: Mapping[str, Any]) -> Start:
         """Show the prompt with small pictures. Raises ValueError if it has none."""
