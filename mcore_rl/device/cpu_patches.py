@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._device import _device_constructors
 
 
 class _Stream(torch.cpu.Stream):
@@ -83,7 +84,13 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def alias_factories() -> None:
-    """Make tensor factories read device="cuda" as the CPU, and .cuda() the identity."""
+    """Make tensor factories read device="cuda" as the CPU, and .cuda() the identity.
+
+    `with torch.device(...)` acts on the factories that torch lists at its first use. The list is
+    made here, before they are replaced: otherwise such a block would do nothing, and transformers,
+    which makes models on the meta device, would leave their rotary frequencies uninitialised.
+    """
+    _device_constructors()
     names = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
     for name in (*names, "empty_like", "zeros_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))

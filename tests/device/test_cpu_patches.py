@@ -115,6 +115,16 @@ def test_training_fails_without_the_patch(model_dir: str, tmp_path: Path, patch:
         run(model_dir, tmp_path, patch, NEEDED_BY[patch])
 
 
+def made_on_meta(rank: int, world_size: int, port: int) -> str:
+    cpu_patches.alias_factories()
+    with torch.device("meta"):
+        return torch.empty(1).device.type
+
+
+def test_device_blocks_hold_for_replaced_factories() -> None:
+    assert run_ranks(made_on_meta, 1)[0] == "meta"
+
+
 def send_strided(
     rank: int, world_size: int, port: int, patched: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
