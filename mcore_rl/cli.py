@@ -19,6 +19,7 @@ from mcore_rl.process.stop_request import EXIT_STATUS, StoppedEarly, watch_for_s
 from mcore_rl.run.agent_command import add_arguments as add_agent_arguments
 from mcore_rl.run.sandbox_command import add_arguments as add_sandbox_arguments
 from mcore_rl.search.command import add_arguments as add_search_arguments
+from mcore_rl.translate.command import add_arguments as add_translate_arguments
 
 RECIPE_COMMANDS = {
     "sft": "supervised fine-tuning on sft.data; writes <run.dir>/hf",
@@ -85,9 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, text in RECIPE_COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, epilog=parser.epilog)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
-        command.add_argument(
-            "settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides"
-        )
+        _take_settings(command)
         command.set_defaults(run=_run_recipe, command=name)
     launch.cli.add_commands(commands, _load_settings)
     _add_plan(commands)
@@ -99,11 +98,17 @@ def make_parser() -> argparse.ArgumentParser:
     add_search_arguments(commands.add_parser("search", help="passages for agents, by an index"))
     add_agent_arguments(commands.add_parser("agent", help="try an environment"), _load_settings)
     add_sandbox_arguments(commands.add_parser("sandbox", help="run untrusted code for others"))
+    add_translate_arguments(commands.add_parser("translate", help="make recipes of verl's options"))
     return parser
 
 
+def _take_settings(command: argparse.ArgumentParser) -> None:
+    text = "recipe=<name> and overrides"
+    command.add_argument("settings", nargs="*", metavar="key=value", help=text)
+
+
 def _list_recipes() -> str:
-    """A line for each recipe: its name, padded to the longest, and its headline."""
+    """A line for each recipe: its name and its headline."""
     headlines = list_recipes()
     width = max(map(len, headlines))
     return "\n".join(f"  {name:{width}}  {line}" for name, line in headlines.items())
@@ -112,9 +117,7 @@ def _list_recipes() -> str:
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     text = "memory of every rank and traffic of a weight sync, from config.json; starts nothing"
     command = commands.add_parser("plan", help=text, description=text)
-    command.add_argument(
-        "settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides"
-    )
+    _take_settings(command)
     command.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     command.set_defaults(run=_plan)
 
@@ -125,9 +128,7 @@ def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         " from config.json alone"
     )
     command = commands.add_parser("simulate", help=text, description=text)
-    command.add_argument(
-        "settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides"
-    )
+    _take_settings(command)
     command.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     command.add_argument(
         "--out", type=Path, help="folder for picture, trace and numbers (<run.dir>/simulation)"

@@ -88,7 +88,7 @@ def alias_factories() -> None:
 
     `with torch.device(...)` acts on the factories that torch lists at its first use. The list is
     made here, before they are replaced: otherwise such a block would do nothing, and transformers,
-    which makes models on the meta device, would leave their rotary frequencies uninitialised.
+    which makes models on the meta device, would leave their rotary frequencies uninitialized.
     """
     _device_constructors()
     names = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")

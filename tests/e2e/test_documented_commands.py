@@ -40,6 +40,7 @@ OTHERS = (
     "docs/launch.md",
     "docs/security.md",
     "docs/upstream_options.md",
+    "docs/switching.md",
     "CONTRIBUTING.md",
 )
 MODULES = {"mcore-rl": "mcore_rl.cli", "mcore-rl-ckpt": "checkpoint_tools.cli"}

@@ -29,7 +29,7 @@ SHORT = (
     "eval.max_prompts=8",
     "rollout.kv_cache_len=8192",
 )
-QUICK = ("plan", "simulate", "data", "doctor", "submit", "--help", "--version")
+QUICK = ("plan", "simulate", "data", "doctor", "submit", "translate", "--help", "--version")
 OF_JOBS = ("submit", "status", "logs", "cancel")
 ELSEWHERE = ("/data/", "/models/", "=Qwen/", "hf://", "http://", "cluster.address=", "10.0.0.")
 """Parts of arguments that name what only the reader's own cluster has."""

@@ -1,0 +1,148 @@
+"""Another system's options by dotted name, and what a translation of them consists of."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class RecipeLine:
+    """An option of the recipe, and the options that it was made of."""
+
+    key: str
+    value: Any
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """An option that is the user's to decide on: it has no counterpart, or more than one."""
+
+    source: str
+    value: Any
+    advice: str
+
+
+@dataclass(frozen=True)
+class Unneeded:
+    """An option that a recipe does without."""
+
+    source: str
+    value: Any
+    reason: str
+
+
+@dataclass
+class ForeignOptions:
+    """Options by dotted name; those that are read are remembered.
+
+    given      the options that the input has
+    is_whole   whether the input is a whole configuration, whose defaults nobody chose
+    """
+
+    given: Mapping[str, Any]
+    is_whole: bool
+    read: set[str] = field(default_factory=set)
+
+    def take(self, name: str, default: V) -> V:
+        """Return an option, or what the other system takes if it is left out or null."""
+        self.read.add(name)
+        value = self.given.get(name)
+        return default if value is None else value
+
+    def below(self, prefix: str, but: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Return the options whose names begin with `prefix`, without it, except nulls.
+
+        Names that go on with one of `but` are neither returned nor read.
+        """
+        begins = tuple(f"{prefix}{name}" for name in but)
+        names = [n for n in self.given if n.startswith(prefix) and not n.startswith(begins)]
+        self.read.update(names)
+        return {
+            name.removeprefix(prefix): self.given[name]
+            for name in names
+            if self.given[name] is not None
+        }
+
+    def left(self) -> dict[str, Any]:
+        """Return the options that nobody has read, except those that say nothing."""
+        return {
+            name: value
+            for name, value in self.given.items()
+            if name not in self.read and value not in (None, False, "", [], {})
+        }
+
+
+def read_options(arguments: Sequence[str]) -> ForeignOptions:
+    """Return the options of YAML files and of overrides `key=value`; later ones win.
+
+    A file is a configuration, or a list of overrides as Hydra leaves it in .hydra/overrides.yaml.
+    What else a command line has is passed over: -m, a module, --config-name=<name>.
+    Raises ValueError naming the file or the override that cannot be read.
+    """
+    given: dict[str, Any] = {}
+    is_whole = False
+    for argument in arguments:
+        if argument.startswith("-") or argument.startswith("verl."):
+            continue
+        if argument.endswith((".yaml", ".yml")) and "=" not in argument:
+            content = _read_file(Path(argument))
+            if isinstance(content, list):
+                given |= parse_overrides([str(override) for override in content])
+            else:
+                is_whole = True
+                given |= flatten(content)
+        else:
+            given |= parse_overrides([argument])
+    return ForeignOptions(given, is_whole)
+
+
+def _read_file(path: Path) -> Any:
+    try:
+        tree = OmegaConf.load(path)
+        # A value that is missing ("???") is one that the user had to give elsewhere.
+        return OmegaConf.to_container(tree, resolve=True, throw_on_missing=False)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file") from None
+    except (OmegaConfBaseException, OSError, ValueError) as error:
+        raise ValueError(f"{path}: no configuration in YAML: {error}") from None
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values of Hydra's overrides by dotted name; deleted options are None.
+
+    Raises ValueError naming an override that is none.
+    """
+    given: dict[str, Any] = {}
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException as error:
+            raise ValueError(
+                f"{text}: neither a YAML file nor an override key=value: {error}"
+            ) from None
+        value = None if override.is_delete() else override.value()
+        name = override.key_or_group
+        nested = flatten(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+        given |= nested
+    return given
+
+
+def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by dotted name; an empty mapping is a leaf."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            leaves |= flatten(value, f"{name}.")
+        else:
+            leaves[name] = None if value == "???" else value
+    return leaves
