@@ -5,7 +5,6 @@ command is the limit of memory in MiB that its heap may take.
 """
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -24,8 +23,8 @@ _SYSTEM = (
 _OF_PREFIX = ("bin", "lib", "lib64", "include", "pyvenv.cfg")
 """Programs see only these of a Python: beside them lie files such as pip.conf, with passwords."""
 _PLACES = ("~/.cargo/bin", "/usr/local/go/bin", "~/go/bin")
-_STRIPS_TYPES = (22, 6)
-"""The first version of Node that runs TypeScript by leaving the types out."""
+_TYPES_AWAY = ("--experimental-transform-types", "--experimental-strip-types")
+"""Options by which Node runs TypeScript, the better first, which also knows enums."""
 _HEAP_SHARE = 0.75
 ALIASES = {
     "py": "python",
@@ -40,6 +39,8 @@ ALIASES = {
     "shell": "bash",
     "sqlite": "sql",
 }
+EXECUTABLE = "program"
+"""The file that compilers of machine code write."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,11 @@ class Language:
             files_mib=max(limits.files_mib, self.min_files_mib),
             open_files=max(limits.open_files, 256),
         )
+
+    @property
+    def is_executable(self) -> bool:
+        """Return whether its compiler makes one file, EXECUTABLE, that runs by itself."""
+        return self.run == (f"/box/{EXECUTABLE}",)
 
     def run_limits(self, limits: Limits) -> Limits:
         """Return `limits` with the threads and descriptors that the runtime itself needs."""
@@ -203,12 +209,19 @@ def _find_node() -> Iterator[Language]:
     nodejs = Language("nodejs", "program.js", (*command, "program.js"), (), paths, (), True, 32)
     yield nodejs
     typed = replace(nodejs, name="typescript", source="program.ts")
-    found = re.match(r"v(\d+)\.(\d+)", _output(node, "--version"))
     if tsx := _which("tsx"):
-        folder = str(Path(tsx).parents[1])
-        yield replace(typed, run=(*command, tsx, "program.ts"), paths=(*paths, folder))
-    elif found and (int(found[1]), int(found[2])) >= _STRIPS_TYPES:
-        yield replace(typed, run=(*command, "--experimental-strip-types", "program.ts"))
+        yield replace(typed, run=(*command, tsx, "program.ts"), paths=(*paths, _packages_of(tsx)))
+        return
+    for option in _TYPES_AWAY:
+        if _output(node, option, "--version"):
+            yield replace(typed, run=(*command, "--no-warnings", option, "program.ts"))
+            return
+
+
+def _packages_of(tsx: str) -> str:
+    """Return the folder with tsx and the packages that it needs, which npm puts beside it."""
+    folders = [path for path in Path(tsx).parents if path.name == "node_modules"]
+    return str(folders[0] if folders else Path(tsx).parents[1])
 
 
 def _libraries(*folders: str) -> tuple[tuple[str, str], ...]:

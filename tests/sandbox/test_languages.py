@@ -1,6 +1,7 @@
 """Each language that is found runs a program; one that is missing is refused by its name."""
 
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Iterator
@@ -85,6 +86,35 @@ def test_a_typescript_runner_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
     assert language.run_command(100)[-2:] == (str(runner), "program.ts")
     assert "--max-old-space-size=75" in language.run_command(100)
     assert str(tmp_path) in language.paths
+
+
+def test_packages_that_npm_puts_beside_a_runner_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "nodejs" not in FOUND:
+        pytest.skip("no node on this machine")
+    runner = tmp_path / "node_modules/tsx/dist/cli.mjs"
+    runner.parent.mkdir(parents=True)
+    runner.write_text("")
+    runner.chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/tsx").symlink_to(runner)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert str(tmp_path / "node_modules") in find_languages()["typescript"].paths
+
+
+@pytest.mark.parametrize("known", ["--experimental-transform-types", "--experimental-strip-types"])
+def test_a_node_that_leaves_types_out_runs_typescript(
+    known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = tmp_path / "bin/node"
+    node.parent.mkdir()
+    node.write_text(f'#!/bin/bash\n[ "$1" = {known} ] && [ "$2" = --version ] && echo v22.6.0\n')
+    node.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{node.parent}:/bin:/usr/bin")
+    if shutil.which("tsx", path=os.environ["PATH"]):
+        pytest.skip("this machine has tsx, which is preferred")
+    assert known in find_languages()["typescript"].run
 
 
 def test_a_compiler_gets_what_it_needs() -> None:
