@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from mcore_rl.process.text import make_encodable
 from mcore_rl.sandbox.box import FilesRefused, ProgramBox
 from mcore_rl.sandbox.isolation import BOX
-from mcore_rl.sandbox.languages import Language, choose
+from mcore_rl.sandbox.languages import EXECUTABLE, Language, choose
 from mcore_rl.sandbox.limits import (
     BoxStep,
     Limits,
@@ -26,6 +26,7 @@ _MAX_PATH_LEN = 200
 class CodeRequest:
     """A program to run.
 
+    code        its source; empty if `files` has the executable "program" that its compiler made
     compile_s   seconds for the compiler
     files       further files of its box, by path
     fetch       paths of files to return, as far as they exist
@@ -114,7 +115,8 @@ def _run(box: ProgramBox, language: Language, request: CodeRequest) -> CodeResul
     except FilesRefused as error:
         return error
     compiled = None
-    if language.compile:
+    is_built = language.is_executable and not request.code and EXECUTABLE in request.files
+    if language.compile and not is_built:
         limits = _box_limits(language, request)
         compiled = box.run(
             BoxStep(language.compile, "", language.environment, limits, language.reserves_memory)
@@ -122,7 +124,7 @@ def _run(box: ProgramBox, language: Language, request: CodeRequest) -> CodeResul
         if compiled.verdict != RunVerdict.OK:
             return CodeResult(compiled.verdict, compiled)
     limits = language.run_limits(request.limits)
-    if compiled is not None:
+    if language.compile:
         box.limit(limits)
     step = BoxStep(
         language.run_command(limits.memory_mib),

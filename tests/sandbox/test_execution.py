@@ -29,6 +29,16 @@ def test_files_go_in_and_out(pool: WorkerPool) -> None:
     assert (result.verdict, result.files) == (RunVerdict.OK, {"out/b": b"xx", "in/a": b"x"})
 
 
+@pytest.mark.skipif("c" not in LANGUAGES, reason="this machine has no C")
+def test_an_executable_in_place_of_a_source_runs_uncompiled(pool: WorkerPool) -> None:
+    first = CodeRequest('#include <stdio.h>\nint main(){puts("made");}', "c", fetch=("program",))
+    made = execute(pool, LANGUAGES, first)
+    assert made.compiled is not None
+    again = execute(pool, LANGUAGES, CodeRequest("", "c", files=made.files))
+    assert again.compiled is None and again.ran is not None
+    assert (again.verdict, again.ran.stdout) == (RunVerdict.OK, b"made\n")
+
+
 def test_files_are_there_after_a_failure(pool: WorkerPool) -> None:
     source = "open('a', 'w').write('x')\nraise SystemExit(1)"
     result = execute(pool, LANGUAGES, CodeRequest(source, fetch=("a",)))
