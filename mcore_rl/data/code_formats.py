@@ -18,13 +18,16 @@ from typing import Any
 
 from mcore_rl.data.files import write_parquet
 from mcore_rl.data.rows import Row, load_rows, required
+from mcore_rl.rewards.code_calls import CALL_LANGUAGES
 from mcore_rl.rewards.code_languages import PROGRAM_LANGUAGES, read_languages
 
-INSTRUCTIONS = {
-    False: "Write a {name} program that reads standard input and prints the answer.",
-    True: "Write the Python code of {function}. Complete this:\n```python\n{starter}\n```",
-}
-"""Said after a problem, by whether a function is to be written."""
+PROGRAM_TASK = "Write a {name} program that reads standard input and prints the answer."
+PYTHON_TASK = "Write the Python code of {function}. Complete this:\n```python\n{starter}\n```"
+FUNCTION_TASK = (
+    "Write the {name} function {function}. In Python it would begin like this:"
+    "\n```python\n{starter}\n```"
+)
+"""Said after a problem; data sets have the beginnings of functions in Python alone."""
 ANSWER_FORM = "Give the whole program as one ```{language} block."
 MAX_TESTS_BYTES = 1 << 30
 """Bound of the unpacked tests of one LiveCodeBench row."""
@@ -35,9 +38,9 @@ def prepare_code_files(sources: Sequence[str], out_file: Path, language: str = "
 
     language   of the programs to write, as the sandbox names it
 
-    Rows without tests are left out and counted, and so are those that test a function unless the
-    language is Python. Raises ValueError naming the row that is malformed, or if there is no
-    problem, and for an unknown language.
+    Rows without tests are left out and counted, and so are those that test a function in a language
+    whose functions cannot be called. Raises ValueError naming the row that is malformed, or if no
+    problem is left, and for an unknown language.
     """
     [language] = read_languages(language)
     rows: list[dict[str, Any]] = []
@@ -157,13 +160,15 @@ def _problem(
     row: Row, question: str, truth: Mapping[str, Any], language: str, kind: str, name: Any
 ) -> dict[str, Any] | None:
     function = truth.get("fn_name")
+    if function and language not in CALL_LANGUAGES:
+        return None
     if language != "python":
-        if function:
-            return None
         truth = {**truth, "language": language}
-    starter = row.get("starter_code") or (f"def {function}(...):" if function else "")
-    task = INSTRUCTIONS[bool(function)].format(
-        function=function, starter=starter, name=PROGRAM_LANGUAGES[language]
+    of_function = PYTHON_TASK if language == "python" else FUNCTION_TASK
+    task = (of_function if function else PROGRAM_TASK).format(
+        function=function,
+        starter=row.get("starter_code") or f"def {function}(...):",
+        name=PROGRAM_LANGUAGES[language],
     )
     content = f"{question.strip()}\n\n{task}\n{ANSWER_FORM.format(language=language)}"
     return {

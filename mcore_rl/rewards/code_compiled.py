@@ -1,7 +1,8 @@
-"""Runs programs of other languages than Python on tests of standard input.
+"""Runs programs of other languages than Python on tests of standard input or of a function.
 
 C, C++, Rust:  source + first test --> sandbox: compile, run --> its end, the executable
                executable + further tests --> sandbox: driver --> their ends
+Go:            the same, but the executable runs in a sandbox of its own for each further test
 others:        source + test --> sandbox, for each test
 """
 
@@ -9,6 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mcore_rl.process.text import make_encodable
+from mcore_rl.rewards.code_calls import (
+    ARGUMENTS,
+    RESULT,
+    arguments_file,
+    packed_result,
+    with_call,
+)
 from mcore_rl.rewards.code_driver import ERROR_LEN
 from mcore_rl.rewards.code_execution import (
     CaseRun,
@@ -19,30 +28,33 @@ from mcore_rl.rewards.code_execution import (
 from mcore_rl.rewards.code_languages import Program
 from mcore_rl.rewards.code_places import execute
 from mcore_rl.sandbox.execution import CodeRequest, CodeResult
+from mcore_rl.sandbox.languages import EXECUTABLE
 from mcore_rl.sandbox.limits import RunVerdict
 
-EXECUTABLE = "program"
-"""The file that the compilers of the sandbox write."""
 _COMPILED_ONCE = ("c", "cpp", "rust")
-"""Others need files beside an executable, or more addresses than the driver's limits allow."""
+"""The driver runs what is compiled; others need files beside an executable."""
+_KEPT = ("go",)
+"""The executable needs more addresses and threads than the driver's limits allow."""
+_SETUP = "setup.sql"
 
 
 def run_other(
     program: Program, tests: Sequence[Mapping[str, Any]], settings: CaseSettings | None = None
 ) -> list[CaseRun]:
-    """Return how each test of standard input ended, in order.
+    """Return how each test ended, in order.
 
-    A program that does not compile fails all. Raises SandboxError if there is no sandbox, and
-    ValueError if its machine lacks the language.
+    The standard input of a test in SQL is a script that makes the tables. A program that does not
+    compile fails all. Raises SandboxError if there is no sandbox, and ValueError if its machine
+    lacks the language.
     """
     settings = settings or CaseSettings()
     deadline = time.monotonic() + settings.total_s + settings.compile_s
-    first, result = _run(program, tests[0]["stdin"], settings)
+    first, result = _run(program, tests[0], settings)
     if result.ran is None:
         return [first] * len(tests)
     runs = [first]
+    binary = result.files.get(EXECUTABLE)
     if program.language in _COMPILED_ONCE and len(tests) > 1:
-        binary = result.files.get(EXECUTABLE)
         if binary is None:
             gone = CaseRun(1, killed=f"no executable is left: {result.message or 'it is gone'}")
             return [first, *[gone] * (len(tests) - 1)]
@@ -52,27 +64,58 @@ def run_other(
         if time.monotonic() > deadline:
             late = CaseRun(1, killed=f"no time is left of {settings.total_s:g} s for all tests")
             return runs + [late] * (len(tests) - len(runs))
-        runs.append(_run(program, test["stdin"], settings)[0])
+        run, result = _run(program, test, settings, binary)
+        if result.ran is None and binary is not None:  # a server that compiles whatever it gets
+            binary = None
+            run, _ = _run(program, test, settings)
+        runs.append(run)
     return runs
 
 
-def _run(program: Program, stdin: str, settings: CaseSettings) -> tuple[CaseRun, CodeResult]:
-    """Compile and run once; what SIGKILL ended is tried once more, as in run_cases."""
-    fetch = (EXECUTABLE,) if program.language in _COMPILED_ONCE else ()
-    request = CodeRequest(
-        program.source,
-        program.language,
-        stdin,
-        settings.compile_s,
-        fetch=fetch,
-        limits=settings.limits(),
-    )
+def _run(
+    program: Program,
+    test: Mapping[str, Any],
+    settings: CaseSettings,
+    binary: bytes | None = None,
+) -> tuple[CaseRun, CodeResult]:
+    """Run once, compiled before if `binary` is None; try again what SIGKILL ended, as run_cases."""
+    request = _request(program, test, settings, binary)
     result = execute(request, settings.sandbox_url)
     run = _end_of(result)
     if run.is_doubtful:
         result = execute(request, settings.sandbox_url)
         run = _end_of(result)
     return run, result
+
+
+def _request(
+    program: Program, test: Mapping[str, Any], settings: CaseSettings, binary: bytes | None
+) -> CodeRequest:
+    source = program.source
+    files: dict[str, bytes] = {}
+    fetch: list[str] = []
+    if "function" in test:
+        source = with_call(source, program.language, test["function"])
+        files[ARGUMENTS] = arguments_file(test["arguments"])
+        fetch.append(RESULT)
+    elif program.language == "sql":
+        # Of a script without an end the last statement would go on in the program.
+        files[_SETUP] = make_encodable(f"{test['stdin']}\n;\n").encode()
+        source = f".read {_SETUP}\n{source}"
+    if binary is not None:
+        source = ""
+        files[EXECUTABLE] = binary
+    elif program.language in (*_COMPILED_ONCE, *_KEPT):
+        fetch.append(EXECUTABLE)
+    return CodeRequest(
+        source,
+        program.language,
+        test.get("stdin", ""),
+        settings.compile_s,
+        files,
+        tuple(fetch),
+        settings.limits(),
+    )
 
 
 def _end_of(result: CodeResult) -> CaseRun:
@@ -82,4 +125,5 @@ def _end_of(result: CodeResult) -> CaseRun:
     if not killed and record.verdict not in (RunVerdict.OK, RunVerdict.WRONG):
         killed = record.verdict.value
     out, error = (text.decode(errors="replace") for text in (record.stdout, record.stderr))
-    return CaseRun(record.status, out, error[-ERROR_LEN:], killed)
+    found = packed_result(result.files.get(RESULT))
+    return CaseRun(record.status, out, error[-ERROR_LEN:], killed, found)

@@ -10,8 +10,9 @@ Three forms:
 {"asserts": ["assert f(1) == 2", ...]}
     assertions about calls with constant arguments
 
-"language" beside them names the language of the program, or several that are allowed; the last two
-forms are for Python alone.
+"language" beside them names the language of the program, or several that are allowed. Functions are
+called in CALL_LANGUAGES, and assertions are for Python alone. In SQL the texts are scripts that
+make the tables.
 """
 
 import json
@@ -22,6 +23,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from mcore_rl.rewards.code_asserts import Assertion, check_assertions, read_assertion
+from mcore_rl.rewards.code_calls import CALL_LANGUAGES, arguments_file
 from mcore_rl.rewards.code_compiled import run_other
 from mcore_rl.rewards.code_execution import (
     CaseRun,
@@ -86,7 +88,7 @@ def read_tests(ground_truth: Any) -> ProgramTests:
         raise ValueError(f"the ground truth {truth!r:.100} is no mapping of tests")
     languages = read_languages(truth.get("language"))
     if truth.get("asserts"):
-        _refuse_others(languages, "assertions")
+        _refuse_others(languages, "assertions", ("python",))
         return ProgramTests(assertions=[read_assertion(text) for text in truth["asserts"]])
     inputs, outputs = truth.get("inputs") or (), truth.get("outputs") or ()
     if not inputs or len(inputs) != len(outputs):
@@ -96,20 +98,36 @@ def read_tests(ground_truth: Any) -> ProgramTests:
         )
     function = truth.get("fn_name")
     if function:
-        _refuse_others(languages, "calls of a function")
+        _refuse_others(languages, "calls of a function", CALL_LANGUAGES)
         wrapped = {"wrapped": bool(truth.get("wrapped"))}
         tests = [call_case(function, pack(list(given))) | wrapped for given in inputs]
+        if languages != ("python",):
+            _refuse_uncallable(function, tests)
     else:
         tests = [script_case(_text(given)) for given in inputs]
     return ProgramTests(list(zip(tests, outputs, strict=True)), languages=languages)
 
 
-def _refuse_others(languages: Sequence[str], tests: str) -> None:
-    if others := [name for name in languages if name != "python"]:
+def _refuse_others(languages: Sequence[str], tests: str, able: Sequence[str]) -> None:
+    if others := [name for name in languages if name not in able]:
         raise ValueError(
             f"the ground truth tests programs in {', '.join(others)} by {tests}, which can only"
-            " be made in Python: give texts as inputs and outputs"
+            f" be made in {', '.join(able)}: give texts as inputs and outputs"
         )
+
+
+def _refuse_uncallable(function: Any, tests: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError unless the function has a plain name and arguments that JSON can hold."""
+    if not (isinstance(function, str) and function.isascii() and function.isidentifier()):
+        raise ValueError(f"fn_name is {function!r:.100}: give the name of a function")
+    for test in tests:
+        try:
+            arguments_file(test["arguments"])
+        except TypeError as error:
+            raise ValueError(
+                f"arguments {unpack(test['arguments'])!r:.200} of {function} are no JSON ({error}):"
+                " give numbers, texts, lists and mappings, or Python as the only language"
+            ) from None
 
 
 def is_passed(run: CaseRun, test: Mapping[str, Any], expected: Any) -> bool:

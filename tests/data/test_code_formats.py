@@ -115,7 +115,17 @@ def test_programs_in_another_language_are_asked_for_and_tested() -> None:
     truth = json.loads(problem["reward_model"]["ground_truth"])
     [answer] = score_responses(["```bash\nread n; echo $((2 * n))\n```"], [truth])
     assert isinstance(answer, dict) and answer["solved"] == 1.0
-    assert read_problem(APPS_CALL, "row 0", "bash") is None, "a function is tested in Python alone"
+    assert read_problem(APPS_CALL, "row 0", "bash") is None, "no function of it can be called"
+
+
+def test_a_function_in_another_language_is_asked_for_with_its_beginning_in_python() -> None:
+    problem = read_problem(APPS_CALL, "row 0", "go")
+    assert problem is not None
+    asked = problem["prompt"][0]["content"]
+    function = json.loads(APPS_CALL["input_output"])["fn_name"]
+    assert f"Write the Go function {function}." in asked and f"```python\ndef {function}" in asked
+    truth = json.loads(problem["reward_model"]["ground_truth"])
+    assert (truth["language"], truth["fn_name"]) == ("go", function)
 
 
 class Bomb:

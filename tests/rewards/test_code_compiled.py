@@ -1,5 +1,7 @@
 """Programs of other languages: compiled once where that is possible, each test on its own."""
 
+from dataclasses import replace
+
 import pytest
 
 from mcore_rl.rewards import code_compiled
@@ -26,6 +28,14 @@ ADD = {
         "const [a,b]=require('fs').readFileSync(0,'utf8').split(' ').map(Number);console.log(a+b)"
     ),
     "bash": "read a b; echo $((a + b))",
+    "go": (
+        'package main\nimport "fmt"\nfunc main() { var a, b int; fmt.Scan(&a, &b);'
+        " fmt.Println(a + b) }"
+    ),
+    "typescript": (
+        "const [a, b]: number[] = require('fs').readFileSync(0, 'utf8').split(' ').map(Number);"
+        "console.log(a + b)"
+    ),
 }
 TESTS = [script_case("1 2\n"), script_case("30 4\n"), script_case("-5 5\n")]
 C_EXITS = (
@@ -43,6 +53,21 @@ def test_a_right_program_passes(language: str) -> None:
     assert all(run.is_clean for run in runs)
 
 
+TABLES = [
+    script_case("create table t(a, b); insert into t values (1, 'x'), (2, 'y')"),
+    script_case("create table t(a, b); insert into t values (7, 'z'); -- no statement"),
+]
+
+
+@pytest.mark.skipif("sql" not in FOUND, reason="this machine has no sqlite3")
+def test_a_query_runs_on_the_tables_of_each_test() -> None:
+    runs = run_other(Program("select b, a from t order by a desc", "sql"), TABLES)
+    assert [run.out for run in runs] == ["y|2\nx|1\n", "z|7\n"], runs
+    wrong = run_other(Program("select c from t;", "sql"), TABLES)
+    assert not any(run.is_clean for run in wrong)
+    assert "no such column: c" in wrong[0].error
+
+
 needs_c = pytest.mark.skipif("c" not in FOUND, reason="this machine has no C")
 
 
@@ -57,6 +82,30 @@ def test_a_program_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_compiled, "execute", counting)
     assert len(run_other(Program(ADD["c"], "c"), TESTS)) == 3
     assert languages == ["c"], "further tests execute what it made"
+
+
+needs_go = pytest.mark.skipif("go" not in FOUND, reason="this machine has no Go")
+
+
+@needs_go
+@pytest.mark.parametrize("compiles_always", [False, True])
+def test_go_is_compiled_once_where_the_sandbox_takes_an_executable(
+    compiles_always: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another server of the API compiles whatever it gets, and so refuses an empty source."""
+    sources = []
+
+    def counting(request: CodeRequest, url: str) -> CodeResult:
+        sources.append(request.code)
+        if compiles_always:
+            request = replace(request, files={})
+        return execute(request, url)
+
+    monkeypatch.setattr(code_compiled, "execute", counting)
+    runs = run_other(Program(ADD["go"], "go"), TESTS)
+    assert [run.out for run in runs] == ["3\n", "34\n", "0\n"], runs
+    source = ADD["go"]
+    assert sources == ([source, "", source, source] if compiles_always else [source, "", ""])
 
 
 @needs_c

@@ -140,6 +140,8 @@ def test_a_result_that_the_driver_did_not_write_is_wrong(result: str) -> None:
         (STDIN | {"language": "kobol"}, "language is 'kobol': one of python, c, cpp"),
         (CALLS | {"language": ["python", "c++"]}, "programs in cpp by calls of a function"),
         ({"asserts": ["assert f(1)"], "language": "go"}, "programs in go by assertions"),
+        (CALLS | {"language": "go", "fn_name": "f; x"}, "fn_name is 'f; x'"),
+        ({"fn_name": "f", "inputs": [[{1}]], "outputs": [1], "language": "js"}, "are no JSON"),
     ],
 )
 def test_a_ground_truth_without_tests_is_refused(truth: Any, message: str) -> None:
