@@ -1,5 +1,6 @@
-"""A tiny model with random weights, made once for all whole-run tests."""
+"""A tiny model with random weights, and a SLURM, each made once for whole-run tests."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mcore_rl.data.arithmetic import prepare_arithmetic
+from mcore_rl.process.ports import find_free_port
 from tests.support.runs import Run, tiny_settings
+from tests.support.slurm import missing_commands, two_nodes
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +40,19 @@ def start(arithmetic: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
     yield start_run
     for run in runs:
         run.kill_all()
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Start a SLURM of two nodes, to which commands submit."""
+    if missing := missing_commands():
+        pytest.skip(f"SLURM is not installed (apt-get install slurm-wlm): no {', '.join(missing)}")
+    if os.geteuid() != 0:
+        pytest.skip("slurmd of several nodes on one machine needs root")
+    ports = [find_free_port("127.0.0.1") for _ in range(3)]
+    with (
+        two_nodes(tmp_path_factory.mktemp("slurm"), ports) as config,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("SLURM_CONF", str(config))
+        yield

@@ -1,6 +1,5 @@
 """Runs on two nodes: two Rays of this machine, and a real SLURM of two nodes on it."""
 
-import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -8,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.process.ports import find_free_port
 from tests.support.doors import answers_http, answers_without_key, listening_sockets
 from tests.support.runs import tiny_settings
-from tests.support.slurm import missing_commands, two_nodes
 from tests.support.submitted import SubmittedRun
 
 pytestmark = pytest.mark.e2e
@@ -40,21 +37,6 @@ def submit(arithmetic: Path, tmp_path: Path) -> Iterator[Submit]:
     yield submit_run
     for run in runs:
         run.kill()
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    if missing := missing_commands():
-        pytest.skip(f"SLURM is not installed (apt-get install slurm-wlm): no {', '.join(missing)}")
-    if os.geteuid() != 0:
-        pytest.skip("slurmd of several nodes on one machine needs root")
-    ports = [find_free_port("127.0.0.1") for _ in range(3)]
-    with (
-        two_nodes(tmp_path_factory.mktemp("slurm"), ports) as config,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setenv("SLURM_CONF", str(config))
-        yield
 
 
 @pytest.fixture(scope="module")

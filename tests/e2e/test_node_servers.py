@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mcore_rl.data.calculator import prepare_calculator
@@ -15,9 +16,18 @@ from mcore_rl.search.build import build_index
 from mcore_rl.search.layout import IndexOptions
 from tests.search.corpora import write_corpus
 from tests.support.runs import Run
+from tests.support.submitted import SubmittedRun
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 Begin = Callable[..., Run]
+Submit = Callable[..., SubmittedRun]
+JOB = (
+    "launch=slurm",
+    "launch.gpus_per_node=0",
+    "launch.cpus_per_node=2",
+    "launch.memory_gib_per_node=3",
+    "launch.start_timeout_s=300",
+)
 WAIT_S = 600.0
 SANDBOX, SEARCH = ("mcore_rl.cli sandbox serve",), ("mcore_rl.cli search serve",)
 ENVIRONMENT = '''
@@ -75,17 +85,23 @@ def reward(*, data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Begin]:
-    """begin(*settings) -> Run of `mcore-rl train` with both servers."""
+def scene(tmp_path: Path) -> Path:
+    """Write prompts, an index, and code that asks both servers; return their folder."""
     prepare_calculator(tmp_path / "data")
     corpus = write_corpus(tmp_path / "corpus.jsonl", ["bova\nthe town of bova is dorm"])
     build_index(corpus, tmp_path / "index", IndexOptions(), None)
     (tmp_path / "looks.py").write_text(ENVIRONMENT)
     (tmp_path / "scored.py").write_text(REWARD.replace("FOLDER", repr(str(tmp_path))))
+    return tmp_path
+
+
+@pytest.fixture
+def begin(scene: Path) -> Iterator[Begin]:
+    """begin(*settings) -> Run of `mcore-rl train` with both servers."""
     runs: list[Run] = []
 
     def begin_run(*settings: str) -> Run:
-        runs.append(Run(("train", *base(tmp_path), *settings), tmp_path / "run"))
+        runs.append(Run(("train", *base(scene), *settings), scene / "run"))
         return runs[-1]
 
     yield begin_run
@@ -170,3 +186,48 @@ def test_a_collector_that_is_killed_brings_its_servers_back(begin: Begin) -> Non
     assert not any(server.is_running() for server in servers)
     rows = [json.dumps(row) for row in run.metrics() if "loss/total" in row]
     assert len(rows) == 6, rows
+
+
+@pytest.fixture
+def submit(scene: Path, slurm: None) -> Iterator[Submit]:
+    """submit(*settings) -> the run as a job of SLURM on one node."""
+    runs: list[SubmittedRun] = []
+
+    def submit_run(*settings: str) -> SubmittedRun:
+        runs.append(SubmittedRun([*base(scene), *JOB, *settings], scene / "run"))
+        return runs[-1]
+
+    yield submit_run
+    for run in runs:
+        run.kill()
+
+
+def servers_of(run: SubmittedRun) -> list[psutil.Process]:
+    words = (*SANDBOX, *SEARCH)
+    return [p for p in run.processes() if any(each in " ".join(p.cmdline()) for each in words)]
+
+
+def test_a_job_of_slurm_has_servers_of_its_own(submit: Submit) -> None:
+    run = submit("run.steps=3")
+    run.wait_for("step 1: train", WAIT_S)
+    servers = servers_of(run)
+    assert len(servers) == 2, [p.cmdline() for p in servers]
+    for server in servers:
+        assert "slurmstepd" in [parent.name() for parent in server.parents()]
+    run.wait_ended(timeout_s=WAIT_S)
+    assert not any(server.is_running() for server in servers)
+    run.wait_until_nothing_is_left()
+    rows = [row for row in run.metrics() if "loss/total" in row]
+    assert [row["episodes/right"] for row in rows] == [1, 1, 1]
+    assert all(row.get("reward/errors", 0) == 0 for row in rows), rows
+
+
+def test_servers_end_with_a_job_of_slurm_that_is_canceled(submit: Submit) -> None:
+    run = submit("run.steps=1000")
+    run.wait_for("step 1: train", WAIT_S)
+    servers = servers_of(run)
+    assert len(servers) == 2, [p.cmdline() for p in servers]
+    run.mcore_rl("cancel", str(run.run_dir))
+    run.wait_until(lambda: " ended: CANCELLED" in run.status(), "end")
+    run.wait_until_nothing_is_left()
+    assert not any(server.is_running() for server in servers)
