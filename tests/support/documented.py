@@ -25,10 +25,12 @@ STEPS = {
 SHORT = (
     "rollout.prompts_per_step=4",
     "rollout.samples_per_prompt=4",
-    "rollout.max_response_len=16",
     "eval.max_prompts=8",
     "rollout.kv_cache_len=8192",
 )
+SHORT_RESPONSE = "rollout.max_response_len=16"
+LONG_TURNS = "recipe=tiny_agent_code"
+"""A recipe with turns that are longer than a short response, which is refused."""
 QUICK = ("plan", "simulate", "data", "doctor", "submit", "translate", "--help", "--version")
 OF_JOBS = ("submit", "status", "logs", "cancel")
 ELSEWHERE = ("/data/", "/models/", "=Qwen/", "hf://", "http://", "cluster.address=", "10.0.0.")
@@ -87,7 +89,8 @@ class Documented:
         if self.how == "short" and arguments[0] == "sandbox":
             return [program, *arguments, "--once"]
         if self.how == "short":
-            return [program, *arguments, *SHORT, *STEPS[arguments[0]]]
+            response = () if LONG_TURNS in arguments else (SHORT_RESPONSE,)
+            return [program, *arguments, *SHORT, *response, *STEPS[arguments[0]]]
         return list(self.words)
 
     def __str__(self) -> str:
