@@ -38,8 +38,18 @@ _NEEDS = (
     "It needs Linux 5.14 or later with user namespaces for this user (sysctl"
     " user.max_user_namespaces and, on some systems, kernel.unprivileged_userns_clone or"
     " kernel.apparmor_restrict_unprivileged_userns; in a container also a seccomp profile that"
-    " allows unshare and mount)"
+    " allows unshare and mount, and no chroot)"
 )
+
+
+def _refuse_old_kernel() -> None:
+    """Raise SandboxError where a warden could not see its caller end, as in gVisor of 2022."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        raise SandboxError(
+            f"no sandbox for programs on this machine: pidfd_open: {error}. {_NEEDS}"
+        ) from None
 
 
 class Worker:
@@ -52,6 +62,7 @@ class Worker:
     def __init__(
         self, paths: Sequence[str], use_cgroups: bool = True, bubblewrap: bool = False
     ) -> None:
+        _refuse_old_kernel()
         self.is_retired = False
         self._has_outer = bubblewrap
         self.cgroup: Cgroup | None = make_cgroup() if use_cgroups else None

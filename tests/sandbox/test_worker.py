@@ -1,5 +1,6 @@
 """A worker's boxes end with it, and what it cannot do is an error of the sandbox."""
 
+import errno
 import os
 import signal
 
@@ -49,3 +50,12 @@ def test_a_killed_warden_is_an_error_of_the_sandbox() -> None:
 def test_a_machine_without_the_means_is_named() -> None:
     with pytest.raises(SandboxError, match=r"no sandbox for programs .*Linux 5\.14"):
         Worker(["/none"])
+
+
+def test_a_kernel_without_pidfd_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, flags: int = 0) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with pytest.raises(SandboxError, match=r"pidfd_open: .*not implemented.* Linux 5\.14"):
+        make_worker()
