@@ -99,7 +99,7 @@ def _request(
         files[ARGUMENTS] = arguments_file(test["arguments"])
         fetch.append(RESULT)
     elif program.language == "sql":
-        # Of a script without an end the last statement would go on in the program.
+        # A last statement without its semicolon would go on in the program.
         files[_SETUP] = make_encodable(f"{test['stdin']}\n;\n").encode()
         source = f".read {_SETUP}\n{source}"
     if binary is not None:

@@ -4,6 +4,7 @@ Where they cannot be written, make_cgroup returns None, and limits per process r
 """
 
 import contextlib
+import errno
 import itertools
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 
 _MOUNT = Path("/sys/fs/cgroup")
 _PREFIX = "mcore_rl_sandbox_"
+_OWN = "mcore_rl_caller_"
 _REMOVE_S = 5.0
 _PERIOD_US = 100_000
 _counter = itertools.count()
@@ -138,7 +140,7 @@ def make_cgroup(mount: Path = _MOUNT, of_self: Path = Path("/proc/self/cgroup"))
     is_v1 = places["memory"] != places["pids"]
     try:
         if not is_v1:
-            (places["memory"] / "cgroup.subtree_control").write_text("+memory +pids +cpu")
+            _hand_down(places["memory"], " ".join(f"+{name}" for name in sorted(places)))
         folders = {controller: place / name for controller, place in places.items()}
         for place in set(places.values()):
             _sweep(place)
@@ -153,6 +155,32 @@ def make_cgroup(mount: Path = _MOUNT, of_self: Path = Path("/proc/self/cgroup"))
     return cgroup
 
 
+def _hand_down(place: Path, controllers: str) -> None:
+    """Let cgroups below `place` bound their processes. Raises OSError if this is refused.
+
+    controllers   as cgroup.subtree_control takes them
+
+    Version 2 has processes only where nothing is handed down, its root apart. So this process
+    moves into a cgroup of its own below; if others stay behind it moves back.
+    """
+    control = place / "cgroup.subtree_control"
+    try:
+        control.write_text(controllers)
+        return
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+    own = place / f"{_OWN}{os.getpid()}"
+    own.mkdir(exist_ok=True)
+    try:
+        (own / "cgroup.procs").write_text(str(os.getpid()))
+        control.write_text(controllers)
+    except OSError:
+        (place / "cgroup.procs").write_text(str(os.getpid()))
+        own.rmdir()
+        raise
+
+
 def _places(mount: Path, of_self: str) -> dict[str, Path]:
     """Return the folder of this process for each controller that is there."""
     places = {}
@@ -165,6 +193,8 @@ def _places(mount: Path, of_self: str) -> dict[str, Path]:
             names = listed.read_text().split() if listed.exists() else []
         for name in {"memory", "pids", "cpu"} & set(names):
             folder = root / path.lstrip("/")
+            if folder.name.startswith(_OWN):
+                folder = folder.parent
             # A container may show its own cgroup as the root, and the host's path to it.
             places[name] = folder if folder.is_dir() else root
     return places
@@ -172,8 +202,8 @@ def _places(mount: Path, of_self: str) -> dict[str, Path]:
 
 def _sweep(place: Path) -> None:
     """Remove cgroups whose makers have ended."""
-    for folder in place.glob(f"{_PREFIX}*"):
-        pid = folder.name.removeprefix(_PREFIX).split("_")[0]
+    for folder in (*place.glob(f"{_PREFIX}*"), *place.glob(f"{_OWN}*")):
+        pid = folder.name.removeprefix(_PREFIX).removeprefix(_OWN).split("_")[0]
         if not Path(f"/proc/{pid}").exists():
             with contextlib.suppress(OSError):
                 folder.rmdir()

@@ -47,9 +47,24 @@ def test_version_2_has_one_folder(tmp_path: Path) -> None:
     assert cgroup.join_paths == [str(made / "cgroup.procs")]
     assert (made / "memory.max").read_text() == str(1 << 20)
     assert (made / "cpu.max").read_text() == "200000 100000"
-    assert (tmp_path / "mine/cgroup.subtree_control").read_text() == "+memory +pids +cpu"
+    assert (tmp_path / "mine/cgroup.subtree_control").read_text() == "+cpu +memory +pids"
     (made / "memory.events").write_text("low 0\noom 2\noom_kill 1\n")
     assert cgroup.num_memory_kills() == 1
+
+
+def test_version_2_asks_for_no_controller_that_is_not_there(tmp_path: Path) -> None:
+    of_self = folder(tmp_path, "0::/mine\n", "mine")
+    (tmp_path / "mine/cgroup.controllers").write_text("memory pids\n")
+    assert make_cgroup(tmp_path, of_self) is not None
+    assert (tmp_path / "mine/cgroup.subtree_control").read_text() == "+memory +pids"
+
+
+def test_a_caller_that_has_moved_below_still_makes_cgroups_above(tmp_path: Path) -> None:
+    of_self = folder(tmp_path, "0::/mine/mcore_rl_caller_1\n", "mine/mcore_rl_caller_1")
+    (tmp_path / "mine/mcore_rl_caller_1/cgroup.controllers").write_text("cpu memory pids\n")
+    cgroup = make_cgroup(tmp_path, of_self)
+    assert cgroup is not None
+    assert Path(cgroup.join_paths[0]).parents[1] == tmp_path / "mine"
 
 
 @pytest.mark.parametrize("of_self", ["", "0::/\n", "4:memory:/\n"])

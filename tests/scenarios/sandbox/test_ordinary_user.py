@@ -3,17 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.support.ordinary_user import NOBODY, as_nobody, open_python
 from tests.support.policy import ROOT
 
-NOBODY = 65534
-DEADLINE_S = 300.0
 PROGRAMS = """
 import json, os, sys
 from mcore_rl.sandbox.execution import CodeRequest
@@ -46,28 +42,6 @@ try:
 except SandboxError as error:
     print(error)
 """
-
-
-@cache
-def open_python() -> str:
-    """Return a Python that every user may start; empty if there is none."""
-    for program in (sys.executable, "/usr/bin/python3", "/usr/bin/python3.11"):
-        check = "import sys; sys.exit(sys.version_info < (3, 11))"
-        if os.path.exists(program) and as_nobody([program, "-c", check]).returncode == 0:
-            return program
-    return ""
-
-
-def as_nobody(command: list[str]) -> "subprocess.CompletedProcess[str]":
-    user = (f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--no-new-privs")
-    return subprocess.run(
-        ["setpriv", *user, "env", *command],  # setpriv itself still has root's rights to read
-        cwd="/",
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
 
 
 @pytest.fixture(autouse=True)
