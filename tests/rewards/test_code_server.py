@@ -12,8 +12,11 @@ import pytest
 
 from mcore_rl.rewards import code_server
 from mcore_rl.rewards.code_execution import CaseSettings, run_cases, script_case
+from mcore_rl.rewards.code_languages import Program
 from mcore_rl.rewards.code_server import read_answer, run_on_server
+from mcore_rl.rewards.code_tests import read_tests
 from mcore_rl.sandbox.execution import CodeRequest
+from mcore_rl.sandbox.languages import find_languages
 from mcore_rl.sandbox.limits import Limits, RunVerdict, SandboxError
 from tests.support.sandbox_servers import free_port, serving, write_key
 
@@ -105,3 +108,10 @@ def test_answers_of_sandbox_fusion_s_own_server() -> None:
 def test_what_is_no_answer_is_an_error(answer: Any) -> None:
     with pytest.raises(SandboxError, match="no answer of a sandbox"):
         read_answer(answer)
+
+
+@pytest.mark.skipif("go" not in find_languages(), reason="this machine has no Go")
+def test_an_executable_goes_to_the_server_and_back(url: str) -> None:
+    truth = {"fn_name": "f", "inputs": [[1], [2], [3]], "outputs": [2, 4, 6], "language": "go"}
+    program = Program("func f(n int) int { return 2 * n }", "go")
+    assert read_tests(truth).results(program, CaseSettings(sandbox_url=url)) == [True] * 3
