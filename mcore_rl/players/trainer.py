@@ -215,6 +215,7 @@ def _for_critic(batch: AnyBatch) -> AnyBatch:
         loss_weights_T=batch.loss_weights_T,
         values_T=batch.values_T,
         returns_T=batch.returns_T,
+        images=batch.images,
     )
 
 

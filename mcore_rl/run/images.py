@@ -14,7 +14,7 @@ from mcore_rl.config.images import ImagesConfig
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.images.prompts import ImagePrompts, ImageRules
 from mcore_rl.data.sft_images import MESSAGES, SftImages
-from mcore_rl.slices.families.tower import PLACEHOLDERS, placeholder_of
+from mcore_rl.slices.families.tower import PLACEHOLDERS, merge_size, placeholder_of
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.types import Prompt
 
@@ -95,6 +95,35 @@ def sft_images(config: Config, tokenizer: PreTrainedTokenizerBase) -> SftImages 
     cache_bytes = int(config.data.images.cache_gib * 2**30)
     processor = ImageProcessor(config.model.path, cache_bytes)
     return SftImages(prompts, partial(_encode, tokenizer), processor.patches_of)
+
+
+def check_critic_images(path: str, critic: ModelFacts, policy: ModelFacts) -> None:
+    """Raise ValueError if the critic reads other patches or placeholders than are made.
+
+    They are made once, for the policy. A critic of text alone reads placeholders as text.
+
+    path   critic.path
+    """
+    if not (sees_images(critic) and sees_images(policy)):
+        return
+    wanted = _image_form(policy)
+    for what, value in _image_form(critic).items():
+        if value != wanted[what]:
+            raise ValueError(
+                f"critic.path={path}: its {what} is {value}, the policy's {wanted[what]}, for which"
+                " images are prepared; take a critic that reads the same images"
+            )
+
+
+def _image_form(model: ModelFacts) -> dict[str, int | None]:
+    sizes = model.sizes
+    return {
+        "patch size": sizes["patch"],
+        "number of frames in a patch": sizes["patch_frames"],
+        "number of channels": sizes["channels"],
+        "merged patches along a side": merge_size(model.config),
+        "placeholder of images": placeholder_of(model.config),
+    }
 
 
 def check_seen(config: Config, prompts: Sequence[Prompt]) -> None:

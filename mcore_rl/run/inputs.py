@@ -23,6 +23,7 @@ from mcore_rl.players.canary import make_probe
 from mcore_rl.rewards.of_recipe import make_scorer
 from mcore_rl.rollout.teacher import check_same_vocabulary
 from mcore_rl.run.episodes import check_episodes
+from mcore_rl.run.images import check_critic_images
 from mcore_rl.run.node_servers import check_node_servers
 from mcore_rl.run.prompts import load_split, train_prompts
 from mcore_rl.run.rollouts import collector_spec
@@ -162,7 +163,9 @@ def without_replay(config: Config, policy: ModelFacts) -> Config:
 
 
 def check_critic(config: Config, policy: ModelFacts) -> None:
-    """Raise ValueError if the critic cannot start from its path, or has another vocabulary."""
+    """Raise ValueError if the critic cannot start from its path, or reads other tokens or images
+    than the policy.
+    """
     critic = read_critic(config.critic.path, policy)
     if critic.vocab_size != policy.vocab_size:
         raise ValueError(
@@ -170,6 +173,7 @@ def check_critic(config: Config, policy: ModelFacts) -> None:
             f" of model.path={config.model.path} {policy.vocab_size}; take one with the same"
             " tokenizer"
         )
+    check_critic_images(config.critic.path, critic, policy)
 
 
 def check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.data.shapes import prepare_shapes
+from tests.e2e.test_train import load_hf
 from tests.support.runs import SMALL, Run
 from tests.support.tiny_qwen3_vl import like_qwen3_vl
 
@@ -70,6 +71,33 @@ def test_engines_and_trainer_agree_with_qwen3_vl(
 ) -> None:
     folder = like_qwen3_vl(shapes / "model", tmp_path / "model", experts=experts)
     check_agreement(start("train", *layout, *TWO_STEPS, f"model.path={folder}"))
+
+
+PPO = (
+    *("algorithm.advantage=gae", "rollout.samples_per_prompt=1", "rollout.prompts_per_step=16"),
+    *("critic.optimizer.lr=1e-3", "critic.optimizer.vision_lr=1e-4", "critic.mini_batches=2"),
+)
+
+
+@pytest.mark.slow
+def test_a_critic_sees_the_images_of_its_policy(start: Start) -> None:
+    """The critic's head starts at 0, so its tower learns from its second step on.
+
+    The policy's tower hardly moves, so a difference between the two is what the critic learned.
+    """
+    layout = ("critic.parallel.pp=2", "train.vision=all", "train.optimizer.vision_lr=1e-12")
+    run = start("train", *TWO_STEPS, *PPO, *layout)
+    check_agreement(run)
+    rows = [row for row in run.metrics() if "critic/value" in row]
+    assert len(rows) == 2 and rows[0]["critic/value"] != rows[1]["critic/value"]
+    assert all(row["critic/grad_norm"] > 0 for row in rows)
+    export = run.run_dir / "critic_hf"
+    config = json.loads((export / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2_5_VLForSequenceClassification"]
+    assert (export / "preprocessor_config.json").is_file()
+    name = "visual.blocks.0.attn.qkv.weight"
+    difference = (load_hf(export)[name] - load_hf(run.run_dir / "hf")[name]).abs().max()
+    assert 1e-5 < difference < 1e-3
 
 
 def check_agreement(run: Run) -> None:

@@ -87,6 +87,21 @@ def test_a_reward_model_on_shared_gpus_counts_while_it_scores(tmp_path: Path) ->
     assert "engine's weights" in ranks[0].uses
 
 
+def test_a_critic_that_sees_images_counts_its_tower() -> None:
+    ppo = ["algorithm.advantage=gae", "critic.parallel.pp=2"]
+    config = load_recipe("qwen2_5_vl_7b_grpo_8", ppo)
+    ranks = [rank for rank in predict_memory(config, read_models(config)) if rank.side == "critic"]
+    first, last = ranks
+    for what in ("tower's activations", "pixels"):
+        assert first.uses[what] > 0 and what not in last.uses
+    assert "logits and log-probs" not in last.uses
+    frozen = load_recipe("qwen2_5_vl_7b_grpo_8", [*ppo, "train.vision=none"])
+    less, *_ = (r for r in predict_memory(frozen, read_models(frozen)) if r.side == "critic")
+    for what in ("gradients", "optimizer", "tower's activations"):
+        assert less.uses[what] < first.uses[what], what
+    assert less.uses["weights"] == first.uses["weights"]
+
+
 def test_fp8_engines_hold_half_the_weights() -> None:
     bf16, fp8 = (
         total(

@@ -18,7 +18,7 @@ from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.threads import at_once
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
+from mcore_rl.types import Images, LogprobOptions, StepStats, TokenScores, TrainBatch
 
 
 @pytest.fixture
@@ -178,9 +178,13 @@ def test_the_event_loop_goes_on_while_its_caller_does_something_else(
 
 
 class EchoCritics:
-    """Ranks whose values are the token ids."""
+    """Ranks whose values are the token ids; `num_images` counts the images that they saw."""
+
+    num_images = 0
 
     def compute_values(self, per_dp: Sequence[Sequence[TrainBatch]]) -> list[list[torch.Tensor]]:
+        every = [batch.images for rank in per_dp for batch in rank if batch.images is not None]
+        self.num_images += sum(sum(images.nums_N) for images in every)
         return [[batch.token_ids_T.float() for batch in rank] for rank in per_dp]
 
     def train_step(self, per_dp: Sequence[Sequence[TrainBatch]], *, num_tokens: int) -> StepStats:
@@ -220,6 +224,19 @@ def test_the_critic_gets_what_it_reads_and_a_checkpoint_counts_with_both_parts(
     ]
     folder.critic_checkpoint(2).rmdir()
     assert folder.newest_checkpoint() is None
+
+
+def test_the_critic_sees_the_images_of_its_sequences(tmp_path: Path) -> None:
+    ranks = EchoCritics()
+    critic = PackedCritic(
+        ranks,
+        RunFolder(tmp_path, has_critic=True),
+        packing=Packing(2, 2, max_tokens=12),
+        checkpoint=CheckpointConfig(),
+    )
+    images = Images(torch.zeros(12, 6), torch.tensor([[1, 2, 2]] * 3), (1, 0, 2))
+    critic.compute_values(replace(make_batch((5, 3, 9)), images=images))
+    assert ranks.num_images == 3
 
 
 def test_two_calls_run_at_once_and_either_may_fail() -> None:

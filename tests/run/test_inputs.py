@@ -1,5 +1,6 @@
 """Model directories and run folders are checked before a process is started."""
 
+import json
 import logging
 import os
 import shutil
@@ -7,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import Config, DataConfig, ModelConfig, RolloutConfig, RunConfig
+from mcore_rl.config import Config, CriticConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig
 from mcore_rl.run.inputs import (
+    check_critic,
     check_no_trainer,
     check_run_dir,
     open_policy,
     warn_of_cut_distribution,
 )
+from mcore_rl.slices.hf.facts import ModelFacts
 from tests.data.test_tokenizer import write_tokenizer_that_is_code
 
 
@@ -69,3 +72,38 @@ def test_an_evaluation_has_no_ranks_that_quantize() -> None:
     rollout = RolloutConfig(quantization="fp8")
     with pytest.raises(ValueError, match=r"rollout.quantization=fp8: trainer ranks quantize"):
         check_no_trainer(Config(model=ModelConfig(dtype="bfloat16"), rollout=rollout))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, ""),
+        ({"image_token_id": 7}, "its placeholder of images is 7, the policy's"),
+        ({"patch_size": 16}, "its patch size is 16, the policy's 14, for which"),
+        ({"temporal_patch_size": 1}, "its number of frames in a patch is 1, the policy's 2"),
+    ],
+    ids=["same", "placeholder", "patch", "frames"],
+)
+def test_a_critic_reads_the_images_that_are_made_for_the_policy(
+    tmp_path: Path, changes: dict[str, int], message: str
+) -> None:
+    folder = Path("recipes/model/qwen2_5_vl_7b")
+    policy = ModelFacts.read(folder)
+    other = json.loads((folder / "config.json").read_text())
+    other.update({key: value for key, value in changes.items() if key in other})
+    other["vision_config"].update({k: v for k, v in changes.items() if k not in other})
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    config = Config(critic=CriticConfig(path=str(tmp_path)))
+    if not message:
+        check_critic(config, policy)
+        return
+    with pytest.raises(ValueError, match=rf"critic.path=.*: {message}"):
+        check_critic(config, policy)
+
+
+def test_a_critic_of_text_needs_the_vocabulary_alone(tmp_path: Path) -> None:
+    policy = ModelFacts.read("recipes/model/qwen2_5_vl_7b")
+    text = json.loads(Path("recipes/model/qwen3_30b_a3b/config.json").read_text())
+    text["vocab_size"] = policy.vocab_size
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    check_critic(Config(critic=CriticConfig(path=str(tmp_path))), policy)

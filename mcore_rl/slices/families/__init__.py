@@ -32,14 +32,15 @@ CAUSAL = (
     dense.QWEN2,
     dense.LLAMA,
 )
-"""The tables of causal language models; each has a twin with a value head."""
+"""The tables of causal language models."""
 
 VISION = (qwen2_5_vl.FAMILY, glm4v_moe.FAMILY, qwen3_vl.DENSE, qwen3_vl.MOE, kimi_vl.FAMILY)
 """The tables of models that see images."""
 
-FAMILIES = {
-    family.architecture: family for family in (*CAUSAL, *map(classifier_of, CAUSAL), *VISION)
-}
+LANGUAGE = (*CAUSAL, *VISION)
+"""The tables of all models that give log-probs; each has a twin with a value head."""
+
+FAMILIES = {family.architecture: family for family in (*LANGUAGE, *map(classifier_of, LANGUAGE))}
 
 
 def family_of(hf_config: HfConfig) -> Family:

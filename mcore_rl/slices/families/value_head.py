@@ -1,9 +1,11 @@
 """Models whose output layer gives one value per token: critics, and HuggingFace's reward models.
 
-A causal language model and its twin for sequence classification differ in the output layer alone:
+A language model and its twin for sequence classification differ in the output layer alone:
 
-    ...ForCausalLM                hidden states -> lm_head.weight [vocab, hidden] -> log-probs
-    ...ForSequenceClassification  hidden states -> score.weight   [1, hidden]     -> one value
+    ...ForCausalLM, ...ForConditionalGeneration   lm_head.weight [vocab, hidden] -> log-probs
+    ...ForSequenceClassification                  score.weight   [1, hidden]     -> one value
+
+The twin of a vision-language model has its tower, too. transformers has no class of that name.
 """
 
 from dataclasses import replace
@@ -12,6 +14,8 @@ from typing import Any
 from mcore_rl.slices.families.table import Family, HfConfig, HfTensor, Rule
 
 CAUSAL = "ForCausalLM"
+GENERATIVE = "ForConditionalGeneration"
+"""How architectures of models that see images end."""
 CLASSIFIER = "ForSequenceClassification"
 SCORE = "score.weight"
 """HF name of the value head, of shape [1, hidden]."""
@@ -19,14 +23,25 @@ _RULE = Rule("output_layer.weight", (HfTensor(SCORE, ("one", "hidden")),), where
 
 
 def classifier_of(family: Family) -> Family:
-    """Return the family of a causal model's twin with a value head."""
+    """Return the family of a language model's twin with a value head."""
     return replace(
         family,
-        architecture=family.architecture.replace(CAUSAL, CLASSIFIER),
+        architecture=stem_of(family.architecture) + CLASSIFIER,
         rules=(*(rule for rule in family.rules if rule.key != _RULE.key), _RULE),
         sizes=lambda config: {**family.sizes(config), "one": 1},
         refusal=lambda config: _too_many_labels(config) or family.refusal(config),
         tied={},
+    )
+
+
+def stem_of(architecture: str) -> str:
+    """Return the name that an architecture shares with its twin: "Qwen3VL", "Qwen3Moe"."""
+    for ending in (CAUSAL, GENERATIVE, CLASSIFIER):
+        if architecture.endswith(ending):
+            return architecture.removesuffix(ending)
+    raise ValueError(
+        f"{architecture} cannot be a critic: only ...{CAUSAL} and ...{GENERATIVE} have a twin with"
+        " a value head; choose an algorithm without a critic, or another model as critic.path"
     )
 
 
@@ -40,13 +55,7 @@ def with_value_head(config: HfConfig) -> dict[str, Any]:
 
     Raises ValueError naming an architecture that has no twin with a value head.
     """
-    for name in config["architectures"]:
-        if not name.endswith((CAUSAL, CLASSIFIER)):
-            raise ValueError(
-                f"{name} cannot be a critic: only ...{CAUSAL} has a twin with a value head; choose"
-                " an algorithm without a critic, or a text model as critic.path"
-            )
-    architectures = [name.replace(CAUSAL, CLASSIFIER) for name in config["architectures"]]
+    architectures = [stem_of(name) + CLASSIFIER for name in config["architectures"]]
     return {
         **config,
         "architectures": architectures,

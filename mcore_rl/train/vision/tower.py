@@ -18,24 +18,25 @@ from torch import Tensor
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.families.tower import is_frozen, vision_settings
+from mcore_rl.slices.families.value_head import stem_of
 from mcore_rl.train.vision.moonvit import MoonViT
 from mcore_rl.types import Images
 
 TOWERS = {
-    "Qwen2_5_VLForConditionalGeneration": (
+    "Qwen2_5_VL": (
         "qwen2_5_vl",
         "Qwen2_5_VLConfig",
         "Qwen2_5_VisionTransformerPretrainedModel",
     ),
-    "Glm4vMoeForConditionalGeneration": ("glm4v_moe", "Glm4vMoeConfig", "Glm4vMoeVisionModel"),
-    "Qwen3VLForConditionalGeneration": ("qwen3_vl", "Qwen3VLConfig", "Qwen3VLVisionModel"),
-    "Qwen3VLMoeForConditionalGeneration": (
+    "Glm4vMoe": ("glm4v_moe", "Glm4vMoeConfig", "Glm4vMoeVisionModel"),
+    "Qwen3VL": ("qwen3_vl", "Qwen3VLConfig", "Qwen3VLVisionModel"),
+    "Qwen3VLMoe": (
         "qwen3_vl_moe",
         "Qwen3VLMoeConfig",
         "Qwen3VLMoeVisionModel",
     ),
 }
-"""Architecture -> transformers' module of the model, and its classes of config and tower."""
+"""Architecture, as stem_of has it -> transformers' module, its classes of config and tower."""
 
 
 class Float32Buffers(torch.nn.Module):
@@ -71,10 +72,11 @@ def make_tower(config: TransformerConfig, hf_config: HfConfig) -> torch.nn.Modul
     """
     recompute = config.recompute_granularity is not None
     family = family_of(hf_config)
+    stem = stem_of(family.architecture)
     tower: Any
     with torch.random.fork_rng(devices=[]):
-        if family.architecture in TOWERS:
-            tower = _of_transformers(hf_config, config.params_dtype, recompute)
+        if stem in TOWERS:
+            tower = _of_transformers(stem, hf_config, config.params_dtype, recompute)
         else:
             tower = MoonViT(hf_config, family.sizes(hf_config), recompute=recompute)
             tower.to(config.params_dtype)
@@ -83,8 +85,10 @@ def make_tower(config: TransformerConfig, hf_config: HfConfig) -> torch.nn.Modul
     return tower
 
 
-def _of_transformers(hf_config: HfConfig, dtype: torch.dtype, recompute: bool) -> torch.nn.Module:
-    config_class, tower_class = _classes(family_of(hf_config).architecture)
+def _of_transformers(
+    stem: str, hf_config: HfConfig, dtype: torch.dtype, recompute: bool
+) -> torch.nn.Module:
+    config_class, tower_class = _classes(stem)
     whole = config_class(vision_config=dict(vision_settings(hf_config)))
     tower = tower_class._from_config(whole.vision_config, dtype=dtype)
     tower.rotary_pos_emb = Float32Buffers(tower.rotary_pos_emb)
@@ -93,9 +97,9 @@ def _of_transformers(hf_config: HfConfig, dtype: torch.dtype, recompute: bool) -
     return tower
 
 
-def _classes(architecture: str) -> tuple[Any, Any]:
+def _classes(stem: str) -> tuple[Any, Any]:
     """Return transformers' class of the whole model's config, and that of its tower."""
-    module, config_class, tower_class = TOWERS[architecture]
+    module, config_class, tower_class = TOWERS[stem]
     package = f"transformers.models.{module}"
     configs = import_module(f"{package}.configuration_{module}")
     models = import_module(f"{package}.modeling_{module}")
