@@ -19,6 +19,8 @@ class SimulateConfig(Options, group="simulate"):
     predicted ones."""
     prompt_len: int = bounded(0, least=0)
     """Tokens of each prompt, at most data.max_prompt_len; 0: 256, or as many as that allows."""
+    image_tokens: int = bounded(0, least=0)
+    """Those of them that stand for an image, one in each prompt; 0: prompts have none."""
     response_len: float = bounded(0.0, least=0)
     """Mean tokens of a response, before the cut at rollout.max_response_len; 0: 0.4 of that."""
     response_spread: float = bounded(0.6, least=0)

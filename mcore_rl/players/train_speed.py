@@ -18,9 +18,15 @@ class TrainSpeed:
     num_ranks: int
     peak_flops: float | None
 
-    def metrics(self, lens_N: Sequence[int], seconds: float) -> dict[str, float]:
-        """Return the metrics of a step over sequences of these lengths."""
-        flops = self.flops.training(lens_N) / (seconds * self.num_ranks)
+    def metrics(
+        self, lens_N: Sequence[int], seconds: float, tower_tflop: float = 0.0
+    ) -> dict[str, float]:
+        """Return the metrics of a step over sequences of these lengths.
+
+        tower_tflop   operations of a vision tower in the step, 10**12
+        """
+        operations = self.flops.training(lens_N) + 1e12 * tower_tflop
+        flops = operations / (seconds * self.num_ranks)
         metrics = {
             "train/tokens_per_second_per_gpu": sum(lens_N) / (seconds * self.num_ranks),
             "train/tflops_per_gpu": flops / 1e12,

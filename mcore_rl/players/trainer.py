@@ -148,7 +148,8 @@ class PackedTrainer:
         stats = self._ranks.train_step(per_dp, temperature=self._temperature, num_tokens=num_tokens)
         if self._speed is None:
             return stats
-        speed = self._speed.metrics(batch.lens_N, now_s() - began_s)
+        tower_tflop = stats.metrics.get("train/tower_tflop", 0.0)
+        speed = self._speed.metrics(batch.lens_N, now_s() - began_s, tower_tflop)
         return replace(stats, metrics={**stats.metrics, **speed})
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from mcore_rl.simulation.hardware import ReachedShares
 from mcore_rl.simulation.recipe_costs import RecipeCosts
 from mcore_rl.simulation.search import search
 from mcore_rl.simulation.simulate import SimulationResult, gpus_of, simulate
+from mcore_rl.simulation.workload import prompt_len_of
 
 SHOWN_SPLITS = 12
 
@@ -93,6 +94,17 @@ def checked(config: Config) -> Config:
         raise ValueError(
             f"simulate.prompt_len={simulated.prompt_len} exceeds data.max_prompt_len={longest}:"
             " lower the former, or raise the latter"
+        )
+    image_tokens = simulated.image_tokens
+    if image_tokens and not policy.has_tower:
+        raise ValueError(
+            f"simulate.image_tokens={image_tokens}: model.path={config.model.path} sees text alone;"
+            " set simulate.image_tokens=0"
+        )
+    if image_tokens > prompt_len_of(config):
+        raise ValueError(
+            f"simulate.image_tokens={image_tokens} exceeds the {prompt_len_of(config)} tokens of a"
+            " prompt: raise simulate.prompt_len"
         )
     if config.teacher.path:
         raise ValueError(

@@ -13,6 +13,8 @@ from mcore_rl.planning.engine_memory import engine_uses
 from mcore_rl.planning.rank_memory import Uses
 from mcore_rl.simulation.engine_request import EngineSpeed
 from mcore_rl.simulation.hardware import GpuRates, ReachedShares
+from mcore_rl.simulation.tower_costs import TowerCosts
+from mcore_rl.simulation.workload import prompt_len_of
 from mcore_rl.slices.box import itemsize
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.flops import BACKWARD, ModelFlops
@@ -21,6 +23,10 @@ RECOMPUTED = {"mlp": 0.4, "moe": 0.6, "core_attn": 0.2, "mla_up_proj": 0.1, "ful
 """Share of a forward pass that is computed again in the backward pass, by train.recompute."""
 LOGPROB_BYTES = 8
 """Bytes of a token and its log-prob as ranks read them from the stores."""
+Lengths = Sequence[Sequence[Sequence[int]]]
+"""Lengths of sequences, by data-parallel coordinate and micro-batch."""
+Images = Sequence[Sequence[int]]
+"""Distinct images of each micro-batch, by data-parallel coordinate; none at all may be given."""
 
 
 def engine_speed(
@@ -37,9 +43,13 @@ def engine_speed(
     fixed = [_decode_s(config, facts, flops, gpu, shares, weights, num) for num in rows]
     per_second = gpu.flops * shares.prefill * rollout.tp
     row_s = len(facts.moe_layers) * gpu.row_s
+    tower = TowerCosts.of(config, facts, gpu, shares)
+    prompt_len = prompt_len_of(config)
 
     def prefill_s(num_tokens: int) -> float:
-        return flops.forward((num_tokens,)) / per_second + row_s
+        seconds = flops.forward((num_tokens,)) / per_second + row_s
+        # Fewer tokens are a response whose prompt, with its image, is cached.
+        return seconds + (tower.prefill_s if tower and num_tokens >= prompt_len else 0.0)
 
     # Each attention group has a KV cache of its own for its share of the requests.
     groups = rollout.attention_dp
@@ -130,20 +140,23 @@ class TrainCosts:
     state: ModelState
     factor: float = 1.0
     """Measured over predicted seconds."""
+    tower: TowerCosts | None = None
+    """None if prompts have no images."""
 
-    def step_s(self, microbatches: Sequence[Sequence[Sequence[int]]]) -> float:
-        """Return the seconds of an optimizer step; the lengths of sequences by data-parallel
-        coordinate and micro-batch.
-        """
+    def step_s(self, microbatches: Lengths, images: Images = ()) -> float:
+        """Return the seconds of an optimizer step."""
         num_forward = 1 + BACKWARD + self._recomputed()
-        return self.factor * (self._passes_s(microbatches, num_forward) + self._update_s())
+        image_s = self.tower.step_s if self.tower else 0.0
+        passes_s = self._passes_s(microbatches, num_forward, images, image_s)
+        return self.factor * (passes_s + self._update_s())
 
-    def forward_s(self, microbatches: Sequence[Sequence[Sequence[int]]]) -> float:
+    def forward_s(self, microbatches: Lengths, images: Images = ()) -> float:
         """Return the seconds of a forward pass over all micro-batches."""
-        return self.factor * self._passes_s(microbatches, 1.0)
+        image_s = self.tower.forward_s if self.tower else 0.0
+        return self.factor * self._passes_s(microbatches, 1.0, images, image_s)
 
     def _passes_s(
-        self, microbatches: Sequence[Sequence[Sequence[int]]], num_forward: float
+        self, microbatches: Lengths, num_forward: float, images: Images, image_s: float
     ) -> float:
         """Return the seconds of the slowest data-parallel coordinate.
 
@@ -152,20 +165,33 @@ class TrainCosts:
         """
         pp = self.parallel.pp
         slowest = 0.0
-        for lens_by_microbatch in microbatches:
-            times = [self._microbatch_s(lens, num_forward) for lens in lens_by_microbatch]
+        for coordinate, lens_by_microbatch in enumerate(microbatches):
+            nums = images[coordinate] if images else [0] * len(lens_by_microbatch)
+            times = [
+                self._microbatch_s(lens, num_forward, num * image_s)
+                for lens, num in zip(lens_by_microbatch, nums, strict=True)
+            ]
             bubble = (pp - 1) * max(times, default=0.0) / (self.parallel.vpp or 1)
             slowest = max(slowest, sum(times) + bubble)
         return slowest + self.shares.call_s
 
-    def _microbatch_s(self, lens: Sequence[int], num_forward: float) -> float:
-        """Return the seconds of one micro-batch in one stage."""
+    def _microbatch_s(self, lens: Sequence[int], num_forward: float, tower_s: float) -> float:
+        """Return the seconds of one micro-batch in the slowest stage.
+
+        tower_s   seconds of the tower, which is in the first stage
+        """
+        first, *others = self._stages
+        layers_s = self._layers_s(lens, num_forward)
+        slowest_s = max(first * layers_s + tower_s, max(others, default=0.0) * layers_s)
+        return slowest_s + self.shares.microbatch_s / self.parallel.pp
+
+    def _layers_s(self, lens: Sequence[int], num_forward: float) -> float:
+        """Return the seconds of one micro-batch in all layers, as if one stage had them."""
         parallel = self.parallel
         num_tokens = sum(lens)
         forward = self.flops.forward(lens)
-        in_stage = forward * self._largest_stage
-        flops_s = in_stage * num_forward / self._flops(parallel.tp * parallel.cp)
-        layers = self._num_layers * self._largest_stage
+        flops_s = forward * num_forward / self._flops(parallel.tp * parallel.cp)
+        layers = self._num_layers
         own_tokens = num_tokens / (parallel.tp * parallel.cp)
         row = self.facts.sizes["hidden"] * itemsize(self.config.model.dtype)
         moved_s = 0.0
@@ -174,7 +200,7 @@ class TrainCosts:
             moved_s += layers * num_forward * moved / self._link(parallel.tp)
         if self.facts.has_experts and parallel.ep > 1:
             moved_s += layers * num_forward * 2 * self._dispatch_s(own_tokens * row)
-        return flops_s + moved_s + self.shares.microbatch_s / parallel.pp
+        return flops_s + moved_s
 
     def _dispatch_s(self, num_bytes: float) -> float:
         """Return the seconds to bring the hidden states of a rank's tokens to their experts.
@@ -208,7 +234,7 @@ class TrainCosts:
         per_token: float = LOGPROB_BYTES
         if self.facts.has_experts and self.config.drift.routed_experts:
             size = 1 if self.facts.num_experts <= 256 else 2
-            layers = sum(self.facts.moe_layers) * self._largest_stage
+            layers = sum(self.facts.moe_layers) * max(self._stages)
             per_token += layers * self.facts.experts_per_token * size
         network = self.config.plan.link_gbps * 1e9 / 8 * self.shares.network
         return num_tokens * per_token / network
@@ -226,14 +252,14 @@ class TrainCosts:
         return len(self.facts.moe_layers)
 
     @cached_property
-    def _largest_stage(self) -> float:
-        """The largest stage's share of the model."""
+    def _stages(self) -> list[float]:
+        """The share of the model that each stage has."""
         layers = self._num_layers
         chunks = self.parallel.stage_layers
+        pp = self.parallel.pp
         if chunks:
-            stages = [sum(chunks[stage :: self.parallel.pp]) for stage in range(self.parallel.pp)]
-            return max(stages) / layers
-        return -(-layers // self.parallel.pp) / layers
+            return [sum(chunks[stage::pp]) / layers for stage in range(pp)]
+        return [-(-layers // pp) / layers] * pp
 
     def _flops(self, num_ranks: int) -> float:
         return self.gpu.flops * self.shares.train * num_ranks

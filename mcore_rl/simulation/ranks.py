@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from mcore_rl.players.trainer import PerCoordinate
-from mcore_rl.simulation.costs import TrainCosts
+from mcore_rl.simulation.costs import Images, Lengths, TrainCosts
 from mcore_rl.types import LogprobOptions, StepStats, StoredBatch, StoredColumn, TokenScores
 
 Spend = Callable[[str, Callable[[], float]], None]
@@ -63,12 +63,12 @@ class SimulatedRanks:
     def _work(
         self,
         name: str,
-        predict: Callable[[Sequence[Sequence[Sequence[int]]]], float],
+        predict: Callable[[Lengths, Images], float],
         per_dp: Sequence[StoredBatch],
     ) -> None:
         def seconds() -> float:
             most_tokens = max(sum(share.lens_N) for share in per_dp)
-            seconds = predict(_lens(per_dp)) + self._costs.read_s(most_tokens)
+            seconds = predict(_lens(per_dp), _images(per_dp)) + self._costs.read_s(most_tokens)
             self.busy_s += seconds
             return seconds
 
@@ -82,3 +82,13 @@ def _lens(per_dp: Sequence[StoredBatch]) -> list[list[list[int]]]:
         rest = iter(share.lens_N)
         lens_by_coordinate.append([[next(rest) for _ in range(num)] or [1] for num in share.parts])
     return lens_by_coordinate
+
+
+def _images(per_dp: Sequence[StoredBatch]) -> list[list[int]]:
+    """Return the distinct images of each micro-batch if each prompt has one; a filler has none."""
+    by_coordinate = []
+    for share in per_dp:
+        prompts = zip(share.store_N.tolist(), share.group_N.tolist(), strict=True)
+        rest = iter(list(prompts))
+        by_coordinate.append([len({next(rest) for _ in range(num)}) for num in share.parts])
+    return by_coordinate

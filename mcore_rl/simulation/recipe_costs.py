@@ -10,6 +10,7 @@ from mcore_rl.planning.sync import predict_sync
 from mcore_rl.simulation.costs import ModelState, TrainCosts, engine_speed, swap_s
 from mcore_rl.simulation.engine_request import EngineSpeed
 from mcore_rl.simulation.hardware import GPUS, ReachedShares
+from mcore_rl.simulation.tower_costs import TowerCosts
 from mcore_rl.slices.families.value_head import with_value_head
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.flops import ModelFlops
@@ -45,14 +46,18 @@ class RecipeCosts:
         plan, _ = predict_sync(config, make_deployment(config, policy))
         state = ModelState.of(trainer_uses(config, models))
         flops = ModelFlops.of(policy)
-        trainer = TrainCosts(config, policy, flops, config.parallel, gpu, shares, state)
+        tower = TowerCosts.of(config, policy, gpu, shares)
+        trainer = TrainCosts(
+            config, policy, flops, config.parallel, gpu, shares, state, tower=tower
+        )
         critic = None
         if models.critic is not None:
             state = ModelState.of(critic_uses(config, models))
             parallel = config.critic.parallel
             facts = ModelFacts(models.critic.path, with_value_head(models.critic.config))
             flops = ModelFlops.of(facts)
-            critic = TrainCosts(config, facts, flops, parallel, gpu, shares, state)
+            tower = TowerCosts.of(config, facts, gpu, shares)
+            critic = TrainCosts(config, facts, flops, parallel, gpu, shares, state, tower=tower)
         return RecipeCosts(
             engine_speed(config, policy, gpu, shares),
             trainer,

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from mcore_rl.algo.diagnostics import attribute_diff
 from mcore_rl.algo.sequences import SequenceSum, sequence_sum
+from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.slices.hf.tower_flops import TowerFlops
 from mcore_rl.train.chunk_run import RoutingRecord
 from mcore_rl.train.gather import gather_tokens
 from mcore_rl.train.logprobs import (
@@ -25,6 +27,7 @@ from mcore_rl.train.schedule import Report
 from mcore_rl.train.shards import local_tensors
 from mcore_rl.train.stats import masked_sums, token_sums
 from mcore_rl.train.trained_model import TrainedModel
+from mcore_rl.train.vision.work import tower_work
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 
 TokenLoss = Callable[[Tensor, Tensor, TrainBatch, SequenceSum], tuple[Tensor, Mapping[str, Tensor]]]
@@ -136,6 +139,13 @@ class Actor(TrainedModel):
             difference_T = trainer_T - fields.rollout_logprobs_T
             metrics_T |= attribute_diff(difference_T, fields.stale_T, flips_T)
         return masked_sums(metrics_T, fields.loss_mask_T)
+
+    def _work(self, batches: Sequence[RankBatch]) -> dict[str, float]:
+        """Return the operations of the vision tower; {} without one. A collective."""
+        flops = TowerFlops.of(ModelFacts(self._hf_path, self.hf_config))
+        if flops is None:
+            return {}
+        return tower_work(flops, [batch.vision for batch in batches], self._train.vision)
 
     def _softmax(self, temperature: float) -> VocabParallelSoftmax:
         return VocabParallelSoftmax(

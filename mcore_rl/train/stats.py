@@ -10,6 +10,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from torch import Tensor
 
+from mcore_rl.device import device, peak_bytes
+
 
 def token_sums(
     loss: Tensor, metrics_T: Mapping[str, Tensor], mask_T: Tensor, num_tokens: int
@@ -69,3 +71,13 @@ def reduce_sums(
 def _column(reports: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
     """Return the scalars `name` of all micro-batches, [len(reports)]."""
     return torch.stack([report[name] for report in reports])
+
+
+def peak_memory() -> dict[str, float]:
+    """Return the most GPU memory of any rank since `forget_peak` as a metric; {} on a CPU."""
+    num_bytes = peak_bytes()
+    if not num_bytes:
+        return {}
+    most = torch.tensor(num_bytes / 2**30, device=device())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return {"train/peak_memory_gib_max": float(most)}

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from mcore_rl.device import device, forget_peak, peak_bytes
+from mcore_rl.device import forget_peak
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
@@ -35,7 +34,7 @@ from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
 from mcore_rl.train.shards import local_tensors, weight_layout
 from mcore_rl.train.shared_attention import SharedAttention
-from mcore_rl.train.stats import reduce_sums
+from mcore_rl.train.stats import peak_memory, reduce_sums
 from mcore_rl.train.storage import Storage
 from mcore_rl.train.transformer_config import make_transformer_config, token_multiple
 from mcore_rl.train.vision.places import ImageTokens
@@ -222,6 +221,7 @@ class TrainedModel:
         self.step += 1
         router = self._balance(num_tokens)
         memory = peak_memory()
+        work = self._work(batches)
         if not on_last_stage():
             return None
         sums = [
@@ -231,12 +231,18 @@ class TrainedModel:
         loss, metrics = reduce_sums(sums, num_tokens)
         if not rank_coordinate().owns_output:
             return None
-        return StepStats(loss, float(grad_norm or 0.0), rate, num_tokens, metrics | router | memory)
+        return StepStats(
+            loss, float(grad_norm or 0.0), rate, num_tokens, metrics | router | memory | work
+        )
 
     def _routed_sums(
         self, report: Report, batch: RankBatch, record: RoutingRecord
     ) -> dict[str, Tensor]:
         """Return sums like those of the report that are known once all layers have run."""
+        return {}
+
+    def _work(self, batches: Sequence[RankBatch]) -> dict[str, float]:
+        """Return metrics of the step's operations that do not follow from lengths; collective."""
         return {}
 
     def _run(
@@ -288,13 +294,3 @@ class TrainedModel:
             f"router/{name}": loss / (num_tokens * sum(layers)) for name, loss in losses.items()
         }
         return {**load_metrics(load_LE, layers), **means}
-
-
-def peak_memory() -> dict[str, float]:
-    """Return the most GPU memory of any rank since `forget_peak` as a metric; {} on a CPU."""
-    num_bytes = peak_bytes()
-    if not num_bytes:
-        return {}
-    most = torch.tensor(num_bytes / 2**30, device=device())
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return {"train/peak_memory_gib_max": float(most)}

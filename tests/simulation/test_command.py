@@ -36,6 +36,7 @@ def test_a_picture_a_trace_and_numbers_are_written(
     ("setting", "message"),
     [
         ("simulate.prompt_len=100000", r"prompt_len=100000 exceeds data\.max_prompt_len=2048"),
+        ("simulate.image_tokens=9", r"image_tokens=9: model.path=.* sees text alone"),
         ("simulate.cores=2", r"simulate\.cores=2 with simulate\.gpu=h100: ranks on GPUs share no"),
         ("simulate.gpu=tpu", "simulate.gpu='tpu': expected one of 'a100'"),
         ("rollout.tp=3", "rollout.tp=3"),

@@ -10,6 +10,7 @@ from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.models import read_models
 from mcore_rl.simulation.costs import ModelState, TrainCosts, engine_speed, swap_s
 from mcore_rl.simulation.hardware import GPUS, ReachedShares
+from mcore_rl.simulation.tower_costs import TowerCosts
 from mcore_rl.slices.hf.flops import ModelFlops
 
 SHARES = ReachedShares()
@@ -109,3 +110,32 @@ def test_a_swap_takes_longer_for_more_weights() -> None:
     facts = read_models(large).policy
     gpu = GPUS["h100"]
     assert SHARES.pause_s < swap_s(small, facts, gpu, SHARES) < swap_s(large, facts, gpu, SHARES)
+
+
+def test_the_tower_takes_its_time_in_the_first_stage_alone() -> None:
+    """Its time is hidden behind longer layers of another stage, and not cut by layouts."""
+    tower = TowerCosts(forward_s=0.5, step_s=1.5, prefill_s=0.1)
+    even = train_costs(recipe(*OVERRIDES, "parallel.pp=2"), tower=tower)
+    images = [[1, 2], [2, 2]]
+    without = even.forward_s(BATCH)
+    whole = even.forward_s(BATCH, images)
+    # The fuller coordinate has 4 images, and its longest micro-batch once more for the bubble.
+    assert whole - without == pytest.approx(6 * 0.5)
+    assert even.step_s(BATCH, images) - even.step_s(BATCH) == pytest.approx(6 * 1.5)
+    assert even.forward_s(BATCH, [[0, 0], [0, 0]]) == without
+    layers = "parallel.stage_layers=[1,47]"
+    uneven = train_costs(recipe(*OVERRIDES, "parallel.pp=2", layers), tower=tower)
+    small = replace(uneven, tower=TowerCosts(1e-9, 1e-9, 1e-9))
+    assert small.forward_s(BATCH, images) == uneven.forward_s(BATCH)
+
+
+def test_an_engine_runs_its_tower_with_each_prompt() -> None:
+    overrides = ("simulate.prompt_len=1000", "data.max_prompt_len=2048")
+    text = load_recipe("qwen2_5_vl_7b_grpo_8", list(overrides))
+    images = load_recipe("qwen2_5_vl_7b_grpo_8", [*overrides, "simulate.image_tokens=900"])
+    facts = read_models(text).policy
+    before, after = (engine_speed(c, facts, GPUS["h100"], SHARES) for c in (text, images))
+    tower = TowerCosts.of(images, facts, GPUS["h100"], SHARES)
+    assert tower is not None and TowerCosts.of(text, facts, GPUS["h100"], SHARES) is None
+    assert after.prefill_s(1000) == pytest.approx(before.prefill_s(1000) + tower.prefill_s)
+    assert after.prefill_s(100) == before.prefill_s(100)

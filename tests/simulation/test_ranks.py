@@ -1,6 +1,7 @@
 """Ranks that only pass time: what they spend, keep and answer."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from mcore_rl.planning.models import read_models
 from mcore_rl.simulation.hardware import ReachedShares
 from mcore_rl.simulation.ranks import SimulatedRanks
 from mcore_rl.simulation.recipe_costs import RecipeCosts
+from mcore_rl.simulation.tower_costs import TowerCosts
 from mcore_rl.types import LogprobOptions, StoredBatch, StoredColumn
 
 CONFIG = load_recipe("qwen3_30b_a3b_grpo_32", [])
@@ -39,6 +41,17 @@ def test_calls_take_what_is_predicted_of_their_micro_batches() -> None:
     assert ranks.busy_s == pytest.approx(sum(spent.values()))
     ranks.save("x", {"step": 3})
     assert ranks.saved == {"step": 3} and spent["trainer save"] > 0
+
+
+def test_samples_of_a_prompt_share_its_image() -> None:
+    spent = {}
+    tower = TowerCosts(forward_s=1.0, step_s=3.0, prefill_s=0.0)
+    costs = replace(COSTS.trainer, tower=tower)
+    ranks = SimulatedRanks("trainer", costs, lambda name, predict: spent.update({name: predict()}))
+    batch = replace(share((900, 100, 500), (2, 1)), group_N=np.array([4, 4, 5]))
+    ranks.compute_logprobs([batch], LogprobOptions())
+    alone = COSTS.trainer.forward_s([[[900, 100], [500]]]) + COSTS.trainer.read_s(1500)
+    assert spent["trainer log-probs"] == pytest.approx(alone + 2.0)
 
 
 def test_what_is_offloaded_already_does_not_move_again() -> None:
