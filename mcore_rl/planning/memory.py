@@ -23,7 +23,7 @@ from mcore_rl.planning.engine_memory import engine_uses, served_bytes, sync_buff
 from mcore_rl.planning.models import RecipeModels
 from mcore_rl.planning.moments import shared_gpus
 from mcore_rl.planning.rank_memory import RankMemory, Side, Uses, stage_name
-from mcore_rl.planning.tower_memory import pixel_bytes, tower_activations
+from mcore_rl.planning.tower_memory import pixel_bytes, received_features, tower_activations
 from mcore_rl.slices.box import itemsize
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
@@ -144,9 +144,11 @@ def _trained(
         count = stage_parameters(layout, sizes, stage, train.vision)
         uses = _states(count, parallel, sizes, per_parameter)
         uses["activations"] = _passes(activations, parallel, layout.stage_layers(stage), stage)
+        runs = layout.stage_layers(stage)
+        in_flight = _in_flight(parallel, stage) / len(runs)
+        if features := received_features(hf_config, step, runs, in_flight):
+            uses["tower's features"] = features
         if stage == 0 and family_of(hf_config).has_tower:
-            runs = len(layout.stage_layers(stage))
-            in_flight = _in_flight(parallel, stage) / runs
             uses["tower's activations"] = tower_activations(
                 hf_config, step, train.vision, in_flight
             )

@@ -4,7 +4,7 @@ Each rank of that stage runs the whole tower on all images of its micro-batch (d
 neither tensor nor context parallelism makes them fewer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mcore_rl.planning.activations import FLOAT32, Pass
 from mcore_rl.slices.families import family_of
@@ -35,6 +35,21 @@ def tower_activations(hf_config: HfConfig, step: Pass, vision: str, in_flight: f
     inner = sizes.get("deepstack_mergers", 0) * _inner_feature(sizes, step, num_patches, vision)
     numbers = num_patches * (in_flight * kept + block) + in_flight * inner
     return numbers * step.itemsize
+
+
+def received_features(
+    hf_config: HfConfig, step: Pass, runs: Sequence[range], in_flight: float
+) -> float:
+    """Return the bytes of inner features that a stage gets from earlier ones.
+
+    runs        the layers of each of its model chunks
+    in_flight   micro-batches whose activations the stage keeps in each chunk
+    """
+    sizes = family_of(hf_config).sizes(hf_config)
+    num_features = sizes.get("deepstack_mergers", 0)
+    received = sum(max(num_features - run.start, 0) for run in runs if run.start)
+    own_tokens = step.tokens / (step.tp * step.cp)
+    return in_flight * received * sizes["hidden"] * own_tokens * step.itemsize
 
 
 def _inner_feature(sizes: Mapping[str, int], step: Pass, num_patches: int, vision: str) -> float:

@@ -71,6 +71,11 @@ class RankBatch:
         return None if self.shared is None else self.shared.twins_T
 
     @property
+    def has_images(self) -> bool:
+        """Return whether a tower runs on the micro-batch, on whatever rank."""
+        return self.vision is not None and self.vision.images is not None
+
+    @property
     def labels_T(self) -> Tensor:
         """Ids of the predicted tokens; 0 where there is none."""
         return self.batch.token_ids_T

@@ -15,30 +15,41 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 Shape = list[int]
-"""[tokens of this rank, 1, hidden size] of what two stages exchange for a micro-batch."""
+"""[rows, 1, hidden size] of what two stages exchange for a micro-batch: a row for each token of
+this rank, and as many again for each feature of a vision tower that travels along."""
 
 
 class KnownShapes(P2PCommunicator):
     """A P2PCommunicator for one pass over micro-batches whose shapes are known.
 
+    incoming, outgoing   by chunk of this rank and by micro-batch: the shape of the chunk's input,
+                         and of its output
+
     Micro-batches come and go in the order of megatron-core's schedule table, on interleaved stages
     once per model chunk: forward passes by their input, backward passes by their output's gradient.
     """
 
-    def __init__(self, config: TransformerConfig, shapes: Sequence[Shape], num_chunks: int) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        incoming: Sequence[Sequence[Shape]],
+        outgoing: Sequence[Sequence[Shape]],
+    ) -> None:
         group = ps.get_pipeline_model_parallel_group()
         super().__init__(group, config)
         group_size = config.microbatch_group_size_per_vp_stage or group.size()
-        table = get_schedule_table(len(shapes), num_chunks, group_size)
+        num_chunks = len(incoming)
+        table = get_schedule_table(len(incoming[0]), num_chunks, group_size)
         is_first = group.rank() == 0
         is_last = group.rank() == group.size() - 1
         # The first stage gets nothing for the model's first chunk, the last stage sends nothing
         # for its last one. A backward pass goes through the chunks in reverse.
         last_chunk = num_chunks - 1
-        self._from_previous = _in_order(shapes, table, 0 if is_first else None)
-        self._to_next = _in_order(shapes, table, last_chunk if is_last else None)
-        self._from_next = _in_order(shapes, table, 0 if is_last else None)
-        self._to_previous = _in_order(shapes, table, last_chunk if is_first else None)
+        backward = [(number, last_chunk - chunk) for number, chunk in table]
+        self._from_previous = _in_order(incoming, table, 0 if is_first else None)
+        self._to_next = _in_order(outgoing, table, last_chunk if is_last else None)
+        self._from_next = _in_order(outgoing, backward, last_chunk if is_last else None)
+        self._to_previous = _in_order(incoming, backward, 0 if is_first else None)
 
     def _communicate_shapes(
         self,
@@ -73,9 +84,10 @@ def stage_groups() -> ProcessGroupCollection:
 
 
 def _in_order(
-    shapes: Sequence[Shape], table: Sequence[tuple[int, int]], without_chunk: int | None
+    shapes: Sequence[Sequence[Shape]], table: Sequence[tuple[int, int]], without_chunk: int | None
 ) -> Iterator[Shape]:
-    return iter([shapes[number] for number, chunk in table if chunk != without_chunk])
+    """Return the shapes [chunk][number] in the order of (number, chunk) in `table`."""
+    return iter([shapes[chunk][number] for number, chunk in table if chunk != without_chunk])
 
 
 def _check(tensor: Tensor | None, expected: Iterator[Any], where: str) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from mcore_rl.train.packing import RankBatch
 from mcore_rl.train.pipeline import KnownShapes, stage_groups
 from mcore_rl.train.shared_attention import SharedSeqParams
+from mcore_rl.train.vision.deepstack import carried_features
 
 Report = dict[str, Any]
 OutputFn = Callable[[RankBatch, Tensor], tuple[Tensor, Report]]
@@ -58,7 +59,7 @@ def run_schedule(
             seq_length=1,  # without meaning: micro-batches differ in length
             micro_batch_size=1,
             forward_only=forward_only,
-            **_hops(config, batches, len(chunks)),
+            **_hops(config, batches, chunks),
         )
     for iterator in iterators:
         assert next(iterator, None) is None, "the schedule did not run all micro-batches"
@@ -66,15 +67,27 @@ def run_schedule(
 
 
 def _hops(
-    config: TransformerConfig, batches: Sequence[RankBatch], num_chunks: int
+    config: TransformerConfig,
+    batches: Sequence[RankBatch],
+    chunks: Sequence[DistributedDataParallel],
 ) -> dict[str, Any]:
     """Return the arguments by which stages know what they exchange; none without a pipeline."""
     if config.pipeline_model_parallel_size == 1:
         return {}
     parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    shapes = [[len(batch.tokens_T) // parts, 1, config.hidden_size] for batch in batches]
+
+    def shapes(num_features: int) -> list[list[int]]:
+        """Return the shape of each micro-batch that travels with features of its images."""
+        return [
+            [len(b.tokens_T) // parts * (1 + num_features * b.has_images), 1, config.hidden_size]
+            for b in batches
+        ]
+
+    carried = [carried_features(unwrap_model(chunk)) for chunk in chunks]
+    incoming = [shapes(before) for before, _ in carried]
+    outgoing = [shapes(behind) for _, behind in carried]
     return {
-        "p2p_communicator": KnownShapes(config, shapes, num_chunks),
+        "p2p_communicator": KnownShapes(config, incoming, outgoing),
         "pg_collection": stage_groups(),
     }
 

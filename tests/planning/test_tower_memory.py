@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mcore_rl.planning.activations import Pass
-from mcore_rl.planning.tower_memory import pixel_bytes, tower_activations
+from mcore_rl.planning.tower_memory import pixel_bytes, received_features, tower_activations
 from mcore_rl.slices.hf.facts import ModelFacts
 
 KIMI_VL = ModelFacts.read("recipes/model/kimi_vl_a3b").config
@@ -56,6 +56,15 @@ def test_inner_features_count_with_their_projectors(vision: str, projector: int)
     found = tower_activations(QWEN3, STEP, vision, in_flight=2)
     wanted = BYTES * (2 * kept + block + 2 * 3 * projector) + 2 * 3 * features * 2
     assert found == pytest.approx(wanted)
+
+
+def test_later_stages_keep_the_features_that_they_get() -> None:
+    """Behind the first layer, two of three features are still to be added."""
+    feature = 2 * 4096 * 1000 / 8  # this rank's part of the tokens
+    assert received_features(QWEN3, STEP, [range(1, 18)], 3) == pytest.approx(3 * 2 * feature)
+    assert received_features(QWEN3, STEP, [range(0, 1), range(2, 3)], 1) == pytest.approx(feature)
+    assert received_features(QWEN3, STEP, [range(3, 18)], 3) == 0
+    assert received_features(QWEN, STEP, [range(1, 14)], 3) == 0
 
 
 def test_moonvit_has_no_gate_and_images_without_frames() -> None:

@@ -28,10 +28,10 @@ def numbers(shapes: Iterator[Any]) -> list[int]:
 
 
 def test_a_stage_expects_every_micro_batch_once_per_chunk_but_at_the_ends() -> None:
-    shapes = [[n, 1, 8] for n in range(4)]
-    assert numbers(_in_order(shapes, TABLE, None)) == [0, 1, 0, 1, 2, 3, 2, 3]
-    assert numbers(_in_order(shapes, TABLE, 0)) == [0, 1, 2, 3]
-    assert numbers(_in_order(shapes, [(n, 0) for n in range(4)], 0)) == []
+    shapes = [[[10 * chunk + n, 1, 8] for n in range(4)] for chunk in range(2)]
+    assert numbers(_in_order(shapes, TABLE, None)) == [0, 1, 10, 11, 2, 3, 12, 13]
+    assert numbers(_in_order(shapes, TABLE, 0)) == [10, 11, 12, 13]
+    assert numbers(_in_order(shapes[:1], [(n, 0) for n in range(4)], 0)) == []
 
 
 def test_a_tensor_of_another_shape_is_not_sent() -> None:

@@ -6,8 +6,6 @@
 Pipeline stages that are given one by one must have all of the model's layers.
 """
 
-from collections.abc import Mapping
-
 from mcore_rl.config import ParallelConfig
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
@@ -52,24 +50,6 @@ def check_layout(config: HfConfig, parallel: ParallelConfig, name: str = "parall
         raise ValueError(
             f"{name}.tp={parallel.tp} neither divides num_key_value_heads={groups} of config.json"
             " nor is a multiple of it"
-        )
-    _check_first_stage(sizes, parallel, name)
-
-
-def _check_first_stage(sizes: Mapping[str, int], parallel: ParallelConfig, name: str) -> None:
-    """Raise ValueError if a layer that takes features of the vision tower lies too late.
-
-    The tower is in the first model chunk, and its features are not sent on to others.
-    """
-    needed = sizes.get("deepstack_mergers", 0)
-    chunks = parallel.pp * (parallel.vpp or 1)
-    first = parallel.stage_layers[0] if parallel.stage_layers else sizes["layers"] // chunks
-    if first < needed:
-        raise ValueError(
-            f"{name}.pp={parallel.pp} with {name}.stage_layers={list(parallel.stage_layers)} puts"
-            f" {first} layers on the first stage, but the first {needed} layers take features of"
-            " the vision tower, which is there (deepstack_visual_indexes of config.json): give"
-            f" {name}.stage_layers with at least {needed} layers first"
         )
 
 

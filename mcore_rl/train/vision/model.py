@@ -2,7 +2,8 @@
 
     token ids --> embedding --> [t, 1, H] --+
     pixels ----> tower ------> [R, H] ------+--> decoder_input [t, 1, H]
-                   +---------> K x [R, H] ------> added behind the first K layers (deepstack.py)
+                   +---------> K x [R, H] ------> added behind the first K layers (deepstack.py),
+                                                  on later stages, too
 
 t are the tokens of this tensor-parallel rank: sequence parallelism has cut the embeddings already.
 """
@@ -16,9 +17,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from mcore_rl.slices.families import rope_of
+from mcore_rl.slices.families import family_of, rope_of
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.train.vision.deepstack import spread_features
+from mcore_rl.train.vision.deepstack import (
+    carried_features,
+    join_features,
+    part_features,
+    spread_features,
+)
 from mcore_rl.train.vision.interleaved import InterleavedPositions
 from mcore_rl.train.vision.rank_images import RankImages
 from mcore_rl.train.vision.tower import embed_images, make_tower, zero_of
@@ -68,8 +74,14 @@ class VisionLanguageModel(GPTModel):
         super().__init__(config, *args, **kwargs)
         if kwargs["position_embedding_type"] == "mrope":
             self.rotary_pos_emb = _rotary_embedding(config, hf_config, **kwargs)
+        self.num_features = family_of(hf_config).sizes(hf_config).get("deepstack_mergers", 0)
+        self._received: Tensor | None = None
         if self.pre_process:
             self.visual = make_tower(config, hf_config)
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Take what the previous stage sent, with the features that travel beside it."""
+        [self._received] = input_tensor if isinstance(input_tensor, list) else [input_tensor]
 
     def forward(
         self,
@@ -87,10 +99,12 @@ class VisionLanguageModel(GPTModel):
             assert decoder_input is None
             embeddings_t1H = self.embedding(input_ids, position_ids)
             decoder_input, features_Kt1H = self._with_images(embeddings_t1H, vision)
-            if features_Kt1H is not None:
-                more["extra_block_kwargs"] = {"context": features_Kt1H}
             padding_mask = self._own_part(padding_mask, 1)
-        return super().forward(
+        else:
+            features_Kt1H = self._take_received(input_ids.shape[1])
+        if features_Kt1H is not None:
+            more["extra_block_kwargs"] = {"context": features_Kt1H}
+        out = super().forward(
             input_ids,
             position_ids,
             attention_mask,
@@ -98,6 +112,20 @@ class VisionLanguageModel(GPTModel):
             padding_mask=padding_mask,
             **more,
         )
+        _, num_behind = carried_features(self)
+        if features_Kt1H is None or not num_behind:
+            return out
+        return join_features(out, features_Kt1H[-num_behind:])
+
+    def _take_received(self, num_tokens: int) -> Tensor | None:
+        """Give the layers the hidden states that were received; return the features beside them."""
+        received, self._received = self._received, None
+        assert received is not None, "no input from the previous stage"
+        if self.config.sequence_parallel:
+            num_tokens //= ps.get_tensor_model_parallel_world_size()
+        hidden_t1H, features_Kt1H = part_features(received, num_tokens)
+        self.decoder.set_input_tensor(hidden_t1H)
+        return features_Kt1H
 
     def _with_images(
         self, embeddings_t1H: Tensor, vision: RankImages

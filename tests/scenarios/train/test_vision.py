@@ -38,8 +38,10 @@ FOUR_RANKS: list[Layout] = [{"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}]
 EXPERTS: list[Layout] = [{"tp": 2, "ep": 2}, {"pp": 2}, {"dp": 2, "ep": 2}, {"tp": 2, "etp": 2}]
 LATENT: list[Layout] = [{"tp": 2, "ep": 2}, {"pp": 2}, {"cp": 2}]
 LATENT_FOUR: list[Layout] = [{"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}, {"dp": 4, "ep": 2}]
-# The first stage of Qwen3-VL has the layers that take features of the tower's inner blocks.
+# The first 3 layers of Qwen3-VL take features of the tower's inner blocks.
 STAGES: Layout = {"pp": 2, "stage_layers": [3, 1]}
+APART: Layout = {"pp": 2, "stage_layers": [1, 3]}
+CHUNKS: Layout = {"pp": 2, "vpp": 2}
 RECOMPUTED: Layout = {"tp": 2, "recompute": "full"}
 WRITERS = {
     "qwen2_5_vl": write_vision_model,
@@ -60,6 +62,19 @@ CASES = [
     pytest.param("kimi_vl", LATENT[1:], id="kimi_vl-two_ranks", marks=SLOW),
     pytest.param("kimi_vl", LATENT_FOUR, id="kimi_vl-four_ranks", marks=SLOW),
     pytest.param("qwen3_vl", [RECOMPUTED], id="qwen3_vl"),
+    pytest.param("qwen3_vl", [APART], id="qwen3_vl-features_travel"),
+    pytest.param(
+        "qwen3_vl",
+        [{**APART, "recompute": "full"}, CHUNKS, {"pp": 2}],
+        id="qwen3_vl-features_travel_far",
+        marks=SLOW,
+    ),
+    pytest.param(
+        "qwen3_vl",
+        [{"pp": 4}, {"tp": 2, **APART}, {"cp": 2, **APART}, {"dp": 2, **APART}],
+        id="qwen3_vl-features_travel_on_four_ranks",
+        marks=SLOW,
+    ),
     pytest.param(
         "qwen3_vl", [{"tp": 2}, STAGES, {"cp": 2}, {"dp": 2}], id="qwen3_vl-two_ranks", marks=SLOW
     ),

@@ -65,18 +65,7 @@ def test_sizes_that_do_not_divide_are_named_with_both_numbers(
 
 
 @pytest.mark.parametrize(
-    ("layout", "first"),
-    [
-        ({"pp": 2}, 2),
-        ({"pp": 2, "stage_layers": [2, 2]}, 2),
-        ({"pp": 2, "vpp": 2, "stage_layers": [1, 1, 1, 1]}, 1),
-    ],
+    "layout", [{"pp": 2}, {"pp": 2, "stage_layers": [1, 3]}, {"pp": 4}, {"pp": 2, "vpp": 2}]
 )
-def test_layers_that_take_features_of_a_tower_lie_on_its_stage(
-    layout: dict[str, Any], first: int
-) -> None:
-    check_layout(QWEN3_VL, ParallelConfig(pp=2, stage_layers=[3, 1]))
-    check_layout(QWEN3_VL, ParallelConfig(tp=2))
-    message = rf"puts {first} layers on the first stage, but the first 3 .* parallel.stage_layers"
-    with pytest.raises(ValueError, match=message):
-        check_layout(QWEN3_VL, ParallelConfig(**layout))
+def test_layers_that_take_features_of_a_tower_may_lie_on_any_stage(layout: dict[str, Any]) -> None:
+    check_layout(QWEN3_VL, ParallelConfig(**layout))

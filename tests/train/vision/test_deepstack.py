@@ -4,13 +4,21 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.transformer_config import make_transformer_config
-from mcore_rl.train.vision.deepstack import DeepstackLayer, spread_features
+from mcore_rl.train.vision.deepstack import (
+    DeepstackLayer,
+    carried_features,
+    join_features,
+    part_features,
+    spread_features,
+)
 from tests.support.distributed import run_alone
 from tests.support.tiny_qwen3_vl import TEXT, VISION
 
@@ -29,6 +37,31 @@ def test_text_gets_no_features() -> None:
     assert spread is not None and spread.dtype == torch.bfloat16
     assert spread[:, :, 0, 0].tolist() == [[0, 1, 1, 0], [0, 5, 2, 0]]
     assert spread_features((), rows_t, torch.zeros(1)) is None
+
+
+@given(st.integers(1, 5), st.integers(0, 4))
+def test_features_travel_as_rows_below_the_hidden_states(num_tokens: int, num: int) -> None:
+    hidden_t1H = torch.rand(num_tokens, 1, 3)
+    features_Kt1H = torch.rand(num, num_tokens, 1, 3) if num else None
+    rows = join_features(hidden_t1H, features_Kt1H)
+    assert rows.shape == ((1 + num) * num_tokens, 1, 3)
+    hidden, features = part_features(rows, num_tokens)
+    assert torch.equal(hidden, hidden_t1H)
+    if features_Kt1H is None:
+        assert features is None
+    else:
+        assert features is not None and torch.equal(features, features_Kt1H)
+
+
+def carried_by(config: dict[str, Any]) -> tuple[int, int]:
+    megatron = make_transformer_config(config, ParallelConfig(), torch.float32, TrainConfig())
+    [chunk] = make_chunks(megatron, config)
+    return carried_features(chunk)
+
+
+def test_a_chunk_with_all_layers_sends_no_features_on() -> None:
+    """Features of the first stage come from its tower, so 3 of them begin before layer 0."""
+    assert run_alone(carried_by, CONFIG) == (3, 0)
 
 
 def with_features(recompute: str) -> tuple[list[str], Tensor, Tensor]:
