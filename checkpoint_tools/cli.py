@@ -46,11 +46,13 @@ def make_parser() -> argparse.ArgumentParser:
         description="Convert, inspect and verify checkpoints of Megatron (torch_dist) and "
         "HuggingFace (safetensors) in bounded memory, without a GPU or a process group.",
     )
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     _add_to_hf(commands)
     _add_from_hf(commands)
     _add_to_fp8(commands)
     _add_dequantize(commands)
+    turned = "turn experts of a Qwen3-VL from transformers' form to the published one, or back"
+    _add_writer(commands, "turn-experts", _rewrite, turned)
     _add_upcycle(commands)
     _add_inspect(commands)
     _add_verify(commands)
@@ -94,13 +96,11 @@ def _add_from_hf(commands: Commands) -> None:
 
 def _add_to_fp8(commands: Commands) -> None:
     summary = "quantize a HuggingFace model to DeepSeek's FP8: scales of 128 x 128 blocks"
-    _add_writer(commands, "to-fp8", _to_fp8, summary)
+    _add_writer(commands, "to-fp8", _rewrite, summary)
 
 
 def _add_dequantize(commands: Commands) -> None:
-    summary = (
-        "write a HuggingFace model that was published in block FP8 or MXFP4 with plain weights"
-    )
+    summary = "write a model that was published in block FP8 or MXFP4 with plain weights"
     former_name = "dequantise"  # kept for one version; without a summary, --help does not list it
     for name, shown in (("dequantize", summary), (former_name, None)):
         command = _add_writer(commands, name, _dequantize, shown)
@@ -214,10 +214,12 @@ def _from_hf(args: argparse.Namespace) -> int:
     return 0
 
 
-def _to_fp8(args: argparse.Namespace) -> int:
+def _rewrite(args: argparse.Namespace) -> int:
     from checkpoint_tools.to_fp8 import to_fp8
+    from checkpoint_tools.turn_experts import turn_experts
 
-    print(to_fp8(args.source_hf, args.out, args.max_file_bytes, _effort(args)))
+    write = {"to-fp8": to_fp8, "turn-experts": turn_experts}[args.command]
+    print(write(args.source_hf, args.out, args.max_file_bytes, _effort(args)))
     return 0
 
 

@@ -18,11 +18,12 @@ from mcore_rl.slices.hf.checksums import MANIFEST
 from mcore_rl.slices.hf.folder import INDEX
 
 
-def open_hf(folder: Path, use_sums: bool = True) -> Checkpoint:
+def open_hf(folder: Path, use_sums: bool = True, *, either_way: bool = False) -> Checkpoint:
     """Read and check the structure of a directory.
 
     Names, shapes and dtypes are compared with config.json if mcore_rl knows its architecture.
-    `use_sums` reads checksums.json, if there is one. Raises ValueError with the file or tensor
+    `use_sums` reads checksums.json, if there is one. `either_way` lets each stacked expert lie
+    transposed, too. Raises ValueError with the file or tensor
     that is wrong.
     """
     index = read_index(folder)
@@ -43,7 +44,7 @@ def open_hf(folder: Path, use_sums: bool = True) -> Checkpoint:
     sums = check_manifest(folder, names) if use_sums else None
     if sums is not None:
         _check_edges(folder, tensors, sums)
-    facts = {"config": check_against_config(folder, tensors)}
+    facts = {"config": check_against_config(folder, tensors, either_way=either_way)}
     return Checkpoint("hf", folder, tensors, (), sums, facts)
 
 

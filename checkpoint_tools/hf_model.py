@@ -30,11 +30,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_against_config(folder: Path, tensors: Mapping[str, StoredTensor]) -> str:
+def check_against_config(
+    folder: Path, tensors: Mapping[str, StoredTensor], *, either_way: bool = False
+) -> str:
     """Compare names, shapes and dtypes of the tensors with config.json.
 
     Returns the architecture, or a sentence saying why nothing was compared. A quantized matrix and
-    its scales count as the tensor that they encode. Raises ValueError with the file and tensor
+    its scales count as the tensor that they encode. With `either_way` a stacked expert may lie
+    transposed. Raises ValueError with the file and tensor
     that is wrong.
     """
     path = folder / "config.json"
@@ -54,8 +57,18 @@ def check_against_config(folder: Path, tensors: Mapping[str, StoredTensor]) -> s
         shapes, dtypes = family.shapes(config), family.dtypes(config, dtype)
     except WRONG_SETTING as error:
         raise ValueError(f"{path}: a setting is damaged: {error!r}") from error
+    if either_way:
+        shapes = {name: _as_stored(shape, tensors.get(name)) for name, shape in shapes.items()}
     _compare(folder, config, tensors, shapes, dtypes)
     return architecture
+
+
+def _as_stored(shape: Shape, stored: StoredTensor | None) -> Shape:
+    """Return `shape`, of stacked experts transposed if they are stored so."""
+    if stored is None or len(shape) != 3:
+        return shape
+    turned = (shape[0], shape[2], shape[1])
+    return turned if stored.shape == turned else shape
 
 
 def _unpacked(

@@ -26,11 +26,13 @@ def make_hf(
     describe: Describe,
     max_file_bytes: int,
     effort: Effort,
+    reopen: Callable[[Path], Checkpoint] = open_hf,
 ) -> ConversionReport:
     """Write a directory of safetensors files.
 
     quantized   names of the matrices to write as 8-bit values and scales
     describe    writes the small files, including the index
+    reopen      opens the directory with every check
     Raises what `produce` raises.
     """
     sizes = {name: assembly.num_bytes for name, assembly in assemblies.items()}
@@ -47,7 +49,7 @@ def make_hf(
         expected |= tensors
     total = sum(file.num_bytes - len(file.header) for file in files)
     complete = partial(describe, weight_map=weight_map, total_bytes=total)
-    return produce(out, sources, files, effort, complete, open_hf, expected)
+    return produce(out, sources, files, effort, complete, reopen, expected)
 
 
 def _stored_tensors(

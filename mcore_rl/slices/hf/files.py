@@ -98,8 +98,8 @@ def _check_tensor(
         remedy = "config.json or the file belongs to another model"
         if len(shape) == 3 and (shape[0], *shape[:0:-1]) == expected[name]:
             remedy = (
-                "each expert lies transposed, as transformers saves them of some models; take the"
-                " published files, or transpose the last two axes"
+                "each expert lies transposed, as transformers saves Qwen3-VL; write the published"
+                " form with mcore-rl-ckpt turn-experts"
             )
         raise ValueError(
             f"{path}: tensor {name!r} has shape {shape}, by config.json it should be"
