@@ -75,7 +75,7 @@ def test_what_is_not_trained_has_no_backward_pass() -> None:
 
 @pytest.mark.parametrize("folder", PUBLISHED)
 def test_a_published_tower_has_two_operations_per_parameter(folder: str) -> None:
-    """Of a small image, where pairs of patches are few; positions are looked up."""
+    """The image is small, so pairs of patches are few; positions are looked up."""
     flops = tower_of(folder)
     weights = flops.per_patch + flops.per_token
     assert weights / 2 == pytest.approx(PUBLISHED[folder], rel=0.06)
