@@ -44,7 +44,7 @@ def test_returns_rise_within_a_few_steps(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_held_out_games_go_on_for_longer_than_250_steps(tmp_path: Path) -> None:
+def test_held_out_games_go_on_for_longer_than_400_steps(tmp_path: Path) -> None:
     lines = play(tmp_path, timeout_s=2400)
     returns = [line["eval/greedy_reward"] for line in lines if "eval/greedy_reward" in line]
-    assert returns[0] < 30 and returns[-1] > 250, returns
+    assert returns[0] < 30 and returns[-1] > 400, returns
