@@ -59,8 +59,8 @@ def weight_layout(
 def zero_padding(chunks: Sequence[torch.nn.Module], hf_config: HfConfig) -> None:
     """Set the rows of vocabulary padding, which no HF tensor fills, to 0."""
     tensors = local_tensors(chunks)
-    for span in training_padding(local_parts(chunks), family_of(hf_config), hf_config):
-        tensors[span.tensor].view(-1)[span.start : span.stop] = 0
+    for part in training_padding(local_parts(chunks), family_of(hf_config), hf_config):
+        part.view(tensors).zero_()
 
 
 def _weight_shards(chunk: torch.nn.Module, prefix: str) -> Iterator[tuple[str, ShardedTensor]]:

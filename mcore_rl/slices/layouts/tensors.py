@@ -6,9 +6,11 @@
 It also cuts shapes into the boxes of equal parts.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mcore_rl.slices.families.table import (
     NUMBERED_BY,
@@ -18,6 +20,9 @@ from mcore_rl.slices.families.table import (
     Rule,
     Shape,
 )
+
+_NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
+"""A part of a name, between dots, that is a number."""
 
 OUTSIDE_LAYERS = ("model", *NUMBERED_BY)
 """The values of Rule.where of tensors that belong to no layer of the language model."""
@@ -38,8 +43,7 @@ class Entry:
         return self.tensor.name.partition("{layer}.")[2] or self.tensor.name
 
 
-@dataclass(frozen=True)
-class NumberedEntry:
+class NumberedEntry(NamedTuple):
     """One tensor of the model: its entry, and the numbers of layer and expert in its name."""
 
     entry: Entry
@@ -76,26 +80,23 @@ class Tensors:
             True: [entry for entry in entries if entry.rule.where in ("layer", "moe")],
         }
         """The entries of a dense layer (key False) and of a layer with experts (key True)."""
-        self._by_pattern: dict[str, list[Entry]] = defaultdict(list)
+        self._by_pattern: dict[tuple[str, ...], list[Entry]] = defaultdict(list)
+        """Parts of a name around its numbers -> entries."""
         self._by_name = {entry.tensor.name: entry for entry in self.model_entries}
         for entry in entries:
             if entry.rule.where not in OUTSIDE_LAYERS:
-                pattern = entry.tensor.name.format(layer="#", expert="#")
-                self._by_pattern[pattern].append(entry)
+                pattern = _NUMBER.split(entry.tensor.name.format(layer=0, expert=0))[::2]
+                self._by_pattern[tuple(pattern)].append(entry)
 
     def find(self, name: str) -> NumberedEntry | None:
         """Return the tensor of this name, or None if the model has none."""
         if name in self._by_name:
             return NumberedEntry(self._by_name[name])
-        parts = name.split(".")
-        numbers: list[int] = []
-        for i, part in enumerate(parts):
-            if part.isdigit():
-                numbers.append(int(part))
-                parts[i] = "#"
-        candidates = self._by_pattern.get(".".join(parts), ())
+        parts = _NUMBER.split(name)
+        numbers = map(int, parts[1::2])
+        layer, expert = (*numbers, None, None)[:2]
+        candidates = self._by_pattern.get(tuple(parts[::2]), ())
         for entry in candidates:
-            layer, expert = (*numbers, None, None)[:2]
             if (
                 layer is None
                 or layer >= self.num_layers

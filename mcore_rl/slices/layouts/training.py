@@ -14,7 +14,7 @@ from math import prod
 
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.families.table import Family, HfConfig, HfTensor, Rule, Shape
-from mcore_rl.slices.plan.coverage import Span, contiguous_strides
+from mcore_rl.slices.plan.coverage import Padding, contiguous_strides
 
 
 @dataclass(frozen=True)
@@ -86,17 +86,18 @@ def training_shards(parts: Sequence[LocalPart], family: Family, hf_config: HfCon
     ]
 
 
-def training_padding(parts: Sequence[LocalPart], family: Family, hf_config: HfConfig) -> list[Span]:
+def training_padding(
+    parts: Sequence[LocalPart], family: Family, hf_config: HfConfig
+) -> list[Padding]:
     """Return the vocabulary padding that one training rank holds."""
-    spans = []
+    padding = []
     for matrix, block, first, stop in _cut(parts, family, hf_config):
         if block.tensor is None:
             row_len = contiguous_strides(matrix.shape)[0]
             offset = matrix.part.offset - matrix.start[0] * row_len
-            spans.append(
-                Span(matrix.part.tensor, offset + first * row_len, offset + stop * row_len)
-            )
-    return spans
+            numel = (stop - first) * row_len
+            padding.append(Padding(matrix.part.tensor, offset + first * row_len, (numel,), (1,)))
+    return padding
 
 
 def _cut(

@@ -9,23 +9,34 @@
 A shard that is not contiguous counts as its contiguous runs.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.slices.box import Shard
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @dataclass(frozen=True)
-class Span:
-    """Padding: the elements [start, stop) of the local tensor `tensor`, which no HF tensor has."""
+class Padding:
+    """Elements of the local tensor `tensor` that no HF tensor has: a strided view, in elements."""
 
     tensor: str
-    start: int
-    stop: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def view(self, tensors: "Mapping[str, Tensor]") -> "Tensor":
+        """Return these elements of `tensors`, which maps names to contiguous tensors."""
+        tensor = tensors[self.tensor]
+        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
 
 
 def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
@@ -61,9 +72,9 @@ def runs(
 
 
 def check_coverage(
-    shards: Iterable[Shard], padding: Iterable[Span], numels: Mapping[str, int]
+    shards: Iterable[Shard], padding: Iterable[Padding], numels: Mapping[str, int]
 ) -> None:
-    """Check that every element of every local tensor lies in exactly one shard or padding span.
+    """Check that every element of every local tensor lies in exactly one shard or piece of padding.
 
     numels   local tensor -> number of elements
 
@@ -75,9 +86,13 @@ def check_coverage(
         _pieces_of(pieces, shard.tensor).append(
             (*runs(shard.box.shape, shard.strides, shard.offset), shard.box.name)
         )
-    for span in padding:
-        start = np.array([span.start], dtype=np.int64)
-        _pieces_of(pieces, span.tensor).append((start, span.stop - span.start, "padding"))
+    padded: dict[tuple[str, int], list[NDArray[np.int64]]] = defaultdict(list)
+    for part in padding:
+        starts, run_len = runs(part.shape, part.strides, part.offset)
+        padded[part.tensor, run_len].append(starts)
+    for (tensor, run_len), starts in padded.items():
+        # A loader may set the same padding several times, once per HF tensor beside it.
+        _pieces_of(pieces, tensor).append((np.unique(np.concatenate(starts)), run_len, "padding"))
     for name, numel in numels.items():
         _check_tiling(name, numel, pieces[name])
 

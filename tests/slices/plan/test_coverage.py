@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.plan.coverage import Span, check_coverage, contiguous_strides, runs
+from mcore_rl.slices.plan.coverage import Padding, check_coverage, contiguous_strides, runs
 
 
 def rows(start: int, stop: int, name: str = "w", num_columns: int = 4) -> Shard:
@@ -22,7 +22,7 @@ def rows(start: int, stop: int, name: str = "w", num_columns: int = 4) -> Shard:
 
 
 def test_shards_and_padding_that_tile_the_tensor_pass():
-    check_coverage([rows(2, 5), rows(0, 2)], [Span("local", 20, 24)], {"local": 24})
+    check_coverage([rows(2, 5), rows(0, 2)], [Padding("local", 20, (4,), (1,))], {"local": 24})
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_shards_and_padding_that_tile_the_tensor_pass():
     [
         ([rows(0, 2), rows(3, 6)], [], "element 8 of 24 is not covered .near w"),
         ([rows(0, 4), rows(3, 6)], [], "element 12 of 24 is covered twice"),
-        ([rows(0, 6)], [Span("local", 20, 24)], "covered twice.*padding"),
+        ([rows(0, 6)], [Padding("local", 20, (4,), (1,))], "covered twice.*padding"),
         ([rows(0, 5)], [], "element 20 of 24 is not covered"),
         ([rows(0, 7)], [], "lies outside"),
         ([], [], "no HF tensor is loaded"),
