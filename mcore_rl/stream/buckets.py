@@ -142,6 +142,9 @@ def _bounded(slices: Iterable[Slice], bucket_bytes: int) -> Iterable[list[Slice]
     for whole in slices:
         multiple = BLOCK if whole.dtype == FP8 else 1
         max_numel = max(1, bucket_bytes // itemsize(whole.dtype))
+        if whole.dtype != FP8 and whole.box.numel <= max_numel:
+            yield [whole]
+            continue
         for box in split_box(whole.box, max_numel, multiple):
             part = Slice(box, whole.dtype)
             yield [part] if part.scales is None else [part, part.scales]

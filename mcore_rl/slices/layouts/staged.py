@@ -30,10 +30,7 @@ class StagedLayout(ABC):
         self._place = cache(self._make_placement)
         self._place_stacked = cache(self._stacked_placement)
         # A rank asks for each tensor several times while it links.
-        self._placement_of = cache(self._find_placement)
-
-    def placement(self, name: str) -> Placement:
-        return self._placement_of(name)
+        self.placement = cache(self._find_placement)
 
     def _find_placement(self, name: str) -> Placement:
         tensor = self._tensors.find(name)
