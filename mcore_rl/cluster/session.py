@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 import psutil
 import ray
-import ray._private.utils
 import ray._private.worker
 from ray._private import ray_constants
 
@@ -22,6 +21,7 @@ from mcore_rl.cluster import watchdog
 from mcore_rl.cluster.environment import set_defaults, variables_for_workers
 from mcore_rl.cluster.marked import marked_processes, ray_temp_dir, uninterrupted
 from mcore_rl.cluster.nodes import wait_for_nodes
+from mcore_rl.cluster.small_ray import small_ray
 from mcore_rl.config import ClusterConfig
 from mcore_rl.device import has_cuda
 
@@ -77,27 +77,12 @@ def _start(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> None:
     if config.dashboard:
         _refuse_open_dashboard()
     signal.signal(signal.SIGCHLD, _raise_if_ray_is_lost)
-    with nullcontext() if config.dashboard else _small_agents():
+    with nullcontext() if config.dashboard else small_ray():
         started = _init(config, num_cpus, temp_dir)
     _exit_on_sigterm()
     _raise_if_ray_is_lost()
     if config.dashboard:
         _name_dashboard(started.dashboard_url)
-
-
-@contextmanager
-def _small_agents() -> Iterator[None]:
-    """Have Ray start without what serves its dashboard, as if only `ray` were installed.
-
-    The agents of `ray[default]` start two seconds later, and keep a core busy meanwhile.
-    """
-    utils: Any = ray._private.utils
-    ask = utils.get_dashboard_dependency_error
-    utils.get_dashboard_dependency_error = lambda: ImportError("no dashboard is wanted")
-    try:
-        yield
-    finally:
-        utils.get_dashboard_dependency_error = ask
 
 
 def _init(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> Any:
