@@ -139,7 +139,7 @@ class RepeatedLayers:
 
 
 class _Example:
-    """What the trace of a layer recorded, to be repeated in another and compared with it."""
+    """A traced layer, whose shards are repeated in other layers and compared with them."""
 
     def __init__(self, shards: Sequence[Shard], padding: Iterable[Padding]) -> None:
         self._shards = [
