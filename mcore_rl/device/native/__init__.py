@@ -1,0 +1,106 @@
+"""Compiles C code of this package with the machine's compiler, once for each machine and user.
+
+Takes the name of a source file here, returns the loaded library, or None without a compiler. The
+libraries lie in mcore_rl/native of the user's cache folder, and outlive runs.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-fassociative-math",
+    "-freciprocal-math",
+    "-shared",
+    "-fPIC",
+)
+"""Sums may be reordered, which vectorizes them. -ffast-math would also flush denormals of the whole
+process to zero."""
+DEFAULT_COMPILER = "cc"
+_COMPILE_TIMEOUT_S = 300.0
+
+
+def load(name: str) -> ctypes.CDLL | None:
+    """Return the library of `name`.c of this folder, compiled if it is not in the cache.
+
+    The compiler is $CC, or cc. Returns None if there is none; CC=none asks for that. Raises
+    RuntimeError with the compiler's output if it fails, and with its name if it takes 300 s.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        return None
+    source = Path(__file__).parent / f"{name}.c"
+    target = library_dir() / f"{name}-{_fingerprint(source, compiler)}.so"
+    if not target.exists():
+        _compile(source, compiler, target)
+    return ctypes.CDLL(str(target))
+
+
+def find_compiler() -> list[str] | None:
+    """Return the command of $CC, or of cc, or None if no such program is found."""
+    command = shlex.split(os.environ.get("CC") or DEFAULT_COMPILER)
+    program = shutil.which(command[0])
+    return None if program is None else [program, *command[1:]]
+
+
+def library_dir() -> Path:
+    """Return mcore_rl/native in $XDG_CACHE_HOME or ~/.cache, or a new folder if that is not ours.
+
+    A library that another user wrote would run with this user's rights.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "mcore_rl" / "native"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="mcore_rl_native_"))
+    is_ours = folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK)
+    return folder if is_ours else Path(tempfile.mkdtemp(prefix="mcore_rl_native_"))
+
+
+def _fingerprint(source: Path, compiler: list[str]) -> str:
+    """Return a digest of all that decides the machine code: -march=native means this processor."""
+    version = subprocess.run(
+        [*compiler, "--version"], capture_output=True, timeout=_COMPILE_TIMEOUT_S, check=False
+    )
+    parts = [source.read_bytes(), version.stdout, repr((compiler, FLAGS)).encode(), _processor()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _processor() -> bytes:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    features = sorted({line for line in lines if line.lower().startswith(("flags", "features"))})
+    return "\n".join([platform.machine(), platform.processor(), *features]).encode()
+
+
+def _compile(source: Path, compiler: list[str], target: Path) -> None:
+    """Write the library; a process that compiles the same one meanwhile does no harm."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        part = Path(folder, target.name)
+        command = [*compiler, *FLAGS, str(source), "-o", str(part), "-lm"]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(
+                f"waited {_COMPILE_TIMEOUT_S:.0f} s for {shlex.join(command)}; CC=none does without"
+            ) from error
+        if done.returncode:
+            raise RuntimeError(
+                f"{shlex.join(command)} exited {done.returncode}; CC=none does without:\n"
+                f"{done.stderr[-2000:]}"
+            )
+        part.replace(target)

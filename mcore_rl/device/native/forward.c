@@ -1,0 +1,238 @@
+/* One forward pass of a decoder in float32: token ids in, normalized hidden states out.
+
+   A token of the batch knows its request and its position, so prefill and decoding are the same:
+   its keys are those of positions 0 .. its own, at the slots that the request's table names.
+
+   Axes: T tokens, H hidden, h query heads, g KV heads, d head dimension, E experts, K experts of a
+   token, I intermediate size. Matrices are row-major; weights are [outputs, inputs]. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef void sgemm_t(const char *, const char *, const int *, const int *, const int *,
+                     const float *, const float *, const int *, const float *, const int *,
+                     const float *, float *, const int *);
+
+typedef struct {
+    int64_t hidden, heads, kv_heads, head_dim, rotary_dim;
+    int64_t slot_stride;  /* floats between the slots of a KV cache */
+    int64_t table_stride; /* slots between the rows of two requests in the table */
+    float eps, scale;
+} shape_t;
+
+typedef struct {
+    const float *attention_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out;
+    const float *mlp_norm, *router, *gate_up, *down;
+    float *k_cache, *v_cache;
+    int64_t experts, top_k, normalize, intermediate;
+    int32_t *chosen; /* [T, K], the experts of each token; NULL if nobody asks */
+} layer_t;
+
+typedef struct {
+    int64_t tokens;
+    const int64_t *ids, *positions, *slots, *requests;
+    const int32_t *table;
+    const float *cos_sin; /* [positions, rotary_dim]: cosines, then sines */
+} batch_t;
+
+typedef struct {
+    float *normed; /* [T, H] */
+    float *qkv;    /* [T, (h + 2g) * d] */
+    float *mixed;  /* [T, h * d] */
+    float *scores; /* [h / g, longest sequence] */
+    float *router; /* [T, E] */
+    float *weight; /* [T, K] */
+    int32_t *expert, *row, *start; /* [T, K], [T * K], [E + 1] */
+    float *in, *gate_up, *act, *out; /* [T * K, H], [.., 2I], [.., I], [.., H] */
+} space_t;
+
+/* y = x w^T + beta y */
+static void product(sgemm_t *sgemm, int64_t rows, int64_t outputs, int64_t inputs, const float *x,
+                    const float *w, float *y, float beta) {
+    const int m = (int)outputs, n = (int)rows, k = (int)inputs;
+    const float one = 1.0f;
+    if (rows > 0) sgemm("T", "N", &m, &n, &k, &one, w, &k, x, &k, &beta, y, &m);
+}
+
+static void rms_norm(const float *x, const float *weight, int64_t size, float eps, float *y) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < size; i++) sum += x[i] * x[i];
+    const float scale = 1.0f / sqrtf(sum / (float)size + eps);
+    for (int64_t i = 0; i < size; i++) y[i] = x[i] * scale * weight[i];
+}
+
+/* The halves of the first rotary_dim elements form the pairs. */
+static void rotate(float *x, const float *cos_sin, int64_t rotary_dim) {
+    const int64_t half = rotary_dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        const float a = x[i], b = x[i + half], c = cos_sin[i], s = cos_sin[i + half];
+        x[i] = a * c - b * s;
+        x[i + half] = b * c + a * s;
+    }
+}
+
+/* e^x for x <= 88 within 2e-7 of it, by a polynomial, so that compilers vectorize its loops. */
+static inline float exponential(float x) {
+    union { int32_t i; float f; } power;
+    x = x < -87.0f ? -87.0f : x;
+    const float n = floorf(x * 1.44269504f + 0.5f);
+    /* fmaf is not reordered, as the compiler may do with sums: ln 2 comes in two parts. */
+    const float r = fmaf(n, 2.12194440e-4f, fmaf(n, -0.693359375f, x));
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    power.i = ((int32_t)n + 127) << 23;
+    return (p * r * r + r + 1.0f) * power.f;
+}
+
+static void softmax(float *x, int64_t size) {
+    float most = x[0], sum = 0.0f;
+    for (int64_t i = 1; i < size; i++) most = x[i] > most ? x[i] : most;
+    for (int64_t i = 0; i < size; i++) {
+        x[i] = exponential(x[i] - most);
+        sum += x[i];
+    }
+    for (int64_t i = 0; i < size; i++) x[i] /= sum;
+}
+
+/* Attention of the query heads that share one KV head. */
+static void attend(const shape_t *s, const float *q, const float *keys, const float *values,
+                   const int32_t *slots, int64_t num_keys, float *scores, float *out) {
+    const int64_t d = s->head_dim, group = s->heads / s->kv_heads;
+    for (int64_t j = 0; j < num_keys; j++) {
+        const float *key = keys + slots[j] * s->slot_stride;
+        for (int64_t i = 0; i < group; i++) {
+            float dot = 0.0f;
+            for (int64_t c = 0; c < d; c++) dot += q[i * d + c] * key[c];
+            scores[i * num_keys + j] = dot * s->scale;
+        }
+    }
+    for (int64_t i = 0; i < group; i++) softmax(scores + i * num_keys, num_keys);
+    memset(out, 0, sizeof(float) * group * d);
+    for (int64_t j = 0; j < num_keys; j++) {
+        const float *value = values + slots[j] * s->slot_stride;
+        for (int64_t i = 0; i < group; i++) {
+            const float share = scores[i * num_keys + j];
+            for (int64_t c = 0; c < d; c++) out[i * d + c] += share * value[c];
+        }
+    }
+}
+
+static void attention(sgemm_t *sgemm, const shape_t *s, const layer_t *l, const batch_t *b,
+                      const space_t *w, float *hidden) {
+    const int64_t d = s->head_dim, group = s->heads / s->kv_heads;
+    const int64_t q_size = s->heads * d, kv_size = s->kv_heads * d, width = q_size + 2 * kv_size;
+    for (int64_t t = 0; t < b->tokens; t++)
+        rms_norm(hidden + t * s->hidden, l->attention_norm, s->hidden, s->eps,
+                 w->normed + t * s->hidden);
+    product(sgemm, b->tokens, width, s->hidden, w->normed, l->qkv, w->qkv, 0.0f);
+    for (int64_t t = 0; t < b->tokens; t++) {
+        float *q = w->qkv + t * width, *k = q + q_size;
+        const float *cos_sin = b->cos_sin + b->positions[t] * s->rotary_dim;
+        if (l->qkv_bias)
+            for (int64_t i = 0; i < width; i++) q[i] += l->qkv_bias[i];
+        for (int64_t i = 0; i < s->heads + s->kv_heads; i++) {
+            const float *norm = i < s->heads ? l->q_norm : l->k_norm;
+            if (norm) rms_norm(q + i * d, norm, d, s->eps, q + i * d);
+            rotate(q + i * d, cos_sin, s->rotary_dim);
+        }
+        memcpy(l->k_cache + b->slots[t] * s->slot_stride, k, sizeof(float) * kv_size);
+        memcpy(l->v_cache + b->slots[t] * s->slot_stride, k + kv_size, sizeof(float) * kv_size);
+    }
+    /* Only now: in prefill a token's keys include those of tokens of this batch. */
+    for (int64_t t = 0; t < b->tokens; t++)
+        for (int64_t i = 0; i < s->kv_heads; i++)
+            attend(s, w->qkv + t * width + i * group * d, l->k_cache + i * d, l->v_cache + i * d,
+                   b->table + b->requests[t] * s->table_stride, b->positions[t] + 1, w->scores,
+                   w->mixed + t * q_size + i * group * d);
+    product(sgemm, b->tokens, s->hidden, q_size, w->mixed, l->out, hidden, 1.0f);
+}
+
+/* Writes the experts of each token and their weights. */
+static void route(const layer_t *l, int64_t tokens, const space_t *w) {
+    for (int64_t t = 0; t < tokens; t++) {
+        float *p = w->router + t * l->experts, sum = 0.0f;
+        softmax(p, l->experts);
+        for (int64_t k = 0; k < l->top_k; k++) {
+            int64_t best = 0;
+            for (int64_t e = 1; e < l->experts; e++) best = p[e] > p[best] ? e : best;
+            w->expert[t * l->top_k + k] = (int32_t)best;
+            w->weight[t * l->top_k + k] = p[best];
+            sum += p[best];
+            p[best] = -1.0f;
+        }
+        for (int64_t k = 0; l->normalize && k < l->top_k; k++) w->weight[t * l->top_k + k] /= sum;
+    }
+    if (l->chosen) memcpy(l->chosen, w->expert, sizeof(int32_t) * tokens * l->top_k);
+}
+
+/* Sorts (token, expert) by expert: row[i] is the i-th pair, start[e] expert e's first. */
+static void sort_by_expert(const layer_t *l, int64_t pairs, const space_t *w) {
+    memset(w->start, 0, sizeof(int32_t) * (l->experts + 1));
+    for (int64_t i = 0; i < pairs; i++) w->start[w->expert[i] + 1]++;
+    for (int64_t e = 0; e < l->experts; e++) w->start[e + 1] += w->start[e];
+    for (int64_t i = 0; i < pairs; i++) w->row[w->start[w->expert[i]]++] = (int32_t)i;
+    for (int64_t e = l->experts; e > 0; e--) w->start[e] = w->start[e - 1];
+    w->start[0] = 0;
+}
+
+static void activate(const float *gate_up, int64_t rows, int64_t size, float *out) {
+    for (int64_t r = 0; r < rows; r++) {
+        const float *gate = gate_up + r * 2 * size, *up = gate + size;
+        float *y = out + r * size;
+        for (int64_t i = 0; i < size; i++) {
+            const float x = gate[i] > -80.0f ? gate[i] : -80.0f;
+            y[i] = x / (1.0f + exponential(-x)) * up[i];
+        }
+    }
+}
+
+static void mlp(sgemm_t *sgemm, const shape_t *s, const layer_t *l, int64_t tokens,
+                const space_t *w, float *hidden) {
+    const int64_t H = s->hidden, I = l->intermediate, pairs = tokens * l->top_k;
+    for (int64_t t = 0; t < tokens; t++)
+        rms_norm(hidden + t * H, l->mlp_norm, H, s->eps, w->normed + t * H);
+    if (!l->router) {
+        product(sgemm, tokens, 2 * I, H, w->normed, l->gate_up, w->gate_up, 0.0f);
+        activate(w->gate_up, tokens, I, w->act);
+        product(sgemm, tokens, H, I, w->act, l->down, hidden, 1.0f);
+        return;
+    }
+    product(sgemm, tokens, l->experts, H, w->normed, l->router, w->router, 0.0f);
+    route(l, tokens, w);
+    sort_by_expert(l, pairs, w);
+    for (int64_t i = 0; i < pairs; i++)
+        memcpy(w->in + i * H, w->normed + w->row[i] / l->top_k * H, sizeof(float) * H);
+    for (int64_t e = 0; e < l->experts; e++) {
+        const int64_t first = w->start[e], rows = w->start[e + 1] - first;
+        product(sgemm, rows, 2 * I, H, w->in + first * H, l->gate_up + e * 2 * I * H,
+                w->gate_up + first * 2 * I, 0.0f);
+        activate(w->gate_up + first * 2 * I, rows, I, w->act + first * I);
+        product(sgemm, rows, H, I, w->act + first * I, l->down + e * H * I, w->out + first * H,
+                0.0f);
+    }
+    for (int64_t i = 0; i < pairs; i++) {
+        float *y = hidden + w->row[i] / l->top_k * H;
+        const float weight = w->weight[w->row[i]], *x = w->out + i * H;
+        for (int64_t c = 0; c < H; c++) y[c] += weight * x[c];
+    }
+}
+
+/* hidden: [T, H], the result, and the residual stream meanwhile. */
+void forward(sgemm_t *sgemm, const shape_t *shape, const layer_t *layers, int64_t num_layers,
+             const batch_t *batch, const space_t *space, const float *embedding,
+             const float *final_norm, float *hidden) {
+    const int64_t H = shape->hidden;
+    for (int64_t t = 0; t < batch->tokens; t++)
+        memcpy(hidden + t * H, embedding + batch->ids[t] * H, sizeof(float) * H);
+    for (int64_t i = 0; i < num_layers; i++) {
+        attention(sgemm, shape, layers + i, batch, space, hidden);
+        mlp(sgemm, shape, layers + i, batch->tokens, space, hidden);
+    }
+    for (int64_t t = 0; t < batch->tokens; t++)
+        rms_norm(hidden + t * H, final_norm, H, shape->eps, hidden + t * H);
+}
