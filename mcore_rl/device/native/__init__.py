@@ -74,7 +74,8 @@ def _fingerprint(source: Path, compiler: list[str]) -> str:
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, timeout=_COMPILE_TIMEOUT_S, check=False
     )
-    parts = [source.read_bytes(), version.stdout, repr((compiler, FLAGS)).encode(), _processor()]
+    sources = [file.read_bytes() for file in (*source.parent.glob("*.h"), source)]
+    parts = [*sources, version.stdout, repr((compiler, FLAGS)).encode(), _processor()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

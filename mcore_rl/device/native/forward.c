@@ -10,6 +10,11 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "exponential.h"
+
+#define AHEAD 12 /* keys */
+#define LINE 16  /* floats of a cache line */
+
 typedef void sgemm_t(const char *, const char *, const int *, const int *, const int *,
                      const float *, const float *, const int *, const float *, const int *,
                      const float *, float *, const int *);
@@ -72,23 +77,6 @@ static void rotate(float *x, const float *cos_sin, int64_t rotary_dim) {
     }
 }
 
-/* e^x for x <= 88 within 2e-7 of it, by a polynomial, so that compilers vectorize its loops. */
-static inline float exponential(float x) {
-    union { int32_t i; float f; } power;
-    x = x < -87.0f ? -87.0f : x;
-    const float n = floorf(x * 1.44269504f + 0.5f);
-    /* fmaf is not reordered, as the compiler may do with sums: ln 2 comes in two parts. */
-    const float r = fmaf(n, 2.12194440e-4f, fmaf(n, -0.693359375f, x));
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    power.i = ((int32_t)n + 127) << 23;
-    return (p * r * r + r + 1.0f) * power.f;
-}
-
 static void softmax(float *x, int64_t size) {
     float most = x[0], sum = 0.0f;
     for (int64_t i = 1; i < size; i++) most = x[i] > most ? x[i] : most;
@@ -99,12 +87,16 @@ static void softmax(float *x, int64_t size) {
     for (int64_t i = 0; i < size; i++) x[i] /= sum;
 }
 
-/* Attention of the query heads that share one KV head. */
-static void attend(const shape_t *s, const float *q, const float *keys, const float *values,
-                   const int32_t *slots, int64_t num_keys, float *scores, float *out) {
-    const int64_t d = s->head_dim, group = s->heads / s->kv_heads;
+/* Attention of the query heads that share one KV head. The keys of a request lie apart from one
+   another, so that a processor must be told to fetch the next ones. */
+static inline __attribute__((always_inline)) void
+attend_sized(const shape_t *s, const float *q, const float *keys, const float *values,
+             const int32_t *slots, int64_t num_keys, float *scores, float *out, const int64_t d) {
+    const int64_t group = s->heads / s->kv_heads;
     for (int64_t j = 0; j < num_keys; j++) {
         const float *key = keys + slots[j] * s->slot_stride;
+        const float *ahead = keys + slots[j + AHEAD < num_keys ? j + AHEAD : j] * s->slot_stride;
+        for (int64_t c = 0; c < d; c += LINE) __builtin_prefetch(ahead + c);
         for (int64_t i = 0; i < group; i++) {
             float dot = 0.0f;
             for (int64_t c = 0; c < d; c++) dot += q[i * d + c] * key[c];
@@ -115,10 +107,23 @@ static void attend(const shape_t *s, const float *q, const float *keys, const fl
     memset(out, 0, sizeof(float) * group * d);
     for (int64_t j = 0; j < num_keys; j++) {
         const float *value = values + slots[j] * s->slot_stride;
+        const float *ahead = values + slots[j + AHEAD < num_keys ? j + AHEAD : j] * s->slot_stride;
+        for (int64_t c = 0; c < d; c += LINE) __builtin_prefetch(ahead + c);
         for (int64_t i = 0; i < group; i++) {
             const float share = scores[i * num_keys + j];
             for (int64_t c = 0; c < d; c++) out[i * d + c] += share * value[c];
         }
+    }
+}
+
+/* A head size that the compiler knows lets it unroll the inner loops. */
+static void attend(const shape_t *s, const float *q, const float *keys, const float *values,
+                   const int32_t *slots, int64_t num_keys, float *scores, float *out) {
+    switch (s->head_dim) {
+    case 32: attend_sized(s, q, keys, values, slots, num_keys, scores, out, 32); break;
+    case 64: attend_sized(s, q, keys, values, slots, num_keys, scores, out, 64); break;
+    case 128: attend_sized(s, q, keys, values, slots, num_keys, scores, out, 128); break;
+    default: attend_sized(s, q, keys, values, slots, num_keys, scores, out, s->head_dim);
     }
 }
 
