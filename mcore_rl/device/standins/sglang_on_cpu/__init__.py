@@ -24,7 +24,7 @@ from sglang_on_cpu.processes import (
     leave_megatron_out,
     sleep_while_paused,
 )
-from sglang_on_cpu.sampling import allow_seeded_sampling
+from sglang_on_cpu.sampling import allow_seeded_sampling, sample_in_one_pass
 
 PATCHES: tuple[Callable[[], None], ...] = (
     fork_workers,
@@ -44,6 +44,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     group_experts,
     keep_routed_experts_in_plain_memory,
     allow_seeded_sampling,
+    sample_in_one_pass,
     run_in_compiled_code,
 )
 

@@ -1,4 +1,4 @@
-"""Runs a decoder's forward pass in one call of compiled code, instead of some 40 torch calls a layer.
+"""Runs a decoder's forward pass in one call of compiled code, not in 40 torch calls a layer.
 
 Takes SGLang's batch, returns the normalized hidden states [T, H], and writes the KV cache.
 """
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang_on_cpu.native_layers import Decoder, Layer, UnsupportedError, read_decoder
 from torch import Tensor
 
 from mcore_rl.device.native import load
+from sglang_on_cpu.native_layers import Decoder, Layer, UnsupportedError, read_decoder
 
 MAX_PREFILL_PAIRS = 2**21
 """Largest number of pairs of a query and a key, for which prefill runs here. Beyond, torch's
@@ -44,7 +44,7 @@ class _Space(ctypes.Structure):
 
 
 class NativeForward:
-    """Replaces `forward` of the model within SGLang's; other batches than those of `takes` go there.
+    """Replaces `forward` of the model within SGLang's, where batches that it does not take go.
 
     runner     SGLang's ModelRunner, whose KV cache is written
     in_torch   the model's own forward
@@ -84,9 +84,7 @@ class NativeForward:
             requests = requests.repeat_interleave(forward_batch.extend_seq_lens)
         arrays = [x.long() for x in (input_ids, positions, forward_batch.out_cache_loc, requests)]
         hidden = torch.empty(tokens, self.decoder.shape.hidden)
-        batch = _Batch(
-            tokens, *(x.data_ptr() for x in (*arrays, table, self.decoder.cos_sin))
-        )
+        batch = _Batch(tokens, *(x.data_ptr() for x in (*arrays, table, self.decoder.cos_sin)))
         self._call(
             self._sgemm,
             ctypes.byref(self.decoder.shape),
@@ -194,6 +192,7 @@ def run_in_compiled_code() -> None:
             _LOG.info("the forward pass runs in torch, as native code does not know %s", reason)
             return
         self.model.model.forward = NativeForward(self, decoder, library, sgemm)
+        _LOG.info("the forward pass runs in compiled code")
 
     ModelRunner.load_model = load_and_replace
 
@@ -218,7 +217,7 @@ def check_server(server_args: Any) -> None:
 
 
 def find_sgemm() -> Any:
-    """Return the matrix product of torch's own BLAS library, or None if torch does not export it."""
+    """Return the matrix product of torch's own BLAS library; None if torch does not export it."""
     folder = Path(torch.__file__).parent / "lib"
     for path in (folder / "libtorch_cpu.so", *sorted(folder.glob("libopenblas*"))):
         try:
