@@ -40,12 +40,15 @@ def run_installed(site: Path, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_the_recipes_and_the_stand_ins_are_in_the_wheel(installed: Path) -> None:
+def test_recipes_stand_ins_and_c_sources_are_in_the_wheel(installed: Path) -> None:
     shipped = {path for path in tracked() if path.parts[0] == "recipes"}
     missing = [path for path in shipped if not (installed / "mcore_rl" / path).is_file()]
     assert shipped
     assert not missing
     assert (installed / "mcore_rl/device/standins/triton/__init__.py").is_file()
+    sources = [path for path in tracked() if path.suffix in {".c", ".h"}]
+    assert sources
+    assert all((installed / path).is_file() for path in sources)
 
 
 def test_the_wheel_says_its_version(installed: Path, tmp_path: Path) -> None:

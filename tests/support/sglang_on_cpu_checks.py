@@ -12,9 +12,19 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from tests.support import sglang_attention_checks, sglang_kernel_checks, sglang_process_checks
+from tests.support import (
+    sglang_attention_checks,
+    sglang_kernel_checks,
+    sglang_native_checks,
+    sglang_process_checks,
+)
 
-MODULES = (sglang_attention_checks, sglang_process_checks, sglang_kernel_checks)
+MODULES = (
+    sglang_attention_checks,
+    sglang_process_checks,
+    sglang_kernel_checks,
+    sglang_native_checks,
+)
 
 
 def checks() -> dict[str, Callable[[], None]]:

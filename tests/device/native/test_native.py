@@ -1,3 +1,5 @@
+"""C code is compiled once for a machine, and left out where no compiler is."""
+
 import ctypes
 import shutil
 from pathlib import Path
