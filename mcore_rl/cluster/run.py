@@ -288,6 +288,7 @@ def engine_spec(config: Config, policy: ModelFacts, log_path: Path, keys: Server
         keys=keys,
         can_release_memory=config.cluster.colocated,
         seed=config.run.seed,
+        compiled=rollout.compiled,
         extra_args=(*extra_args, *server_arguments(rollout.sglang)),
     )
 

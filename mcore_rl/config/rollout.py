@@ -84,6 +84,9 @@ class RolloutConfig(Options, group="rollout"):
     0.4 % of each log-prob, in ratios of policies, too."""
     deterministic: bool = False
     """Seed the sampling of each request: the same run samples the same tokens again."""
+    compiled: bool = True
+    """Engines on a CPU compute the models that docs/cpu.md names in compiled code, if there is a
+    C compiler. false: in SGLang's own layers, slower, as rehearsals do."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Further fields of SGLang's ServerArgs for the engines (docs/upstream_options.md)."""
 

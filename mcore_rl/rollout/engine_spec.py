@@ -28,6 +28,7 @@ class EngineSpec:
                            them; if empty, the first ones that it sees
     keys                   what requests must bring; None admits everyone on this machine, to all
     can_release_memory     its GPU memory can be released and occupied again while it runs
+    compiled               on a CPU, run the models that it takes in compiled code (device/native)
     extra_args             further SGLang command-line arguments
     """
 
@@ -56,6 +57,7 @@ class EngineSpec:
     gpu_ids: tuple[str, ...] = ()
     keys: ServerKeys | None = None
     can_release_memory: bool = False
+    compiled: bool = True
     extra_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -259,6 +259,7 @@ def _smallest_engines(rollout: RolloutConfig, num_gpus: int | None) -> RolloutCo
         attention_dp=_smallest(rollout.attention_dp),
         nodes_per_engine=0,
         quantization="none",
+        compiled=False,  # a rehearsal is of SGLang's own layers
         sglang=_without_gpu(rollout.sglang, server_needs_gpu),
     )
 

@@ -57,6 +57,7 @@ CHANGED = {
     "rollout.samples_per_prompt",
     "rollout.max_response_len",
     "rollout.kv_cache_len",
+    "rollout.compiled",
     "agents.workers",
     "search.index",
     "search.threads",
