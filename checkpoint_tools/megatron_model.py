@@ -3,6 +3,7 @@
 Which elements correspond is read off the family tables.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -69,9 +70,9 @@ def hf_assemblies(
     for shard in shards:
         by_name[shard.box.name].append((shard, chunks[int(shard.tensor)]))
     skipped: dict[str, list[Stretch]] = defaultdict(list)
-    for span in padding:
-        chunk = chunks[int(span.tensor)]
-        skipped[chunk.key].append(Stretch(chunk, span.start, span.stop - span.start))
+    for rows in padding:  # one stretch each: training ranks hold whole rows of the vocabulary
+        chunk = chunks[int(rows.tensor)]
+        skipped[chunk.key].append(Stretch(chunk, rows.offset, math.prod(rows.shape)))
     fixed = family.dtypes(hf_config, "")
     shapes = {
         name: shape

@@ -2,11 +2,11 @@
 
 import torch
 
-from mcore_rl.slices.layouts.copy_recorder import CopyRecorder
+from mcore_rl.slices.layouts.copy_recorder import CopyRecorder, HfTensors
 from mcore_rl.slices.layouts.local_tensors import LocalTensors
 from mcore_rl.slices.plan.coverage import Padding
 
-SHAPES = dict.fromkeys(("a", "b"), ((2, 3), torch.float32))
+SHAPES: HfTensors = dict.fromkeys(("a", "b"), ((2, 3), torch.float32))
 
 
 def test_only_the_named_tensors_are_given_and_recorded():
