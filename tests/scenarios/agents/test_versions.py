@@ -73,7 +73,7 @@ class Swapped:
 
     async def swap_at_random(self, generator: random.Random) -> None:
         while True:
-            await asyncio.sleep(generator.uniform(0.02, 0.6))
+            await asyncio.sleep(generator.uniform(0.02, 0.25))
             await self.swap()
 
 

@@ -85,7 +85,8 @@ def test_requests_in_flight_continue_with_the_new_weights_and_say_from_which_tok
     stage: Stage,
 ) -> None:
     answers: list[Any] = []
-    url = stage.urls[0]
+    stage.sync(2)
+    url = stage.urls[-1]  # that of two ranks, which takes longer for an answer
     request = threading.Thread(target=lambda: answers.append(generate(url, max_new_tokens=900)))
     request.start()
     time.sleep(0.5)
