@@ -1,23 +1,13 @@
 """The benchmark of the search index runs at its smallest size and finds what it shall."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 
-from tests.support.policy import ROOT
+from tests.support.benchmarks import figures_of
 
 
 def test_the_benchmark_ends_with_its_numbers() -> None:
     options = ["--passages", "3000", "--plain-passages", "2000", "--seconds", "0.5"]
-    done = subprocess.run(
-        [sys.executable, "benchmarks/search.py", *options, "--shard-len", "1500"],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    numbers = json.loads(done.stdout.splitlines()[-1])
+    numbers = figures_of("search.py", *options, "--shard-len", "1500", timeout_s=300)
     assert numbers["passages"] == 3000 and numbers["recall_at_3"] >= 0.95
     assert numbers["build_s"] > 0 and numbers["queries_per_s"] > 0 and numbers["index_mib"] > 0
     assert numbers["build_peak_mib"] > 0 and numbers["query_private_mib"] > 0
