@@ -44,11 +44,15 @@ def use_gpus(arguments: list[str], gpu_ids: Sequence[str]) -> list[str]:
     return arguments
 
 
-def use_cpu(arguments: list[str]) -> list[str]:
+def use_cpu(arguments: list[str], *, compiled: bool = True) -> list[str]:
     """Set this process up for SGLang without CUDA and return `cpu_arguments(arguments)`.
 
     Call it before anything imports sglang.
+
+    compiled   run what device/native has in compiled code, if there is a compiler
     """
+    if not compiled:
+        os.environ["CC"] = "none"
     for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     tp_size = int(_option(arguments, "--tp-size", "1"))

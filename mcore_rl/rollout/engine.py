@@ -110,8 +110,6 @@ class EngineProcess:
         assert self._temp_dir is not None
         environment = {**os.environ, "TMPDIR": self._temp_dir.path, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor")
-        if not self.spec.compiled:
-            environment["CC"] = "none"
         variables = zmq_peers(self.spec.host, self.spec.node_addresses)
         if self.spec.is_local:
             variables |= loopback_interfaces()

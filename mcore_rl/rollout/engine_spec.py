@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from mcore_rl.process.network import is_loopback
 from mcore_rl.process.server_keys import ServerKeys
 
+UNCOMPILED = "--uncompiled"
+"""Argument of mcore_rl.rollout.server; see EngineSpec.compiled."""
+
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -117,6 +120,8 @@ class EngineSpec:
         if self.custom_weight_loaders:
             flags += ["--custom-weight-loader", *self.custom_weight_loaders]
         arguments = [str(part) for item in options.items() for part in item]
+        if not self.compiled:
+            arguments = [UNCOMPILED, *arguments]
         if self.gpu_ids:
             arguments = ["--gpu-ids", ",".join(self.gpu_ids), *arguments]
         return arguments + flags + list(self.extra_args)

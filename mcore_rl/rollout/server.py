@@ -1,8 +1,9 @@
 """Entry point of an SGLang server: takes `sglang serve` arguments and serves HTTP.
 
-Run as `python -m mcore_rl.rollout.server --parent-pid N [--keys-fd N] [--gpu-ids 2,3] <sglang
-arguments>`. All processes of the server die with the process that started it. Without CUDA, import
-stand-ins replace SGLang's CUDA-only dependencies, and SGLang is set up for the CPU.
+Run as `python -m mcore_rl.rollout.server --parent-pid N [--keys-fd N] [--gpu-ids 2,3]
+[--uncompiled] <sglang arguments>`. All processes of the server die with the process that started
+it. Without CUDA, import stand-ins replace SGLang's CUDA-only dependencies, and SGLang is set up for
+the CPU.
 """
 
 import json
@@ -17,6 +18,7 @@ from mcore_rl.process.meeting_store import bind_meetings_to_their_host
 from mcore_rl.process.server_keys import ServerKeys, read_keys
 from mcore_rl.process.tied import die_with_parent
 from mcore_rl.rollout import image_request
+from mcore_rl.rollout.engine_spec import UNCOMPILED
 from mcore_rl.rollout.image_request import (
     NOT_HERE,
     check_placeholders,
@@ -61,6 +63,8 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] == ["--gpu-ids"]:
         gpu_ids = arguments[1].split(",")
         arguments = arguments[2:]
+    compiled = arguments[:1] != [UNCOMPILED]
+    arguments = arguments if compiled else arguments[1:]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, below
     forks_die_with_their_parents()
 
@@ -71,7 +75,10 @@ def main(arguments: list[str]) -> None:
         from mcore_rl.device import has_cuda
         from mcore_rl.device.sglang_setup import use_cpu, use_gpus
 
-        arguments = use_gpus(arguments, gpu_ids) if has_cuda() else use_cpu(arguments)
+        if has_cuda():
+            arguments = use_gpus(arguments, gpu_ids)
+        else:
+            arguments = use_cpu(arguments, compiled=compiled)
         from sglang.launch_server import run_server
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import prepare_server_args

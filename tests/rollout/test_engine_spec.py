@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
+from mcore_rl.rollout.engine_spec import UNCOMPILED, EngineAddress, EngineSpec
 from tests.support.engine_keys import KEYS
 
 
@@ -49,6 +49,13 @@ def test_the_server_is_told_its_gpus_before_sglangs_own_arguments():
     spec = EngineSpec("model", "log", port=1234, gpu_ids=("2", "3"))
     assert spec.arguments()[:3] == ["--gpu-ids", "2,3", "--model-path"]
     assert "--gpu-ids" not in EngineSpec("model", "log", port=1234).arguments()
+
+
+def test_the_server_is_told_if_nothing_is_to_be_compiled() -> None:
+    """By an argument, as kernels of a GPU need the compiler that the environment names."""
+    spec = EngineSpec("model", "log", port=1234, gpu_ids=("2",), compiled=False)
+    assert spec.arguments()[:4] == ["--gpu-ids", "2", UNCOMPILED, "--model-path"]
+    assert UNCOMPILED not in EngineSpec("model", "log", port=1234).arguments()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "node3"])
