@@ -143,8 +143,8 @@ def _trained(
     for stage in range(parallel.pp):
         count = stage_parameters(layout, sizes, stage, train.vision)
         uses = _states(count, parallel, sizes, per_parameter)
-        uses["activations"] = _passes(activations, parallel, layout.stage_layers(stage), stage)
         runs = layout.stage_layers(stage)
+        uses["activations"] = _passes(activations, parallel, runs, stage)
         in_flight = _in_flight(parallel, stage) / len(runs)
         if features := received_features(hf_config, step, runs, in_flight):
             uses["tower's features"] = features

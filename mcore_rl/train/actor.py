@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -142,10 +142,15 @@ class Actor(TrainedModel):
 
     def _work(self, batches: Sequence[RankBatch]) -> dict[str, float]:
         """Return the operations of the vision tower; {} without one. A collective."""
-        flops = TowerFlops.of(ModelFacts(self._hf_path, self.hf_config))
-        if flops is None:
+        if self._tower_flops is None:
             return {}
-        return tower_work(flops, [batch.vision for batch in batches], self._train.vision)
+        images = [batch.vision for batch in batches]
+        return tower_work(self._tower_flops, images, self._train.vision)
+
+    @cached_property
+    def _tower_flops(self) -> TowerFlops | None:
+        """Operations of the vision tower, counted once: every tensor of the model is looked at."""
+        return TowerFlops.of(ModelFacts(self._hf_path, self.hf_config))
 
     def _softmax(self, temperature: float) -> VocabParallelSoftmax:
         return VocabParallelSoftmax(
