@@ -81,15 +81,6 @@ def check_native_forward_leaves_long_prefill_to_torch():
 
 
 def server_args(**changes):
-    args = {
-        "tp_size": 1,
-        "pp_size": 1,
-        "enable_lora": None,
-        "speculative_algorithm": None,
-        "expert_distribution_recorder_mode": None,
-        "enable_hierarchical_cache": False,
-        "enable_eplb": False,
-        "kv_cache_dtype": "auto",
-        "is_embedding": False,
-    }
-    return SimpleNamespace(**{**args, **changes})
+    from sglang_on_cpu.native_forward import PLAIN_SERVER
+
+    return SimpleNamespace(**{**PLAIN_SERVER, **changes})

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from mcore_rl.slices.layouts.repeated_layers import in_layer, split_layer
+from mcore_rl.slices.layouts.repeated_layers import split_layer
 from mcore_rl.slices.plan.coverage import Padding
 
 Fill = Callable[[], object]
@@ -32,7 +32,7 @@ def repeated_fills(
         padding_of[split_layer(part.tensor).layer].append(part)
     for layer, example in example_of.items():
         for part in padding_of[example]:
-            name = in_layer(part.tensor, layer)
+            name = split_layer(part.tensor).in_layer(layer)
             target = Padding(name, part.offset, part.shape, part.strides)
             yield partial(target.view(tensors).copy_, part.view(tensors))
 

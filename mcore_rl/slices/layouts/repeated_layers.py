@@ -36,6 +36,15 @@ class LayerName(NamedTuple):
     layer: int | None
     after: str
 
+    def in_layer(self, layer: int) -> str:
+        """Return the name with another layer's number."""
+        return f"{self.before}.{layer}.{self.after}"
+
+    @property
+    def without_layer(self) -> str:
+        """The name without its number, which tensors of layers that are alike have in common."""
+        return f"{self.before}.{self.after}"
+
 
 def split_layer(name: str) -> LayerName:
     """Return the parts of `name` around its first number: "layers", 3, "mlp.gate.weight"."""
@@ -153,8 +162,8 @@ class _Example:
         """Return the shards with another layer in the names of both tensors."""
         return [
             Shard(
-                Box(f"{hf.before}.{layer}.{hf.after}", shard.box.start, shard.box.stop),
-                f"{local.before}.{layer}.{local.after}",
+                Box(hf.in_layer(layer), shard.box.start, shard.box.stop),
+                local.in_layer(layer),
                 shard.offset,
                 shard.strides,
                 shard.dtype,
@@ -186,12 +195,12 @@ def _sample(names: Iterable[str], layer: int, held: set[str]) -> Iterator[str]:
     """
     experts: dict[tuple[Pattern, bool], list[str]] = defaultdict(list)
     for name in names:
-        before, _, after = split_layer(name)
-        pattern = _pattern(f"{before}.{after}")
+        parts = split_layer(name)
+        pattern = _pattern(parts.without_layer)
         if pattern is None:
             yield name
         else:
-            experts[pattern, after in held].append(name)
+            experts[pattern, parts.after in held].append(name)
     for (_, is_held), alike in experts.items():
         drawn = [layer * prime % len(alike) for prime in _DRAWS] if is_held else []
         yield from {alike[i]: None for i in (0, *drawn, len(alike) - 1)}
@@ -203,20 +212,12 @@ def _pattern(name: str) -> Pattern | None:
     return None if number is None else (before, after)
 
 
-def in_layer(name: str, layer: int) -> str:
-    """Return `name`, which has a layer's number, with that of another layer."""
-    before, _, after = split_layer(name)
-    return f"{before}.{layer}.{after}"
-
-
-def _without_layer(part: Padding) -> tuple[Pattern, tuple[object, ...]]:
+def _without_layer(part: Padding) -> tuple[str, tuple[object, ...]]:
     """Return (local tensor without its layer, where the padding lies in it)."""
-    before, _, after = split_layer(part.tensor)
-    return (before, after), (part.offset, part.shape, part.strides)
+    return split_layer(part.tensor).without_layer, (part.offset, part.shape, part.strides)
 
 
 def _kind(shard: Shard) -> Pattern | str:
     """Return what a layer's HF name shares with the names of all experts of its kind."""
-    before, _, after = split_layer(shard.box.name)
-    name = f"{before}.{after}"
+    name = split_layer(shard.box.name).without_layer
     return _pattern(name) or name

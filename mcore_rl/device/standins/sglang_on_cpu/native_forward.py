@@ -19,6 +19,18 @@ from sglang_on_cpu.native_layers import Decoder, Layer, UnsupportedError, read_d
 MAX_PREFILL_PAIRS = 2**21
 """Largest number of pairs of a query and a key, for which prefill runs here. Beyond, torch's
 attention with its blocks of queries is faster."""
+PLAIN_SERVER = {
+    "tp_size": 1,
+    "pp_size": 1,
+    "enable_lora": None,
+    "speculative_algorithm": None,
+    "expert_distribution_recorder_mode": None,
+    "enable_hierarchical_cache": False,
+    "enable_eplb": False,
+    "kv_cache_dtype": "auto",
+    "is_embedding": False,
+}
+"""Fields of SGLang's ServerArgs, with the values at which forward.c does all that SGLang does."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -199,18 +211,7 @@ def run_in_compiled_code() -> None:
 
 def check_server(server_args: Any) -> None:
     """Raise UnsupportedError for options whose forward pass does more than native/forward.c."""
-    without = {
-        "tp_size": 1,
-        "pp_size": 1,
-        "enable_lora": None,
-        "speculative_algorithm": None,
-        "expert_distribution_recorder_mode": None,
-        "enable_hierarchical_cache": False,
-        "enable_eplb": False,
-        "kv_cache_dtype": "auto",
-        "is_embedding": False,
-    }
-    for name, value in without.items():
+    for name, value in PLAIN_SERVER.items():
         given = getattr(server_args, name)
         if given and given != value:
             raise UnsupportedError(f"{name}={given}")
