@@ -48,6 +48,8 @@ class Box:
         """Return the box of the elements in both boxes, or None if they share none."""
         if self.name != other.name:
             return None
+        if self.start == other.start and self.stop == other.stop:
+            return self
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if not all(map(lt, start, stop)):
@@ -99,6 +101,8 @@ class Shard:
 
     def within(self, box: Box) -> "Shard":
         """Return the part of this shard that holds `box`, which must lie inside the shard's box."""
+        if box == self.box:
+            return self
         assert self.box.intersect(box) == box, f"{box} is not inside {self.box}"
         offset = self.offset
         for before, after, stride in zip(self.box.start, box.start, self.strides, strict=True):

@@ -78,8 +78,10 @@ def split_box(box: Box, max_numel: int, multiple: int = 1) -> list[Box]:
     Cuts lie at multiples of `multiple` from the start of `box`, so a part may be larger than
     `max_numel` if it is no longer than `multiple` on every axis.
     """
+    if box.numel <= max_numel:
+        return [box]
     axis = next((i for i, size in enumerate(box.shape) if size > multiple), None)
-    if box.numel <= max_numel or axis is None:
+    if axis is None:
         return [box]
     numel_per_row = box.numel // box.shape[axis]
     step = max(1, max_numel // numel_per_row // multiple) * multiple
@@ -142,9 +144,6 @@ def _bounded(slices: Iterable[Slice], bucket_bytes: int) -> Iterable[list[Slice]
     for whole in slices:
         multiple = BLOCK if whole.dtype == FP8 else 1
         max_numel = max(1, bucket_bytes // itemsize(whole.dtype))
-        if whole.dtype != FP8 and whole.box.numel <= max_numel:
-            yield [whole]
-            continue
         for box in split_box(whole.box, max_numel, multiple):
             part = Slice(box, whole.dtype)
             yield [part] if part.scales is None else [part, part.scales]

@@ -46,10 +46,6 @@ def holdings(bucket: Bucket, shards: Mapping[str, Sequence[Shard]]) -> list[Hold
         candidates = shards.get(box.name, ())
         if not candidates and box in computed:
             continue
-        if len(candidates) == 1 and candidates[0].box == box:
-            whole = tuple(slice(0, size) for size in box.shape)
-            held.append(Holding(i, whole, candidates[0]))
-            continue
         num_held = 0
         for shard in candidates:
             common = box.intersect(shard.box)
