@@ -1,4 +1,4 @@
-"""Measures the CPU time of an engine's decode step with compiled code and without a compiler.
+"""Measures the CPU time of an engine's decode step with compiled code and without it.
 
     python benchmarks/decode_step.py [--requests 32] [--tokens 64] [--rounds 5]
 
@@ -8,24 +8,23 @@ same. CPU time is that of the busiest process of an engine, the scheduler. The l
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from cpu_time import cpu_seconds, with_children
 from grpo_workload import SHAPE
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 
 PROMPT_LEN = 16
 DEADLINE_S = 300.0
-COMPILERS = {"torch": "none", "compiled": os.environ.get("CC", "cc")}
+WAYS = {"torch": False, "compiled": True}
 
 
 def main() -> None:
@@ -34,15 +33,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each request")
     parser.add_argument("--rounds", type=int, default=5, help="beside one of warm-up")
     args = parser.parse_args()
-    times: dict[str, list[float]] = {way: [] for way in COMPILERS}
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory(prefix="decode_step_") as name, ExitStack() as stack:
         engines = start_engines(Path(name), stack)
         for index in range(args.rounds + 1):
             answers = []
             for way, engine in engines.items():
-                before = cpu_seconds(engine.pid)
+                before = used_s(engine.pid)
                 answers.append(generate(engine.url, args.requests, args.tokens, index))
-                after = cpu_seconds(engine.pid)
+                after = used_s(engine.pid)
                 busiest = max(after[pid] - before.get(pid, 0.0) for pid in after)
                 times[way].append(1000 * busiest / args.tokens)
             assert answers[0] == answers[1], "the engines sampled other tokens"
@@ -52,29 +51,23 @@ def main() -> None:
 
 
 def start_engines(folder: Path, stack: ExitStack) -> dict[str, EngineProcess]:
-    """Return a running engine for each of COMPILERS."""
+    """Return a running engine for each of WAYS."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(vocab_size=128, eos_token_id=1, pad_token_id=2, **SHAPE)
     Qwen3MoeForCausalLM(config).float().save_pretrained(folder / "model")
     engines = {}
-    for way, compiler in COMPILERS.items():
-        os.environ["CC"] = compiler  # engines inherit it
+    for way, compiled in WAYS.items():
         log = folder / f"{way}.log"
-        spec = EngineSpec(str(folder / "model"), str(log), deterministic=True)
+        spec = EngineSpec(str(folder / "model"), str(log), deterministic=True, compiled=compiled)
         engines[way] = stack.enter_context(EngineProcess(spec))
         is_compiled = "the forward pass runs in compiled code" in log.read_text()
-        assert is_compiled == (way == "compiled"), f"CC={compiler}: see the log\n{log.read_text()}"
+        assert is_compiled == compiled, f"compiled={compiled}: see the log\n{log.read_text()}"
     return engines
 
 
-def cpu_seconds(group_id: int) -> dict[int, float]:
+def used_s(engine_pid: int) -> dict[int, float]:
     """Return the CPU seconds of the processes of an engine, by process id."""
-    seconds = {}
-    leader = psutil.Process(group_id)
-    for process in (leader, *leader.children(recursive=True)):
-        used = process.cpu_times()
-        seconds[process.pid] = used.user + used.system
-    return seconds
+    return {process.pid: cpu_seconds(process) for process in with_children([engine_pid])}
 
 
 def generate(url: str, num_requests: int, num_tokens: int, index: int) -> list[list[int]]:

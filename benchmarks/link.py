@@ -19,8 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
+from cpu_time import cpu_seconds, with_children
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.slices.layouts.megatron import MegatronSizes
@@ -90,11 +89,11 @@ def link(
     seconds = []
     cpu = []
     for _ in range(repeats):
-        began_cpu_s = cpu_seconds(pids)
+        began_cpu_s = _used_s(pids)
         began_s = time.perf_counter()
         asyncio.run(controller.connect([url]))
         seconds.append(time.perf_counter() - began_s)
-        cpu.append(cpu_seconds(pids) - began_cpu_s)
+        cpu.append(_used_s(pids) - began_cpu_s)
     assert controller.agreed_layouts(url).startswith(way), controller.agreed_layouts(url)
     began_s = time.perf_counter()
     asyncio.run(controller.sync(0))
@@ -108,11 +107,9 @@ def link(
     return {f"{way}_{name}": round(value, 3) for name, value in figures.items()}
 
 
-def cpu_seconds(pids: Sequence[int]) -> float:
+def _used_s(pids: Sequence[int]) -> float:
     """Return the CPU time that the processes and their children have used."""
-    parents = [psutil.Process(pid) for pid in pids]
-    processes = [p for parent in parents for p in (parent, *parent.children(recursive=True))]
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
+    return sum(map(cpu_seconds, with_children(pids)))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from cpu_time import cpu_seconds, with_children
+
 COMMAND = (sys.executable, "-m", "mcore_rl.cli")
 LINKED = "is linked"
 PREFILL = "Prefill batch"
@@ -77,7 +79,7 @@ def measure(folder: Path, run: Path, timeout_s: float) -> dict[str, Any]:
             if process.poll() is not None or now_s > timeout_s:
                 said = run.with_suffix(".out").read_text()[-2000:]
                 raise RuntimeError(f"no token after {now_s:.0f} s of {timeout_s:.0f} s: {said}")
-            cpu |= cpu_seconds(process.pid)
+            cpu |= used_by(process.pid)
             num_warm_up = _note_phases(run / "logs", now_s, num_warm_up, phases)
             time.sleep(POLL_S)
     finally:
@@ -113,18 +115,17 @@ def _note_phases(logs: Path, now_s: float, num_warm_up: int, phases: dict[str, f
     return num_warm_up if "linked_s" in phases else num_prefills
 
 
-def cpu_seconds(pid: int) -> dict[int, Used]:
+def used_by(pid: int) -> dict[int, Used]:
     """Return what a process and all that it started have used, by pid."""
     used: dict[int, Used] = {}
     try:
-        parent = psutil.Process(pid)
-        family = [parent, *parent.children(recursive=True)]
+        family = with_children([pid])
     except psutil.NoSuchProcess:
         return used
     for process in family:
         with suppress(psutil.Error):  # it ended meanwhile
             name = " ".join(process.cmdline()[:4])[-48:]
-            used[process.pid] = Used(name, sum(process.cpu_times()[:2]))
+            used[process.pid] = Used(name, cpu_seconds(process))
     return used
 
 
