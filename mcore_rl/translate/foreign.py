@@ -58,6 +58,11 @@ class ForeignOptions:
         value = self.given.get(name)
         return default if value is None else value
 
+    def take_list(self, name: str, default: Sequence[str] = ()) -> list[str]:
+        """Return an option that is a list of texts, or a single one."""
+        value: Any = self.take(name, default)
+        return [value] if isinstance(value, str) else list(value)
+
     def below(self, prefix: str, but: tuple[str, ...] = ()) -> dict[str, Any]:
         """Return the options whose names begin with `prefix`, without it, except nulls.
 

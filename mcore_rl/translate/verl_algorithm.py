@@ -8,6 +8,7 @@ from mcore_rl.translate.verl_training import (
     layout_of,
     layout_of_fsdp,
     passes,
+    shared,
     translate_optimizer,
 )
 
@@ -52,7 +53,7 @@ CORRECTION = "algorithm.rollout_correction"
 
 
 def translate_advantage(options: ForeignOptions) -> Found:
-    name = options.take("algorithm.adv_estimator", "gae")
+    name = shared(options, "algorithm.adv_estimator")
     ours = ADVANTAGES.get(name)
     if ours is None:
         advice = "algorithm.advantage has no such one: register your own (docs/algorithms.md)"
@@ -79,7 +80,7 @@ def translate_advantage(options: ForeignOptions) -> Found:
             yield RecipeLine(
                 "rollout.max_rounds", rounds, ("algorithm.filter_groups.max_num_gen_batches",)
             )
-        prompts = options.take("data.train_batch_size", 1024)
+        prompts = shared(options, "data.train_batch_size")
         drawn = options.take("data.gen_batch_size", prompts)
         if drawn > prompts:
             yield RecipeLine("rollout.oversampling", drawn / prompts, ("data.gen_batch_size",))
@@ -128,7 +129,7 @@ def _covariance(options: ForeignOptions, loss: str | None) -> Found:
 def _aggregation(options: ForeignOptions) -> Found:
     name = f"{ACTOR}.loss_agg_mode"
     mode = options.take(name, "token-mean")
-    longest = options.take("data.max_response_length", 512)
+    longest = shared(options, "data.max_response_length")
     if mode not in AGGREGATIONS:
         yield Decision(name, mode, f"algorithm.aggregation has {', '.join(AGGREGATIONS.values())}")
         return
@@ -198,7 +199,7 @@ def translate_correction(options: ForeignOptions) -> Found:
 
 def translate_critic(options: ForeignOptions) -> Found:
     """Yield the critic of advantage=gae; without one, all that is said of critics is unread."""
-    if options.take("algorithm.adv_estimator", "gae") != "gae":
+    if shared(options, "algorithm.adv_estimator") != "gae":
         return
     path = options.take("critic.model.path", None)
     if path is not None and path != options.take("actor_rollout_ref.model.path", None):
@@ -215,5 +216,5 @@ def translate_critic(options: ForeignOptions) -> Found:
         yield from layout_of(options, "critic.megatron", "critic.parallel")
     else:
         yield from layout_of_fsdp(options, "critic.parallel")
-    if options.take("actor_rollout_ref.hybrid_engine", True):
+    if shared(options, "actor_rollout_ref.hybrid_engine"):
         yield RecipeLine("critic.colocated", True, ("actor_rollout_ref.hybrid_engine",))

@@ -1,7 +1,7 @@
 """Engines, sampling and turns of verl 0.7, as options of a recipe."""
 
 from mcore_rl.translate.foreign import Decision, ForeignOptions, RecipeLine
-from mcore_rl.translate.verl_training import ROLLOUT, Found
+from mcore_rl.translate.verl_training import ROLLOUT, Found, shared
 
 TURNS = f"{ROLLOUT}.multi_turn"
 
@@ -44,8 +44,8 @@ def translate_engines(options: ForeignOptions) -> Found:
 
 
 def _placement(options: ForeignOptions, ranks: int) -> Found:
-    nodes = options.take("trainer.nnodes", 1)
-    gpus = options.take("trainer.n_gpus_per_node", 8)
+    nodes = shared(options, "trainer.nnodes")
+    gpus = shared(options, "trainer.n_gpus_per_node")
     apart = options.take(f"{ROLLOUT}.nnodes", 0)
     if apart:
         per_node = options.take(f"{ROLLOUT}.n_gpus_per_node", gpus)
@@ -57,7 +57,7 @@ def _placement(options: ForeignOptions, ranks: int) -> Found:
         return
     sources = ("trainer.nnodes", "trainer.n_gpus_per_node", f"{ROLLOUT}.tensor_model_parallel_size")
     yield RecipeLine("rollout.engines", max(nodes * gpus // ranks, 1), sources)
-    if options.take("actor_rollout_ref.hybrid_engine", True):
+    if shared(options, "actor_rollout_ref.hybrid_engine"):
         yield RecipeLine("cluster.colocated", True, ("actor_rollout_ref.hybrid_engine",))
         # A recipe with engines on the trainer's GPUs has to have these.
         yield RecipeLine("rollout.stage_weights", False)
@@ -77,7 +77,7 @@ def _several_nodes(nodes: int) -> Found:
 def translate_sampling(options: ForeignOptions) -> Found:
     samples = options.take(f"{ROLLOUT}.n", 1)
     yield RecipeLine("rollout.samples_per_prompt", samples, (f"{ROLLOUT}.n",))
-    longest = options.take("data.max_response_length", 512)
+    longest = shared(options, "data.max_response_length")
     yield RecipeLine("rollout.max_response_len", longest, ("data.max_response_length",))
     for name, default in {"temperature": 1.0, "top_p": 1.0, "top_k": -1}.items():
         value = options.take(f"{ROLLOUT}.{name}", default)

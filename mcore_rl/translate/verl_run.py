@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from mcore_rl.translate.foreign import Decision, ForeignOptions, RecipeLine
-from mcore_rl.translate.verl_training import Found, home_of
+from mcore_rl.translate.verl_training import Found, home_of, shared
 
 TRACKERS = {"tensorboard": "log.tensorboard", "console": "log.console"}
 OVERLONG = (
@@ -25,10 +25,9 @@ FUNCTIONS = ("custom_reward_function", "reward.custom_reward_function")
 
 def translate_data(options: ForeignOptions) -> Found:
     for theirs, ours in (("data.train_files", "data.train"), ("data.val_files", "eval.data")):
-        files = options.take(theirs, [])
-        files = [files] if isinstance(files, str) else files
-        yield RecipeLine(ours, [home_of(file) for file in files], (theirs,))
-    longest = options.take("data.max_prompt_length", 512)
+        files = [home_of(file) for file in options.take_list(theirs)]
+        yield RecipeLine(ours, files, (theirs,))
+    longest = shared(options, "data.max_prompt_length")
     yield RecipeLine("data.max_prompt_len", longest, ("data.max_prompt_length",))
     cut = options.take("data.truncation", "error")
     dropped = options.take("data.filter_overlong_prompts", False)
@@ -98,12 +97,10 @@ def _steps(options: ForeignOptions) -> Found:
     if total is not None:
         yield RecipeLine("run.steps", total, ("trainer.total_training_steps",))
         return
-    files = options.take("data.train_files", [])
-    files = [files] if isinstance(files, str) else files
-    paths = [Path(home_of(file)) for file in files]
+    paths = [Path(home_of(file)) for file in options.take_list("data.train_files")]
     if paths and all(path.is_file() and path.suffix == ".parquet" for path in paths):
         rows = sum(pq.read_metadata(path).num_rows for path in paths)
-        prompts = options.take("data.train_batch_size", 1024)
+        prompts = shared(options, "data.train_batch_size")
         sources = ("trainer.total_epochs", "data.train_files")
         yield RecipeLine("run.steps", max(epochs * (rows // prompts), 1), sources)
     else:
@@ -112,8 +109,7 @@ def _steps(options: ForeignOptions) -> Found:
 
 
 def _trackers(options: ForeignOptions) -> Found:
-    loggers = options.take("trainer.logger", ["console", "wandb"])
-    loggers = [loggers] if isinstance(loggers, str) else loggers
+    loggers = options.take_list("trainer.logger", ["console", "wandb"])
     for logger, ours in TRACKERS.items():
         if logger not in loggers:
             yield RecipeLine(ours, False, ("trainer.logger",))

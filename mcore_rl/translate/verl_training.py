@@ -11,11 +11,26 @@ from mcore_rl.translate.foreign import Decision, ForeignOptions, RecipeLine
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
+SHARED = {
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "algorithm.adv_estimator": "gae",
+    "actor_rollout_ref.hybrid_engine": True,
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 8,
+}
+"""Options that several rules read, and verl's defaults of them."""
 SCHEDULES = ("constant", "linear", "cosine")
 OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
 OWN_TRANSFORMER = ("recompute_", "attention_backend")
 """Fields of the transformer's configuration that are not handed on as they are."""
 Found = Iterator[RecipeLine | Decision]
+
+
+def shared(options: ForeignOptions, name: str) -> Any:
+    """Return one of the options SHARED."""
+    return options.take(name, SHARED[name])
 
 
 def is_megatron(options: ForeignOptions) -> bool:
@@ -119,7 +134,7 @@ def layout_of_fsdp(options: ForeignOptions, ours: str) -> Iterator[RecipeLine]:
 
 
 def _data_parallel(options: ForeignOptions, ours: str, ranks: int) -> RecipeLine:
-    gpus = options.take("trainer.nnodes", 1) * options.take("trainer.n_gpus_per_node", 8)
+    gpus = shared(options, "trainer.nnodes") * shared(options, "trainer.n_gpus_per_node")
     sources = ("trainer.nnodes", "trainer.n_gpus_per_node")
     return RecipeLine(f"{ours}.dp", max(gpus // ranks, 1), sources)
 
@@ -193,7 +208,7 @@ def _schedule(options: ForeignOptions, theirs: str, ours: str) -> Found:
 
 def translate_step(options: ForeignOptions) -> Found:
     """Yield what a step takes: prompts, mini-batches, micro-batches."""
-    prompts = options.take("data.train_batch_size", 1024)
+    prompts = shared(options, "data.train_batch_size")
     yield RecipeLine("rollout.prompts_per_step", prompts, ("data.train_batch_size",))
     yield from passes(options, ACTOR, "train", 256)
     yield from _micro_batches(options)
@@ -216,7 +231,7 @@ def passes(options: ForeignOptions, theirs: str, ours: str, mini_batch: int) -> 
     """Yield optimizer steps and passes of a rollout; `mini_batch` is verl's default, in prompts."""
     name = f"{theirs}.ppo_mini_batch_size"
     size = options.take(name, mini_batch)
-    prompts = options.take("data.train_batch_size", 1024)
+    prompts = shared(options, "data.train_batch_size")
     yield RecipeLine(
         f"{ours}.mini_batches", max(round(prompts / size), 1), ("data.train_batch_size", name)
     )
@@ -229,8 +244,8 @@ def passes(options: ForeignOptions, theirs: str, ours: str, mini_batch: int) -> 
 
 def _micro_batches(options: ForeignOptions) -> Found:
     name = "train.max_tokens_per_microbatch"
-    longest = options.take("data.max_prompt_length", 512)
-    longest += options.take("data.max_response_length", 512)
+    longest = shared(options, "data.max_prompt_length")
+    longest += shared(options, "data.max_response_length")
     group = f"{ACTOR}.megatron.context_parallel_size"
     cp = options.take(
         group if is_megatron(options) else f"{ACTOR}.ulysses_sequence_parallel_size", 1
