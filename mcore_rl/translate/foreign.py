@@ -1,5 +1,6 @@
 """Another system's options by dotted name, and what a translation of them consists of."""
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,12 +45,14 @@ class Unneeded:
 class ForeignOptions:
     """Options by dotted name; those that are read are remembered.
 
-    given      the options that the input has
-    is_whole   whether the input is a whole configuration, whose defaults nobody chose
+    given         the options that the input has
+    is_whole      whether the input is a whole configuration, whose defaults nobody chose
+    config_name   of the configuration whose defaults hold for what is not given; empty: unknown
     """
 
     given: Mapping[str, Any]
     is_whole: bool
+    config_name: str = ""
     read: set[str] = field(default_factory=set)
 
     def take(self, name: str, default: V) -> V:
@@ -90,14 +93,13 @@ def read_options(arguments: Sequence[str]) -> ForeignOptions:
     """Return the options of YAML files and of overrides `key=value`; later ones win.
 
     A file is a configuration, or a list of overrides as Hydra leaves it in .hydra/overrides.yaml.
-    What else a command line has is passed over: -m, a module, --config-name=<name>.
+    A whole command line also has what Hydra and Python read: -m <module>, --config-name=<name>.
     Raises ValueError naming the file or the override that cannot be read.
     """
     given: dict[str, Any] = {}
     is_whole = False
-    for argument in arguments:
-        if argument.startswith("-") or argument.startswith("verl."):
-            continue
+    flags, rest = _command_line().parse_known_args(arguments)
+    for argument in rest:
         if argument.endswith((".yaml", ".yml")) and "=" not in argument:
             content = _read_file(Path(argument))
             if isinstance(content, list):
@@ -107,7 +109,16 @@ def read_options(arguments: Sequence[str]) -> ForeignOptions:
                 given |= flatten(content)
         else:
             given |= parse_overrides([argument])
-    return ForeignOptions(given, is_whole)
+    return ForeignOptions(given, is_whole, flags.config_name)
+
+
+def _command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-m", dest="module")
+    parser.add_argument("--config-name", "-cn", default="")
+    parser.add_argument("--config-path", "-cp")
+    parser.add_argument("--config-dir", "-cd")
+    return parser
 
 
 def _read_file(path: Path) -> Any:

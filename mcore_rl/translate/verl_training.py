@@ -35,7 +35,8 @@ def shared(options: ForeignOptions, name: str) -> Any:
 
 def is_megatron(options: ForeignOptions) -> bool:
     """Return whether Megatron trains, and not FSDP."""
-    own = any(name.startswith(f"{ACTOR}.megatron.") for name in options.given)
+    own = "megatron" in options.config_name
+    own |= any(name.startswith(f"{ACTOR}.megatron.") for name in options.given)
     return options.take(f"{ACTOR}.strategy", "megatron" if own else "fsdp") == "megatron"
 
 

@@ -27,6 +27,8 @@ def test_hydras_file_of_overrides_is_read(tmp_path: Path) -> None:
 def test_the_rest_of_a_command_line_is_passed_over() -> None:
     line = ["-m", "verl.trainer.main_ppo", "--config-path=./config", "--config-name=x.yaml", "a=b"]
     assert read_options(line).given == {"a": "b"}
+    assert read_options(line).config_name == "x.yaml"
+    assert read_options(["--config-name", "y", "a=b"]).config_name == "y"
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,7 @@ def test_the_rest_of_a_command_line_is_passed_over() -> None:
     [
         ("missing.yaml", "missing.yaml: there is no such file"),
         ("a=[", r"a=\[: neither a YAML file nor an override key=value"),
+        ("--own-flag", "--own-flag: neither a YAML file nor an override"),
         ("words", "words: neither a YAML file nor an override"),
     ],
 )

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.translate.verl_training import ACTOR, MODEL, home_of
+from mcore_rl.translate.foreign import ForeignOptions
+from mcore_rl.translate.verl import translate_verl
+from mcore_rl.translate.verl_training import ACTOR, MODEL, home_of, is_megatron
 from tests.translate.verl_options import decided, translate, values
 
 A, M = ACTOR.replace(".", "__"), MODEL.replace(".", "__")
@@ -101,6 +103,14 @@ def test_adapters_and_fsdp_are_left_to_the_user() -> None:
     assert f"{MODEL}.lora_rank" in decided(lora)
     assert f"{ACTOR}.strategy" in decided(translate())
     assert f"{ACTOR}.strategy" not in decided(translate(**{f"{A}__strategy": "megatron"}))
+
+
+@pytest.mark.parametrize("name", ["ppo_megatron_trainer", "ppo_megatron_trainer.yaml"])
+def test_the_name_of_the_configuration_says_that_megatron_trains(name: str) -> None:
+    options = ForeignOptions({}, is_whole=False, config_name=name)
+    assert is_megatron(options)
+    assert f"{ACTOR}.strategy" not in decided(translate_verl(options))
+    assert not is_megatron(ForeignOptions({}, is_whole=False, config_name="ppo_trainer"))
 
 
 def test_a_tilde_is_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> None:
