@@ -18,6 +18,7 @@ Start = Callable[..., Run]
 COMMON = (
     "rollout.deterministic=false",
     "rollout.max_response_len=40",
+    "rollout.compiled=false",  # weights change within responses only if these take their time
     "train.optimizer.lr=1e-3",
     "eval.data=[]",
     "checkpoint.export_hf=false",
