@@ -176,7 +176,7 @@ def megatron_options() -> dict[str, Any]:
     return {
         "apply_rope_fusion": fused,
         "moe_permute_fusion": fused,
-        "bias_activation_fusion": fused,
+        "bias_activation_fusion": True,
         "persist_layer_norm": fused,
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": fused and has_apex,
@@ -253,7 +253,8 @@ def _install_cpu_patches() -> None:
     if _cpu_patches_installed:
         return
     from mcore_rl.device.cpu_patches import PATCHES
+    from mcore_rl.device.kernel_patches import KERNEL_PATCHES
 
-    for patch in PATCHES:
+    for patch in (*PATCHES, *KERNEL_PATCHES):
         patch()
     _cpu_patches_installed = True

@@ -46,6 +46,10 @@ class Form:
     window: int | None = None
     sinks_h: Tensor | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        return self.window is None and self.sinks_h is None
+
 
 def packed_attention(
     q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, lens_N: tuple[int, ...], form: Form
@@ -98,7 +102,7 @@ def _of_last(q_Lhd: Tensor, k_Khd: Tensor, v_Khd: Tensor, form: Form) -> Tensor:
 
 def _causal(q_NLhd: Tensor, k_NLhd: Tensor, v_NLhd: Tensor, form: Form) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_NLhd, k_NLhd, v_NLhd))
-    if form.window is None and form.sinks_h is None:
+    if form.is_plain:
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)

@@ -35,6 +35,10 @@ from mcore_rl.device.attention import (
     context_parallel_attention,
     packed_attention,
 )
+from mcore_rl.device.cpu_kernels import usable
+from mcore_rl.device.cpu_kernels.attention import causal_attention, takes_attention
+from mcore_rl.device.cpu_kernels.experts import grouped_linear
+from mcore_rl.device.cpu_kernels.norm import RmsNorm, rms_norm
 from mcore_rl.device.flash_attention import TorchFlash, fits_flash, flash_attention
 
 
@@ -42,7 +46,7 @@ class Norm:
     """TENorm: a torch norm whose parameters are marked for sequence parallelism."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
-        kind = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
+        kind = {"RMSNorm": RmsNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for p in norm.parameters():
             p.sequence_parallel = config.sequence_parallel
@@ -108,10 +112,15 @@ class DotProductAttention(MegatronModule):
             return flash_attention(query, key, value, self.softmax_offset, kernel).flatten(1)
         lens_N = tuple(packed_seq_params.cu_seqlens_q.diff().tolist())
         form = Form(self.softmax_scale, self.window, self.softmax_offset)
+        key_lens_N = lens_N
         if attn_mask_type is BOTTOM_RIGHT:
             key_lens_N = tuple(packed_seq_params.cu_seqlens_kv.diff().tolist())
+        is_whole = self.cp_group.size() == 1
+        if is_whole and form.is_plain and takes_attention(query, key, value):
+            return causal_attention(query, key, value, lens_N, form.scale, key_lens_N)
+        if attn_mask_type is BOTTOM_RIGHT:
             return bottom_right_attention(query, key, value, lens_N, key_lens_N, form)
-        if self.cp_group.size() == 1:
+        if is_whole:
             return packed_attention(query, key, value, lens_N, form)
         key = gather_from_sequence_parallel_region(key.contiguous(), group=self.cp_group)
         value = gather_from_sequence_parallel_region(value.contiguous(), group=self.cp_group)
@@ -156,7 +165,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         if self.config.normalization == "LayerNorm":
             normed = F.layer_norm(input_, weight.shape, weight, self.layer_norm_bias, eps)
         else:
-            normed = F.rms_norm(input_, weight.shape, weight, eps)
+            normed = rms_norm(input_, weight, eps)
         return super().forward(normed, *args, **kwargs)
 
 
@@ -214,6 +223,8 @@ class _GroupedLinear(torch.nn.Module):
         With skip_bias_add the biases are returned for the caller to add.
         """
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+        if not self.has_bias and usable(x):
+            return grouped_linear(x, weights, counts), None
         biases = None
         if self.has_bias:
             biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]

@@ -13,7 +13,7 @@ _MEGATRON = frozenset(
     {
         *("moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"),
         *("moe_permute_fusion", "apply_rope_fusion", "fused_single_qkv_rope"),
-        *("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"),
+        *("bias_dropout_fusion", "masked_softmax_fusion"),
         *("persist_layer_norm", "memory_efficient_layer_norm", "gradient_accumulation_fusion"),
         *("use_fused_weighted_squared_relu", "use_te_activation_func", "use_te_rng_tracker"),
         *("attention_backend", "cp_comm_type", "batch_invariant_mode"),

@@ -5,15 +5,14 @@ Takes SGLang's batch, returns the normalized hidden states [T, H], and writes th
 
 import ctypes
 import logging
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_rl.device.native import load
+from mcore_rl.device.native.blas import find_sgemm
 from sglang_on_cpu.native_layers import Decoder, Layer, UnsupportedError, read_decoder
 
 MAX_PREFILL_PAIRS = 2**21
@@ -68,7 +67,7 @@ class NativeForward:
         self.in_torch: Callable[..., Tensor] = runner.model.model.forward
         self._call = library.forward
         self._call.restype = None
-        self._sgemm = ctypes.cast(sgemm, ctypes.c_void_p)
+        self._sgemm = sgemm
         self._layers = (Layer * len(decoder.layers))()
         self._space = _Space()
         self._buffers: dict[str, Tensor] = {}
@@ -215,17 +214,6 @@ def check_server(server_args: Any) -> None:
         given = getattr(server_args, name)
         if given and given != value:
             raise UnsupportedError(f"{name}={given}")
-
-
-def find_sgemm() -> Any:
-    """Return the matrix product of torch's own BLAS library; None if torch does not export it."""
-    folder = Path(torch.__file__).parent / "lib"
-    for path in (folder / "libtorch_cpu.so", *sorted(folder.glob("libopenblas*"))):
-        try:
-            return ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW).sgemm_
-        except (OSError, AttributeError):
-            continue
-    return None
 
 
 def capturer() -> Any:
