@@ -20,6 +20,7 @@ from mcore_rl.train.logprobs import (
     vocab_parallel_logprobs,
     vocab_parallel_scores,
 )
+from mcore_rl.train.output_rows import at_tokens
 from mcore_rl.train.packing import RankBatch, fields_on_device
 from mcore_rl.train.reference import ReferenceWeights
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
@@ -96,8 +97,8 @@ class Actor(TrainedModel):
 
         softmax = self._softmax(temperature)
 
-        def output(batch: RankBatch, logits_TV: Tensor) -> tuple[Tensor, Report]:
-            logprobs_T, entropy_T = vocab_parallel_logprobs(logits_TV, batch.labels_T, softmax)
+        def output(batch: RankBatch, logits_RV: Tensor) -> tuple[Tensor, Report]:
+            logprobs_T, entropy_T = _logprobs_and_entropy(batch, logits_RV, softmax)
             loss_T, metrics_T = loss_fn(logprobs_T, entropy_T, batch.batch, _sequence_sum(batch))
             assert batch.batch.loss_weights_T is not None
             loss = (loss_T * batch.batch.loss_weights_T).sum()
@@ -159,6 +160,17 @@ class Actor(TrainedModel):
             temperature,
             self._train.logprob_chunk,
         )
+
+
+def _logprobs_and_entropy(
+    batch: RankBatch, logits_RV: Tensor, softmax: VocabParallelSoftmax
+) -> tuple[Tensor, Tensor]:
+    """Return log-probs and entropies of the local tokens, [T]; 0 where there are no logits."""
+    rows_R = batch.scored_R
+    assert rows_R is not None, "a training pass names the tokens that get logits"
+    values_R = vocab_parallel_logprobs(logits_RV, batch.labels_T[rows_R], softmax)
+    logprobs_T, entropy_T = (at_tokens(x, rows_R, len(batch.labels_T)) for x in values_R)
+    return logprobs_T, entropy_T
 
 
 def _token_scores(

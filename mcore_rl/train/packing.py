@@ -49,6 +49,7 @@ class RankBatch:
                          if it names none. See `experts`
     vision               images and rotary positions; None for a model that sees text alone
     shared               what sequences with a common beginning attend to; None: each has its own
+    scored_R             int64, rising, the local tokens that get logits; None: all of them
     """
 
     tokens_T: Tensor
@@ -64,6 +65,7 @@ class RankBatch:
     named: OwnExperts | None = None
     vision: RankImages | None = None
     shared: SharedRows | None = None
+    scored_R: Tensor | None = None
 
     @property
     def twins_T(self) -> Tensor | None:

@@ -27,6 +27,7 @@ from mcore_rl.train.export import export_hf
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.offload import DeviceMemory
 from mcore_rl.train.optimizer import learning_rate, make_optimizer, set_learning_rate, wrap_chunks
+from mcore_rl.train.output_rows import OutputRows
 from mcore_rl.train.packing import RankBatch, local_sources, local_tokens, make_rank_batch
 from mcore_rl.train.router import balance_losses
 from mcore_rl.train.routing import Routing
@@ -87,6 +88,7 @@ class TrainedModel:
             self._image_tokens = ImageTokens.of(self.hf_config)
             train_only(chunks, train.vision)
         self._shared = SharedAttention(chunks) if train.share_prefixes else None
+        self._output_rows = OutputRows(chunks)
         self.chunks = wrap_chunks(self._config, chunks, train.ddp)
         self._optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._shards, _ = weight_layout(self.chunks, self.hf_config)
@@ -268,7 +270,7 @@ class TrainedModel:
         self._routing.enter(batch, placed, chunk)
         if self._shared is not None:
             self._shared.enter(placed)
-        return placed
+        return self._output_rows.enter(placed)
 
     def _rank_batches(self, microbatches: Sequence[TrainBatch]) -> list[RankBatch]:
         part = self._rank_part()
