@@ -18,7 +18,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from cpu_time import cpu_seconds, with_children
-from grpo_workload import SHAPE
+from grpo_workload import EXPERTS, SMALL
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 
@@ -53,7 +53,7 @@ def main() -> None:
 def start_engines(folder: Path, stack: ExitStack) -> dict[str, EngineProcess]:
     """Return a running engine for each of WAYS."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(vocab_size=128, eos_token_id=1, pad_token_id=2, **SHAPE)
+    config = Qwen3MoeConfig(vocab_size=128, eos_token_id=1, pad_token_id=2, **SMALL, **EXPERTS)
     Qwen3MoeForCausalLM(config).float().save_pretrained(folder / "model")
     engines = {}
     for way, compiled in WAYS.items():

@@ -1,68 +1,200 @@
-"""Measures the tokens per second of a GRPO step of this system and of TRL.
+"""Measures the tokens per second of GRPO steps of this system and of TRL, on four workloads.
 
-Both train the same float32 model (1 M parameters, 4 layers, 8 experts) on the same prompts, with 4
-x 8 samples of 64 new tokens per step, on the same cores, one after the other. A step is everything
-between the ends of two optimizer steps. The last line is JSON with the ratio.
+Both train the same float32 model on the same prompts, on the same cores, in turns. A step is
+everything between the ends of two optimizer steps; its tokens are those of the responses. TRL runs
+with the number of threads and the micro-batch that are fastest for it. The last line is JSON.
 """
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from grpo_workload import (
-    LEARNING_RATE,
-    NUM_PROMPTS,
-    RESPONSE_LEN,
-    SAMPLES_PER_PROMPT,
-    TOKENS_PER_STEP,
-    make_workload,
-)
+from grpo_workload import BY_NAME, WORKLOADS, Workload, make_workload
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements" / "bench.txt"
 TRL_SITE = ROOT / "benchmarks" / ".trl"
-WARMUP_STEPS = 3
-DEADLINE_S = 900
+STEPS = {"1M-32x64": 16, "1M-256x256": 6, "55M-64x128": 5, "SmolLM2-32x128": 4}
+"""Steps of a turn of each system."""
+WARMUP_STEPS = 2
+TRIAL_STEPS = 3
+DEADLINE_S = 1800
+
+
+@dataclass(frozen=True)
+class Rival:
+    """How TRL runs: its compute threads, and the sequences of a micro-batch."""
+
+    threads: int
+    micro_batch: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=20,
-        help=f"steps of each system, including {WARMUP_STEPS} of warm-up",
-    )
-    parser.add_argument("--cores", type=int, default=2)
-    parser.add_argument("overrides", nargs="*", help="key=value, for this system's recipe")
-    args = parser.parse_args()
+    args = parse_arguments()
     os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: args.cores]))
     install_trl()
-    with tempfile.TemporaryDirectory(prefix="grpo_step_") as name:
-        folder = Path(name)
-        make_workload(folder)
-        trl: dict[int, float] = {}
-        for threads in range(1, args.cores + 1):
-            trl[threads] = run_trl(folder, args.steps, threads)
-        ours = run_ours(folder, args.steps, args.overrides)
-    threads = min(trl, key=lambda count: trl[count])
-    report(ours, trl[threads], threads)
+    cells = {}
+    for name in args.workloads:
+        workload = BY_NAME[name]
+        with tempfile.TemporaryDirectory(prefix="grpo_step_") as folder:
+            make_workload(workload, Path(folder))
+            steps = args.steps or STEPS[name]
+            cells[name] = compare(workload, Path(folder), steps, args)
+        print(json.dumps({name: cells[name]}), flush=True)
+    report(cells)
+    if args.png:
+        draw(cells, args.png)
+    ratios = [cell["ratio"] for cell in cells.values()]
+    mean = round(math.exp(statistics.fmean(map(math.log, ratios))), 3)
+    print(json.dumps({"geometric_mean": mean, "workloads": cells}))
 
 
-def report(ours_s: float, trl_s: float, trl_threads: int) -> None:
-    """Print a table, then one JSON object; arguments are seconds per step."""
-    ours = TOKENS_PER_STEP / ours_s
-    trl = TOKENS_PER_STEP / trl_s
-    print(f"{'system':24s}{'s/step':>10s}{'tokens/s':>12s}")
-    print(f"{'mcore_rl':24s}{ours_s:10.3f}{ours:12.0f}")
-    print(f"{f'TRL, {trl_threads} threads':24s}{trl_s:10.3f}{trl:12.0f}")
-    figures = {"ratio": ours / trl, "tokens_per_second": ours, "trl_tokens_per_second": trl}
-    print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
+def parse_arguments() -> argparse.Namespace:
+    names = [workload.name for workload in WORKLOADS]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workloads", nargs="+", choices=names, default=names)
+    parser.add_argument("--steps", type=int, help=f"steps of a turn, {WARMUP_STEPS} of warm-up")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each system")
+    parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--png", type=Path, help="draw the ratios")
+    parser.add_argument("--overrides", nargs="*", default=[], help="key=value, for our recipe")
+    return parser.parse_args()
+
+
+def compare(
+    workload: Workload, folder: Path, num_steps: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Return medians of tokens per second of both, of alternating turns, and their ratio."""
+    rival = fastest_rival(workload, folder, args.cores)
+    ours: list[dict[str, Any]] = []
+    trl: list[dict[str, Any]] = []
+    for turn in range(args.repeats):
+        systems = [
+            lambda: ours.append(run_ours(workload, folder, num_steps, args.overrides)),
+            lambda: trl.append(run_trl(workload, folder, num_steps, rival)),
+        ]
+        for run_system in systems if turn % 2 == 0 else reversed(systems):
+            run_system()
+    our_rates, trl_rates = list(map(rate, ours)), list(map(rate, trl))
+    figures = {
+        "ratio": statistics.median(our_rates) / statistics.median(trl_rates),
+        "tokens_per_second": statistics.median(our_rates),
+        "trl_tokens_per_second": statistics.median(trl_rates),
+        "least": min(our_rates) / max(trl_rates),
+        "most": max(our_rates) / min(trl_rates),
+        "response_len": mean_len(workload, ours),
+        "trl_response_len": mean_len(workload, trl),
+        "seconds": statistics.median(s for run in ours for s in run["seconds"]),
+        "trl_seconds": statistics.median(s for run in trl for s in run["seconds"]),
+    }
+    rounded = {name: round(value, 3) for name, value in figures.items()}
+    return rounded | {"trl_threads": rival.threads, "trl_micro_batch": rival.micro_batch}
+
+
+def fastest_rival(workload: Workload, folder: Path, cores: int) -> Rival:
+    """Try each number of threads, then smaller micro-batches with the faster one."""
+    whole = workload.num_samples
+    rates = {
+        rival: rate(run_trl(workload, folder, TRIAL_STEPS, rival))
+        for rival in (Rival(threads, whole) for threads in range(1, cores + 1))
+    }
+    threads = max(rates, key=lambda rival: rates[rival]).threads
+    for micro_batch in (whole // 2, whole // 4):
+        rival = Rival(threads, micro_batch)
+        rates[rival] = rate(run_trl(workload, folder, TRIAL_STEPS, rival))
+    return max(rates, key=lambda rival: rates[rival])
+
+
+def rate(run: Mapping[str, Any]) -> float:
+    """Return tokens per second of a turn's steps after its warm-up."""
+    warm = WARMUP_STEPS - 1  # the first step is not in the list
+    return sum(run["tokens"][warm:]) / sum(run["seconds"][warm:])
+
+
+def mean_len(workload: Workload, runs: Sequence[Mapping[str, Any]]) -> float:
+    return statistics.fmean(n for run in runs for n in run["tokens"]) / workload.num_samples
+
+
+def run_trl(workload: Workload, folder: Path, num_steps: int, rival: Rival) -> dict[str, Any]:
+    """Return seconds and tokens of the steps of TRL but the first."""
+    options = {"--threads": rival.threads, "--micro-batch": rival.micro_batch}
+    return run_script(
+        "grpo_trl.py",
+        workload,
+        folder,
+        num_steps,
+        [str(part) for pair in options.items() for part in pair],
+        OMP_NUM_THREADS=str(rival.threads),
+        PYTHONPATH=str(TRL_SITE),
+    )
+
+
+def run_ours(
+    workload: Workload, folder: Path, num_steps: int, overrides: Sequence[str]
+) -> dict[str, Any]:
+    """Return seconds and tokens of the steps of `mcore-rl train` but the first."""
+    return run_script("grpo_ours.py", workload, folder, num_steps, overrides)
+
+
+def run_script(
+    name: str,
+    workload: Workload,
+    folder: Path,
+    num_steps: int,
+    options: Sequence[str],
+    **environment: str,
+) -> dict[str, Any]:
+    """Return the last line of a script of this folder; exit with its errors if it fails."""
+    command = [sys.executable, str(ROOT / "benchmarks" / name), "--workload", workload.name]
+    done = subprocess.run(
+        [*command, "--folder", str(folder), "--steps", str(num_steps), *options],
+        cwd=ROOT,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{name} exited {done.returncode}:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def report(cells: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print a table of tokens per second."""
+    print(
+        f"{'workload':18s}{'mcore_rl':>10s}{'TRL':>10s}{'ratio':>8s}{'length':>9s}{'threads':>9s}"
+    )
+    for name, cell in cells.items():
+        rates = f"{cell['tokens_per_second']:10.0f}{cell['trl_tokens_per_second']:10.0f}"
+        rest = f"{cell['ratio']:8.2f}{cell['response_len']:9.1f}{cell['trl_threads']:9d}"
+        print(f"{name:18s}{rates}{rest}")
+
+
+def draw(cells: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Draw the ratios as bars, with the range from the worst pair of turns to the best."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 2.8), layout="constrained")
+    axes = figure.subplots()
+    ratios = [cell["ratio"] for cell in cells.values()]
+    below = [cell["ratio"] - cell["least"] for cell in cells.values()]
+    above = [cell["most"] - cell["ratio"] for cell in cells.values()]
+    bars = axes.barh(list(cells), ratios, xerr=[below, above], color="#4477aa", capsize=3)
+    axes.bar_label(bars, labels=[f"{ratio:.2f}" for ratio in ratios], label_type="center")
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens per second of a GRPO step, relative to TRL")
+    figure.savefig(path, dpi=150)
 
 
 def install_trl() -> None:
@@ -73,94 +205,13 @@ def install_trl() -> None:
     stamp = TRL_SITE / ".installed"
     if stamp.exists() and stamp.read_text() == REQUIREMENTS.read_text():
         return
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "-qq",
-        "install",
-        "--no-deps",
-        "--upgrade",
-    ]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-qq", "install"]
     subprocess.run(
-        [*command, "--target", str(TRL_SITE), "-r", str(REQUIREMENTS)],
+        [*pip, "--no-deps", "--upgrade", "--target", str(TRL_SITE), "-r", str(REQUIREMENTS)],
         check=True,
         timeout=DEADLINE_S,
     )
     stamp.write_text(REQUIREMENTS.read_text())
-
-
-def run_trl(folder: Path, num_steps: int, threads: int) -> float:
-    """Return the median seconds per step of TRL with `threads` compute threads."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "grpo_trl.py"), "--folder", str(folder)]
-    output = run(
-        [*command, "--steps", str(num_steps), "--threads", str(threads)],
-        OMP_NUM_THREADS=str(threads),
-        PYTHONPATH=str(TRL_SITE),
-    )
-    measured = json.loads(output.strip().splitlines()[-1])
-    check_length("TRL", measured["response_len"])
-    return statistics.median(measured["seconds"][WARMUP_STEPS - 1 :])
-
-
-def run_ours(folder: Path, num_steps: int, overrides: list[str]) -> float:
-    """Return the median seconds per step of `mcore-rl train`, by its metrics.jsonl.
-
-    The last step, which saves, does not count.
-    """
-    run_dir = folder / "run"
-    settings = {
-        "run.dir": run_dir,
-        "run.steps": num_steps + 1,
-        "run.resume": False,
-        "model.path": folder / "model",
-        "model.init": "hf",
-        "model.dtype": "float32",
-        "data.train": f"[{folder / 'train.parquet'}]",
-        "rollout.prompts_per_step": NUM_PROMPTS,
-        "rollout.samples_per_prompt": SAMPLES_PER_PROMPT,
-        "rollout.max_response_len": RESPONSE_LEN,
-        "rollout.temperature": 1.0,
-        "train.mini_batches": 1,
-        "train.epochs": 1,
-        "train.optimizer.lr": LEARNING_RATE,
-        "train.optimizer.min_lr": 0.0,
-        "train.optimizer.schedule": "constant",
-        "train.optimizer.warmup_steps": 0,
-        "algorithm.kl.coef": 0.0,
-        "reward.path": ROOT / "benchmarks" / "grpo_workload.py",
-        "reward.name": "reward",
-        "eval.data": "[]",
-        "checkpoint.every_steps": 0,
-        "checkpoint.export_hf": False,
-        "log.tensorboard": False,
-        "parallel.ep": 1,
-    }
-    command = [sys.executable, "-m", "mcore_rl.cli", "train", "recipe=tiny_moe_grpo"]
-    run([*command, *(f"{key}={value}" for key, value in settings.items()), *overrides])
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "time/step" in row][WARMUP_STEPS:num_steps]
-    assert steps, f"{run_dir}/metrics.jsonl has no time/step after {WARMUP_STEPS} steps"
-    check_length("mcore_rl", min(row["rollout/response_len"] for row in steps))
-    return statistics.median(row["time/step"] for row in steps)
-
-
-def check_length(system: str, response_len: float) -> None:
-    assert response_len > 0.99 * RESPONSE_LEN, (
-        f"{system}: {response_len} tokens per response, not {RESPONSE_LEN}"
-    )
-
-
-def run(command: list[str], **environment: str) -> str:
-    """Run a command in the repository and return its output; exit with its errors if it fails."""
-    env = os.environ | {"HF_HUB_OFFLINE": "1"} | environment
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} exited {done.returncode}:\n{done.stderr[-4000:]}")
-    return done.stdout
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
-"""Trains with TRL's GRPOTrainer and prints a JSON line with its seconds per step."""
+"""Trains with TRL's GRPOTrainer; prints a JSON line with the seconds and tokens of each step."""
 
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import Qwen3MoeForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from grpo_workload import LEARNING_RATE, NUM_PROMPTS, RESPONSE_LEN, SAMPLES_PER_PROMPT, reward
+from grpo_workload import BY_NAME, LEARNING_RATE, Workload, reward
 
 
 class StepClock(TrainerCallback):
@@ -31,15 +32,16 @@ class StepClock(TrainerCallback):
         return [later - earlier for earlier, later in pairwise(self.ends)]
 
 
-def make_config(folder: Path, num_steps: int) -> GRPOConfig:
-    num_samples = NUM_PROMPTS * SAMPLES_PER_PROMPT
+def make_config(workload: Workload, folder: Path, num_steps: int, micro_batch: int) -> GRPOConfig:
+    assert workload.num_samples % micro_batch == 0, f"{workload.num_samples} / {micro_batch}"
     return GRPOConfig(
         output_dir=str(folder / "trl"),
         max_steps=num_steps,
-        per_device_train_batch_size=num_samples,
-        generation_batch_size=num_samples,
-        num_generations=SAMPLES_PER_PROMPT,
-        max_completion_length=RESPONSE_LEN,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=workload.num_samples // micro_batch,
+        generation_batch_size=workload.num_samples,
+        num_generations=workload.samples_per_prompt,
+        max_completion_length=workload.max_len,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         temperature=1.0,
@@ -56,39 +58,51 @@ def make_config(folder: Path, num_steps: int) -> GRPOConfig:
     )
 
 
-def score(completions: list[list[dict[str, str]]], **columns: Any) -> list[float]:
-    texts = [messages[-1]["content"] for messages in completions]
-    return [
-        reward(data_source="", solution_str=text, ground_truth=None, extra_info=None)
-        for text in texts
-    ]
+class Scorer:
+    """The reward, which also counts the tokens of each step's responses."""
+
+    __name__ = "score"
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def __call__(
+        self,
+        completions: list[list[dict[str, str]]],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Any,
+    ) -> list[float]:
+        self.tokens.append(sum(map(len, completion_ids)))
+        texts = [messages[-1]["content"] for messages in completions]
+        return [
+            reward(data_source="", solution_str=text, ground_truth=None, extra_info=None)
+            for text in texts
+        ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workload", choices=tuple(BY_NAME), required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--micro-batch", type=int, required=True)
     args = parser.parse_args()
+    workload = BY_NAME[args.workload]
     torch.set_num_threads(args.threads)
-    model = Qwen3MoeForCausalLM.from_pretrained(args.folder / "model", dtype=torch.float32)
-    clock = StepClock()
+    model = AutoModelForCausalLM.from_pretrained(args.folder / "model", dtype=torch.float32)
+    clock, score = StepClock(), Scorer()
+    rows = Dataset.from_parquet(str(args.folder / "train.parquet")).select_columns(["prompt"])
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=score,
-        args=make_config(args.folder, args.steps),
-        train_dataset=Dataset.from_parquet(str(args.folder / "train.parquet")).select_columns(
-            ["prompt"]
-        ),
+        args=make_config(workload, args.folder, args.steps, args.micro_batch),
+        train_dataset=rows,
         callbacks=[clock],
     )
     trainer.train()
-    lens = [
-        row["completions/mean_length"]
-        for row in trainer.state.log_history
-        if "completions/mean_length" in row
-    ]
-    print(json.dumps({"seconds": clock.seconds(), "response_len": min(lens)}))
+    assert len(score.tokens) == args.steps, f"{len(score.tokens)} rewards in {args.steps} steps"
+    print(json.dumps({"seconds": clock.seconds(), "tokens": score.tokens[1:]}))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ TEXT = (
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_smollm2(tmp_path_factory.mktemp("smollm2"))
+    return write_smollm2(tmp_path_factory.mktemp("smollm2") / "model")
 
 
 @pytest.fixture(scope="session")
