@@ -90,7 +90,8 @@ class StoreHandles:
         for store, by_digest in self._fetch(far).items():
             for row in far[store]:
                 patches[store, row] = [
-                    Patches(by_digest[each.digest], each.grid) for each in placed[store][row]
+                    Patches(by_digest[each.digest], each.grid, each.interval)
+                    for each in placed[store][row]
                 ]
         return with_images(parts, batch, patches)
 
@@ -143,7 +144,7 @@ def _mapped(placed: PlacedPatches, with_pixels: bool) -> Patches:
     pixels_PD = map_patches(placed) if with_pixels else None
     if pixels_PD is None:
         pixels_PD = torch.empty(placed.shape, device="meta")
-    return Patches(pixels_PD, placed.grid)
+    return Patches(pixels_PD, placed.grid, placed.interval)
 
 
 def _lack_pixels(images: Sequence[Patches]) -> bool:

@@ -3,17 +3,19 @@
 SGLang's /generate takes images as files, which it would decode and resize itself, to other pixels
 than the trainer's. Its processors also take patches, but not by JSON. Here they travel as they are:
 
-    safetensors: request (JSON, uint8), pixels [P, D] float32, grids [I, 3] int64
+    safetensors: request (JSON, uint8), pixels [P, D] float32, grids [I, 3] int64,
+                 intervals [I] float32
 
 An engine on the machine that made the patches maps their files instead of taking a copy:
 
-    JSON: request with "patches": [{digest, path, shape, grid}, ...]
+    JSON: request with "patches": [{digest, path, shape, grid, interval}, ...]
+
+Pieces of videos travel as images do: image_outputs.py gives them to SGLang.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,12 @@ PATH = "/generate_images"
 """The server's route for such requests."""
 NOT_HERE = 410
 """The HTTP status that asks for the patches themselves: their files are not on this machine."""
-FORMATS = {"request": torch.uint8, "pixels": torch.float32, "grids": torch.int64}
+FORMATS = {
+    "request": torch.uint8,
+    "pixels": torch.float32,
+    "grids": torch.int64,
+    "intervals": torch.float32,
+}
 
 
 def pack_request(body: Mapping[str, Any], images: Images) -> bytes:
@@ -48,12 +55,13 @@ def pack_request(body: Mapping[str, Any], images: Images) -> bytes:
             "request": request,
             "pixels": images.pixels_PD.contiguous(),
             "grids": images.grids_I3.contiguous(),
+            "intervals": images.intervals().contiguous(),
         }
     )
 
 
-def unpack_request(data: bytes) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """Return (body, pixels_PD, grids_I3) of a packed request.
+def unpack_request(data: bytes) -> tuple[dict[str, Any], Images]:
+    """Return (body, images) of a packed request.
 
     Raises ValueError for anything else.
     """
@@ -65,10 +73,7 @@ def unpack_request(data: bytes) -> tuple[dict[str, Any], Tensor, Tensor]:
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     if dtypes != FORMATS or not isinstance(body, dict):
         raise ValueError(f"not a request with images: tensors {dtypes}, expected {FORMATS}")
-    pixels_PD = tensors["pixels"]
-    grids_I3 = tensors["grids"]
-    _check_shapes(pixels_PD, grids_I3)
-    return body, pixels_PD, grids_I3
+    return body, _images(tensors["pixels"], tensors["grids"], tensors["intervals"])
 
 
 def refer_request(body: Mapping[str, Any], placed: Sequence[PlacedPatches]) -> bytes:
@@ -76,7 +81,7 @@ def refer_request(body: Mapping[str, Any], placed: Sequence[PlacedPatches]) -> b
     return json.dumps({**body, "patches": [asdict(each) for each in placed]}).encode()
 
 
-def resolve_request(data: bytes) -> tuple[dict[str, Any], Tensor, Tensor]:
+def resolve_request(data: bytes) -> tuple[dict[str, Any], Images]:
     """Return what `unpack_request` does, of a request that refers to files.
 
     Raises ValueError for anything else, and FileNotFoundError if a file is not on this machine.
@@ -90,6 +95,7 @@ def resolve_request(data: bytes) -> tuple[dict[str, Any], Tensor, Tensor]:
                 str(entry["path"]),
                 (int(entry["shape"][0]), int(entry["shape"][1])),
                 tuple(map(int, entry["grid"])),  # type: ignore[arg-type]
+                float(entry["interval"]),
             )
             for entry in entries
         ]
@@ -105,8 +111,7 @@ def resolve_request(data: bytes) -> tuple[dict[str, Any], Tensor, Tensor]:
         parts.append(pixels_PD)
     grids_I3 = torch.tensor([each.grid for each in placed])
     pixels_PD = parts[0] if len(parts) == 1 else torch.cat(parts)
-    _check_shapes(pixels_PD, grids_I3)
-    return body, pixels_PD, grids_I3
+    return body, _images(pixels_PD, grids_I3, torch.tensor([each.interval for each in placed]))
 
 
 def check_placeholders(
@@ -138,54 +143,15 @@ def check_placeholders(
         )
 
 
-class ProcessorOutput(dict[str, Any]):
-    """A dictionary whose grids are also an attribute.
-
-    SGLang 0.5.23 reads them from the dictionary for Qwen's models. For GLM's it reads the
-    attribute, and without it gives images the rotary positions of text.
-    """
-
-    @property
-    def image_grid_thw(self) -> Tensor:
-        return self["image_grid_thw"]
-
-
-def processor_output(body: Mapping[str, Any], pixels_PD: Tensor, grids_I3: Tensor) -> Any:
-    """Return the `image_data` that SGLang's processors take for patches made elsewhere."""
-    return [
-        ProcessorOutput(
-            format="processor_output",
-            input_ids=torch.tensor(body["input_ids"]),
-            pixel_values=pixels_PD,
-            image_grid_thw=grids_I3,
-        )
-    ]
-
-
-def moonvit_output(body: Mapping[str, Any], pixels_PD: Tensor, grids_I3: Tensor) -> Any:
-    """Return the same for a model with MoonViT, whose images have no frames."""
-    return [
-        {
-            "format": "processor_output",
-            "input_ids": torch.tensor(body["input_ids"]),
-            "pixel_values": as_images(pixels_PD),
-            "image_grid_hws": grids_I3[:, 1:],
-        }
-    ]
-
-
-def as_images(pixels_PD: Tensor) -> Tensor:
-    """Return patches as MoonViT's convolution takes them, [P, 3, side, side]."""
-    side = isqrt(pixels_PD.shape[-1] // 3)
-    return pixels_PD.unflatten(-1, (3, side, side))
-
-
-def _check_shapes(pixels_PD: Tensor, grids_I3: Tensor) -> None:
-    """Raise ValueError unless the grids describe the patches."""
-    shapes = (tuple(pixels_PD.shape), tuple(grids_I3.shape))
+def _images(pixels_PD: Tensor, grids_I3: Tensor, intervals_I: Tensor) -> Images:
+    """Return the images of a sequence. Raises ValueError unless the shapes fit together."""
+    shapes = (tuple(pixels_PD.shape), tuple(grids_I3.shape), tuple(intervals_I.shape))
     is_grid = grids_I3.dim() == 2 and grids_I3.shape[1] == 3 and len(grids_I3) > 0
-    if pixels_PD.dim() != 2 or not is_grid or grids_I3.min() < 1:
-        raise ValueError(f"not a request with images: shapes {shapes}, expected [P, D] and [I, 3]")
+    if pixels_PD.dim() != 2 or not is_grid or grids_I3.min() < 1 or shapes[2] != shapes[1][:1]:
+        raise ValueError(
+            f"not a request with images: shapes {shapes}, expected [P, D], [I, 3] and [I]"
+        )
     num_patches = int(grids_I3.prod(-1).sum())
     if num_patches != len(pixels_PD):
         raise ValueError(f"{len(pixels_PD)} patches, but the grids describe {num_patches}")
+    return Images(pixels_PD, grids_I3, (len(grids_I3),), intervals_I)

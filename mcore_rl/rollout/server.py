@@ -19,19 +19,17 @@ from mcore_rl.process.server_keys import ServerKeys, read_keys
 from mcore_rl.process.tied import die_with_parent
 from mcore_rl.rollout import image_request
 from mcore_rl.rollout.engine_spec import UNCOMPILED
+from mcore_rl.rollout.image_outputs import output_of
 from mcore_rl.rollout.image_request import (
     NOT_HERE,
     check_placeholders,
-    moonvit_output,
-    processor_output,
     resolve_request,
     unpack_request,
 )
 from mcore_rl.rollout.key_gate import KeyGate
 from mcore_rl.slices.families.tower import merge_size, placeholder_of
 
-KIMI_VL = "KimiVLForConditionalGeneration"
-OF_OURS = {KIMI_VL, "Glm4vMoeForConditionalGeneration"}
+OF_OURS = {"KimiVLForConditionalGeneration", "Glm4vMoeForConditionalGeneration"}
 """Architectures that SGLang computes otherwise than their authors: see rollout/vision_models."""
 WAYS_AROUND = ("grpc_port", "grpc_mode", "smg_grpc_mode", "encoder_only", "use_ray", "sidecar")
 """Fields of SGLang's ServerArgs that open other servers than the application."""
@@ -126,7 +124,7 @@ def take_patches(model_path: str) -> None:
         return
     merge = merge_size(config)
     start_id = config.get("vision_start_token_id")
-    output = moonvit_output if KIMI_VL in config["architectures"] else processor_output
+    output = output_of(config)
     from fastapi import Request
     from fastapi.responses import JSONResponse
     from sglang.srt.entrypoints.http_server import app, serve_generate_request
@@ -136,10 +134,9 @@ def take_patches(model_path: str) -> None:
         data = await request.body()
         is_json = request.headers.get("content-type") == "application/json"
         try:
-            body, *patches = resolve_request(data) if is_json else unpack_request(data)
-            check_placeholders(body, patches[1], placeholder_id, merge, start_id)
-            images = output(body, *patches)
-            asked = GenerateReqInput(**body, image_data=images)
+            body, images = resolve_request(data) if is_json else unpack_request(data)
+            check_placeholders(body, images.grids_I3, placeholder_id, merge, start_id)
+            asked = GenerateReqInput(**body, image_data=output(body, images))
         except FileNotFoundError as error:
             return JSONResponse({"error": f"no patches at {error}"}, status_code=NOT_HERE)
         except (KeyError, TypeError, ValueError) as error:

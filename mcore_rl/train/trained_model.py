@@ -14,6 +14,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from mcore_rl.data.images.places import ImageTokens
 from mcore_rl.device import forget_peak
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.families import family_of
@@ -38,7 +39,6 @@ from mcore_rl.train.shared_attention import SharedAttention
 from mcore_rl.train.stats import peak_memory, reduce_sums
 from mcore_rl.train.storage import Storage
 from mcore_rl.train.transformer_config import make_transformer_config, token_multiple
-from mcore_rl.train.vision.places import ImageTokens
 from mcore_rl.train.vision.tower import train_only
 from mcore_rl.train.weights import fill_weights
 from mcore_rl.types import StepStats, TrainBatch

@@ -16,7 +16,7 @@ from mcore_rl.types.episodes import (
     VersionSpan,
     has_outcome,
 )
-from mcore_rl.types.images import Images, Patches, PromptImage
+from mcore_rl.types.images import Clip, Images, Patches, PromptImage
 from mcore_rl.types.samples import AnySample, GroupLease, Prompt, Sample, StoredSample
 from mcore_rl.types.training import LogprobOptions, StepStats, TokenScores
 
@@ -25,6 +25,7 @@ __all__ = [
     "AnyBatch",
     "AnySample",
     "Array",
+    "Clip",
     "EpisodeRecord",
     "GroupLease",
     "Images",

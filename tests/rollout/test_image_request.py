@@ -10,11 +10,8 @@ from safetensors.torch import save
 
 from mcore_rl.data.images.shared_patches import PlacedPatches, SharedPatches
 from mcore_rl.rollout.image_request import (
-    ProcessorOutput,
     check_placeholders,
-    moonvit_output,
     pack_request,
-    processor_output,
     refer_request,
     resolve_request,
     unpack_request,
@@ -23,21 +20,31 @@ from mcore_rl.types import Images
 from tests.support.image_prompts import make_image, make_patches
 
 BODY = {"input_ids": [5, 90, 6], "sampling_params": {"temperature": 1.0}}
-IMAGES = Images(torch.arange(12.0).reshape(4, 3), torch.tensor([[1, 2, 2]]), (1,))
+IMAGES = Images(
+    torch.arange(12.0).reshape(4, 3), torch.tensor([[1, 2, 2]]), (1,), torch.tensor([0.5])
+)
 
 
 def test_a_request_survives() -> None:
-    body, pixels_PD, grids_I3 = unpack_request(pack_request(BODY, IMAGES))
+    body, images = unpack_request(pack_request(BODY, IMAGES))
     assert body == BODY
-    assert torch.equal(pixels_PD, IMAGES.pixels_PD)
-    assert torch.equal(grids_I3, IMAGES.grids_I3)
-    [item] = processor_output(body, pixels_PD, grids_I3)
-    assert item["input_ids"].tolist() == BODY["input_ids"]
+    assert images.nums_N == (1,)
+    assert torch.equal(images.pixels_PD, IMAGES.pixels_PD)
+    assert torch.equal(images.grids_I3, IMAGES.grids_I3)
+    assert images.intervals().tolist() == [0.5]
+
+
+SHAPES = r"expected \[P, D\], \[I, 3\] and \[I\]"
 
 
 def packed(**changes: Any) -> bytes:
     request = torch.tensor(list(json.dumps(BODY).encode()), dtype=torch.uint8)
-    tensors = {"request": request, "pixels": IMAGES.pixels_PD, "grids": IMAGES.grids_I3}
+    tensors = {
+        "request": request,
+        "pixels": IMAGES.pixels_PD,
+        "grids": IMAGES.grids_I3,
+        "intervals": IMAGES.intervals(),
+    }
     return save({**tensors, **changes})
 
 
@@ -50,9 +57,13 @@ def packed(**changes: Any) -> bytes:
         (packed(request=torch.tensor([91, 93], dtype=torch.uint8)), "expected"),
         (packed(request=torch.tensor([0], dtype=torch.uint8)), "not a request with images"),
         (packed(pixels=torch.zeros(4, 3, dtype=torch.float64)), "tensors"),
-        (packed(pixels=torch.zeros(4)), r"expected \[P, D\] and \[I, 3\]"),
-        (packed(grids=torch.tensor([[1, -2, -2]])), r"expected \[P, D\] and \[I, 3\]"),
-        (packed(grids=torch.zeros(0, 3, dtype=torch.int64)), r"expected \[P, D\] and \[I, 3\]"),
+        (packed(pixels=torch.zeros(4)), SHAPES),
+        (packed(grids=torch.tensor([[1, -2, -2]])), SHAPES),
+        (
+            packed(grids=torch.zeros(0, 3, dtype=torch.int64)),
+            SHAPES,
+        ),
+        (packed(intervals=torch.ones(2)), SHAPES),
         (packed(pixels=torch.zeros(5, 3)), "5 patches, but the grids describe 4"),
     ],
 )
@@ -65,11 +76,12 @@ def test_files_of_patches_are_mapped(tmp_path: Path) -> None:
     shared = SharedPatches(make_patches, 1 << 20, str(tmp_path))
     images = [make_image("a"), make_image("b", 3)]
     data = refer_request(BODY, [shared.place(image) for image in images])
-    body, pixels_PD, grids_I3 = resolve_request(data)
+    body, found = resolve_request(data)
     assert body == BODY
     wanted = [make_patches(image) for image in images]
-    assert torch.equal(pixels_PD, torch.cat([each.pixels_PD for each in wanted]))
-    assert grids_I3.tolist() == [list(each.grid) for each in wanted]
+    assert torch.equal(found.pixels_PD, torch.cat([each.pixels_PD for each in wanted]))
+    assert found.grids_I3.tolist() == [list(each.grid) for each in wanted]
+    assert found.intervals().tolist() == [each.interval for each in wanted]
 
 
 def referred(path: str, grid: Any = (1, 2, 4)) -> bytes:
@@ -115,19 +127,3 @@ def test_ids_must_not_end_with_the_beginning_of_an_image() -> None:
     check_placeholders({"input_ids": [7, 90, 7, 6]}, IMAGES.grids_I3, 90, 2, start_id=7)
     with pytest.raises(ValueError, match=r"the ids end with token 7, which begins an image"):
         check_placeholders({"input_ids": [7, 90, 6, 7]}, IMAGES.grids_I3, 90, 2, start_id=7)
-
-
-def test_grids_are_an_attribute_too() -> None:
-    """GLM's processors in SGLang 0.5.23 read them so, and are silent if they find none."""
-    grids_I3 = torch.tensor([[1, 2, 2]])
-    [images] = processor_output({"input_ids": [1, 2]}, torch.zeros(4, 3), grids_I3)
-    assert isinstance(images, ProcessorOutput)
-    assert images.image_grid_thw is images["image_grid_thw"] is grids_I3
-
-
-def test_moonvit_gets_patches_as_pictures_without_frames() -> None:
-    pixels_PD = torch.arange(4 * 12.0).reshape(4, 12)
-    [images] = moonvit_output({"input_ids": [1]}, pixels_PD, torch.tensor([[1, 2, 2]]))
-    assert images["image_grid_hws"].tolist() == [[2, 2]]
-    assert images["pixel_values"].shape == (4, 3, 2, 2)
-    assert torch.equal(images["pixel_values"].flatten(1), pixels_PD)

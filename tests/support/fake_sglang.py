@@ -105,8 +105,8 @@ class FakeSGLang:
         is_json = request.content_type == "application/json"
         if is_json and self.is_far:
             return web.json_response({"error": "no patches"}, status=NOT_HERE)
-        body, pixels_PD, grids_I3 = resolve_request(data) if is_json else unpack_request(data)
-        self.images.append((is_json, pixels_PD, grids_I3))
+        body, images = resolve_request(data) if is_json else unpack_request(data)
+        self.images.append((is_json, images.pixels_PD, images.grids_I3))
         self.sampled.append(body)
         return web.json_response(sampled_answer(body, self.version))
 

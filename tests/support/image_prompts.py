@@ -22,7 +22,7 @@ def make_patches(image: PromptImage) -> Patches:
     generator = torch.Generator().manual_seed(int(image.digest[:12], 16))
     num_patches = MERGE * image.num_tokens
     pixels_PD = torch.rand(num_patches, WIDTH, generator=generator)
-    return Patches(pixels_PD, (1, 2, num_patches // 2))
+    return Patches(pixels_PD, (1, 2, num_patches // 2), float(len(image.data)))
 
 
 def make_image_prompt(index: int, chance: random.Random, most: int = 2) -> Prompt:

@@ -54,18 +54,30 @@ def write_served_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) ->
 
 
 def engine_logprobs(url: str, ids_T: Tensor, images: dict[str, Tensor]) -> Tensor:
-    body = {
+    """`images`: the arguments of transformers' model, of which there may be none."""
+    if images:
+        grids_I3 = images["image_grid_thw"]
+        patches = Images(images["pixel_values"], grids_I3, (len(grids_I3),))
+        return logprobs_with_images(url, ids_T, patches)
+    body = json.dumps(_scoring(ids_T)).encode()
+    return _logprobs(post(url + "/generate", body, "application/json"))
+
+
+def logprobs_with_images(url: str, ids_T: Tensor, images: Images) -> Tensor:
+    packed = pack_request(_scoring(ids_T), images)
+    return _logprobs(post(url + PATH, packed, "application/octet-stream"))
+
+
+def _scoring(ids_T: Tensor) -> dict[str, Any]:
+    return {
         "input_ids": ids_T.tolist(),
         "sampling_params": {"max_new_tokens": 1},
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    if images:
-        grids_I3 = images["image_grid_thw"]
-        packed = pack_request(body, Images(images["pixel_values"], grids_I3, (len(grids_I3),)))
-        answer = post(url + PATH, packed, "application/octet-stream")
-    else:
-        answer = post(url + "/generate", json.dumps(body).encode(), "application/json")
+
+
+def _logprobs(answer: Any) -> Tensor:
     return torch.tensor([each[0] or 0.0 for each in answer["meta_info"]["input_token_logprobs"]])
 
 

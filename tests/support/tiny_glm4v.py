@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 
-from tests.support.tiny_vision import END, PLACEHOLDER, START, VOCAB
+from tests.support.tiny_vision import (
+    END,
+    PLACEHOLDER,
+    START,
+    VIDEO,
+    VIDEO_END,
+    VIDEO_START,
+    VOCAB,
+)
 
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -57,9 +65,11 @@ def write_glm4v_model(folder: Path, seed: int = 0, vision: Mapping[str, Any] | N
         text_config=TEXT,
         vision_config={**VISION, **(vision or {})},
         image_token_id=PLACEHOLDER,
-        video_token_id=91,
+        video_token_id=VIDEO,
         image_start_token_id=START,
         image_end_token_id=END,
+        video_start_token_id=VIDEO_START,
+        video_end_token_id=VIDEO_END,
     )
     torch.manual_seed(seed)
     model: Any = Glm4vMoeForConditionalGeneration(config)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.tiny_vision import END, PLACEHOLDER, START, VOCAB
+from tests.support.tiny_vision import END, PLACEHOLDER, START, VIDEO, VOCAB
 
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -118,7 +118,7 @@ def _write(
         text_config={**TEXT, **text, "tie_word_embeddings": tied},
         vision_config={**VISION, **(vision or {})},
         image_token_id=PLACEHOLDER,
-        video_token_id=91,
+        video_token_id=VIDEO,
         vision_start_token_id=START,
         vision_end_token_id=END,
         tie_word_embeddings=tied,

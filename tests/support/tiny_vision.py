@@ -14,6 +14,9 @@ VOCAB = 99
 PLACEHOLDER = 90
 START = 92
 END = 93
+VIDEO = 91
+VIDEO_START = 94
+VIDEO_END = 95
 PATCH = 14  # SGLang takes no other of Qwen2.5-VL
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -54,6 +57,11 @@ BATCHES: tuple[tuple[Sequence, ...], ...] = (
     (((4, ((1, 4, 6),)), (3, ())), ((1, ((1, 2, 2),)), (11, ()))),
 )
 """Packed micro-batches: several images of unequal sizes in a sequence, some text alone."""
+WITH_VIDEOS: tuple[tuple[Sequence, ...], ...] = (
+    (((2, ((3, 4, 8),)), (3, ())), ((1, ((1, 2, 2), (2, 4, 6))), (4, ()))),
+    (((3, ((2, 6, 8),)), (5, ())),),
+)
+"""Micro-batches with videos, whose times are one rotary position apart."""
 
 
 def write_vision_model(
@@ -70,7 +78,7 @@ def write_vision_model(
         text_config={**TEXT, **text, "tie_word_embeddings": tied},
         vision_config={**VISION, **(vision or {})},
         image_token_id=PLACEHOLDER,
-        video_token_id=91,
+        video_token_id=VIDEO,
         vision_start_token_id=START,
         vision_end_token_id=END,
         tie_word_embeddings=tied,
@@ -94,10 +102,15 @@ def make_vision_batches(
 
 
 def batches_of(folder: str | Path) -> list[TrainBatch]:
-    """Return micro-batches with the patches of the model in this directory."""
+    """Return micro-batches with the patches of the model in this directory.
+
+    Qwen2.5-VL alone has videos of several times in one piece. Transformers reads them as images.
+    """
     config = json.loads((Path(folder) / "config.json").read_text())
-    frames = 1 if config["model_type"] == "kimi_vl" else 2
-    return make_vision_batches(patch=config["vision_config"]["patch_size"], frames=frames)
+    kind = config["model_type"]
+    frames = 1 if kind == "kimi_vl" else 2
+    batches = BATCHES + WITH_VIDEOS if kind == "qwen2_5_vl" else BATCHES
+    return make_vision_batches(batches, config["vision_config"]["patch_size"], frames)
 
 
 def model_type_of(folder: Path) -> str:

@@ -56,6 +56,7 @@ def join_patches(sequences: Sequence[Sequence[Patches]]) -> Images | None:
         torch.cat([each.pixels_PD for each in patches]),
         torch.tensor([each.grid for each in patches]),
         tuple(map(len, sequences)),
+        torch.tensor([each.interval for each in patches]),
     )
 
 
@@ -72,5 +73,6 @@ def split_images(images: Images) -> Iterator[list[Patches]]:
     nums_patches = images.grids_I3.prod(-1).tolist()
     parts = iter(images.pixels_PD.split(nums_patches))
     grids = iter(images.grids_I3.tolist())
+    intervals = iter(images.intervals().tolist())
     for num_images in images.nums_N:
-        yield [Patches(next(parts), tuple(next(grids))) for _ in range(num_images)]
+        yield [Patches(next(parts), tuple(next(grids)), next(intervals)) for _ in range(num_images)]

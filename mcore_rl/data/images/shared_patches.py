@@ -36,12 +36,14 @@ class PlacedPatches:
 
     shape   patches, values of each
     grid    patches along time, height and width
+    interval   rotary positions from one patch to the next along time
     """
 
     digest: str
     path: str
     shape: tuple[int, int]
     grid: tuple[int, int, int]
+    interval: float = 1.0
 
     @property
     def num_bytes(self) -> int:
@@ -96,7 +98,7 @@ class SharedPatches:
         pixels_PD = map_patches(placed)
         if pixels_PD is None:  # forgotten since
             return self._make(image)
-        return Patches(pixels_PD, placed.grid)
+        return Patches(pixels_PD, placed.grid, placed.interval)
 
     def close(self) -> None:
         """Remove all files; those that are mapped stay readable."""
@@ -123,7 +125,9 @@ class SharedPatches:
             with open(f"{path}.tmp", "wb", buffering=0) as file:
                 file.write(patches.pixels_PD.contiguous().numpy().data)
             os.replace(f"{path}.tmp", path)
-        placed = PlacedPatches(image.digest, str(path), (shape[0], shape[1]), patches.grid)
+        placed = PlacedPatches(
+            image.digest, str(path), (shape[0], shape[1]), patches.grid, patches.interval
+        )
         with self._lock:
             self.num_made += 1
             self._kept.put(image.digest, placed, placed.num_bytes)

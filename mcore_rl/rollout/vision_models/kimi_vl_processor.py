@@ -13,7 +13,7 @@ from PIL import Image
 
 from mcore_rl.data.images.fitting import expanded
 from mcore_rl.data.images.processor import PatchRule, open_rule
-from mcore_rl.rollout.image_request import as_images
+from mcore_rl.rollout.image_outputs import as_images
 
 PLACEHOLDER = "<|media_pad|>"
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mcore_rl.data.images.places import ImageTokens, split_grids
 from mcore_rl.device import on_device
 from mcore_rl.train.vision.distinct import distinct_images
-from mcore_rl.train.vision.places import ImageTokens, split_grids
 from mcore_rl.types import Images, TrainBatch
 
 
@@ -55,13 +55,17 @@ def make_rank_images(
     parts_N = batch.token_ids_T.split(list(batch.lens_N))
     if images is None:
         grids_N = [torch.empty(0, 3, dtype=torch.int64)] * len(parts_N)
+        intervals_N = [torch.empty(0)] * len(parts_N)
     else:
         grids_N = list(split_grids(images.grids_I3, images.nums_N))
+        intervals_N = images.intervals().split(list(images.nums_N))
     rotary: list[Tensor] = []
     rows: list[Tensor] = []
     first = 0
-    for ids_T, grids_I3, padded in zip(parts_N, grids_N, padded_N, strict=True):
-        rotary.append(tokens.rotary(ids_T, grids_I3, padded))
+    for ids_T, grids_I3, intervals_I, padded in zip(
+        parts_N, grids_N, intervals_N, padded_N, strict=True
+    ):
+        rotary.append(tokens.rotary(ids_T, grids_I3, padded, intervals_I))
         rows_T = tokens.rows(ids_T, grids_I3)
         rows.append(torch.where(rows_T >= 0, rows_T + first, -1))
         first += sum(tokens.nums_tokens(grids_I3))

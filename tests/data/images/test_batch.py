@@ -40,6 +40,7 @@ def test_selecting_sequences_selects_their_images(names: list[list[str]], data: 
             assert found.nums_N == wanted.nums_N
             assert torch.equal(found.pixels_PD, wanted.pixels_PD)
             assert torch.equal(found.grids_I3, wanted.grids_I3)
+            assert torch.equal(found.intervals(), wanted.intervals())
     if images is not None:
         assert [len(own) for own in split_images(images)] == [len(own) for own in names]
 

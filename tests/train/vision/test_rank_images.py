@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from mcore_rl.data.images.places import ImageTokens
 from mcore_rl.train.packing import make_rank_batch, padded_lens
-from mcore_rl.train.vision.places import ImageTokens
 from mcore_rl.train.vision.rank_images import RankImages, make_rank_images
 from tests.support.tiny_vision import PLACEHOLDER, make_vision_batches
 

@@ -8,7 +8,9 @@ A sequence of 6 tokens with an image of 1 x 4 x 4 patches, of which 2 x 2 merge 
     height      0     1      1      2      2      3
     width       0     1      2      1      2      3
 
-Text after an image continues behind its largest side (Qwen2-VL, arXiv:2409.12191, section 2.1).
+Text after an image or a video continues behind its largest position (Qwen2-VL, arXiv:2409.12191,
+section 2.1). Those of time are as far apart as the seconds of the video's patches in Qwen2.5-VL
+(arXiv:2502.13923, section 2.1.3).
 """
 
 from collections.abc import Sequence
@@ -87,10 +89,14 @@ class ImageTokens:
             row += num_tokens
         return rows_T
 
-    def rotary(self, token_ids_T: Tensor, grids_I3: Tensor, padded_len: int) -> Tensor:
+    def rotary(
+        self, token_ids_T: Tensor, grids_I3: Tensor, padded_len: int, intervals_I: Tensor
+    ) -> Tensor:
         """Return the rotary positions of one sequence, int64 [3, padded_len].
 
         Padding continues as text would. Raises ValueError as `image_starts` does.
+
+        intervals_I   float32, positions from one patch of an image to the next along time
         """
         if not self.three_axes:
             return _text(0, padded_len)
@@ -98,12 +104,12 @@ class ImageTokens:
         next_position = 0
         done = 0
         starts = self.image_starts(token_ids_T, grids_I3)
-        for start, grid in zip(starts, grids_I3.tolist(), strict=True):
+        for start, grid, interval in zip(starts, grids_I3.tolist(), intervals_I, strict=True):
             parts.append(_text(next_position, start - done))
             next_position += start - done
             sides = (grid[0], grid[1] // self.merge, grid[2] // self.merge)
-            parts.append(_grid(next_position, sides))
-            next_position += max(sides[1:])
+            parts.append(_grid(next_position, sides, interval))
+            next_position = int(parts[-1].max()) + 1
             done = start + sides[0] * sides[1] * sides[2]
         parts.append(_text(next_position, padded_len - done))
         return torch.cat(parts, dim=1)
@@ -118,7 +124,7 @@ def _text(first: int, num_tokens: int) -> Tensor:
     return torch.arange(first, first + num_tokens).expand(3, -1)
 
 
-def _grid(first: int, sides: tuple[int, int, int]) -> Tensor:
-    ranges = (torch.arange(side) for side in sides)
-    axes = torch.meshgrid(*ranges, indexing="ij")
+def _grid(first: int, sides: tuple[int, int, int], interval: Tensor) -> Tensor:
+    times = (torch.arange(sides[0]) * interval).long()
+    axes = torch.meshgrid(times, torch.arange(sides[1]), torch.arange(sides[2]), indexing="ij")
     return torch.stack(axes).reshape(3, -1) + first
