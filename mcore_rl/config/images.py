@@ -7,7 +7,7 @@ from mcore_rl.config.bounds import Options, bounded, one_of
 
 @dataclass
 class ImagesConfig(Options, group="data.images"):
-    """Images of prompts, for models with a vision tower (docs/vision.md)."""
+    """Images and videos of prompts, for models with a vision tower (docs/vision.md)."""
 
     bad: str = one_of("error", ("error", "skip"))
     """A row with an image that cannot be used is refused, or left out and counted."""
@@ -15,10 +15,11 @@ class ImagesConfig(Options, group="data.images"):
     """Decode every image at the start. Otherwise only headers are read, and an image with damage
     behind its header ends the run when its prompt is drawn."""
     shrink: bool = False
-    """Shrink the images of a prompt of more than data.max_prompt_len tokens until it fits; prompts
-    that do not fit even so are dropped."""
+    """Shrink the images and videos of a prompt of more than data.max_prompt_len tokens until it
+    fits; prompts that do not fit even so are dropped."""
     max_tokens: int = bounded(0, least=0)
-    """Tokens of an image; larger images are shrunk. 0: the limit of the model's processor."""
+    """Tokens of an image, or of the frames that share a patch of a video; larger ones are shrunk.
+    0: the limit of the model's processor."""
     max_pixels: int = bounded(64 << 20, least=1)
     """Pixels of an image before it is shrunk; one with more cannot be used."""
     max_mib: int = bounded(64, least=1)

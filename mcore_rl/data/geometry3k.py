@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_rl.data.downloads import files_of_split, source_folder
 from mcore_rl.data.files import prompt_row, write_parquet
-from mcore_rl.data.images.encoded import PLACEHOLDER
+from mcore_rl.data.images.placeholders import IMAGE
 from mcore_rl.data.rows import Row, load_rows, required
 
 INSTRUCTION = "Think step by step, and put the final answer in \\boxed{}."
@@ -39,10 +39,10 @@ def _rows(folder: Path, split: str) -> Iterator[dict[str, Any]]:
         problem = required(row, "problem", where)
         answer = required(row, "answer", where)
         images = _images(row, where)
-        num_named = problem.count(PLACEHOLDER)
+        num_named = problem.count(IMAGE)
         if num_named != len(images):
             raise ValueError(
-                f"{where} has {len(images)} images, but its problem has {num_named} {PLACEHOLDER}"
+                f"{where} has {len(images)} images, but its problem has {num_named} {IMAGE}"
             )
         made = prompt_row(f"{problem} {INSTRUCTION}", answer, DATA_SOURCE, split, i)
         yield {**made, "images": images}

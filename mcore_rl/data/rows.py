@@ -86,12 +86,12 @@ def messages_of(row: Row, where: str, column: str = "prompt") -> tuple[dict[str,
     return tuple(dict(message) for message in messages)
 
 
-def refuse_images(row: Row, where: str, column: str = "images") -> None:
-    """Raise ValueError if a row has images, where nothing would look at them."""
-    images = row.get(column)
-    if images:
-        raise ValueError(
-            f"{where} has {len(images)} `{column}`, but they are not read here: choose a"
-            " vision-language model as model.path where it can be one (docs/vision.md), or remove"
-            " the column"
-        )
+def refuse_images(row: Row, where: str) -> None:
+    """Raise ValueError if a row has images or videos, where nothing would look at them."""
+    for column in ("images", "videos"):
+        if entries := row.get(column):
+            raise ValueError(
+                f"{where} has {len(entries)} `{column}`, but they are not read here: choose a"
+                " vision-language model as model.path where it can be one (docs/vision.md), or"
+                " remove the column"
+            )

@@ -1,12 +1,11 @@
-"""Conversations with images: their token ids, and the patches of a batch."""
+"""Conversations with images and videos: their token ids, and the patches of a batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.data.images.batch import join_patches
-from mcore_rl.data.images.encoded import with_image_parts
 from mcore_rl.data.images.prompts import ImagePrompts
 from mcore_rl.data.rows import load_rows, messages_of
 from mcore_rl.types import Patches, PromptImage, TrainBatch
@@ -46,17 +45,16 @@ class SftImages:
                 asked = {**row, MESSAGES: list(messages[:-1])}
                 prompt = self._prompts.prompt(where, asked, Path(name).parent)
                 if prompt is not None:
-                    answer = self._answer(messages, len(prompt.images), where)
+                    answer = self._answer(prompt.messages, messages[-1], where)
                     made.append((prompt.token_ids + answer, len(prompt.token_ids), prompt.images))
         return made
 
     def _answer(
-        self, messages: Sequence[dict[str, Any]], num_images: int, where: str
+        self, asked: Sequence[Mapping[str, Any]], answer: Mapping[str, Any], where: str
     ) -> tuple[int, ...]:
-        *asked, answer = messages
-        question = with_image_parts(asked, num_images, where)
+        question = [dict(message) for message in asked]
         before = self._encode(question, True)
-        whole = self._encode([*question, answer], False)
+        whole = self._encode([*question, dict(answer)], False)
         if whole[: len(before)] != before or len(whole) == len(before):
             raise ValueError(
                 f"{where}: the chat template does not continue its generation prompt with the"

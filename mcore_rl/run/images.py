@@ -133,6 +133,12 @@ def check_seen(config: Config, prompts: Sequence[Prompt]) -> None:
     """
     if not any(prompt.images for prompt in prompts):
         return
+    has_videos = any(image.clip is not None for p in prompts for image in p.images)
+    if has_videos and config.agents.environment:
+        raise ValueError(
+            f"agents.environment={config.agents.environment} with prompts that have videos, which"
+            " environments do not get: leave it out, or give frames as `images`"
+        )
     for is_used, option in (
         (is_program(config.agents.environment), f"agents.environment={config.agents.environment}"),
         (config.teacher.is_used, f"teacher.path={config.teacher.path or config.teacher.url}"),

@@ -46,6 +46,7 @@ def translate_data(options: ForeignOptions) -> Found:
     for name, default, advice in (
         ("data.prompt_key", "prompt", "the column is named prompt"),
         ("data.image_key", "images", "the column is named images"),
+        ("data.video_key", "videos", "the column is named videos, and holds frames"),
         ("data.train_max_samples", -1, "cut the file: all of its prompts are used"),
         ("data.apply_chat_template_kwargs", {}, "change the template in model.path"),
         ("data.custom_cls.path", None, "write its rows to a file (docs/data.md)"),

@@ -98,7 +98,6 @@ UNNEEDED: Mapping[str, str] = {
     "data.image_patch_size": "the processor in model.path knows",
     "data.return_": "prompts keep their messages and ids",
     "data.reward_fn_key": "the column is data_source",
-    "data.video_key": "a video is a list of images",
     "data.val_batch_size": "held-out prompts are sampled at once",
     "data.trust_remote_code": "model.trust_remote_code",
     "data.use_shm": "files are mapped",

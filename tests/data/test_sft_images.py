@@ -56,6 +56,21 @@ def write_rows(folder: Path, *rows: tuple[str, str, list[bytes]]) -> list[str]:
     return [str(folder / "sft.parquet")]
 
 
+def test_a_conversation_with_a_video_has_its_answer_behind_it(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    messages = [
+        {"role": "user", "content": "<video>?"},
+        {"role": "assistant", "content": "three"},
+    ]
+    frames = [encode(noise(40, 30, seed=seed)) for seed in range(3)]
+    write_parquet([{"messages": messages, "videos": [frames]}], tmp_path / "sft.parquet")
+    [(ids, prompt_len, images)] = make_images(tmp_path).read([str(tmp_path / "sft.parquet")])
+    assert TOKENIZER.decode(ids[prompt_len:]) == "three"
+    assert [len(image.clip.frames) for image in images if image.clip] == [1, 0]
+    assert ids.count(PLACEHOLDER_ID) == sum(image.num_tokens for image in images)
+
+
 def test_patches_lie_at_their_sequences(tmp_path: Path) -> None:
     pictures = [encode(noise(40, 30, seed=seed)) for seed in range(3)]
     files = write_rows(

@@ -100,8 +100,8 @@ def test_a_critic_sees_the_images_of_its_policy(start: Start) -> None:
     assert 1e-5 < difference < 1e-3
 
 
-def check_agreement(run: Run) -> None:
-    """Check two steps of a run.
+def check_agreement(run: Run, num_images: int = 1) -> None:
+    """Check two steps of a run that trains on prompts with `num_images` images or pieces of videos.
 
     Weights change between them, so the second step's engines hold what was synced. Two optimizer
     steps a rollout make the trainer compute old log-probs, which the run compares with the
@@ -117,7 +117,9 @@ def check_agreement(run: Run) -> None:
     assert len(canaries) == 2
     assert max(canaries) < 1e-4
     samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").open()]
-    assert samples and all(len(sample["images"]) == 1 for sample in samples)
+    assert samples
+    for sample in samples:
+        assert len(sample["images"]) == (num_images if sample["split"] == "train" else 1)
     assert all((run.run_dir / path).is_file() for row in samples for path in row["images"])
 
 

@@ -1,18 +1,15 @@
-"""Finds the encoded images of a row in verl's `images` column, and their `<image>` placeholders.
+"""Finds the encoded images of a row in verl's `images` column.
 
 An entry is bytes, a path, or an object that holds one of these under `bytes`, `path` or `image`.
 Paths are relative to the folder of the data file.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.data.rows import Row
-
-PLACEHOLDER = "<image>"
 
 
 class BadImage(ValueError):
@@ -42,17 +39,20 @@ def encoded_images(
         return []
     if not isinstance(entries, Sequence) or isinstance(entries, str | bytes):
         raise BadImage(f"{where}: `{column}` is {entries!r:.100}, not a list of images")
-    images = []
-    for number, entry in enumerate(entries):
-        place = f"{where}, image {number}"
-        data = _data(entry, place, folder, max_bytes)
-        if len(data) > max_bytes:
-            raise BadImage(
-                f"{place} has {len(data)} bytes, {max_bytes} are allowed: shrink it, or remove the"
-                " row"
-            )
-        images.append(EncodedImage(data, place))
-    return images
+    return [
+        encoded_image(entry, f"{where}, image {number}", folder, max_bytes)
+        for number, entry in enumerate(entries)
+    ]
+
+
+def encoded_image(entry: Any, place: str, folder: Path, max_bytes: int) -> EncodedImage:
+    """Return the image of an entry. Raises BadImage as `encoded_images` does."""
+    data = _data(entry, place, folder, max_bytes)
+    if len(data) > max_bytes:
+        raise BadImage(
+            f"{place} has {len(data)} bytes, {max_bytes} are allowed: shrink it, or remove the row"
+        )
+    return EncodedImage(data, place)
 
 
 def _data(entry: Any, place: str, folder: Path, max_bytes: int) -> bytes:
@@ -76,38 +76,3 @@ def _read(path: Path, place: str, max_bytes: int) -> bytes:
     except (OSError, ValueError) as error:  # a name with a null character is a ValueError
         reason = getattr(error, "strerror", None) or error
         raise BadImage(f"{place}: {str(path)!r:.300} cannot be read: {reason}") from error
-
-
-def with_image_parts(
-    messages: Sequence[Mapping[str, Any]], num_images: int, where: str
-) -> list[dict[str, Any]]:
-    """Return chat messages whose `<image>` placeholders are parts of kind image, as templates ask.
-
-    Messages without a placeholder are left as they are. Images may be spread over several turns.
-    Raises BadImage unless there are `num_images` placeholders.
-    """
-    found = 0
-    out = []
-    for message in messages:
-        content = message.get("content")
-        parts = list(_parts(content)) if isinstance(content, str) else None
-        if parts is not None and any(part["type"] == "image" for part in parts):
-            found += sum(part["type"] == "image" for part in parts)
-            message = {**message, "content": parts}
-        out.append(dict(message))
-    if found != num_images:
-        raise BadImage(
-            f"{where} has {num_images} images and {found} placeholders {PLACEHOLDER} in its"
-            " messages: give one for each image"
-        )
-    return out
-
-
-def _parts(content: str) -> list[dict[str, str]]:
-    parts = []
-    for text in re.split(f"({re.escape(PLACEHOLDER)})", content):
-        if text == PLACEHOLDER:
-            parts.append({"type": "image"})
-        elif text:
-            parts.append({"type": "text", "text": text})
-    return parts

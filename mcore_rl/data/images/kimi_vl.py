@@ -39,6 +39,9 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
 class KimiVlPatches:
     """The processor of a directory with Kimi-VL's preprocessor_config.json."""
 
+    video = None
+    """Patches have no frames."""
+
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Raises ValueError for a setting that is not supported."""
         kernel = settings.get("merge_kernel_size", [2, 2])

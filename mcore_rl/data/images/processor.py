@@ -1,10 +1,11 @@
-"""Turns images into patches with the image processor of the model directory.
+"""Turns images and frames of videos into patches with the model directory's image processor.
 
 Engines get these patches, too: torchvision's resizing, which SGLang would use on a GPU, gives other
 pixels than Pillow's (docs/vision.md).
 """
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,12 +16,21 @@ from mcore_rl.data.images.decode import ImageSize, decode
 from mcore_rl.data.images.encoded import EncodedImage
 from mcore_rl.data.images.kimi_vl import KimiVlPatches, read_settings
 from mcore_rl.data.images.patch_cache import PatchCache
-from mcore_rl.types import Patches, PromptImage
+from mcore_rl.data.images.video_rule import VideoRule, read_video_rule
+from mcore_rl.types import Clip, Patches, PromptImage
 
 
 def digest_of(data: bytes, most_tokens: int) -> str:
     """Return the name of an image's patches: equal for equal content and limit."""
     return hashlib.sha256(f"{most_tokens} ".encode() + data).hexdigest()
+
+
+def digest_of_clip(first: bytes, clip: Clip) -> str:
+    """Return the name of a clip's patches: equal for equal frames, size and interval."""
+    found = hashlib.sha256(f"clip {clip.width} {clip.height} {clip.interval!r} ".encode())
+    for frame in (first, *clip.frames):
+        found.update(hashlib.sha256(frame).digest())
+    return found.hexdigest()
 
 
 class PatchRule(Protocol):
@@ -30,8 +40,11 @@ class PatchRule(Protocol):
     merge         patches along height and along width that become one token
     most_tokens   tokens of the largest image that its own settings allow
     least_tokens  tokens that an image may not be shrunk below
+    video         how the model reads videos; None: it does not
     """
 
+    @property
+    def video(self) -> VideoRule | None: ...
     @property
     def patch(self) -> int: ...
     @property
@@ -53,10 +66,20 @@ class PatchRule(Protocol):
 class TransformersPatches:
     """A processor of transformers whose size is given in pixels, by Pillow."""
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Any, folder: Path) -> None:
+        """Raises ValueError as `read_video_rule` does for the directory."""
         self._processor = processor
         self.patch: int = processor.patch_size
         self.merge: int = processor.merge_size
+        self._depth: int = processor.temporal_patch_size
+        own = {
+            "patch_size": self.patch,
+            "merge_size": self.merge,
+            "temporal_patch_size": self._depth,
+            "image_mean": list(processor.image_mean),
+            "image_std": list(processor.image_std),
+        }
+        self.video = read_video_rule(folder, self.patch * self.merge, self._depth, own)
 
     @property
     def most_tokens(self) -> int:
@@ -77,6 +100,26 @@ class TransformersPatches:
         made = self._processor(images=[image], size=size, return_tensors="pt")
         frames, height, width = made["image_grid_thw"][0].tolist()
         return Patches(made["pixel_values"].to(torch.float32), (frames, height, width))
+
+    def make_clip(self, frames: Sequence[Image.Image], clip: Clip) -> Patches:
+        """Return the patches of a clip, whose last frame is repeated to fill them.
+
+        The processor repeats an image along the time of its patches; each frame fills its place.
+        """
+        size = (clip.width, clip.height)
+        resized = [frame.resize(size, self._processor.resample) for frame in frames]
+        resized += [resized[-1]] * (-len(resized) % self._depth)
+        made = self._processor(images=resized, do_resize=False, return_tensors="pt")
+        _, rows, columns = made["image_grid_thw"][0].tolist()
+        pixels = made["pixel_values"].to(torch.float32)
+        shape = (rows * columns, -1, self._depth, self.patch**2)
+        parts = [each.reshape(shape) for each in pixels.split(rows * columns)]
+        patches = [
+            torch.stack([parts[first + k][:, :, k] for k in range(self._depth)], dim=2)
+            for first in range(0, len(parts), self._depth)
+        ]
+        pixels_PD = torch.cat(patches).flatten(1)
+        return Patches(pixels_PD, (len(patches), rows, columns), clip.interval)
 
     @property
     def _pixels_per_token(self) -> int:
@@ -99,6 +142,11 @@ class ImageProcessor:
         """Raises ValueError if the directory has no image processor that can be opened."""
         self._rule = open_rule(Path(folder))
         self._cache: PatchCache[Patches] = PatchCache(cache_bytes)
+
+    @property
+    def video(self) -> VideoRule | None:
+        """How the model reads videos; None: it does not."""
+        return self._rule.video
 
     @property
     def patches_per_token(self) -> int:
@@ -136,8 +184,14 @@ class ImageProcessor:
         return found
 
     def patches_of(self, image: PromptImage) -> Patches:
-        """Return the patches of a prompt's image; see `patches`."""
-        patches = self.patches(EncodedImage(image.data, image.where), image.most_tokens)
+        """Return the patches of a prompt's image or piece of a video; see `patches`."""
+        first = EncodedImage(image.data, image.where)
+        if image.clip is None:
+            patches = self.patches(first, image.most_tokens)
+        else:
+            assert isinstance(self._rule, TransformersPatches), image
+            others = [EncodedImage(data, image.where) for data in image.clip.frames]
+            patches = self._rule.make_clip([decode(f) for f in (first, *others)], image.clip)
         num_tokens = len(patches.pixels_PD) // self.patches_per_token
         assert num_tokens == image.num_tokens, (image, num_tokens)
         return patches
@@ -161,4 +215,4 @@ def open_rule(folder: Path) -> PatchRule:
             f"{folder}: its image processor cannot be opened ({type(error).__name__}:"
             f" {first_line}); copy preprocessor_config.json of the model into it"
         ) from error
-    return TransformersPatches(opened)
+    return TransformersPatches(opened, folder)

@@ -1,25 +1,25 @@
-"""Turns rows with images into token ids with expanded placeholders, and references to patches.
+"""Turns rows with images and videos into token ids with expanded placeholders, and references to
+patches.
 
     row --> encoded images --> sizes by their headers --> tokens; too many? drop or shrink
         --> ids with placeholders, images by the hash of their content
 
-Patches are made later, near the engines (node_patches.py). No prompt is cut inside an image.
+Patches are made later, near the engines (shared_patches.py). No prompt is cut inside an image.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.images.decode import decode, read_size
-from mcore_rl.data.images.encoded import (
-    BadImage,
-    encoded_images,
-    with_image_parts,
-)
+from mcore_rl.data.images.decode import decode
+from mcore_rl.data.images.encoded import BadImage, encoded_images
 from mcore_rl.data.images.fitting import expanded, limit_that_fits
-from mcore_rl.data.images.processor import ImageProcessor, digest_of
+from mcore_rl.data.images.placeholders import IMAGE, VIDEO, placeholders_of, with_image_parts
+from mcore_rl.data.images.processor import ImageProcessor
+from mcore_rl.data.images.shown import Shown, shown_image, shown_video
+from mcore_rl.data.images.videos import encoded_videos
 from mcore_rl.data.rows import Row, messages_of
 from mcore_rl.types import PromptImage
 
@@ -31,13 +31,14 @@ Encode = Callable[[list[dict[str, Any]]], list[int]]
 class ImageRules:
     """The rules for images that are unusual.
 
-    max_prompt_len   tokens of a prompt, images included
+    max_prompt_len   tokens of a prompt, images and videos included
     overlong         "filter" drops longer prompts and counts them; "shrink" makes their images
                      smaller, and drops prompts that do not fit even so; "error" refuses them
     bad              "error" refuses a row with an image that cannot be used, "skip" counts it
     max_pixels       pixels of an image, which are decoded at once
     max_bytes        bytes of an encoded image
-    max_tokens       tokens of an image; larger ones are shrunk. 0: the processor's own limit
+    max_tokens       tokens of an image, or of the frames that share a patch of a video; larger
+                     ones are shrunk. 0: the processor's own limit
     verify           decode each image, so that damage behind its header is found here
     """
 
@@ -64,12 +65,14 @@ class ImagePrompt:
 
     where       file and row
     token_ids   every placeholder stands as often as its image takes tokens
-    images      in the order of the placeholders
+    images      images and pieces of videos, in the order of the placeholders
+    messages    those of the row, with parts in place of images and videos
     """
 
     where: str
     token_ids: tuple[int, ...]
     images: tuple[PromptImage, ...]
+    messages: tuple[Mapping[str, Any], ...]
 
 
 class ImagePrompts:
@@ -85,7 +88,6 @@ class ImagePrompts:
     ) -> None:
         """`column`: the messages of a row."""
         self._column = column
-        self._most_tokens = min(processor.most_tokens, rules.max_tokens or processor.most_tokens)
         self._processor = processor
         self._encode = encode
         self._placeholder_id = placeholder_id
@@ -115,54 +117,69 @@ class ImagePrompts:
 
     def _prompt(self, where: str, row: Row, folder: Path) -> ImagePrompt | None:
         rules = self._rules
-        encoded = encoded_images(row, where, folder, max_bytes=rules.max_bytes)
-        sizes = [read_size(image, rules.max_pixels) for image in encoded]
-        ids = self._token_ids(messages_of(row, where, self._column), len(encoded), where)
-        text_len = len(ids) - len(encoded)
+        messages = messages_of(row, where, self._column)
+        shown, messages = self._shown(row, messages, where, folder)
+        num_pieces = sum(each.num_pieces for each in shown)
+        ids = self._token_ids(messages, num_pieces, where)
+        text_len = len(ids) - num_pieces
 
-        def num_tokens(image: int, limit: int) -> int:
-            return self._processor.num_tokens(sizes[image], limit)
+        def num_tokens(index: int, limit: int) -> int:
+            return shown[index].num_tokens(limit)
 
-        most = self._most_tokens
-        least = self._processor.least_tokens if rules.overlong == "shrink" else most
+        most = max((each.most_tokens for each in shown), default=1)
+        most = min(most, rules.max_tokens or most)
+        least = 1 if rules.overlong == "shrink" else most
         budget = rules.max_prompt_len - text_len
-        limit = limit_that_fits(num_tokens, len(encoded), budget, min(least, most), most)
+        limit = limit_that_fits(num_tokens, len(shown), budget, least, most)
         if limit is None:
-            whole_len = text_len + sum(num_tokens(image, most) for image in range(len(encoded)))
-            self._leave_out_overlong(where, whole_len, len(encoded))
+            whole_len = text_len + sum(num_tokens(index, most) for index in range(len(shown)))
+            self._leave_out_overlong(where, whole_len, shown)
             return None
         if rules.verify:
-            for image in encoded:
-                decode(image)
-        images = tuple(
-            PromptImage(
-                digest_of(image.data, limit), image.data, num_tokens(k, limit), limit, image.where
-            )
-            for k, image in enumerate(encoded)
-        )
+            for each in shown:
+                for image in each.encoded:
+                    decode(image)
+        images = tuple(piece for each in shown for piece in each.pieces(limit))
         counts = [image.num_tokens for image in images]
         token_ids = tuple(expanded(ids, self._placeholder_id, counts))
         assert len(token_ids) <= rules.max_prompt_len, (where, counts)
-        return ImagePrompt(where, token_ids, images)
+        return ImagePrompt(where, token_ids, images, tuple(messages))
 
-    def _token_ids(
-        self, messages: Iterable[Mapping[str, Any]], num_images: int, where: str
-    ) -> list[int]:
-        ids = list(self._encode(with_image_parts(list(messages), num_images, where)))
+    def _shown(
+        self, row: Row, messages: Sequence[Mapping[str, Any]], where: str, folder: Path
+    ) -> tuple[list[Shown], list[dict[str, Any]]]:
+        """Return what the row shows, in order, and its messages with parts in place of it."""
+        rules = self._rules
+        images = [
+            shown_image(image, self._processor, rules.max_pixels, rules.max_tokens)
+            for image in encoded_images(row, where, folder, max_bytes=rules.max_bytes)
+        ]
+        videos = [
+            shown_video(video, self._processor, rules.max_pixels)
+            for video in encoded_videos(row, where, folder, max_bytes=rules.max_bytes)
+        ]
+        order = placeholders_of(messages, len(images), len(videos), where)
+        parts = [video.parts for video in videos]
+        remaining: dict[str, Iterator[Shown]] = {IMAGE: iter(images), VIDEO: iter(videos)}
+        shown = [next(remaining[placeholder]) for placeholder in order]
+        return shown, with_image_parts(messages, len(images), where, parts)
+
+    def _token_ids(self, messages: list[dict[str, Any]], num_pieces: int, where: str) -> list[int]:
+        ids = list(self._encode(messages))
         found = ids.count(self._placeholder_id)
-        if found != num_images:
+        if found != num_pieces:
             raise BadImage(
-                f"{where} has {num_images} images, but its rendered prompt has {found} of the"
-                f" model's placeholder (token {self._placeholder_id}): remove that token from the"
-                " text, and take a chat template that renders images"
+                f"{where} has {num_pieces} images and pieces of videos, but its rendered prompt has"
+                f" {found} of the model's placeholder (token {self._placeholder_id}): remove that"
+                " token from the text, and take a chat template that renders images"
             )
         return ids
 
-    def _leave_out_overlong(self, where: str, num_tokens: int, num_images: int) -> None:
+    def _leave_out_overlong(self, where: str, num_tokens: int, shown: Sequence[Shown]) -> None:
         if self._rules.overlong == "error":
             raise ValueError(
-                f"{where}: its prompt has {num_tokens} tokens with {num_images} images, at most"
-                f" {self._rules.max_prompt_len} are allowed: raise the limit, or let overlong"
-                " prompts be filtered or their images shrunk"
+                f"{where}: its prompt has {num_tokens} tokens with {len(shown)} images and videos,"
+                f" at most {self._rules.max_prompt_len} are allowed: raise the limit, or let"
+                " overlong prompts be filtered or their images shrunk"
             )
         self.left_out["overlong"] += 1

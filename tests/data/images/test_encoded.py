@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.data.images.encoded import BadImage, encoded_images, with_image_parts
+from mcore_rl.data.images.encoded import BadImage, encoded_images
 
 
 @pytest.mark.parametrize(
@@ -52,21 +52,3 @@ def test_a_row_without_images_has_none(tmp_path: Path) -> None:
 def test_other_forms_are_refused(tmp_path: Path, images: Any, message: str) -> None:
     with pytest.raises(BadImage, match=message):
         encoded_images({"images": images}, "row 0", tmp_path, max_bytes=8)
-
-
-def test_placeholders_become_parts_in_several_turns() -> None:
-    messages = [
-        {"role": "user", "content": "<image>what?"},
-        {"role": "assistant", "content": "a cat"},
-        {"role": "user", "content": "and <image><image>"},
-    ]
-    parts = with_image_parts(messages, 3, "row 0")
-    assert parts[0]["content"] == [{"type": "image"}, {"type": "text", "text": "what?"}]
-    assert parts[1] == messages[1]
-    assert [part["type"] for part in parts[2]["content"]] == ["text", "image", "image"]
-
-
-@pytest.mark.parametrize("num_images", [0, 2])
-def test_placeholders_and_images_must_agree(num_images: int) -> None:
-    with pytest.raises(BadImage, match=f"row 0 has {num_images} images and 1 placeholders"):
-        with_image_parts([{"role": "user", "content": "<image>?"}], num_images, "row 0")

@@ -101,7 +101,9 @@ def test_overlong_prompts_are_dropped_shrunk_or_refused(folder: Path) -> None:
 
 def test_a_placeholder_of_the_model_in_the_text_is_refused(folder: Path) -> None:
     row = row_of(f"<image> {PLACEHOLDER}", encode(noise(8, 8)))
-    with pytest.raises(BadImage, match="row 0 has 1 images, but its rendered prompt has 2"):
+    with pytest.raises(
+        BadImage, match="row 0 has 1 images and pieces of videos, but its rendered prompt has 2"
+    ):
         make_prompts(folder).prompt("row 0", row, folder)
 
 

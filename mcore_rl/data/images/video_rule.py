@@ -1,0 +1,193 @@
+"""How a family of models reads videos: the size of frames, the pieces, and the texts around them.
+
+    frames 0 1 2 3 4 --> the last one twice --> pairs 0 1 | 2 3 | 4 4, all resized to one size
+
+    Qwen2.5-VL   one image of three patches along time, which are `interval` positions apart
+    Qwen3-VL     <0.2 seconds> image  <1.2 seconds> image  <2.0 seconds> image
+    GLM-4.5V     <|begin_of_video|> image 0  image 1  image 2 <|end_of_video|>
+
+"Image" is what the chat template renders for one, whose placeholder stands for a piece of a video.
+The model's own processors write the placeholder of videos there (not GLM-4.5V's), whose embedding
+is replaced as well.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, floor, sqrt
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.data.images.decode import ImageSize
+from mcore_rl.data.images.placeholders import IMAGE_PART, Part
+
+SETTINGS = (
+    ("processor_config.json", "video_processor"),
+    ("video_preprocessor_config.json", None),
+    ("preprocessor_config.json", None),
+)
+"""Files that may have the settings of a video processor, under which key; the first one counts."""
+TOKENS_PER_SECOND = 4
+"""Positions per second of Qwen2.5-VL if its vision_config does not give them."""
+
+
+@dataclass(frozen=True)
+class VideoForm:
+    """How the models of a family read videos.
+
+    parts         (time of each piece in seconds) -> parts of a message, an image for each piece
+    is_whole      a video is one piece
+    of_all        limits of pixels hold for all frames together, else for each
+    shortest      least pixels, if the settings do not tell them
+    longest       most pixels, likewise
+    """
+
+    parts: Callable[[Sequence[tuple[float, float]]], list[Part]]
+    is_whole: bool
+    of_all: bool
+    shortest: int
+    longest: int
+
+
+def _whole(times: Sequence[tuple[float, float]]) -> list[Part]:
+    return [IMAGE_PART]
+
+
+def _stamped_before(times: Sequence[tuple[float, float]]) -> list[Part]:
+    parts: list[Part] = []
+    for first, last in times:
+        parts += [_text(f"<{(first + last) / 2:.1f} seconds>"), IMAGE_PART]
+    return parts
+
+
+def _stamped_behind(times: Sequence[tuple[float, float]]) -> list[Part]:
+    parts = [_text("<|begin_of_video|>")]
+    for first, _ in times:
+        parts += [IMAGE_PART, _text(str(int(first)))]
+    return [*parts, _text("<|end_of_video|>")]
+
+
+def _text(text: str) -> Part:
+    return {"type": "text", "text": text}
+
+
+QWEN3 = VideoForm(_stamped_before, False, True, 128 * 32**2, 768 * 32**2)
+FORMS = {
+    "qwen2_5_vl": VideoForm(_whole, True, False, 128 * 28**2, 768 * 28**2),
+    "qwen3_vl": QWEN3,
+    "qwen3_vl_moe": QWEN3,
+    "glm4v_moe": VideoForm(_stamped_behind, False, True, 112**2, 60_000 * 28**2),
+}
+"""model_type -> how it reads videos. Numbers of pixels are those of transformers' classes."""
+
+
+@dataclass(frozen=True)
+class VideoRule:
+    """Decides how a video of a model becomes pieces.
+
+    side        pixels along a side of a token
+    depth       frames of a patch
+    shortest    least pixels, see VideoForm.of_all
+    longest     most pixels, likewise
+    per_second  rotary positions of a second
+    """
+
+    form: VideoForm
+    side: int
+    depth: int
+    shortest: int
+    longest: int
+    per_second: float
+
+    def num_patches(self, num_frames: int) -> int:
+        """Return the patches along time; the last frame is repeated to fill the last of them."""
+        return ceil(num_frames / self.depth)
+
+    def parts(self, num_frames: int, fps: float) -> list[Part]:
+        """Return the parts of a message that show a video."""
+        last = num_frames - 1
+        starts = range(0, self.num_patches(num_frames) * self.depth, self.depth)
+        times = [(i / fps, min(i + self.depth - 1, last) / fps) for i in starts]
+        return self.form.parts(times)
+
+    def interval(self, fps: float) -> float:
+        """Return the rotary positions from one patch to the next along time."""
+        return self.per_second * self.depth / fps
+
+    def most_tokens(self, num_frames: int) -> int:
+        """Return the tokens of a patch's frames that shrink none."""
+        return ceil(self._limits(num_frames)[1] / self.side**2)
+
+    def tokens(self, size: ImageSize, num_frames: int, most_tokens: int) -> int:
+        """Return the tokens of a patch's frames, which are shrunk to `most_tokens`."""
+        shown = self.frame_size(size, num_frames, most_tokens)
+        return shown.height * shown.width // self.side**2
+
+    def frame_size(self, size: ImageSize, num_frames: int, most_tokens: int) -> ImageSize:
+        """Return the size of each frame, multiples of `side`, which keeps its shape nearly.
+
+        No frame is shrunk below the least pixels.
+
+        Source: smart_resize in video_processing_qwen2_vl.py and video_processing_qwen3_vl.py of
+        transformers.
+        """
+        shortest, longest = self._limits(num_frames)
+        longest = max(min(longest, most_tokens * self.side**2), shortest)
+        height, width = size.height, size.width
+        if self.form.of_all and min(height, width) < self.side:
+            scale = self.side / min(height, width)
+            height, width = int(height * scale), int(width * scale)
+        rows = round(height / self.side)
+        columns = round(width / self.side)
+        pixels = rows * columns * self.side**2
+        if pixels > longest:
+            shrink = sqrt(height * width / longest)
+            rows = max(1, floor(height / shrink / self.side))
+            columns = max(1, floor(width / shrink / self.side))
+        elif pixels < shortest:
+            grow = sqrt(shortest / (height * width))
+            rows = ceil(height * grow / self.side)
+            columns = ceil(width * grow / self.side)
+        return ImageSize(columns * self.side, rows * self.side)
+
+    def _limits(self, num_frames: int) -> tuple[float, float]:
+        """Return the least and most pixels of a frame."""
+        share = self.num_patches(num_frames) * self.depth if self.form.of_all else 1
+        return self.shortest / share, self.longest / share
+
+
+def read_video_rule(folder: Path, side: int, depth: int, own: dict[str, Any]) -> VideoRule | None:
+    """Return how the model in a directory reads videos; None if it does not, or is not known to.
+
+    Raises ValueError if its settings make other patches of frames than of images.
+
+    own   patch_size, merge_size, temporal_patch_size, image_mean and image_std of images
+    """
+    config_file = folder / "config.json"
+    config = json.loads(config_file.read_text()) if config_file.is_file() else {}
+    form = FORMS.get(config.get("model_type", ""))
+    if form is None:
+        return None
+    file, settings = _settings(folder)
+    for name, value in own.items():
+        if settings.get(name, value) != value:
+            raise ValueError(
+                f"{file}: {name}={settings[name]}, but {value} for images: frames of videos are"
+                " patched as images are; make them equal"
+            )
+    size = settings.get("size") or {}
+    shortest = settings.get("min_pixels") or size.get("shortest_edge") or form.shortest
+    longest = settings.get("max_pixels") or size.get("longest_edge") or form.longest
+    vision = config.get("vision_config") or {}
+    per_second = vision.get("tokens_per_second", TOKENS_PER_SECOND) if form.is_whole else 0.0
+    return VideoRule(form, side, depth, shortest, longest, per_second)
+
+
+def _settings(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the name and the content of the file with the settings of a video processor."""
+    for name, key in SETTINGS:
+        file = folder / name
+        found = json.loads(file.read_text()) if file.is_file() else None
+        if found is not None and (key is None or key in found):
+            return str(file), found if key is None else found[key]
+    return str(folder), {}
