@@ -24,6 +24,12 @@ from mcore_rl.slices.families.settings import (
 from mcore_rl.slices.families.table import Family, HfConfig
 
 SETTINGS = {**PLAIN_SETTINGS, "rope_interleave": (True,), "moe_layer_freq": (1,)}
+FREQUENCIES = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+"""Names of rotary frequencies, which the files of Moonlight and Kimi-VL have in every layer."""
+
+
+def _carried(config: HfConfig) -> str:
+    return "|".join(filter(None, (mtp_names(config), FREQUENCIES)))
 
 
 def sizes(config: HfConfig) -> Mapping[str, int]:
@@ -67,7 +73,7 @@ V3 = Family(
     },
     rope_types=("default", "yarn"),
     refusal=lambda config: group_refusal(config, scored_by=2),
-    carried=mtp_names,
+    carried=_carried,
 )
 
 V2 = Family(

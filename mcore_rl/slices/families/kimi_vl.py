@@ -112,8 +112,7 @@ def refusal(config: HfConfig) -> str:
 
 
 def _carried(config: HfConfig) -> str:
-    pattern = deepseek.V3.carried(config)
-    return rf"language_model\.{pattern}" if pattern else ""
+    return rf"language_model\.(?:{deepseek.V3.carried(config)})"
 
 
 FAMILY = Family(

@@ -47,6 +47,14 @@ def test_only_v3_has_a_bias_and_prediction_layers() -> None:
     assert not deepseek.V2.is_carried(config, name)
 
 
+def test_rotary_frequencies_may_lie_beside_the_model() -> None:
+    """Moonlight's files have them, although it predicts one token."""
+    config = config_of("deepseek_v3") | {"num_nextn_predict_layers": 0}
+    assert deepseek.V3.is_carried(config, "model.layers.0.self_attn.rotary_emb.inv_freq")
+    assert not deepseek.V3.is_carried(config, "model.layers.0.self_attn.q_proj.weight")
+    assert not deepseek.V3.is_carried(config, "model.layers.61.eh_proj.weight")
+
+
 def test_v2_scores_all_experts_by_softmax_before_the_choice() -> None:
     config = config_of("deepseek_v3") | {
         "architectures": ["DeepseekV2ForCausalLM"],

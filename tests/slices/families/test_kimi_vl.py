@@ -48,6 +48,9 @@ def test_layers_for_speculation_may_lie_beside_the_model(tmp_path: Path) -> None
     name = "language_model.model.layers.4.eh_proj.weight"
     assert not FAMILY.is_carried(config, name)
     assert FAMILY.is_carried({**config, "num_nextn_predict_layers": 1}, name)
+    frequencies = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    assert FAMILY.is_carried(config, "language_model." + frequencies)
+    assert not FAMILY.is_carried(config, frequencies)
 
 
 @pytest.mark.parametrize(

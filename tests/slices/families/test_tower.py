@@ -1,7 +1,11 @@
 """The rules of a tower give each block the tensors that transformers saves."""
 
+from math import prod
+from pathlib import Path
+
 import pytest
 
+from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.tower import (
     RULES,
     merge_size,
@@ -10,6 +14,7 @@ from mcore_rl.slices.families.tower import (
     tower_sizes,
     vision_settings,
 )
+from mcore_rl.slices.hf.config import read_hf_config
 
 VISION = {
     "depth": 2,
@@ -61,3 +66,21 @@ def test_missing_settings_are_named() -> None:
         tower_sizes({**CONFIG, "vision_config": {**VISION, "depth": None}})
     with pytest.raises(ValueError, match="lacks 'vision_config'"):
         vision_settings({})
+
+
+@pytest.mark.parametrize(
+    ("model", "num_tensors", "num_parameters"),
+    [
+        ("qwen2_5_vl_7b", 729, 8_292_166_656),
+        ("qwen3_vl_8b", 750, 8_767_123_696),
+        ("qwen3_vl_30b_a3b", 882, 31_070_754_032),
+        ("glm_4_5v", 18_106, 107_710_933_120),
+    ],
+)
+def test_models_of_recipes_have_the_tensors_of_the_published_files(
+    model: str, num_tensors: int, num_parameters: int
+) -> None:
+    config = read_hf_config(Path("recipes/model", model))
+    shapes = family_of(config).shapes(config)
+    assert len(shapes) == num_tensors
+    assert sum(map(prod, shapes.values())) == num_parameters
