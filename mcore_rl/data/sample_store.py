@@ -231,7 +231,7 @@ def _emptied(sample: Sample) -> Sample:
 
 
 def _filled(group: KeptGroup, index: int) -> Sample:
-    """Return a whole sample; of an episode, all but its record's rows."""
+    """Return a whole sample; of an episode, all but its record's rows, whose images it has."""
     sample, rows = group.samples[index], group.rows_of[index]
     if sample.episode is not None:
         parts = [
@@ -241,7 +241,9 @@ def _filled(group: KeptGroup, index: int) -> Sample:
             )
             for row in rows
         ]
-        return replace(sample, **flat_response(parts))
+        images = {image.digest: image for row in rows for image in row.images}
+        episode = replace(sample.episode, images=tuple(images.values()))
+        return replace(sample, episode=episode, **flat_response(parts))
     [row] = rows
     prompt_len = len(sample.prompt.token_ids)
     experts = row.columns.get(ROUTED_EXPERTS)

@@ -103,8 +103,12 @@ class MetricsLogger:
         )
 
     def _images_of(self, sample: Sample) -> dict[str, list[str]]:
-        """Return the paths of the images' small copies; nothing for a prompt of text alone."""
-        paths = [self._thumbnails.path(image) for image in sample.prompt.images]
+        """Return the paths of small copies of the images of prompt and episode, each once; nothing
+        for a sample of text alone.
+        """
+        of_turns = sample.episode.images if sample.episode is not None else ()
+        images = {image.digest: image for image in (*sample.prompt.images, *of_turns)}
+        paths = [self._thumbnails.path(image) for image in images.values()]
         return {"images": paths} if paths else {}
 
     def _brought_here(

@@ -152,8 +152,9 @@ that is not finite is `null`. Step 0 is the evaluation before training.
 
 A row of `samples.jsonl` has `step`, `split` (`train` or `eval`), `prompt_index`, `prompt`,
 `response`, `reward`, `ground_truth`, `finish_reason`, `weights` (the versions that drew it) and,
-where the reward failed, `reward_error`. A prompt with images has `images`, the paths of small
-copies in the run folder. An episode also has `turns`, and `detail` where an error
+where the reward failed, `reward_error`. Where prompt or later turns have images,
+`images` are the paths of small copies in the run folder; of a video, those of some frames.
+An episode also has `turns`, and `detail` where an error
 ended it ([agents.md](agents.md)). All files are UTF-8, one JSON object a line, and only
 `\\n` ends a line. A lone surrogate, which UTF-8 lacks, is written as a JSON escape.
 

@@ -106,6 +106,7 @@ class EpisodeRecord:
     detail    the error that ended it, if one did
     reward    of the whole episode, that of its turns included
     metrics   numbers of the environment, by name
+    images    those that its rows show, each once; () until it is read from a store, for logs
     """
 
     rows: tuple[Row, ...]
@@ -114,6 +115,7 @@ class EpisodeRecord:
     reward: float
     detail: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    images: tuple[PromptImage, ...] = ()
 
 
 WITHOUT_OUTCOME = ("env_error", "aborted")

@@ -1,5 +1,6 @@
 """A store gives back what was put in or written, as arrays, until a group is dropped."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from mcore_rl.data.kept_rows import BFLOAT16, ROUTED_EXPERTS, STALE, ReadRequest
 from mcore_rl.data.sample_store import LostSampleError, SampleStore, UnknownSampleError
 from mcore_rl.data.spill import SpillFiles
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+from tests.support.image_prompts import make_image
 from tests.support.stored import make_stored
+from tests.support.turn_trees import random_tree, sample_of
 
 
 def make_sample(index: int, num_tokens: int = 2) -> Sample:
@@ -35,6 +38,22 @@ def test_samples_come_back_whole() -> None:
         assert replace(found, logprobs=sample.logprobs) == sample
         assert found.routed_experts is not None and sample.routed_experts is not None
         assert found.routed_experts.tolist() == sample.routed_experts.tolist()
+
+
+def test_an_episode_comes_back_with_the_images_of_its_rows() -> None:
+    one, two = make_image("one"), make_image("two")
+    tree = random_tree(random.Random(0), 9)
+    sample = sample_of(tree, Prompt(3, (1,), (), "unit", "7"), 0)
+    assert sample.episode is not None
+    rows = sample.episode.rows
+    shown = [replace(row, images=(two, one)[number % 2 :]) for number, row in enumerate(rows)]
+    episode = replace(sample.episode, rows=tuple(shown))
+    store = SampleStore()
+    store.put(0, [replace(sample, episode=episode)])
+    [found] = store.samples([0], [0])
+    wanted = {image.digest: image for row in shown for image in row.images}
+    assert found.episode is not None and found.episode.images == tuple(wanted.values())
+    assert len(rows) > 1 and wanted
 
 
 def test_columns_are_laid_end_to_end_in_the_order_of_the_request() -> None:

@@ -107,7 +107,10 @@ def test_pieces_of_pictures_train_as_they_were_seen(
         assert line["logprob_diff/arithmetic"] < 1e-5, line
         assert line["sync/canary_diff"] < 1e-5, line
     samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").open()]
-    turns = next(row["turns"] for row in samples if len(row["turns"]) == 3)
+    long = next(row for row in samples if len(row["turns"]) == 3)
+    assert len(set(long["images"])) == len(long["images"]) >= 3
+    assert all((run.run_dir / path).is_file() for path in long["images"])
+    turns = long["turns"]
     assert [turn["parent"] for turn in turns] == [None, 0, 1]
     kinds = [[part["type"] for part in turn["messages"][0]["content"]] for turn in turns]
     assert kinds == [["image", "text"], ["image"], ["image"]]

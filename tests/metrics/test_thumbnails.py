@@ -11,7 +11,7 @@ from mcore_rl.metrics.rows import read_rows
 from mcore_rl.metrics.thumbnails import SIDE, Thumbnails
 from mcore_rl.report.run_report import make_report
 from mcore_rl.scores import Scores
-from mcore_rl.types import PromptImage
+from mcore_rl.types import EpisodeRecord, PromptImage
 from tests.support.odd_images import encode, noise
 from tests.support.samples import make_sample
 
@@ -32,6 +32,18 @@ def test_an_image_is_written_once_and_small(tmp_path: Path, mode: str) -> None:
     path.write_bytes(b"as it was")
     assert tmp_path / thumbnails.path(image) == path
     assert path.read_bytes() == b"as it was"
+
+
+def test_images_of_later_turns_are_named_each_once(tmp_path: Path) -> None:
+    sample = make_sample(0, "1")
+    asked, piece = prompt_image(8, 8), prompt_image(16, 8)
+    episode = EpisodeRecord((), (), "done", 1.0, images=(asked, piece))
+    seen = replace(sample, prompt=replace(sample.prompt, images=(asked,)), episode=episode)
+    with MetricsLogger(tmp_path, console=False) as log:
+        log.log_samples(1, [seen], Scores([1.0]))
+    [row] = read_rows(tmp_path / "samples.jsonl")
+    assert row["images"] == [f"images/{image.digest[:16]}.png" for image in (asked, piece)]
+    assert all((tmp_path / path).is_file() for path in row["images"])
 
 
 def test_samples_and_report_name_the_images(
