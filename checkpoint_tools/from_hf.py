@@ -31,7 +31,7 @@ from checkpoint_tools.megatron_model import (
 )
 from checkpoint_tools.optimizer import optimizer_from_hf
 from checkpoint_tools.options import Effort
-from checkpoint_tools.output import OutputFile, Task
+from checkpoint_tools.output import OutputFile, Task, share_of_file
 from checkpoint_tools.produce import ConversionReport, produce
 from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.torch_dist import BACKEND, COMMON, METADATA, open_torch_dist
@@ -73,7 +73,8 @@ def from_hf(
         sources.append(state)
         boxes += state_boxes
         common |= state_common
-    files, stored = _lay_out(boxes, objects, max_file_bytes)
+    total_bytes = sum(assembly.num_bytes for _, _, assembly in boxes)
+    files, stored = _lay_out(boxes, objects, share_of_file(total_bytes, max_file_bytes))
     tensors = list({tensor.key: tensor for tensor, _, _ in boxes}.values())
     describe = partial(
         _write_small_files, tensors=tensors, objects=objects, stored=stored, common=common

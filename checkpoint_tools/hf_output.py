@@ -6,7 +6,7 @@ from pathlib import Path
 
 from checkpoint_tools.hf import open_hf
 from checkpoint_tools.options import Effort
-from checkpoint_tools.output import Made, OutputFile, Task
+from checkpoint_tools.output import Made, OutputFile, Task, share_of_file
 from checkpoint_tools.produce import ConversionReport, produce
 from checkpoint_tools.safetensors_file import make_header
 from checkpoint_tools.stored import Checkpoint
@@ -36,7 +36,8 @@ def make_hf(
     Raises what `produce` raises.
     """
     sizes = {name: assembly.num_bytes for name, assembly in assemblies.items()}
-    num_files = max(1, min(len(sizes), -(-sum(sizes.values()) // max_file_bytes)))
+    share = share_of_file(sum(sizes.values()), max_file_bytes)
+    num_files = max(1, min(len(sizes), -(-sum(sizes.values()) // share)))
     files: list[OutputFile] = []
     weight_map: dict[str, str] = {}
     expected: dict[str, tuple[str, Shape]] = {}

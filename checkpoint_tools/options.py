@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -63,17 +63,19 @@ def work_through(
     effort: Effort,
     text: str,
     on_result: Callable[[T, R], Any],
+    lane_of: Callable[[T], Hashable] = lambda _: None,
 ) -> int:
     """Carry out `tasks` in workers and call `on_result(task, result)` for each in this process.
 
-    Tasks end in any order. Returns the peak memory of all processes in bytes.
+    Tasks end in any order; for `lane_of` see `Pool.run`. Returns the peak memory of
+    all processes in bytes.
     """
     with (
         Pool(make, effort.num_workers) as pool,
         PeakMemory(pool.process_ids) as memory,
         _progress(text, sum(map(size_of, tasks))) as advance,
     ):
-        for task, result in pool.run(tasks):
+        for task, result in pool.run(tasks, lane_of):
             on_result(task, result)
             advance(size_of(task))
     return memory.peak_bytes

@@ -26,6 +26,10 @@ Made = Assembly | Packed
 LARGEST_BAND = 8 << 20
 """Bytes. A band of this size stays in the processor's cache between reading and writing."""
 
+FILES_AT_ONCE = 8
+SMALLEST_SHARE = 128 << 20
+"""Bytes. A smaller model is not worth several files."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -75,6 +79,15 @@ class Done:
 
     written: tuple[ByteSpan, ...]
     record: ReadRecord
+
+
+def share_of_file(total_bytes: int, max_file_bytes: int) -> int:
+    """Return the bytes to put in each file of an output of `total_bytes`.
+
+    The system lets one process at a time write to a file, so even an output that would fit in one
+    file is cut into some, for workers to write at once.
+    """
+    return min(max_file_bytes, max(SMALLEST_SHARE, -(-total_bytes // FILES_AT_ONCE)))
 
 
 def make_units(files: Sequence[OutputFile], unit_bytes: int) -> list[Unit]:

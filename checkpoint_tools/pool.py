@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
@@ -42,9 +43,13 @@ class Pool(Generic[T, R]):
     def process_ids(self) -> list[int]:
         return [os.getpid(), *(process.pid for process, _ in self._workers if process.pid)]
 
-    def run(self, tasks: Sequence[T]) -> Iterator[tuple[T, R]]:
+    def run(
+        self, tasks: Sequence[T], lane_of: Callable[[T], Hashable] = lambda _: None
+    ) -> Iterator[tuple[T, R]]:
         """Yield (task, result) in the order of completion.
 
+        lane_of   what a task blocks for others, such as a file; workers share a lane only when no
+                  other is left
         Raises a worker's ValueError, OSError or DiskFullError as it is, and other errors as
         RuntimeError with the worker's traceback.
         """
@@ -52,7 +57,7 @@ class Pool(Generic[T, R]):
             for task in tasks:
                 yield task, self._own_function(task)
             return
-        waiting = list(reversed(tasks))
+        waiting = _Lanes(tasks, lane_of)
         busy: dict[Connection, tuple[BaseProcess, T]] = {}
         for process, connection in self._workers:
             _give_next(process, connection, waiting, busy)
@@ -79,15 +84,37 @@ class Pool(Generic[T, R]):
         self.close()
 
 
+class _Lanes(Generic[T]):
+    """The tasks that wait, by lane. A worker keeps to its lane until that is empty."""
+
+    def __init__(self, tasks: Sequence[T], lane_of: Callable[[T], Hashable]) -> None:
+        self._waiting: dict[Hashable, deque[T]] = defaultdict(deque)
+        for task in tasks:
+            self._waiting[lane_of(task)].append(task)
+        self._lane_of_worker: dict[Connection, Hashable] = {}
+
+    def take(self, worker: Connection) -> T | None:
+        """Return the next task of the worker's lane, or of the lane with the fewest workers."""
+        lane = self._lane_of_worker.pop(worker, None)
+        if not self._waiting.get(lane):
+            taken = Counter(self._lane_of_worker.values())
+            left = [other for other, tasks in self._waiting.items() if tasks]
+            if not left:
+                return None
+            lane = min(left, key=lambda other: taken[other])
+        self._lane_of_worker[worker] = lane
+        return self._waiting[lane].popleft()
+
+
 def _give_next(
     process: BaseProcess,
     connection: Connection,
-    waiting: list[T],
+    waiting: "_Lanes[T]",
     busy: dict[Connection, tuple[BaseProcess, T]],
 ) -> None:
     """Send a worker the next task, if one is waiting, and enter the worker in `busy`."""
-    if waiting:
-        task = waiting.pop()
+    task = waiting.take(connection)
+    if task is not None:
         busy[connection] = (process, task)
         connection.send(task)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 
 from checkpoint_tools.ledger import Ledger
@@ -98,9 +99,7 @@ def produce(
 
         remaining = [unit for unit in units if unit.number not in staging.done]
         make = partial(Writer, staging.folder, effort.worker_bytes)
-        peak = work_through(
-            make, remaining, lambda unit: unit.source_bytes, effort, out.name, finish
-        )
+        peak = _carry_out(make, remaining, effort, out.name, finish)
         ledger.close()
         describe(staging.folder)
         sums = staging.file_sums(files, units)
@@ -110,6 +109,18 @@ def produce(
         staging.commit()
     seconds = time.monotonic() - begun
     return ConversionReport(out, len(expected), total, seconds, reused, ledger.num_checked, peak)
+
+
+def _carry_out(
+    make: Callable[[], Callable[[Unit], Done]],
+    units: Sequence[Unit],
+    effort: Effort,
+    text: str,
+    finish: Callable[[Unit, Done], None],
+) -> int:
+    """Have workers write `units`, each worker a file of its own while there are enough."""
+    size_of, lane_of = attrgetter("source_bytes"), attrgetter("file")
+    return work_through(make, units, size_of, effort, text, finish, lane_of)
 
 
 def _check(made: Checkpoint, expected: Mapping[str, tuple[str, Shape]]) -> None:

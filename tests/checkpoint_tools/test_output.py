@@ -6,12 +6,15 @@ from hypothesis import strategies as st
 
 from checkpoint_tools.assembly import Assembly, make_pieces, whole
 from checkpoint_tools.output import (
+    FILES_AT_ONCE,
     LARGEST_BAND,
+    SMALLEST_SHARE,
     OutputFile,
     Task,
     buffer_bytes,
     check_held,
     make_units,
+    share_of_file,
 )
 from checkpoint_tools.stored import Chunk
 
@@ -38,6 +41,21 @@ def test_units_hold_every_task_once_and_stay_near_their_size(
     for unit in units:
         assert {task.file for task in unit.tasks} == {unit.file}
         assert len(unit.tasks) == 1 or unit.source_bytes <= unit_bytes
+
+
+@pytest.mark.parametrize(
+    ("total_bytes", "max_file_bytes", "share"),
+    [
+        (1000, 10**9, SMALLEST_SHARE),
+        (1000, 100, 100),
+        (16 << 30, 4 << 30, (16 << 30) // FILES_AT_ONCE),
+        (64 << 30, 4 << 30, 4 << 30),
+    ],
+)
+def test_an_output_is_cut_so_that_workers_write_to_different_files(
+    total_bytes: int, max_file_bytes: int, share: int
+) -> None:
+    assert share_of_file(total_bytes, max_file_bytes) == share
 
 
 def test_buffers_are_an_eighth_of_the_budget_up_to_a_limit() -> None:

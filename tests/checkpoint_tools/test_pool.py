@@ -1,8 +1,10 @@
 """Results and errors of tasks in worker processes."""
 
 import errno
+import multiprocessing as mp
 import os
 import signal
+from collections import defaultdict
 
 import pytest
 
@@ -47,6 +49,21 @@ def test_results_come_with_their_tasks(num_workers: int) -> None:
 def test_the_first_error_is_raised(task: int, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run([task])
+
+
+def test_workers_share_a_lane_only_at_the_end() -> None:
+    meeting = mp.get_context("fork").Barrier(2)
+
+    def work_together(task: tuple[str, int]) -> int:
+        meeting.wait(10.0)  # both workers are at a task at the same time
+        return os.getpid()
+
+    tasks = [(lane, number) for lane in "abc" for number in range(2)]
+    workers: dict[str, list[int]] = defaultdict(list)
+    with Pool(lambda: work_together, 2) as pool:
+        for (lane, _), worker in pool.run(tasks, lane_of=lambda task: task[0]):
+            workers[lane].append(worker)
+    assert [len(set(workers[lane])) for lane in "abc"] == [1, 1, 2]
 
 
 def test_close_ends_the_workers() -> None:
