@@ -1,6 +1,7 @@
 """The mcore-rl-ckpt command: converts a checkpoint to another kind, or checks it."""
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     # torch reads this when it is imported; each worker takes one core.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    gc.disable()  # a plan is many small objects, none of them in cycles
     try:
         return args.run(args)
     except (ValueError, OSError) as error:
@@ -203,12 +205,7 @@ def _from_hf(args: argparse.Namespace) -> int:
     from checkpoint_tools.from_hf import from_hf  # imports torch
 
     report = from_hf(
-        args.source_hf,
-        args.out,
-        args.dtype,
-        args.optimizer,
-        args.max_file_bytes,
-        _effort(args),
+        args.source_hf, args.out, args.dtype, args.optimizer, args.max_file_bytes, _effort(args)
     )
     print(report)
     return 0
