@@ -1,6 +1,8 @@
 """Tokenizers of model directories: opened, missing, damaged, or Python code."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,21 @@ def test_a_missing_or_damaged_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"model.path=.*its tokenizer cannot be opened \(JSON"):
         load_tokenizer(tmp_path, "model.path")
+
+
+def test_a_tokenizer_comes_without_what_models_need(tmp_path: Path) -> None:
+    """Fails once transformers imports no models for a tokenizer: `import_auto_tokenizer` goes."""
+    make_tokenizer().save_pretrained(tmp_path)
+    count = "import sys; print('torch._dynamo' in sys.modules)"
+    load = f"load_tokenizer({str(tmp_path)!r}, 'model.path')"
+    ours = f"from mcore_rl.data.tokenizer import load_tokenizer; {load}; {count}"
+    theirs = f"from transformers import AutoTokenizer; {count}"
+    assert [run_python(ours), run_python(theirs)] == ["False", "True"]
+    later = "from transformers import GenerationMixin; print(hasattr(GenerationMixin, 'generate'))"
+    assert run_python(f"{ours}; {later}").split() == ["False", "True"]
+
+
+def run_python(code: str) -> str:
+    """Return what a new process prints."""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return ended.stdout.strip()
