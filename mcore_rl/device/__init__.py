@@ -154,14 +154,22 @@ def leave_compiler_out() -> None:
     """Without CUDA, make `torch.compile` return functions unchanged; nothing is compiled there.
 
     Call it before megatron-core or SGLang is imported. Their decorators would import torch's
-    compiler, which adds a second to the start of each process.
+    compiler, which adds a second to the start of each process. So would functions that tell the
+    compiler to leave them alone, such as an optimizer's.
     """
-    if not has_cuda():
-        untyped_torch: Any = torch
-        untyped_torch.compile = _unchanged
+    if has_cuda():
+        return
+    untyped_torch: Any = torch
+    untyped_torch.compile = _unchanged
+    untyped_torch.compiler.disable = _unchanged
+    for method in vars(torch.optim.Optimizer).values():
+        function = getattr(method, "__wrapped__", None)
+        if method is not function and function is not None:
+            # torch/_compile.py calls this instead of asking torch._dynamo for one.
+            vars(function).setdefault("__dynamo_disable", function)
 
 
-def _unchanged(model: Any = None, **_: Any) -> Any:
+def _unchanged(model: Any = None, *_: Any, **__: Any) -> Any:
     return (lambda function: function) if model is None else model
 
 

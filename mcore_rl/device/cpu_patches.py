@@ -9,12 +9,15 @@ works without it, and docs/cpu.md lists them.
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._device import _device_constructors
+
+from mcore_rl.device import leave_compiler_out
 
 
 class _Stream(torch.cpu.Stream):
@@ -263,7 +266,9 @@ def run_eagerly() -> None:
 
     jit_fuser is torch.compile, which needs a C++ compiler and minutes of compilation on CPU.
     """
-    torch.compiler.set_stance("force_eager")
+    leave_compiler_out()
+    if "torch._dynamo" in sys.modules:  # something was decorated before that
+        torch.compiler.set_stance("force_eager")
 
 
 WITHOUT_TRANSFORMER_ENGINE: tuple[Callable[[], None], ...] = (

@@ -1,5 +1,7 @@
 """Without CUDA every question about the device has the CPU's answer."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,7 @@ def test_host_memory_is_not_pinned() -> None:
 
 def test_compile_leaves_functions_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", torch.compile)  # restored after the test
+    monkeypatch.setattr(torch.compiler, "disable", torch.compiler.disable)
     device.leave_compiler_out()
 
     def double(number: int) -> int:
@@ -64,3 +67,25 @@ def test_large_pinned_blocks_keep_their_size_and_settings_stay(
     before: dict[str, str], after: dict[str, str]
 ) -> None:
     assert device.exact_pinning(before) == after
+
+
+def test_an_optimizer_imports_no_compiler() -> None:
+    """Fails in its second half once torch's optimizers do not ask for the compiler."""
+    train = (
+        "p = torch.nn.Parameter(torch.ones(3))\n"
+        "o = torch.optim.Optimizer([p], {})\n"
+        "o.zero_grad(); o.load_state_dict(o.state_dict())\n"
+        "torch.compiler.disable(lambda: None)\n"
+        "print('torch._dynamo' in sys.modules)\n"
+    )
+    leave = "from mcore_rl.device import leave_compiler_out\nleave_compiler_out()\n"
+    imported = [
+        subprocess.run(
+            [sys.executable, "-c", f"import sys, torch\n{before}{train}"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for before in (leave, "")
+    ]
+    assert imported == ["False", "True"]
