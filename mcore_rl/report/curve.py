@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from mcore_rl.process.text import make_encodable
 from mcore_rl.report.rows import Row, series
 
 
 def draw_reward_curve(rows: Sequence[Row], path: Path) -> None:
     """Draw the reward per step with its moving average and, if measured, held-out accuracy."""
+    # Here, as a run draws after its last step: matplotlib takes a quarter of a second.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     rewards = series(rows, "reward/mean")
     held_out = {
         name.removeprefix("eval/").replace("_", " "): points
