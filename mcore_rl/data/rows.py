@@ -5,8 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 Row = Mapping[str, Any]
 
 
@@ -24,6 +22,8 @@ def load_rows(files: Sequence[str]) -> Iterator[tuple[str, Row]]:
                 " prepared"
             )
         if path.suffix == ".parquet":
+            import pyarrow.parquet as pq  # starts a thread: collectors import this module, too
+
             for i, row in enumerate(pq.read_table(path).to_pylist()):
                 yield f"{name} row {i}", row
         elif path.suffix == ".jsonl":
