@@ -7,17 +7,19 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import launch.cli
 from mcore_rl import __version__
-from mcore_rl.config import Config
-from mcore_rl.config.recipe import leaves_of, list_recipes, load_recipe
+from mcore_rl.cluster.worker_forks import worker_forks
+from mcore_rl.config.recipe import list_recipes
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.process.redaction import redact, remember_environment
 from mcore_rl.process.stop_request import EXIT_STATUS, StoppedEarly, watch_for_stop_requests
 from mcore_rl.run.agent_command import add_arguments as add_agent_arguments
 from mcore_rl.run.sandbox_command import add_arguments as add_sandbox_arguments
+from mcore_rl.run.settings import load_settings, read_recipe, with_inputs
 from mcore_rl.search.command import add_arguments as add_search_arguments
 from mcore_rl.translate.command import add_arguments as add_translate_arguments
 
@@ -88,7 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         _take_settings(command)
         command.set_defaults(run=_run_recipe, command=name)
-    launch.cli.add_commands(commands, _load_settings)
+    launch.cli.add_commands(commands, load_settings)
     _add_plan(commands)
     _add_simulate(commands)
     _add_serve(commands)
@@ -96,7 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_data(commands)
     _add_doctor(commands)
     add_search_arguments(commands.add_parser("search", help="passages for agents, by an index"))
-    add_agent_arguments(commands.add_parser("agent", help="try an environment"), _load_settings)
+    add_agent_arguments(commands.add_parser("agent", help="try an environment"), load_settings)
     add_sandbox_arguments(commands.add_parser("sandbox", help="run untrusted code for others"))
     add_translate_arguments(commands.add_parser("translate", help="make recipes of verl's options"))
     return parser
@@ -207,50 +209,22 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def _run_recipe(args: argparse.Namespace) -> None:
     watch_for_stop_requests()
-    config = _load_settings(args.settings, args.command)
-    with without_collector():
-        from mcore_rl.run import commands  # imports Ray, which --help need not wait for
+    recipe, overrides = read_recipe(args.settings)
+    with worker_forks() if recipe.cluster.address is None else nullcontext():
+        config = with_inputs(recipe, overrides, args.command)
+        with without_collector():
+            from mcore_rl.run import commands  # imports Ray, which --help need not wait for
 
-    from mcore_rl.run.debugging import for_debugger
+        from mcore_rl.run.debugging import for_debugger
 
-    getattr(commands, f"run_{args.command}")(for_debugger(config))
-
-
-def _load_settings(settings: Sequence[str], command: str) -> Config:
-    """The configuration for `command`, with what it reads from the Hugging Face hub downloaded."""
-    recipes = [s.removeprefix("recipe=") for s in settings if s.startswith("recipe=")]
-    if len(recipes) != 1:
-        raise ValueError(
-            f"give one recipe=<name>, got {len(recipes)}; recipes: {', '.join(list_recipes())}"
-        )
-    overrides = [s for s in settings if not s.startswith("recipe=")]
-    config = load_recipe(recipes[0], overrides)
-    from mcore_rl.run.hub import fetch_config_json, fetch_inputs
-
-    if config.rehearse:
-        config = _rehearse(fetch_config_json(config), leaves_of(overrides))
-    if command == "submit":
-        return config  # its inputs are for the nodes to fetch
-    if command == "plan":
-        return fetch_config_json(config)
-    return fetch_inputs(config, command)
-
-
-def _rehearse(config: Config, given: Sequence[str]) -> Config:
-    """The recipe's rehearsal; prints which of the options `given` it replaces."""
-    from mcore_rl.run.rehearsal import rehearse, replaced
-
-    rehearsal = rehearse(config, given)
-    for line in replaced(config, rehearsal, given):
-        print(f"rehearsed with {line}", file=sys.stderr)
-    return rehearsal
+        getattr(commands, f"run_{args.command}")(for_debugger(config))
 
 
 def _plan(args: argparse.Namespace) -> None:
     with without_collector():
         from mcore_rl.planning.plan import print_plan  # imports torch
 
-    if not print_plan(_load_settings(args.settings, "plan"), as_json=args.json):
+    if not print_plan(load_settings(args.settings, "plan"), as_json=args.json):
         raise RuntimeError("the recipe does not fit its GPUs")
 
 
@@ -258,7 +232,7 @@ def _simulate(args: argparse.Namespace) -> None:
     with without_collector():
         from mcore_rl.simulation.command import print_simulation  # imports torch
 
-    config = _load_settings(args.settings, "plan")
+    config = load_settings(args.settings, "plan")
     print_simulation(config, args.out, as_json=args.json, search_gpus=args.search)
 
 

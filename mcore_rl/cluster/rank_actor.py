@@ -112,6 +112,9 @@ class RankActor:
 
     def _build(self, worker_cls: type, *args: object, **kwargs: object) -> None:
         collect_from_here()
+        torch, threads = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS")
+        if torch is not None and threads:  # a fork's torch did not read it
+            torch.set_num_threads(int(threads))
         self._worker = worker_cls(*args, **kwargs)
 
     def _answer(self, deadline_s: float, function: Any, *args: object, **kwargs: object) -> Any:

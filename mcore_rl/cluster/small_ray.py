@@ -8,12 +8,15 @@ ranks                                monitor          starts and ends machines (
 A run writes the output of its ranks to files, and its machines are fixed.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray._private.node
 import ray._private.utils
+
+from mcore_rl.cluster import worker_setup
 
 LEFT_OUT = ("start_api_server", "start_log_monitor", "start_monitor")
 """Methods of Ray's Node, each of which starts one process that only others of them need."""
@@ -30,6 +33,8 @@ def small_ray() -> Iterator[None]:
         (ray._private.node.Node, name, _start_nothing) for name in LEFT_OUT
     ]
     replaced.append((ray._private.utils, "get_dashboard_dependency_error", _no_dashboard))
+    node = ray._private.node.Node
+    replaced.append((node, "start_raylet", _with_quick_setup(node.start_raylet)))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for owner, name, value in replaced:
         setattr(owner, name, value)
@@ -38,6 +43,18 @@ def small_ray() -> Iterator[None]:
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
+
+
+def _with_quick_setup(start_raylet: Callable[..., None]) -> Callable[..., None]:
+    """Have workers set up by worker_setup.py: Ray's own file imports Ray twice for each."""
+
+    def start(node: Any, *args: object, **kwargs: object) -> None:
+        parameters = node._ray_params
+        os.environ[worker_setup.RAYS_OWN] = parameters.setup_worker_path
+        parameters.setup_worker_path = worker_setup.__file__
+        start_raylet(node, *args, **kwargs)
+
+    return start
 
 
 def _no_dashboard() -> ImportError:

@@ -11,14 +11,19 @@ from mcore_rl.cluster.small_ray import LEFT_OUT, small_ray
 from tests.support.policy import ROOT
 
 PROGRAM = """
+import sys
 import psutil, ray
+from contextlib import nullcontext
 from mcore_rl.cluster.small_ray import small_ray
+from mcore_rl.cluster.worker_forks import worker_forks
 
 @ray.remote(num_cpus=0)
 class Rank:
     def answer(self):
-        return 42
+        return 42, "torch" in sys.modules
 
+forks = worker_forks() if sys.argv[1:] else nullcontext()
+forks.__enter__()
 with small_ray():
     ray.init(
         address="local",
@@ -27,20 +32,29 @@ with small_ray():
         include_dashboard=False,
         log_to_driver=False,
     )
-assert ray.get(Rank.remote().answer.remote(), timeout=100) == 42
+rank = Rank.remote()
+assert ray.get(rank.answer.remote(), timeout=100) == (42, bool(sys.argv[1:]))
+ray.kill(rank)
+assert ray.get(Rank.remote().answer.remote(), timeout=100) == (42, bool(sys.argv[1:]))
 commands = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
 for script in ("dashboard/dashboard.py", "log_monitor.py", "autoscaler/_private/monitor.py"):
     assert not any(script in command for command in commands), script
 assert any("gcs_server" in command for command in commands)
 ray.shutdown()
+forks.__exit__(None, None, None)
 print("done")
 """
 
 
 @pytest.mark.e2e
-def test_actors_work_and_no_needless_process_runs() -> None:
+@pytest.mark.parametrize("arguments", [[], ["forked"]])
+def test_actors_work_and_no_needless_process_runs(arguments: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=170
+        [sys.executable, "-c", PROGRAM, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=170,
     )
     assert done.stdout.splitlines()[-1:] == ["done"], done.stdout + done.stderr
 

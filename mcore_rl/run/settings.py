@@ -1,0 +1,45 @@
+"""Makes the configuration of a command: the recipe, its overrides, and inputs from the hub."""
+
+import sys
+from collections.abc import Sequence
+
+from mcore_rl.config import Config
+from mcore_rl.config.recipe import leaves_of, list_recipes, load_recipe
+
+
+def load_settings(settings: Sequence[str], command: str) -> Config:
+    """The configuration for `command`, with what it reads from the Hugging Face hub downloaded."""
+    return with_inputs(*read_recipe(settings), command)
+
+
+def read_recipe(settings: Sequence[str]) -> tuple[Config, list[str]]:
+    """The recipe as configured, and the overrides that changed it."""
+    recipes = [s.removeprefix("recipe=") for s in settings if s.startswith("recipe=")]
+    if len(recipes) != 1:
+        raise ValueError(
+            f"give one recipe=<name>, got {len(recipes)}; recipes: {', '.join(list_recipes())}"
+        )
+    overrides = [s for s in settings if not s.startswith("recipe=")]
+    return load_recipe(recipes[0], overrides), overrides
+
+
+def with_inputs(config: Config, overrides: Sequence[str], command: str) -> Config:
+    from mcore_rl.run.hub import fetch_config_json, fetch_inputs
+
+    if config.rehearse:
+        config = _rehearse(fetch_config_json(config), leaves_of(overrides))
+    if command == "submit":
+        return config  # its inputs are for the nodes to fetch
+    if command == "plan":
+        return fetch_config_json(config)
+    return fetch_inputs(config, command)
+
+
+def _rehearse(config: Config, given: Sequence[str]) -> Config:
+    """The recipe's rehearsal; prints which of the options `given` it replaces."""
+    from mcore_rl.run.rehearsal import rehearse, replaced
+
+    rehearsal = rehearse(config, given)
+    for line in replaced(config, rehearsal, given):
+        print(f"rehearsed with {line}", file=sys.stderr)
+    return rehearsal
