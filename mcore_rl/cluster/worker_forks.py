@@ -42,7 +42,7 @@ MODULES = (
     "mcore_rl.train.actor",
     "mcore_rl.train.runtime",
 )
-"""Imported for workers: all but Ray, which reads its settings from the environment when imported."""
+"""Modules for workers: none imports Ray, which reads its settings from the environment then."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Numpy's OpenBLAS would start threads when it is imported."""
 
