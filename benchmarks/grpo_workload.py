@@ -41,7 +41,7 @@ EXPERTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What a GRPO step trains.
+    """Model and samples of a GRPO step.
 
     shape      sizes of a mixture of experts of random weights; None: SmolLM2-135M-Instruct
     max_len    most tokens of a response

@@ -1,4 +1,4 @@
-"""What compiled code puts in megatron-core's place computes the same, and leaves the rest to it."""
+"""Compiled code in megatron-core's place computes the same, and leaves the rest to it."""
 
 from collections.abc import Iterator
 
