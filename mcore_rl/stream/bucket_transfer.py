@@ -121,8 +121,7 @@ class BucketTransfer:
             for i, placed in enumerate(buckets):
                 self._start_recvs(version, buckets, islice(unstarted, 1))
                 self._run(deadline_s, min(NUM_SLOTS, len(buckets) - i) - 1)
-                placed.verify(version)
-                placed.place()
+                placed.place(version)
                 if verified is not None:
                     sums_P = placed.sums_P
                     self._stream.synchronize()

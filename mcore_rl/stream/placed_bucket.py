@@ -16,9 +16,10 @@ from mcore_rl.slices.box import Shard
 from mcore_rl.slices.hf.fp8 import FP8, scale_box
 from mcore_rl.slices.hf.quantize import quantize_into
 from mcore_rl.stream.buckets import HEADER_WORDS, Bucket
+from mcore_rl.stream.one_pass import OnePass, Part
 from mcore_rl.stream.routes.copies import Copies
 from mcore_rl.stream.routes.transport import TransferError
-from mcore_rl.stream.verify import ROW_WORDS, ROWS, make_sums
+from mcore_rl.stream.verify import ROW_WORDS, ROWS, XXH3, make_sums
 
 _UNSIGNED = 2**64 - 1
 
@@ -107,7 +108,8 @@ class PlacedBucket:
         self._words_W = words_W
         self._held = held
         self._message_W = words_W if message_W is None else message_W
-        self._bind(tensors)
+        self._one_pass: OnePass | None = None
+        self._bind(tensors, sums)
         num_pieces = len(bucket.pieces)
         self._sums_at = slice(HEADER_WORDS, HEADER_WORDS + num_pieces)
         last_rows = [piece.first_word // ROW_WORDS + piece.num_rows - 1 for piece in bucket.pieces]
@@ -119,23 +121,28 @@ class PlacedBucket:
             words_W.device,
         )
 
-    def _bind(self, tensors: Mapping[str, Tensor]) -> None:
+    def _bind(self, tensors: Mapping[str, Tensor], sums: str) -> None:
         """Pair views of `tensors` with views of the bucket: to be copied, or to be quantized."""
         pieces = self.bucket.pieces
         values = [piece.values(self._words_W) for piece in pieces]
         index_of = {piece.box: i for i, piece in enumerate(pieces)}
         matrices: dict[int, list[Holding]] = defaultdict(list)
-        pairs = []
-        for part in self._held:
-            if pieces[part.piece].dtype == FP8 and part.shard.dtype != FP8:
-                matrices[part.piece].append(part)
+        parts: list[Part] = []
+        for held in self._held:
+            if pieces[held.piece].dtype == FP8 and held.shard.dtype != FP8:
+                matrices[held.piece].append(held)
             else:
-                pairs.append((part.shard.view(tensors), values[part.piece][part.within]))
-        self._copies = Copies(pairs)
+                own = held.shard.view(tensors)
+                parts.append((held.piece, own, values[held.piece][held.within]))
+        if sums == XXH3:
+            self._one_pass = OnePass.maybe_make(self._words_W, pieces, parts)
+            if self._one_pass is not None:
+                parts = self._one_pass.rest
+        self._copies = Copies((own, in_bucket) for _, own, in_bucket in parts)
         self._matrices = []
-        for i, parts in matrices.items():
+        for i, held_parts in matrices.items():
             scales = values[index_of[scale_box(pieces[i].box)]]
-            views = [(part.within, part.shard.view(tensors)) for part in parts]
+            views = [(held.within, held.shard.view(tensors)) for held in held_parts]
             self._matrices.append(_Matrix(views, values[i], scales))
 
     @property
@@ -152,30 +159,42 @@ class PlacedBucket:
 
         A relay passes `sums_P`, the checksums the slices came with, so that its own faults show.
         """
-        self._words_W.view(-1, ROW_WORDS).index_fill_(0, self._last_rows_P, 0)
+        if self._one_pass is None:
+            self._words_W.view(-1, ROW_WORDS).index_fill_(0, self._last_rows_P, 0)
         self._copies.to_right()
         for matrix in self._matrices:
             matrix.quantize()
-        if sums_P is None:
+        if self._one_pass is not None:
+            self._one_pass.pack(with_sums=sums_P is None)
+        elif sums_P is None:
             sums_P = self._checksums(self._words_W)
-        self._words_W[self._sums_at] = sums_P
+        if sums_P is not None:
+            self._words_W[self._sums_at] = sums_P
         self._words_W[0] = version
         self._words_W[1] = self.bucket.index
         if self._message_W is not self._words_W:
             self._message_W.copy_(self._words_W)
 
-    def verify(self, version: int) -> None:
-        """Compare the received bytes with the sender's checksums. Waits for the device once.
+    def place(self, version: int) -> None:
+        """Copy the received slices into this rank's own tensors. Waits for the device once.
 
-        Raises TransferError, which names the slice, if they differ, or if this is another bucket or
-        version.
+        Raises TransferError, which names the slice, if a slice is not what the sender took the
+        checksum of: the tensors may have it by then. Raises TransferError, and copies nothing, if
+        this is another bucket or version.
         """
         if self._message_W is not self._words_W:
             self._words_W.copy_(self._message_W)
         header_and_sums_W = self._words_W[: self._sums_at.stop]
-        on_host_W = torch.cat((header_and_sums_W, self._checksums(self._words_W))).cpu()
-        self._check_header(version, on_host_W[:HEADER_WORDS].tolist())
-        self._check_sums(on_host_W[self._sums_at], on_host_W[self._sums_at.stop :])
+        if self._one_pass is None:
+            on_host_W = torch.cat((header_and_sums_W, self._checksums(self._words_W))).cpu()
+            self._check_header(version, on_host_W[:HEADER_WORDS].tolist())
+            received_P = on_host_W[self._sums_at.stop :]
+        else:
+            on_host_W = header_and_sums_W
+            self._check_header(version, on_host_W[:HEADER_WORDS].tolist())
+            received_P = self._one_pass.place()
+        self._check_sums(on_host_W[self._sums_at], received_P)
+        self._copies.to_left()
 
     def _check_header(self, version: int, header: list[int]) -> None:
         bucket = self.bucket
@@ -198,7 +217,3 @@ class PlacedBucket:
             f" {int(received_P[first]) & _UNSIGNED:#x} on engine rank {bucket.target_rank},"
             f" {int(sent_P[first]) & _UNSIGNED:#x} on trainer rank {bucket.source_rank}"
         )
-
-    def place(self) -> None:
-        """Copy the received slices into this rank's own tensors."""
-        self._copies.to_left()

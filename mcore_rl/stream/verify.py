@@ -1,7 +1,8 @@
 """Computes a 64-bit checksum of each slice in flight, in one of two kinds.
 
-xxh3   XXH3 of the slice's bytes, by the xxhash library. A slice that was just copied lies in the
-       processor's cache, and XXH3 reads it from there several times as fast as the copy wrote it.
+xxh3   XXH3 of the slice's bytes, taken by compiled code while it copies them (one_pass.py), or by
+       the xxhash library where no compiler is. Bytes that were just copied lie in the processor's
+       cache, and XXH3 reads them from there several times as fast as the copy wrote them.
 rows   plain torch operations, for links with a GPU; many equal slices take one call. A slice is
        rows of ROW_WORDS 8-byte words, and its checksum is the sum over j of
        multiplier[j] * (sum over rows of word[row, j]) mod 2**64, with odd pseudo-random multipliers

@@ -1,6 +1,8 @@
 """Placed buckets: values arrive exactly, in any number of parts; changed bytes are refused."""
 
+import shutil
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 from mcore_rl.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.plan.shared_region import Slice
+from mcore_rl.stream import one_pass
 from mcore_rl.stream.buckets import Bucket, plan_buckets
 from mcore_rl.stream.placed_bucket import PlacedBucket, holdings
 from mcore_rl.stream.routes.transport import TransferError
@@ -49,8 +52,7 @@ def test_packed_cast_and_unpacked_values_are_exact(dtype: str, bucket_bytes: int
     slices = [Slice(shard.box, dtype) for shard in target_shards]
     for bucket in plan_buckets({(0, 0): slices}, 1, bucket_bytes):
         placed = placed_in(bucket, packed(bucket, source_shards, sources), target_shards, targets)
-        placed.verify(3)
-        placed.place()
+        placed.place(3)
     assert all(torch.equal(targets[name], expected[name]) for name in expected)
 
 
@@ -79,8 +81,7 @@ def test_a_slice_may_lie_in_several_parts_and_land_in_several_tensors() -> None:
     twice = [Shard(whole.box, name, 0, (3, 1), "float32") for name in ("embedding", "head")]
     tensors = {name: torch.zeros(12) for name in ("embedding", "head")}
     placed = placed_in(bucket, words_W, twice, tensors)
-    placed.verify(3)
-    placed.place()
+    placed.place(3)
     assert tensors["head"].tolist() == tensors["embedding"].tolist() == [*range(6, 12), *range(6)]
     with pytest.raises(AssertionError, match="only 6 elements"):
         placed_in(bucket, words_W, halves[:1], tensors)
@@ -99,12 +100,11 @@ def test_a_bucket_may_be_packed_and_verified_in_other_memory_than_it_travels_in(
     assert torch.equal(message_W.view(-1, ROW_WORDS)[1], expected_W.view(-1, ROW_WORDS)[1])
     scratch_W.fill_(7)
     placed = PlacedBucket(bucket, scratch_W, held, {"param": received}, message_W, XXH3)
-    placed.verify(3)
-    placed.place()
+    placed.place(3)
     assert torch.equal(received, values)
     message_W[-1] ^= 1
     with pytest.raises(TransferError, match="has checksum"):
-        placed.verify(3)
+        placed.place(3)
 
 
 def test_a_relay_packs_the_checksums_that_its_buckets_came_with() -> None:
@@ -115,7 +115,7 @@ def test_a_relay_packs_the_checksums_that_its_buckets_came_with() -> None:
     spoiled = {"param": torch.arange(6, dtype=torch.float32) + 1}
     placed_in(bucket, forwarded_W, [SHARD], spoiled).pack(3, sums_P)
     with pytest.raises(TransferError, match="has checksum"):
-        received(bucket, forwarded_W, {"param": torch.zeros(6)}).verify(3)
+        received(bucket, forwarded_W, {"param": torch.zeros(6)}).place(3)
 
 
 @pytest.mark.parametrize("sums", [XXH3, ROWS])
@@ -125,15 +125,46 @@ def test_a_changed_byte_is_refused_by_name(sums: str) -> None:
     with pytest.raises(
         TransferError, match=r"w \(0,\) to \(6,\), bound for param, has checksum .* engine rank 0"
     ):
-        received(bucket, words_W, {"param": torch.zeros(6)}, sums).verify(3)
+        received(bucket, words_W, {"param": torch.zeros(6)}, sums).place(3)
 
 
-def test_a_bucket_of_another_version_is_refused() -> None:
+def test_a_bucket_of_another_version_is_refused_untouched() -> None:
     bucket, words_W = one_bucket()
+    target = torch.zeros(6)
     with pytest.raises(
         TransferError, match=r"sent version 3 bucket 0 .* expected version 4 bucket 0"
     ):
-        received(bucket, words_W, {"param": torch.zeros(6)}).verify(4)
+        received(bucket, words_W, {"param": target}).place(4)
+    assert not target.any()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """From its call on, this process finds no compiler."""
+
+    def hide() -> None:
+        monkeypatch.setenv("CC", "none")
+        one_pass.find_library.cache_clear()
+        assert one_pass.find_library() is None
+
+    yield hide
+    one_pass.find_library.cache_clear()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_ranks_with_and_without_a_compiler_send_the_same_words(
+    no_compiler: Callable[[], None],
+) -> None:
+    compiled = one_bucket()
+    no_compiler()
+    plain = one_bucket()
+    assert torch.equal(plain[1], compiled[1])
+    target = torch.zeros(6)
+    received(*compiled, {"param": target}).place(3)
+    assert target.tolist() == [*range(6)]
+    compiled[1].view(torch.uint8)[-5] ^= 1
+    with pytest.raises(TransferError, match="has checksum"):
+        received(*compiled, {"param": torch.zeros(6)}).place(3)
 
 
 def test_a_message_carries_no_more_than_header_and_slices_in_whole_rows() -> None:
