@@ -3,11 +3,14 @@
 sender                       anonymous segment                         receiver
 counts   ----------------->  | written, read | message ... |  <------- counts, reads it in place
 packs into its GPU's memory, if the receiver can read that
-      \\_____ abstract socket: once, the segment's descriptor and the handle of GPU memory; _____/
-               then a byte per message
+rings the receiver's bell ----- eventfds, once per message -----> rings the sender's
+      \\___ abstract socket: once, the descriptors of segment and bells, and the handle of ___/
+             GPU memory
 
 The segment has no name, so it ends with the last of its two processes, however they end. The end of
-either process shows on the socket at once.
+either process shows on the socket at once. A bell wakes its process on the core where that ran
+before; a byte through the socket would call it to the core of the process that sends, which has
+not yet finished its own work.
 """
 
 import array
@@ -17,6 +20,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +36,8 @@ from mcore_rl.stream.routes.transport import FAILURE_POLL_S, TransferError
 from mcore_rl.stream.verify import WORD_BYTES
 
 _COUNTERS_BYTES = mmap.PAGESIZE
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of Linux"""
 _WRITTEN = 0
 _READ = 8
 """Indices of the two counters, each on a cache line of its own: messages the sender wrote, and
@@ -70,15 +76,21 @@ class Channel:
         self,
         peer: socket.socket,
         segment: mmap.mmap,
+        bells: "Bells",
         gpu_words_W: Tensor | None,
         *,
         is_sender: bool,
     ) -> None:
-        """`gpu_words_W` is where messages lie if not in `segment`."""
+        """Take over `peer` and `bells`; `gpu_words_W` is where messages lie if not in `segment`."""
         peer.setblocking(False)
         self._peer = peer
+        self._own_bell = bells.of_sender if is_sender else bells.of_receiver
+        self._peer_bell = bells.of_receiver if is_sender else bells.of_sender
+        # Not in `close`: a thread that still waits must not find other files under these numbers.
+        weakref.finalize(self, bells.close)
         self._poll = select.poll()
         self._poll.register(peer, select.POLLIN)
+        self._poll.register(self._own_bell, select.POLLIN)
         self._counters = memoryview(segment)[:_COUNTERS_BYTES].cast("q")
         if gpu_words_W is None:
             self.words_W = torch.frombuffer(segment, dtype=torch.int64, offset=_COUNTERS_BYTES)
@@ -90,10 +102,9 @@ class Channel:
         """Messages started on this end, counted by the transport."""
 
     def advance(self) -> None:
-        """Count one more message as written or read; ConnectionError if the peer is gone."""
+        """Count one more message as written or read."""
         self._counters[self._own_counter] += 1
-        with suppress(BlockingIOError):  # unread bytes already wake the other end
-            self._peer.send(b".")
+        os.eventfd_write(self._peer_bell, 1)
 
     def wait(self, count: int, seconds: float) -> bool:
         """Return whether the other end has come to message `count`, after at most `seconds`.
@@ -103,11 +114,13 @@ class Channel:
         until_s = time.monotonic() + seconds
         while self._counters[self._peer_counter] < count:
             left_s = until_s - time.monotonic()
-            if not self._poll.poll(max(1.0, 1000 * left_s)):
+            events = dict(self._poll.poll(max(1.0, 1000 * left_s)))
+            if not events:
                 return self._counters[self._peer_counter] >= count
-            # A byte may tell of a message that was seen before: then it is no reason to stop.
-            ended = not self._peer.recv(4096)
-            if ended and self._counters[self._peer_counter] < count:
+            # A bell may tell of a message that was seen before: then it is no reason to stop.
+            if self._own_bell in events:
+                os.eventfd_read(self._own_bell)
+            elif self._counters[self._peer_counter] < count:
                 raise ConnectionResetError("the process is gone")
         return True
 
@@ -115,6 +128,23 @@ class Channel:
         with suppress(OSError):  # the other end may have gone first
             self._peer.shutdown(socket.SHUT_RDWR)
         self._peer.close()
+
+
+@dataclass(frozen=True)
+class Bells:
+    """The eventfds of both ends: each is told by its own that the other has advanced."""
+
+    of_receiver: int
+    of_sender: int
+
+    @staticmethod
+    def make() -> "Bells":
+        flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
+        return Bells(os.eventfd(0, flags), os.eventfd(0, flags))
+
+    def close(self) -> None:
+        os.close(self.of_receiver)
+        os.close(self.of_sender)
 
 
 class SegmentServer:
@@ -161,22 +191,25 @@ def fetch_channel(end: LinkEnd, sender: int, server: str, segment: SegmentSpec) 
         peer.connect(f"\0{server}")
         peer.sendall(struct.pack("q", end.rank))
         sizes = array.array("q", [0, 0])
-        data, descriptors, _, _ = socket.recv_fds(peer, 2 * sizes.itemsize, 1)
+        data, descriptors, _, _ = socket.recv_fds(peer, 2 * sizes.itemsize, 3)
         if not descriptors:
             raise ConnectionResetError("the process is gone")
+        memory, *bells = descriptors
+        for bell in bells:
+            os.set_inheritable(bell, False)
         sizes.frombytes(data)
         num_words, handle_bytes = sizes[-2:]
         assert num_words == segment.num_words, (
             f"{name} shares {num_words} words, the plan says {segment}"
         )
-        mapped = _map(descriptors[0], segment)
+        mapped = _map(memory, segment)
         gpu_words_W = None
         if handle_bytes:
             gpu_words_W = open_memory(peer.recv(handle_bytes, socket.MSG_WAITALL), end.device)
     except (OSError, RuntimeError) as error:
         peer.close()
         raise TransferError(f"no shared memory from {name}: {error}", peer_lost=True) from error
-    return Channel(peer, mapped, gpu_words_W, is_sender=False)
+    return Channel(peer, mapped, Bells(*bells), gpu_words_W, is_sender=False)
 
 
 def _check_user(peer: socket.socket) -> int:
@@ -200,17 +233,25 @@ def _serve_segment(peer: socket.socket, segment: SegmentSpec) -> Channel:
         except RuntimeError as error:
             peer.close()
             raise TransferError(f"memory of {segment.device} cannot be shared: {error}") from error
-    socket.send_fds(peer, [struct.pack("qq", segment.num_words, len(handle))], [descriptor])
+    bells = Bells.make()
+    descriptors = [descriptor, bells.of_receiver, bells.of_sender]
+    socket.send_fds(peer, [struct.pack("qq", segment.num_words, len(handle))], descriptors)
     peer.sendall(handle)
-    return Channel(peer, _map(descriptor, segment), gpu_words_W, is_sender=True)
+    return Channel(peer, _map(descriptor, segment), bells, gpu_words_W, is_sender=True)
 
 
 def _map(descriptor: int, segment: SegmentSpec) -> mmap.mmap:
     """Map the segment and close its descriptor; the mapping keeps the memory.
 
-    Pages are populated now, so that the first sync doesn't wait for them.
+    Pages are large where the system allows it, and are populated now, so that the first sync
+    doesn't wait for them.
     """
     try:
-        return mmap.mmap(descriptor, segment.host_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        mapped = mmap.mmap(descriptor, segment.host_bytes, flags=mmap.MAP_SHARED)
     finally:
         os.close(descriptor)
+    with suppress(OSError):  # a kernel without large pages
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # before Linux 5.14 the first sync populates them
+        mapped.madvise(_POPULATE_WRITE)
+    return mapped
