@@ -11,11 +11,12 @@ from mcore_rl.slices.box import itemsize
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.layouts.layout import Layout, boxes_of
 from mcore_rl.stream.bucket_transfer import NUM_SLOTS
+from mcore_rl.stream.buckets import largest_message_bytes
 
 
 def sync_buffer_bytes(config: Config) -> int:
-    """Bytes of the buffers at one end of a link of the weight sync."""
-    return NUM_SLOTS * int(config.sync.bucket_mib * 2**20)
+    """Bytes of the buffers at one end of a link of the weight sync, padding included."""
+    return NUM_SLOTS * largest_message_bytes(int(config.sync.bucket_mib * 2**20))
 
 
 def engine_uses(config: Config, policy: ModelFacts) -> list[Uses]:

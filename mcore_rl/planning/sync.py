@@ -7,6 +7,7 @@ from rich.table import Table
 
 from mcore_rl.config import Config
 from mcore_rl.planning.deployment import Deployment, engine_links
+from mcore_rl.planning.engine_memory import sync_buffer_bytes
 from mcore_rl.slices.plan.cost import (
     GATHER_BUCKET_BYTES,
     GatherBroadcast,
@@ -17,7 +18,6 @@ from mcore_rl.slices.plan.cost import (
     predict_gather_broadcast,
 )
 from mcore_rl.slices.plan.local import Flow, plan_recvs, plan_sends
-from mcore_rl.stream.bucket_transfer import NUM_SLOTS
 
 GIB = 2**30
 
@@ -100,7 +100,7 @@ def _summarize(
     link_gbps = config.plan.link_gbps
     memory_gbps = config.plan.memory_gbps
     links = engine_links(config.rollout.engines, deployment.relays)
-    buffers = _buffer_bytes(deployment, int(config.sync.bucket_mib * 2**20), links)
+    buffers = _buffer_bytes(deployment, sync_buffer_bytes(config), links)
     kept = exchanged_per_host(traffic, hosts) if config.sync.delta == "always" else (0, 0)
     return PlanSummary(
         trainer_ranks=deployment.source.num_ranks,
@@ -141,9 +141,9 @@ def _summarize(
 
 
 def _buffer_bytes(
-    deployment: Deployment, bucket_bytes: int, num_links: int
+    deployment: Deployment, link_bytes: int, num_links: int
 ) -> tuple[list[int], list[int]]:
-    """Return the buffers' bytes on a few ranks of trainer and engines: NUM_SLOTS buckets per link.
+    """Return the buffers' bytes on a few ranks of trainer and engines: at most `link_bytes` a link.
 
     A trainer rank has a link to each engine, an engine rank has `num_links`.
     """
@@ -151,7 +151,7 @@ def _buffer_bytes(
     num_engines = target.num_ranks // deployment.engine_ranks
 
     def buffers(flows: Iterable[Flow]) -> int:
-        return min(sum(flow.num_bytes for flow in flows), NUM_SLOTS * bucket_bytes)
+        return min(sum(flow.num_bytes for flow in flows), link_bytes)
 
     trainers = [
         num_engines * buffers(plan_sends(rank, source, target, hosts))

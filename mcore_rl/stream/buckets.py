@@ -72,6 +72,17 @@ class Bucket:
         return f"bucket {self.index} ({names})"
 
 
+def largest_message_bytes(bucket_bytes: int) -> int:
+    """Return the most memory that a bucket of `bucket_bytes` of weights takes: with padding and
+    header.
+
+    A single row or FP8 block that is larger than the bucket takes more.
+    """
+    padded_bytes = max(int(bucket_bytes * (1 + _MOST_PADDING)), bucket_bytes + _ROW_BYTES)
+    most_pieces = padded_bytes // _ROW_BYTES
+    return padded_bytes + _num_header_rows(most_pieces) * _ROW_BYTES
+
+
 def split_box(box: Box, max_numel: int, multiple: int = 1) -> list[Box]:
     """Cut `box` along its leading axes into boxes of at most `max_numel` elements each, in order.
 
@@ -157,10 +168,13 @@ def _num_rows(part: Slice) -> int:
     return -(-_num_bytes(part) // _ROW_BYTES)
 
 
+def _num_header_rows(num_pieces: int) -> int:
+    return -(-(HEADER_WORDS + num_pieces) // ROW_WORDS)
+
+
 def _lay_out(slices: Sequence[Slice]) -> tuple[BucketPiece, ...]:
     """Place the slices behind the header, shortest first."""
-    num_header_rows = -(-(HEADER_WORDS + len(slices)) // ROW_WORDS)
-    first_word = num_header_rows * ROW_WORDS
+    first_word = _num_header_rows(len(slices)) * ROW_WORDS
     pieces = []
     for part in sorted(slices, key=_num_rows):
         pieces.append(BucketPiece(part.box, part.dtype, first_word, _num_rows(part)))

@@ -14,7 +14,7 @@ from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.plan.local import plan_recvs, plan_sends
 from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.slices.plan.shares import RegularHosts
-from mcore_rl.stream.buckets import Bucket, plan_buckets, split_box
+from mcore_rl.stream.buckets import Bucket, largest_message_bytes, plan_buckets, split_box
 from mcore_rl.stream.verify import ROW_WORDS
 
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
@@ -85,6 +85,18 @@ def test_slices_of_a_power_of_two_fill_a_bucket_in_spite_of_their_padding() -> N
     buckets = plan_buckets({(0, 0): tiny}, 1, 4096)
     assert max(b.num_words * 8 for b in buckets) <= 4096 * 9 / 8 + ROW_WORDS * 8
     assert sum(b.num_bytes for b in buckets) == 400
+
+
+@pytest.mark.parametrize("bucket_bytes", [4096, 100_000, 1 << 20])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 1 / 3, 1 / 2, 1.0])
+def test_no_message_takes_more_memory_than_planning_counts(bucket_bytes: int, share: float) -> None:
+    numel = max(1, int(bucket_bytes * share / 4))
+    slices = [Slice(Box(f"w{i}", (0,), (numel,)), "float32") for i in range(400)]
+    buckets = plan_buckets({(0, 0): slices}, 1, bucket_bytes)
+    largest = max(bucket.num_words * 8 for bucket in buckets)
+    assert largest <= largest_message_bytes(bucket_bytes)
+    if share == 1 / 2:
+        assert largest > bucket_bytes, "padding and header are not for nothing"
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 4096])
