@@ -80,6 +80,11 @@ class Scene:
         self._version = 0
         self.ways: dict[str, Way] = {}
 
+    @property
+    def url(self) -> str:
+        """Where the engine answers."""
+        return self._engine.url
+
     def change_weights(self) -> None:
         self._ranks.call("flip_sign")
         self._sign = -self._sign
@@ -145,15 +150,21 @@ class Scene:
 
 
 @contextmanager
-def running(case: Case, folder: Path, args: argparse.Namespace) -> Iterator[Scene]:
+def running(
+    case: Case,
+    folder: Path,
+    args: argparse.Namespace,
+    kv_cache_len: int = 1024,
+    max_running: int = 2,
+) -> Iterator[Scene]:
     model = write_config(case, folder / "model")
     ranks = BenchRanks(case.config(), args.trainer_ranks, rank_class=RefitRank)
     spec = EngineSpec(
         str(model),
         str(folder / "engine.log"),
         tp=args.engine_tp,
-        kv_cache_len=1024,
-        max_running=2,
+        kv_cache_len=kv_cache_len,
+        max_running=max_running,
         custom_weight_loaders=(LOADER,),
         extra_args=("--load-format", "dummy"),
     )
