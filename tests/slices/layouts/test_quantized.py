@@ -108,8 +108,7 @@ def carry(bucket: Bucket, source: Rank, target: Rank) -> None:
     PlacedBucket(bucket, words, holdings(bucket, by_name(held)), tensors).pack(1)
     held, tensors = target
     placed = PlacedBucket(bucket, words, holdings(bucket, by_name(held)), tensors)
-    placed.verify(1)
-    placed.place()
+    placed.place(1)
 
 
 def check_targets(weights: Tensor, boxes: list[Box], targets: list[Rank]) -> None:
