@@ -13,7 +13,9 @@ from grpo_workload import BY_NAME, LEARNING_RATE, MAX_PROMPT_LEN, Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 1800
-LAYOUTS: dict[str, dict[str, Any]] = {"SmolLM2-32x128": {"train.router_aux_loss_coef": 0.0}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "SmolLM2-32x128": {"train.router_aux_loss_coef": 0.0, "train.share_prefixes": True},
+}
 """Options that a workload's run sets besides, found by trying."""
 
 

@@ -65,6 +65,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help=f"steps of a turn, {WARMUP_STEPS} of warm-up")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each system")
     parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument(
+        "--rival",
+        nargs=2,
+        type=int,
+        metavar=("THREADS", "MICRO_BATCH"),
+        help="how TRL runs; by default the fastest of four ways is looked for",
+    )
     parser.add_argument("--png", type=Path, help="draw the ratios")
     parser.add_argument("--overrides", nargs="*", default=[], help="key=value, for our recipe")
     return parser.parse_args()
@@ -74,7 +81,7 @@ def compare(
     workload: Workload, folder: Path, num_steps: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Return medians of tokens per second of both, of alternating turns, and their ratio."""
-    rival = fastest_rival(workload, folder, args.cores)
+    rival = Rival(*args.rival) if args.rival else fastest_rival(workload, folder, args.cores)
     ours: list[dict[str, Any]] = []
     trl: list[dict[str, Any]] = []
     for turn in range(args.repeats):
