@@ -70,10 +70,17 @@ static inline lanes_t half_products(lanes_t key) {
 #endif
 }
 
+static inline lanes_t swap_pairs(lanes_t data) {
+#ifdef __clang__
+    return __builtin_shufflevector(data, data, 1, 0, 3, 2, 5, 4, 7, 6);
+#else
+    return __builtin_shuffle(data, (lanes_t){1, 0, 3, 2, 5, 4, 7, 6});
+#endif
+}
+
 static inline lanes_t take(lanes_t sum, const char *stripe, int64_t secret_at) {
     const lanes_t data = load(stripe);
-    const lanes_t swapped = __builtin_shuffle(data, (lanes_t){1, 0, 3, 2, 5, 4, 7, 6});
-    return sum + swapped + half_products(data ^ secret(secret_at));
+    return sum + swap_pairs(data) + half_products(data ^ secret(secret_at));
 }
 
 static lanes_t take_stripes(lanes_t sum, const char *from, int64_t stripes) {
