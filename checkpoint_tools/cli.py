@@ -1,6 +1,7 @@
 """The mcore-rl-ckpt command: converts a checkpoint to another kind, or checks it."""
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from checkpoint_tools.options import Effort, parse_bytes, show_bytes
-from mcore_rl.process.garbage import collections_paused
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_HELP = "dtype of the result (as in the source)"
@@ -31,15 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     # torch reads this when it is imported; each worker takes one core.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    gc.disable()  # a plan is many small objects, none of them in cycles
     try:
-        with collections_paused():  # a plan is many small objects, none of them in cycles
-            return args.run(args)
+        return args.run(args)
     except (ValueError, OSError) as error:
         return _fail(error, 2)
     except RuntimeError as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
         return _fail("interrupted; the same command continues where this one stopped", 130)
+    finally:
+        gc.enable()
 
 
 def make_parser() -> argparse.ArgumentParser:
