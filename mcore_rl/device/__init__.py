@@ -184,7 +184,7 @@ def megatron_options() -> dict[str, Any]:
     return {
         "apply_rope_fusion": fused,
         "moe_permute_fusion": fused,
-        "bias_activation_fusion": True,
+        "bias_activation_fusion": not _torch_modules_on_cuda,
         "persist_layer_norm": fused,
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": fused and has_apex,
