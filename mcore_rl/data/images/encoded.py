@@ -34,15 +34,23 @@ def encoded_images(
 
     Raises BadImage for an entry of another kind, a missing file, or more than `max_bytes` bytes.
     """
-    entries = row.get(column)
-    if entries is None:
-        return []
-    if not isinstance(entries, Sequence) or isinstance(entries, str | bytes):
-        raise BadImage(f"{where}: `{column}` is {entries!r:.100}, not a list of images")
     return [
         encoded_image(entry, f"{where}, image {number}", folder, max_bytes)
-        for number, entry in enumerate(entries)
+        for number, entry in enumerate(entries_of(row, column, where, "images"))
     ]
+
+
+def entries_of(row: Row, column: str, where: str, name: str) -> Sequence[Any]:
+    """Return the list in a column; () if the row lacks it.
+
+    Raises BadImage for anything else, which should have been a list of `name`.
+    """
+    entries = row.get(column)
+    if entries is None:
+        return ()
+    if not isinstance(entries, Sequence) or isinstance(entries, str | bytes):
+        raise BadImage(f"{where}: `{column}` is {entries!r:.100}, not a list of {name}")
+    return entries
 
 
 def encoded_image(entry: Any, place: str, folder: Path, max_bytes: int) -> EncodedImage:

@@ -11,7 +11,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.images.encoded import BadImage, EncodedImage, encoded_image
+from mcore_rl.data.images.encoded import (
+    BadImage,
+    EncodedImage,
+    encoded_image,
+    entries_of,
+)
 from mcore_rl.data.rows import Row
 
 FPS = 2.0
@@ -44,14 +49,9 @@ def encoded_videos(
     Raises BadImage for an entry of another kind, a file of a video, or a frame that cannot be read
     or has more than `max_bytes` bytes.
     """
-    entries = row.get(column)
-    if entries is None:
-        return []
-    if not isinstance(entries, Sequence) or isinstance(entries, str | bytes):
-        raise BadImage(f"{where}: `{column}` is {entries!r:.100}, not a list of videos")
     return [
         _video(entry, f"{where}, video {number}", folder, max_bytes)
-        for number, entry in enumerate(entries)
+        for number, entry in enumerate(entries_of(row, column, where, "videos"))
     ]
 
 
