@@ -2,17 +2,14 @@
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from grpo_workload import BY_NAME, LEARNING_RATE, MAX_PROMPT_LEN, Workload
+from quiet_command import ROOT, output_of
 
-ROOT = Path(__file__).resolve().parent.parent
-DEADLINE_S = 1800
 LAYOUTS: dict[str, dict[str, Any]] = {
     "SmolLM2-32x128": {"train.router_aux_loss_coef": 0.0, "train.share_prefixes": True},
 }
@@ -61,26 +58,11 @@ def measure(workload: Workload, folder: Path, num_steps: int, overrides: list[st
         settings = settings_of(workload, folder, run_dir, num_steps)
         command = [sys.executable, "-m", "mcore_rl.cli", "train", "recipe=tiny_moe_grpo"]
         options = [*(f"{key}={value}" for key, value in settings.items()), *overrides]
-        done = subprocess.run(
-            [*command, *options],
-            cwd=ROOT,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
-        if done.returncode:
-            sys.exit(f"the run exited {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
+        output_of([*command, *options])
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "time/step" in row][1:num_steps]
     tokens = [round(row["rollout/response_len"] * workload.num_samples) for row in rows]
-    parts = {
-        name: [row[name] for row in rows]
-        for name in sorted(rows[0])
-        if name.startswith("time/") and all(name in row for row in rows)
-    }
-    print(json.dumps({"seconds": parts["time/step"], "tokens": tokens, "parts": parts}))
+    print(json.dumps({"seconds": [row["time/step"] for row in rows], "tokens": tokens}))
 
 
 def main() -> None:

@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from grpo_workload import BY_NAME, WORKLOADS, Workload, make_workload
+from quiet_command import DEADLINE_S, ROOT, output_of
 
-ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements" / "bench.txt"
 TRL_SITE = ROOT / "benchmarks" / ".trl"
 STEPS = {"1M-32x64": 16, "1M-256x256": 6, "55M-64x128": 5, "SmolLM2-32x128": 4}
 """Steps of a turn of each system."""
 WARMUP_STEPS = 2
 TRIAL_STEPS = 3
-DEADLINE_S = 1800
 
 
 @dataclass(frozen=True)
@@ -160,20 +159,10 @@ def run_script(
     options: Sequence[str],
     **environment: str,
 ) -> dict[str, Any]:
-    """Return the last line of a script of this folder; exit with its errors if it fails."""
+    """Return the last line of a script of this folder."""
     command = [sys.executable, str(ROOT / "benchmarks" / name), "--workload", workload.name]
-    done = subprocess.run(
-        [*command, "--folder", str(folder), "--steps", str(num_steps), *options],
-        cwd=ROOT,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    if done.returncode:
-        sys.exit(f"{name} exited {done.returncode}:\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    command += ["--folder", str(folder), "--steps", str(num_steps), *options]
+    return json.loads(output_of(command, **environment).strip().splitlines()[-1])
 
 
 def report(cells: Mapping[str, Mapping[str, Any]]) -> None:
