@@ -42,6 +42,15 @@ def start(arithmetic: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
         run.kill_all()
 
 
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    """A list of runs; what those in it leave behind is killed at the end."""
+    started: list[Run] = []
+    yield started
+    for run in started:
+        run.kill_all()
+
+
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Start a SLURM of two nodes, to which commands submit."""

@@ -1,7 +1,6 @@
 """The rehearsal of every large recipe: one whole step with real Megatron ranks, engines and Ray."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,6 @@ pytestmark = pytest.mark.e2e
 
 MAX_DIFF = 1e-4
 """Nats between trainer and engines; a step must move log-probs by far more."""
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    """Collect started rehearsals; processes that they leave behind are killed at the end."""
-    started: list[Run] = []
-    yield started
-    for run in started:
-        run.kill_all()
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Runs on prompts with videos: engines and ranks see the same frames at the same times."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,15 +29,6 @@ def shapes(tmp_path: Path) -> Path:
         row["videos"] = [{"type": "video", "video": frames, "fps": 2.0}]
     write_parquet(rows, folder / "train.parquet")
     return folder
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    """A list of runs; leftovers of those in it are killed at the end."""
-    started: list[Run] = []
-    yield started
-    for run in started:
-        run.kill_all()
 
 
 @pytest.mark.parametrize(
