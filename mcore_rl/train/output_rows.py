@@ -47,7 +47,7 @@ class OutputRows:
         for chunk in chunks:
             layer: Any = getattr(chunk, "output_layer", None)
             if isinstance(layer, ColumnParallelLinear):
-                layer.register_forward_pre_hook(self._select, with_kwargs=True)
+                layer.register_forward_pre_hook(self._select)
                 layer.register_forward_hook(self._restore, always_call=True)
 
     def enter(self, placed: RankBatch) -> RankBatch:
@@ -60,9 +60,7 @@ class OutputRows:
         self._rows_R = placed.scored_R
         return placed
 
-    def _select(
-        self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _select(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._rows_R is None:
             return None
         hidden_T1H, *others = args
@@ -74,7 +72,7 @@ class OutputRows:
                 hidden_T1H, tensor_parallel_output_grad=False
             )
             linear.sequence_parallel, linear.allreduce_dgrad = False, True
-        return (hidden_T1H.index_select(0, self._rows_R), *others), kwargs
+        return hidden_T1H.index_select(0, self._rows_R), *others
 
     def _restore(self, layer: torch.nn.Module, *_: Any) -> None:
         linear: Any = layer
