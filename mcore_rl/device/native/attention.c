@@ -11,12 +11,9 @@
 #include <string.h>
 
 #include "exponential.h"
+#include "sgemm.h"
 
 #define BLOCK 64 /* queries */
-
-typedef void sgemm_t(const char *, const char *, const int *, const int *, const int *,
-                     const float *, const float *, const int *, const float *, const int *,
-                     const float *, float *, const int *);
 
 typedef struct {
     int64_t sequences, heads, kv_heads, dim;

@@ -11,13 +11,10 @@
 #include <string.h>
 
 #include "exponential.h"
+#include "sgemm.h"
 
 #define AHEAD 12 /* keys */
 #define LINE 16  /* floats of a cache line */
-
-typedef void sgemm_t(const char *, const char *, const int *, const int *, const int *,
-                     const float *, const float *, const int *, const float *, const int *,
-                     const float *, float *, const int *);
 
 typedef struct {
     int64_t hidden, heads, kv_heads, head_dim, rotary_dim;
