@@ -68,12 +68,9 @@ class ModelWorker:
         os.environ.update(exact_pinning(os.environ))
         leave_compiler_out()
         with without_collector():
-            import torch
-
             from mcore_rl.train.runtime import init_distributed
 
             model_cls = self._model_cls()
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         world_size = spec.parallel.world_size
         self._coordinate = init_distributed(
             rank,
