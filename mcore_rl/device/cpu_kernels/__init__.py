@@ -2,7 +2,7 @@
 
 Each takes the place of a fused kernel of Transformer Engine. torch's own operations for it make a
 pass over memory each, and take more time than a small model's matrix products. Without a C
-compiler, in other precisions and with many threads, torch's operations do the same.
+compiler and in other precisions, torch's operations do the same.
 """
 
 import ctypes
@@ -15,9 +15,6 @@ from torch import Tensor
 from mcore_rl.device.native import load
 from mcore_rl.device.native.blas import find_sgemm
 
-MAX_THREADS = 2
-"""Kernels compute on one thread. With more than this, torch's operations on all of them win."""
-
 
 @cache
 def library(name: str) -> ctypes.CDLL | None:
@@ -25,9 +22,16 @@ def library(name: str) -> ctypes.CDLL | None:
     return load(name) if find_sgemm() is not None else None
 
 
+@cache
+def is_parallel() -> bool:
+    """Return whether compiled code runs on as many threads as torch."""
+    compiled = library("layers")
+    return compiled is not None and bool(compiled.is_parallel())
+
+
 def usable(*tensors: Tensor) -> bool:
     """Return whether compiled code takes these tensors: float32 on a CPU."""
-    if torch.get_num_threads() > MAX_THREADS or library("layers") is None:
+    if library("layers") is None or (torch.get_num_threads() > 1 and not is_parallel()):
         return False
     return all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
 

@@ -25,6 +25,14 @@ class _Packed(ctypes.Structure):
     )
 
 
+class _Gradient(ctypes.Structure):
+    """gradient_t of native/attention.c."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv")
+    )
+
+
 Lens = tuple[int, ...]
 
 
@@ -67,8 +75,9 @@ class _Attention(torch.autograd.Function):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out, lse = q.new_empty(len(q), q.shape[1] * q.shape[2]), q.new_empty(q.shape[:2])
         packed = _packed(q, k, v, lens, scale)
-        scores = q.new_empty(_BLOCK * max(lens[1]))
-        call("attention", "attention", find_sgemm(), packed, q, k, v, scores, out, lse)
+        scores = q.new_empty(torch.get_num_threads(), _BLOCK * max(lens[1]))
+        arguments = (packed, q, k, v, scores, scores.stride(0), out, lse)
+        call("attention", "attention", find_sgemm(), *arguments)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.lens, ctx.scale = lens, scale
         return out
@@ -77,9 +86,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         dout = grads[0].contiguous()
-        scores, dscores = q.new_empty(2, _BLOCK * max(ctx.lens[1]))
+        scores = q.new_empty(torch.get_num_threads(), 2 * _BLOCK * max(ctx.lens[1]))
         dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
         packed = _packed(q, k, v, ctx.lens, ctx.scale)
-        arguments = (packed, q, k, v, out, lse, dout, scores, dscores, dq, dk, dv)
+        tensors = (q, k, v, out, lse, dout, dq, dk, dv)
+        gradient = _Gradient(*(tensor.data_ptr() for tensor in tensors))
+        arguments = (packed, gradient, scores, scores.stride(0))
         call("attention", "attention_backward", find_sgemm(), *arguments)
         return dq, dk, dv, None, None

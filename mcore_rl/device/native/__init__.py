@@ -6,12 +6,14 @@ libraries lie in mcore_rl/native of the user's cache folder, and outlive runs.
 
 import ctypes
 import hashlib
+import importlib.util
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 FLAGS = (
@@ -31,6 +33,9 @@ DEFAULT_COMPILER = "cc"
 _COMPILE_TIMEOUT_S = 300.0
 
 
+_GCC = "Free Software Foundation"
+
+
 def load(name: str) -> ctypes.CDLL | None:
     """Return the library of `name`.c of this folder, compiled if it is not in the cache.
 
@@ -41,9 +46,11 @@ def load(name: str) -> ctypes.CDLL | None:
     if compiler is None:
         return None
     source = Path(__file__).parent / f"{name}.c"
-    target = library_dir() / f"{name}-{_fingerprint(source, compiler)}.so"
+    version = _version(compiler)
+    flags = (*FLAGS, *openmp_flags(version))
+    target = library_dir() / f"{name}-{_fingerprint(source, [*compiler, *flags], version)}.so"
     if not target.exists():
-        _compile(source, compiler, target)
+        _compile([*compiler, *flags, str(source)], target)
     return ctypes.CDLL(str(target))
 
 
@@ -69,13 +76,32 @@ def library_dir() -> Path:
     return folder if is_ours else Path(tempfile.mkdtemp(prefix="mcore_rl_native_"))
 
 
-def _fingerprint(source: Path, compiler: list[str]) -> str:
-    """Return a digest of all that decides the machine code: -march=native means this processor."""
-    version = subprocess.run(
-        [*compiler, "--version"], capture_output=True, timeout=_COMPILE_TIMEOUT_S, check=False
+def _version(compiler: Sequence[str]) -> str:
+    """Return what the compiler says of itself."""
+    command = [*compiler, "--version"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
     )
+    return done.stdout
+
+
+def openmp_flags(version: str) -> tuple[str, ...]:
+    """Return flags for loops on the threads of torch, none for compilers other than GCC.
+
+    torch brings GCC's OpenMP library. With another one the threads of both would fight for the
+    cores, and matrix products within a loop would start threads.
+    """
+    torch = importlib.util.find_spec("torch")
+    if _GCC not in version or torch is None or torch.origin is None:
+        return ()
+    libraries = sorted((Path(torch.origin).parent / "lib").glob("libgomp*"))
+    return ("-fopenmp", "-Wl,--as-needed", str(libraries[0])) if libraries else ()
+
+
+def _fingerprint(source: Path, command: Sequence[str], version: str) -> str:
+    """Return a digest of all that decides the machine code: -march=native means this processor."""
     sources = [file.read_bytes() for file in (*source.parent.glob("*.h"), source)]
-    parts = [*sources, version.stdout, repr((compiler, FLAGS)).encode(), _processor()]
+    parts = [*sources, version.encode(), repr(command).encode(), _processor()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -86,11 +112,11 @@ def _processor() -> bytes:
     return "\n".join([platform.machine(), platform.processor(), *features]).encode()
 
 
-def _compile(source: Path, compiler: list[str], target: Path) -> None:
+def _compile(command: Sequence[str], target: Path) -> None:
     """Write the library; a process that compiles the same one meanwhile does no harm."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         part = Path(folder, target.name)
-        command = [*compiler, *FLAGS, str(source), "-o", str(part), "-lm"]
+        command = [*command, "-o", str(part), "-lm"]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "exponential.h"
+#include "parallel.h"
 #include "sgemm.h"
 
 #define BLOCK 64 /* queries */
@@ -65,22 +66,30 @@ static int next_block(const packed_t *p, int64_t n, block_t *b) {
     return left > 0;
 }
 
-/* out [T, h, d], lse [T, h]; scores is room for BLOCK times the longest sequence. */
-void attention(sgemm_t *sgemm, const packed_t *p, const float *q, const float *k, const float *v,
-               float *scores, float *out, float *lse) {
+/* One head of sequence n. */
+static void attend(sgemm_t *sgemm, const packed_t *p, int64_t n, int64_t h, const float *q,
+                   const float *k, const float *v, float *scores, float *out, float *lse) {
     const int64_t d = p->dim, group = p->heads / p->kv_heads, width = p->heads * d;
+    for (block_t b = {p->starts[n], 0, 0, 0, 0}; next_block(p, n, &b); b.at += BLOCK) {
+        const int64_t at = b.at, rows = b.rows, keys = b.keys;
+        const float *keys_at = k + b.key_at * p->k_stride + h / group * p->k_head;
+        const float *values_at = v + b.key_at * p->v_stride + h / group * p->v_head;
+        product(sgemm, rows, keys, d, p->scale, q + at * p->q_stride + h * p->q_head, p->q_stride,
+                0, keys_at, p->k_stride, 1, 0.0f, scores, keys);
+        softmax_rows(scores, rows, keys, b.first, lse + at * p->heads + h, p->heads);
+        product(sgemm, rows, d, keys, 1.0f, scores, keys, 0, values_at, p->v_stride, 0, 0.0f,
+                out + at * width + h * d, width);
+    }
+}
+
+/* out [T, h, d], lse [T, h]; scores is room for BLOCK times the longest sequence, `room` floats, on
+   each thread. */
+void attention(sgemm_t *sgemm, const packed_t *p, const float *q, const float *k, const float *v,
+               float *scores, int64_t room, float *out, float *lse) {
+#pragma omp parallel for collapse(2) schedule(dynamic)
     for (int64_t n = 0; n < p->sequences; n++)
         for (int64_t h = 0; h < p->heads; h++)
-            for (block_t b = {p->starts[n], 0, 0, 0, 0}; next_block(p, n, &b); b.at += BLOCK) {
-                const int64_t at = b.at, rows = b.rows, first = b.first, keys = b.keys;
-                const float *keys_at = k + b.key_at * p->k_stride + h / group * p->k_head;
-                const float *values_at = v + b.key_at * p->v_stride + h / group * p->v_head;
-                product(sgemm, rows, keys, d, p->scale, q + at * p->q_stride + h * p->q_head,
-                        p->q_stride, 0, keys_at, p->k_stride, 1, 0.0f, scores, keys);
-                softmax_rows(scores, rows, keys, first, lse + at * p->heads + h, p->heads);
-                product(sgemm, rows, d, keys, 1.0f, scores, keys, 0, values_at, p->v_stride, 0,
-                        0.0f, out + at * width + h * d, width);
-            }
+            attend(sgemm, p, n, h, q, k, v, scores + thread_number() * room, out, lse);
 }
 
 /* Probabilities and gradients of scores of a block, from scores and products of dout and values. */
@@ -101,34 +110,48 @@ static void block_gradient(float *scores, float *dscores, int64_t rows, int64_t 
     }
 }
 
-/* dq [T, h, d]; dk and dv [keys, g, d] are added to. scores and dscores as in `attention`. */
-void attention_backward(sgemm_t *sgemm, const packed_t *p, const float *q, const float *k,
-                        const float *v, const float *out, const float *lse, const float *dout,
-                        float *scores, float *dscores, float *dq, float *dk, float *dv) {
-    const int64_t d = p->dim, group = p->heads / p->kv_heads;
+typedef struct {
+    const float *q, *k, *v, *out, *lse, *dout;
+    float *dq, *dk, *dv;
+} gradient_t;
+
+/* One head of sequence n. */
+static void attend_backward(sgemm_t *sgemm, const packed_t *p, int64_t n, int64_t h,
+                            const gradient_t *x, float *scores, float *dscores) {
+    const int64_t d = p->dim, g = h / (p->heads / p->kv_heads);
     const int64_t width = p->heads * d, kv_width = p->kv_heads * d;
+    for (block_t b = {p->starts[n], 0, 0, 0, 0}; next_block(p, n, &b); b.at += BLOCK) {
+        const int64_t at = b.at, rows = b.rows, keys = b.keys, start = b.key_at;
+        const float *queries_at = x->q + at * p->q_stride + h * p->q_head;
+        const float *keys_at = x->k + start * p->k_stride + g * p->k_head;
+        const float *values_at = x->v + start * p->v_stride + g * p->v_head;
+        const float *out_at = x->out + at * width + h * d, *dout_at = x->dout + at * width + h * d;
+        float *dk_at = x->dk + start * kv_width + g * d, *dv_at = x->dv + start * kv_width + g * d;
+        product(sgemm, rows, keys, d, p->scale, queries_at, p->q_stride, 0, keys_at, p->k_stride, 1,
+                0.0f, scores, keys);
+        product(sgemm, rows, keys, d, 1.0f, dout_at, width, 0, values_at, p->v_stride, 1, 0.0f,
+                dscores, keys);
+        block_gradient(scores, dscores, rows, keys, b.first, out_at, dout_at, width, d,
+                       x->lse + at * p->heads + h, p->heads, p->scale);
+        product(sgemm, keys, d, rows, 1.0f, scores, keys, 1, dout_at, width, 0, 1.0f, dv_at,
+                kv_width);
+        product(sgemm, rows, d, keys, 1.0f, dscores, keys, 0, keys_at, p->k_stride, 0, 0.0f,
+                x->dq + at * width + h * d, width);
+        product(sgemm, keys, d, rows, 1.0f, dscores, keys, 1, queries_at, p->q_stride, 0, 1.0f,
+                dk_at, kv_width);
+    }
+}
+
+/* dq [T, h, d]; dk and dv [keys, g, d] are added to. Scores and their gradients take `room` floats
+   on each thread. The heads that add to the same keys run on one thread, in their order. */
+void attention_backward(sgemm_t *sgemm, const packed_t *p, const gradient_t *x, float *scores,
+                        int64_t room) {
+    const int64_t group = p->heads / p->kv_heads;
+#pragma omp parallel for collapse(2) schedule(dynamic)
     for (int64_t n = 0; n < p->sequences; n++)
-        for (int64_t h = 0; h < p->heads; h++)
-            for (block_t b = {p->starts[n], 0, 0, 0, 0}; next_block(p, n, &b); b.at += BLOCK) {
-                const int64_t at = b.at, rows = b.rows, first = b.first, keys = b.keys;
-                const int64_t start = b.key_at;
-                const float *queries_at = q + at * p->q_stride + h * p->q_head;
-                const float *keys_at = k + start * p->k_stride + h / group * p->k_head;
-                const float *values_at = v + start * p->v_stride + h / group * p->v_head;
-                const float *dout_at = dout + at * width + h * d;
-                float *dk_at = dk + start * kv_width + h / group * d;
-                float *dv_at = dv + start * kv_width + h / group * d;
-                product(sgemm, rows, keys, d, p->scale, queries_at, p->q_stride, 0, keys_at,
-                        p->k_stride, 1, 0.0f, scores, keys);
-                product(sgemm, rows, keys, d, 1.0f, dout_at, width, 0, values_at, p->v_stride, 1,
-                        0.0f, dscores, keys);
-                block_gradient(scores, dscores, rows, keys, first, out + at * width + h * d,
-                               dout_at, width, d, lse + at * p->heads + h, p->heads, p->scale);
-                product(sgemm, keys, d, rows, 1.0f, scores, keys, 1, dout_at, width, 0, 1.0f,
-                        dv_at, kv_width);
-                product(sgemm, rows, d, keys, 1.0f, dscores, keys, 0, keys_at, p->k_stride, 0,
-                        0.0f, dq + at * width + h * d, width);
-                product(sgemm, keys, d, rows, 1.0f, dscores, keys, 1, queries_at, p->q_stride, 0,
-                        1.0f, dk_at, kv_width);
-            }
+        for (int64_t g = 0; g < p->kv_heads; g++) {
+            float *own = scores + thread_number() * room;
+            for (int64_t h = g * group; h < (g + 1) * group; h++)
+                attend_backward(sgemm, p, n, h, x, own, own + room / 2);
+        }
 }

@@ -11,15 +11,18 @@
 #include <string.h>
 
 #include "exponential.h"
+#include "parallel.h"
 #include "sgemm.h"
 
 #define AHEAD 12 /* keys */
 #define LINE 16  /* floats of a cache line */
+#define WORTHWHILE 4194304 /* multiplications of a thread, some 0.1 ms */
 
 typedef struct {
     int64_t hidden, heads, kv_heads, head_dim, rotary_dim;
     int64_t slot_stride;  /* floats between the slots of a KV cache */
     int64_t table_stride; /* slots between the rows of two requests in the table */
+    int64_t threads;      /* at most so many compute */
     float eps, scale;
 } shape_t;
 
@@ -42,26 +45,49 @@ typedef struct {
     float *normed; /* [T, H] */
     float *qkv;    /* [T, (h + 2g) * d] */
     float *mixed;  /* [T, h * d] */
-    float *scores; /* [h / g, longest sequence] */
+    float *scores; /* [threads, h / g, longest sequence] */
+    int64_t scores_size; /* of a thread */
     float *router; /* [T, E] */
     float *weight; /* [T, K] */
     int32_t *expert, *row, *start; /* [T, K], [T * K], [E + 1] */
     float *in, *gate_up, *act, *out; /* [T * K, H], [.., 2I], [.., I], [.., H] */
 } space_t;
 
-/* y = x w^T + beta y */
-static void product(sgemm_t *sgemm, int64_t rows, int64_t outputs, int64_t inputs, const float *x,
-                    const float *w, float *y, float beta) {
-    const int m = (int)outputs, n = (int)rows, k = (int)inputs;
-    const float one = 1.0f;
-    if (rows > 0) sgemm("T", "N", &m, &n, &k, &one, w, &k, x, &k, &beta, y, &m);
+/* Returns how many threads pay for so many multiplications. */
+static int threads_for(const shape_t *s, int64_t work) {
+    const int64_t worthwhile = 1 + work / WORTHWHILE;
+    return (int)(worthwhile < s->threads ? worthwhile : s->threads);
 }
 
-static void rms_norm(const float *x, const float *weight, int64_t size, float eps, float *y) {
+/* y = x w^T + beta y; each thread computes some of the outputs. */
+static void product(sgemm_t *sgemm, int threads, int64_t rows, int64_t outputs, int64_t inputs,
+                    const float *x, const float *w, float *y, float beta) {
+    const int n = (int)rows, k = (int)inputs, stride = (int)outputs;
+    const float one = 1.0f;
+    if (rows == 0) return;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int part = 0; part < threads; part++) {
+        const int64_t lines = (outputs + LINE - 1) / LINE;
+        const int64_t first = lines * part / threads * LINE;
+        const int64_t next = lines * (part + 1) / threads * LINE;
+        const int m = (int)((next < outputs ? next : outputs) - first);
+        if (m > 0)
+            sgemm("T", "N", &m, &n, &k, &one, w + first * inputs, &k, x, &k, &beta, y + first,
+                  &stride);
+    }
+}
+
+static void rms_norm_row(const float *x, const float *weight, int64_t size, float eps, float *y) {
     float sum = 0.0f;
     for (int64_t i = 0; i < size; i++) sum += x[i] * x[i];
     const float scale = 1.0f / sqrtf(sum / (float)size + eps);
     for (int64_t i = 0; i < size; i++) y[i] = x[i] * scale * weight[i];
+}
+
+static void rms_norm(int64_t rows, const float *x, const float *weight, int64_t size, float eps,
+                     float *y) {
+    for (int64_t r = 0; r < rows; r++)
+        rms_norm_row(x + r * size, weight, size, eps, y + r * size);
 }
 
 /* The halves of the first rotary_dim elements form the pairs. */
@@ -124,34 +150,42 @@ static void attend(const shape_t *s, const float *q, const float *keys, const fl
     }
 }
 
+/* Norms and rotary embedding of one token's queries and keys; its keys and values go to the cache. */
+static void keep_token(const shape_t *s, const layer_t *l, const batch_t *b, int64_t t, float *q) {
+    const int64_t d = s->head_dim, q_size = s->heads * d, kv_size = s->kv_heads * d;
+    const float *cos_sin = b->cos_sin + b->positions[t] * s->rotary_dim, *k = q + q_size;
+    if (l->qkv_bias)
+        for (int64_t i = 0; i < q_size + 2 * kv_size; i++) q[i] += l->qkv_bias[i];
+    for (int64_t i = 0; i < s->heads + s->kv_heads; i++) {
+        const float *norm = i < s->heads ? l->q_norm : l->k_norm;
+        if (norm) rms_norm_row(q + i * d, norm, d, s->eps, q + i * d);
+        rotate(q + i * d, cos_sin, s->rotary_dim);
+    }
+    memcpy(l->k_cache + b->slots[t] * s->slot_stride, k, sizeof(float) * kv_size);
+    memcpy(l->v_cache + b->slots[t] * s->slot_stride, k + kv_size, sizeof(float) * kv_size);
+}
+
 static void attention(sgemm_t *sgemm, const shape_t *s, const layer_t *l, const batch_t *b,
                       const space_t *w, float *hidden) {
     const int64_t d = s->head_dim, group = s->heads / s->kv_heads;
-    const int64_t q_size = s->heads * d, kv_size = s->kv_heads * d, width = q_size + 2 * kv_size;
-    for (int64_t t = 0; t < b->tokens; t++)
-        rms_norm(hidden + t * s->hidden, l->attention_norm, s->hidden, s->eps,
-                 w->normed + t * s->hidden);
-    product(sgemm, b->tokens, width, s->hidden, w->normed, l->qkv, w->qkv, 0.0f);
-    for (int64_t t = 0; t < b->tokens; t++) {
-        float *q = w->qkv + t * width, *k = q + q_size;
-        const float *cos_sin = b->cos_sin + b->positions[t] * s->rotary_dim;
-        if (l->qkv_bias)
-            for (int64_t i = 0; i < width; i++) q[i] += l->qkv_bias[i];
-        for (int64_t i = 0; i < s->heads + s->kv_heads; i++) {
-            const float *norm = i < s->heads ? l->q_norm : l->k_norm;
-            if (norm) rms_norm(q + i * d, norm, d, s->eps, q + i * d);
-            rotate(q + i * d, cos_sin, s->rotary_dim);
-        }
-        memcpy(l->k_cache + b->slots[t] * s->slot_stride, k, sizeof(float) * kv_size);
-        memcpy(l->v_cache + b->slots[t] * s->slot_stride, k + kv_size, sizeof(float) * kv_size);
-    }
+    const int64_t q_size = s->heads * d, width = q_size + 2 * s->kv_heads * d;
+    int64_t num_keys = 0;
+    for (int64_t t = 0; t < b->tokens; t++) num_keys += b->positions[t] + 1;
+    rms_norm(b->tokens, hidden, l->attention_norm, s->hidden, s->eps, w->normed);
+    product(sgemm, threads_for(s, b->tokens * width * s->hidden), b->tokens, width, s->hidden,
+            w->normed, l->qkv, w->qkv, 0.0f);
+    for (int64_t t = 0; t < b->tokens; t++) keep_token(s, l, b, t, w->qkv + t * width);
     /* Only now: in prefill a token's keys include those of tokens of this batch. */
+    const int threads = threads_for(s, 2 * num_keys * q_size);
+#pragma omp parallel for collapse(2) schedule(dynamic, 8) num_threads(threads) if (threads > 1)
     for (int64_t t = 0; t < b->tokens; t++)
         for (int64_t i = 0; i < s->kv_heads; i++)
             attend(s, w->qkv + t * width + i * group * d, l->k_cache + i * d, l->v_cache + i * d,
-                   b->table + b->requests[t] * s->table_stride, b->positions[t] + 1, w->scores,
+                   b->table + b->requests[t] * s->table_stride, b->positions[t] + 1,
+                   w->scores + thread_number() * w->scores_size,
                    w->mixed + t * q_size + i * group * d);
-    product(sgemm, b->tokens, s->hidden, q_size, w->mixed, l->out, hidden, 1.0f);
+    product(sgemm, threads_for(s, b->tokens * q_size * s->hidden), b->tokens, s->hidden, q_size,
+            w->mixed, l->out, hidden, 1.0f);
 }
 
 /* Writes the experts of each token and their weights. */
@@ -193,30 +227,33 @@ static void activate(const float *gate_up, int64_t rows, int64_t size, float *ou
     }
 }
 
+/* Expert e: its rows of `in` become rows of `out`. */
+static void run_expert(sgemm_t *sgemm, int64_t H, const layer_t *l, const space_t *w, int64_t e) {
+    const int64_t I = l->intermediate, first = w->start[e], rows = w->start[e + 1] - first;
+    float *gate_up = w->gate_up + first * 2 * I, *act = w->act + first * I;
+    for (int64_t i = first; i < first + rows; i++)
+        memcpy(w->in + i * H, w->normed + w->row[i] / l->top_k * H, sizeof(float) * H);
+    product(sgemm, 1, rows, 2 * I, H, w->in + first * H, l->gate_up + e * 2 * I * H, gate_up, 0.0f);
+    activate(gate_up, rows, I, act);
+    product(sgemm, 1, rows, H, I, act, l->down + e * H * I, w->out + first * H, 0.0f);
+}
+
 static void mlp(sgemm_t *sgemm, const shape_t *s, const layer_t *l, int64_t tokens,
                 const space_t *w, float *hidden) {
     const int64_t H = s->hidden, I = l->intermediate, pairs = tokens * l->top_k;
-    for (int64_t t = 0; t < tokens; t++)
-        rms_norm(hidden + t * H, l->mlp_norm, H, s->eps, w->normed + t * H);
+    const int threads = threads_for(s, (l->router ? pairs : tokens) * 3 * I * H);
+    rms_norm(tokens, hidden, l->mlp_norm, H, s->eps, w->normed);
     if (!l->router) {
-        product(sgemm, tokens, 2 * I, H, w->normed, l->gate_up, w->gate_up, 0.0f);
+        product(sgemm, threads, tokens, 2 * I, H, w->normed, l->gate_up, w->gate_up, 0.0f);
         activate(w->gate_up, tokens, I, w->act);
-        product(sgemm, tokens, H, I, w->act, l->down, hidden, 1.0f);
+        product(sgemm, threads, tokens, H, I, w->act, l->down, hidden, 1.0f);
         return;
     }
-    product(sgemm, tokens, l->experts, H, w->normed, l->router, w->router, 0.0f);
+    product(sgemm, 1, tokens, l->experts, H, w->normed, l->router, w->router, 0.0f);
     route(l, tokens, w);
     sort_by_expert(l, pairs, w);
-    for (int64_t i = 0; i < pairs; i++)
-        memcpy(w->in + i * H, w->normed + w->row[i] / l->top_k * H, sizeof(float) * H);
-    for (int64_t e = 0; e < l->experts; e++) {
-        const int64_t first = w->start[e], rows = w->start[e + 1] - first;
-        product(sgemm, rows, 2 * I, H, w->in + first * H, l->gate_up + e * 2 * I * H,
-                w->gate_up + first * 2 * I, 0.0f);
-        activate(w->gate_up + first * 2 * I, rows, I, w->act + first * I);
-        product(sgemm, rows, H, I, w->act + first * I, l->down + e * H * I, w->out + first * H,
-                0.0f);
-    }
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (int64_t e = 0; e < l->experts; e++) run_expert(sgemm, H, l, w, e);
     for (int64_t i = 0; i < pairs; i++) {
         float *y = hidden + w->row[i] / l->top_k * H;
         const float weight = w->weight[w->row[i]], *x = w->out + i * H;
@@ -224,17 +261,19 @@ static void mlp(sgemm_t *sgemm, const shape_t *s, const layer_t *l, int64_t toke
     }
 }
 
-/* hidden: [T, H], the result, and the residual stream meanwhile. */
-void forward(sgemm_t *sgemm, const shape_t *shape, const layer_t *layers, int64_t num_layers,
-             const batch_t *batch, const space_t *space, const float *embedding,
+/* hidden: [T, H], the result, and the residual stream meanwhile. blas_threads sets how many threads a
+   matrix product of the caller starts, and returns how many it was; small ones must start none. */
+void forward(sgemm_t *sgemm, int (*blas_threads)(int), const shape_t *shape, const layer_t *layers,
+             int64_t num_layers, const batch_t *batch, const space_t *space, const float *embedding,
              const float *final_norm, float *hidden) {
     const int64_t H = shape->hidden;
+    const int before = blas_threads ? blas_threads(1) : 0;
     for (int64_t t = 0; t < batch->tokens; t++)
         memcpy(hidden + t * H, embedding + batch->ids[t] * H, sizeof(float) * H);
     for (int64_t i = 0; i < num_layers; i++) {
         attention(sgemm, shape, layers + i, batch, space, hidden);
         mlp(sgemm, shape, layers + i, batch->tokens, space, hidden);
     }
-    for (int64_t t = 0; t < batch->tokens; t++)
-        rms_norm(hidden + t * H, final_norm, H, shape->eps, hidden + t * H);
+    rms_norm(batch->tokens, hidden, final_norm, H, shape->eps, hidden);
+    if (blas_threads) blas_threads(before);
 }

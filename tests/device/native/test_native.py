@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.device.native import find_compiler, library_dir, load
+from mcore_rl.device.native import find_compiler, library_dir, load, openmp_flags
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
@@ -47,6 +47,16 @@ def test_there_is_no_library_without_a_compiler(cache: Path, monkeypatch) -> Non
     assert find_compiler() is None
     assert load("forward") is None
     assert not cache.exists()
+
+
+def test_loops_run_on_threads_if_gcc_compiles_them(cache: Path, monkeypatch, tmp_path) -> None:
+    alone = make_compiler(tmp_path / "compiler", 'exec cc "$@"')  # says "one" of itself
+    monkeypatch.setenv("CC", alone)
+    compiled = load("layers")
+    assert compiled is not None and compiled.is_parallel() == 0
+    assert openmp_flags("clang version 19.1.7") == ()
+    flags = openmp_flags("cc (Debian 14.2.0) 14.2.0\nCopyright (C) 2024 Free Software Foundation")
+    assert flags[0] == "-fopenmp" and Path(flags[-1]).parent.parent.name == "torch"
 
 
 def test_the_compilers_options_are_kept(cache: Path, monkeypatch) -> None:

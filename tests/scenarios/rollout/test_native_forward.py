@@ -3,6 +3,7 @@
 import json
 import shutil
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,18 @@ FAMILIES = {
     "qwen3_moe": (Qwen3MoeConfig, {**MIXTURE, "head_dim": 10, "norm_topk_prob": True}),
     "qwen3_moe, plain weights": (Qwen3MoeConfig, {**MIXTURE, "norm_topk_prob": False}),
 }
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.06}
+"""Sizes at which each part of a prompt's forward pass is worth a second thread."""
 PROMPTS = [[5, 9, 77, 30], list(range(3, 60)), [100], [5, 9, 77, 30, 8, 8, 120]]
+LONG_PROMPTS = [[*range(3, 127), *range(126, 2, -1)], *PROMPTS]
 NUM_NEW = 40
 
 
-def save_model(family: str, folder: Path) -> PreTrainedModel:
+def save_model(family: str, folder: Path, sizes: Mapping[str, Any] = {}) -> PreTrainedModel:
     torch.manual_seed(0)
     config_cls, changes = FAMILIES[family]
-    model = AutoModelForCausalLM.from_config(config_cls(**SIZES, **changes), dtype=torch.float32)
+    config = config_cls(**{**SIZES, **changes, **sizes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():  # zeros and ones would hide an omission
         if name.endswith("bias") or "norm" in name:
             parameter.data.uniform_(0.5, 1.5)
@@ -54,9 +59,9 @@ def save_model(family: str, folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def generate(url: str) -> list[dict[str, Any]]:
+def generate(url: str, prompts: Sequence[list[int]] = PROMPTS) -> list[dict[str, Any]]:
     body = {
-        "input_ids": PROMPTS,
+        "input_ids": prompts,
         "sampling_params": {"max_new_tokens": NUM_NEW, "ignore_eos": True, "temperature": 1.0},
         "return_logprob": True,
         "logprob_start_len": 0,
@@ -69,10 +74,14 @@ def generate(url: str) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
-def largest_difference(model: PreTrainedModel, answers: list[dict[str, Any]]) -> float:
+def largest_difference(
+    model: PreTrainedModel,
+    answers: list[dict[str, Any]],
+    prompts: Sequence[list[int]] = PROMPTS,
+) -> float:
     """Return by how much log-probs of prompts and responses differ from the model's own."""
     largest = 0.0
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
+    for prompt, answer in zip(prompts, answers, strict=True):
         meta = answer["meta_info"]
         entries = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
         tokens = torch.tensor([*prompt, *answer["output_ids"]])
@@ -94,6 +103,17 @@ def test_logprobs_are_those_of_transformers(family: str, tmp_path: Path) -> None
     assert "the forward pass runs in compiled code" in log.read_text()
     assert largest_difference(model, answers) < 1e-5
     assert largest_difference(model, again) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen2, with biases", "qwen3_moe"])
+def test_two_threads_have_the_same_logprobs(family: str, tmp_path: Path, monkeypatch) -> None:
+    model = save_model(family, tmp_path / "model", {**WIDE, "moe_intermediate_size": 128})
+    log = tmp_path / "engine.log"
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    with EngineProcess(EngineSpec(str(tmp_path / "model"), str(log), deterministic=True)) as engine:
+        answers = generate(engine.url, LONG_PROMPTS)
+    assert "the forward pass runs in compiled code on 2 threads" in log.read_text()
+    assert largest_difference(model, answers, LONG_PROMPTS) < 1e-5
 
 
 def test_layers_run_in_torch_where_that_is_asked_for(tmp_path: Path) -> None:

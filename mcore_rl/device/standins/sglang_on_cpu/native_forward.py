@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.native import load
-from mcore_rl.device.native.blas import find_sgemm
+from mcore_rl.device.native.blas import find_set_threads, find_sgemm
 from sglang_on_cpu.native_layers import Decoder, Layer, UnsupportedError, read_decoder
 
 MAX_PREFILL_PAIRS = 2**21
@@ -43,7 +43,6 @@ class _Batch(ctypes.Structure):
     )
 
 
-_FLOATS = ("normed", "qkv", "mixed", "scores", "router", "weight")
 _INTEGERS = ("expert", "row", "start")
 _ROWS = ("in", "gate_up", "act", "out")
 
@@ -51,7 +50,11 @@ _ROWS = ("in", "gate_up", "act", "out")
 class _Space(ctypes.Structure):
     """space_t of native/forward.c."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in (*_FLOATS, *_INTEGERS, *_ROWS))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("normed", "qkv", "mixed", "scores")),
+        ("scores_size", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("router", "weight", *_INTEGERS, *_ROWS)),
+    )
 
 
 class NativeForward:
@@ -68,6 +71,8 @@ class NativeForward:
         self._call = library.forward
         self._call.restype = None
         self._sgemm = sgemm
+        # Small products must start no threads, which would cost more than they save.
+        decoder.shape.threads = torch.get_num_threads() if find_set_threads() is not None else 1
         self._layers = (Layer * len(decoder.layers))()
         self._space = _Space()
         self._buffers: dict[str, Tensor] = {}
@@ -98,6 +103,7 @@ class NativeForward:
         batch = _Batch(tokens, *(x.data_ptr() for x in (*arrays, table, self.decoder.cos_sin)))
         self._call(
             self._sgemm,
+            find_set_threads(),
             ctypes.byref(self.decoder.shape),
             self._layers,
             ctypes.c_int64(len(self._layers)),
@@ -158,11 +164,12 @@ class NativeForward:
         intermediate = max(layer.intermediate for layer in layers)
         pairs = tokens * top_k
         q_size = shape.heads * shape.head_dim
+        self._space.scores_size = shape.heads // shape.kv_heads * longest
         sizes = {
             "normed": tokens * shape.hidden,
             "qkv": tokens * (q_size + 2 * shape.kv_heads * shape.head_dim),
             "mixed": tokens * q_size,
-            "scores": shape.heads // shape.kv_heads * longest,
+            "scores": shape.threads * self._space.scores_size,
             "router": tokens * experts,
             "weight": pairs,
             "expert": pairs,
@@ -203,7 +210,10 @@ def run_in_compiled_code() -> None:
             _LOG.info("the forward pass runs in torch, as native code does not know %s", reason)
             return
         self.model.model.forward = NativeForward(self, decoder, library, sgemm)
-        _LOG.info("the forward pass runs in compiled code")
+        threads = decoder.shape.threads
+        _LOG.info(
+            "the forward pass runs in compiled code on %d thread%s", threads, "s"[: threads > 1]
+        )
 
     ModelRunner.load_model = load_and_replace
 

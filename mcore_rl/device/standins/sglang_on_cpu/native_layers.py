@@ -29,6 +29,7 @@ class Shape(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim")),
         *((name, ctypes.c_int64) for name in ("rotary_dim", "slot_stride", "table_stride")),
+        ("threads", ctypes.c_int64),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
     )
