@@ -1,5 +1,6 @@
 """Starts the process of a rank, or of another worker, in its slot."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mcore_rl.cluster.answers import Rank
 from mcore_rl.cluster.rank_actor import RankActor
 from mcore_rl.planning.slots import Slot
+from mcore_rl.process.cores import THREADS
 
 BULK = "bulk"
 """Concurrency group of calls that move much; others need not wait for them."""
@@ -41,4 +43,6 @@ def start_actor(
     make_remote: Any = ray.remote
     if threads > 1:
         make_remote = make_remote(concurrency_groups={BULK: BULK_THREADS})
-    return make_remote(actor_cls).options(**options).remote(str(rank.log_path))
+    # Whoever set the number of threads gets it in every process.
+    sharers = 0 if THREADS in os.environ else slot.sharers
+    return make_remote(actor_cls).options(**options).remote(str(rank.log_path), sharers)

@@ -59,7 +59,7 @@ class CollectorGroup:
         """
         nodes: dict[str, Slot] = {}
         for slots in engine_slots:
-            nodes.setdefault(slots[0].node, replace(slots[0], bundle={"CPU": 0}))
+            nodes.setdefault(slots[0].node, replace(slots[0], bundle={"CPU": 0}, sharers=0))
         self._nodes = list(nodes)
         self._home = [self._nodes.index(slots[0].node) for slots in engine_slots]
         self._group = IndependentRanks(

@@ -21,6 +21,7 @@ import ray
 import mcore_rl
 from mcore_rl.cluster.breakpoints import answer_in_rank
 from mcore_rl.lost_samples import SamplesLost
+from mcore_rl.process.cores import THREADS, take_cores
 from mcore_rl.process.lazy_imports import collect_from_here
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.process.redaction import RedactingFormatter, redact, remember_environment
@@ -55,7 +56,10 @@ class RankActor:
     deadlines are kept before the worker's module is imported.
     """
 
-    def __init__(self, log_path: str) -> None:
+    def __init__(self, log_path: str, sharers: int = 0) -> None:
+        """Redirect the output to `log_path`. `sharers`: see Slot."""
+        if sharers:
+            take_cores(sharers)
         self._environment = dict(os.environ)
         gc.disable()  # until the worker is built: what Ray unpickles for it imports torch
         redirect_output(Path(log_path))
@@ -112,7 +116,7 @@ class RankActor:
 
     def _build(self, worker_cls: type, *args: object, **kwargs: object) -> None:
         collect_from_here()
-        torch, threads = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS")
+        torch, threads = sys.modules.get("torch"), os.environ.get(THREADS)
         if torch is not None and threads:  # a fork's torch did not read it
             torch.set_num_threads(int(threads))
         self._worker = worker_cls(*args, **kwargs)

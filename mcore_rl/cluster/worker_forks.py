@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.cluster.worker_setup import FORKS, GO, READY
+from mcore_rl.process.cores import QUIET
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.process.tied import die_with_parent
 
@@ -61,7 +62,7 @@ def worker_forks() -> Iterator[None]:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, **ONE_THREAD},
+                env={**QUIET, **os.environ, **ONE_THREAD},
                 pass_fds=(descriptor,),
             )
         os.environ[FORKS] = path

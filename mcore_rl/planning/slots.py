@@ -23,12 +23,15 @@ class Slot:
     bundle_index   of the reserved bundle in the placement group
     bundle         the resources that this process takes of that bundle
     node           id of the node
+    sharers        processes that share the node's cores while this one computes, itself included;
+                   0: it keeps to the CPUs of the bundle
     """
 
     group: Any
     bundle_index: int
     bundle: Bundle
     node: str
+    sharers: int = 0
 
 
 class Reserve(Protocol):
@@ -86,7 +89,33 @@ def reserve_slots(
         )
     for role, model in size.colocated_served.items():
         served[role] = colocate_engines(trainer, model.engines, model.engine_ranks, role=role)
-    return RunSlots(trainer, critic, engines, served)
+    slots = RunSlots(trainer, critic, engines, served)
+    return slots if gpus_per_node else share_cores(slots, in_turns=rollout.mode == "sync")
+
+
+def share_cores(slots: RunSlots, *, in_turns: bool) -> RunSlots:
+    """Return the slots with the number of processes that share the cores of each one's node.
+
+    in_turns   ranks do not train while engines generate, so that each phase has all cores
+    """
+    training = Counter(slot.node for slot in (*slots.trainer, *slots.critic))
+    of_engines = [*slots.engines, *(parts for role in slots.served.values() for parts in role)]
+    generating = Counter(slot.node for parts in of_engines for slot in parts)
+    if not in_turns:
+        training = generating = training + generating
+
+    def shared(parts: Sequence[Slot], sharers: Counter[str]) -> list[Slot]:
+        return [replace(slot, sharers=sharers[slot.node]) for slot in parts]
+
+    return RunSlots(
+        shared(slots.trainer, training),
+        shared(slots.critic, training),
+        [shared(parts, generating) for parts in slots.engines],
+        {
+            role: [shared(parts, generating) for parts in engines]
+            for role, engines in slots.served.items()
+        },
+    )
 
 
 def divide(slots: Sequence[Slot], num_tenants: int) -> list[Slot]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,16 @@ from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.planning.slots import Slot
+from mcore_rl.process.cores import num_cores
 
 pytestmark = pytest.mark.e2e
+
+
+class Computer:
+    def threads(self) -> int:
+        import torch
+
+        return torch.get_num_threads()
 
 
 class Sleeper:
@@ -42,3 +51,21 @@ def test_a_call_passes_those_that_move_much(slot: Slot, tmp_path: Path) -> None:
     assert time.monotonic() - began_s < 10
     assert ray.wait(busy, num_returns=1, timeout=0)[0] == []
     ray.kill(actor)
+
+
+def test_a_process_computes_with_its_part_of_the_cores(
+    slot: Slot, tmp_path: Path, monkeypatch
+) -> None:
+    def num_threads(sharers: int) -> int:
+        rank = Rank("trainer", sharers, tmp_path / f"{sharers}.log")
+        actor = start_actor(rank, replace(slot, sharers=sharers), None, threads=1)
+        assert ray.get(actor.build.remote(60, Computer), timeout=60) is None
+        found = ray.get(actor.call.remote(60, "threads"), timeout=60)
+        ray.kill(actor)
+        return found
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert num_threads(1) == num_cores()
+    assert num_threads(0) == num_threads(num_cores()) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert num_threads(1) == 1

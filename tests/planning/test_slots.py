@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.planning.slots import Slot, check_tensor_parallel, colocate_engines, divide
+from mcore_rl.planning.slots import (
+    RunSlots,
+    Slot,
+    check_tensor_parallel,
+    colocate_engines,
+    divide,
+    share_cores,
+)
 
 NO_GROUP: Any = None
 
@@ -49,3 +56,27 @@ def test_a_tensor_parallel_group_lies_on_one_node() -> None:
         match=r"critic.parallel.tp=2: ranks 2 to 3 .* room for 1 on node a and 1 on node b. Free",
     ):
         check_tensor_parallel(slots_on("aaabbb"), 2, "critic.parallel.tp")
+
+
+@pytest.mark.parametrize(
+    ("in_turns", "trainer", "engines", "judges"),
+    [(True, [2, 2, 1], [2, 1], [2]), (False, [4, 4, 2], [4, 2], [4])],
+)
+def test_a_phase_has_the_cores_of_its_node(in_turns, trainer, engines, judges) -> None:
+    slots = RunSlots(
+        slots_on("aab"),
+        [],
+        [slots_on("a"), slots_on("b")],
+        {"judge": [slots_on("a")]},
+    )
+    shared = share_cores(slots, in_turns=in_turns)
+    assert [slot.sharers for slot in shared.trainer] == trainer
+    assert [slot.sharers for [slot] in shared.engines] == engines
+    assert [slot.sharers for [slot] in shared.served["judge"]] == judges
+
+
+def test_a_critic_trains_beside_the_policy() -> None:
+    slots = RunSlots(slots_on("a"), slots_on("a"), [slots_on("a")], {})
+    shared = share_cores(slots, in_turns=True)
+    assert [shared.trainer[0].sharers, shared.critic[0].sharers] == [2, 2]
+    assert shared.engines[0][0].sharers == 1

@@ -1,0 +1,36 @@
+"""A process takes its part of the machine's cores."""
+
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from mcore_rl.process.cores import num_cores, take_cores
+
+
+@pytest.mark.parametrize(("cores", "sharers", "threads"), [(8, 1, "8"), (8, 3, "2"), (2, 5, "1")])
+def test_processes_share_the_cores(cores: int, sharers: int, threads: str, monkeypatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as Ray sets it
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: cores)
+    take_cores(sharers)
+    assert os.environ["OMP_NUM_THREADS"] == threads
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
+
+
+def test_two_threads_of_a_core_are_one(monkeypatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
+    assert num_cores() == 8
+
+
+def test_torch_reads_it() -> None:
+    code = (
+        "from mcore_rl.process.cores import num_cores, take_cores; take_cores(1); import torch;"
+        " assert torch.get_num_threads() == num_cores()"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
