@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.cluster.worker_setup import FORKS, GO, READY
+from mcore_rl.cluster.worker_setup import FORKED, FORKS, GO, READY
 from mcore_rl.process.cores import QUIET
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.process.tied import die_with_parent
@@ -87,11 +87,13 @@ def main(parent_pid: int, path: str, descriptor: int) -> None:
         while True:
             connection, _ = listener.accept()
             streams: list[int] = []
-            with connection, suppress(OSError):  # whoever asked is gone
+            with connection, suppress(OSError):  # whoever asked is gone, or processes are short
                 connection.settimeout(ANSWER_S)
                 request = _receive(connection, streams)
-                if request is not None and os.fork() == 0:
-                    break
+                if request is not None:
+                    if os.fork() == 0:
+                        break
+                    connection.sendall(FORKED)
             for stream in streams:
                 os.close(stream)
     _become(request, streams)
@@ -143,6 +145,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked_signals"])
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)

@@ -7,6 +7,7 @@ already what workers import (worker_forks.py), or executed here if there is no s
 
 import json
 import os
+import signal
 import socket
 import sys
 
@@ -14,7 +15,7 @@ FORKS = "MCORE_RL_WORKER_FORKS"
 """The variable that names the socket of the process that forks workers."""
 RAYS_OWN = "MCORE_RL_RAY_SETUP_WORKER"
 """The variable that names Ray's setup_worker.py."""
-READY, GO = b"r", b"g"
+READY, GO, FORKED = b"r", b"g", b"f"
 IMPORTS_S = 60.0
 """Seconds to wait for the other process to be ready."""
 _CONTEXT = "--serialized-runtime-env-context="
@@ -48,16 +49,23 @@ def _is_plain(context: str) -> bool:
 def _fork(command: list[str]) -> bool:
     """Have the worker forked with this process's environment and output; False if it was not.
 
-        this process  | request ->          | go -> | ends
-        the other one |          <- ready   |       | forks
+        this process  | request ->          | go ->            | ends
+        the other one |          <- ready   |       | <- forked  |
 
-    Only one of the two starts the worker, even if the other process answers too late.
+    Only one of the two starts the worker, even if the other process answers too late: this one does
+    if no go was sent, or if the other one hangs up instead of forking.
     """
     path = os.environ.get(FORKS, "")
     if not path or command[0].startswith("-"):
         return False
-    request = json.dumps({"command": command, "environment": dict(os.environ), "cwd": os.getcwd()})
-    data = request.encode()
+    request = {
+        "command": command,
+        "environment": dict(os.environ),
+        "cwd": os.getcwd(),
+        # Ray's node blocks Ctrl-C, which a terminal sends to all processes of the run.
+        "blocked_signals": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+    }
+    data = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(IMPORTS_S)
         try:
@@ -69,7 +77,12 @@ def _fork(command: list[str]) -> bool:
             connection.sendall(GO)
         except OSError:
             return False
-    return True
+        try:
+            return connection.recv(1) == FORKED
+        except TimeoutError:
+            return True  # it has been told to, and is still there
+        except OSError:
+            return False
 
 
 if __name__ == "__main__":

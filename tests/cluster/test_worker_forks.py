@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -14,9 +16,10 @@ import pytest
 from mcore_rl.cluster import worker_forks, worker_setup
 
 WORKER = """
-import os, sys, tempfile
+import os, signal, sys, tempfile
 print(os.getppid(), "megatron.core" in sys.modules, "ray" in sys.modules)
 print(os.environ["COLOR"], os.getcwd(), tempfile.gettempdir(), sys.argv[1:])
+print(*(number.name for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())))
 """
 CONTROLLER = """
 import os
@@ -35,6 +38,15 @@ def forking() -> psutil.Process:
     return process
 
 
+@contextmanager
+def blocked(number: int) -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def test_a_worker_is_a_fork_with_what_it_was_started_with(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
@@ -42,7 +54,8 @@ def test_a_worker_is_a_fork_with_what_it_was_started_with(tmp_path: Path) -> Non
         command = [sys.executable, worker_setup.__file__, str(script), "--language=PYTHON", "--a=1"]
         environment = {**os.environ, "COLOR": "green", "TMPDIR": str(tmp_path)}
         with (tmp_path / "out").open("w+") as out:
-            subprocess.run(command, env=environment, cwd=tmp_path, stdout=out, check=True)
+            with blocked(signal.SIGINT):  # as by Ray's node
+                subprocess.run(command, env=environment, cwd=tmp_path, stdout=out, check=True)
             process = forking()
             while process.children():
                 pass
@@ -52,6 +65,7 @@ def test_a_worker_is_a_fork_with_what_it_was_started_with(tmp_path: Path) -> Non
     assert lines == [
         f"{process.pid} True False",
         f"green {tmp_path} {tmp_path} ['--a=1']",
+        "SIGINT",
     ]
     assert worker_setup.FORKS not in os.environ and not process.is_running()
 

@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket as sockets
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,30 @@ def test_rays_own_file_takes_any_other(tmp_path: Path, context: object, language
     )
     printed = set_up(tmp_path, *arguments)
     assert printed == f"Ray {tmp_path / 'worker.py'} {' '.join(arguments)}"
+
+
+@pytest.mark.parametrize(
+    ("last", "printed"), [(worker_setup.FORKED, ""), (b"", "worker")], ids=["forked", "hung up"]
+)
+def test_a_worker_that_could_not_be_forked_is_executed(
+    tmp_path: Path, last: bytes, printed: str
+) -> None:
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        listener.settimeout(60)
+        answering = threading.Thread(target=answer, args=(listener, last))
+        answering.start()
+        assert set_up(tmp_path, "--language=PYTHON", socket=str(tmp_path / "socket")) == printed
+        answering.join()
+
+
+def answer(listener: sockets.socket, last: bytes) -> None:
+    """Take one request, and send `last` where a fork would have been."""
+    connection, _ = listener.accept()
+    with connection:
+        num_bytes = int.from_bytes(connection.recv(8), "little")
+        connection.recv(num_bytes, sockets.MSG_WAITALL)
+        connection.sendall(worker_setup.READY)
+        assert connection.recv(1) == worker_setup.GO
+        connection.sendall(last)

@@ -1,5 +1,6 @@
 """Kills a part of a run in one of its phases, and says what the user must then see."""
 
+import os
 import re
 import signal
 import time
@@ -81,7 +82,10 @@ def kill_in_phase(run: Run, victim: Victim, phase: str) -> None:
         else:
             run.wait_for(PHASES[phase].format(step=step), poll_s=0.002)
     killed_s = time.monotonic()
-    process.send_signal(victim.signal_number)
+    if victim.signal_number == signal.SIGINT:
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to every process of the run
+    else:
+        process.send_signal(victim.signal_number)
     status = run.finish(EXIT_WITHIN_S)
     seconds = time.monotonic() - killed_s
     run.assert_nothing_left()
