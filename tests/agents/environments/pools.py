@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from mcore_rl.agents.environments.keeper import descendants
 from mcore_rl.agents.environments.options import EnvironmentOptions
@@ -29,6 +32,24 @@ def in_pool(use, **options):
         return result
 
     return asyncio.run(run())
+
+
+Use = Callable[[EnvironmentPool], Coroutine[Any, Any, Any]]
+
+
+@contextmanager
+def kept_pool(options: EnvironmentOptions) -> Iterator[Callable[[Use], Any]]:
+    """Yield a function that returns what `use(pool)` returns, with one pool for all calls.
+
+    For workers whose packages take seconds to import.
+    """
+    with asyncio.Runner() as runner:
+        pool = EnvironmentPool(options)
+        runner.run(pool.__aenter__())
+        try:
+            yield lambda use: runner.run(use(pool))
+        finally:
+            runner.run(pool.__aexit__(None, None, None))
 
 
 async def play(pool, words=("go", "go", "go"), task=TASK):

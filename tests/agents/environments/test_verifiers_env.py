@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.verifiers_env import VerifiersOptions, with_modules
 from tests.agents.environments.foreign import PYTHON, needs_agents_venv
+from tests.agents.environments.pools import kept_pool
 from tests.support.policy import ROOT
 
 ENV = {
@@ -63,24 +64,30 @@ def model() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     server.server_close()
 
 
-def run(url, *indices, deadline_s=90.0):
-    async def play():
-        options = EnvironmentOptions(
-            "verifiers",
-            {"env": ENV},
-            python=PYTHON,
-            workers=1,
-            run_timeout_s=deadline_s,
-            variables={"PYTHONPATH": str(Path(__file__).parent)},
-        )
-        async with EnvironmentPool(options) as pool:
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[..., list[Any]]]:
+    """run(url, *indices) of tasks, in a worker that has imported verifiers once."""
+    options = EnvironmentOptions(
+        "verifiers",
+        {"env": ENV},
+        python=PYTHON,
+        workers=1,
+        run_timeout_s=90.0,
+        variables={"PYTHONPATH": str(Path(__file__).parent)},
+    )
+
+    def run_all(url: str, *indices: int) -> list[Any]:
+        async def use(pool: EnvironmentPool) -> list[Any]:
             return await asyncio.gather(*(pool.run(task_of(url, n)) for n in indices))
 
-    return asyncio.run(play())
+        return call(use)
+
+    with kept_pool(options) as call:
+        yield run_all
 
 
 @needs_agents_venv()
-def test_its_rollout_asks_the_gateway_and_its_rewards_count(model):
+def test_its_rollout_asks_the_gateway_and_its_rewards_count(model, run):
     url, asked = model
     for result in run(url, 0, 2):
         assert (result.reward, result.end_reason, result.detail) == (1.0, "done", "")
@@ -123,7 +130,7 @@ def task_of(url, number):
 
 
 @needs_agents_venv()
-def test_a_gateway_that_is_not_there_is_an_error_of_the_environment():
+def test_a_gateway_that_is_not_there_is_an_error_of_the_environment(run):
     (result,) = run("http://127.0.0.1:9", 0)
     assert result.reward is None and result.end_reason == "env_error" and result.detail
 

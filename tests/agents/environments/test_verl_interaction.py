@@ -1,14 +1,16 @@
 """Interactions of the unchanged verl, and a user's own on its base class, in a worker."""
 
-import asyncio
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from mcore_rl.agents.environments.environment import Step
 from mcore_rl.agents.environments.errors import EnvironmentFailed
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.verl_interaction import VerlInteractionOptions
 from tests.agents.environments.foreign import needs_verl, verl_variables
+from tests.agents.environments.pools import kept_pool
 
 CONFIG = """
 interaction:
@@ -21,17 +23,23 @@ interaction:
 """
 
 
-def play(path, keywords, *answers, **options):
-    path.write_text(CONFIG)
+MAX_TURNS = 3
 
-    async def run():
-        given = EnvironmentOptions(
-            "verl_interaction",
-            {"config": str(path), **options},
-            workers=1,
-            variables=verl_variables(),
-        )
-        async with EnvironmentPool(given) as pool:
+
+@pytest.fixture(scope="module")
+def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Step]]]:
+    """play(keywords of the interaction, *answers), in a worker that has imported verl once."""
+    config = tmp_path_factory.mktemp("verl") / "interactions.yaml"
+    config.write_text(CONFIG)
+    options = EnvironmentOptions(
+        "verl_interaction",
+        {"config": str(config), "max_turns": MAX_TURNS},
+        workers=1,
+        variables=verl_variables(),
+    )
+
+    def play_one(keywords: dict[str, str], *answers: str) -> list[Step]:
+        async def use(pool: EnvironmentPool) -> list[Step]:
             prompt = [{"role": "user", "content": "q"}]
             extra = {"interaction_kwargs": keywords}
             episode = await pool.open({"messages": prompt, "index": 0, "extra_info": extra})
@@ -41,33 +49,36 @@ def play(path, keywords, *answers, **options):
             await episode.close()
             return steps
 
-    return asyncio.run(run())
+        return call(use)
+
+    with kept_pool(options) as call:
+        yield play_one
 
 
 @needs_verl()
-def test_gsm8k_of_verl_itself_asks_again_until_the_answer_is_right(tmp_path):
-    keywords = {"name": "gsm8k", "ground_truth": "72"}
-    wrong, right = play(tmp_path / "i.yaml", keywords, "#### 71", "#### 72")
+def test_gsm8k_of_verl_itself_asks_again_until_the_answer_is_right(play):
+    wrong, right = play({"name": "gsm8k", "ground_truth": "72"}, "#### 71", "#### 72")
     assert not wrong.done and wrong.reward == 0.0
     assert wrong.messages[0]["role"] == "user" and "incorrect" in wrong.messages[0]["content"]
     assert right.done and right.reward == 1.0 and right.end_reason == ""
 
 
 @needs_verl()
-def test_a_users_interaction_sees_the_conversation_and_the_turns_are_bounded(tmp_path):
+def test_a_users_interaction_sees_the_conversation_and_the_turns_are_bounded(play):
     keywords = {"name": "echo", "prefix": "> "}
-    first, second = play(tmp_path / "i.yaml", keywords, "hi", "ho", max_turns=2)
+    first, second, third = play(keywords, "hi", "ho", "hum")
     assert first.messages == [{"role": "user", "content": "> hi"}]
     assert first.reward == 0.5 and first.metrics == {"len": 2, "turns": 1}
-    assert second.done and second.end_reason == "max_turns" and second.metrics["len"] == 4
-    (bye,) = play(tmp_path / "i.yaml", keywords, "bye")
+    assert not second.done and second.metrics == {"len": 4, "turns": 2}
+    assert third.done and third.end_reason == "max_turns" and third.metrics["len"] == 6
+    (bye,) = play(keywords, "bye")
     assert bye.done and bye.messages == []
 
 
 @needs_verl()
-def test_a_task_without_the_name_of_an_interaction_is_named(tmp_path):
+def test_a_task_without_the_name_of_an_interaction_is_named(play):
     with pytest.raises(EnvironmentFailed, match=r"name of the task is None: .* has gsm8k, echo"):
-        play(tmp_path / "i.yaml", {}, "hi")
+        play({}, "hi")
 
 
 def test_senseless_options_are_named(tmp_path):
