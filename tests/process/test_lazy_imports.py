@@ -11,8 +11,7 @@ from mcore_rl.process.lazy_imports import collect_from_here, without_collector
 @pytest.fixture(autouse=True)
 def restore_collector() -> Iterator[None]:
     yield
-    gc.unfreeze()
-    gc.enable()
+    collect_from_here()
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -1,10 +1,18 @@
 """The garbage collector's settings while a gateway runs."""
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
 from mcore_rl.agents.gateway.pauses import rare_collections
+
+
+@pytest.fixture(autouse=True)
+def freeze_again() -> Iterator[None]:
+    """The collector is to stay out of what the test run has imported (tests/conftest.py)."""
+    yield
+    gc.freeze()
 
 
 def test_the_collector_runs_rarely_inside_and_as_before_afterwards():
