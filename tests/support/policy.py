@@ -5,6 +5,8 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
+from mcore_rl.process.lazy_imports import without_collector
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -29,4 +31,6 @@ def read(path: Path) -> str:
 
 @cache
 def parse(path: Path) -> ast.Module:
-    return ast.parse(read(path), str(path))
+    """Return a tree that is kept; the garbage collector would walk through millions of nodes."""
+    with without_collector():
+        return ast.parse(read(path), str(path))
