@@ -22,7 +22,7 @@ from checkpoint_tools.stored import DTYPE_BYTES, Chunk
 from mcore_rl.slices.families.table import Shape
 from mcore_rl.slices.hf.checksums import ByteSpan
 from mcore_rl.slices.megatron_files.metadata import READ_ERRORS
-from mcore_rl.slices.plan.coverage import contiguous_strides
+from mcore_rl.slices.strides import contiguous_strides
 
 STORAGES = {
     "DoubleStorage": "float64",

@@ -26,7 +26,7 @@ from mcore_rl.slices.families.table import NUMBERED_BY, HfConfig, Rule, Shape, n
 from mcore_rl.slices.families.value_head import with_value_head
 from mcore_rl.slices.hf.config import moe_layers, padded_vocab_size
 from mcore_rl.slices.layouts.training import LocalPart, training_padding, training_shards
-from mcore_rl.slices.plan.coverage import contiguous_strides
+from mcore_rl.slices.strides import contiguous_strides
 
 OUTPUT_LAYER = "output_layer.weight"
 

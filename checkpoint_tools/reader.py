@@ -8,14 +8,15 @@ import os
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from zlib_ng import zlib_ng
 
 from checkpoint_tools.archive import Located, Locator
 from checkpoint_tools.assembly import Assembly, Piece, Stretch, cut
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk
 from mcore_rl.slices.hf.checksums import ByteSpan
+
+ROWS_BEFORE_NUMPY = 100_000
+"""Rows that a reader lays out itself, in about the time that the import of numpy takes."""
 
 
 @dataclass
@@ -64,6 +65,7 @@ class Reader:
         self._locator = Locator()
         self._located: dict[tuple[str, int], Located] = {}
         self._held: tuple[Piece | None, bytearray] = (None, bytearray())
+        self._num_rows = 0
         self.record = ReadRecord()
 
     def close(self) -> None:
@@ -128,7 +130,6 @@ class Reader:
         stored = piece.chunk.dtype
         size = DTYPE_BYTES[stored]
         target_size = DTYPE_BYTES[dtype]
-        target = np.frombuffer(out, dtype=f"u{target_size}")
         width = min(run, max(1, len(self._scratch) // size))
         height = max(1, len(self._scratch) // (size * width)) if width == run else 1
         for row in range(0, rows, height):
@@ -137,10 +138,26 @@ class Reader:
                 columns = min(width, run - column)
                 view = memoryview(self._scratch)[: count * columns * size]
                 self._read(piece.chunk, (source + row * run + column) * size, view)
-                values = np.frombuffer(_cast(view, stored, dtype), dtype=target.dtype)
-                places = target[row * piece.stride + column :]
-                strides = (piece.stride * target_size, target_size)
-                as_strided(places, (count, columns), strides)[:] = values.reshape(count, columns)
+                values = _cast(view, stored, dtype)
+                first = (row * piece.stride + column) * target_size
+                sizes = (count, columns * target_size, piece.stride * target_size)
+                self._lay_out(values, out[first:], *sizes)
+
+    def _lay_out(
+        self, values: memoryview, out: memoryview, rows: int, row_bytes: int, step_bytes: int
+    ) -> None:
+        """Copy rows that lie end to end in `values` to places `step_bytes` apart in `out`."""
+        self._num_rows += rows
+        if self._num_rows <= ROWS_BEFORE_NUMPY:
+            for row in range(rows):
+                at = row * step_bytes
+                out[at : at + row_bytes] = values[row * row_bytes : (row + 1) * row_bytes]
+            return
+        import numpy as np
+        from numpy.lib.stride_tricks import as_strided
+
+        places = as_strided(np.frombuffer(out, np.uint8), (rows, row_bytes), (step_bytes, 1))
+        places[:] = np.frombuffer(values, np.uint8).reshape(rows, row_bytes)
 
     def _transpose(
         self, piece: Piece, first_row: int, rows: int, out: memoryview, dtype: str
@@ -149,6 +166,8 @@ class Reader:
 
         The matrix is read whole, once for all bands, and held until another one is needed.
         """
+        import numpy as np
+
         stored = piece.chunk.dtype
         target_size = DTYPE_BYTES[dtype]
         if self._held[0] is not piece:
@@ -164,10 +183,9 @@ class Reader:
         matrix = stored_matrix.reshape(piece.run, piece.rows)
         columns = np.ascontiguousarray(matrix[:, first_row : first_row + rows].T)
         data = columns.reshape(-1).view(np.uint8).data
-        values = np.frombuffer(_cast(data, stored, dtype), dtype=f"u{target_size}")
-        places = np.frombuffer(out, dtype=values.dtype)
-        strides = (piece.stride * target_size, target_size)
-        as_strided(places, (rows, piece.run), strides)[:] = values.reshape(rows, piece.run)
+        values = _cast(data, stored, dtype)
+        sizes = (rows, piece.run * target_size, piece.stride * target_size)
+        self._lay_out(values, out, *sizes)
 
     def _read(self, chunk: Chunk, offset: int, out: memoryview) -> int:
         """Fill `out` with a chunk's elements from byte `offset` on; return the CRC-32."""

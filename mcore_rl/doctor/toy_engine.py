@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.plan.coverage import contiguous_strides
+from mcore_rl.slices.strides import contiguous_strides
 
 
 @dataclass(frozen=True)

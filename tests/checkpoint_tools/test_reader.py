@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint_tools import reader as reader_module
 from checkpoint_tools.assembly import Assembly, Stretch, joined, make_pieces
 from checkpoint_tools.ledger import Ledger
 from checkpoint_tools.reader import Reader, bands
@@ -45,8 +46,12 @@ def read(assembly: Assembly, band_bytes: int, reader: Reader) -> torch.Tensor:
     return torch.frombuffer(out, dtype=getattr(torch, assembly.dtype)).view(assembly.shape)
 
 
+@pytest.mark.parametrize("rows_before_numpy", [0, 5, 100_000])
 @pytest.mark.parametrize("seed", range(40))
-def test_a_tensor_is_put_together_from_chunks_of_any_cut(tmp_path: Path, seed: int) -> None:
+def test_a_tensor_is_put_together_from_chunks_of_any_cut(
+    tmp_path: Path, seed: int, rows_before_numpy: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "ROWS_BEFORE_NUMPY", rows_before_numpy)
     rng = random.Random(seed)
     shape = tuple(rng.randrange(1, 9) for _ in range(rng.randrange(1, 5)))
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)

@@ -36,7 +36,7 @@ from mcore_rl.slices.hf.folder import (
     write_small_files,
 )
 from mcore_rl.slices.hf.fp8 import scaled_name
-from mcore_rl.slices.plan.coverage import contiguous_strides
+from mcore_rl.slices.strides import contiguous_strides
 
 PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
 """The dtypes that weights can be loaded from, by their safetensors names."""

@@ -19,7 +19,7 @@ from mcore_rl.slices.hf.fp8 import FP8, SCALE_DTYPE, num_blocks, scale_name
 from mcore_rl.slices.layouts.local_tensors import LocalTensors
 from mcore_rl.slices.layouts.strided import shards_of_view
 from mcore_rl.slices.layouts.tracers import Joined, Tracer, is_uniform
-from mcore_rl.slices.plan.coverage import Padding
+from mcore_rl.slices.strides import Padding
 
 aten = torch.ops.aten
 JOIN = {aten.cat.default}

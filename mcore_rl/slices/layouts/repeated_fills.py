@@ -12,7 +12,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from mcore_rl.slices.layouts.repeated_layers import split_layer
-from mcore_rl.slices.plan.coverage import Padding
+from mcore_rl.slices.strides import Padding
 
 Fill = Callable[[], object]
 """Sets some padding to its constant."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.plan.coverage import Padding
+from mcore_rl.slices.strides import Padding
 
 MIN_ALIKE = 3
 """Layers from which on an example pays."""

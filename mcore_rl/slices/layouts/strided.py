@@ -17,7 +17,7 @@ from itertools import product
 from torch import Tensor
 
 from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.plan.coverage import contiguous_strides, unravel
+from mcore_rl.slices.strides import contiguous_strides, unravel
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from math import prod
 
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.families.table import Family, HfConfig, HfTensor, Rule, Shape
-from mcore_rl.slices.plan.coverage import Padding, contiguous_strides
+from mcore_rl.slices.strides import Padding, contiguous_strides
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ def training_padding(
 ) -> list[Padding]:
     """Return the vocabulary padding that one training rank holds."""
     padding = []
-    for matrix, block, first, stop in _cut(parts, family, hf_config):
+    padded = [part for part in parts if family.find(part.key)[0].padded]
+    for matrix, block, first, stop in _cut(padded, family, hf_config):
         if block.tensor is None:
             row_len = contiguous_strides(matrix.shape)[0]
             offset = matrix.part.offset - matrix.start[0] * row_len

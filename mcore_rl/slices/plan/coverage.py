@@ -11,47 +11,12 @@ A shard that is not contiguous counts as its contiguous runs.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.slices.box import Shard
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Padding:
-    """Elements of the local tensor `tensor` that no HF tensor has: a strided view, in elements."""
-
-    tensor: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    def view(self, tensors: "Mapping[str, Tensor]") -> "Tensor":
-        """Return these elements of `tensors`, which maps names to contiguous tensors."""
-        tensor = tensors[self.tensor]
-        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
-
-
-def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
-    """Return the elements per step along each axis of a contiguous tensor of `shape`."""
-    sizes = tuple(shape)
-    return tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
-
-
-def unravel(element: int, shape: Iterable[int]) -> tuple[int, ...]:
-    """Return the index of element number `element` of a contiguous tensor of `shape`."""
-    index = []
-    for stride in contiguous_strides(shape):
-        index.append(element // stride)
-        element %= stride
-    return tuple(index)
+from mcore_rl.slices.strides import Padding
 
 
 def runs(

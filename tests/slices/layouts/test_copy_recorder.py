@@ -4,7 +4,7 @@ import torch
 
 from mcore_rl.slices.layouts.copy_recorder import CopyRecorder, HfTensors
 from mcore_rl.slices.layouts.local_tensors import LocalTensors
-from mcore_rl.slices.plan.coverage import Padding
+from mcore_rl.slices.strides import Padding
 
 SHAPES: HfTensors = dict.fromkeys(("a", "b"), ((2, 3), torch.float32))
 

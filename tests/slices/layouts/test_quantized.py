@@ -17,10 +17,10 @@ from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.layouts.quantized import QuantizedLayout, join_rows
 from mcore_rl.slices.layouts.ranks import Ranks
 from mcore_rl.slices.plan.cost import predict
-from mcore_rl.slices.plan.coverage import contiguous_strides
 from mcore_rl.slices.plan.local import plan_recvs, plan_sends
 from mcore_rl.slices.plan.shared_region import SplitGranularity
 from mcore_rl.slices.plan.shares import RegularHosts
+from mcore_rl.slices.strides import contiguous_strides
 from mcore_rl.stream.buckets import Bucket, plan_buckets
 from mcore_rl.stream.placed_bucket import PlacedBucket, holdings
 from tests.support.fp8_oracle import per_block_cast_to_fp8

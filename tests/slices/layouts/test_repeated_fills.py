@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.slices.layouts.repeated_fills import merge_padding, repeated_fills
-from mcore_rl.slices.plan.coverage import Padding
+from mcore_rl.slices.strides import Padding
 
 
 @given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 3))

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.plan.cost import Load, by_host, predict, predict_gather_broadcast
-from mcore_rl.slices.plan.coverage import contiguous_strides
 from mcore_rl.slices.plan.local import Flow, plan_recvs, plan_sends
 from mcore_rl.slices.plan.shared_region import SplitGranularity
 from mcore_rl.slices.plan.shares import RegularHosts, Topology
+from mcore_rl.slices.strides import contiguous_strides
 from tests.support.layout_strategies import (
     GRANULARITIES,
     megatron_layout,

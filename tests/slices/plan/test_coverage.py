@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.plan.coverage import Padding, check_coverage, contiguous_strides, runs
+from mcore_rl.slices.plan.coverage import check_coverage, runs
+from mcore_rl.slices.strides import Padding, contiguous_strides
 
 
 def rows(start: int, stop: int, name: str = "w", num_columns: int = 4) -> Shard:

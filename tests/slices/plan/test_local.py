@@ -13,10 +13,10 @@ from mcore_rl.slices.families import hf_tensor_shapes
 from mcore_rl.slices.layouts.layout import Placement
 from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
-from mcore_rl.slices.plan.coverage import contiguous_strides
 from mcore_rl.slices.plan.local import plan_recvs, plan_sends
 from mcore_rl.slices.plan.shared_region import SplitGranularity
 from mcore_rl.slices.plan.shares import ListedHosts, RegularHosts
+from mcore_rl.slices.strides import contiguous_strides
 from tests.support.layout_strategies import (
     GRANULARITIES,
     megatron_layout,

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.slices.box import Box, Shard, subtract
-from mcore_rl.slices.plan.coverage import contiguous_strides
 from mcore_rl.slices.plan.reshard import reshard
 from mcore_rl.slices.plan.whole import make_plan
+from mcore_rl.slices.strides import contiguous_strides
 
 
 def grid(
