@@ -95,12 +95,15 @@ def make_units(files: Sequence[OutputFile], unit_bytes: int) -> list[Unit]:
     units: list[Unit] = []
     for file in files:
         batch: list[Task] = []
+        batch_bytes = 0
         for task in file.tasks:
-            batch_bytes = sum(member.source_bytes for member in batch)
-            if batch and batch_bytes + task.source_bytes > unit_bytes:
+            task_bytes = task.source_bytes
+            if batch and batch_bytes + task_bytes > unit_bytes:
                 units.append(Unit(len(units), file.name, tuple(batch)))
                 batch = []
+                batch_bytes = 0
             batch.append(task)
+            batch_bytes += task_bytes
         if batch:
             units.append(Unit(len(units), file.name, tuple(batch)))
     return units

@@ -93,6 +93,8 @@ def _read_tensors(
     """
     tensors: dict[str, StoredTensor] = {}
     items: list[Item] = []
+    files = {place.file for place in places.values()}
+    path_of = {file: str(folder / file) for file in files}
     for key, entry in entries.items():
         if not isinstance(key, str):
             raise ValueError(f"a key is {key!r}, not a name")
@@ -103,7 +105,7 @@ def _read_tensors(
         dtype = entry.get("properties").args[0]
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"tensor {key!r} has dtype {dtype!r}, which the tools do not carry")
-        chunks = tuple(_chunk(folder, key, dtype, chunk, places) for chunk in entry.get("chunks"))
+        chunks = tuple(_chunk(path_of, key, dtype, chunk, places) for chunk in entry.get("chunks"))
         tensors[key] = StoredTensor(key, dtype, read_shape(entry.get("size")), chunks)
     if places:
         key, offset = next(iter(places))
@@ -112,7 +114,7 @@ def _read_tensors(
 
 
 def _chunk(
-    folder: Path,
+    path_of: Mapping[str, str],
     key: str,
     dtype: str,
     chunk: Record,
@@ -121,8 +123,9 @@ def _chunk(
     offset = read_shape(chunk.get("offsets"))
     shape = read_shape(chunk.get("sizes"))
     place = _take_place(places, key, offset)
-    path = str(folder / place.file)
-    return Chunk(key, dtype, offset, shape, path, place.start, place.num_bytes, is_archive=True)
+    start, num_bytes = place.start, place.num_bytes
+    path = path_of[place.file]
+    return Chunk(key, dtype, offset, shape, path, start, num_bytes, is_archive=True)
 
 
 def _take_place(

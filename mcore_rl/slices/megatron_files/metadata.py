@@ -12,6 +12,7 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ def _read_place(key: str, info: Record) -> Place:
     file = info.get("relative_path")
     start = info.get("offset")
     num_bytes = info.get("length")
-    if not isinstance(file, str) or Path(file).name != file:
+    if not isinstance(file, str) or not _is_plain(file):
         raise ValueError(
             f"tensor {key!r} is stored in {file!r}, which is not a file of the checkpoint"
         )
@@ -172,6 +173,12 @@ def _read_place(key: str, info: Record) -> Place:
             f"tensor {key!r}: offset {start} and length {num_bytes} in {file} are not a byte range"
         )
     return Place(key, file, start, num_bytes)
+
+
+@cache
+def _is_plain(file: str) -> bool:
+    """Return whether a path is the name of a file alone; a checkpoint has few of them."""
+    return Path(file).name == file
 
 
 def read_shape(value: Any) -> Shape:
