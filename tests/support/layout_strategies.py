@@ -8,6 +8,7 @@ from mcore_rl.slices.families import family_of
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.slices.layouts.sglang import SGLangLayout
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
+from mcore_rl.slices.layouts.tensors import Tensors
 from mcore_rl.slices.plan.shared_region import SplitGranularity
 from mcore_rl.slices.plan.shares import ListedHosts, RegularHosts, Topology
 from tests.support.megatron_layout import model_config
@@ -143,3 +144,11 @@ def megatron_layout(config: dict[str, Any], sizes: MegatronSizes) -> MegatronLay
 
 def sglang_layout(config: dict[str, Any], sizes: SGLangSizes) -> SGLangLayout:
     return SGLangLayout(family_of(config), config, sizes, DTYPE)
+
+
+def names_of(tensors: Tensors) -> list[str]:
+    """The HF names of all tensors of a model."""
+    names = [entry.tensor.name for entry in tensors.model_entries]
+    for layer in range(tensors.num_layers):
+        names += [name for name, _, _ in tensors.of_layer(layer, range(tensors.num_experts))]
+    return names

@@ -29,8 +29,17 @@ class StagedLayout(ABC):
         self._experts_per_rank = experts_per_rank
         self._place = cache(self._make_placement)
         self._place_stacked = cache(self._stacked_placement)
-        # A rank asks for each tensor several times while it links.
-        self.placement = cache(self._find_placement)
+        self._placements: dict[str, Placement] = {}
+        """By HF name, of the tensors that were listed or asked for: a rank that links asks for each
+        several times, and to take a name apart takes longer than all else that is done for it.
+        """
+
+    def placement(self, name: str) -> Placement:
+        placement = self._placements.get(name)
+        if placement is None:
+            placement = self._find_placement(name)
+            self._placements[name] = placement
+        return placement
 
     def _find_placement(self, name: str) -> Placement:
         tensor = self._tensors.find(name)
@@ -38,11 +47,14 @@ class StagedLayout(ABC):
             return NOWHERE
         if tensor.layer is None:
             return self._place(tensor.entry, None, None)
-        stage = self._stage_of[tensor.layer]
-        if tensor.entry.rule.stacked:
-            return self._place_stacked(tensor.entry, stage)
-        ep = None if tensor.expert is None else tensor.expert // self._experts_per_rank
-        return self._place(tensor.entry, stage, ep)
+        return self._place_in_layer(tensor.entry, tensor.layer, tensor.expert)
+
+    def _place_in_layer(self, entry: Entry, layer: int, expert: int | None) -> Placement:
+        stage = self._stage_of[layer]
+        if entry.rule.stacked:
+            return self._place_stacked(entry, stage)
+        ep = None if expert is None else expert // self._experts_per_rank
+        return self._place(entry, stage, ep)
 
     def names(self, rank: int) -> Iterator[str]:
         layers, ep = self._layers_and_group(rank)
@@ -51,10 +63,19 @@ class StagedLayout(ABC):
             if any(rank in piece.ranks for piece in self._place(entry, None, None).pieces):
                 yield entry.tensor.name
         for layer in layers:
-            yield from self._tensors.layer_names(layer, experts)
+            yield from self._names_in_layer(layer, experts)
 
     def all_names(self) -> Iterator[str]:
-        return self._tensors.all_names()
+        for entry in self._tensors.model_entries:
+            yield entry.tensor.name
+        for layer in range(self._tensors.num_layers):
+            yield from self._names_in_layer(layer, range(self._tensors.num_experts))
+
+    def _names_in_layer(self, layer: int, experts: Iterable[int]) -> Iterator[str]:
+        for name, entry, expert in self._tensors.of_layer(layer, experts):
+            if name not in self._placements:
+                self._placements[name] = self._place_in_layer(entry, layer, expert)
+            yield name
 
     def held(self, rank: int) -> Iterator[tuple[Entry, int]]:
         """Yield (entry, number of elements that `rank` holds of all tensors of the entry)."""

@@ -21,8 +21,8 @@ from mcore_rl.slices.families.table import (
     Shape,
 )
 
-_NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
-"""A part of a name, between dots, that is a number."""
+_NUMBER = re.compile(r"\.(\d+)(?![^.])")
+"""A part of a name, behind a dot and up to the next, that is a number."""
 
 OUTSIDE_LAYERS = ("model", *NUMBERED_BY)
 """The values of Rule.where of tensors that belong to no layer of the language model."""
@@ -116,14 +116,18 @@ class Tensors:
         for number in range(self.sizes[NUMBERED_BY[rule.where]]):
             yield replace(tensor, name=tensor.name.format(layer=number))
 
-    def layer_names(self, layer: int, experts: Iterable[int]) -> Iterator[str]:
-        """Yield the HF names of a layer's tensors; its routed experts are limited to `experts`."""
+    def of_layer(
+        self, layer: int, experts: Iterable[int]
+    ) -> Iterator[tuple[str, Entry, int | None]]:
+        """Yield (HF name, entry, expert) of a layer's tensors; the routed experts are `experts`."""
         for entry in self.layer_entries[self._is_moe[layer]]:
             if entry.rule.numbers_experts:
+                before, after = entry.tensor.name.split("{expert}")
+                before, after = before.format(layer=layer), after.format(layer=layer)
                 for expert in experts:
-                    yield entry.tensor.name.format(layer=layer, expert=expert)
+                    yield f"{before}{expert}{after}", entry, expert
             else:
-                yield entry.tensor.name.format(layer=layer)
+                yield entry.tensor.name.format(layer=layer), entry, None
 
     def by_kind(self, layers: Iterable[int]) -> dict[bool, list[int]]:
         """Return the `layers` that have experts (key True) and those that are dense (key False)."""
@@ -131,13 +135,6 @@ class Tensors:
         for layer in layers:
             kinds[self._is_moe[layer]].append(layer)
         return kinds
-
-    def all_names(self) -> Iterator[str]:
-        """Yield the HF name of every tensor of the model."""
-        for entry in self.model_entries:
-            yield entry.tensor.name
-        for layer in range(self.num_layers):
-            yield from self.layer_names(layer, range(self.num_experts))
 
 
 def divide(number: int, by: int, name: str, by_name: str) -> int:

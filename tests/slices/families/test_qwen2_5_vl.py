@@ -10,6 +10,7 @@ from mcore_rl.slices.families import refuse_unsupported
 from mcore_rl.slices.families.qwen2_5_vl import FAMILY, options, refusal
 from mcore_rl.slices.hf.config import read_hf_config
 from mcore_rl.slices.layouts.tensors import Tensors
+from tests.support.layout_strategies import names_of
 from tests.support.tiny_vision import TEXT, VISION, write_vision_model
 
 FLAT: dict[str, Any] = {
@@ -36,8 +37,9 @@ def test_the_table_is_what_transformers_saves(tmp_path: Path) -> None:
 
 def test_tensors_of_blocks_are_found_by_name() -> None:
     tensors = Tensors(FAMILY, FLAT, "bfloat16")
-    assert sorted(tensors.all_names()) == sorted(FAMILY.shapes(FLAT))
-    for name in tensors.all_names():
+    names = names_of(tensors)
+    assert sorted(names) == sorted(FAMILY.shapes(FLAT))
+    for name in names:
         found = tensors.find(name)
         assert found is not None
         assert found.entry.tensor.name.format(layer=found.layer) == name
