@@ -23,7 +23,7 @@ MIN_ALIKE = 3
 """Layers from which on an example pays."""
 _DRAWS = (7919, 104729)
 """Primes: two experts drawn per layer, others in each layer."""
-_NUMBER = re.compile(r"\.(\d+)(?=\.)")
+_NUMBER = re.compile(r"\.(\d+)\.")
 
 Pattern = tuple[str, str]
 """(what precedes an expert's number, what follows it)"""
@@ -48,10 +48,11 @@ class LayerName(NamedTuple):
 
 def split_layer(name: str) -> LayerName:
     """Return the parts of `name` around its first number: "layers", 3, "mlp.gate.weight"."""
-    found = _NUMBER.search(name)
-    if found is None:
+    before, *rest = _NUMBER.split(name, maxsplit=1)
+    if not rest:
         return LayerName(name, None, "")
-    return LayerName(name[: found.start()], int(found[1]), name[found.end() + 1 :])
+    number, after = rest
+    return LayerName(before, int(number), after)
 
 
 class RepeatedLayers:
@@ -96,10 +97,13 @@ class RepeatedLayers:
                 yield from names
         held: dict[int | None, set[str]] = defaultdict(set)
         for shard in shards:
-            _, layer, after = split_layer(shard.box.name)
-            held[layer].add(after)
+            held[split_layer(shard.box.name).layer].add(shard.box.name)
+        samples = {
+            example: _Sample(self._hf_names[example], held[example])
+            for example in set(self.example_of.values())
+        }
         for layer, example in self.example_of.items():
-            yield from _sample(self._hf_names[layer], layer, held[example])
+            yield from samples[example].names_in(layer)
 
     def follows(self, name: str) -> bool:
         """Return whether a tensor, HF or local, is in a layer that follows an example."""
@@ -132,7 +136,7 @@ class RepeatedLayers:
             names_of[split_layer(name).layer].add(name)
         examples = {
             layer: _Example(shards_of[layer], padding_of[layer])
-            for layer in self.example_of.values()
+            for layer in set(self.example_of.values())
         }
         whole = {layer: own for layer, own in shards_of.items() if layer not in self.example_of}
         for layer, number in self.example_of.items():
@@ -185,25 +189,33 @@ class _Example:
         return shown <= self._padding and self._padded == {tensor for tensor, _ in shown}
 
 
-def _sample(names: Iterable[str], layer: int, held: set[str]) -> Iterator[str]:
-    """Yield the names of a layer that have no number of an expert, and those of some experts.
+class _Sample:
+    """The names to trace of the layers that follow an example, whose names are alike.
 
-    These are the first and the last of the experts that the rank holds, and of those that it does
-    not, and some that it holds between.
-
-    held   what follows the layer in the names of tensors that the rank holds of the example
+    These are the names that have no number of an expert, and those of the first and the last of the
+    experts that the rank holds, and of those that it does not, and of some that it holds between.
     """
-    experts: dict[tuple[Pattern, bool], list[str]] = defaultdict(list)
-    for name in names:
-        parts = split_layer(name)
-        pattern = _pattern(parts.without_layer)
-        if pattern is None:
-            yield name
-        else:
-            experts[pattern, parts.after in held].append(name)
-    for (_, is_held), alike in experts.items():
-        drawn = [layer * prime % len(alike) for prime in _DRAWS] if is_held else []
-        yield from {alike[i]: None for i in (0, *drawn, len(alike) - 1)}
+
+    def __init__(self, names: Iterable[str], held: set[str]) -> None:
+        """`names` are the HF names of the example, of which the rank holds `held`."""
+        self._others: list[LayerName] = []
+        self._experts: dict[tuple[Pattern, bool], list[LayerName]] = defaultdict(list)
+        for name in names:
+            parts = split_layer(name)
+            pattern = _pattern(parts.without_layer)
+            if pattern is None:
+                self._others.append(parts)
+            else:
+                self._experts[pattern, name in held].append(parts)
+
+    def names_in(self, layer: int) -> Iterator[str]:
+        """Yield the names to trace of a layer."""
+        for name in self._others:
+            yield name.in_layer(layer)
+        for (_, is_held), alike in self._experts.items():
+            drawn = [layer * prime % len(alike) for prime in _DRAWS] if is_held else []
+            for number in dict.fromkeys((0, *drawn, len(alike) - 1)):
+                yield alike[number].in_layer(layer)
 
 
 def _pattern(name: str) -> Pattern | None:
