@@ -82,19 +82,38 @@ def check_rank(layout: Layout, rank: int, shards: Iterable[Shard]) -> None:
     held: dict[str, list[Shard]] = defaultdict(list)
     for shard in shards:
         held[shard.box.name].append(shard)
-    recorded: dict[str, list[tuple[Box, str]]] = defaultdict(list)
-    for box, dtype in boxes_of(layout, rank):
-        recorded[box.name].append((box, dtype))
-    for name in sorted(held.keys() | recorded.keys()):
-        problem = _difference(held.get(name, []), recorded.get(name, []))
+    own: dict[Placement, list[PlacedPiece]] = {NOWHERE: []}
+    """The pieces of a placement that the rank holds."""
+    unlike: dict[str, Sequence[PlacedPiece]] = dict.fromkeys(held, ())
+    for name in layout.names(rank):
+        placement = layout.placement(name)
+        if placement not in own:
+            own[placement] = [piece for piece in placement.pieces if rank in piece.ranks]
+        if _are_alike(held.get(name, ()), own[placement]):
+            unlike.pop(name, None)
+        else:
+            unlike[name] = own[placement]
+    for name, pieces in sorted(unlike.items()):
+        recorded = [(Box(name, piece.start, piece.stop), piece.dtype) for piece in pieces]
+        problem = _difference(held.get(name, []), recorded)
         if problem:
             raise ValueError(f"rank {rank}: the recorded layout of {name!r} is wrong: {problem}")
 
 
+def _are_alike(shards: Sequence[Shard], pieces: Sequence[PlacedPiece]) -> bool:
+    """Return whether a tensor's shards are its pieces: one at most of each, as most tensors have.
+
+    It makes no boxes; where it returns False, `_difference` decides.
+    """
+    if len(shards) != 1 or len(pieces) != 1:
+        return not shards and not pieces
+    (shard,), (piece,) = shards, pieces
+    box = shard.box
+    return (box.start, box.stop, shard.dtype) == (piece.start, piece.stop, piece.dtype)
+
+
 def _difference(shards: Sequence[Shard], recorded: Sequence[tuple[Box, str]]) -> str | None:
     """Return how the shards of a tensor differ from its recorded boxes, or None if they agree."""
-    if len(shards) == len(recorded) == 1 and (shards[0].box, shards[0].dtype) == recorded[0]:
-        return None
     boxes = {shard.box for shard in shards}
     if not recorded:
         return f"it says that this rank holds none of it, which holds {_show(boxes)}"
