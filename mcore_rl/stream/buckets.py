@@ -8,8 +8,9 @@ call each, however many slices there are. The scales of FP8 values lie in the sa
 values.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ HEADER_WORDS = 2
 _ROW_BYTES = ROW_WORDS * WORD_BYTES
 _MOST_PADDING = 1 / 8
 """As a share of bucket_bytes; otherwise two slices of half a bucket would need two buckets."""
+
+_SizedSlice = tuple[Slice, int, int]
+"""(slice, bytes of its values, rows of ROW_WORDS words that they take)"""
 
 
 @dataclass(frozen=True)
@@ -130,12 +134,12 @@ def plan_buckets(
 def _pair_buckets(
     pair: tuple[int, int], slices: Iterable[Slice], bucket_bytes: int
 ) -> list[Bucket]:
-    groups: list[list[Slice]] = [[]]
+    groups: list[list[_SizedSlice]] = [[]]
     filled_bytes = 0
     padded_bytes = 0
     for parts in _bounded(slices, bucket_bytes):
-        num_bytes = sum(map(_num_bytes, parts))
-        num_padded = sum(map(_num_rows, parts)) * _ROW_BYTES
+        num_bytes = sum(num_bytes for _, num_bytes, _ in parts)
+        num_padded = sum(num_rows for _, _, num_rows in parts) * _ROW_BYTES
         is_full = (
             filled_bytes + num_bytes > bucket_bytes
             or padded_bytes + num_padded > bucket_bytes * (1 + _MOST_PADDING)
@@ -150,33 +154,35 @@ def _pair_buckets(
     return [Bucket(index, *pair, _lay_out(group)) for index, group in enumerate(groups) if group]
 
 
-def _bounded(slices: Iterable[Slice], bucket_bytes: int) -> Iterable[list[Slice]]:
+def _bounded(slices: Iterable[Slice], bucket_bytes: int) -> Iterator[list[_SizedSlice]]:
     """Yield the slices that must share a bucket: one slice, or FP8 values and their scales."""
     for whole in slices:
+        sized = _sized(whole)
+        if whole.dtype != FP8 and sized[1] <= bucket_bytes:
+            yield [sized]
+            continue
         multiple = BLOCK if whole.dtype == FP8 else 1
         max_numel = max(1, bucket_bytes // itemsize(whole.dtype))
         for box in split_box(whole.box, max_numel, multiple):
             part = Slice(box, whole.dtype)
-            yield [part] if part.scales is None else [part, part.scales]
+            scales = part.scales
+            yield [_sized(part)] if scales is None else [_sized(part), _sized(scales)]
 
 
-def _num_bytes(part: Slice) -> int:
-    return part.box.numel * itemsize(part.dtype)
-
-
-def _num_rows(part: Slice) -> int:
-    return -(-_num_bytes(part) // _ROW_BYTES)
+def _sized(part: Slice) -> _SizedSlice:
+    num_bytes = part.box.numel * itemsize(part.dtype)
+    return part, num_bytes, -(-num_bytes // _ROW_BYTES)
 
 
 def _num_header_rows(num_pieces: int) -> int:
     return -(-(HEADER_WORDS + num_pieces) // ROW_WORDS)
 
 
-def _lay_out(slices: Sequence[Slice]) -> tuple[BucketPiece, ...]:
+def _lay_out(slices: Sequence[_SizedSlice]) -> tuple[BucketPiece, ...]:
     """Place the slices behind the header, shortest first."""
     first_word = _num_header_rows(len(slices)) * ROW_WORDS
     pieces = []
-    for part in sorted(slices, key=_num_rows):
-        pieces.append(BucketPiece(part.box, part.dtype, first_word, _num_rows(part)))
-        first_word += _num_rows(part) * ROW_WORDS
+    for part, _, num_rows in sorted(slices, key=itemgetter(2)):
+        pieces.append(BucketPiece(part.box, part.dtype, first_word, num_rows))
+        first_word += num_rows * ROW_WORDS
     return tuple(pieces)
