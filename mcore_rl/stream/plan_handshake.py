@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.slices.box import Shard
@@ -20,7 +20,6 @@ from mcore_rl.slices.layouts.layout import Layout, check_rank
 from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.layouts.recorded import RecordedLayouts, hf_tensors
 from mcore_rl.slices.plan.local import Flow, plan_recvs, plan_sends
-from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.slices.plan.shares import ListedHosts
 from mcore_rl.stream.buckets import Bucket, plan_buckets
 from mcore_rl.stream.link_end import LinkEnd
@@ -69,6 +68,23 @@ class _Layouts:
     digest: str
 
 
+@dataclass(frozen=True)
+class _Draft:
+    """A rank's part of the plan before its peers were heard.
+
+    flows  peer -> what travels between it and this rank, with peers counted over the link
+    """
+
+    layouts: _Layouts
+    hosts: ListedHosts
+    sums: str
+    flows: Mapping[int, Flow]
+
+    @property
+    def digests(self) -> dict[int, str]:
+        return {peer: flow.digest for peer, flow in self.flows.items()}
+
+
 class PlanHandshake:
     """One rank's part in the handshake of all ranks of a link."""
 
@@ -78,27 +94,28 @@ class PlanHandshake:
         self._link = end.link
 
     def run(self, make_shards: MakeShards) -> RankPlan:
-        """Agree with all ranks; TransferError names those that are late, failed or disagree."""
-        layouts = self._check_recorded(make_shards) or self._exchange_listed(make_shards)
-        own: dict[str, list[Shard]] = defaultdict(list)
-        for shard in layouts.shards:
-            own[shard.box.name].append(shard)
-        hosts, sums = self._exchange_machines()
-        flows = self._plan(layouts.source, layouts.target, hosts)
-        buckets = plan_buckets(flows, self._link.num_receivers, self._link.bucket_bytes)
-        shared = _shared_hosts(hosts)
-        digest = hashlib.sha256(f"{layouts.digest} {hosts.sources} {shared} {sums}".encode())
-        return RankPlan(f"{layouts.kind} {digest.hexdigest()}", buckets, sums, own)
+        """Agree with all ranks; TransferError names those that are late, failed or disagree.
 
-    def _check_recorded(self, make_shards: MakeShards) -> _Layouts | None:
-        """Return the recorded layouts, or None if there are none or they are wrong for any rank."""
+        Nothing waits for an engine rank before its loader is traced but what needs its shards: the
+        trainer ranks plan meanwhile.
+        """
+        own = [machine_id(), kinds_of_sums(self._end.device)]
+        self._store.publish("machine", self._end.rank, json.dumps(own).encode())
+        return self._agree_recorded(make_shards) or self._agree_listed(make_shards)
+
+    def _agree_recorded(self, make_shards: MakeShards) -> RankPlan | None:
+        """Return the plan by the recorded layouts, or None if they don't hold for any rank."""
         if not self._link.layouts:
             return None
-        with self._store.errors_published("layout check", self._end.rank):
-            layouts = self._decode_recorded(make_shards)
-            problem = layouts if isinstance(layouts, str) else ""
-            self._store.publish("layout check", self._end.rank, problem.encode())
-        problems = [data.decode() for data in self._end.collect("layout check")]
+        end = self._end
+        with self._store.errors_published("layout check", end.rank):
+            draft = self._draft_recorded(make_shards)
+            if isinstance(draft, _Draft):
+                self._publish_digests("recorded plan", draft)
+            problem = draft if isinstance(draft, str) else ""
+            self._store.publish("layout check", end.rank, problem.encode())
+        plan = None if isinstance(draft, str) else self._finish(draft)
+        problems = [data.decode() for data in end.collect("layout check")]
         named = zip(self._link.names, problems, strict=True)
         wrong = [f"{name}: {problem}" for name, problem in named if problem]
         if wrong:
@@ -107,11 +124,12 @@ class PlanHandshake:
                 "; ".join(wrong),
             )
             return None
-        assert not isinstance(layouts, str)
-        return layouts
+        assert isinstance(draft, _Draft)
+        self._compare("recorded plan", draft.digests)
+        return plan
 
-    def _decode_recorded(self, make_shards: MakeShards) -> _Layouts | str:
-        """Return the recorded layouts, or the reason why they don't hold for this rank."""
+    def _draft_recorded(self, make_shards: MakeShards) -> _Draft | str:
+        """Plan by the recorded layouts, or return the reason why they don't hold for this rank."""
         end = self._end
         recorded = RecordedLayouts.decode(self._link.layouts)
         try:
@@ -120,12 +138,21 @@ class PlanHandshake:
         except ValueError as error:
             return str(error)
         shards = make_shards({} if end.is_sender else hf_tensors(source))
+        digest = hashlib.sha256(self._link.layouts.encode()).hexdigest()
         try:
             check_rank(source if end.is_sender else target, end.side_rank, shards)
+            return self._draft(_Layouts(shards, source, target, "recorded", digest))
         except ValueError as error:
             return str(error)
-        digest = hashlib.sha256(self._link.layouts.encode()).hexdigest()
-        return _Layouts(shards, source, target, "recorded", digest)
+
+    def _agree_listed(self, make_shards: MakeShards) -> RankPlan:
+        """Return the plan by the shards that all ranks list for one another."""
+        layouts = self._exchange_listed(make_shards)
+        with self._store.errors_published("plan", self._end.rank):
+            draft = self._draft(layouts)
+            self._publish_digests("plan", draft)
+        self._compare("plan", draft.digests)
+        return self._finish(draft)
 
     def _exchange_listed(self, make_shards: MakeShards) -> _Layouts:
         """Publish this rank's shards and collect those of all ranks."""
@@ -144,49 +171,55 @@ class PlanHandshake:
         target = ListedLayout(lists[num_senders:])
         return _Layouts(shards, source, target, "listed", digest)
 
-    def _exchange_machines(self) -> tuple[ListedHosts, str]:
+    def _draft(self, layouts: _Layouts) -> _Draft:
+        """Plan this rank's part once the machines of all ranks are known."""
+        hosts, sums = self._collect_machines()
+        end = self._end
+        sides = end.side_rank, layouts.source, layouts.target, hosts
+        if end.is_sender:
+            num_senders = self._link.num_senders
+            flows = {num_senders + flow.peer: flow for flow in plan_sends(*sides)}
+        else:
+            flows = {flow.peer: flow for flow in plan_recvs(*sides)}
+        return _Draft(layouts, hosts, sums, flows)
+
+    def _collect_machines(self) -> tuple[ListedHosts, str]:
         """Return the host of each rank, and the kind of checksums that all can compute.
 
         The plan prefers pairs of ranks on one machine.
         """
-        own = [machine_id(), kinds_of_sums(self._end.device)]
-        self._store.publish("machine", self._end.rank, json.dumps(own).encode())
         answers = [json.loads(data) for data in self._end.collect("machine")]
         numbers = {machine: i for i, machine in enumerate(dict.fromkeys(m for m, _ in answers))}
         hosts = tuple(numbers[machine] for machine, _ in answers)
         sums = _common_kind(self._link.names, [kinds for _, kinds in answers])
         return ListedHosts(hosts[: self._link.num_senders], hosts[self._link.num_senders :]), sums
 
-    def _plan(
-        self, source: Layout, target: Layout, hosts: ListedHosts
-    ) -> dict[tuple[int, int], Iterator[Slice]]:
-        """Return (source rank, target rank) -> slices, of the pairs that this rank is part of.
+    def _finish(self, draft: _Draft) -> RankPlan:
+        """Return the plan of a draft: what travels between two ranks, cut into buckets."""
+        layouts = draft.layouts
+        own: dict[str, list[Shard]] = defaultdict(list)
+        for shard in layouts.shards:
+            own[shard.box.name].append(shard)
+        slices = {self._pair(peer): flow.slices for peer, flow in draft.flows.items()}
+        buckets = plan_buckets(slices, self._link.num_receivers, self._link.bucket_bytes)
+        facts = draft.hosts.sources, _shared_hosts(draft.hosts), draft.sums
+        digest = hashlib.sha256(" ".join(map(str, (layouts.digest, *facts))).encode())
+        return RankPlan(f"{layouts.kind} {digest.hexdigest()}", buckets, draft.sums, own)
 
-        The digest of each pair's slices is compared with the one that the peer planned by itself.
-        """
-        end = self._end
-        with self._store.errors_published("plan", end.rank):
-            flows = self._plan_own(source, target, hosts)
-            digests = {peer: flow.digest for peer, flow in flows.items()}
-            self._store.publish("plan", end.rank, json.dumps(digests).encode())
-        self._compare(digests)
-        num_senders = self._link.num_senders
-        if end.is_sender:
-            return {(end.rank, peer - num_senders): f.slices for peer, f in flows.items()}
-        return {(peer, end.side_rank): f.slices for peer, f in flows.items()}
-
-    def _plan_own(self, source: Layout, target: Layout, hosts: ListedHosts) -> dict[int, Flow]:
-        """Return peer -> flow, with peers counted over the link."""
+    def _pair(self, peer: int) -> tuple[int, int]:
+        """Return (source rank, target rank) of this rank and `peer`, each counted on its side."""
         end = self._end
         if end.is_sender:
-            sends = plan_sends(end.side_rank, source, target, hosts)
-            return {self._link.num_senders + flow.peer: flow for flow in sends}
-        recvs = plan_recvs(end.side_rank, source, target, hosts)
-        return {flow.peer: flow for flow in recvs}
+            return end.rank, peer - self._link.num_senders
+        return peer, end.side_rank
 
-    def _compare(self, digests: Mapping[int, str]) -> None:
+    def _publish_digests(self, topic: str, draft: _Draft) -> None:
+        self._store.publish(topic, self._end.rank, json.dumps(draft.digests).encode())
+
+    def _compare(self, topic: str, digests: Mapping[int, str]) -> None:
+        """Compare the digest of each pair's slices with the one that the peer planned by itself."""
         peers = sorted(digests)
-        for peer, answer in zip(peers, self._end.collect("plan", peers), strict=True):
+        for peer, answer in zip(peers, self._end.collect(topic, peers), strict=True):
             theirs = json.loads(answer).get(str(self._end.rank))
             if theirs != digests[peer]:
                 raise TransferError(

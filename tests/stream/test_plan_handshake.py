@@ -9,9 +9,11 @@ import pytest
 
 from mcore_rl.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.slices.box import Shard
+from mcore_rl.slices.layouts.layout import boxes_of
 from mcore_rl.slices.layouts.megatron import MegatronSizes
 from mcore_rl.slices.layouts.recorded import RecordedLayouts
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
+from mcore_rl.slices.strides import contiguous_strides
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.plan_handshake import HfTensors, MakeShards, PlanHandshake, RankPlan
 from mcore_rl.stream.routes.channel import machine_id
@@ -23,6 +25,18 @@ from tests.support.link_ends import make_link, open_ends, run_ranks
 NUM_SENDERS = 2
 NUM_RECEIVERS = 2
 HF = make_tensors()
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "intermediate_size": 8,
+    "vocab_size": 16,
+    "tie_word_embeddings": False,
+}
 TWO_TO_TWO = {"num_senders": NUM_SENDERS, "num_receivers": NUM_RECEIVERS}
 
 
@@ -88,26 +102,45 @@ def test_an_engine_rank_is_told_the_tensors_that_trainer_ranks_hold() -> None:
 def test_recorded_layouts_that_are_wrong_are_replaced_by_lists(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "intermediate_size": 8,
-        "vocab_size": 16,
-        "tie_word_embeddings": False,
-    }
     recorded = RecordedLayouts(
-        config, "float32", MegatronSizes(padded_vocab=16), SGLangSizes(1, 2, 1, 1, 1)
+        CONFIG, "float32", MegatronSizes(padded_vocab=16), SGLangSizes(1, 2, 1, 1, 1)
     )
     _store, link = make_link(**TWO_TO_TWO)
     _plain_store, plain = make_link(**TWO_TO_TWO)
     digests = {own.digest for own in plan(replace(link, layouts=recorded.encode()))}
     assert digests == {own.digest for own in plan(plain)}
     assert "the recorded layouts are wrong for trainer rank 0: " in caplog.text
+
+
+def test_trainer_ranks_plan_while_an_engine_rank_traces() -> None:
+    recorded = RecordedLayouts(
+        CONFIG, "float32", MegatronSizes(padded_vocab=16, dp=2), SGLangSizes(1, 2, 1, 1, 1)
+    )
+    _store, link = make_link(**TWO_TO_TWO)
+
+    def make_shards(end: LinkEnd) -> MakeShards:
+        layout = recorded.source() if end.is_sender else recorded.target()
+
+        def trace(_: HfTensors) -> Sequence[Shard]:
+            if not end.is_sender:
+                late_s = time.monotonic() + link.timeout_s
+                end.store.collect("recorded plan", range(2), link.names, end.name, late_s)
+            return [
+                Shard(box, box.name, 0, contiguous_strides(box.shape), dtype)
+                for box, dtype in boxes_of(layout, end.side_rank)
+            ]
+
+        return trace
+
+    ends = open_ends(replace(link, layouts=recorded.encode()))
+    plans = run_ranks([planning(end, make_shards(end)) for end in ends])
+    assert len({own.digest for own in plans}) == 1
+    assert plans[0].digest.startswith("recorded ")
+    sent, received = (
+        sorted(str((b.source_rank, b.target_rank, b)) for own in side for b in own.buckets)
+        for side in (plans[:2], plans[2:])
+    )
+    assert sent == received
 
 
 def test_a_rank_whose_shards_cannot_be_had_is_named_at_all_ranks() -> None:
