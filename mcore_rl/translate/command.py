@@ -8,17 +8,21 @@ from pathlib import Path
 
 from mcore_rl.translate.foreign import Unneeded
 
+NAMES = ("verl", "slime", "nemo-rl")
+"""The systems; systems.py has how they are read, and is imported by need."""
+
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Give the command its arguments; nothing heavy is imported before it runs."""
     command.description = "a recipe made of another system's configuration"
-    command.add_argument("system", choices=["verl"])
+    command.add_argument("system", choices=NAMES)
     command.add_argument(
         "options",
         nargs="+",
-        metavar="file.yaml|key=value",
-        help="verl's configuration (`--cfg job`), .hydra/overrides.yaml, overrides, or after `--`"
-        " a whole command line",
+        metavar="file|option",
+        help="verl: its configuration (`--cfg job`), .hydra/overrides.yaml, overrides key=value;"
+        " slime: scripts (.sh), and after `--` options; nemo-rl: a configuration (.yaml), overrides"
+        " key=value; each: after `--` a whole command line",
     )
     command.add_argument("--out", type=Path, help="file of the recipe; default: standard output")
     command.set_defaults(run=run_translate)
@@ -26,15 +30,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run_translate(args: argparse.Namespace) -> None:
     """Write the recipe, and tell what it does not have. Raises ValueError for wrong input."""
-    from mcore_rl.translate.foreign import read_options
-    from mcore_rl.translate.verl import translate_verl
+    from mcore_rl.translate.systems import SYSTEMS
     from mcore_rl.translate.written import write_recipe
 
     if args.out is not None and args.out.exists():
         raise ValueError(f"--out {args.out}: the file exists; delete it, or name another")
-    options = read_options(args.options)
-    translation = translate_verl(options)
-    title = f"made of verl's options by `mcore-rl translate verl`: {len(options.given)} given"
+    system = SYSTEMS[args.system]
+    options = system.read(args.options)
+    translation = system.translate(options)
+    given = len(options.given) + len(options.unreadable)
+    title = f"made of {system.title}'s options by `mcore-rl translate {args.system}`: {given} given"
     text = write_recipe(translation, title)
     if args.out is None:
         print(text, end="")

@@ -1,9 +1,8 @@
 """Advantages, losses, KL and the critic of verl 0.7, as options of a recipe."""
 
-from mcore_rl.translate.foreign import Decision, ForeignOptions, RecipeLine
+from mcore_rl.translate.foreign import Decision, ForeignOptions, Found, RecipeLine
 from mcore_rl.translate.verl_training import (
     ACTOR,
-    Found,
     is_megatron,
     layout_of,
     layout_of_fsdp,

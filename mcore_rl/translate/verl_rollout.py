@@ -1,7 +1,7 @@
 """Engines, sampling and turns of verl 0.7, as options of a recipe."""
 
-from mcore_rl.translate.foreign import Decision, ForeignOptions, RecipeLine
-from mcore_rl.translate.verl_training import ROLLOUT, Found, shared
+from mcore_rl.translate.foreign import Decision, ForeignOptions, Found, RecipeLine
+from mcore_rl.translate.verl_training import ROLLOUT, shared
 
 TURNS = f"{ROLLOUT}.multi_turn"
 

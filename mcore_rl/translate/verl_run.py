@@ -1,12 +1,14 @@
 """Data, rewards and the run itself in verl 0.7, as options of a recipe."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
-from mcore_rl.translate.foreign import Decision, ForeignOptions, RecipeLine
-from mcore_rl.translate.verl_training import Found, home_of, shared
+from mcore_rl.translate.foreign import Decision, ForeignOptions, Found, RecipeLine
+from mcore_rl.translate.tables import differing
+from mcore_rl.translate.verl_training import home_of, shared
 
 TRACKERS = {"tensorboard": "log.tensorboard", "console": "log.console"}
 OVERLONG = (
@@ -21,6 +23,19 @@ SANDBOXES = (
 )
 REWARD_MODELS = ("reward_model.enable", "reward.reward_model.enable")
 FUNCTIONS = ("custom_reward_function", "reward.custom_reward_function")
+WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
+    "data.prompt_key": ("prompt", "the column is named prompt"),
+    "data.image_key": ("images", "the column is named images"),
+    "data.video_key": ("videos", "the column is named videos, and holds frames"),
+    "data.train_max_samples": (-1, "cut the file: all of its prompts are used"),
+    "data.apply_chat_template_kwargs": ({}, "change the template in model.path"),
+    "data.custom_cls.path": (None, "write its rows to a file (docs/data.md)"),
+    "data.tokenizer": (None, "the tokenizer is that of model.path"),
+    "trainer.val_only": (False, "`mcore-rl eval` evaluates model.path"),
+    "trainer.default_hdfs_dir": (None, "checkpoints go to run.dir, which may be a mount"),
+    "data.sampler.class_path": (None, "data.curriculum orders prompts (docs/data.md)"),
+    "data.datagen.path": (None, "write its rows to a file (docs/data.md)"),
+}
 
 
 def translate_data(options: ForeignOptions) -> Found:
@@ -43,22 +58,7 @@ def translate_data(options: ForeignOptions) -> Found:
     seed = options.take("data.seed", None)
     if seed is not None:
         yield RecipeLine("run.seed", seed, ("data.seed",))
-    for name, default, advice in (
-        ("data.prompt_key", "prompt", "the column is named prompt"),
-        ("data.image_key", "images", "the column is named images"),
-        ("data.video_key", "videos", "the column is named videos, and holds frames"),
-        ("data.train_max_samples", -1, "cut the file: all of its prompts are used"),
-        ("data.apply_chat_template_kwargs", {}, "change the template in model.path"),
-        ("data.custom_cls.path", None, "write its rows to a file (docs/data.md)"),
-        ("data.tokenizer", None, "the tokenizer is that of model.path"),
-        ("trainer.val_only", False, "`mcore-rl eval` evaluates model.path"),
-        ("trainer.default_hdfs_dir", None, "checkpoints go to run.dir, which may be a mount"),
-        ("data.sampler.class_path", None, "data.curriculum orders prompts (docs/data.md)"),
-        ("data.datagen.path", None, "write its rows to a file (docs/data.md)"),
-    ):
-        value: Any = options.take(name, default)
-        if value != default:
-            yield Decision(name, value, advice)
+    yield from differing(options, WITHOUT_COUNTERPART)
     most = options.take("data.val_max_samples", -1)
     if most > 0:
         yield RecipeLine("eval.max_prompts", most, ("data.val_max_samples",))

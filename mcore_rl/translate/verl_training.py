@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.config.training import RECOMPUTABLE
-from mcore_rl.translate.foreign import Decision, ForeignOptions, RecipeLine
+from mcore_rl.translate.foreign import Decision, ForeignOptions, Found, RecipeLine
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
@@ -25,7 +25,6 @@ SCHEDULES = ("constant", "linear", "cosine")
 OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
 OWN_TRANSFORMER = ("recompute_", "attention_backend")
 """Fields of the transformer's configuration that are not handed on as they are."""
-Found = Iterator[RecipeLine | Decision]
 
 
 def shared(options: ForeignOptions, name: str) -> Any:

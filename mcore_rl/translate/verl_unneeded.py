@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from mcore_rl.translate.tables import longest_prefix
+
 UNNEEDED: Mapping[str, str] = {
     "actor_rollout_ref.actor._target_": "classes are not chosen by name",
     "actor_rollout_ref.actor.checkpoint": "a checkpoint has everything that a run continues from",
@@ -142,5 +144,4 @@ def reason_of(name: str) -> str | None:
     for part in name.split("."):
         if part in PARTS_ANYWHERE:
             return PARTS_ANYWHERE[part]
-    matching = [prefix for prefix in UNNEEDED if name.startswith(prefix)]
-    return UNNEEDED[max(matching, key=len)] if matching else None
+    return longest_prefix(UNNEEDED, name)

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from mcore_rl.translate.foreign import RecipeLine
-from mcore_rl.translate.verl import Translation
+from mcore_rl.translate.translation import Translation
 
 WIDTH = 120
 

@@ -1,0 +1,80 @@
+"""Accounts for another system's options: each is in the recipe, to decide on, or unneeded."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from omegaconf import OmegaConf
+
+from mcore_rl.config import Config
+from mcore_rl.config.recipe import make_config
+from mcore_rl.translate.foreign import Decision, ForeignOptions, Found, RecipeLine, Unneeded
+
+PASSED = frozenset({"megatron", "ddp", "sglang"})
+"""Groups of options that go to Megatron and SGLang by their own names."""
+READ_BY_CHECKS = frozenset(
+    {
+        *("train.recompute", "rollout.attention_dp", "rollout.tp", "rollout.ep"),
+        "train.megatron.moe_token_dispatcher_type",
+    }
+)
+"""Options of a recipe on which it depends whether an option of those groups has any effect."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """The end of the other system's options: each is in one of three lists.
+
+    lines       options of the recipe
+    decisions   options that are left to the user
+    unneeded    options that a recipe does without
+    """
+
+    lines: tuple[RecipeLine, ...]
+    decisions: tuple[Decision, ...]
+    unneeded: tuple[Unneeded, ...]
+
+
+def account(
+    options: ForeignOptions, found: Found, reason_of: Callable[[str], str | None]
+) -> Translation:
+    """Return a translation that has every option that was given.
+
+    found       the recipe's options and the user's decisions that follow from `options`
+    reason_of   name of an option -> why a recipe does without it; None: it does not
+    """
+    items = list(found)
+    lines = [item for item in items if isinstance(item, RecipeLine)]
+    decisions = [item for item in items if isinstance(item, Decision)]
+    refusals = {id(line): _refusal(line, lines) for line in lines}
+    decisions += [
+        Decision(", ".join(line.sources), line.value, refusals[id(line)] or "")
+        for line in lines
+        if refusals[id(line)] is not None
+    ]
+    unneeded = []
+    for name, value in [*options.left().items(), *options.unreadable.items()]:
+        reason = reason_of(name)
+        if reason is not None:
+            unneeded.append(Unneeded(name, value, reason))
+        elif name in options.unreadable:
+            advice = "the script computes it: run the script with its functions replaced"
+            decisions.append(Decision(name, value, f"{advice} (docs/switching.md)"))
+        else:
+            decisions.append(Decision(name, value, "this has no counterpart"))
+    kept = [line for line in lines if refusals[id(line)] is None]
+    return Translation(tuple(kept), tuple(decisions), tuple(unneeded))
+
+
+def _refusal(line: RecipeLine, lines: Sequence[RecipeLine]) -> str | None:
+    """Return why an option of Megatron or SGLang is refused, or None."""
+    if not PASSED & set(line.key.split(".")[:-1]):
+        return None
+    tree = OmegaConf.structured(Config)
+    OmegaConf.set_struct(tree, False)
+    for other in [*(other for other in lines if other.key in READ_BY_CHECKS), line]:
+        OmegaConf.update(tree, other.key, other.value, force_add=True)
+    try:
+        make_config(tree)
+    except ValueError as error:
+        return str(error)
+    return None
