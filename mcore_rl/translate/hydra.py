@@ -7,8 +7,9 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from mcore_rl.translate.foreign import ForeignOptions
 
@@ -46,13 +47,24 @@ def _command_line() -> argparse.ArgumentParser:
 
 
 def _read_file(path: Path) -> Any:
+    tree = load_tree(path)
     try:
-        tree = OmegaConf.load(path)
         # A value that is missing ("???") is one that the user had to give elsewhere.
         return OmegaConf.to_container(tree, resolve=True, throw_on_missing=False)
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ValueError(f"{path}: no configuration in YAML: {error}") from None
+
+
+def load_tree(path: Path, reader: str = "") -> DictConfig | ListConfig:
+    """Return what a YAML file has, with its ${...} as they are.
+
+    reader   what names the file, for the error if it is not there
+    """
+    try:
+        return OmegaConf.load(path)
     except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such file") from None
-    except (OmegaConfBaseException, OSError, ValueError) as error:
+        raise ValueError(f"{path}: there is no such file{reader}") from None
+    except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
         raise ValueError(f"{path}: no configuration in YAML: {error}") from None
 
 

@@ -30,11 +30,19 @@ SPELLED: dict[str, tuple[str, Any]] = {
     "no_rope_fusion": ("train.megatron.apply_rope_fusion", False),
     "no_bias_swiglu_fusion": ("train.megatron.bias_activation_fusion", False),
     "no_bias_gelu_fusion": ("train.megatron.bias_activation_fusion", False),
+    "use_nccl_ub": ("train.ddp.nccl_ub", True),
+    "use_torch_fsdp2": ("train.ddp.use_megatron_fsdp", True),
+    "offload_optimizer_states": ("train.optimizer.megatron.optimizer_cpu_offload", True),
+    "moe_router_force_biased": ("train.megatron.moe_router_force_load_balancing", True),
     "moe_enable_deepep": ("train.megatron.moe_flex_dispatcher_backend", "deepep"),
 }
 """Flags that are not named as the field that they set, and its value."""
 RENAMED = {
     "fp8_format": "train.megatron.fp8",
+    "fp4_param_gather": "train.megatron.fp4_param",
+    "microbatch_group_size_per_virtual_pipeline_stage": (
+        "train.megatron.microbatch_group_size_per_vp_stage"
+    ),
     "fp4_format": "train.megatron.fp4",
     "ddp_bucket_size": "train.ddp.bucket_size",
     "ddp_pad_buckets_for_high_nccl_busbw": "train.ddp.pad_buckets_for_high_nccl_busbw",
@@ -74,6 +82,8 @@ def _balance(options: ForeignOptions) -> Found:
     coefs = coefs if isinstance(coefs, list) else [coefs] * len(kinds)
     names = {"aux_loss": "router_aux_loss_coef", "seq_aux_loss": "router_sequence_aux_loss_coef"}
     sources = ("--moe-aux-loss-coeff", "--moe-router-load-balancing-type")
+    if not options.given.keys() & set(sources):
+        return
     for kind, coef in zip(kinds, coefs, strict=False):
         if kind in names:
             yield RecipeLine(f"train.{names[kind]}", coef, sources)

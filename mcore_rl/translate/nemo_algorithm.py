@@ -71,8 +71,7 @@ def _grpo(options: ForeignOptions, loop: str) -> Found:
     plain = "rloo" if others else "dr_grpo"
     yield RecipeLine("algorithm.advantage", "grpo" if scaled else plain, tuple(sources))
     if scaled and others:
-        advice = "there the baseline is the mean of a group's other rewards, here of all: with G"
-        advice += " samples, advantages there are larger by G / (G - 1)"
+        advice = "there mean and deviation are those of a group's other rewards, here of all"
         yield Decision(f"{loop}.use_leave_one_out_baseline", True, advice)
 
 

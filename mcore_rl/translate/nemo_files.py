@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.translate.foreign import ForeignOptions
-from mcore_rl.translate.hydra import flatten, parse_overrides
+from mcore_rl.translate.hydra import flatten, load_tree, parse_overrides
 
 ARITHMETIC = {
     "mul": lambda a, b: a * b,
@@ -38,7 +38,7 @@ def read_nemo_rl(arguments: Sequence[str]) -> ForeignOptions:
             continue
         if name.endswith((".yaml", ".yml")) and "=" not in name:
             files.append(name)
-            tree = _inherit(tree, _load(Path(name)))
+            tree = _inherit(tree, _load(Path(name)), Path(name))
         else:
             overrides.append(word)
     given = parse_overrides(overrides)
@@ -52,32 +52,29 @@ def read_nemo_rl(arguments: Sequence[str]) -> ForeignOptions:
 def _load(path: Path, readers: tuple[Path, ...] = ()) -> DictConfig:
     if path in readers:
         raise ValueError(f"{path}: its `defaults` lead back to itself")
-    try:
-        tree = OmegaConf.load(path)
-    except FileNotFoundError:
-        reader = f", which {readers[-1]} names in `defaults`" if readers else ""
-        raise ValueError(f"{path}: there is no such file{reader}") from None
-    except (OmegaConfBaseException, OSError, ValueError) as error:
-        raise ValueError(f"{path}: no configuration in YAML: {error}") from None
+    tree = load_tree(path, f", which {readers[-1]} names in `defaults`" if readers else "")
     if not isinstance(tree, DictConfig):
         raise ValueError(f"{path}: no configuration in YAML: it is a list")
     named: Any = tree.pop("defaults", None) or []
     merged = OmegaConf.create({})
     for name in [named] if isinstance(named, str) else named:
-        merged = _inherit(merged, _load(path.parent / str(name), (*readers, path)))
-    return _inherit(merged, tree)
+        merged = _inherit(merged, _load(path.parent / str(name), (*readers, path)), path)
+    return _inherit(merged, tree, path)
 
 
-def _inherit(parent: DictConfig, child: DictConfig) -> DictConfig:
+def _inherit(parent: DictConfig, child: DictConfig, path: Path) -> DictConfig:
     for name in list(child):
         group = child._get_node(name)
         if isinstance(group, DictConfig) and not group._is_none() and REPLACES in group:
             del group[REPLACES]
             parent.pop(name, None)
-        elif type(parent._get_node(name)) is not type(group):
-            # A list takes the place of a mapping, and a mapping that of a list.
-            parent.pop(name, None)
-    merged = OmegaConf.merge(parent, child)
+    try:
+        merged = OmegaConf.merge(parent, child)
+    except OmegaConfBaseException as error:
+        raise ValueError(
+            f"{path}: it cannot be merged with its `defaults`: {error}; a group with"
+            f" {REPLACES}: true takes the place of the inherited one"
+        ) from None
     assert isinstance(merged, DictConfig), type(merged)
     return merged
 

@@ -139,11 +139,7 @@ OWN_FIELDS = frozenset(
 
 def translate_sampling(options: ForeignOptions) -> Found:
     loop = loop_of(options)
-    longest = total_len(options)
-    names = ("data.max_input_seq_length", "policy.max_total_sequence_length")
-    yield RecipeLine("data.max_prompt_len", options.take(names[0], longest), names)
-    answer = f"{GENERATION}.max_new_tokens"
-    yield RecipeLine("rollout.max_response_len", options.take(answer, longest), (answer, names[1]))
+    yield from _lengths(options)
     table: dict[str, tuple[str, Any]] = {
         f"{loop}.num_prompts_per_step": ("rollout.prompts_per_step", 32),
         f"{loop}.num_generations_per_prompt": ("rollout.samples_per_prompt", 16),
@@ -159,6 +155,25 @@ def translate_sampling(options: ForeignOptions) -> Found:
         yield RecipeLine("agents.max_turns", turns, (f"{loop}.max_rollout_turns",))
         advice = "set agents.environment (docs/agents.md)"
         yield Decision(f"{loop}.max_rollout_turns", turns, advice)
+
+
+def _lengths(options: ForeignOptions) -> Found:
+    """Yield bounds of prompts and of responses, which have one together in NeMo-RL."""
+    total = total_len(options)
+    names = ("data.max_input_seq_length", f"{GENERATION}.max_new_tokens")
+    source = "policy.max_total_sequence_length"
+    prompt, answer = (min(options.take(name, total), total) for name in names)
+    if prompt + answer > total:
+        if prompt < total:
+            answer = total - prompt
+        else:
+            prompt = total - answer if answer < total else total // 2
+            answer = total - prompt
+        advice = "there prompt and response have these tokens together: divide them by your data"
+        advice += " among data.max_prompt_len and rollout.max_response_len"
+        yield Decision(source, total, advice)
+    yield RecipeLine("data.max_prompt_len", prompt, (names[0], source))
+    yield RecipeLine("rollout.max_response_len", answer, (names[1], source))
 
 
 def _asynchronous(options: ForeignOptions) -> Found:

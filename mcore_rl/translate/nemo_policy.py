@@ -9,7 +9,6 @@ from mcore_rl.translate.megatron_flags import is_field
 from mcore_rl.translate.tables import differing, renamed
 
 MEGATRON = "policy.megatron_cfg"
-SCHEDULES = ("constant", "linear", "cosine")
 SIZES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -44,7 +43,6 @@ WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
         None,
         "change the template in model.path, or set agents.template",
     ),
-    "policy.reward_model_cfg.enabled": (False, "set reward_model.path"),
     "checkpointing.pretrained_checkpoint.path": (
         None,
         "a run begins with model.path in HuggingFace's format: convert the checkpoint",
@@ -110,6 +108,7 @@ def translate_layout(options: ForeignOptions, role: str, ours: str) -> Found:
     sizes = {name: options.take(f"{group}.{theirs}", 1) for name, theirs in table.items()}
     gpus, own = trainer_gpus(options)
     sources = (*PLACES, *([f"{COLOCATED}.resources.num_nodes"] if own else []))
+    sources = (*sources, f"{role}.megatron_cfg.enabled") if on_megatron else sources
     ranks = sizes["tp"] * sizes.get("pp", 1) * sizes["cp"]
     yield RecipeLine(f"{ours}.dp", max(gpus // ranks, 1), sources)
     for name, theirs in table.items():
@@ -128,8 +127,8 @@ def translate_layout(options: ForeignOptions, role: str, ours: str) -> Found:
 def translate_training(options: ForeignOptions) -> Found:
     """Yield what Megatron computes again, and the fields that are handed on to it."""
     if not is_megatron(options):
-        if options.take("policy.dtensor_cfg.activation_checkpointing", False):
-            name = "policy.dtensor_cfg.activation_checkpointing"
+        name = "policy.dtensor_cfg.activation_checkpointing"
+        if options.take(name, False):
             yield RecipeLine("train.recompute", "full", (name,))
         if options.take("policy.dtensor_cfg.cpu_offload", False):
             advice = "cluster.offload frees the GPU while engines use it"
@@ -151,7 +150,8 @@ def translate_training(options: ForeignOptions) -> Found:
         for name, default in (("fp8", "e4m3"), ("fp8_recipe", "blockwise")):
             source = f"{MEGATRON}.fp8_cfg.{name}"
             value = options.take(source, default)
-            yield RecipeLine(f"train.megatron.{name}", value, (source,))
+            switch = f"{MEGATRON}.fp8_cfg.enabled"
+            yield RecipeLine(f"train.megatron.{name}", value, (source, switch))
     yield from _passed(options)
 
 
@@ -163,13 +163,13 @@ def _passed(options: ForeignOptions) -> Found:
     for name in ("grad_reduce_in_fp32", "overlap_grad_reduce"):
         source = f"{MEGATRON}.distributed_data_parallel_config.{name}"
         yield from renamed(options, {source: (f"train.ddp.{name}", None)})
-    left = options.left()
-    for name in [name for name in left if name.startswith(f"{MEGATRON}.")]:
+    for name, value in options.given.items():
         field = name.removeprefix(f"{MEGATRON}.")
-        if field in OWN_FIELDS or not is_field(TRANSFORMER, field):
+        if field == name or value is None or name in options.read or field in OWN_FIELDS:
             continue
-        options.read.add(name)
-        yield RecipeLine(f"train.megatron.{field}", left[name], (name,))
+        if is_field(TRANSFORMER, field):
+            options.read.add(name)
+            yield RecipeLine(f"train.megatron.{field}", value, (name,))
 
 
 OWN_FIELDS = frozenset(
@@ -196,74 +196,6 @@ def _recompute(options: ForeignOptions) -> Found:
     yield RecipeLine("train.recompute", "+".join(known) or "none", sources)
     for module in set(modules) - set(known):
         yield Decision(sources[2], module, "recomputed by no recipe")
-
-
-def translate_optimizer(options: ForeignOptions, role: str, ours: str) -> Found:
-    """Yield the optimizer of `role`, policy or value, as options under `ours`."""
-    clip = options.take(f"{role}.max_grad_norm", 1.0)
-    clip_name = f"{role}.max_grad_norm"
-    if not is_megatron(options, role):
-        yield from _torch_optimizer(options, f"{role}.optimizer", ours)
-        yield RecipeLine(f"{ours}.clip_grad", clip, (clip_name,))
-        schedule = options.take(f"{role}.scheduler", None)
-        if schedule is not None:
-            advice = f"set {ours}.warmup_steps and {ours}.schedule, which is one of"
-            yield Decision(f"{role}.scheduler", schedule, f"{advice} {', '.join(SCHEDULES)}")
-        return
-    theirs = f"{role}.megatron_cfg.optimizer"
-    own_clip = options.take(f"{theirs}.clip_grad", clip)
-    yield RecipeLine(f"{ours}.clip_grad", own_clip, (f"{theirs}.clip_grad", clip_name))
-    table: dict[str, tuple[str, Any]] = {
-        f"{theirs}.lr": (f"{ours}.lr", 5e-6),
-        f"{theirs}.weight_decay": (f"{ours}.weight_decay", 0.01),
-        f"{theirs}.adam_beta1": (f"{ours}.beta1", 0.9),
-        f"{theirs}.adam_beta2": (f"{ours}.beta2", 0.999),
-        f"{theirs}.adam_eps": (f"{ours}.eps", 1e-8),
-        f"{theirs}.use_precision_aware_optimizer": (
-            f"{ours}.megatron.use_precision_aware_optimizer",
-            True,
-        ),
-    }
-    yield from renamed(options, table)
-    yield from differing(options, {f"{theirs}.optimizer": ("adam", "the optimizer is Adam")})
-    if options.take(f"{theirs}.optimizer_cpu_offload", False):
-        name = f"{theirs}.optimizer_cpu_offload"
-        yield RecipeLine(f"{ours}.megatron.optimizer_cpu_offload", True, (name,))
-    yield from _schedule(options, role, ours)
-
-
-def _torch_optimizer(options: ForeignOptions, theirs: str, ours: str) -> Found:
-    kwargs = f"{theirs}.kwargs"
-    table: dict[str, tuple[str, Any]] = {
-        f"{kwargs}.lr": (f"{ours}.lr", 5e-6),
-        f"{kwargs}.weight_decay": (f"{ours}.weight_decay", 0.01),
-        f"{kwargs}.eps": (f"{ours}.eps", 1e-8),
-    }
-    yield from renamed(options, table)
-    for i, beta in enumerate(options.take(f"{kwargs}.betas", [0.9, 0.999]), 1):
-        yield RecipeLine(f"{ours}.beta{i}", beta, (f"{kwargs}.betas",))
-    kind = options.take(f"{theirs}.name", "torch.optim.AdamW")
-    if not kind.endswith(("AdamW", "FusedAdam")):
-        yield Decision(f"{theirs}.name", kind, "the optimizer is Adam")
-
-
-def _schedule(options: ForeignOptions, role: str, ours: str) -> Found:
-    theirs = f"{role}.megatron_cfg.scheduler"
-    style = options.take(f"{theirs}.lr_decay_style", "constant")
-    if style in SCHEDULES:
-        yield RecipeLine(f"{ours}.schedule", style, (f"{theirs}.lr_decay_style",))
-    else:
-        advice = f"{ours}.schedule is one of {', '.join(SCHEDULES)}"
-        yield Decision(f"{theirs}.lr_decay_style", style, advice)
-    if style != "constant":
-        # Megatron's own constant schedule never falls to min_lr.
-        table = {f"{role}.megatron_cfg.optimizer.min_lr": (f"{ours}.min_lr", 5e-7)}
-        yield from renamed(options, table)
-        iters = options.take(f"{theirs}.lr_decay_iters", None)
-        if iters is not None:
-            yield Decision(f"{theirs}.lr_decay_iters", iters, "a schedule ends with run.steps")
-    table = {f"{theirs}.lr_warmup_iters": (f"{ours}.warmup_steps", 13)}
-    yield from renamed(options, table)
 
 
 def translate_batches(options: ForeignOptions, role: str, ours: str) -> Found:

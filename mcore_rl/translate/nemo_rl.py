@@ -7,13 +7,13 @@ from mcore_rl.translate.nemo_algorithm import (
     translate_loss,
 )
 from mcore_rl.translate.nemo_generation import translate_engines, translate_sampling
+from mcore_rl.translate.nemo_optimizer import translate_optimizer
 from mcore_rl.translate.nemo_policy import (
     is_ppo,
     translate_batches,
     translate_layout,
     translate_micro_batches,
     translate_model,
-    translate_optimizer,
     translate_training,
 )
 from mcore_rl.translate.nemo_run import translate_data, translate_reward, translate_run

@@ -16,6 +16,8 @@ WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
     "data.use_multiple_dataloader": (False, "data.sources mixes files by weight (docs/data.md)"),
     "data.num_prompts_per_dataloader": (None, "data.sources mixes files by weight"),
     "data.custom_dataloader": (None, "data.curriculum and data.sources choose prompts"),
+    "data.dataset_name": (None, COLUMNS),
+    "data.prompt_file": (None, COLUMNS),
     "data.default.prompt_file": (None, COLUMNS),
     "data.default.system_prompt_file": (None, COLUMNS),
     "checkpointing.checkpoint_must_save_by": (None, "a job that is told to end saves first"),
@@ -29,7 +31,7 @@ def translate_data(options: ForeignOptions) -> Found:
         group = f"data.{theirs}"
         several: Any = options.take(group, None)
         path = options.take(f"{group}.data_path", None)
-        below = options.below(f"{group}.")
+        below = options.below(f"{group}.", but=("seed",))
         yield RecipeLine(ours, [path] if path else [], (f"{group}.data_path",))
         if several:
             advice = f"give their files as {ours}, or data.sources mixes them by weight"
@@ -37,7 +39,7 @@ def translate_data(options: ForeignOptions) -> Found:
         for name, value in below.items():
             if name == "split_validation_size" and value:
                 yield Decision(f"{group}.{name}", value, "set eval.data, a file of its own")
-            elif name not in ("data_path", "seed"):
+            elif name != "data_path":
                 yield Decision(f"{group}.{name}", value, COLUMNS)
     yield from renamed(options, {"data.shuffle": ("data.shuffle", None)})
     yield from differing(options, WITHOUT_COUNTERPART)
@@ -53,11 +55,10 @@ def translate_reward(options: ForeignOptions) -> Found:
         yield Decision("data.default.env_name", name, advice)
     group = f"{loop_of(options)}.reward_shaping"
     if options.take(f"{group}.enabled", False):
-        table = {
-            f"{group}.overlong_buffer_length": ("reward.overlong_buffer_len", 128),
-            f"{group}.overlong_buffer_penalty": ("reward.overlong_penalty", 1),
-        }
-        yield from renamed(options, table)
+        for ours, theirs, default in (("buffer_len", "length", 128), ("penalty", "penalty", 1)):
+            source = f"{group}.overlong_buffer_{theirs}"
+            value = options.take(source, default)
+            yield RecipeLine(f"reward.overlong_{ours}", value, (source, f"{group}.enabled"))
         bound = options.take(f"{group}.max_response_length", None)
         if bound is not None:
             advice = "the penalty here grows over the last tokens before rollout.max_response_len"
@@ -86,11 +87,12 @@ def translate_run(options: ForeignOptions) -> Found:
         metric = options.take("checkpointing.metric_name", None)
         yield Decision("checkpointing.metric_name", metric, advice)
     table: dict[str, tuple[str, Any]] = {
-        f"{loop}.val_period": ("eval.every_steps", 10),
         f"{loop}.max_val_samples": ("eval.max_prompts", None),
         f"{loop}.seed": ("run.seed", 42),
     }
     yield from renamed(options, table)
+    every = options.take(f"{loop}.val_period", 10)
+    yield RecipeLine("eval.every_steps", max(every, 0), (f"{loop}.val_period",))
     yield from _trackers(options)
 
 
@@ -103,5 +105,4 @@ def _trackers(options: ForeignOptions) -> Found:
         address = options.take("logger.mlflow.tracking_uri", "http://localhost:5000")
         sources = ("logger.mlflow.tracking_uri", "logger.mlflow_enabled")
         yield RecipeLine("log.mlflow_uri", address, sources)
-    if not options.take("logger.tensorboard_enabled", False):
-        yield RecipeLine("log.tensorboard", False, ("logger.tensorboard_enabled",))
+    yield from renamed(options, {"logger.tensorboard_enabled": ("log.tensorboard", False)})

@@ -67,7 +67,7 @@ def _sizes(options: ForeignOptions, ours: str) -> Found:
             yield RecipeLine(f"{ours}.{name}", sizes[name], (theirs,))
     # Megatron's own default of the experts' tensor parallelism is that of the dense layers.
     etp = options.take("--expert-tensor-parallel-size", sizes["tp"])
-    if etp != 1 and sizes["ep"] > 1:
+    if etp != 1 and (sizes["ep"] > 1 or "--expert-tensor-parallel-size" in options.given):
         yield RecipeLine(f"{ours}.etp", etp, ("--expert-tensor-parallel-size",))
     yield from _stages(options, ours, sizes["pp"])
 
@@ -77,9 +77,9 @@ def _stages(options: ForeignOptions, ours: str, pp: int) -> Found:
     if chunks is not None:
         yield RecipeLine(f"{ours}.vpp", chunks, ("--num-virtual-stages-per-pipeline-rank",))
     ends = [options.take(name, None) for name in STAGE_ENDS]
-    layers = options.take("--num-layers", None)
     given = tuple(name for name in STAGE_ENDS if options.take(name, None) is not None)
     virtual = options.take("--num-layers-per-virtual-pipeline-stage", None)
+    layers = options.take("--num-layers", None) if given or virtual is not None else None
     if virtual is not None and layers is not None:
         names = ("--num-layers-per-virtual-pipeline-stage", "--num-layers")
         yield RecipeLine(f"{ours}.vpp", layers // pp // virtual, names)
@@ -109,7 +109,6 @@ def _recompute(options: ForeignOptions) -> Found:
     granularity = options.take("--recompute-granularity", None)
     if options.take("--recompute-activations", False):
         granularity = granularity or "selective"
-    modules = options.take_list("--recompute-modules", ["core_attn"])
     sources = ("--recompute-granularity", "--recompute-modules", "--recompute-activations")
     if granularity == "full":
         yield RecipeLine("train.recompute", "full", sources[:1])
@@ -117,6 +116,7 @@ def _recompute(options: ForeignOptions) -> Found:
             theirs = f"--{name.replace('_', '-')}"
             yield from renamed(options, {theirs: (f"train.megatron.{name}", None)})
     elif granularity == "selective":
+        modules = options.take_list("--recompute-modules", ["core_attn"])
         known = [module for module in modules if module in RECOMPUTABLE]
         yield RecipeLine("train.recompute", "+".join(known) or "none", sources)
         for module in set(modules) - set(known):
@@ -169,7 +169,7 @@ def _placement(options: ForeignOptions, ranks: int) -> Found:
 
 
 def _offload(options: ForeignOptions, colocated: bool) -> Found:
-    kept = options.take("--no-offload-train", False)
+    kept = colocated and options.take("--no-offload-train", False)
     names = [name for name in ("--offload", "--offload-train") if options.take(name, False)]
     if names and not colocated:
         advice = "the trainer's memory is freed for engines on its GPUs only: cluster.colocated"
@@ -177,7 +177,6 @@ def _offload(options: ForeignOptions, colocated: bool) -> Found:
     elif colocated:
         sources = (*names, "--colocate", *(["--no-offload-train"] if kept else []))
         yield RecipeLine("cluster.offload", not kept, sources)
-    options.take("--offload-rollout", False)
     if options.take("--no-offload-rollout", False):
         advice = "engines on the trainer's GPUs always release their memory"
         yield Decision("--no-offload-rollout", True, advice)

@@ -216,14 +216,14 @@ def translate_run(options: ForeignOptions) -> Found:
 
 
 def _trackers(options: ForeignOptions) -> Found:
-    project = options.take("--wandb-project", None)
     if options.take("--use-wandb", False):
+        project = options.take("--wandb-project", "slime")
         sources = ("--wandb-project", "--use-wandb")
-        yield RecipeLine("log.wandb_project", project or "slime", sources)
-    if not options.take("--use-tensorboard", False):
-        yield RecipeLine("log.tensorboard", False, ("--use-tensorboard",))
-    steps = options.take("--profile-step-start", None), options.take("--profile-step-end", None)
-    if options.take("--profile", False) or options.take("--use-pytorch-profiler", False):
-        sources = ("--profile", "--use-pytorch-profiler", "--profile-step-start")
-        value = list(range(steps[0] or 10, steps[1] or 12))
-        yield RecipeLine("profile.steps", value, (*sources, "--profile-step-end"))
+        yield RecipeLine("log.wandb_project", project, sources)
+    yield from renamed(options, {"--use-tensorboard": ("log.tensorboard", False)})
+    switches = ("--profile", "--use-pytorch-profiler")
+    if [name for name in switches if options.take(name, False)]:
+        first = options.take("--profile-step-start", 10)
+        steps = list(range(first, options.take("--profile-step-end", 12)))
+        sources = (*switches, "--profile-step-start", "--profile-step-end")
+        yield RecipeLine("profile.steps", steps, sources)

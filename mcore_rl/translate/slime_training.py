@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from mcore_rl.config.data import DataConfig
 from mcore_rl.translate.foreign import Decision, ForeignOptions, Found, RecipeLine
 from mcore_rl.translate.slime_layout import SIZES, has_critic
 from mcore_rl.translate.tables import differing, renamed
@@ -115,15 +116,32 @@ def translate_step(options: ForeignOptions) -> Found:
 
 def _micro_batches(options: ForeignOptions) -> Found:
     name = "train.max_tokens_per_microbatch"
-    tokens = options.take("--max-tokens-per-gpu", None)
-    if options.take("--use-dynamic-batch-size", False) and tokens is not None:
+    if options.take("--use-dynamic-batch-size", False):
+        tokens = options.take("--max-tokens-per-gpu", None)
+        if tokens is None:
+            advice = f"slime wants --max-tokens-per-gpu with it: set {name}"
+            yield Decision("--use-dynamic-batch-size", True, advice)
+            return
         # slime multiplies by the ranks that share a sequence, too.
         sources = ("--max-tokens-per-gpu", "--use-dynamic-batch-size", SIZES["cp"])
-        yield RecipeLine(name, tokens * options.take(SIZES["cp"], 1), sources)
+        held = tokens * options.take(SIZES["cp"], 1)
+        longest = _longest(options)
+        yield RecipeLine(name, max(held, longest), sources)
+        if held < longest:
+            advice = f"a micro-batch has to hold the longest sequence: {name} is {longest} for it"
+            yield Decision("--max-tokens-per-gpu", tokens, advice)
         return
     number = options.take("--micro-batch-size", 1)
     advice = f"set {name}: sequences of a micro-batch, times the tokens of the longest"
     yield Decision("--micro-batch-size", number, advice)
+
+
+def _longest(options: ForeignOptions) -> int:
+    """Return the greatest length of a sequence in the recipe; 0: unknown."""
+    answer = options.take("--rollout-max-response-len", 0)
+    context = options.take("--rollout-max-context-len", 0)
+    default = max(context - answer, 0) or DataConfig().max_prompt_len
+    return answer + options.take("--rollout-max-prompt-len", default) if answer else 0
 
 
 def translate_algorithm(options: ForeignOptions) -> Found:
@@ -161,9 +179,9 @@ def translate_algorithm(options: ForeignOptions) -> Found:
 def _kl(options: ForeignOptions) -> Found:
     in_reward = options.take("--kl-coef", 0.0)
     in_loss = options.take("--use-kl-loss", False)
-    weight = options.take("--kl-loss-coef", 0.0)
     kind = options.take("--kl-loss-type", "k1")
     if in_loss:
+        weight = options.take("--kl-loss-coef", 0.0)
         yield RecipeLine("algorithm.kl.coef", weight, ("--kl-loss-coef", "--use-kl-loss"))
     elif in_reward:
         yield RecipeLine("algorithm.kl.coef", in_reward, ("--kl-coef",))
@@ -180,9 +198,9 @@ def _kl(options: ForeignOptions) -> Found:
 def _correction(options: ForeignOptions) -> Found:
     if options.take("--use-rollout-logprobs", False):
         yield RecipeLine("algorithm.correction.bypass", True, ("--use-rollout-logprobs",))
-    high = options.take("--tis-clip", 2.0)
-    low = options.take("--tis-clip-low", 0)
     if options.take("--use-tis", False):
+        high = options.take("--tis-clip", 2.0)
+        low = options.take("--tis-clip-low", 0)
         yield RecipeLine("algorithm.correction.weight", "token", ("--use-tis",))
         yield RecipeLine("algorithm.correction.high", high, ("--tis-clip",))
         if low:

@@ -45,7 +45,7 @@ def account(
     items = list(found)
     lines = [item for item in items if isinstance(item, RecipeLine)]
     decisions = [item for item in items if isinstance(item, Decision)]
-    refusals = {id(line): _refusal(line, lines) for line in lines}
+    refusals = _refusals(lines)
     decisions += [
         Decision(", ".join(line.sources), line.value, refusals[id(line)] or "")
         for line in lines
@@ -65,13 +65,27 @@ def account(
     return Translation(tuple(kept), tuple(decisions), tuple(unneeded))
 
 
-def _refusal(line: RecipeLine, lines: Sequence[RecipeLine]) -> str | None:
+def _refusals(lines: Sequence[RecipeLine]) -> dict[int, str | None]:
+    """Return by id why a recipe refuses a line, which it does to no option of its own."""
+    refusals: dict[int, str | None] = {}
+    beside: list[RecipeLine] = []
+    for line in lines:
+        if line.key in READ_BY_CHECKS:
+            refusals[id(line)] = _refusal(line, beside)
+            beside += [line] if refusals[id(line)] is None else []
+    for line in lines:
+        if line.key not in READ_BY_CHECKS:
+            refusals[id(line)] = _refusal(line, beside)
+    return refusals
+
+
+def _refusal(line: RecipeLine, beside: Sequence[RecipeLine]) -> str | None:
     """Return why an option of Megatron or SGLang is refused, or None."""
     if not PASSED & set(line.key.split(".")[:-1]):
         return None
     tree = OmegaConf.structured(Config)
     OmegaConf.set_struct(tree, False)
-    for other in [*(other for other in lines if other.key in READ_BY_CHECKS), line]:
+    for other in [*beside, line]:
         OmegaConf.update(tree, other.key, other.value, force_add=True)
     try:
         make_config(tree)

@@ -11,15 +11,8 @@ from mcore_rl.translate.foreign import ForeignOptions
 from mcore_rl.translate.verl import translate_verl
 from mcore_rl.translate.written import write_recipe
 from tests.agents.environments.foreign import needs_verl
-from tests.translate.verl_options import (
-    KINDS,
-    changed,
-    decided,
-    defaults_of,
-    told,
-    translate,
-    values,
-)
+from tests.translate.accounts import changed, decided, told, values
+from tests.translate.verl_options import KINDS, defaults_of, translate
 
 
 @needs_verl()

@@ -15,7 +15,8 @@ from mcore_rl.translate.verl_algorithm import (
     LOSSES,
 )
 from mcore_rl.translate.verl_training import ACTOR
-from tests.translate.verl_options import decided, translate, values
+from tests.translate.accounts import decided, values
+from tests.translate.verl_options import translate
 
 A = ACTOR.replace(".", "__")
 

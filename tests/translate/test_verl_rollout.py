@@ -4,7 +4,8 @@ from typing import Any
 
 from mcore_rl.translate.verl_rollout import TURNS
 from mcore_rl.translate.verl_training import ROLLOUT
-from tests.translate.verl_options import decided, translate, values
+from tests.translate.accounts import decided, values
+from tests.translate.verl_options import translate
 
 R, T = ROLLOUT.replace(".", "__"), TURNS.replace(".", "__")
 

@@ -10,7 +10,8 @@ import pytest
 from mcore_rl.config import Config
 from mcore_rl.config.tree import leaves_under
 from mcore_rl.translate.verl_run import OVERLONG, TRACKERS
-from tests.translate.verl_options import decided, translate, values
+from tests.translate.accounts import decided, values
+from tests.translate.verl_options import translate
 
 
 def of(**given: Any) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import pytest
 from mcore_rl.translate.foreign import ForeignOptions
 from mcore_rl.translate.verl import translate_verl
 from mcore_rl.translate.verl_training import ACTOR, MODEL, home_of, is_megatron
-from tests.translate.verl_options import decided, translate, values
+from tests.translate.accounts import decided, values
+from tests.translate.verl_options import translate
 
 A, M = ACTOR.replace(".", "__"), MODEL.replace(".", "__")
 MEGATRON = f"{A}__megatron"

@@ -3,7 +3,7 @@
 import yaml
 
 from mcore_rl.translate.foreign import Decision, RecipeLine
-from mcore_rl.translate.verl import Translation
+from mcore_rl.translate.translation import Translation
 from mcore_rl.translate.written import write_recipe
 
 

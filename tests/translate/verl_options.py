@@ -1,11 +1,13 @@
-"""verl's own configurations, and changes of their options."""
+"""verl's own configurations, and translations of its options."""
 
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from mcore_rl.translate.foreign import ForeignOptions, flatten
-from mcore_rl.translate.verl import Translation, translate_verl
+from mcore_rl.translate.foreign import ForeignOptions
+from mcore_rl.translate.hydra import flatten
+from mcore_rl.translate.translation import Translation
+from mcore_rl.translate.verl import translate_verl
 from tests.agents.environments.foreign import VERL
 
 KINDS = ("ppo_megatron_trainer", "ppo_trainer")
@@ -19,33 +21,7 @@ def defaults_of(kind: str) -> dict[str, Any]:
     return flatten(tree)
 
 
-def changed(value: Any) -> Any:
-    """Return another value than a default, which says something."""
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, int | float):
-        return value + 1 or 2
-    if isinstance(value, list):
-        return ["other"]
-    return {"other": 1} if isinstance(value, dict) else "other"
-
-
 def translate(**given: Any) -> Translation:
     """Translate options whose names have "__" for "."."""
     options = {name.replace("__", "."): value for name, value in given.items()}
     return translate_verl(ForeignOptions(options, is_whole=False))
-
-
-def values(translation: Translation) -> dict[str, Any]:
-    return {line.key: line.value for line in translation.lines}
-
-
-def decided(translation: Translation) -> set[str]:
-    """Return the names of the options that are left to the user."""
-    return {name for item in translation.decisions for name in item.source.split(", ")}
-
-
-def told(translation: Translation) -> set[str]:
-    """Return the names of all options that the translation accounts for."""
-    lines = {name for line in translation.lines for name in line.sources}
-    return lines | decided(translation) | {item.source for item in translation.unneeded}
