@@ -130,7 +130,8 @@ def _pairs(tokens: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         if token.startswith("--") or (isinstance(token, Computed) and not name):
             if name:
                 yield name, values
-            name, values = token, []
+            name = token
+            values = []
             if "=" in token and not isinstance(token, Computed):
                 name, _, value = token.partition("=")
                 values = [value]
@@ -141,7 +142,8 @@ def _pairs(tokens: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             )
         elif isinstance(token, Computed) and token.startswith("${") and "[@]" in token:
             yield name, values
-            name, values = token, [token]
+            name = token
+            values = [str(token)]
         else:
             values.append(token)
     if name:

@@ -22,7 +22,9 @@ ALWAYS = "it is how Megatron ranks always run here"
 
 
 def _with(reason: str, *names: str) -> dict[str, str]:
-    return {f"--{name}": reason for name in names}
+    """Return {option: reason}; names with underscores alone stand for options with dashes."""
+    spelled = [name if "-" in name else name.replace("_", "-") for name in names]
+    return {f"--{name}": reason for name in spelled}
 
 
 OF_SLIME: Mapping[str, str] = {
@@ -134,7 +136,7 @@ OF_MEGATRON: Mapping[str, str] = {
     **_with(ITS_CHECKPOINTS, "use-persistent-ckpt-worker", "exit-on-missing-checkpoint"),
     **_with(ITS_CHECKPOINTS, "disable-msc"),
     **_with(ITS_INFERENCE, "inference-", "use-legacy-static-engine", "decode-only-cuda-graphs"),
-    **_with(ITS_INFERENCE, "nccl-all-reduce-for-prefill", "enable-chunked-prefill"),
+    **_with(ITS_INFERENCE, "nccl_all_reduce_for_prefill", "enable-chunked-prefill"),
     **_with(ITS_INFERENCE, "disable-chunked-prefill", "moe-pad-experts-for-cuda-graph-"),
     **_with("it is for models that no recipe trains", "output-bert-", "bert-", "ict-", "titles-"),
     **_with("it is for models that no recipe trains", "biencoder-", "query-in-block-", "use-one-"),
@@ -147,7 +149,7 @@ OF_MEGATRON: Mapping[str, str] = {
     **_with(ALWAYS, "use-flash-attn", "transformer-impl", "moe-grouped-gemm", "onnx-safe"),
     **_with(ALWAYS, "disable-jit-fuser", "no-scatter-gather-tensors-", "distributed-timeout-"),
     **_with(ALWAYS, "disable-gloo-process-groups", "local-rank", "lazy-mpu-init"),
-    **_with(ALWAYS, "nccl-communicator-", "use-tp-pp-dp-mapping", "fake-process-group"),
+    **_with(ALWAYS, "nccl_communicator_", "use-tp-pp-dp-mapping", "fake-process-group"),
     **_with(ALWAYS, "no-align-grad-reduce", "no-overlap-p2p-communication"),
     **_with(ALWAYS, "overlap-p2p-communication-warmup-flush", "te-precision-config-file"),
     **_with(ALWAYS, "fallback-to-eager-attn", "kitchen-"),

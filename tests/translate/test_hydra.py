@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from mcore_rl.translate.hydra import flatten, load_tree, parse_overrides, read_options
 
@@ -51,8 +52,15 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ValueError, match=r"run.yaml: no configuration in YAML"):
             read_options([str(file)])
-    file.write_text("a: ${nothing}\n")
-    assert load_tree(file)._get_node("a") is not None
+
+
+def test_a_tree_keeps_what_is_to_be_computed(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("a: ${b}\nb: 1\n")
+    tree = load_tree(file)
+    assert OmegaConf.to_container(tree) == {"a": "${b}", "b": 1}
+    with pytest.raises(ValueError, match=r"no.yaml: there is no such file, which x names"):
+        load_tree(tmp_path / "no.yaml", ", which x names")
 
 
 def test_nested_options_get_dotted_names() -> None:

@@ -48,8 +48,10 @@ def test_overrides_win_before_values_are_computed(folder: Path) -> None:
 
 
 def test_several_defaults_are_merged_in_their_order(folder: Path) -> None:
-    (folder / "other.yaml").write_text("defaults: [base.yaml, child.yaml]\n")
-    assert read_nemo_rl([str(folder / "other.yaml")]).given["policy.tokens"] == 16
+    (folder / "third.yaml").write_text("policy: {tokens: 32}\n")
+    for order, tokens in (("base.yaml, third.yaml", 32), ("third.yaml, base.yaml", 8)):
+        (folder / "other.yaml").write_text(f"defaults: [{order}]\n")
+        assert read_nemo_rl([str(folder / "other.yaml")]).given["policy.tokens"] == tokens
 
 
 def test_overrides_alone_are_no_whole_configuration() -> None:
