@@ -100,7 +100,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_search_arguments(commands.add_parser("search", help="passages for agents, by an index"))
     add_agent_arguments(commands.add_parser("agent", help="try an environment"), load_settings)
     add_sandbox_arguments(commands.add_parser("sandbox", help="run untrusted code for others"))
-    add_translate_arguments(commands.add_parser("translate", help="make recipes of other systems' options"))
+    add_translate_arguments(
+        commands.add_parser("translate", help="make recipes of others' options")
+    )
     return parser
 
 

@@ -37,6 +37,11 @@ class Unneeded:
 Found = Iterator[RecipeLine | Decision]
 
 
+def says(value: Any) -> bool:
+    """Return whether an option's value is more than that of one that is left out."""
+    return value not in (None, False, "", [], {})
+
+
 @dataclass
 class ForeignOptions:
     """Options by name; those that are read are remembered.
@@ -84,5 +89,5 @@ class ForeignOptions:
         return {
             name: value
             for name, value in self.given.items()
-            if name not in self.read and value not in (None, False, "", [], {})
+            if name not in self.read and says(value)
         }

@@ -135,7 +135,6 @@ def translate_engines(options: ForeignOptions) -> Found:
         name, size = first_given(options, names, 1)
         if size > 1:
             yield RecipeLine(f"rollout.{ours}", size, (name,))
-    options.take("--sglang-enable-dp-attention", False)
     yield from _placement(options, ranks)
     share = options.take("--sglang-mem-fraction-static", None)
     advice = "set rollout.kv_cache_len, in tokens per engine, by what `mcore-rl plan` says is free"

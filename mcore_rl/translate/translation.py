@@ -7,10 +7,11 @@ from omegaconf import OmegaConf
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import make_config
-from mcore_rl.translate.foreign import Decision, ForeignOptions, Found, RecipeLine, Unneeded
+from mcore_rl.translate.foreign import Decision, ForeignOptions, Found, RecipeLine, Unneeded, says
 
 PASSED = frozenset({"megatron", "ddp", "sglang"})
 """Groups of options that go to Megatron and SGLang by their own names."""
+AS_HERE = "it asks for what is so here anyway"
 READ_BY_CHECKS = frozenset(
     {
         *("train.recompute", "rollout.attention_dp", "rollout.tp", "rollout.ep"),
@@ -61,8 +62,18 @@ def account(
             decisions.append(Decision(name, value, f"{advice} (docs/switching.md)"))
         else:
             decisions.append(Decision(name, value, "this has no counterpart"))
+    named = {name for item in (*lines, *decisions) for name in _sources(item)}
+    unneeded += [
+        Unneeded(name, value, AS_HERE)
+        for name, value in options.given.items()
+        if name in options.read - named and says(value)
+    ]
     kept = [line for line in lines if refusals[id(line)] is None]
     return Translation(tuple(kept), tuple(decisions), tuple(unneeded))
+
+
+def _sources(item: RecipeLine | Decision) -> Sequence[str]:
+    return item.sources if isinstance(item, RecipeLine) else item.source.split(", ")
 
 
 def _refusals(lines: Sequence[RecipeLine]) -> dict[int, str | None]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mcore_rl.translate.translation import Translation
+from mcore_rl.translate.translation import AS_HERE, Translation
 
 
 def changed(value: Any) -> Any:
@@ -26,6 +26,10 @@ def decided(translation: Translation) -> set[str]:
 
 
 def told(translation: Translation) -> set[str]:
-    """Return the names of all options that the translation accounts for."""
+    """Return the names of all options that the translation accounts for.
+
+    Those that ask for what is so here anyway are left out: a change has to be seen.
+    """
     lines = {name for line in translation.lines for name in line.sources}
-    return lines | decided(translation) | {item.source for item in translation.unneeded}
+    unneeded = {item.source for item in translation.unneeded if item.reason != AS_HERE}
+    return lines | decided(translation) | unneeded

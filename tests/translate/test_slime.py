@@ -7,9 +7,11 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.upstream.fields import SERVER, read_fields
-from mcore_rl.translate.foreign import ForeignOptions
+from mcore_rl.translate.foreign import ForeignOptions, RecipeLine, says
+from mcore_rl.translate.megatron_flags import translate_flags
 from mcore_rl.translate.slime import translate_slime
 from mcore_rl.translate.slime_script import read_slime
+from mcore_rl.translate.slime_unneeded import reason_of
 from mcore_rl.translate.written import write_recipe
 from tests.translate.accounts import decided, told, values
 from tests.translate.peer_options import SCRIPTS, SLIME, slime
@@ -27,19 +29,21 @@ def test_a_change_of_any_option_is_accounted_for(group: str) -> None:
     assert not lost and not unknown
 
 
-def test_every_option_of_sglang_is_handed_on_or_refused_with_a_reason() -> None:
+def test_every_option_of_sglang_is_handed_on_or_has_a_reason() -> None:
     names = [f"--sglang-{name.replace('_', '-')}" for name in read_fields(SERVER)]
-    translation = translate_slime(ForeignOptions(dict.fromkeys(names, 3), is_whole=False))
-    assert len(names) > 300 and set(names) <= told(translation)
-    assert not [d for d in translation.decisions if "no counterpart" in d.advice]
+    options = ForeignOptions(dict.fromkeys(names, 3), is_whole=False)
+    lines = [item for item in translate_flags(options, reason_of) if isinstance(item, RecipeLine)]
+    passed = {name for line in lines for name in line.sources}
+    assert len(passed) > 300
+    assert all(reason_of(name) is not None for name in set(names) - passed)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_of_slime_make_recipes_that_can_be_loaded(tmp_path: Path, name: str) -> None:
     options = read_slime(SCRIPTS[name])
     translation = translate_slime(options)
-    given = {name for name, value in options.given.items() if value not in (False, 0, "", {})}
-    assert given <= told(translation)
+    given = {name for name, value in options.given.items() if says(value)}
+    assert given <= told(translation) | {item.source for item in translation.unneeded}
     assert not [d for d in translation.decisions if "no counterpart" in d.advice]
     file = tmp_path / "made.yaml"
     file.write_text(write_recipe(translation, "made"))

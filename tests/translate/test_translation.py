@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mcore_rl.translate.foreign import Decision, ForeignOptions, RecipeLine
-from mcore_rl.translate.translation import account
+from mcore_rl.translate.translation import AS_HERE, account
 from tests.translate.accounts import decided, told, values
 
 
@@ -21,6 +21,14 @@ def test_options_that_nobody_took_have_a_reason_or_are_decided_on() -> None:
     assert {item.source: item.reason for item in translation.unneeded} == reasons
     assert decided(translation) == {"odd", "run"}
     assert told(translation) == {"taken", "idle", "odd", "idle2", "run"}
+
+
+def test_what_is_so_anyway_is_told_too() -> None:
+    options = ForeignOptions({"kind": "adam", "switch": False}, is_whole=False)
+    options.take("kind", "adam")
+    options.take("switch", False)
+    [item] = account(options, iter(()), {}.get).unneeded
+    assert (item.source, item.reason) == ("kind", AS_HERE)
 
 
 def test_a_refused_line_does_not_take_others_along() -> None:
