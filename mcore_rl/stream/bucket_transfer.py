@@ -6,7 +6,7 @@ Each rank works through its buckets in an order that is the same on both ends of
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -17,6 +17,8 @@ from torch import Tensor
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.process.garbage import collections_paused
 from mcore_rl.stream.buckets import Bucket
+from mcore_rl.stream.direct_bucket import DirectBucket, can_be_written, direct_words
+from mcore_rl.stream.direct_writes import DirectWrites
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.placed_bucket import Holding, PlacedBucket
 from mcore_rl.stream.routes.choice import MakeTransport
@@ -44,8 +46,9 @@ class BucketTransfer:
     """One rank's buckets, the memory they travel in, and the transport that moves them.
 
     Memory: NUM_SLOTS buckets for each pair of ranks that share memory, and NUM_SLOTS for all other
-    peers together. A bucket whose message cannot lie on `end.device` is packed and verified in
-    scratch memory there and takes one more copy.
+    peers together; one bucket for all peers of which one writes into the other's tensors. A bucket
+    whose message cannot lie on `end.device` is packed and verified in scratch memory there and
+    takes one more copy.
     """
 
     def __init__(
@@ -54,30 +57,44 @@ class BucketTransfer:
         buckets: Sequence[RankBucket],
         make_transport: MakeTransport,
         sums: str,
+        direct: Mapping[int, str] | None = None,
     ) -> None:
         """Connect to all peers; TransferError names one that is not there by end.deadline_s.
 
-        All ranks pass the same kind of checksums, `sums`.
+        All ranks pass the same kind of checksums, `sums`. `direct` is as in RankPlan; None over
+        links between engines.
         """
         self.link = end.link
         self._name = end.name
         self._store = end.store
         self._buckets = buckets
         self._sums = sums
-        offsets, shared_words = plan_slots(buckets)
+        peers = {own.peer for own in buckets}
+        servers = {peer: server for peer, server in (direct or {}).items() if peer in peers}
+        self._direct = DirectWrites(end, servers, self._can_be_written)
+        offsets, shared_words = plan_slots(buckets, self._direct.peers)
         self._stream = DeviceStream(end.device)
         with torch.inference_mode(False), self._stream.running():
             self._transport = make_transport(end, shared_words, self._stream)
+            for peer in self._direct.peers:
+                if self._transport.memory(peer) is None:
+                    self._direct.drop(peer)
             self._messages_W = self._allocate_messages(offsets)
-            elsewhere = [len(words) for words in self._messages_W if words.device != end.device]
+            elsewhere = [
+                own.bucket.num_words
+                for own, words in zip(buckets, self._messages_W, strict=True)
+                if own.peer in self._direct.peers or words.device != end.device
+            ]
             self._scratch_W = torch.zeros(
                 max(elsewhere, default=0), dtype=torch.int64, device=end.device
             )
+        are_direct = all(own.peer in self._direct.peers for own in buckets)
+        self._most_pending = len(buckets) if are_direct else NUM_SLOTS - 1
+        """Messages that a sender may leave unread while it packs another."""
         tensor_names = (part.shard.tensor for own in buckets for part in own.held)
         self._tensor_names = list(dict.fromkeys(tensor_names))
-        self._bound: list[tuple[list[int], list[PlacedBucket]]] = []
-        """Addresses and buckets of the last two sets of tensors: an engine's two sets take turns.
-        """
+        self._bound: list[_Bound] = []
+        """The last two sets of tensors: an engine's two sets take turns."""
 
     def send(
         self,
@@ -93,8 +110,10 @@ class BucketTransfer:
         fails.
         """
         with self._failures_shared(), self._stream.running():
-            for i, placed in enumerate(self._bind(tensors)):
-                self._run(deadline_s, NUM_SLOTS - 1)
+            bound = self._bind(tensors)
+            self._direct.wait(version, self._direct_of(bound), deadline_s, self._store.failure)
+            for i, placed in enumerate(bound.buckets):
+                self._run(deadline_s, self._most_pending)
                 sums_P = None if verified is None else verified.wait(i, deadline_s)
                 placed.pack(version, sums_P)
                 peer = self._buckets[i].peer
@@ -115,7 +134,9 @@ class BucketTransfer:
         time.monotonic() passes `deadline_s`, the link fails, or a checksum differs.
         """
         with self._failures_shared(), self._stream.running():
-            buckets = self._bind(tensors)
+            bound = self._bind(tensors)
+            buckets = bound.buckets
+            self._direct.grant(version, bound.number, self._direct_of(bound))
             unstarted = iter(range(len(buckets)))
             self._start_recvs(version, buckets, islice(unstarted, NUM_SLOTS - 1))
             for i, placed in enumerate(buckets):
@@ -134,6 +155,7 @@ class BucketTransfer:
 
     def close(self) -> None:
         """Leave; peers that wait for this rank fail at once."""
+        self._direct.close()
         self._transport.close()
 
     @contextmanager
@@ -169,7 +191,8 @@ class BucketTransfer:
                 own_by_device[self._transport.device(own.peer)].append(i)
                 messages.append(None)
             else:
-                messages.append(shared_W[offset : offset + own.bucket.num_words])
+                num_words = _message_words(own, self._direct.peers)
+                messages.append(shared_W[offset : offset + num_words])
         for device, indices in own_by_device.items():
             most_words = max(self._buckets[i].bucket.num_words for i in indices)
             slots = [
@@ -180,49 +203,80 @@ class BucketTransfer:
                 messages[i] = slots[turn % NUM_SLOTS][: self._buckets[i].bucket.num_words]
         return [words_W for words_W in messages if words_W is not None]
 
-    def _bind(self, tensors: Mapping[str, Tensor]) -> list[PlacedBucket]:
+    def _bind(self, tensors: Mapping[str, Tensor]) -> "_Bound":
         """Return the buckets bound to views of `tensors`; the last two sets are reused."""
         addresses = [tensors[name].data_ptr() for name in self._tensor_names]
-        for known, placed in self._bound:
-            if known == addresses:
-                return placed
+        for bound in self._bound:
+            if bound.addresses == addresses:
+                return bound
         with collections_paused():
             placed = [
-                PlacedBucket(
-                    own.bucket, self._packed_in(message_W), own.held, tensors, message_W, self._sums
-                )
+                self._placed(own, message_W, tensors)
                 for own, message_W in zip(self._buckets, self._messages_W, strict=True)
             ]
-        self._bound = [*self._bound[-1:], (addresses, placed)]
-        return placed
+        number = self._bound[-1].number + 1 if self._bound else 0
+        self._bound = [*self._bound[-1:], _Bound(number, addresses, placed)]
+        return self._bound[-1]
 
-    def _packed_in(self, message_W: Tensor) -> Tensor:
-        """Return where to pack and verify: in the message if that is on this rank's device."""
-        if message_W.device == self._scratch_W.device:
-            return message_W
-        return self._scratch_W[: len(message_W)]
+    def _placed(
+        self, own: RankBucket, message_W: Tensor, tensors: Mapping[str, Tensor]
+    ) -> PlacedBucket:
+        scratch_W = self._scratch_W[: own.bucket.num_words]
+        if own.peer in self._direct.peers:
+            return DirectBucket(own.bucket, scratch_W, own.held, tensors, message_W)
+        # Packed and verified in the message if that is on this rank's device.
+        words_W = message_W if message_W.device == scratch_W.device else scratch_W
+        return PlacedBucket(own.bucket, words_W, own.held, tensors, message_W, self._sums)
+
+    def _can_be_written(self, peer: int) -> bool:
+        """Return whether `peer` can write all of its slices to where this rank holds them."""
+        return all(can_be_written(o.bucket, o.held) for o in self._buckets if o.peer == peer)
+
+    def _direct_of(self, bound: "_Bound") -> Iterator[tuple[int, DirectBucket]]:
+        for own, placed in zip(self._buckets, bound.buckets, strict=True):
+            if isinstance(placed, DirectBucket):
+                yield own.peer, placed
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """The buckets bound to one set of tensors; sets are numbered as they come."""
+
+    number: int
+    addresses: list[int]
+    buckets: list[PlacedBucket]
 
 
 def _describe(version: int, placed: PlacedBucket) -> str:
     return f"version {version} {placed.bucket}"
 
 
-def plan_slots(buckets: Sequence[RankBucket]) -> tuple[list[int], dict[int, int]]:
+def plan_slots(
+    buckets: Sequence[RankBucket], direct: Collection[int] = ()
+) -> tuple[list[int], dict[int, int]]:
     """Return the offset of each bucket in the memory shared with its peer, and peer -> size of that
     memory.
 
     Both are in int64 words. A peer has up to NUM_SLOTS slots of its largest bucket, used in turns.
+    With a peer in `direct`, only headers and checksums are shared, and each bucket has a slot.
     """
     slot_words: dict[int, int] = defaultdict(int)
     for own in buckets:
-        slot_words[own.peer] = max(slot_words[own.peer], own.bucket.num_words)
+        slot_words[own.peer] = max(slot_words[own.peer], _message_words(own, direct))
     num_seen: Counter[int] = Counter()
     offsets = []
     for own in buckets:
-        slot = num_seen[own.peer] % NUM_SLOTS
+        slot = num_seen[own.peer]
+        if own.peer not in direct:
+            slot %= NUM_SLOTS
         offsets.append(slot * slot_words[own.peer])
         num_seen[own.peer] += 1
-    shared_words = {
-        peer: min(NUM_SLOTS, num_seen[peer]) * words for peer, words in slot_words.items()
-    }
+    shared_words = {}
+    for peer, words in slot_words.items():
+        num_slots = num_seen[peer] if peer in direct else min(NUM_SLOTS, num_seen[peer])
+        shared_words[peer] = num_slots * words
     return offsets, shared_words
+
+
+def _message_words(own: RankBucket, direct: Collection[int]) -> int:
+    return direct_words(own.bucket) if own.peer in direct else own.bucket.num_words

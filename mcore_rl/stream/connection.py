@@ -49,7 +49,9 @@ class Connection:
             )
             self._buckets.append(RankBucket(bucket, peer, holdings(bucket, plan.shards)))
         self._sums = plan.sums
-        self._transfer = BucketTransfer(end, self._buckets, self._make_transport, plan.sums)
+        self._transfer = BucketTransfer(
+            end, self._buckets, self._make_transport, plan.sums, plan.direct
+        )
 
     @property
     def name(self) -> str:

@@ -3,12 +3,16 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.wire import Link
+
+if TYPE_CHECKING:
+    from mcore_rl.stream.routes.open_memory import OpenMemory
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,7 @@ class LinkEnd:
     rank        counts over the whole link: senders first, then the engine's ranks
     deadline_s  time.monotonic() by which all ranks must have connected; each transfer has its own
     device      where this rank's tensors are
+    memory      an engine rank's, if it opens it to trainer ranks of its machine
     """
 
     store: LinkStore
@@ -25,12 +30,15 @@ class LinkEnd:
     rank: int
     deadline_s: float
     device: torch.device
+    memory: "OpenMemory | None" = None
 
     @staticmethod
-    def open(link: Link, rank: int, device: torch.device) -> "LinkEnd":
+    def open(
+        link: Link, rank: int, device: torch.device, memory: "OpenMemory | None" = None
+    ) -> "LinkEnd":
         """Connect to the link's store; all ranks then have link.timeout_s to meet there."""
         deadline_s = time.monotonic() + link.timeout_s
-        return LinkEnd(LinkStore.open(link), link, rank, deadline_s, device)
+        return LinkEnd(LinkStore.open(link), link, rank, deadline_s, device, memory)
 
     @property
     def name(self) -> str:

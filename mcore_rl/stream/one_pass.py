@@ -4,11 +4,16 @@
 
 It is for host memory, checksums of kind xxh3, and slices that keep their bytes. Slices that are
 cast or quantized are moved by others, and are summed here after they were packed.
+
+Slices may also be written straight to where another rank wants them, which that rank tells by
+Targets, and summed there.
 """
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,13 +23,29 @@ from torch import Tensor
 from mcore_rl.device.native import load
 from mcore_rl.stream.buckets import HEADER_WORDS, BucketPiece
 from mcore_rl.stream.verify import ROW_WORDS, WORD_BYTES
+from mcore_rl.types import Array
 
 _ROW_BYTES = ROW_WORDS * WORD_BYTES
+
+_LEAST_ROW_BYTES = 64
+"""The shortest row that compiled code moves where rows lie at more than one distance."""
 
 Part = tuple[int, Tensor, Tensor]
 """Index of a piece, and a part of it: a view of an own tensor and the view of the bucket."""
 _Move = tuple[int, int, int, int, int, int]
 """move_t of native/checked_copy.c"""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Where the slices of a bucket, or of several, belong in host memory.
+
+    counts   int64 [slices], moves of each slice
+    moves    int64 [moves, 6], move_t of native/checked_copy.c
+    """
+
+    counts: Array
+    moves: Array
 
 
 @cache
@@ -44,6 +65,8 @@ class OnePass:
     ) -> None:
         self._call = library.move_slices
         self._call.restype = None
+        self._write = library.write_slices
+        self._write.restype = None
         self._words_W = words_W
         moves: list[list[_Move]] = [[] for _ in pieces]
         self.rest: list[Part] = []
@@ -51,18 +74,18 @@ class OnePass:
         """Keeps the memory to which the moves' addresses lead."""
         for part in parts:
             index, own, in_bucket = part
-            move = _move(own, in_bucket, words_W.data_ptr())
-            if move is None:
+            found = _moves(own, in_bucket, words_W.data_ptr())
+            if found is None:
                 self.rest.append(part)
             else:
-                moves[index].append(move)
+                moves[index] += found
                 self._own.append(own)
         slices = [
             (piece.first_word * WORD_BYTES, piece.num_bytes, piece.num_rows * _ROW_BYTES, len(own))
             for piece, own in zip(pieces, moves, strict=True)
         ]
         self._slices = np.array(slices, np.int64)
-        self._moves = np.array([move for own in moves for move in own], np.int64)
+        self._moves = np.array([move for own in moves for move in own], np.int64).reshape(-1, 6)
         self._received_P = np.empty(len(pieces), np.int64)
 
     @staticmethod
@@ -86,6 +109,35 @@ class OnePass:
         self._run(placing=True, sums=self._received_P.ctypes.data)
         return torch.from_numpy(self._received_P)
 
+    @property
+    def targets(self) -> Targets:
+        """Where the slices belong in own tensors."""
+        return Targets(self._slices[:, 3].copy(), self._moves)
+
+    def write(self, targets: Targets) -> Tensor:
+        """Copy the slices to `targets`; return their checksums, int64 [pieces].
+
+        The slices in `rest` must be in the bucket, which is used for slices in parts as well.
+        """
+        return self._sum(targets)
+
+    def sum_own(self) -> Tensor:
+        """Return the checksums of the slices as they lie in own tensors, int64 [pieces]."""
+        assert not self.rest, f"{len(self.rest)} parts are not rows of bytes"
+        return self._sum(None)
+
+    def _sum(self, targets: Targets | None) -> Tensor:
+        self._write(
+            ctypes.c_void_p(self._words_W.data_ptr()),
+            ctypes.c_int64(len(self._slices)),
+            ctypes.c_void_p(self._slices.ctypes.data),
+            ctypes.c_void_p(self._moves.ctypes.data),
+            ctypes.c_void_p(None if targets is None else targets.counts.ctypes.data),
+            ctypes.c_void_p(None if targets is None else targets.moves.ctypes.data),
+            ctypes.c_void_p(self._received_P.ctypes.data),
+        )
+        return torch.from_numpy(self._received_P)
+
     def _run(self, *, placing: bool, sums: int | None) -> None:
         self._call(
             ctypes.c_void_p(self._words_W.data_ptr()),
@@ -97,14 +149,27 @@ class OnePass:
         )
 
 
-def _move(own: Tensor, in_bucket: Tensor, bucket_address: int) -> _Move | None:
-    """Return the move between two views of equal shape, or None if it is not rows of bytes."""
-    if own.dtype != in_bucket.dtype:
-        return None
-    size = own.element_size()
+def are_rows(
+    shape: Sequence[int], own_strides: Sequence[int], strides: Sequence[int], itemsize: int
+) -> bool:
+    """Return whether compiled code moves a part between memories with these strides.
+
+    It does not move parts of many short rows, which torch moves in one call.
+    """
+    axes = _axes(shape, own_strides, strides)
+    return len(axes) <= 2 or axes[0][0] * itemsize >= _LEAST_ROW_BYTES
+
+
+def _axes(
+    shape: Sequence[int], own_strides: Sequence[int], strides: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """Return (length, own stride, other stride) of as few axes as possible, innermost first.
+
+    The innermost axis is dense.
+    """
     axes: list[tuple[int, int, int]] = []
     for num, own_stride, stride in zip(
-        reversed(own.shape), reversed(own.stride()), reversed(in_bucket.stride()), strict=True
+        reversed(shape), reversed(own_strides), reversed(strides), strict=True
     ):
         if num == 1:
             continue
@@ -114,11 +179,27 @@ def _move(own: Tensor, in_bucket: Tensor, bucket_address: int) -> _Move | None:
                 axes[-1] = (num * inner, inner_own, inner_stride)
                 continue
         axes.append((num, own_stride, stride))
-    if axes and axes[0][1:] != (1, 1):
+    if not axes or axes[0][1:] != (1, 1):
         axes.insert(0, (1, 1, 1))
-    if len(axes) > 2:
+    return axes
+
+
+def _moves(own: Tensor, in_bucket: Tensor, bucket_address: int) -> list[_Move] | None:
+    """Return the moves between two views of equal shape, or None if others move them."""
+    size = own.element_size()
+    layout = own.shape, own.stride(), in_bucket.stride()
+    if own.dtype != in_bucket.dtype or not are_rows(*layout, size):
         return None
-    row = axes[0][0] if axes else 1
-    rows, own_stride, stride = axes[1] if len(axes) > 1 else (1, 0, 0)
+    (row, _, _), *others = _axes(*layout)
+    rows, own_stride, stride = others[0] if others else (1, 0, 0)
+    outer = others[1:]
     at = in_bucket.data_ptr() - bucket_address
-    return own.data_ptr(), own_stride * size, at, stride * size, rows, row * size
+    moves = []
+    for index in product(*(range(num) for num, _, _ in outer)):
+        own_steps = sum(i * step for i, (_, step, _) in zip(index, outer, strict=True))
+        steps = sum(i * step for i, (_, _, step) in zip(index, outer, strict=True))
+        address = own.data_ptr() + own_steps * size
+        moves.append(
+            (address, own_stride * size, at + steps * size, stride * size, rows, row * size)
+        )
+    return moves

@@ -171,9 +171,7 @@ class PlacedBucket:
         """
         if self._one_pass is None:
             self._words_W.view(-1, ROW_WORDS).index_fill_(0, self._last_rows_P, 0)
-        self._copies.to_right()
-        for matrix in self._matrices:
-            matrix.quantize()
+        self._fill_words()
         if self._one_pass is not None:
             self._one_pass.pack(with_sums=sums_P is None)
         elif sums_P is None:
@@ -184,6 +182,12 @@ class PlacedBucket:
         self._words_W[1] = self.bucket.index
         if self._message_W is not self._words_W:
             self._message_W.copy_(self._words_W)
+
+    def _fill_words(self) -> None:
+        """Put what compiled code does not move, such as cast values, where it is in the bucket."""
+        self._copies.to_right()
+        for matrix in self._matrices:
+            matrix.quantize()
 
     def place(self, version: int) -> None:
         """Copy the received slices into this rank's own tensors. Waits for the device once.

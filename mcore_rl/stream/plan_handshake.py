@@ -13,7 +13,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.layouts.layout import Layout, check_rank
@@ -23,9 +23,10 @@ from mcore_rl.slices.plan.local import Flow, plan_recvs, plan_sends
 from mcore_rl.slices.plan.shares import ListedHosts
 from mcore_rl.stream.buckets import Bucket, plan_buckets
 from mcore_rl.stream.link_end import LinkEnd
+from mcore_rl.stream.one_pass import find_library
 from mcore_rl.stream.routes.channel import machine_id
 from mcore_rl.stream.routes.transport import TransferError
-from mcore_rl.stream.verify import kinds_of_sums
+from mcore_rl.stream.verify import XXH3, kinds_of_sums
 from mcore_rl.stream.wire import decode_shards, encode_shards
 
 _log = logging.getLogger(__name__)
@@ -46,12 +47,15 @@ class RankPlan:
     buckets  those this rank sends or receives, in order
     sums     kind of their checksums (verify.py), the same on all ranks of a link
     shards   this rank's own, by HF name
+    direct   peers that could write into this rank's memory or it into theirs; each peer's
+             OpenMemory.name, empty for a trainer rank
     """
 
     digest: str
     buckets: list[Bucket]
     sums: str
     shards: Mapping[str, Sequence[Shard]]
+    direct: Mapping[int, str]
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,28 @@ class _Draft:
     layouts: _Layouts
     hosts: ListedHosts
     sums: str
+    direct: Mapping[int, str]
     flows: Mapping[int, Flow]
 
     @property
     def digests(self) -> dict[int, str]:
         return {peer: flow.digest for peer, flow in self.flows.items()}
+
+
+@dataclass(frozen=True)
+class RankMachine:
+    """Where a rank runs, as it tells the other ranks.
+
+    name    machine_id()
+    sums    kinds of checksums that it computes
+    memory  name of an engine rank's OpenMemory, empty without
+    writes  whether a trainer rank can write into such memory
+    """
+
+    name: str
+    sums: Sequence[str]
+    memory: str = ""
+    writes: bool = False
 
 
 class PlanHandshake:
@@ -99,9 +120,17 @@ class PlanHandshake:
         Nothing waits for an engine rank before its loader is traced but what needs its shards: the
         trainer ranks plan meanwhile.
         """
-        own = [machine_id(), kinds_of_sums(self._end.device)]
-        self._store.publish("machine", self._end.rank, json.dumps(own).encode())
+        self._publish_machine()
         return self._agree_recorded(make_shards) or self._agree_listed(make_shards)
+
+    def _publish_machine(self) -> None:
+        end = self._end
+        memory = ""
+        if end.memory is not None and find_library() is not None:
+            memory = end.memory.name
+        writes = end.is_sender and find_library() is not None
+        own = RankMachine(machine_id(), kinds_of_sums(end.device), memory, writes)
+        self._store.publish("machine", end.rank, json.dumps(astuple(own)).encode())
 
     def _agree_recorded(self, make_shards: MakeShards) -> RankPlan | None:
         """Return the plan by the recorded layouts, or None if they don't hold for any rank."""
@@ -173,7 +202,12 @@ class PlanHandshake:
 
     def _draft(self, layouts: _Layouts) -> _Draft:
         """Plan this rank's part once the machines of all ranks are known."""
-        hosts, sums = self._collect_machines()
+        machines = [RankMachine(*json.loads(data)) for data in self._end.collect("machine")]
+        hosts = _hosts_of(machines, self._link.num_senders)
+        sums = _common_kind(self._link.names, [machine.sums for machine in machines])
+        direct: Mapping[int, str] = {}
+        if sums == XXH3:
+            direct = direct_peers(machines, self._link.num_senders, self._end.rank)
         end = self._end
         sides = end.side_rank, layouts.source, layouts.target, hosts
         if end.is_sender:
@@ -181,18 +215,7 @@ class PlanHandshake:
             flows = {num_senders + flow.peer: flow for flow in plan_sends(*sides)}
         else:
             flows = {flow.peer: flow for flow in plan_recvs(*sides)}
-        return _Draft(layouts, hosts, sums, flows)
-
-    def _collect_machines(self) -> tuple[ListedHosts, str]:
-        """Return the host of each rank, and the kind of checksums that all can compute.
-
-        The plan prefers pairs of ranks on one machine.
-        """
-        answers = [json.loads(data) for data in self._end.collect("machine")]
-        numbers = {machine: i for i, machine in enumerate(dict.fromkeys(m for m, _ in answers))}
-        hosts = tuple(numbers[machine] for machine, _ in answers)
-        sums = _common_kind(self._link.names, [kinds for _, kinds in answers])
-        return ListedHosts(hosts[: self._link.num_senders], hosts[self._link.num_senders :]), sums
+        return _Draft(layouts, hosts, sums, direct, flows)
 
     def _finish(self, draft: _Draft) -> RankPlan:
         """Return the plan of a draft: what travels between two ranks, cut into buckets."""
@@ -204,7 +227,8 @@ class PlanHandshake:
         buckets = plan_buckets(slices, self._link.num_receivers, self._link.bucket_bytes)
         facts = draft.hosts.sources, _shared_hosts(draft.hosts), draft.sums
         digest = hashlib.sha256(" ".join(map(str, (layouts.digest, *facts))).encode())
-        return RankPlan(f"{layouts.kind} {digest.hexdigest()}", buckets, draft.sums, own)
+        name = f"{layouts.kind} {digest.hexdigest()}"
+        return RankPlan(name, buckets, draft.sums, own, draft.direct)
 
     def _pair(self, peer: int) -> tuple[int, int]:
         """Return (source rank, target rank) of this rank and `peer`, each counted on its side."""
@@ -226,6 +250,27 @@ class PlanHandshake:
                     f"{self._end.name} and {self._link.names[peer]} made different plans for their"
                     f" pair: {digests[peer]}, {theirs}"
                 )
+
+
+def direct_peers(machines: Sequence[RankMachine], num_senders: int, rank: int) -> dict[int, str]:
+    """Return the peers of rank `rank` as in RankPlan.direct."""
+    own = machines[rank]
+    peers = range(num_senders, len(machines)) if rank < num_senders else range(num_senders)
+    direct = {}
+    for peer in peers:
+        theirs = machines[peer]
+        writes = own.writes or theirs.writes
+        memory = own.memory or theirs.memory
+        if own.name == theirs.name and writes and memory:
+            direct[peer] = theirs.memory
+    return direct
+
+
+def _hosts_of(machines: Sequence[RankMachine], num_senders: int) -> ListedHosts:
+    """Return the host of each rank; the plan prefers pairs of ranks on one machine."""
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(m.name for m in machines))}
+    hosts = tuple(numbers[machine.name] for machine in machines)
+    return ListedHosts(hosts[:num_senders], hosts[num_senders:])
 
 
 def _common_kind(names: Sequence[str], kinds: Sequence[Sequence[str]]) -> str:

@@ -26,6 +26,7 @@ from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.plan_handshake import HfTensors
 from mcore_rl.stream.reporting import publish_report, report_outcome
 from mcore_rl.stream.routes.choice import MakeTransport, make_routed_transport
+from mcore_rl.stream.routes.open_memory import OpenMemory
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.staging import Staging
 from mcore_rl.stream.wire import COMMAND_NAME, Command, Link, Report, decode_command
@@ -86,8 +87,14 @@ class WeightReceiver:
         self.close()
         self._store = None
         self._link = None
+        live = self._staging.live_segment(tensors) if self._staging is not None else None
         self._staging = None
-        end = LinkEnd.open(link, rank, common_device(tensors.values()))
+        memory = None
+        if link.staged:
+            self._staging = Staging(tensors, live)
+        if self._staging is not None and self._staging.segments is not None:
+            memory = OpenMemory(self._staging.segments)
+        end = LinkEnd.open(link, rank, common_device(tensors.values()), memory)
         self._store = end.store
 
         def trace(hf_tensors: HfTensors) -> Sequence[Shard]:
@@ -100,8 +107,8 @@ class WeightReceiver:
 
         self._connection = Connection(end, trace, self._make_transport)
         self._link = link
-        if link.staged:
-            self._staging = Staging(tensors)
+        if self._staging is not None:
+            self._staging.fill(tensors)
             start_background_stager(self._connection, self._staging)
         return Report(end.name, self._connection.digest, self._connection.num_bytes)
 

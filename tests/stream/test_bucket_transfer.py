@@ -13,6 +13,7 @@ from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.stream.bucket_transfer import NUM_SLOTS, BucketTransfer, RankBucket, plan_slots
 from mcore_rl.stream.buckets import Bucket, plan_buckets
+from mcore_rl.stream.direct_bucket import direct_words
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.placed_bucket import holdings
 from mcore_rl.stream.routes.choice import (
@@ -150,3 +151,16 @@ def test_buckets_of_a_peer_that_are_in_flight_together_never_overlap(
         for i, (start, stop) in enumerate(spans):
             for other_start, other_stop in spans[i + 1 : i + NUM_SLOTS]:
                 assert stop <= other_start or other_stop <= start
+
+
+@given(peers=st.lists(st.integers(0, 2), min_size=1, max_size=20))
+def test_messages_of_a_peer_that_writes_for_itself_have_a_slot_each(peers: list[int]) -> None:
+    (bucket,) = plan_buckets({(0, 0): [Slice(SHARD.box, "float32")]}, 1, 1 << 20)
+    buckets = [RankBucket(bucket, peer, ()) for peer in peers]
+    offsets, shared_words = plan_slots(buckets, direct=[1])
+    ours = [offset for offset, peer in zip(offsets, peers, strict=True) if peer == 1]
+    assert len(set(ours)) == len(ours)
+    assert shared_words.get(1, 0) == len(ours) * direct_words(bucket)
+    without, _ = plan_slots(buckets)
+    others = [i for i, peer in enumerate(peers) if peer != 1]
+    assert [offsets[i] for i in others] == [without[i] for i in others]

@@ -11,7 +11,7 @@ from xxhash import xxh3_64_intdigest
 
 from mcore_rl.slices.box import Box
 from mcore_rl.stream.buckets import HEADER_WORDS, BucketPiece
-from mcore_rl.stream.one_pass import OnePass, Part
+from mcore_rl.stream.one_pass import OnePass, Part, are_rows
 from mcore_rl.stream.verify import ROW_WORDS, XXH3, make_sums
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -140,3 +140,74 @@ def test_the_memory_of_own_tensors_is_kept() -> None:
         torch.zeros(1 << 16, dtype=torch.uint8)
     sender.pack(with_sums=True)
     assert pieces[0].values(words_W).tolist() == [5] * (1 << 16)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=st.lists(SIZES, min_size=1, max_size=5),
+    skew=st.integers(0, 70),
+    gap=st.sampled_from([0, 1, 64]),
+)
+def test_slices_written_elsewhere_have_the_sums_of_packed_ones(
+    sizes: list[int], skew: int, gap: int
+) -> None:
+    words_W, pieces = lay_out(sizes)
+    scratch_W = torch.full_like(words_W, 0x0707070707070707)
+    values = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    room = torch.zeros(skew + sum(sizes) + gap * len(sizes), dtype=torch.uint8)
+    places = []
+    at = skew
+    for size in sizes:
+        places.append(room[at : at + size])
+        at += size + gap
+
+    def parts_of(own: list[Tensor]) -> list[Part]:
+        views = (piece.values(scratch_W) for piece in pieces)
+        return [(i, part, view) for i, (part, view) in enumerate(zip(own, views, strict=True))]
+
+    packed = [(i, value, pieces[i].values(words_W)) for i, value in enumerate(values)]
+    bound(words_W, pieces, packed).pack(with_sums=True)
+    receiver = bound(scratch_W, pieces, parts_of(places))
+    written = bound(scratch_W, pieces, parts_of(values)).write(receiver.targets)
+    assert written.tolist() == sums_in(words_W, pieces) == receiver.sum_own().tolist()
+    assert all(map(torch.equal, places, values))
+    assert int(room.count_nonzero()) == sum(int(value.count_nonzero()) for value in values)
+
+
+def test_rows_apart_at_both_ends_and_cast_slices_are_written_with_their_sums() -> None:
+    words_W, pieces = lay_out([4000, 600], "float32")
+    first = pieces[0].values(words_W).view(2, 40, 50)
+    second = pieces[1].values(words_W)
+    source = torch.randn(2, 90, 100)[:, 5:45, 50:]
+    target = torch.zeros(3, 41, 60)
+    column = torch.zeros(600, 2)
+    cast = torch.randn(600, dtype=torch.float64)
+    sender = bound(words_W, pieces, [(0, source, first), (1, cast, second)])
+    places = [(0, target[1:, :40, 7:57], first), (1, column[:, 1], second)]
+    receiver = bound(words_W, pieces, places)
+    assert sender.rest == [(1, cast, second)]
+    second.copy_(cast)
+    written = sender.write(receiver.targets).tolist()
+    assert torch.equal(target[1:, :40, 7:57], source)
+    assert torch.equal(column[:, 1], cast.float())
+    assert int(target.count_nonzero()) == int(source.count_nonzero())
+    assert not column[:, 0].any()
+    assert receiver.sum_own().tolist() == written
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "expected"),
+    [
+        ((4, 5), (5, 1), True),
+        ((4, 5), (9, 1), True),
+        ((600,), (2,), True),
+        ((4, 5), (1, 4), False),
+        ((2, 4, 16), (200, 20, 1), True),
+        ((2, 4, 15), (200, 20, 1), False),
+    ],
+)
+def test_parts_of_many_short_rows_are_left_to_torch(
+    shape: tuple[int, ...], strides: tuple[int, ...], expected: bool
+) -> None:
+    dense = torch.empty(shape, device="meta").stride()
+    assert are_rows(shape, strides, dense, 4) == expected

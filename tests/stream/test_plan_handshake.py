@@ -1,6 +1,8 @@
 """The handshake of ranks in threads: one plan, recorded or listed layouts, errors with names."""
 
 import json
+import mmap
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,9 +17,18 @@ from mcore_rl.slices.layouts.recorded import RecordedLayouts
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.slices.strides import contiguous_strides
 from mcore_rl.stream.link_end import LinkEnd
-from mcore_rl.stream.plan_handshake import HfTensors, MakeShards, PlanHandshake, RankPlan
+from mcore_rl.stream.plan_handshake import (
+    HfTensors,
+    MakeShards,
+    PlanHandshake,
+    RankMachine,
+    RankPlan,
+    direct_peers,
+)
 from mcore_rl.stream.routes.channel import machine_id
+from mcore_rl.stream.routes.open_memory import OpenMemory
 from mcore_rl.stream.routes.transport import TransferError
+from mcore_rl.stream.segment import Segment
 from mcore_rl.stream.verify import ROWS, XXH3
 from mcore_rl.stream.wire import Link, encode_shards
 from tests.support.link_ends import make_link, open_ends, run_ranks
@@ -210,3 +221,31 @@ def test_ranks_without_a_common_kind_of_checksum_are_named() -> None:
         match=r"no kind of checksum in common .*rank 0 of engine engine-0: later\); run one",
     ):
         PlanHandshake(sender).run(lambda _: row_cut(HF, 0, 1, "float32")[0])
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_ranks_of_one_machine_may_write_into_an_engine_rank_that_opens_its_memory() -> None:
+    _store, link = make_link(**TWO_TO_TWO)
+    *ends, last = open_ends(link)
+    memory = OpenMemory([Segment(mmap.PAGESIZE), Segment(mmap.PAGESIZE)])
+    plans = run_ranks([planning(end) for end in (*ends, replace(last, memory=memory))])
+    into_last = {3: memory.name}
+    assert [own.direct for own in plans] == [into_last, into_last, {}, {0: "", 1: ""}]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "expected"),
+    [
+        (RankMachine("here", [XXH3], writes=True), {0: ""}),
+        (RankMachine("elsewhere", [XXH3], writes=True), {}),
+        (RankMachine("here", [XXH3], writes=False), {}),
+    ],
+)
+def test_only_trainer_ranks_of_the_machine_that_have_a_compiler_write(
+    trainer: RankMachine, expected: dict[int, str]
+) -> None:
+    engine = RankMachine("here", [XXH3], memory="socket")
+    assert direct_peers([trainer, engine], 1, 1) == expected
+    assert direct_peers([trainer, engine], 1, 0) == dict.fromkeys(
+        (1,) if expected else (), "socket"
+    )

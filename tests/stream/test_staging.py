@@ -47,3 +47,40 @@ def test_only_the_version_that_is_staged_whole_can_be_swapped_in(staged: int | N
     ):
         staging.swap(3, parameters)
     assert torch.equal(parameters["alone"], torch.arange(4.0))
+
+
+def test_both_sets_lie_in_segments_and_parameters_that_share_memory_stay() -> None:
+    parameters = make_parameters()
+    left = parameters["left"].data_ptr()
+    staging = Staging(parameters)
+    assert staging.segments is not None
+    live, staged = staging.segments
+    assert live.holds(parameters["alone"]) and not live.holds(parameters["left"])
+    assert parameters["left"].data_ptr() == left
+    assert all(staged.holds(tensor) for tensor in staging.tensors.values())
+    assert parameters["alone"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_the_next_staging_takes_over_the_live_segment_and_never_the_other_one() -> None:
+    parameters = make_parameters()
+    first = Staging(parameters)
+    first.version = 1
+    first.fill(parameters)
+    first.swap(1, parameters)
+    assert first.segments is not None
+    live = first.live_segment(parameters)
+    assert live is first.segments[1], "after a swap the second set is in use"
+    address = parameters["alone"].data_ptr()
+    second = Staging(parameters, live)
+    assert second.segments is not None and second.segments[0] is live
+    assert parameters["alone"].data_ptr() == address
+    assert second.segments[1] not in first.segments, "ranks of a failed link may write to them"
+    parameters["alone"].data = torch.zeros(4)
+    assert second.live_segment(parameters) is None
+
+
+def test_the_second_set_starts_with_the_parameters_values() -> None:
+    parameters = make_parameters()
+    staging = Staging(parameters)
+    staging.fill(parameters)
+    assert all(torch.equal(staging.tensors[name], parameters[name]) for name in parameters)

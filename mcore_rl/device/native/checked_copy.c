@@ -4,6 +4,7 @@
 
    pack    own memory --copy--> bucket --sum-->
    place   bucket --sum-->, then bucket --copy, past the cache--> own memory
+   write   own memory --sum-->, then own memory --copy, past the cache--> another rank's memory
 
    The checksum is XXH3 (64 bits, seed 0, its usual secret) of the slice padded with zeros, as the
    xxhash library computes it: 8 lanes take in stripes of 64 bytes and are scrambled every 16. Only
@@ -101,11 +102,10 @@ static const lanes_t START = {
     0x85EBCA77C2B2AE63u, 0x85EBCA77u, 0x27D4EB2F165667C5u, PRIME32,
 };
 
-/* Takes in what is left of `bytes` at `from` after whole blocks, and returns the checksum. */
-static uint64_t finish(lanes_t sum, const char *from, int64_t bytes) {
-    const int64_t done = (bytes - 1) / BLOCK * BLOCK;
-    sum = take_stripes(sum, from + done, (bytes - 1 - done) / STRIPE);
-    sum = take(sum, from + bytes - STRIPE, 121);
+/* Takes in the `left` bytes at `rest` that follow whole blocks, and returns the checksum of all. */
+static uint64_t finish(lanes_t sum, const char *rest, int64_t left, int64_t bytes) {
+    sum = take_stripes(sum, rest, (left - 1) / STRIPE);
+    sum = take(sum, rest + left - STRIPE, 121);
     uint64_t hash = (uint64_t)bytes * 0x9E3779B185EBCA87u;
     for (int i = 0; i < 4; i++) {
         uint64_t key[2];
@@ -161,11 +161,30 @@ static uint64_t one_pass(char *slice, char *own, int64_t bytes, int64_t padded, 
         if (summed > 0) sum = take_blocks(sum, slice + at, summed / BLOCK);
         if (placing && moved > 0) stream(own + at, slice + at, moved);
     }
-    return finish(sum, slice, padded);
+    return finish(sum, slice + whole, padded - whole, padded);
 }
 
 static uint64_t checksum(const char *from, int64_t bytes) {
-    return finish(take_blocks(START, from, (bytes - 1) / BLOCK), from, bytes);
+    const int64_t whole = (bytes - 1) / BLOCK * BLOCK;
+    return finish(take_blocks(START, from, whole / BLOCK), from + whole, bytes - whole, bytes);
+}
+
+/* Sums a slice where it lies in one piece, and copies it to `to` unless that is NULL. */
+static uint64_t sum_through(char *to, const char *own, int64_t bytes, int64_t padded) {
+    const int64_t last = (padded - 1) / BLOCK * BLOCK;
+    const int64_t whole = bytes / BLOCK * BLOCK < last ? bytes / BLOCK * BLOCK : last;
+    lanes_t sum = START;
+    for (int64_t at = 0; at < whole; at += PLACED) {
+        const int64_t taken = whole - at < PLACED ? whole - at : PLACED;
+        sum = take_blocks(sum, own + at, taken / BLOCK);
+        if (to) stream(to + at, own + at, taken);
+    }
+    char rest[2 * BLOCK] = {0}; /* less than a block of bytes and a row of padding, or a block */
+    memcpy(rest, own + whole, bytes - whole);
+    if (to) memcpy(to + whole, own + whole, bytes - whole);
+    const int64_t in_rest = last - whole;
+    sum = take_blocks(sum, rest, in_rest / BLOCK);
+    return finish(sum, rest + in_rest, padded - last, padded);
 }
 
 static void move(const move_t *m, char *bucket, int placing) {
@@ -178,6 +197,10 @@ static void move(const move_t *m, char *bucket, int placing) {
     }
 }
 
+static int in_one_piece(int64_t count, const move_t *moves, int64_t bytes) {
+    return count == 1 && moves->rows == 1 && moves->row_bytes == bytes;
+}
+
 /* Moves slices between `bucket` and the memory that their moves name, and writes their checksums.
 
    sums   one for each slice; NULL if they are not wanted
@@ -186,8 +209,7 @@ void move_slices(char *bucket, int64_t slices, const slice_t *slice, const move_
                  int placing, uint64_t *sums) {
     for (int64_t i = 0; i < slices; i++, slice++) {
         char *first = bucket + slice->first;
-        const int is_whole = slice->moves == 1 && moves->rows == 1 &&
-                             moves->row_bytes == slice->bytes;
+        const int is_whole = in_one_piece(slice->moves, moves, slice->bytes);
         if (!placing) memset(first + slice->bytes, 0, slice->padded - slice->bytes);
         if (is_whole && sums) {
             sums[i] = one_pass(first, moves->own, slice->bytes, slice->padded, placing);
@@ -197,6 +219,35 @@ void move_slices(char *bucket, int64_t slices, const slice_t *slice, const move_
             if (!placing && sums) sums[i] = checksum(first, slice->padded);
         }
         moves += slice->moves;
+    }
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
+
+/* Sums slices and, if there are `targets`, copies them to the memory that those name.
+
+   scratch    of the size of a bucket: slices that own memory holds in parts are joined there
+   moves      where slices lie in own memory; bytes that no move names are in `scratch` already
+   targets    where they go, targets_of[i] of them for slice i; NULL to sum own memory alone */
+void write_slices(char *scratch, int64_t slices, const slice_t *slice, const move_t *moves,
+                  const int64_t *targets_of, const move_t *targets, uint64_t *sums) {
+    for (int64_t i = 0; i < slices; i++, slice++) {
+        char *first = scratch + slice->first;
+        const char *from = first;
+        if (in_one_piece(slice->moves, moves, slice->bytes)) {
+            from = moves->own;
+        } else {
+            for (int64_t j = 0; j < slice->moves; j++) move(moves + j, scratch, 0);
+        }
+        moves += slice->moves;
+        const int64_t count = targets ? targets_of[i] : 0;
+        const int goes_whole = count && in_one_piece(count, targets, slice->bytes);
+        char *to = goes_whole ? targets->own : NULL;
+        sums[i] = sum_through(to, from, slice->bytes, slice->padded);
+        char *bucket = (char *)from - slice->first;
+        for (int64_t j = 0; j < count && !goes_whole; j++) move(targets + j, bucket, 1);
+        targets += count;
     }
 #ifdef __SSE2__
     _mm_sfence();

@@ -33,11 +33,10 @@ from torch import Tensor
 from mcore_rl.device.gpu_memory import export_memory, open_memory
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.routes.transport import FAILURE_POLL_S, TransferError
+from mcore_rl.stream.segment import map_segment
 from mcore_rl.stream.verify import WORD_BYTES
 
 _COUNTERS_BYTES = mmap.PAGESIZE
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux"""
 _WRITTEN = 0
 _READ = 8
 """Indices of the two counters, each on a cache line of its own: messages the sender wrote, and
@@ -168,7 +167,7 @@ class SegmentServer:
                 self._listener.settimeout(max(0.001, end.deadline_s - time.monotonic()))
                 try:
                     peer = self._listener.accept()[0]
-                    rank = _check_user(peer)
+                    rank = check_user(peer)
                 except TimeoutError as error:
                     late = ", ".join(names[rank] for rank in sorted(missing))
                     message = f"{end.name} waited in vain for {late} to fetch their shared memory"
@@ -212,7 +211,7 @@ def fetch_channel(end: LinkEnd, sender: int, server: str, segment: SegmentSpec) 
     return Channel(peer, mapped, Bells(*bells), gpu_words_W, is_sender=False)
 
 
-def _check_user(peer: socket.socket) -> int:
+def check_user(peer: socket.socket) -> int:
     """Return the rank that a peer says it is; only processes of the same user are let in."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     user = struct.unpack("3i", credentials)[1]
@@ -241,17 +240,8 @@ def _serve_segment(peer: socket.socket, segment: SegmentSpec) -> Channel:
 
 
 def _map(descriptor: int, segment: SegmentSpec) -> mmap.mmap:
-    """Map the segment and close its descriptor; the mapping keeps the memory.
-
-    Pages are large where the system allows it, and are populated now, so that the first sync
-    doesn't wait for them.
-    """
+    """Map the segment and close its descriptor; the mapping keeps the memory."""
     try:
-        mapped = mmap.mmap(descriptor, segment.host_bytes, flags=mmap.MAP_SHARED)
+        return map_segment(descriptor, segment.host_bytes)
     finally:
         os.close(descriptor)
-    with suppress(OSError):  # a kernel without large pages
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    with suppress(OSError):  # before Linux 5.14 the first sync populates them
-        mapped.madvise(_POPULATE_WRITE)
-    return mapped
