@@ -10,10 +10,8 @@ from typing import Any
 from grpo_workload import BY_NAME, LEARNING_RATE, MAX_PROMPT_LEN, Workload
 from quiet_command import ROOT, output_of
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "SmolLM2-32x128": {"train.router_aux_loss_coef": 0.0, "train.share_prefixes": True},
-}
-"""Options that a workload's run sets besides, found by trying."""
+DENSE = {"train.router_aux_loss_coef": 0.0}
+"""Options of a run whose model has no experts."""
 
 
 def settings_of(workload: Workload, folder: Path, run_dir: Path, num_steps: int) -> dict[str, Any]:
@@ -46,8 +44,9 @@ def settings_of(workload: Workload, folder: Path, run_dir: Path, num_steps: int)
         "checkpoint.every_steps": 0,
         "checkpoint.export_hf": False,
         "log.tensorboard": False,
+        "train.share_prefixes": True,  # faster in all workloads
         "parallel.ep": 1,
-        **LAYOUTS.get(workload.name, {}),
+        **(DENSE if workload.shape is None else {}),
     }
 
 
