@@ -60,7 +60,7 @@ def test_a_process_computes_with_its_part_of_the_cores(
         rank = Rank("trainer", sharers, tmp_path / f"{sharers}.log")
         actor = start_actor(rank, replace(slot, sharers=sharers), None, threads=1)
         assert ray.get(actor.build.remote(60, Computer), timeout=60) is None
-        found = ray.get(actor.call.remote(60, "threads"), timeout=60)
+        [found] = ray.get([actor.call.remote(60, "threads")], timeout=60)
         ray.kill(actor)
         return found
 
