@@ -25,14 +25,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
 
 import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import export_memory, open_memory
 from mcore_rl.stream.link_end import LinkEnd
-from mcore_rl.stream.routes.transport import FAILURE_POLL_S, TransferError
+from mcore_rl.stream.routes.rank_server import RankServer, connect
+from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.segment import map_segment
 from mcore_rl.stream.verify import WORD_BYTES
 
@@ -150,31 +150,16 @@ class SegmentServer:
     """A sender's abstract socket, where the receivers of its machine fetch their segments."""
 
     def __init__(self) -> None:
-        self.name = f"mcore_rl-{uuid4().hex}"
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(f"\0{self.name}")
-        self._listener.listen()
+        self._server = RankServer()
+        self.name = self._server.name
 
     def serve(self, end: LinkEnd, segments: Mapping[int, SegmentSpec]) -> dict[int, Channel]:
         """Return a channel to each receiver in `segments`, by rank; they may come in any order.
 
         Raises TransferError, which names those that did not come by end.deadline_s.
         """
-        names = end.link.names
-        channels: dict[int, Channel] = {}
-        with self._listener:
-            while missing := segments.keys() - channels.keys():
-                self._listener.settimeout(max(0.001, end.deadline_s - time.monotonic()))
-                try:
-                    peer = self._listener.accept()[0]
-                    rank = check_user(peer)
-                except TimeoutError as error:
-                    late = ", ".join(names[rank] for rank in sorted(missing))
-                    message = f"{end.name} waited in vain for {late} to fetch their shared memory"
-                    raise TransferError(message, peer_lost=True) from error
-                assert rank in missing, f"rank {rank} came to fetch memory that is not for it"
-                channels[rank] = _serve_segment(peer, segments[rank])
-        return channels
+        peers = self._server.accept(end, segments, "fetch their shared memory")
+        return {rank: _serve_segment(peer, segments[rank]) for rank, peer in peers}
 
 
 def fetch_channel(end: LinkEnd, sender: int, server: str, segment: SegmentSpec) -> Channel:
@@ -185,10 +170,8 @@ def fetch_channel(end: LinkEnd, sender: int, server: str, segment: SegmentSpec) 
     """
     name = end.link.names[sender]
     peer = socket.socket(socket.AF_UNIX)
-    peer.settimeout(max(0.001, end.deadline_s - time.monotonic()))
     try:
-        peer.connect(f"\0{server}")
-        peer.sendall(struct.pack("q", end.rank))
+        connect(peer, end, server)
         sizes = array.array("q", [0, 0])
         data, descriptors, _, _ = socket.recv_fds(peer, 2 * sizes.itemsize, 3)
         if not descriptors:
@@ -209,15 +192,6 @@ def fetch_channel(end: LinkEnd, sender: int, server: str, segment: SegmentSpec) 
         peer.close()
         raise TransferError(f"no shared memory from {name}: {error}", peer_lost=True) from error
     return Channel(peer, mapped, Bells(*bells), gpu_words_W, is_sender=False)
-
-
-def check_user(peer: socket.socket) -> int:
-    """Return the rank that a peer says it is; only processes of the same user are let in."""
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    user = struct.unpack("3i", credentials)[1]
-    assert user == os.getuid(), f"a process of user {user} asked for shared memory"
-    peer.settimeout(FAILURE_POLL_S)
-    return struct.unpack("q", peer.recv(8, socket.MSG_WAITALL))[0]
 
 
 def _serve_segment(peer: socket.socket, segment: SegmentSpec) -> Channel:

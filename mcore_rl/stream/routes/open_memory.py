@@ -18,13 +18,12 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from uuid import uuid4
 
 import numpy as np
 
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.one_pass import Targets
-from mcore_rl.stream.routes.channel import check_user
+from mcore_rl.stream.routes.rank_server import RankServer, connect
 from mcore_rl.stream.routes.transport import TransferError, wait_until
 from mcore_rl.stream.segment import Segment, map_segment
 from mcore_rl.types import Array
@@ -44,36 +43,21 @@ class OpenMemory:
     def __init__(self, segments: Sequence[Segment]) -> None:
         assert len(segments) == _NUM_SETS, f"{len(segments)} segments"
         self._segments = segments
-        self.name = f"mcore_rl-{uuid4().hex}"
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(f"\0{self.name}")
-        self._listener.listen()
+        self._server = RankServer()
+        self.name = self._server.name
 
     def serve(self, end: LinkEnd, opens_to: Mapping[int, bool]) -> dict[int, "WriteGrants"]:
         """Open the memory to the trainer ranks for which `opens_to` is true, decline to the others.
 
         Raises TransferError, which names those that did not ask by end.deadline_s.
         """
-        names = end.link.names
         grants: dict[int, WriteGrants] = {}
-        asked: set[int] = set()
-        with self._listener:
-            while missing := opens_to.keys() - asked:
-                self._listener.settimeout(max(0.001, end.deadline_s - time.monotonic()))
-                try:
-                    peer = self._listener.accept()[0]
-                    rank = check_user(peer)
-                except TimeoutError as error:
-                    late = ", ".join(names[rank] for rank in sorted(missing))
-                    message = f"{end.name} waited in vain for {late} to ask for its memory"
-                    raise TransferError(message, peer_lost=True) from error
-                assert rank in missing, f"rank {rank} asked for memory that is not for it"
-                asked.add(rank)
-                if opens_to[rank]:
-                    grants[rank] = self._open(peer)
-                else:
-                    peer.sendall(_OFFER.pack(0, 0))
-                    peer.close()
+        for rank, peer in self._server.accept(end, opens_to, "ask for its memory"):
+            if opens_to[rank]:
+                grants[rank] = self._open(peer)
+            else:
+                peer.sendall(_OFFER.pack(0, 0))
+                peer.close()
         return grants
 
     def _open(self, peer: socket.socket) -> "WriteGrants":
@@ -145,10 +129,8 @@ class WriteAccess:
         Returns None if it declines. Raises TransferError if it does not answer by end.deadline_s.
         """
         peer = socket.socket(socket.AF_UNIX)
-        peer.settimeout(max(0.001, end.deadline_s - time.monotonic()))
         try:
-            peer.connect(f"\0{server}")
-            peer.sendall(struct.pack("q", end.rank))
+            connect(peer, end, server)
             data, descriptors, _, _ = socket.recv_fds(peer, _OFFER.size, _NUM_SETS)
             if len(data) < _OFFER.size:
                 raise ConnectionResetError("the process is gone")

@@ -1,0 +1,63 @@
+"""An abstract socket of one rank, to which ranks of the same machine connect once each."""
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Collection, Iterator
+from uuid import uuid4
+
+from mcore_rl.stream.link_end import LinkEnd
+from mcore_rl.stream.routes.transport import FAILURE_POLL_S, TransferError
+
+
+class RankServer:
+    """Listens under `name`, which the other ranks must be told."""
+
+    def __init__(self) -> None:
+        self.name = f"mcore_rl-{uuid4().hex}"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen()
+
+    def accept(
+        self, end: LinkEnd, ranks: Collection[int], purpose: str
+    ) -> Iterator[tuple[int, socket.socket]]:
+        """Yield each of `ranks` and the socket to it, in the order in which they come.
+
+        Then nobody can connect any more. Raises TransferError, which names those that did not come
+        by end.deadline_s and the `purpose`.
+        """
+        missing = set(ranks)
+        with self._listener:
+            while missing:
+                self._listener.settimeout(max(0.001, end.deadline_s - time.monotonic()))
+                try:
+                    peer = self._listener.accept()[0]
+                    rank = _check_user(peer)
+                except TimeoutError as error:
+                    late = ", ".join(end.link.names[rank] for rank in sorted(missing))
+                    message = f"{end.name} waited in vain for {late} to {purpose}"
+                    raise TransferError(message, peer_lost=True) from error
+                assert rank in missing, f"rank {rank} came uninvited to {purpose}"
+                missing.remove(rank)
+                yield rank, peer
+
+
+def connect(peer: socket.socket, end: LinkEnd, server: str) -> None:
+    """Connect `peer` to the RankServer named `server` by end.deadline_s, and say who comes.
+
+    Raises OSError.
+    """
+    peer.settimeout(max(0.001, end.deadline_s - time.monotonic()))
+    peer.connect(f"\0{server}")
+    peer.sendall(struct.pack("q", end.rank))
+
+
+def _check_user(peer: socket.socket) -> int:
+    """Return the rank that a peer says it is; only processes of the same user are let in."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    user = struct.unpack("3i", credentials)[1]
+    assert user == os.getuid(), f"a process of user {user} asked for shared memory"
+    peer.settimeout(FAILURE_POLL_S)
+    return struct.unpack("q", peer.recv(8, socket.MSG_WAITALL))[0]
