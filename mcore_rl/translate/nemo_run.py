@@ -4,7 +4,7 @@ from typing import Any
 
 from mcore_rl.translate.foreign import Decision, ForeignOptions, Found, RecipeLine
 from mcore_rl.translate.nemo_policy import loop_of
-from mcore_rl.translate.tables import differing, renamed
+from mcore_rl.translate.tables import differing, renamed, switched
 
 NO_END = 100_000
 """From so many steps on, it is the epochs that end a run."""
@@ -97,12 +97,8 @@ def translate_run(options: ForeignOptions) -> Found:
 
 
 def _trackers(options: ForeignOptions) -> Found:
-    if options.take("logger.wandb_enabled", False):
-        project = options.take("logger.wandb.project", "grpo-dev")
-        sources = ("logger.wandb.project", "logger.wandb_enabled")
-        yield RecipeLine("log.wandb_project", project, sources)
-    if options.take("logger.mlflow_enabled", False):
-        address = options.take("logger.mlflow.tracking_uri", "http://localhost:5000")
-        sources = ("logger.mlflow.tracking_uri", "logger.mlflow_enabled")
-        yield RecipeLine("log.mlflow_uri", address, sources)
+    names = ("logger.wandb_enabled", "logger.wandb.project")
+    yield from switched(options, *names, "log.wandb_project", "grpo-dev")
+    names = ("logger.mlflow_enabled", "logger.mlflow.tracking_uri")
+    yield from switched(options, *names, "log.mlflow_uri", "http://localhost:5000")
     yield from renamed(options, {"logger.tensorboard_enabled": ("log.tensorboard", False)})

@@ -5,7 +5,7 @@ from typing import Any
 
 from mcore_rl.translate.foreign import Decision, ForeignOptions, Found, RecipeLine
 from mcore_rl.translate.slime_layout import first_given
-from mcore_rl.translate.tables import differing, renamed
+from mcore_rl.translate.tables import differing, renamed, switched
 
 REWARDS = {
     "deepscaler": "math",
@@ -216,10 +216,8 @@ def translate_run(options: ForeignOptions) -> Found:
 
 
 def _trackers(options: ForeignOptions) -> Found:
-    if options.take("--use-wandb", False):
-        project = options.take("--wandb-project", "slime")
-        sources = ("--wandb-project", "--use-wandb")
-        yield RecipeLine("log.wandb_project", project, sources)
+    names = ("--use-wandb", "--wandb-project")
+    yield from switched(options, *names, "log.wandb_project", "slime")
     yield from renamed(options, {"--use-tensorboard": ("log.tensorboard", False)})
     switches = ("--profile", "--use-pytorch-profiler")
     if [name for name in switches if options.take(name, False)]:

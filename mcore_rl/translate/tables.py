@@ -17,6 +17,12 @@ def renamed(options: ForeignOptions, table: Mapping[str, tuple[str, Any]]) -> Fo
             yield RecipeLine(ours, value, (theirs,))
 
 
+def switched(options: ForeignOptions, switch: str, theirs: str, ours: str, default: Any) -> Found:
+    """Yield the option `theirs` under its name in a recipe, `ours`, if `switch` is on."""
+    if options.take(switch, False):
+        yield RecipeLine(ours, options.take(theirs, default), (theirs, switch))
+
+
 def differing(options: ForeignOptions, table: Mapping[str, tuple[Any, str]]) -> Found:
     """Yield what is left to the user: options that have no counterpart, unless they say nothing.
 

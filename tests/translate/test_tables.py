@@ -1,7 +1,7 @@
 """Tables of options make lines, decisions and reasons."""
 
 from mcore_rl.translate.foreign import Decision, ForeignOptions, RecipeLine
-from mcore_rl.translate.tables import differing, longest_prefix, renamed
+from mcore_rl.translate.tables import differing, longest_prefix, renamed, switched
 
 
 def test_renamed_options_have_the_others_default() -> None:
@@ -9,6 +9,13 @@ def test_renamed_options_have_the_others_default() -> None:
     table = {"a": ("x", 1), "b": ("y", 2), "c": ("z", None)}
     assert list(renamed(options, table)) == [RecipeLine("x", 3, ("a",)), RecipeLine("y", 2, ("b",))]
     assert not options.left()
+
+
+def test_an_option_behind_a_switch_counts_if_that_is_on() -> None:
+    on, off = (ForeignOptions({"use": use}, is_whole=False) for use in (True, False))
+    line = RecipeLine("log.x", "theirs", ("project", "use"))
+    assert list(switched(on, "use", "project", "log.x", "theirs")) == [line]
+    assert not list(switched(off, "use", "project", "log.x", "theirs"))
 
 
 def test_options_that_differ_are_left_to_the_user() -> None:
