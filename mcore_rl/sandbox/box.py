@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,8 +19,7 @@ FILES_S = 60.0
 GRACE_S = 10.0
 """Time between the deadline that a box keeps itself, and the one that its caller enforces."""
 _PIPE_BYTES = 1 << 16
-_CPU_SHARE = 0.95
-"""The kernel ends a program by its own clock, which may run ahead of the account."""
+_CPU_ENDED = 128 + signal.SIGXCPU
 
 
 class FilesRefused(ValueError):
@@ -190,10 +190,8 @@ class ProgramBox:
         if used["is_late"]:
             verdict = RunVerdict.TIMEOUT
             killed = f"no end within {step.limits.wall_s:g} s"
-        elif (
-            status == 137
-            and cpu_s >= step.limits.cpu_s * _CPU_SHARE
-            and verdict == RunVerdict.WRONG
+        elif verdict == RunVerdict.WRONG and (
+            status == _CPU_ENDED or (status == 137 and cpu_s >= step.limits.cpu_s)
         ):
             verdict = RunVerdict.TIMEOUT
         return RunRecord(

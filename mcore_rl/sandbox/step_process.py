@@ -15,6 +15,8 @@ from mcore_rl.sandbox import linux, seccomp
 from mcore_rl.sandbox.isolation import BOX, INNER_ID
 
 _MOST_DESCRIPTORS = 1 << 20
+_SPARE_CPU_S = 1
+"""Seconds from SIGXCPU, whose status says why a program ended, to SIGKILL for one that stays."""
 
 
 def enter_cgroups(joins: Sequence[int]) -> None:
@@ -72,7 +74,8 @@ def _set_limits(limits: dict[str, int]) -> None:
                 f"{name}={value} is above the hard limit {hard} of this machine: raise it"
                 " (ulimit -H, limits.conf, the container), or ask for less"
             )
-        resource.setrlimit(number, (value, value))
+        most = value if name != "RLIMIT_CPU" else value + _SPARE_CPU_S
+        resource.setrlimit(number, (value, most if hard < 0 else min(most, hard)))
 
 
 def run_python(path: str, kept: frozenset[str]) -> NoReturn:

@@ -37,6 +37,12 @@ def run(worker: Worker, source: str, **changes: object) -> RunRecord:
         ("while True: pass", {"wall_s": 1.0}, RunVerdict.TIMEOUT, "no end within 1 s"),
         ("import time; time.sleep(60)", {"wall_s": 0.5}, RunVerdict.TIMEOUT, "no end within 0.5 s"),
         ("while True: pass", {"cpu_s": 1}, RunVerdict.TIMEOUT, ""),
+        (
+            "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
+            {"cpu_s": 1},
+            RunVerdict.TIMEOUT,
+            "",
+        ),
         ("while True: print('x' * 999)", {}, RunVerdict.KILLED, "more than 64 KiB of output"),
     ],
 )
