@@ -44,5 +44,5 @@ def start_actor(
     if threads > 1:
         make_remote = make_remote(concurrency_groups={BULK: BULK_THREADS})
     # Whoever set the number of threads gets it in every process.
-    sharers = 0 if THREADS in os.environ else slot.sharers
-    return make_remote(actor_cls).options(**options).remote(str(rank.log_path), sharers)
+    cores = (slot.sharers, os.environ.get(THREADS)) if slot.sharers else None
+    return make_remote(actor_cls).options(**options).remote(str(rank.log_path), cores)

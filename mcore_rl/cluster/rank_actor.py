@@ -56,10 +56,10 @@ class RankActor:
     deadlines are kept before the worker's module is imported.
     """
 
-    def __init__(self, log_path: str, sharers: int = 0) -> None:
-        """Redirect the output to `log_path`. `sharers`: see Slot."""
-        if sharers:
-            take_cores(sharers)
+    def __init__(self, log_path: str, cores: tuple[int, str | None] | None = None) -> None:
+        """Redirect the output to `log_path`; take_cores(*cores) where `cores` is given."""
+        if cores:
+            take_cores(*cores)
         self._environment = dict(os.environ)
         gc.disable()  # until the worker is built: what Ray unpickles for it imports torch
         redirect_output(Path(log_path))

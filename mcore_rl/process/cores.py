@@ -11,13 +11,13 @@ QUIET = {_WAIT_POLICY: "passive"}
 beside busy ones, a decode step of a small model then took 50 times as long."""
 
 
-def take_cores(sharers: int) -> None:
+def take_cores(sharers: int, threads: str | None = None) -> None:
     """Have this process, which has not loaded torch, compute with its part of the machine's cores.
 
-    `sharers` processes, this one included, share them.
+    `sharers` processes, this one included, share them; `threads`, if given, is what each takes.
     """
     os.environ.setdefault(_WAIT_POLICY, QUIET[_WAIT_POLICY])
-    os.environ[THREADS] = str(max(1, num_cores() // sharers))
+    os.environ[THREADS] = threads or str(max(1, num_cores() // sharers))
 
 
 def num_cores() -> int:

@@ -21,6 +21,13 @@ def test_processes_share_the_cores(cores: int, sharers: int, threads: str, monke
     assert os.environ["OMP_WAIT_POLICY"] == "passive"
 
 
+def test_whoever_sets_threads_has_quiet_ones(monkeypatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    take_cores(1, "3")
+    assert (os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"]) == ("3", "passive")
+
+
 def test_two_threads_of_a_core_are_one(monkeypatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
