@@ -12,10 +12,11 @@
 
 #include "exponential.h"
 #include "parallel.h"
-#include "sgemm.h"
+#include "product.h"
 
 #define AHEAD 12 /* keys */
 #define LINE 16  /* floats of a cache line */
+#define PIECE 128 /* outputs of an expert that a thread computes at a time */
 #define WORTHWHILE 4194304 /* multiplications of a thread, some 0.1 ms */
 
 typedef struct {
@@ -57,24 +58,6 @@ typedef struct {
 static int threads_for(const shape_t *s, int64_t work) {
     const int64_t worthwhile = 1 + work / WORTHWHILE;
     return (int)(worthwhile < s->threads ? worthwhile : s->threads);
-}
-
-/* y = x w^T + beta y; each thread computes some of the outputs. */
-static void product(sgemm_t *sgemm, int threads, int64_t rows, int64_t outputs, int64_t inputs,
-                    const float *x, const float *w, float *y, float beta) {
-    const int n = (int)rows, k = (int)inputs, stride = (int)outputs;
-    const float one = 1.0f;
-    if (rows == 0) return;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int part = 0; part < threads; part++) {
-        const int64_t lines = (outputs + LINE - 1) / LINE;
-        const int64_t first = lines * part / threads * LINE;
-        const int64_t next = lines * (part + 1) / threads * LINE;
-        const int m = (int)((next < outputs ? next : outputs) - first);
-        if (m > 0)
-            sgemm("T", "N", &m, &n, &k, &one, w + first * inputs, &k, x, &k, &beta, y + first,
-                  &stride);
-    }
 }
 
 static void rms_norm_row(const float *x, const float *weight, int64_t size, float eps, float *y) {
@@ -216,26 +199,47 @@ static void sort_by_expert(const layer_t *l, int64_t pairs, const space_t *w) {
     w->start[0] = 0;
 }
 
-static void activate(const float *gate_up, int64_t rows, int64_t size, float *out) {
+/* The elements from `first` up to `last` of each row's activation. */
+static void activate(const float *gate_up, int64_t rows, int64_t size, int64_t first, int64_t last,
+                     float *out) {
     for (int64_t r = 0; r < rows; r++) {
         const float *gate = gate_up + r * 2 * size, *up = gate + size;
         float *y = out + r * size;
-        for (int64_t i = 0; i < size; i++) {
+        for (int64_t i = first; i < last; i++) {
             const float x = gate[i] > -80.0f ? gate[i] : -80.0f;
             y[i] = x / (1.0f + exponential(-x)) * up[i];
         }
     }
 }
 
-/* Expert e: its rows of `in` become rows of `out`. */
-static void run_expert(sgemm_t *sgemm, int64_t H, const layer_t *l, const space_t *w, int64_t e) {
-    const int64_t I = l->intermediate, first = w->start[e], rows = w->start[e + 1] - first;
-    float *gate_up = w->gate_up + first * 2 * I, *act = w->act + first * I;
-    for (int64_t i = first; i < first + rows; i++)
+/* Experts get rows of unlike numbers, so each expert's products are cut for the threads, too. */
+static void run_experts(sgemm_t *sgemm, int threads, int64_t H, const layer_t *l, int64_t pairs,
+                        const space_t *w) {
+    const int64_t I = l->intermediate;
+    for (int64_t i = 0; i < pairs; i++)
         memcpy(w->in + i * H, w->normed + w->row[i] / l->top_k * H, sizeof(float) * H);
-    product(sgemm, 1, rows, 2 * I, H, w->in + first * H, l->gate_up + e * 2 * I * H, gate_up, 0.0f);
-    activate(gate_up, rows, I, act);
-    product(sgemm, 1, rows, H, I, act, l->down + e * H * I, w->out + first * H, 0.0f);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for collapse(2) schedule(dynamic)
+        for (int64_t e = 0; e < l->experts; e++)
+            for (int64_t first = 0; first < I; first += PIECE) {
+                const int64_t start = w->start[e], rows = w->start[e + 1] - start;
+                const int64_t last = first + PIECE < I ? first + PIECE : I;
+                const float *in = w->in + start * H, *weight = l->gate_up + e * 2 * I * H;
+                float *out = w->gate_up + start * 2 * I;
+                part_of_product(sgemm, rows, 2 * I, H, in, weight, out, 0.0f, first, last);
+                part_of_product(sgemm, rows, 2 * I, H, in, weight, out, 0.0f, I + first, I + last);
+                activate(out, rows, I, first, last, w->act + start * I);
+            }
+#pragma omp for collapse(2) schedule(dynamic)
+        for (int64_t e = 0; e < l->experts; e++)
+            for (int64_t first = 0; first < H; first += PIECE) {
+                const int64_t start = w->start[e], rows = w->start[e + 1] - start;
+                part_of_product(sgemm, rows, H, I, w->act + start * I, l->down + e * H * I,
+                                w->out + start * H, 0.0f, first,
+                                first + PIECE < H ? first + PIECE : H);
+            }
+    }
 }
 
 static void mlp(sgemm_t *sgemm, const shape_t *s, const layer_t *l, int64_t tokens,
@@ -245,15 +249,14 @@ static void mlp(sgemm_t *sgemm, const shape_t *s, const layer_t *l, int64_t toke
     rms_norm(tokens, hidden, l->mlp_norm, H, s->eps, w->normed);
     if (!l->router) {
         product(sgemm, threads, tokens, 2 * I, H, w->normed, l->gate_up, w->gate_up, 0.0f);
-        activate(w->gate_up, tokens, I, w->act);
+        activate(w->gate_up, tokens, I, 0, I, w->act);
         product(sgemm, threads, tokens, H, I, w->act, l->down, hidden, 1.0f);
         return;
     }
     product(sgemm, 1, tokens, l->experts, H, w->normed, l->router, w->router, 0.0f);
     route(l, tokens, w);
     sort_by_expert(l, pairs, w);
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (int64_t e = 0; e < l->experts; e++) run_expert(sgemm, H, l, w, e);
+    run_experts(sgemm, threads, H, l, pairs, w);
     for (int64_t i = 0; i < pairs; i++) {
         float *y = hidden + w->row[i] / l->top_k * H;
         const float weight = w->weight[w->row[i]], *x = w->out + i * H;

@@ -107,7 +107,7 @@ def test_logprobs_are_those_of_transformers(family: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("family", ["qwen2, with biases", "qwen3_moe"])
 def test_two_threads_have_the_same_logprobs(family: str, tmp_path: Path, monkeypatch) -> None:
-    model = save_model(family, tmp_path / "model", {**WIDE, "moe_intermediate_size": 128})
+    model = save_model(family, tmp_path / "model", {**WIDE, "moe_intermediate_size": 208})
     log = tmp_path / "engine.log"
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     with EngineProcess(EngineSpec(str(tmp_path / "model"), str(log), deterministic=True)) as engine:

@@ -1,0 +1,36 @@
+/* The product of rows and a matrix of weights, float32, row-major; weights are [outputs, inputs].
+
+   Few rows are multiplied here, many by a BLAS library. */
+
+#include <stdint.h>
+
+#include "few_rows.h"
+#include "sgemm.h"
+
+#define PRODUCT_LINE 16 /* floats of a cache line: no two threads write to the same one */
+
+/* The outputs from `first` up to `last` of y = x w^T + beta y, on one thread. */
+static void part_of_product(sgemm_t *sgemm, int64_t rows, int64_t outputs, int64_t inputs,
+                            const float *x, const float *w, float *y, float beta, int64_t first,
+                            int64_t last) {
+    const int m = (int)(last - first), n = (int)rows, k = (int)inputs, stride = (int)outputs;
+    const float one = 1.0f;
+    if (m <= 0 || rows == 0) return;
+    if (takes_few_rows(rows, last - first, inputs))
+        few_rows(rows, outputs, inputs, x, w, y, beta, first, last);
+    else
+        sgemm("T", "N", &m, &n, &k, &one, w + first * inputs, &k, x, &k, &beta, y + first, &stride);
+}
+
+/* y = x w^T + beta y; each thread computes some of the outputs. */
+static void product(sgemm_t *sgemm, int threads, int64_t rows, int64_t outputs, int64_t inputs,
+                    const float *x, const float *w, float *y, float beta) {
+    const int64_t lines = (outputs + PRODUCT_LINE - 1) / PRODUCT_LINE;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int part = 0; part < threads; part++) {
+        const int64_t first = lines * part / threads * PRODUCT_LINE;
+        const int64_t next = lines * (part + 1) / threads * PRODUCT_LINE;
+        part_of_product(sgemm, rows, outputs, inputs, x, w, y, beta, first,
+                        next < outputs ? next : outputs);
+    }
+}

@@ -1,0 +1,78 @@
+"""The product of a few rows agrees with torch's, with the vector registers of any processor."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import mcore_rl.device.native as native
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+SOURCE = """
+#include "few_rows.h"
+int takes(int64_t rows, int64_t part, int64_t inputs) { return takes_few_rows(rows, part, inputs); }
+void run(int64_t rows, int64_t outputs, int64_t inputs, const float *x, const float *w, float *y,
+         float beta, int64_t first, int64_t last) {
+    few_rows(rows, outputs, inputs, x, w, y, beta, first, last);
+}
+"""
+NARROWER = {"as here": [], "avx2": ["-mno-avx512f"], "sse": ["-mno-avx512f", "-mno-avx2"]}
+
+
+@pytest.fixture(scope="module", params=NARROWER)
+def library(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("few_rows")
+    (folder / "run.c").write_text(SOURCE)
+    headers = str(Path(native.__file__).parent)
+    command = ["cc", *native.FLAGS, *NARROWER[request.param], "-Wall", "-Werror", "-I", headers]
+    done = subprocess.run(
+        [*command, str(folder / "run.c"), "-o", str(folder / "run.so")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "unrecognized command-line option" in done.stderr:
+        pytest.skip("flags of another processor")
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(folder / "run.so"))
+
+
+def run(
+    library: ctypes.CDLL, x: Tensor, w: Tensor, y: Tensor, beta: float, first: int, last: int
+) -> None:
+    sizes = (ctypes.c_int64(n) for n in (*y.shape, x.shape[1]))
+    tensors = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, w, y))
+    library.run(*sizes, *tensors, ctypes.c_float(beta), *map(ctypes.c_int64, (first, last)))
+
+
+@pytest.mark.parametrize("rows", [*range(1, 14), 63, 64])
+def test_rows_of_any_number(library: ctypes.CDLL, rows: int) -> None:
+    torch.manual_seed(rows)
+    x, w = torch.randn(rows, 48), torch.randn(20, 48)
+    y = torch.full((rows, 20), torch.nan)
+    run(library, x, w, y, 0.0, 0, 20)
+    assert torch.allclose(y, x @ w.t(), atol=1e-4)
+
+
+def test_a_part_of_the_outputs_is_added_and_others_stay(library: ctypes.CDLL) -> None:
+    torch.manual_seed(0)
+    x, w, before = torch.randn(7, 32), torch.randn(21, 32), torch.randn(7, 21)
+    y = before.clone()
+    run(library, x, w, y, 1.0, 5, 17)
+    expected = before.clone()
+    expected[:, 5:17] += (x @ w.t())[:, 5:17]
+    assert torch.allclose(y, expected, atol=1e-4)
+    assert torch.equal(y[:, :5], before[:, :5]) and torch.equal(y[:, 17:], before[:, 17:])
+
+
+def test_others_are_left_to_a_library(library: ctypes.CDLL) -> None:
+    takes = [library.takes(*map(ctypes.c_int64, size)) for size in ((64, 4, 16), (65, 4, 16))]
+    assert takes == [1, 0]
+    assert not library.takes(*map(ctypes.c_int64, (1, 6, 16)))
+    assert not library.takes(*map(ctypes.c_int64, (1, 4, 18)))
