@@ -48,8 +48,10 @@ lint: venv ## ruff, pyright, import-linter
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
 
+# Tests start some hundred processes; each would compile this package's modules anew without bytecode on disk.
+test: export PYTHONDONTWRITEBYTECODE =
 test: lint agents-venv ## everything CI runs: lint, then all tests but those that need a GPU or hours
-	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(TEST_WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: venv ## what takes longer, up to two hours: every part of a run killed in every phase
 	$(BIN)/python -m pytest -m "slow and not gpu" -rP

@@ -10,6 +10,9 @@ from mcore_rl.process.lazy_imports import without_collector
 from tests.support import models_table
 from tests.support.sglang_parsers import ParserProcess
 
+LONG = ("e2e", "gloo")
+"""Markers of tests that take seconds each."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -43,6 +46,13 @@ def pytest_collection() -> Generator[None, object, object]:
     """
     with without_collector():
         return (yield)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that start processes: at the end, workers share out what is short."""
+    long = {item.path for item in items if any(map(item.get_closest_marker, LONG))}
+    long |= {item.path for item in items if {"e2e", "scenarios"} & set(item.path.parts)}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(scope="session")

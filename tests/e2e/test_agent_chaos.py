@@ -131,6 +131,7 @@ def survive(
     return chaos
 
 
+@pytest.mark.slow
 def test_a_few_deaths_leave_the_log_complete(begin: Start, tmp_path: Path) -> None:
     budget = {"worker": 1, "program": 2, "collector": 1}
     chaos = survive(begin, tmp_path, "programs", "async", [(budget, signal.SIGINT)])

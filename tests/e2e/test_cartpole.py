@@ -32,6 +32,7 @@ def play(folder: Path, *settings: str, timeout_s: float) -> list[dict[str, float
         run.kill_all()
 
 
+@pytest.mark.slow
 def test_returns_rise_within_a_few_steps(tmp_path: Path) -> None:
     settings = ["run.steps=5", "eval.every_steps=0", "eval.max_prompts=4"]
     lines = play(tmp_path, *settings, "checkpoint.export_hf=false", timeout_s=170)

@@ -59,6 +59,7 @@ def test_trainer_and_engine_sit_on_nodes_of_their_own(uninterrupted: SubmittedRu
     run.wait_until_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_job_that_is_queued_again_ends_as_one_that_was_not_interrupted(
     slurm: None, submit: Submit, uninterrupted: SubmittedRun
 ) -> None:

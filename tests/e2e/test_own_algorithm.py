@@ -11,6 +11,7 @@ from tests.support.runs import Run
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.slow
 def test_a_documented_advantage_and_loss_train(start: Callable[..., Run], tmp_path: Path) -> None:
     path = tmp_path / "my_algo.py"
     path.write_text(own_algorithm())

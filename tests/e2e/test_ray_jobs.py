@@ -69,6 +69,7 @@ def own_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnRay]:
             head.wait(30)
 
 
+@pytest.mark.slow
 def test_a_job_trains_prints_its_log_and_succeeds(
     own_ray: OwnRay, arithmetic: Path, tmp_path: Path
 ) -> None:

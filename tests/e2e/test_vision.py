@@ -51,7 +51,11 @@ def settings_of(shapes: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "layout", [("parallel.pp=2",), ("parallel.tp=2", "train.vision=all")], ids=["pp", "tp"]
+    "layout",
+    [
+        pytest.param(("parallel.pp=2",), id="pp", marks=pytest.mark.slow),
+        pytest.param(("parallel.tp=2", "train.vision=all"), id="tp"),
+    ],
 )
 def test_engines_and_trainer_agree_on_images(start: Start, layout: tuple[str, ...]) -> None:
     check_agreement(start("train", *layout, *TWO_STEPS))

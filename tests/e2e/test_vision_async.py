@@ -29,6 +29,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         run.kill_all()
 
 
+@pytest.mark.slow
 def test_responses_to_images_go_on_with_new_weights(start: Start) -> None:
     """An engine that goes on with new weights computes image and response again.
 

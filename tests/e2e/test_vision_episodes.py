@@ -78,8 +78,10 @@ def settings(zoom: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "more",
-    [("parallel.pp=2", "rollout.mode=sync"), ("rollout.mode=async", "train.vision=all")],
-    ids=["sync", "async"],
+    [
+        pytest.param(("parallel.pp=2", "rollout.mode=sync"), id="sync", marks=pytest.mark.slow),
+        pytest.param(("rollout.mode=async", "train.vision=all"), id="async"),
+    ],
 )
 def test_pieces_of_pictures_train_as_they_were_seen(
     begin: Start, zoom: Path, tmp_path: Path, more: tuple[str, ...]
