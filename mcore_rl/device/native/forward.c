@@ -280,3 +280,10 @@ void forward(sgemm_t *sgemm, int (*blas_threads)(int), const shape_t *shape, con
     rms_norm(batch->tokens, hidden, final_norm, H, shape->eps, hidden);
     if (blas_threads) blas_threads(before);
 }
+
+/* y = x w^T, for the output layer: x [rows, inputs], w [outputs, inputs]. */
+void output_layer(sgemm_t *sgemm, const shape_t *shape, int64_t rows, int64_t outputs,
+                  int64_t inputs, const float *x, const float *w, float *y) {
+    product(sgemm, threads_for(shape, rows * outputs * inputs), rows, outputs, inputs, x, w, y,
+            0.0f);
+}

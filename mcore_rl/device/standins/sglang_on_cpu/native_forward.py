@@ -14,6 +14,7 @@ from torch import Tensor
 from mcore_rl.device.native import load
 from mcore_rl.device.native.blas import find_set_threads, find_sgemm
 from sglang_on_cpu.native_layers import Decoder, Layer, UnsupportedError, read_decoder
+from sglang_on_cpu.native_output import NativeOutput
 
 MAX_PREFILL_PAIRS = 2**21
 """Largest number of pairs of a query and a key, for which prefill runs here. Beyond, torch's
@@ -210,6 +211,8 @@ def run_in_compiled_code() -> None:
             _LOG.info("the forward pass runs in torch, as native code does not know %s", reason)
             return
         self.model.model.forward = NativeForward(self, decoder, library, sgemm)
+        processor = self.model.logits_processor
+        processor._compute_lm_head = NativeOutput(processor, library, sgemm, decoder.shape)
         threads = decoder.shape.threads
         _LOG.info(
             "the forward pass runs in compiled code on %d thread%s", threads, "s"[: threads > 1]
