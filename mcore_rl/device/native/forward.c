@@ -15,7 +15,6 @@
 #include "product.h"
 
 #define AHEAD 12 /* keys */
-#define LINE 16  /* floats of a cache line */
 #define PIECE 128 /* outputs of an expert that a thread computes at a time */
 #define WORTHWHILE 4194304 /* multiplications of a thread, some 0.1 ms */
 
@@ -280,6 +279,9 @@ void forward(sgemm_t *sgemm, int (*blas_threads)(int), const shape_t *shape, con
     rms_norm(batch->tokens, hidden, final_norm, H, shape->eps, hidden);
     if (blas_threads) blas_threads(before);
 }
+
+/* More rows of the output layer are for the caller's library. */
+const int64_t most_output_rows = MOST_ROWS;
 
 /* y = x w^T, for the output layer: x [rows, inputs], w [outputs, inputs]. */
 void output_layer(sgemm_t *sgemm, const shape_t *shape, int64_t rows, int64_t outputs,

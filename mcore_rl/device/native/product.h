@@ -7,7 +7,7 @@
 #include "few_rows.h"
 #include "sgemm.h"
 
-#define PRODUCT_LINE 16 /* floats of a cache line: no two threads write to the same one */
+#define LINE 16 /* floats of a cache line: no two threads write to the same one */
 
 /* The outputs from `first` up to `last` of y = x w^T + beta y, on one thread. */
 static void part_of_product(sgemm_t *sgemm, int64_t rows, int64_t outputs, int64_t inputs,
@@ -25,11 +25,11 @@ static void part_of_product(sgemm_t *sgemm, int64_t rows, int64_t outputs, int64
 /* y = x w^T + beta y; each thread computes some of the outputs. */
 static void product(sgemm_t *sgemm, int threads, int64_t rows, int64_t outputs, int64_t inputs,
                     const float *x, const float *w, float *y, float beta) {
-    const int64_t lines = (outputs + PRODUCT_LINE - 1) / PRODUCT_LINE;
+    const int64_t lines = (outputs + LINE - 1) / LINE;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int part = 0; part < threads; part++) {
-        const int64_t first = lines * part / threads * PRODUCT_LINE;
-        const int64_t next = lines * (part + 1) / threads * PRODUCT_LINE;
+        const int64_t first = lines * part / threads * LINE;
+        const int64_t next = lines * (part + 1) / threads * LINE;
         part_of_product(sgemm, rows, outputs, inputs, x, w, y, beta, first,
                         next < outputs ? next : outputs);
     }

@@ -6,9 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_ROWS = 64
-"""MOST_ROWS of native/few_rows.h: more go to torch, whose library is as fast then."""
-
 
 class NativeOutput:
     """Replaces `_compute_lm_head` of SGLang's LogitsProcessor, which gets what it does not take.
@@ -21,6 +18,7 @@ class NativeOutput:
         self.in_torch = processor._compute_lm_head
         self._call = library.output_layer
         self._call.restype = None
+        self._most_rows = ctypes.c_int64.in_dll(library, "most_output_rows").value
         self._sgemm = sgemm
         self._shape = shape
 
@@ -33,7 +31,7 @@ class NativeOutput:
         out: Tensor | None = None,
     ) -> Tensor:
         weight = lm_head.weight
-        if not takes(hidden_states, weight):
+        if len(hidden_states) > self._most_rows or not are_plain(hidden_states, weight):
             return self.in_torch(hidden_states, lm_head, embedding_bias, out=out)
         logits = torch.empty(len(hidden_states), len(weight))
         self._call(
@@ -45,7 +43,7 @@ class NativeOutput:
         return logits
 
 
-def takes(hidden: Tensor, weight: Tensor) -> bool:
-    """Return whether the product of these is one of few rows, and plain in memory."""
+def are_plain(hidden: Tensor, weight: Tensor) -> bool:
+    """Return whether compiled code reads both matrices as they lie in memory."""
     plain = all(x.dtype == torch.float32 and x.is_contiguous() for x in (hidden, weight))
-    return plain and hidden.dim() == 2 and len(hidden) <= MAX_ROWS
+    return plain and hidden.dim() == 2
