@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 
 import launch.cli
@@ -17,6 +17,7 @@ from mcore_rl.config.recipe import list_recipes
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.process.redaction import redact, remember_environment
 from mcore_rl.process.stop_request import EXIT_STATUS, StoppedEarly, watch_for_stop_requests
+from mcore_rl.rollout.server_forks import server_forks
 from mcore_rl.run.agent_command import add_arguments as add_agent_arguments
 from mcore_rl.run.sandbox_command import add_arguments as add_sandbox_arguments
 from mcore_rl.run.settings import load_settings, read_recipe, with_inputs
@@ -30,6 +31,7 @@ RECIPE_COMMANDS = {
     "train": "reinforcement learning; continues from the newest checkpoint in run.dir",
     "eval": "accuracy of model.path on eval.data",
 }
+WITH_ENGINES = ("pairs", "train", "eval")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -212,7 +214,11 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _run_recipe(args: argparse.Namespace) -> None:
     watch_for_stop_requests()
     recipe, overrides = read_recipe(args.settings)
-    with worker_forks() if recipe.cluster.address is None else nullcontext():
+    with ExitStack() as forks:
+        if recipe.cluster.address is None:
+            forks.enter_context(worker_forks())
+            if args.command in WITH_ENGINES:
+                forks.enter_context(server_forks())
         config = with_inputs(recipe, overrides, args.command)
         with without_collector():
             from mcore_rl.run import commands  # imports Ray, which --help need not wait for

@@ -62,7 +62,8 @@ def use_cpu(arguments: list[str], *, compiled: bool = True) -> list[str]:
         cpus = rank_cpus(num_ranks, sorted(os.sched_getaffinity(0)))
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cpus)
     leave_compiler_out()
-    sys.path.insert(0, str(STANDINS_DIR))
+    if str(STANDINS_DIR) not in sys.path:
+        sys.path.insert(0, str(STANDINS_DIR))
     from sglang_on_cpu import apply_patches  # pyright: ignore[reportMissingImports]
 
     apply_patches()

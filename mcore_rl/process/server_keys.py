@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+KEYS_FD = "--keys-fd"
+"""The option by which a server is told the file descriptor of its keys."""
 _NUM_BYTES = 32
 _SHORTEST = 16
 """Characters of the shortest key that a file may hold."""

@@ -2,16 +2,11 @@
 
 import contextlib
 import os
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +14,9 @@ import psutil
 
 from mcore_rl.process.network import loopback_interfaces, zmq_peers
 from mcore_rl.process.ports import find_free_port
-from mcore_rl.process.server_keys import passed_to_child
 from mcore_rl.process.temp_dir import TempDir
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
+from mcore_rl.rollout.server_process import ServerProcess
 
 _HEALTH_POLL_S = 0.1
 _KILL_TIMEOUT_S = 10.0
@@ -33,7 +28,7 @@ class EngineProcess:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec if spec.port is not None else replace(spec, port=find_free_port(spec.host))
         self.url = f"http://{self.spec.host}:{self.spec.port}"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ServerProcess | None = None
         self._temp_dir: TempDir | None = None
 
     def __enter__(self) -> "EngineProcess":
@@ -59,47 +54,14 @@ class EngineProcess:
         return f"engine {self.url} (log {self.spec.log_path})"
 
     def start(self) -> None:
-        """Start the server and return at once.
-
-        A separate thread starts it and waits for its end, because the kernel kills the child
-        together with the thread that started it (see process/tied.py); that thread must live
-        as long as the child.
-        """
+        """Start the server and return at once."""
         assert self._process is None, f"{self.name} was started before"
         Path(self.spec.log_path).parent.mkdir(parents=True, exist_ok=True)
         self._temp_dir = TempDir()
-        started: Future[subprocess.Popen[bytes]] = Future()
-        self._waiting = threading.Thread(target=self._start_and_wait, args=(started,), daemon=True)
-        self._waiting.start()
-        self._process = started.result()
-
-    def _start_and_wait(self, started: "Future[subprocess.Popen[bytes]]") -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "mcore_rl.rollout.server",
-            "--parent-pid",
-            str(os.getpid()),
-        ]
-        try:
-            with open(self.spec.log_path, "ab") as log, passed_to_child(self.spec.keys) as keys_fd:
-                inherited = () if keys_fd is None else (keys_fd,)
-                if keys_fd is not None:
-                    command += ["--keys-fd", str(keys_fd)]
-                process = subprocess.Popen(
-                    command + self.spec.arguments(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=inherited,
-                    env=self._environment(),
-                )
-        except OSError as error:
-            started.set_exception(error)
-            return
-        started.set_result(process)
-        process.wait()
+        with open(self.spec.log_path, "ab") as log:
+            self._process = ServerProcess(
+                self.spec.arguments(), self._environment(), self.spec.keys, log
+            )
 
     def _environment(self) -> dict[str, str]:
         """Return the server's environment.
@@ -151,21 +113,8 @@ class EngineProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """The server's exit code, or minus the signal that killed it; None while it runs.
-
-        Asks the kernel, since the thread that waits for the server may not have woken yet.
-        """
-        if self._process is None:
-            return None
-        if self._process.returncode is not None:
-            return self._process.returncode
-        with contextlib.suppress(ChildProcessError):  # the waiting thread has reaped it already
-            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is None:
-                return None
-            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        self._waiting.join(_KILL_TIMEOUT_S)
-        return self._process.returncode
+        """The server's exit code, or minus the signal that killed it; None while it runs."""
+        return None if self._process is None else self._process.exit_status
 
     def tail(self, num_lines: int = 30) -> str:
         """Return the last lines of the log, each with a leading bar."""
@@ -183,8 +132,7 @@ class EngineProcess:
         # Once the server is stopped, its pid may belong to another process.
         if self._process is None or self._temp_dir is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        self._process.kill()
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         while left := list(_group_members(self.pid)):
             if time.monotonic() > deadline:
@@ -193,7 +141,7 @@ class EngineProcess:
                     " SIGKILL"
                 )
             time.sleep(0.02)
-        self._waiting.join(_KILL_TIMEOUT_S)
+        self._process.join(_KILL_TIMEOUT_S)
         self._temp_dir.remove()
         self._temp_dir = None
 

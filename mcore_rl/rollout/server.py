@@ -9,13 +9,15 @@ the CPU.
 import json
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.process.cores import THREADS
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.process.meeting_store import bind_meetings_to_their_host
-from mcore_rl.process.server_keys import ServerKeys, read_keys
+from mcore_rl.process.server_keys import KEYS_FD, ServerKeys, read_keys
 from mcore_rl.process.tied import die_with_parent
 from mcore_rl.rollout import image_request
 from mcore_rl.rollout.engine_spec import UNCOMPILED
@@ -49,12 +51,18 @@ def forks_die_with_their_parents() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until killed. Imports come late: environment and stand-ins must be set before them."""
+    """Serve until killed, in a process that has imported nothing yet."""
     if arguments[:1] == ["--parent-pid"]:
         die_with_parent(int(arguments[1]))
         arguments = arguments[2:]
+    os.environ.setdefault(THREADS, "1")  # read when torch is imported
+    serve(arguments)
+
+
+def serve(arguments: list[str]) -> None:
+    """Serve until killed. Imports come late: environment and stand-ins must be set before them."""
     keys: ServerKeys | None = None
-    if arguments[:1] == ["--keys-fd"]:
+    if arguments[:1] == [KEYS_FD]:
         keys = read_keys(int(arguments[1]))
         arguments = arguments[2:]
     gpu_ids: list[str] = []
@@ -63,12 +71,35 @@ def main(arguments: list[str]) -> None:
         arguments = arguments[2:]
     compiled = arguments[:1] != [UNCOMPILED]
     arguments = arguments if compiled else arguments[1:]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, below
     forks_die_with_their_parents()
 
     package = package_of(arguments)
     if package is not None:
         os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = package
+    arguments = import_sglang(arguments, gpu_ids, compiled)
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    bind_meetings_to_their_host()
+    server_args = prepare_server_args(arguments)
+    if package is not None:
+        load_package(package)
+    take_patches(server_args.model_path)
+    if keys is not None:
+        guard_server(server_args, keys)
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def import_sglang(
+    arguments: list[str], gpu_ids: Sequence[str] = (), compiled: bool = True
+) -> list[str]:
+    """Set this process up for its GPUs or the CPU, import SGLang, and return its arguments."""
     with without_collector():
         from mcore_rl.device import has_cuda
         from mcore_rl.device.sglang_setup import use_cpu, use_gpus
@@ -77,23 +108,17 @@ def main(arguments: list[str]) -> None:
             arguments = use_gpus(arguments, gpu_ids)
         else:
             arguments = use_cpu(arguments, compiled=compiled)
-        from sglang.launch_server import run_server
-        from sglang.srt.plugins import load_plugins
-        from sglang.srt.server_args import prepare_server_args
-        from sglang.srt.utils import kill_process_tree
+        import_module("sglang.launch_server")
+        import_module("sglang.srt.entrypoints.http_server")
+    return arguments
 
-    load_plugins()
-    bind_meetings_to_their_host()
-    server_args = prepare_server_args(arguments)
-    if package is not None:
-        import_module(package)
-    take_patches(server_args.model_path)
-    if keys is not None:
-        guard_server(server_args, keys)
-    try:
-        run_server(server_args)
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+
+def load_package(package: str) -> None:
+    """Have SGLang know the classes of a package, also where it was imported without it."""
+    import_module(package)
+    from sglang.srt.models.registry import ModelRegistry, import_model_classes
+
+    ModelRegistry.models.update(import_model_classes(package))
 
 
 def package_of(arguments: list[str]) -> str | None:

@@ -8,6 +8,7 @@ import ray._private.node
 import ray._private.utils
 
 from mcore_rl.cluster.small_ray import LEFT_OUT, small_ray
+from mcore_rl.cluster.worker_setup import FORKS
 from tests.support.policy import ROOT
 
 PROGRAM = """
@@ -48,7 +49,10 @@ print("done")
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("arguments", [[], ["forked"]])
-def test_actors_work_and_no_needless_process_runs(arguments: list[str]) -> None:
+def test_actors_work_and_no_needless_process_runs(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(FORKS, raising=False)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments],
         cwd=ROOT,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cluster import worker_setup
+from mcore_rl.process.fork_request import FORKED, GO, READY
 
 WORKER = "import os, sys; print('worker', *sys.argv[1:])"
 RAYS = "import sys; print('Ray', *sys.argv[1:])"
@@ -63,7 +64,7 @@ def test_rays_own_file_takes_any_other(tmp_path: Path, context: object, language
 
 
 @pytest.mark.parametrize(
-    ("last", "printed"), [(worker_setup.FORKED, ""), (b"", "worker")], ids=["forked", "hung up"]
+    ("last", "printed"), [(FORKED, ""), (b"", "worker")], ids=["forked", "hung up"]
 )
 def test_a_worker_that_could_not_be_forked_is_executed(
     tmp_path: Path, last: bytes, printed: str
@@ -84,6 +85,6 @@ def answer(listener: sockets.socket, last: bytes) -> None:
     with connection:
         num_bytes = int.from_bytes(connection.recv(8), "little")
         connection.recv(num_bytes, sockets.MSG_WAITALL)
-        connection.sendall(worker_setup.READY)
-        assert connection.recv(1) == worker_setup.GO
+        connection.sendall(READY)
+        assert connection.recv(1) == GO
         connection.sendall(last)

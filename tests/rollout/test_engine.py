@@ -85,9 +85,9 @@ def test_start_has_a_deadline_and_a_second_stop_does_nothing(model_path, tmp_pat
     engine = EngineProcess(EngineSpec(model_path=model_path, log_path=str(tmp_path / "log")))
     engine.start()
     with pytest.raises(
-        TimeoutError, match=r"waited 1 s for engine http.* to become healthy; its last lines"
+        TimeoutError, match=r"waited 0 s for engine http.* to become healthy; its last lines"
     ):
-        engine.wait_healthy(timeout_s=1.0)
+        engine.wait_healthy(timeout_s=0.1)
     assert live_processes(engine.pid) == []
     monkeypatch.setattr(
         os, "killpg", lambda *_: pytest.fail("a process of that number is another one by now")

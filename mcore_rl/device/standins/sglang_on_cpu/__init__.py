@@ -6,6 +6,7 @@ has a test for each that fails once SGLang works without it.
 """
 
 from collections.abc import Callable
+from functools import cache
 
 from sglang_on_cpu.attention import (
     absorb_latents,
@@ -49,7 +50,8 @@ PATCHES: tuple[Callable[[], None], ...] = (
 )
 
 
+@cache
 def apply_patches() -> None:
-    """Apply every patch in this process; call it before an engine is started."""
+    """Apply every patch in this process, once; call it before an engine is started."""
     for patch in PATCHES:
         patch()

@@ -1,0 +1,124 @@
+"""Asks a process that has imported already what another one needs (fork_server.py) to fork it.
+
+    this process  | request ->          | go ->            |                    <- exit status |
+    the other one |          <- ready   |       <- forked  | waits for the fork's end          |
+
+Only one of the two starts the new process, even if the other one answers too late: this one does if
+no go was sent, or if the other one hangs up instead of forking. This module imports the standard
+library only, so that a process which only asks starts at once.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+
+READY, GO, FORKED = b"r", b"g", b"f"
+IMPORTS_S = 60.0
+"""Seconds to wait for the other process to be ready."""
+PID_BYTES = 4
+STATUS_BYTES = 4
+
+
+class ForkedProcess:
+    """A process that was forked for this one, and is killed when this one ends or hangs up."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self._connection = connection
+        self.pid = pid
+
+    def wait(self) -> int:
+        """Return its exit code, or minus the signal that killed it, once it has ended."""
+        with self._connection as connection:
+            connection.settimeout(None)
+            status = _receive(connection, STATUS_BYTES)
+        # Whoever forked is gone; the kernel has killed its forks.
+        return int.from_bytes(status, "little", signed=True) if status else -signal.SIGKILL
+
+
+def fork_tied(
+    path: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    streams: Sequence[int],
+    descriptors: Sequence[int] = (),
+) -> ForkedProcess | None:
+    """Return a new process that runs `command` and dies with this one; None if none was forked.
+
+    path         the other process's socket; nobody may listen there
+    streams      its standard input, output and error
+    descriptors  open files that it gets besides
+    """
+    request = {"command": list(command), "environment": dict(environment), "tied": True}
+    connection = _ask(path, request, [*streams, *descriptors])
+    if connection is None:
+        return None
+    try:
+        answer = _receive(connection, len(FORKED) + PID_BYTES)
+    except OSError:
+        answer = b""
+    if not answer:
+        connection.close()  # a fork that comes too late is killed
+        return None
+    return ForkedProcess(connection, int.from_bytes(answer[len(FORKED) :], "little"))
+
+
+def fork_free(path: str, command: Sequence[str]) -> bool:
+    """Have a process forked with this one's environment and streams, which outlives this one.
+
+    Returns False if it was not.
+    """
+    request = {"command": list(command), "environment": dict(os.environ), "tied": False}
+    connection = _ask(path, request, [0, 1, 2])
+    if connection is None:
+        return False
+    with connection:
+        try:
+            return connection.recv(len(FORKED)) == FORKED
+        except TimeoutError:
+            return True  # it has been told to, and is still there
+        except OSError:
+            return False
+
+
+def _ask(
+    path: str, request: Mapping[str, object], descriptors: Sequence[int]
+) -> socket.socket | None:
+    """Return the connection after the go; None if the other process is not there or refuses."""
+    data = json.dumps(
+        {
+            **request,
+            "cwd": os.getcwd(),
+            "python": sys.executable,
+            # Ray's node blocks Ctrl-C, which a terminal sends to all processes of the run.
+            "blocked_signals": [
+                int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            ],
+        }
+    ).encode()
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(IMPORTS_S)
+    try:
+        connection.connect(path)
+        socket.send_fds(connection, [len(data).to_bytes(8, "little")], descriptors)
+        connection.sendall(data)
+        if connection.recv(1) == READY:
+            connection.sendall(GO)
+            return connection
+    except OSError:
+        pass
+    connection.close()
+    return None
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    """Return so many bytes; b"" if the other process hangs up before."""
+    data = b""
+    while len(data) < num_bytes:
+        part = connection.recv(num_bytes - len(data))
+        if not part:
+            return b""
+        data += part
+    return data

@@ -1,0 +1,72 @@
+"""Imports SGLang, once, and forks the servers of engines from there; without CUDA only.
+
+    command   |- imports of the controller -|- Ray ...|
+    this      |- SGLang ------------------------------| o- engine 0   o: fork, asked for by
+                                                      | o- engine 1      server_process.py
+
+Where there is a GPU this process ends before it has forked, and servers are started one by one.
+"""
+
+import os
+import sys
+from contextlib import AbstractContextManager
+
+from mcore_rl.process.cores import THREADS
+from mcore_rl.process.fork_server import fork_server, serve_forks
+from mcore_rl.process.server_keys import KEYS_FD
+from mcore_rl.rollout.engine_spec import UNCOMPILED
+
+FORKS = "MCORE_RL_SERVER_FORKS"
+"""The variable that names the socket of the process that forks servers."""
+SERVER = ["-m", "mcore_rl.rollout.server"]
+
+
+def server_forks() -> AbstractContextManager[None]:
+    """Start the process in the block, and name its socket to whoever starts engines."""
+    return fork_server(FORKS, __name__)
+
+
+def can_be_forked(arguments: list[str]) -> bool:
+    """Return whether a server with these arguments has imported what any other has."""
+    return UNCOMPILED not in arguments
+
+
+def main(arguments: list[str]) -> None:
+    """Import, then serve in each fork."""
+    request = serve_forks(arguments, _import_all)
+    if request is None:
+        return
+    import torch
+
+    from mcore_rl.rollout.server import serve
+
+    torch.set_num_threads(int(os.environ.setdefault(THREADS, "1")))
+    sys.argv = sys.argv[len(SERVER) - 1 :]
+    keys = [KEYS_FD, str(request.descriptors[0])] if request.descriptors else []
+    serve(keys + sys.argv[1:])
+
+
+def _import_all() -> bool:
+    """Import what servers need; return False, having imported little, if there is a GPU."""
+    from mcore_rl.device import has_cuda
+    from mcore_rl.rollout.server import import_sglang
+
+    if has_cuda():
+        return False
+    import_sglang([])
+    _remember_title()
+    return True
+
+
+def _remember_title() -> None:
+    """Have the library by which SGLang titles its processes find the place of the title, which it
+    looks up from the environment, and a fork has another one.
+    """
+    os.environ.setdefault("SPT_NOENV", "1")  # leave the environment that /proc shows
+    import setproctitle
+
+    setproctitle.getproctitle()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,57 @@
+"""A server is forked or started, its end is noticed, and it ends with whoever started it."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mcore_rl.rollout.server_forks import FORKS, SERVER, can_be_forked, server_forks
+from mcore_rl.rollout.server_process import ServerProcess
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(params=["forked", "started"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "started":
+        monkeypatch.delenv(FORKS, raising=False)
+    return request.param
+
+
+def run(folder: Path, *arguments: str) -> ServerProcess:
+    with (folder / "log").open("wb") as log:
+        return ServerProcess(arguments, dict(os.environ), None, log)
+
+
+def test_how_it_failed_is_known(way: str, tmp_path: Path) -> None:
+    with server_forks():
+        if way == "started":
+            os.environ.pop(FORKS)
+        process = run(tmp_path, "--model-path", "no/such/model")
+        forked = psutil.Process(process.pid).ppid() != os.getpid()
+        assert psutil.Process(process.pid).cmdline()[1:3] == SERVER
+        process.join(120.0)
+    assert process.exit_status == 1
+    assert forked == (way == "forked")
+    assert "no/such/model" in (tmp_path / "log").read_text()
+
+
+def test_a_kill_is_noticed(way: str, tmp_path: Path) -> None:
+    with server_forks():
+        if way == "started":
+            os.environ.pop(FORKS)
+        process = run(tmp_path, "--model-path", "no/such/model")
+        assert process.exit_status is None
+        process.kill()
+        while process.exit_status is None:
+            time.sleep(0.01)
+        assert process.exit_status == -signal.SIGKILL
+        process.kill()  # nobody is there any more
+
+
+def test_where_imports_differ_none_is_forked() -> None:
+    assert can_be_forked(["--model-path", "x"])
+    assert not can_be_forked(["--uncompiled", "--model-path", "x"])
