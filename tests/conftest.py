@@ -1,17 +1,24 @@
 """The test run itself: its signals, and what it writes down."""
 
+import os
 import signal
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from mcore_rl.cluster.worker_forks import worker_forks
 from mcore_rl.process.lazy_imports import without_collector
+from mcore_rl.rollout.server_forks import server_forks
 from tests.support import models_table
 from tests.support.sglang_parsers import ParserProcess
 
 LONG = ("e2e", "gloo")
 """Markers of tests that take seconds each."""
+FORKS_PAY_FROM = 8
+"""So many of them have their engines and workers forked by processes that import once for all."""
+_forks = ExitStack()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,7 +29,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the processes that fork, in the process that runs the tests."""
+    runs_tests = "PYTEST_XDIST_WORKER" in os.environ or not session.config.getoption("-n", None)
+    if runs_tests and sum(map(_is_long, session.items)) >= FORKS_PAY_FROM:
+        _forks.enter_context(worker_forks())
+        _forks.enter_context(server_forks())
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    _forks.close()
     path = session.config.getoption("--models-table")
     if path:
         models_table.write(path)
@@ -50,9 +66,13 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that start processes: at the end, workers share out what is short."""
-    long = {item.path for item in items if any(map(item.get_closest_marker, LONG))}
-    long |= {item.path for item in items if {"e2e", "scenarios"} & set(item.path.parts)}
+    long = {item.path for item in items if _is_long(item)}
     items.sort(key=lambda item: item.path not in long)
+
+
+def _is_long(item: pytest.Item) -> bool:
+    marked = any(map(item.get_closest_marker, LONG))
+    return marked or bool({"e2e", "scenarios"} & set(item.path.parts))
 
 
 @pytest.fixture(scope="session")
