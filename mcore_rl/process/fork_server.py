@@ -214,14 +214,17 @@ class _Server:
         return request if connection.recv(1) == GO else None
 
     def _leave(self, request: ForkRequest, server_pid: int) -> None:
-        """Close the server's files in a fork; a tied one gets a group and dies with the server."""
+        """Close the server's files in a fork, which gets a group; a tied one dies with the server.
+
+        Without a group of its own, Ray's node would end the server's group with the fork.
+        """
         signal.set_wakeup_fd(-1)
         self._selector.close()
         for each in (self._ended, self._wakeup, *self._owners.values()):
             each.close()
+        os.setsid()
         if request.tied:
             die_with_parent(server_pid)
-            os.setsid()
 
     def _bury(self) -> None:
         """Collect the exit statuses of forks that have ended, and tell their owners."""

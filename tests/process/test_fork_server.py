@@ -113,6 +113,25 @@ def test_ps_shows_a_fork_as_what_it_is(path: str, tmp_path: Path) -> None:
     assert forked.wait() == -signal.SIGKILL
 
 
+def test_a_free_fork_outlives_whoever_asked_in_a_group_of_its_own(
+    path: str, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SLEEPS)
+    code = (
+        "import sys; from mcore_rl.process.fork_request import fork_free;"
+        " assert fork_free(sys.argv[1], [sys.argv[2]])"
+    )
+    with (tmp_path / "out").open("w") as out:
+        command = [sys.executable, "-c", code, path, str(tmp_path / "script.py")]
+        subprocess.run(command, stdout=out, check=True)
+    child = psutil.Process(first_number(tmp_path))
+    parent = child.parent()
+    assert parent is not None and parent.ppid() == server().pid
+    assert os.getpgid(child.pid) == parent.pid != os.getpgid(server().pid)
+    for process in (parent, child):
+        process.kill()
+
+
 def test_a_tied_fork_dies_with_its_owner_and_takes_its_group_along(
     path: str, tmp_path: Path
 ) -> None:
