@@ -1,4 +1,4 @@
-"""Gives a fork the command line and the environment of another process, also in `ps` and /proc."""
+"""Gives a fork the command line and the environment of another process."""
 
 import ctypes
 import os
@@ -6,34 +6,26 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_ARGUMENTS, _VARIABLES = slice(45, 47), slice(47, 49)
-"""Where these two begin and end: fields of /proc/<pid>/stat behind its name (proc_pid_stat(5))."""
+_VARIABLES = slice(47, 49)
+"""Where they begin and end: fields of /proc/<pid>/stat behind its name (proc_pid_stat(5))."""
 
 
 def take_identity(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Replace sys.argv and os.environ, and what the kernel shows of both.
+    """Replace sys.argv and os.environ, and the variables that `ps` and /proc show.
 
-    The kernel shows a block of memory, as long as this process's own were at its start: the rest of
-    a longer command line is not shown, nor are variables that do not fit. Those that differ from
-    the old ones come first.
+    The kernel shows a block of memory, as long as this process's variables were at its start: those
+    that do not fit are not shown, and those that differ from the old ones come first. The command
+    line that it shows stays; libraries for titles of processes write over it.
     """
     before = dict(os.environ)
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    os.environ.clear()  # before its memory is written over
-    start, end = map(int, fields[_ARGUMENTS])
-    shown = b"\0".join(map(os.fsencode, [sys.executable, *command]))
-    _fill(start, end, shown[: end - start - 1])
     start, end = map(int, fields[_VARIABLES])
+    os.environ.clear()  # before its memory is written over
     shown = b""
     for name in sorted(environment, key=lambda name: environment[name] == before.get(name)):
         variable = os.fsencode(f"{name}={environment[name]}") + b"\0"
         if len(shown) + len(variable) <= end - start:
             shown += variable
-    _fill(start, end, shown)
+    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
     os.environ.update(environment)
     sys.argv = list(command)
-
-
-def _fill(start: int, end: int, data: bytes) -> None:
-    """Write into a block of memory from address `start` on, with zeros behind."""
-    ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)

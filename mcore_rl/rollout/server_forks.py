@@ -37,10 +37,12 @@ def main(arguments: list[str]) -> None:
     if request is None:
         return
     import torch
+    from setproctitle import setproctitle
 
     from mcore_rl.rollout.server import serve
 
     torch.set_num_threads(int(os.environ.setdefault(THREADS, "1")))
+    setproctitle(" ".join([sys.executable, *request.command]))
     sys.argv = sys.argv[len(SERVER) - 1 :]
     keys = [KEYS_FD, str(request.descriptors[0])] if request.descriptors else []
     serve(keys + sys.argv[1:])
@@ -54,18 +56,18 @@ def _import_all() -> bool:
     if has_cuda():
         return False
     import_sglang([])
-    _remember_title()
+    _prepare_titles()
     return True
 
 
-def _remember_title() -> None:
-    """Have the library by which SGLang titles its processes find the place of the title, which it
-    looks up from the environment, and a fork has another one.
+def _prepare_titles() -> None:
+    """Have the library by which SGLang titles its processes look for the place of the title now,
+    while the environment lies where it lay at the start.
     """
-    os.environ.setdefault("SPT_NOENV", "1")  # leave the environment that /proc shows
-    import setproctitle
+    os.environ["SPT_NOENV"] = "1"  # titles leave the variables alone that ps shows
+    from setproctitle import getproctitle
 
-    setproctitle.getproctitle()
+    getproctitle()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import pytest
 
 from mcore_rl.cluster.environment import RAY_DEFAULTS
 from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.worker_setup import FORKS
 from mcore_rl.config import ClusterConfig
 from mcore_rl.process.ports import find_free_port
 
@@ -41,7 +42,8 @@ with ray_session(ClusterConfig(address=sys.argv[1])):
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[str], Controller]]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Controller]]:
+    monkeypatch.delenv(FORKS, raising=False)  # ranks are to be found below their controller
     started: list[Controller] = []
 
     def run(then: str) -> Controller:

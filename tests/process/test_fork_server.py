@@ -101,14 +101,11 @@ def test_a_fork_is_what_was_asked_for(path: str, tmp_path: Path) -> None:
     assert server().num_fds() < 10  # none of the fork's
 
 
-def test_ps_shows_a_fork_as_what_it_is(path: str, tmp_path: Path) -> None:
+def test_ps_shows_the_variables_of_a_fork(path: str, tmp_path: Path) -> None:
     forked = fork(path, tmp_path, SLEEPS, "--b", COLOR="blue")
     assert forked is not None
     first_number(tmp_path)
-    shown = psutil.Process(forked.pid)
-    words = [sys.executable, str(tmp_path / "script.py"), "--b"]
-    assert " ".join(words).startswith(" ".join(shown.cmdline()).strip())
-    assert shown.environ()["COLOR"] == "blue"
+    assert psutil.Process(forked.pid).environ()["COLOR"] == "blue"
     os.killpg(forked.pid, signal.SIGKILL)
     assert forked.wait() == -signal.SIGKILL
 

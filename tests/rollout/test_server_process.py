@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.rollout.server_forks import FORKS, SERVER, can_be_forked, server_forks
+from mcore_rl.rollout.server_forks import FORKS, can_be_forked, server_forks
 from mcore_rl.rollout.server_process import ServerProcess
 
 pytestmark = pytest.mark.e2e
@@ -32,7 +32,6 @@ def test_how_it_failed_is_known(way: str, tmp_path: Path) -> None:
             os.environ.pop(FORKS)
         process = run(tmp_path, "--model-path", "no/such/model")
         forked = psutil.Process(process.pid).ppid() != os.getpid()
-        assert psutil.Process(process.pid).cmdline()[1:3] == SERVER
         process.join(120.0)
     assert process.exit_status == 1
     assert forked == (way == "forked")
