@@ -124,9 +124,9 @@ def serve_forks(arguments: list[str], prepare: Callable[[], bool]) -> ForkReques
         while fork is None:
             fork = server.next_fork()
     request, connection = fork
+    _become(request)
+    pid = os.getpid().to_bytes(PID_BYTES, "little")
     with connection, suppress(OSError):  # whoever asked is gone
-        _become(request)
-        pid = os.getpid().to_bytes(PID_BYTES, "little")
         connection.sendall(FORKED + pid if request.tied else FORKED)
     return request
 

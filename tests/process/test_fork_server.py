@@ -175,6 +175,18 @@ def test_one_that_cannot_fork_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert fork(os.environ["MCORE_RL_TEST_OTHER_FORKS"], tmp_path, SAYS) is None
 
 
+def test_a_fork_that_cannot_become_what_it_was_asked_to_be_ends(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.setattr(os, "getcwd", lambda: str(gone))
+    gone.rmdir()
+    assert fork(path, tmp_path, SAYS) is None
+    monkeypatch.undo()
+    assert fork(path, tmp_path, "print(1)") is not None and first_number(tmp_path) == 1
+
+
 def test_a_server_that_is_named_already_is_used(path: str) -> None:
     with fork_server.fork_server(FORKS, forking.__name__):
         assert os.environ[FORKS] == path
