@@ -17,7 +17,7 @@ from mcore_rl.config.recipe import list_recipes
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.process.redaction import redact, remember_environment
 from mcore_rl.process.stop_request import EXIT_STATUS, StoppedEarly, watch_for_stop_requests
-from mcore_rl.rollout.server_forks import server_forks
+from mcore_rl.rollout.engine_forks import engine_forks
 from mcore_rl.run.agent_command import add_arguments as add_agent_arguments
 from mcore_rl.run.sandbox_command import add_arguments as add_sandbox_arguments
 from mcore_rl.run.settings import load_settings, read_recipe, with_inputs
@@ -218,7 +218,7 @@ def _run_recipe(args: argparse.Namespace) -> None:
         if recipe.cluster.address is None:
             forks.enter_context(worker_forks())
             if args.command in WITH_ENGINES:
-                forks.enter_context(server_forks())
+                forks.enter_context(engine_forks())
         config = with_inputs(recipe, overrides, args.command)
         with without_collector():
             from mcore_rl.run import commands  # imports Ray, which --help need not wait for

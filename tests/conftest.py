@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.cluster.worker_forks import worker_forks
 from mcore_rl.process.lazy_imports import without_collector
-from mcore_rl.rollout.server_forks import server_forks
+from mcore_rl.rollout.engine_forks import engine_forks
 from tests.support import models_table
 from tests.support.sglang_parsers import ParserProcess
 
@@ -34,7 +34,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     runs_tests = "PYTEST_XDIST_WORKER" in os.environ or not session.config.getoption("-n", None)
     if runs_tests and sum(map(_is_long, session.items)) >= FORKS_PAY_FROM:
         _forks.enter_context(worker_forks())
-        _forks.enter_context(server_forks())
+        _forks.enter_context(engine_forks())
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

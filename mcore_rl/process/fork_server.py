@@ -32,6 +32,8 @@ ANSWER_S = 10.0
 MAX_DESCRIPTORS = 8
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Numpy's OpenBLAS would start threads when it is imported."""
+ROOM_FOR_TITLES = " " * 2048
+"""Behind the command line: a fork's title, as `ps` shows it, cannot be longer than both."""
 READ_BY_IMPORTS = (
     "CC",
     "GOMP_",
@@ -88,7 +90,10 @@ def fork_server(variable: str, module: str) -> Iterator[None]:
             listener.listen(BACKLOG)  # whoever comes early waits
             descriptor = listener.fileno()
             process = subprocess.Popen(
-                [sys.executable, "-m", module, str(os.getpid()), path, str(descriptor)],
+                [
+                    *(sys.executable, "-m", module, str(os.getpid()), path),
+                    *(str(descriptor), ROOM_FOR_TITLES),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from mcore_rl.process.fork_request import ForkedProcess, fork_tied
 from mcore_rl.process.server_keys import KEYS_FD, ServerKeys, passed_to_child
-from mcore_rl.rollout.server_forks import FORKS, SERVER, can_be_forked
+from mcore_rl.rollout.engine_forks import FORKS, SERVER, can_be_forked
 
 
 class ServerProcess:

@@ -11,6 +11,7 @@ import ray
 
 from mcore_rl.cluster.engine_worker import EngineWorker
 from mcore_rl.cluster.rank_actor import ProcessLost
+from mcore_rl.rollout.engine_forks import FORKS
 from mcore_rl.rollout.engine_health import EngineState
 from mcore_rl.rollout.engine_spec import EngineSpec
 from tests.support.engine_keys import KEYS
@@ -41,6 +42,7 @@ def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mak
         path.touch()
     (package / "server.py").write_text(SERVER)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(FORKS, raising=False)
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}])
     workers = []
 

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mcore_rl.cluster.answers import RankDied, RankError
@@ -54,5 +55,7 @@ def test_the_others_answer_when_one_died_and_it_can_be_built_anew(tmp_path: Path
         with pytest.raises(RankError, match="ValueError: second=-1 is negative"):
             died_during(group, [0, 2], -1, [])
         assert died_during(group, [0, 2], 1, []) == {0: 11, 2: 31}, "an error kills nobody"
+        killed = psutil.Process(group.pids()[2])
         group.kill_ranks([2])
+        psutil.wait_procs([killed], timeout=20)  # Ray kills a moment later
         assert isinstance(died_during(group, [2], 1, [])[2], RankDied)

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.rollout.server_forks import FORKS, can_be_forked, server_forks
+from mcore_rl.rollout.engine_forks import FORKS, can_be_forked, engine_forks
 from mcore_rl.rollout.server_process import ServerProcess
 
 pytestmark = pytest.mark.e2e
@@ -27,7 +27,7 @@ def run(folder: Path, *arguments: str) -> ServerProcess:
 
 
 def test_how_it_failed_is_known(way: str, tmp_path: Path) -> None:
-    with server_forks():
+    with engine_forks():
         if way == "started":
             os.environ.pop(FORKS)
         process = run(tmp_path, "--model-path", "no/such/model")
@@ -39,7 +39,7 @@ def test_how_it_failed_is_known(way: str, tmp_path: Path) -> None:
 
 
 def test_a_kill_is_noticed(way: str, tmp_path: Path) -> None:
-    with server_forks():
+    with engine_forks():
         if way == "started":
             os.environ.pop(FORKS)
         process = run(tmp_path, "--model-path", "no/such/model")

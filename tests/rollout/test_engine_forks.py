@@ -8,7 +8,7 @@ import orjson
 import psutil
 import pytest
 
-from mcore_rl.rollout import server_forks
+from mcore_rl.rollout import engine_forks
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from tests.support.engine_keys import KEYS
@@ -40,15 +40,15 @@ def test_a_fork_serves_as_a_process_of_its_own(
         save_tiny_moe(tmp_path / "model"), str(tmp_path / "log"), keys=KEYS, deterministic=True
     )
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    with server_forks.server_forks():
+    with engine_forks.engine_forks():
         with EngineProcess(spec) as engine:
             forked = generate(engine)
             parent = psutil.Process(engine.pid).parent()
-            assert parent is not None and server_forks.__name__ in " ".join(parent.cmdline())
+            assert parent is not None and engine_forks.__name__ in " ".join(parent.cmdline())
             titles = [" ".join(psutil.Process(p).cmdline()) for p in live_processes(engine.pid)]
             for title in ("mcore_rl.rollout.server --model-path", "sglang::scheduler"):
                 assert any(title in shown for shown in titles), titles
-        monkeypatch.delenv(server_forks.FORKS)
+        monkeypatch.delenv(engine_forks.FORKS)
         with EngineProcess(spec) as engine:
             assert psutil.Process(engine.pid).ppid() == os.getpid()
             assert generate(engine) == forked

@@ -16,12 +16,12 @@ from mcore_rl.process.fork_server import fork_server, serve_forks
 from mcore_rl.process.server_keys import KEYS_FD
 from mcore_rl.rollout.engine_spec import UNCOMPILED
 
-FORKS = "MCORE_RL_SERVER_FORKS"
+FORKS = "MCORE_RL_ENGINE_FORKS"
 """The variable that names the socket of the process that forks servers."""
 SERVER = ["-m", "mcore_rl.rollout.server"]
 
 
-def server_forks() -> AbstractContextManager[None]:
+def engine_forks() -> AbstractContextManager[None]:
     """Start the process in the block, and name its socket to whoever starts engines."""
     return fork_server(FORKS, __name__)
 
