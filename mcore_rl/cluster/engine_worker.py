@@ -7,6 +7,7 @@ sooner.
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from mcore_rl.cluster.rank_actor import ProcessLost, node_address
 from mcore_rl.rollout.engine import EngineProcess
@@ -14,6 +15,13 @@ from mcore_rl.rollout.engine_health import EngineState
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 
 TAIL_LINES = 5
+
+
+class RestartCounts(NamedTuple):
+    """The fewest and the most restarts of any server of an engine."""
+
+    fewest: int
+    most: int
 
 
 class EngineWorker:
@@ -29,6 +37,7 @@ class EngineWorker:
         self._startup_timeout_s = startup_timeout_s
         self._max_restarts = max_restarts
         self._num_restarts = 0
+        self._is_stopped = False
         self._healthy_until: float | None = None
         """The deadline of a restarted server that is not healthy yet."""
         self._engine = EngineProcess(replace(spec, host=node_address()))
@@ -46,32 +55,41 @@ class EngineWorker:
         """Return the server's process id on its machine."""
         return self._engine.pid
 
-    def check(self, restarts_of_engines: Sequence[int]) -> EngineState:
+    def check(self, restarts_of_engines: Sequence[RestartCounts]) -> EngineState:
         """Return the server's state; restart it at its address if it is dead, without waiting for
         it.
 
         A live server is restarted, too, when another server of the same engine was restarted more
-        often: `restarts_of_engines` holds, by engine, the most restarts of any of its servers.
-        Raises ProcessLost with the log's last lines if the server used up its restarts or does not
-        get healthy in time.
+        often. It starts when all of them have been stopped: it would meet one that is yet to be
+        stopped, and wait for it forever. Raises ProcessLost with the log's last lines if the server
+        used up its restarts or does not get healthy in time.
         """
-        if not self._engine.is_alive():
-            self._restart(f"died (status {self._engine.exit_status})")
-        elif self._num_restarts < restarts_of_engines[self._index]:
-            self._restart("must restart because another server of its engine died")
+        counts = restarts_of_engines[self._index]
+        if self._num_restarts < counts.most:
+            self._stop("must restart because another server of its engine died")
+        elif not self._is_stopped and not self._engine.is_alive():
+            self._stop(f"died (status {self._engine.exit_status})")
+        if self._is_stopped:
+            if self._engine.spec.num_nodes == 1 or counts.fewest >= self._num_restarts:
+                self._start_again()
         elif self._healthy_until is not None:
             self._check_restarted(self._healthy_until)
-        return EngineState(self._engine.url, self._num_restarts, self._healthy_until is None)
+        is_healthy = not self._is_stopped and self._healthy_until is None
+        return EngineState(self._engine.url, self._num_restarts, is_healthy)
 
-    def _restart(self, why: str) -> None:
+    def _stop(self, why: str) -> None:
         lost = f"{self._engine.name} {why}; its last lines:\n{self._engine.tail(TAIL_LINES)}"
         if self._num_restarts >= self._max_restarts:
             raise ProcessLost(lost)
         self._num_restarts += 1
         print(f"{lost}\nstarting it again, {self._num_restarts} of {self._max_restarts}")
         self._engine.stop()
+        self._is_stopped = True
+
+    def _start_again(self) -> None:
         self._engine = EngineProcess(self._engine.spec)
         self._engine.start()
+        self._is_stopped = False
         self._healthy_until = time.monotonic() + self._startup_timeout_s
 
     def _check_restarted(self, deadline: float) -> None:

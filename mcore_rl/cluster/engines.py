@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mcore_rl.cluster.answers import Answers, RankDied
-from mcore_rl.cluster.engine_worker import EngineWorker
+from mcore_rl.cluster.engine_worker import EngineWorker, RestartCounts
 from mcore_rl.cluster.group import WATCH_DEADLINE_S, WATCH_INTERVAL_S
 from mcore_rl.cluster.independent_ranks import IndependentRanks
 from mcore_rl.planning.slots import Slot
@@ -51,7 +51,7 @@ class EngineGroup:
         self._lost: set[int] = set()
         self._nodes_per_engine = [len(engine_slots) for engine_slots in slots]
         self._has_gpus = any(slot.bundle.get("GPU") for of_engine in slots for slot in of_engine)
-        self._restarts = [0] * len(slots)
+        self._restarts = [RestartCounts(0, 0)] * len(slots)
         self._group = IndependentRanks(
             role, [slot for engine_slots in slots for slot in engine_slots], log_dir
         )
@@ -132,7 +132,8 @@ class EngineGroup:
                 self._lose(engine, servers[engine], died[0])
             else:
                 [state] = combine_states(states, [len(states)])
-                self._restarts[engine] = state.restarts
+                fewest = min(server.restarts for server in states)
+                self._restarts[engine] = RestartCounts(fewest, state.restarts)
                 self.health.note([state])
 
     def _lose(self, engine: int, servers: Sequence[int], error: RankDied) -> None:

@@ -112,7 +112,7 @@ class EngineSync:
         """
         serving = [url for url in holding if url not in checked.failed]
         if serving:
-            self._health.set_serving(serving, {**reasons, **checked.failed})
+            self._health.set_serving(serving, {**reasons, **checked.failed}, self._version)
         return serving
 
     async def _expect_another(self, checked: CanaryReport) -> None:

@@ -32,6 +32,8 @@ ANSWER_S = 10.0
 MAX_DESCRIPTORS = 8
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Numpy's OpenBLAS would start threads when it is imported."""
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+"""So that the log of a fork that is killed has all that it printed."""
 ROOM_FOR_TITLES = " " * 2048
 """Behind the command line: a fork's title, as `ps` shows it, cannot be longer than both."""
 READ_BY_IMPORTS = (
@@ -97,7 +99,7 @@ def fork_server(variable: str, module: str) -> Iterator[None]:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={**QUIET, **os.environ, **ONE_THREAD},
+                env={**QUIET, **os.environ, **ONE_THREAD, **UNBUFFERED},
                 pass_fds=(descriptor,),
             )
         os.environ[variable] = path

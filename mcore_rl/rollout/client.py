@@ -21,7 +21,7 @@ from mcore_rl.rollout.transport import (
     RolloutError,
     TransientError,
 )
-from mcore_rl.types import Prompt, Sample
+from mcore_rl.types import Prompt, Sample, WeightVersion
 
 _log = logging.getLogger(__name__)
 
@@ -118,15 +118,20 @@ class RolloutClient:
         """
         failed: list[EngineLoad] = []
         whole = request
+        oldest = self._health.version
         while True:
             async with session.slot():
+                if request is whole:
+                    oldest = self._health.version
                 request = self._migration.named(request)
                 engine = self._pick(request, failed, session.admission)
                 session.note_picked(engine, request)
                 under_way = UnderWay(engine, request.rid)
                 try:
                     with engine.request(), self._migration.note(under_way):
-                        return await session.transport.sample(engine.address, request, sampling)
+                        sample = await session.transport.sample(engine.address, request, sampling)
+                    _check_versions(sample, oldest)
+                    return sample
                 except TransientError as failure:
                     if session.is_held and isinstance(failure, AbortedError):
                         session.num_cut_off += 1
@@ -187,3 +192,16 @@ class RolloutClient:
 
     def _serving(self, engines: Sequence[EngineLoad]) -> list[EngineLoad]:
         return [engine for engine in engines if not self._health.why_out(engine.address.url)]
+
+
+def _check_versions(sample: Sample, oldest: WeightVersion) -> None:
+    """Raise TransientError if weights drew tokens that the engine did not hold any more.
+
+    It has started again since then, with those of its model's folder, unseen by its watch so far.
+    """
+    version = min((span.version for span in sample.versions), default=oldest)
+    if version < oldest:
+        raise TransientError(
+            f"its tokens are drawn with weights {version} after a sync of {oldest}: the engine has"
+            " started again"
+        )

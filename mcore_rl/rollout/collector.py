@@ -21,7 +21,7 @@ from mcore_rl.data.sample_store import SampleStore
 from mcore_rl.data.shared_prefixes import find_sharing, first_of
 from mcore_rl.process.clock import now_s
 from mcore_rl.rollout.client import RolloutClient
-from mcore_rl.rollout.engine_health import EngineHealth
+from mcore_rl.rollout.engine_health import EngineHealth, Rotation
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.session import RolloutSession
 from mcore_rl.rollout.transport import RolloutError
@@ -46,14 +46,14 @@ class Orders:
     """Things that a collector is to do, in the order of the fields.
 
     sessions   bound of the requests at once, by number of a session that is opened
-    why_out    why engines get no requests, by url; None if nothing has changed
+    rotation   which engines get requests; None if nothing has changed
     drop       groups whose samples nobody needs any more
     cancel     groups that are not to be finished
     end        sessions that are closed; their requests are canceled
     """
 
     sessions: Mapping[int, int] = field(default_factory=dict)
-    why_out: Mapping[str, str] | None = None
+    rotation: Rotation | None = None
     begin: Sequence[GroupRequest] = ()
     cancel: Sequence[int] = ()
     drop: Sequence[int] = ()
@@ -145,9 +145,8 @@ class Collector:
 
     async def obey(self, orders: Orders) -> None:
         """Carry out orders; what they begin goes on afterwards."""
-        if orders.why_out is not None:
-            serving = [url for url, reason in orders.why_out.items() if not reason]
-            self._health.set_serving(serving, orders.why_out)
+        if orders.rotation is not None:
+            self._health.follow(orders.rotation)
         for number, max_in_flight in orders.sessions.items():
             await self._open(number, max_in_flight)
         for request in orders.begin:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from mcore_rl.rollout.collector import (
     GroupRequest,
     Orders,
 )
+from mcore_rl.rollout.engine_health import Rotation
 from mcore_rl.rollout.pool_session import PoolSession
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.types import GroupLease, Prompt, StoredSample
@@ -63,7 +63,7 @@ class CollectorLine:
         self._cancel: list[int] = []
         self._end: list[int] = []
         self.dropped.clear()
-        self._known_out: Mapping[str, str] | None = None
+        self._known: Rotation | None = None
         self._lost_cut_offs.update(self._cut_offs)
         self._cut_offs = {}
 
@@ -97,16 +97,16 @@ class CollectorLine:
             self._cancel.append(number)
             self.may_send.set()
 
-    async def flush(self, why_out: Mapping[str, str]) -> None:
-        """Send what waits. `why_out` says why engines get no requests, by url."""
+    async def flush(self, rotation: Rotation) -> None:
+        """Send what waits, and `rotation` if it has changed."""
         async with self._lock:
             self.may_send.clear()
             dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
-            news_of_engines = None if why_out == self._known_out else why_out
+            news_of_engines = None if rotation == self._known else rotation
             orders = Orders(
                 self._sessions, news_of_engines, self._begin, self._cancel, dropped, self._end
             )
-            self._known_out = why_out
+            self._known = rotation
             self._sessions = {}
             self._begin = []
             self._cancel = []

@@ -222,7 +222,7 @@ class CollectorPool:
             line.open(session.number, self._share(session, line))
         held: set[int] = set()
         while True:
-            await line.flush(self._health.reasons)
+            await line.flush(self._health.rotation)
             changed = [s for s in self._sessions.values() if s.is_held != (s.number in held)]
             if not changed:
                 break
@@ -239,12 +239,12 @@ class CollectorPool:
     async def _send(self, line: CollectorLine) -> None:
         while True:
             await line.may_send.wait()
-            await line.flush(self._health.reasons)
+            await line.flush(self._health.rotation)
 
     async def _flush(self, line: CollectorLine) -> None:
         if line.is_up:
             with contextlib.suppress(CollectorLost):  # `_listen` meets the loss, too
-                await line.flush(self._health.reasons)
+                await line.flush(self._health.rotation)
 
     async def _listen(self, k: int, line: CollectorLine) -> None:
         while True:

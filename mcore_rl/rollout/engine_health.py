@@ -4,7 +4,11 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mcore_rl.types import WeightVersion
+
 _log = logging.getLogger(__name__)
+FIRST = WeightVersion(0)
+"""The weights of model.path, until a run says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,18 @@ class EngineState:
     lost: bool = False
 
 
+@dataclass(frozen=True)
+class Rotation:
+    """Which engines get requests, and with which weights.
+
+    why_out   why engines get none, by url; empty for those that do
+    version   weights that all which do were brought, or newer ones
+    """
+
+    why_out: Mapping[str, str]
+    version: WeightVersion = FIRST
+
+
 class EngineHealth:
     """The state of each engine, which of them serve, and why the others do not.
 
@@ -32,6 +48,7 @@ class EngineHealth:
         self._weights_stay = weights_stay
         self._states = {url: EngineState(url) for url in urls}
         self._why_out = dict.fromkeys(urls, "")
+        self._version = FIRST
 
     @property
     def states(self) -> list[EngineState]:
@@ -47,9 +64,21 @@ class EngineHealth:
         return self._why_out[url]
 
     @property
-    def reasons(self) -> dict[str, str]:
-        """Why engines get no requests, by url; empty for those that do."""
-        return dict(self._why_out)
+    def version(self) -> WeightVersion:
+        """Weights that every engine with requests was brought, or newer ones.
+
+        An engine that answers with older ones has started again, which its watch will see, too.
+        """
+        return self._version
+
+    @property
+    def rotation(self) -> Rotation:
+        return Rotation(dict(self._why_out), self._version)
+
+    def follow(self, rotation: Rotation) -> None:
+        """Take over what another process found out about these engines."""
+        serving = [url for url, reason in rotation.why_out.items() if not reason]
+        self.set_serving(serving, rotation.why_out, rotation.version)
 
     def note(self, states: Sequence[EngineState]) -> None:
         """Take in what a watch saw; an engine with a new process no longer serves the current
@@ -76,10 +105,16 @@ class EngineHealth:
             self._why_out[url] = reason
             _log.warning("engine %s is lost: %s", url, reason)
 
-    def set_serving(self, urls: Collection[str], reasons: Mapping[str, str]) -> None:
-        """Have `urls` and no other engines serve; `reasons` says why not, by url, where that is
-        known.
+    def set_serving(
+        self,
+        urls: Collection[str],
+        reasons: Mapping[str, str],
+        version: WeightVersion = FIRST,
+    ) -> None:
+        """Have `urls` and no other engines serve, with weights `version`; `reasons` says why not,
+        by url, where that is known.
         """
+        self._version = version
         for url, previous in self._why_out.items():
             if url in urls:
                 self._why_out[url] = ""

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
-from mcore_rl.cluster.engine_worker import EngineWorker
+from mcore_rl.cluster.engine_worker import EngineWorker, RestartCounts
 from mcore_rl.cluster.rank_actor import ProcessLost
 from mcore_rl.rollout.engine_forks import FORKS
 from mcore_rl.rollout.engine_health import EngineState
@@ -30,6 +31,7 @@ if os.path.exists("broken"):
     sys.exit("no such model")
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
+NO_RESTARTS = [RestartCounts(0, 0)] * 2
 Make = Callable[..., EngineWorker]
 
 
@@ -69,8 +71,10 @@ def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mak
 def test_a_healthy_server_is_left_alone(make_worker: Make) -> None:
     worker = make_worker(max_restarts=1)
     pid, url = worker.pid(), worker.address().url
-    assert worker.check([0, 0]) == EngineState(url, restarts=0, healthy=True)
-    assert worker.check([5, 0]) == EngineState(url, restarts=0, healthy=True)
+    assert worker.check(NO_RESTARTS) == EngineState(url, restarts=0, healthy=True)
+    assert worker.check([RestartCounts(5, 5), RestartCounts(0, 0)]) == EngineState(
+        url, restarts=0, healthy=True
+    )
     assert worker.pid() == pid
 
 
@@ -80,7 +84,7 @@ def test_a_dead_server_is_started_again_at_its_address_until_restarts_are_used_u
     worker = make_worker(max_restarts=1)
     pid, url = worker.pid(), worker.address().url
     kill(worker)
-    assert worker.check([0, 0]) == EngineState(url, restarts=1, healthy=False)
+    assert worker.check(NO_RESTARTS) == EngineState(url, restarts=1, healthy=False)
     assert worker.address().url == url and worker.pid() != pid
     assert worker.address().keys == KEYS
     printed = capsys.readouterr().out
@@ -89,26 +93,36 @@ def test_a_dead_server_is_started_again_at_its_address_until_restarts_are_used_u
     assert wait_until_healthy(worker) == EngineState(url, restarts=1, healthy=True)
     kill(worker)
     with pytest.raises(ProcessLost, match=rf"engine {url} .*died \(status -9\); its last lines"):
-        worker.check([0, 0])
+        worker.check(NO_RESTARTS)
 
 
-def test_a_server_is_restarted_with_the_others_of_its_engine(make_worker: Make) -> None:
+def test_a_server_is_restarted_with_the_others_of_its_engine_once_they_are_stopped(
+    make_worker: Make,
+) -> None:
     worker = make_worker(max_restarts=2, node_rank=1)
-    pid = worker.pid()
-    state = worker.check([0, 1])
-    assert (state.restarts, state.healthy) == (1, False)
-    assert worker.pid() != pid
-    assert worker.check([0, 1]).restarts == 1
+    process = psutil.Process(worker.pid())
+    other = RestartCounts(0, 0)
+    for _ in range(2):
+        state = worker.check([other, RestartCounts(0, 1)])
+        assert (state.restarts, state.healthy) == (1, False)
+        assert not process.is_running() and not worker._engine.is_alive()
+    assert worker.check([other, RestartCounts(1, 1)]).restarts == 1
+    assert worker._engine.is_alive()
+    kill(worker)
+    assert worker.check([other, RestartCounts(1, 1)]).restarts == 2
+    assert not worker._engine.is_alive(), "the others do not know that it died"
+    worker.check([other, RestartCounts(2, 2)])
+    assert worker._engine.is_alive()
 
 
 def test_a_restarted_server_must_get_healthy_in_time(make_worker: Make) -> None:
     worker = make_worker(max_restarts=1)
     Path("sick").touch()
     kill(worker)
-    worker.check([0, 0])
+    worker.check(NO_RESTARTS)
     worker._healthy_until = time.monotonic() - 1.0
     with pytest.raises(ProcessLost, match="was started again but not healthy after 20 s; its last"):
-        worker.check([0, 0])
+        worker.check(NO_RESTARTS)
 
 
 def test_a_server_that_does_not_start_is_lost_with_its_log(make_worker: Make) -> None:
@@ -127,7 +141,7 @@ def kill(worker: EngineWorker) -> None:
 
 def wait_until_healthy(worker: EngineWorker) -> EngineState:
     deadline = time.monotonic() + 20.0
-    while not (state := worker.check([0, 0])).healthy:
+    while not (state := worker.check(NO_RESTARTS)).healthy:
         assert time.monotonic() < deadline, state
         time.sleep(0.02)
     return state

@@ -28,7 +28,7 @@ sys.exit(3)
 SLEEPS = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print(child.pid, flush=True)
+print(child.pid)
 time.sleep(600)
 """
 OWNER = """

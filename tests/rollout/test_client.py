@@ -283,3 +283,16 @@ def test_bfloat16(others):
     model = Qwen3MoeForCausalLM.from_pretrained(engine.spec.model_path, dtype=torch.float32).eval()
     samples = generate(client_of(engine), make_prompts(8), 1, Sampling(max_response_len=12))
     assert 1e-4 < logprob_error(model, samples) < 0.5
+
+
+def test_tokens_of_older_weights_than_an_engine_was_brought_are_refused(engine):
+    """It has started again with its model's folder, and answers before its watch has seen that."""
+    health = EngineHealth([engine.url])
+    transport = HttpOptions.of(CONFIG, [EOS_ID], lambda ids: "").open
+    client = RolloutClient([engine.address], replace(CONFIG, retries=1), transport, health)
+    health.set_serving([engine.url], {}, WeightVersion(8))
+    with pytest.raises(RolloutError, match=r"failed 2 times.*weights 7 after a sync of 8.*again"):
+        generate(client, make_prompts(1), 1, Sampling(max_response_len=4))
+    health.set_serving([engine.url], {}, WeightVersion(7))
+    [sample] = generate(client, make_prompts(1), 1, Sampling(max_response_len=4))
+    assert sample.versions[0].version == 7

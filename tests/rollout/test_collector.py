@@ -11,7 +11,7 @@ from mcore_rl.data.sample_store import SampleStore
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.collector import Collector, CollectorNews, GroupRequest, Orders, facts_of
-from mcore_rl.rollout.engine_health import EngineHealth
+from mcore_rl.rollout.engine_health import EngineHealth, Rotation
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.types import Prompt
@@ -112,11 +112,11 @@ def test_held_requests_wait_for_the_end_of_the_hold(loop: EventLoop) -> None:
 
 def test_orders_say_which_engines_serve(loop: EventLoop) -> None:
     scene = Scene(loop)
-    scene.run(scene.collector.obey(Orders(why_out={scene.engine.url: "it is stale"})))
+    scene.run(scene.collector.obey(Orders(rotation=Rotation({scene.engine.url: "it is stale"}))))
     scene.begin(5)
     [failure] = scene.news().failed
     assert "no engine in rotation" in failure.message and "it is stale" in failure.message
-    scene.run(scene.collector.obey(Orders(why_out={scene.engine.url: ""})))
+    scene.run(scene.collector.obey(Orders(rotation=Rotation({scene.engine.url: ""}))))
     scene.begin(6)
     assert len(scene.news().finished) == 1
     assert scene.run(scene.collector.idle_seconds()) > 0

@@ -100,7 +100,7 @@ def test_a_line_whose_collector_is_lost_holds_everything_and_keeps_its_counts(
         group = OrderedGroup(session, PROMPTS[0], 2, SAMPLING, future)
         line.begin(group, GroupLease(0, 0))
         assert line.open_samples[7] == 2
-        await line.flush(scene.health.reasons)
+        await line.flush(scene.health.rotation)
         while len(scene.engines[0].sampled) < 2:
             await asyncio.sleep(0.01)
         counts = [await line.hold(7, cut_off=True)]

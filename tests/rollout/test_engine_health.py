@@ -1,6 +1,7 @@
 """Which engines get requests after restarts and syncs."""
 
-from mcore_rl.rollout.engine_health import EngineHealth, EngineState
+from mcore_rl.rollout.engine_health import EngineHealth, EngineState, Rotation
+from mcore_rl.types import WeightVersion
 
 A, B = "http://a:1", "http://b:2"
 
@@ -36,3 +37,12 @@ def test_an_engine_whose_weights_stay_serves_as_soon_as_it_is_up_again() -> None
     assert health.serving == [A]
     health.note([EngineState(A), EngineState(B, restarts=1)])
     assert health.serving == [A, B] and health.why_out(B) == ""
+
+
+def test_another_process_follows_with_reasons_and_version() -> None:
+    health, other = EngineHealth([A, B]), EngineHealth([A, B])
+    assert health.rotation == Rotation({A: "", B: ""})
+    health.set_serving([A], {B: "it is gone"}, WeightVersion(7))
+    other.follow(health.rotation)
+    assert other.serving == [A] and other.why_out(B) == "it is gone" and other.version == 7
+    assert other.rotation == health.rotation
