@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 READY, GO, FORKED = b"r", b"g", b"f"
 IMPORTS_S = 60.0
@@ -92,6 +93,7 @@ def _ask(
             **request,
             "cwd": os.getcwd(),
             "python": sys.executable,
+            "oom_score_adj": Path("/proc/self/oom_score_adj").read_text(),
             # Ray's node blocks Ctrl-C, which a terminal sends to all processes of the run.
             "blocked_signals": [
                 int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())

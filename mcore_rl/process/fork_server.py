@@ -16,13 +16,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Never
 
 from mcore_rl.process.cores import QUIET
 from mcore_rl.process.fork_request import FORKED, GO, PID_BYTES, READY, STATUS_BYTES
-from mcore_rl.process.identity import take_identity
+from mcore_rl.process.identity import ForkRequest, become
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.process.tied import die_with_parent
 
@@ -56,24 +55,6 @@ READ_BY_IMPORTS = (
 """How variables begin that modules may read when they are imported, not when they are used."""
 _SET_LATER = ("OMP_NUM_THREADS", "SGLANG_ZMQ_ALLOWED_PEERS", "SGLANG_ZMQ_SOURCE_IP")
 """Variables that begin like others, and are read when they are used."""
-
-
-@dataclass(frozen=True)
-class ForkRequest:
-    """The process that a fork is to become.
-
-    command          its command line without the interpreter's own options
-    tied             it ends with the process that asked, which learns its exit status
-    blocked_signals  numbers
-    descriptors      of files that it was given besides its standard streams
-    """
-
-    command: list[str]
-    environment: dict[str, str]
-    cwd: str
-    tied: bool
-    blocked_signals: list[int]
-    descriptors: list[int]
 
 
 @contextmanager
@@ -131,7 +112,7 @@ def serve_forks(arguments: list[str], prepare: Callable[[], bool]) -> ForkReques
         while fork is None:
             fork = server.next_fork()
     request, connection = fork
-    _become(request)
+    become(request)
     pid = os.getpid().to_bytes(PID_BYTES, "little")
     with connection, suppress(OSError):  # whoever asked is gone
         connection.sendall(FORKED + pid if request.tied else FORKED)
@@ -211,10 +192,14 @@ class _Server:
             left -= len(part)
         if not parts or left or not is_alone():
             return None
-        asked: dict[str, Any] = json.loads(b"".join(parts))
-        if asked.pop("python") != sys.executable:
+        try:
+            asked: dict[str, Any] = json.loads(b"".join(parts))
+            python = asked.pop("python")
+            request = ForkRequest(**asked, descriptors=list(descriptors))
+        except (KeyError, TypeError, ValueError):
+            return None  # whoever asked runs another version of this package
+        if python != sys.executable:
             return None
-        request = ForkRequest(**asked, descriptors=list(descriptors))
         if read_by_imports(request.environment) != read_by_imports(self._environment):
             return None
         connection.sendall(READY)
@@ -275,24 +260,3 @@ def read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in {**QUIET, **environment}.items()
         if name.startswith(READ_BY_IMPORTS) and name not in _SET_LATER
     }
-
-
-def _become(request: ForkRequest) -> None:
-    """Be as a new process would that was given the request's command.
-
-    Its first three descriptors become its standard streams; the request keeps the others.
-    """
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked_signals)
-    for number, stream in enumerate(request.descriptors[:3]):
-        os.dup2(stream, number)
-        os.close(stream)
-    del request.descriptors[:3]
-    take_identity(request.command, request.environment)
-    os.chdir(request.cwd)
-    sys.path[0] = request.cwd  # as `python -m` has it
-    tempfile.tempdir = None  # TMPDIR is another one now
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # Python's own generator does so by itself

@@ -1,5 +1,6 @@
 """Forks are what they were asked to be, and end with whoever asked; nothing of the server stays."""
 
+import json
 import os
 import signal
 import subprocess
@@ -182,6 +183,18 @@ def test_a_fork_that_cannot_become_what_it_was_asked_to_be_ends(
     gone.mkdir()
     monkeypatch.setattr(os, "getcwd", lambda: str(gone))
     gone.rmdir()
+    assert fork(path, tmp_path, SAYS) is None
+    monkeypatch.undo()
+    assert fork(path, tmp_path, "print(1)") is not None and first_number(tmp_path) == 1
+
+
+def test_a_request_of_another_version_is_refused(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dumps = json.dumps
+    monkeypatch.setattr(json, "dumps", lambda request: dumps({**request, "new": 1}))
+    assert fork(path, tmp_path, SAYS) is None
+    monkeypatch.setattr(json, "dumps", lambda request: "no json")
     assert fork(path, tmp_path, SAYS) is None
     monkeypatch.undo()
     assert fork(path, tmp_path, "print(1)") is not None and first_number(tmp_path) == 1
