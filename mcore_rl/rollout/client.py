@@ -21,7 +21,7 @@ from mcore_rl.rollout.transport import (
     RolloutError,
     TransientError,
 )
-from mcore_rl.types import Prompt, Sample, WeightVersion
+from mcore_rl.types import Prompt, Sample
 
 _log = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class RolloutClient:
         return [engine for engine in engines if not self._health.why_out(engine.address.url)]
 
 
-def _check_versions(sample: Sample, oldest: WeightVersion) -> None:
+def _check_versions(sample: Sample, oldest: int) -> None:
     """Raise TransientError if weights drew tokens that the engine did not hold any more.
 
     It has started again since then, with those of its model's folder, unseen by its watch so far.

@@ -4,11 +4,11 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mcore_rl.types import WeightVersion
-
 _log = logging.getLogger(__name__)
-FIRST = WeightVersion(0)
-"""The weights of model.path, until a run says otherwise."""
+FIRST = 0
+"""The version of model.path's weights, until a run says otherwise. This module, as processes that
+only watch engines import it, does without the torch that WeightVersion comes with.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Rotation:
     """
 
     why_out: Mapping[str, str]
-    version: WeightVersion = FIRST
+    version: int = FIRST
 
 
 class EngineHealth:
@@ -64,7 +64,7 @@ class EngineHealth:
         return self._why_out[url]
 
     @property
-    def version(self) -> WeightVersion:
+    def version(self) -> int:
         """Weights that every engine with requests was brought, or newer ones.
 
         An engine that answers with older ones has started again, which its watch will see, too.
@@ -109,7 +109,7 @@ class EngineHealth:
         self,
         urls: Collection[str],
         reasons: Mapping[str, str],
-        version: WeightVersion = FIRST,
+        version: int = FIRST,
     ) -> None:
         """Have `urls` and no other engines serve, with weights `version`; `reasons` says why not,
         by url, where that is known.

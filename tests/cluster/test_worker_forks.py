@@ -24,7 +24,8 @@ print(*(number.name for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())))
 
 def forking() -> psutil.Process:
     """Return this process's newest child that forks workers."""
-    return [p for p in psutil.Process().children() if worker_forks.__name__ in p.cmdline()][-1]
+    found = [p for p in psutil.Process().children() if worker_forks.__name__ in p.cmdline()]
+    return max(found, key=psutil.Process.create_time)
 
 
 @contextmanager
