@@ -32,6 +32,7 @@ RECIPE_COMMANDS = {
     "eval": "accuracy of model.path on eval.data",
 }
 WITH_ENGINES = ("pairs", "train", "eval")
+"""Commands that start SGLang."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

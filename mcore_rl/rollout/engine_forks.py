@@ -9,6 +9,7 @@ Where there is a GPU this process ends before it has forked, and servers are sta
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from mcore_rl.process.cores import THREADS
@@ -26,7 +27,7 @@ def engine_forks() -> AbstractContextManager[None]:
     return fork_server(FORKS, __name__)
 
 
-def can_be_forked(arguments: list[str]) -> bool:
+def can_be_forked(arguments: Sequence[str]) -> bool:
     """Return whether a server with these arguments has imported what any other has."""
     return UNCOMPILED not in arguments
 

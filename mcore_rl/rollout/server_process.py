@@ -115,7 +115,7 @@ def _fork(
 ) -> ForkedProcess | None:
     """Return the server's process if one that has imported SGLang forks it, otherwise None."""
     path = os.environ.get(FORKS)
-    if path is None or not can_be_forked(list(arguments)):
+    if path is None or not can_be_forked(arguments):
         return None
     with open(os.devnull, "rb") as nothing:
         streams = [nothing.fileno(), log.fileno(), log.fileno()]

@@ -1,4 +1,4 @@
-"""A forked engine answers as a started one, on as many threads, and a restart needs no fork."""
+"""A forked engine answers as a started one, token by token, and is titled as what it is."""
 
 import os
 import urllib.request

@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -15,10 +17,12 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(params=["forked", "started"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """How the servers of a test come into being."""
     if request.param == "started":
         monkeypatch.delenv(FORKS, raising=False)
-    return request.param
+    with engine_forks() if request.param == "forked" else nullcontext():
+        yield request.param
 
 
 def run(folder: Path, *arguments: str) -> ServerProcess:
@@ -27,28 +31,22 @@ def run(folder: Path, *arguments: str) -> ServerProcess:
 
 
 def test_how_it_failed_is_known(way: str, tmp_path: Path) -> None:
-    with engine_forks():
-        if way == "started":
-            os.environ.pop(FORKS)
-        process = run(tmp_path, "--model-path", "no/such/model")
-        forked = psutil.Process(process.pid).ppid() != os.getpid()
-        process.join(120.0)
+    process = run(tmp_path, "--model-path", "no/such/model")
+    forked = psutil.Process(process.pid).ppid() != os.getpid()
+    process.join(120.0)
     assert process.exit_status == 1
     assert forked == (way == "forked")
     assert "no/such/model" in (tmp_path / "log").read_text()
 
 
 def test_a_kill_is_noticed(way: str, tmp_path: Path) -> None:
-    with engine_forks():
-        if way == "started":
-            os.environ.pop(FORKS)
-        process = run(tmp_path, "--model-path", "no/such/model")
-        assert process.exit_status is None
-        process.kill()
-        while process.exit_status is None:
-            time.sleep(0.01)
-        assert process.exit_status == -signal.SIGKILL
-        process.kill()  # nobody is there any more
+    process = run(tmp_path, "--model-path", "no/such/model")
+    assert process.exit_status is None
+    process.kill()
+    while process.exit_status is None:
+        time.sleep(0.01)
+    assert process.exit_status == -signal.SIGKILL
+    process.kill()  # nobody is there any more
 
 
 def test_where_imports_differ_none_is_forked() -> None:
