@@ -65,7 +65,7 @@ gpu-check: ## what a run needs from this machine's GPU, checked without a networ
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m mcore_rl.doctor --gpu $(if $(STAGES),--stages $(STAGES)) $(if $(WHEELS),--wheels $(WHEELS))
 
 gpu-wheels: venv ## what gpu-check needs besides torch, into wheels/, for a machine with Python 3.12 and no network
-	$(BIN)/python -m pip download -q --no-deps --only-binary :all: --python-version 3.12 -d wheels $(shell grep -iE '^(megatron-core|zlib-ng|omegaconf|rich|markdown-it-py|mdurl|pygments|pyyaml)==' requirements/cpu.txt) torch_memory_saver==0.0.10
+	$(BIN)/python -m pip download -q --no-deps --only-binary :all: --python-version 3.12 -d wheels $(shell grep -iE '^(megatron-core|zlib-ng|omegaconf|rich|markdown-it-py|mdurl|orjson|pybase64|pygments|pyyaml)==' requirements/cpu.txt) torch_memory_saver==0.0.10
 	$(BIN)/python -m pip wheel -q --no-deps -w wheels $(shell grep -E '^antlr4-python3-runtime==' requirements/cpu.txt)
 
 gpu-lock: venv ## requirements/gpu.txt: every version that a GPU node installs, from the pins in pyproject.toml
