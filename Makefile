@@ -42,6 +42,13 @@ $(VENV)/.installed: pyproject.toml requirements/cpu.txt requirements/dev.txt
 	@$(INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# The compiler of GPU kernels, for their tests, in the version that a GPU node installs. Nothing else may import it: on a
+# CPU SGLang runs with a stand-in of that name.
+$(VENV)/triton: $(VENV)/.installed requirements/gpu.txt
+	@rm -rf $@.new
+	@$(INSTALL) --no-deps --target $@.new '$(shell grep '^triton==' requirements/gpu.txt)'
+	@rm -rf $@ && mv $@.new $@
+
 lint: venv ## ruff, pyright, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,7 +57,7 @@ lint: venv ## ruff, pyright, import-linter
 
 # Tests start some hundred processes; each would compile this package's modules anew without bytecode on disk.
 test: export PYTHONDONTWRITEBYTECODE =
-test: lint agents-venv ## everything CI runs: lint, then all tests but those that need a GPU or hours
+test: lint agents-venv $(VENV)/triton ## everything CI runs: lint, then all tests but those that need a GPU or hours
 	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: venv ## what takes longer, up to two hours: every part of a run killed in every phase

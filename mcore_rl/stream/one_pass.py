@@ -32,7 +32,7 @@ _LEAST_ROW_BYTES = 64
 
 Part = tuple[int, Tensor, Tensor]
 """Index of a piece, and a part of it: a view of an own tensor and the view of the bucket."""
-_Move = tuple[int, int, int, int, int, int]
+Move = tuple[int, int, int, int, int, int]
 """move_t of native/checked_copy.c"""
 
 
@@ -68,13 +68,13 @@ class OnePass:
         self._write = library.write_slices
         self._write.restype = None
         self._words_W = words_W
-        moves: list[list[_Move]] = [[] for _ in pieces]
+        moves: list[list[Move]] = [[] for _ in pieces]
         self.rest: list[Part] = []
         self._own: list[Tensor] = []
         """Keeps the memory to which the moves' addresses lead."""
         for part in parts:
             index, own, in_bucket = part
-            found = _moves(own, in_bucket, words_W.data_ptr())
+            found = find_moves(own, in_bucket, words_W.data_ptr())
             if found is None:
                 self.rest.append(part)
             else:
@@ -184,7 +184,7 @@ def _axes(
     return axes
 
 
-def _moves(own: Tensor, in_bucket: Tensor, bucket_address: int) -> list[_Move] | None:
+def find_moves(own: Tensor, in_bucket: Tensor, bucket_address: int) -> list[Move] | None:
     """Return the moves between two views of equal shape, or None if others move them."""
     size = own.element_size()
     layout = own.shape, own.stride(), in_bucket.stride()

@@ -17,6 +17,7 @@ from mcore_rl.slices.box import Shard
 from mcore_rl.slices.hf.fp8 import FP8, scale_box
 from mcore_rl.slices.hf.quantize import quantize_into
 from mcore_rl.stream.buckets import HEADER_WORDS, Bucket
+from mcore_rl.stream.gpu_pass import GpuPass
 from mcore_rl.stream.one_pass import OnePass, Part
 from mcore_rl.stream.routes.copies import Copies
 from mcore_rl.stream.routes.transport import TransferError
@@ -119,6 +120,7 @@ class PlacedBucket:
         self._held = held
         self._message_W = words_W if message_W is None else message_W
         self._one_pass: OnePass | None = None
+        self._gpu_pass: GpuPass | None = None
         self._bind(tensors, sums)
         num_pieces = len(bucket.pieces)
         self._sums_at = slice(HEADER_WORDS, HEADER_WORDS + num_pieces)
@@ -146,8 +148,11 @@ class PlacedBucket:
                 parts.append((held.piece, own, values[held.piece][held.within]))
         if sums == XXH3:
             self._one_pass = OnePass.maybe_make(self._words_W, pieces, parts)
-            if self._one_pass is not None:
-                parts = self._one_pass.rest
+        else:
+            self._gpu_pass = GpuPass.maybe_make(self._words_W, pieces, parts)
+        one_pass = self._one_pass or self._gpu_pass
+        if one_pass is not None:
+            parts = one_pass.rest
         self._copies = Copies((own, in_bucket) for _, own, in_bucket in parts)
         self._matrices = []
         for i, held_parts in matrices.items():
@@ -174,6 +179,8 @@ class PlacedBucket:
         self._fill_words()
         if self._one_pass is not None:
             self._one_pass.pack(with_sums=sums_P is None)
+        elif self._gpu_pass is not None:
+            self._gpu_pass.pack()
         elif sums_P is None:
             sums_P = self._checksums(self._words_W)
         if sums_P is not None:
@@ -200,7 +207,11 @@ class PlacedBucket:
             self._words_W.copy_(self._message_W)
         header_and_sums_W = self._words_W[: self._sums_at.stop]
         if self._one_pass is None:
-            on_host_W = torch.cat((header_and_sums_W, self._checksums(self._words_W))).cpu()
+            if self._gpu_pass is not None:
+                received_P = self._gpu_pass.place(version, self.bucket.index)
+            else:
+                received_P = self._checksums(self._words_W)
+            on_host_W = torch.cat((header_and_sums_W, received_P)).cpu()
             self._check_header(version, on_host_W[:HEADER_WORDS].tolist())
             received_P = on_host_W[self._sums_at.stop :]
         else:

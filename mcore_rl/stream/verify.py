@@ -75,7 +75,7 @@ class XxhSums:
 
 
 @cache
-def _multipliers(device: torch.device) -> Tensor:
+def row_multipliers(device: torch.device) -> Tensor:
     """Return int64 [ROW_WORDS], with the same values on every device."""
     seeded = torch.Generator().manual_seed(0x5EED)
     return (torch.randint(-(2**63), 2**63 - 1, (ROW_WORDS,), generator=seeded) | 1).to(device)
@@ -97,7 +97,7 @@ class RowSums:
         self, first_word: int, num_rows: Sequence[int], device: torch.device = _HOST
     ) -> None:
         """`num_rows` lists each slice's rows, in order; equal neighbors are summed in one pass."""
-        self._multipliers_W = _multipliers(device)
+        self._multipliers_W = row_multipliers(device)
         self._runs = []
         for rows, equal_slices in groupby(num_rows):
             count = len(list(equal_slices))

@@ -4,12 +4,7 @@ The interpreter's cast to 8 bits is wrong where rounding carries into the expone
 the values are compared before that cast, which is one instruction on a GPU.
 """
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-
-import pytest
+from tests.support.triton_code import needs_triton, run_with_triton
 
 INTERPRET = """
 import torch
@@ -47,25 +42,13 @@ source = ASTSource(fn=quantize, signature=signature, constexprs={"BLOCK": 128})
 compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
 assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
 """
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-
-
-def run(code: str, **environment: str) -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-2000:]
 
 
 @needs_triton
 def test_the_kernel_computes_what_torch_does() -> None:
-    run(INTERPRET, TRITON_INTERPRET="1")
+    run_with_triton(INTERPRET, TRITON_INTERPRET="1")
 
 
 @needs_triton
 def test_the_kernel_compiles_for_hopper() -> None:
-    run(COMPILE)
+    run_with_triton(COMPILE)
