@@ -230,7 +230,7 @@ def setup_device() -> None:
         if _torch_modules_on_cuda:
             _install_torch_modules()
         else:
-            _require_transformer_engine()
+            _prepare_transformer_engine()
         # With a single hardware queue no collective overtakes the kernel queued before it; tensor
         # parallelism relies on that order.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -241,11 +241,15 @@ def setup_device() -> None:
     keep_write_results_in_process()
 
 
-def _require_transformer_engine() -> None:
+@cache
+def _prepare_transformer_engine() -> None:
     if not has_transformer_engine():
         raise ValueError(
             "CUDA is present but transformer_engine is not: pip install 'mcore_rl[gpu]'"
         )
+    from mcore_rl.device.adam_in_parts import use_adam_in_parts
+
+    use_adam_in_parts()
 
 
 @cache

@@ -49,7 +49,8 @@ class FusedAdam(torch.optim.Optimizer):
         self._kernel: Callable[..., None] = getattr(
             torch, "_fused_adamw_" if adam_w_mode else "_fused_adam_"
         )
-        self._dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+        self.exp_avg_dtype = exp_avg_dtype
+        self.exp_avg_sq_dtype = exp_avg_sq_dtype
         self._master_weights = master_weights
         self._gradient = "decoupled_grad" if use_decoupled_grad else "grad"
 
@@ -60,13 +61,13 @@ class FusedAdam(torch.optim.Optimizer):
             params = [p for p in group["params"] if getattr(p, self._gradient, None) is not None]
             for p in params:
                 if not self.state[p]:
-                    self.initialize_state(p)
+                    self.initialize_state(p, False)
             if params:
                 self._update(params, group)
 
     @torch.no_grad()
-    def initialize_state(self, param: Tensor) -> None:
-        """Make a parameter's moments, zero, and its main weight."""
+    def initialize_state(self, param: Tensor, store_param_remainders: bool) -> None:
+        """Make a parameter's moments, zero, and its main weight, which is always whole."""
         state = self.state[param]
         for name, dtype in self._dtypes.items():
             moment_dtype = dtype if self._is_precision_aware else param.dtype
@@ -81,7 +82,7 @@ class FusedAdam(torch.optim.Optimizer):
     def set_scaled_state(self, param: Tensor, name: str, value: Tensor) -> None:
         """Set a moment or the main weight from float32 values."""
         if not self.state[param]:
-            self.initialize_state(param)
+            self.initialize_state(param, False)
         self.state[param][name].copy_(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -94,6 +95,10 @@ class FusedAdam(torch.optim.Optimizer):
         for number, state in state_dict["state"].items():
             for name, value in state.items():
                 self.state[params[number]][name] = value.to(params[number].device, copy=True)
+
+    @property
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        return {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
 
     @property
     def _is_precision_aware(self) -> bool:

@@ -223,8 +223,9 @@ def use_fused_adam() -> None:
     from megatron.core.optimizer import distrib_optimizer
 
     from mcore_rl.device.adam import FusedAdam
+    from mcore_rl.device.adam_in_parts import step_in_parts
 
-    optimizer.Adam = distrib_optimizer.Adam = FusedAdam
+    optimizer.Adam = distrib_optimizer.Adam = step_in_parts(FusedAdam)
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
 

@@ -62,6 +62,7 @@ def abort_seconds(group: Any) -> float:
 
 def pinned_bytes_taken(num_bytes: int) -> int:
     """Return the bytes of host memory that pinning a tensor of `num_bytes` takes."""
+    torch.cuda.init()  # before that there are no statistics
     pinned_u8 = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     taken = torch.cuda.host_memory_stats()["allocated_bytes.current"]
     del pinned_u8

@@ -73,7 +73,7 @@ def test_a_state_that_is_loaded_keeps_its_dtypes_and_values() -> None:
     parameters = [p.detach().bfloat16().requires_grad_() for p in make_parameters()]
     optimizer = FusedAdam(parameters, master_weights=True, use_decoupled_grad=True, **OPTIONS)
     for parameter in parameters:
-        optimizer.initialize_state(parameter)
+        optimizer.initialize_state(parameter, False)
         optimizer.set_scaled_state(parameter, "master_param", torch.full(parameter.shape, 1.0001))
     other = FusedAdam(parameters, master_weights=True, use_decoupled_grad=True, **OPTIONS)
     other.load_state_dict(optimizer.state_dict())

@@ -1,0 +1,72 @@
+"""Bounds the memory that Adam's step takes beside its state, and mends how its state is begun.
+
+An Adam with moments in less than float32 computes in float32: Transformer Engine's makes copies of
+all moments of a group at once, 8 bytes per parameter, and only then rounds them (2.11,
+fused_adam.py). That is more than moments in bfloat16 save.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_ELEMENTS = 64 * 2**20
+"""Of the parameters that are updated at once: copies of their moments take half a GiB."""
+
+
+def step_in_parts(adam: type[Any], most_elements: int = MOST_ELEMENTS) -> type[Any]:
+    """Return a subclass of an Adam, Transformer Engine's or adam.py's, whose step updates
+    `most_elements` elements at a time, or a single parameter. The values are the same.
+    """
+
+    class AdamInParts(adam):
+        def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
+            # megatron-core 0.16.1 leaves the argument out, and Transformer Engine 2.11 wants it.
+            super().initialize_state(param, store_param_remainders)
+
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            if self.exp_avg_dtype == torch.float32 == self.exp_avg_sq_dtype:
+                return super().step(*args, **kwargs)
+            groups = self.param_groups
+            try:
+                for group in groups:
+                    self._step_group(group, *args, **kwargs)
+            finally:
+                self.param_groups = groups
+            return None
+
+        def _step_group(self, group: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            params, step = group["params"], group.get("step", 0)
+            self.param_groups = [group]
+            try:
+                for part in _parts(params, most_elements):
+                    group["step"] = step  # each call counts one
+                    group["params"] = part
+                    super().step(*args, **kwargs)
+            finally:
+                group["params"] = params
+
+    AdamInParts.__name__ = AdamInParts.__qualname__ = adam.__name__
+    return AdamInParts
+
+
+def use_adam_in_parts() -> None:
+    """Give the distributed optimizer Transformer Engine's Adam with bounded steps."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    optimizer.Adam = distrib_optimizer.Adam = step_in_parts(optimizer.Adam)
+
+
+def _parts(params: Sequence[Tensor], most_elements: int) -> Iterator[list[Tensor]]:
+    part: list[Tensor] = []
+    num_elements = 0
+    for param in params:
+        if part and num_elements + param.numel() > most_elements:
+            yield part
+            part, num_elements = [], 0
+        part.append(param)
+        num_elements += param.numel()
+    if part:
+        yield part
