@@ -6,7 +6,7 @@ On a GPU its models have between one and three billion parameters, on a CPU they
 import json
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -164,27 +164,45 @@ def _likelihood(
     return -logprobs_T, {}
 
 
-def difference_from_transformers(rank: LoneRank, folder: Path) -> tuple[float, float]:
-    """Return the largest and the mean |difference| of log-probs, after an export to `folder`.
+@dataclass(frozen=True)
+class LogprobDifference:
+    """How far log-probs are from those of transformers in float32, with the weights of an export.
 
-    transformers computes in float32 with the weights of the export.
+    largest, mean   of a rank's log-probs
+    rounding        the mean for transformers itself in the rank's dtype: what rounding does
     """
+
+    largest: float
+    mean: float
+    rounding: float
+
+    @property
+    def figures(self) -> Figures:
+        return asdict(self)
+
+
+def difference_from_transformers(rank: LoneRank, folder: Path) -> LogprobDifference:
+    """Compare the log-probs of the rank's batch with those of transformers, after an export to
+    `folder`."""
     rank.actor.export_hf(folder)
     [scores] = rank.actor.compute_logprobs([rank.batch]) or [None]
     assert scores is not None, "the only rank owns the output"
-    ours_T = scores.logprobs_T.cpu()
     # In a process of its own: the patches for a CPU get in the way of transformers' loader.
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        theirs = pool.submit(_transformers_scores, folder, rank.batch).result()
-    difference_T = (ours_T - torch.tensor(theirs))[rank.batch.loss_mask_T].abs()
-    return float(difference_T.max()), float(difference_T.mean())
+        exact_T, rounded_T = (
+            torch.tensor(pool.submit(_transformers_scores, folder, rank.batch, dtype).result())
+            for dtype in ("float32", rank.recipe.model.dtype)
+        )
+    ours_T = (scores.logprobs_T.cpu() - exact_T)[rank.batch.loss_mask_T].abs()
+    theirs_T = (rounded_T - exact_T)[rank.batch.loss_mask_T].abs()
+    return LogprobDifference(float(ours_T.max()), float(ours_T.mean()), float(theirs_T.mean()))
 
 
 @torch.no_grad()
-def _transformers_scores(folder: Path, batch: TrainBatch) -> list[float]:
+def _transformers_scores(folder: Path, batch: TrainBatch, dtype: str) -> list[float]:
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     model = model.to(device())
     parts = []
     for tokens in batch.token_ids_T.split(list(batch.lens_N)):

@@ -33,6 +33,8 @@ MAX_SWAP_S = 0.020
 """Target: seconds for which an engine stands still while a staged version is swapped in."""
 MAX_KERNELS = 100
 """Target: kernels that pack, verify and place a bucket of 1,000 slices."""
+GPU_BUCKET_MIB = 64
+"""As in recipes/cluster/gpu.yaml: a bucket is to take longer than the calls that move it."""
 LARGE = ToySizes(hidden=2048, heads=16, head=128, experts=896, inner=768, vocab=32768)
 """8 GiB in bfloat16."""
 SMALL = ToySizes(hidden=256, heads=4, head=64, experts=256, inner=128, vocab=1024)
@@ -181,7 +183,7 @@ def _rates(*, staged: bool) -> Figures:
         dtype="bfloat16",
         sender_dtype="bfloat16",
         sizes=sizes,
-        bucket_bytes=int(SyncConfig().bucket_mib * 2**20),
+        bucket_bytes=int((GPU_BUCKET_MIB if has_cuda() else SyncConfig().bucket_mib) * 2**20),
         timeout_s=180,
         num_syncs=4,
         staged=staged,

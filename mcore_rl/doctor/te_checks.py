@@ -40,6 +40,9 @@ from mcore_rl.types import TrainBatch
 NEEDED = ("megatron", "zlib_ng")
 LEAST_MFU = 0.35
 """Target on a GPU whose peak is known."""
+MOST_ROUNDING = 1.25
+"""Target on a GPU, in bfloat16: the distance of log-probs from exact ones, as a multiple of that of
+transformers in bfloat16. Routers with random weights turn small errors into other experts."""
 MICROBATCHES = 4
 RECOMPUTE = ("none", "selective", "layernorm+moe", "full")
 LATENT = "layernorm+mlp+moe+mla_up_proj"
@@ -60,10 +63,11 @@ def _rank(hf_config: Mapping[str, Any], **options: Any) -> Iterator[LoneRank]:
 
 def _logprobs(hf_config: Mapping[str, Any]) -> Figures:
     with _rank(hf_config) as rank, tempfile.TemporaryDirectory() as folder:
-        largest, mean = difference_from_transformers(rank, Path(folder, "hf"))
-    limit = 0.05 if has_cuda() else 1e-4  # bfloat16 against float32; float32 against float32
-    expect(mean < limit, f"log-probs differ by {mean} in the mean")
-    return {"largest": largest, "mean": mean}
+        difference = difference_from_transformers(rank, Path(folder, "hf"))
+    limit = MOST_ROUNDING * difference.rounding if has_cuda() else 1e-4
+    why = f"log-probs differ by {difference.mean} in the mean, target {limit}"
+    expect(difference.mean < limit, why)
+    return difference.figures
 
 
 def qwen3_logprobs() -> Figures:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+from torch import Tensor
 
 from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.config.training import WHOLE_LAYERS
@@ -28,6 +29,11 @@ ROWS_OF_A_BLOCK = {"blockwise": 128, "mxfp8": 32, "nvfp4": 32}
 ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
 
 
+def _leave_empty(weights: Tensor) -> Tensor:
+    """Draw nothing: all weights are filled afterwards (train/weights.py)."""
+    return weights
+
+
 def make_transformer_config(
     config: HfConfig, parallel: ParallelConfig, dtype: torch.dtype, train: TrainConfig
 ) -> TransformerConfig:
@@ -46,9 +52,11 @@ def make_transformer_config(
         "add_bias_linear": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        # The initial weights are overwritten, but this also marks tensor-parallel parameters, which
-        # the gradient norm needs.
+        # It also marks tensor-parallel parameters, which the gradient norm needs.
         "perform_initialization": True,
+        "init_method": _leave_empty,
+        "output_layer_init_method": _leave_empty,
+        "embedding_init_method": _leave_empty,
         "calculate_per_token_loss": True,
         # megatron-core reads it for dense models, too.
         "moe_token_dispatcher_type": "alltoall",

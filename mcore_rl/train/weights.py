@@ -1,7 +1,9 @@
 """Fills this rank's parameters from an HF directory or at random, alike in every layout."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 
 import torch
@@ -17,6 +19,8 @@ from mcore_rl.slices.hf.files import load_into
 from mcore_rl.slices.layouts.training import training_padding, training_shards
 from mcore_rl.slices.plan.coverage import check_coverage
 from mcore_rl.train.shards import local_parts, local_tensors, zero_padding
+
+DRAWN_AT_ONCE = min(8, os.cpu_count() or 1)
 
 
 @torch.no_grad()
@@ -60,16 +64,24 @@ def draw_weights(
     """Draw weights from Normal(0, initializer_range); set norms to 1 and biases to 0.
 
     Each HF tensor has a generator of its own, so that all layouts draw the same values. Peak
-    memory: one HF tensor in float32.
+    memory: DRAWN_AT_ONCE HF tensors in float32.
     """
     shapes = hf_tensor_shapes(hf_config)
     std = hf_config.get("initializer_range", 0.02)
     by_name = sorted(shards, key=lambda shard: shard.box.name)
-    for name, group in groupby(by_name, key=lambda shard: shard.box.name):
+
+    @torch.no_grad()  # a setting of each thread
+    def draw(named: tuple[str, list[Shard]]) -> None:
+        name, group = named
         full = _initial(name, shapes[name], std, seed)
         for shard in group:
             box = tuple(map(slice, shard.box.start, shard.box.stop))
             shard.view(tensors).copy_(full[box])
+
+    groups = groupby(by_name, key=lambda shard: shard.box.name)
+    with ThreadPoolExecutor(DRAWN_AT_ONCE) as pool:  # torch draws numbers on one thread
+        for _ in pool.map(draw, [(name, list(group)) for name, group in groups]):
+            pass
 
 
 def _initial(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
