@@ -5,7 +5,7 @@ all moments of a group at once, 8 bytes per parameter, and only then rounds them
 fused_adam.py). That is more than moments in bfloat16 save.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,20 @@ def step_in_parts(adam: type[Any], most_elements: int = MOST_ELEMENTS) -> type[A
         def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
             # megatron-core 0.16.1 leaves the argument out, and Transformer Engine 2.11 wants it.
             super().initialize_state(param, store_param_remainders)
+
+        def state_dict(self) -> dict[str, Any]:
+            # Transformer Engine's has copies in float32, of which megatron-core uses the groups.
+            return torch.optim.Optimizer.state_dict(self)
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            # megatron-core hands back the state it got, for new memory, and then fills it.
+            if not _is_state_of(state_dict["state"], self):
+                super().load_state_dict(state_dict)
+                return
+            state = self.state
+            groups_alone = {**state_dict, "state": {}}
+            torch.optim.Optimizer.load_state_dict(self, groups_alone)
+            self.state = state
 
         def step(self, *args: Any, **kwargs: Any) -> Any:
             if self.exp_avg_dtype == torch.float32 == self.exp_avg_sq_dtype:
@@ -57,6 +71,21 @@ def use_adam_in_parts() -> None:
     from megatron.core.optimizer import distrib_optimizer
 
     optimizer.Adam = distrib_optimizer.Adam = step_in_parts(optimizer.Adam)
+
+
+def _is_state_of(state: Mapping[int, Mapping[str, Any]], optimizer: Any) -> bool:
+    """Return whether an optimizer's `state`, by number of the parameter, is all that it has."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    own = {
+        number: optimizer.state[param]
+        for number, param in enumerate(params)
+        if param in optimizer.state
+    }
+    return own.keys() == state.keys() and all(
+        own[number].keys() == values.keys()
+        and all(own[number][name] is value for name, value in values.items())
+        for number, values in state.items()
+    )
 
 
 def _parts(params: Sequence[Tensor], most_elements: int) -> Iterator[list[Tensor]]:

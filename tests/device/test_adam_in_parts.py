@@ -57,3 +57,23 @@ def test_megatron_begins_a_state_without_saying_what_remains_of_weights() -> Non
     optimizer = step_in_parts(FusedAdam)([param], master_weights=True, **BFLOAT16)
     optimizer.initialize_state(param)
     assert optimizer.state[param]["master_param"].dtype == torch.float32
+
+
+def test_a_state_that_is_handed_back_stays_where_it_is() -> None:
+    _, optimizer = steps(step_in_parts(FusedAdam), **BFLOAT16)
+    before = {id(value) for state in optimizer.state.values() for value in state.values()}
+    handed = optimizer.state_dict()
+    handed["param_groups"] = [{**group, "lr": 0.5, "step": 9} for group in handed["param_groups"]]
+    optimizer.load_state_dict(handed)
+    after = {id(value) for state in optimizer.state.values() for value in state.values()}
+    assert after == before
+    assert [(g["lr"], g["step"]) for g in optimizer.param_groups] == [(0.5, 9)] * 2
+
+
+def test_another_state_is_copied() -> None:
+    _, trained = steps(step_in_parts(FusedAdam), **BFLOAT16)
+    _, other = steps(step_in_parts(FusedAdam), **BFLOAT16, betas=(0.5, 0.5))
+    other.load_state_dict(trained.state_dict())
+    for ours, theirs in zip(other.state.values(), trained.state.values(), strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert all(ours[name] is not theirs[name] for name in theirs)

@@ -18,8 +18,8 @@ gpu_pass.has_kernel = lambda words_W: True
 
 def shards_of(shapes, margin, dtype):
     return {
-        f"w{i}": [Shard(Box(f"w{i}", (0, 0), shape), f"t{i}", margin, (shape[1] + margin, 1), dtype)]
-        for i, shape in enumerate(shapes)
+        f"w{i}": [Shard(box, f"t{i}", margin, (box.shape[1] + margin, 1), dtype)]
+        for i, box in enumerate(Box(f"w{i}", (0, 0), s) for i, s in enumerate(shapes))
     }
 
 
