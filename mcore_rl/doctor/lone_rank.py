@@ -24,12 +24,27 @@ from mcore_rl.process.ports import find_free_port
 from mcore_rl.types import StepStats, TrainBatch
 
 LEARNING_RATE = 1e-3
+_HELD = ("main_grad", "main_param")
+"""What megatron-core hangs on a parameter."""
+REPEATED_STEP = 0.1
 MEMORY_TOLERANCE = 0.10
 """Target: how far the measured peak may be from that of `mcore-rl plan`, as a share of the latter.
 """
 _QWEN3: Mapping[bool, dict[str, int]] = {
-    True: {"hidden_size": 2048, "num_hidden_layers": 8, "num_experts": 32, "head_dim": 128},
-    False: {"hidden_size": 64, "num_hidden_layers": 2, "num_experts": 4, "head_dim": 16},
+    True: {
+        "hidden_size": 2048,
+        "num_hidden_layers": 8,
+        "num_experts": 32,
+        "num_experts_per_tok": 8,
+        "head_dim": 128,
+    },
+    False: {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+    },
 }
 _DEEPSEEK: Mapping[bool, dict[str, int]] = {
     True: {
@@ -143,6 +158,29 @@ class LoneRank:
         _, tensors = self.actor.weight_layout()
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
+    def state(self) -> dict[str, Tensor]:
+        """Return a copy in host memory of all that training goes on from, by name."""
+        from mcore_rl.train.optimizer import parts_of
+
+        held = {f"weights.{name}": tensor.cpu() for name, tensor in self.weights().items()}
+        for number, part in enumerate(parts_of(self.actor.optimizer)):
+            for place, (main, state) in enumerate(part.optimizer.state.items()):
+                for name, tensor in {"main": main, **state}.items():
+                    held[f"optimizer.{number}.{place}.{name}"] = tensor.detach().cpu().clone()
+        return held
+
+    def free(self) -> None:
+        """Give up the memory of the model, which can no longer be used.
+
+        Deleting this object is not enough: megatron-core's hooks on gradients and the model hold
+        each other where Python's collector does not see it.
+        """
+        for chunk in self.actor.chunks:
+            for parameter in chunk.parameters():
+                for tensor in (parameter, *(getattr(parameter, name, None) for name in _HELD)):
+                    if tensor is not None:
+                        tensor.untyped_storage().resize_(0)
+
 
 def make_batch(num_tokens: int, vocab_size: int) -> TrainBatch:
     """Return random tokens in sequences of unequal length, four of them."""
@@ -216,6 +254,22 @@ def expect_same(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
     """Raise AssertionError naming a parameter that is not bit for bit as expected."""
     differing = [name for name in expected if not torch.equal(weights[name], expected[name])]
     expect(not differing, f"{len(differing)} parameters differ, first {differing[:1]}")
+
+
+def expect_same_step(
+    weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], before: Mapping[str, Tensor]
+) -> float:
+    """Return how far a step led from the expected one, as a share of the step.
+
+    Raises AssertionError if that is more than a repeated step may differ on this device: on a GPU
+    attention adds up its gradients in any order.
+    """
+    errors = [(weights[name] - expected[name]).float().norm() for name in expected]
+    steps = [(expected[name] - before[name]).float().norm() for name in expected]
+    share = float(torch.stack(errors).norm() / torch.stack(steps).norm())
+    limit = REPEATED_STEP if has_cuda() else 0.0
+    expect(share <= limit, f"the step differs by {share:.4f} of its length, target {limit}")
+    return share
 
 
 def compare_with_plan(rank: LoneRank) -> Figures:

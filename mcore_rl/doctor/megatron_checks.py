@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
-from mcore_rl.device import peak_bytes, synchronize, use_torch_modules_on_cuda
+from mcore_rl.device import forget_peak, peak_bytes, synchronize, use_torch_modules_on_cuda
 from mcore_rl.doctor.check import Check, Figures, Stage, expect
 from mcore_rl.doctor.lone_rank import (
     LoneRank,
     compare_with_plan,
     difference_from_transformers,
     expect_same,
+    expect_same_step,
     qwen3_moe,
 )
 
@@ -60,10 +61,11 @@ def same_logprobs_as_transformers() -> Figures:
 
 
 def checkpoint() -> Figures:
-    """A step after a save and a load is the step that was taken before, bit for bit."""
+    """After a save and a load all is there bit for bit, and a step is the one taken before."""
     with tempfile.TemporaryDirectory() as folder:
         rank = _rank(Path(folder, "model"))
         rank.step()
+        state, before = rank.state(), rank.weights()
         began_s = time.monotonic()
         rank.actor.save(Path(folder, "saved"), {})
         stopped_s = time.monotonic() - began_s
@@ -71,17 +73,22 @@ def checkpoint() -> Figures:
         saved_s = time.monotonic() - began_s
         rank.step()
         expected = rank.weights()
+        forget_peak()
         began_s = time.monotonic()
         rank.actor.load(Path(folder, "saved"))
         loaded_s = time.monotonic() - began_s
+        loading_gib = peak_bytes() / 2**30
+        expect_same(rank.state(), state)
         rank.step()
-        expect_same(rank.weights(), expected)
+        share = expect_same_step(rank.weights(), expected, before)
         saved = sum(file.stat().st_size for file in Path(folder, "saved").rglob("*.distcp"))
     return {
         "gib": round(saved / 2**30, 3),
         "training_stopped_s": round(stopped_s, 2),
         "saved_s": round(saved_s, 2),
         "loaded_s": round(loaded_s, 2),
+        "loading_peak_gib": round(loading_gib, 2),
+        "step_differs_by": share,
     }
 
 

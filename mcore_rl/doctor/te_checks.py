@@ -16,6 +16,7 @@ import torch
 from mcore_rl.config import OptimizerConfig, TrainConfig
 from mcore_rl.device import (
     empty_cache,
+    forget_peak,
     has_cuda,
     has_transformer_engine,
     peak_bytes,
@@ -30,6 +31,7 @@ from mcore_rl.doctor.lone_rank import (
     deepseek_v3,
     difference_from_transformers,
     expect_same,
+    expect_same_step,
     qwen3_moe,
 )
 from mcore_rl.players.train_speed import TrainSpeed
@@ -58,7 +60,11 @@ def _rank(hf_config: Mapping[str, Any], **options: Any) -> Iterator[LoneRank]:
     if has_cuda() and not has_transformer_engine():
         raise SkipCheck("Transformer Engine is not installed")
     with tempfile.TemporaryDirectory() as folder:
-        yield LoneRank(Path(folder, "model"), hf_config, **options)
+        rank = LoneRank(Path(folder, "model"), hf_config, **options)
+        try:
+            yield rank
+        finally:
+            rank.free()
 
 
 def _logprobs(hf_config: Mapping[str, Any]) -> Figures:
@@ -148,6 +154,7 @@ def bfloat16_moments() -> Figures:
     optimizer = OptimizerConfig(lr=LEARNING_RATE, megatron=BFLOAT16_MOMENTS)
     with _rank(qwen3_moe(), optimizer=optimizer) as rank, tempfile.TemporaryDirectory() as folder:
         first = rank.step().loss
+        state, before = rank.state(), rank.weights()
         rank.actor.hold(())
         rank.actor.save(Path(folder, "saved"), {})
         rank.actor.finish_save()
@@ -155,12 +162,21 @@ def bfloat16_moments() -> Figures:
         rank.step()
         expected = rank.weights()
         rank.actor.load(Path(folder, "saved"))
+        expect_same(rank.state(), state)
+        forget_peak()
         rank.step()
-        expect_same(rank.weights(), expected)
+        step_gib = peak_bytes() / 2**30
+        share = expect_same_step(rank.weights(), expected, before)
         last = [rank.step().loss for _ in range(6)][-1]
     expect(last < first - 0.1, f"loss from {first} to {last}")
     held = rank.actor.held_bytes
-    return {"loss_first": round(first, 4), "loss_last": round(last, 4), "held_gb": held / 1e9}
+    return {
+        "loss_first": round(first, 4),
+        "loss_last": round(last, 4),
+        "held_gb": held / 1e9,
+        "step_peak_gib": round(step_gib, 3),
+        "step_differs_by": share,
+    }
 
 
 def shared_prefixes() -> Figures:

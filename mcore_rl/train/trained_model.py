@@ -90,11 +90,11 @@ class TrainedModel:
         self._shared = SharedAttention(chunks) if train.share_prefixes else None
         self._output_rows = OutputRows(chunks)
         self.chunks = wrap_chunks(self._config, chunks, train.ddp)
-        self._optimizer = make_optimizer(optimizer, dtype, self.chunks)
+        self.optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._shards, _ = weight_layout(self.chunks, self.hf_config)
-        self._memory = DeviceMemory(self.chunks, self._optimizer)
+        self._memory = DeviceMemory(self.chunks, self.optimizer)
         self._checkpointer = Checkpointer(
-            TrainState(self.chunks, self._optimizer, parallel), self._memory.readable
+            TrainState(self.chunks, self.optimizer, parallel), self._memory.readable
         )
 
     def _built_config(self, stored: ModelFacts) -> HfConfig:
@@ -213,12 +213,12 @@ class TrainedModel:
         self._checkpointer.maybe_finish()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         rate = learning_rate(self._optimizer_config, self.step, self._total_steps)
-        set_learning_rate(self._optimizer, rate)
+        set_learning_rate(self.optimizer, rate)
         batches = self._rank_batches(microbatches)
         reports, records = self._run(batches, output, forward_only=False, replay=replay)
-        succeeded, grad_norm, _ = self._optimizer.step()
+        succeeded, grad_norm, _ = self.optimizer.step()
         assert succeeded, f"optimizer step {self.step} was skipped: gradient norm {grad_norm}"
         self.step += 1
         router = self._balance(num_tokens)

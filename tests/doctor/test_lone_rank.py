@@ -1,5 +1,7 @@
 """Models of a lone rank: their size on a GPU, its batch, and that comparisons can fail."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,3 +39,48 @@ def test_a_parameter_that_differs_is_named() -> None:
     lone_rank.expect_same(ones, {"a": torch.ones(2)})
     with pytest.raises(AssertionError, match=r"1 parameters differ, first \['b'\]"):
         lone_rank.expect_same(ones, {"a": torch.ones(2), "b": torch.zeros(2)})
+
+
+def test_a_repeated_step_may_differ_a_little_on_a_gpu_and_not_at_all_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = {"a": torch.zeros(4), "b": torch.zeros(2, dtype=torch.bfloat16)}
+    expected = {"a": torch.full((4,), 2.0), "b": torch.zeros(2, dtype=torch.bfloat16)}
+    near = {**expected, "a": torch.tensor([2.0, 2.0, 2.0, 2.2])}
+    assert lone_rank.expect_same_step(expected, expected, before) == 0.0
+    with pytest.raises(AssertionError, match=r"differs by 0\.0500 of its length, target 0\.0"):
+        lone_rank.expect_same_step(near, expected, before)
+    monkeypatch.setattr(lone_rank, "has_cuda", lambda: True)
+    assert lone_rank.expect_same_step(near, expected, before) == pytest.approx(0.05)
+    with pytest.raises(AssertionError, match=r"differs by 1\.0000 of its length, target 0\.1"):
+        lone_rank.expect_same_step(before, expected, before)
+
+
+STATES = """
+import tempfile
+from pathlib import Path
+import torch
+from mcore_rl.doctor.lone_rank import LoneRank, expect_same, qwen3_moe
+
+with tempfile.TemporaryDirectory() as folder:
+    rank = LoneRank(Path(folder), qwen3_moe())
+    rank.step()
+    state = rank.state()
+    expect_same(rank.state(), state)
+    kinds = {name.rsplit(".", 1)[1] for name in state if name.startswith("optimizer")}
+    assert kinds == {"main", "exp_avg", "exp_avg_sq"}, kinds
+    moments = [t for name, t in state.items() if name.endswith("exp_avg")]
+    assert sum(t.numel() for t in moments) == sum(
+        t.numel() for name, t in state.items() if name.startswith("weights")
+    )
+    rank.step()
+    after = rank.state()
+    assert not any(torch.equal(after[name], state[name]) for name in state), "nothing changed"
+    rank.free()
+    assert all(p.untyped_storage().size() == 0 for p in rank.actor.chunks[0].parameters())
+"""
+
+
+def test_a_state_is_all_that_training_goes_on_from_and_memory_can_be_given_up() -> None:
+    done = subprocess.run([sys.executable, "-c", STATES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

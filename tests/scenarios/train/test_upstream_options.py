@@ -110,7 +110,7 @@ def steps_with_a_save(
 def optimizer_tensors(actor: Any) -> list[torch.Tensor]:
     return [
         value
-        for part in parts_of(actor._optimizer)
+        for part in parts_of(actor.optimizer)
         for state in part.optimizer.state.values()
         for value in state.values()
         if isinstance(value, torch.Tensor)
