@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 MOST_ELEMENTS = 64 * 2**20
-"""Of the parameters that are updated at once: copies of their moments take half a GiB."""
+"""How much of the parameters is updated at once: copies of their moments take half a GiB."""
 
 
 def step_in_parts(adam: type[Any], most_elements: int = MOST_ELEMENTS) -> type[Any]:

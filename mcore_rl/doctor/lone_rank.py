@@ -25,7 +25,7 @@ from mcore_rl.types import StepStats, TrainBatch
 
 LEARNING_RATE = 1e-3
 _HELD = ("main_grad", "main_param")
-"""What megatron-core hangs on a parameter."""
+"""Tensors that megatron-core hangs on a parameter."""
 REPEATED_STEP = 0.1
 MEMORY_TOLERANCE = 0.10
 """Target: how far the measured peak may be from that of `mcore-rl plan`, as a share of the latter.

@@ -24,6 +24,7 @@ def regroup(rank: int, world_size: int, port: int) -> list[tuple[RankCoordinate,
         )
         groups = dist.distributed_c10d._world.pg_map
         places.append((place, ps.get_tensor_model_parallel_world_size(), len(groups)))
+    dist.barrier()  # the store at which the other rank makes its last groups ends with rank 0
     return places
 
 
