@@ -1,6 +1,7 @@
 """Checks this machine, several machines against one another, or what a GPU can do (the kit)."""
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -18,7 +19,10 @@ from mcore_rl.doctor.machine.needs import (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides, to check for"
+        "settings",
+        nargs="*",
+        metavar="key=value",
+        help="recipe=<name> and overrides, to check for; with the kit, of its stage run",
     )
     _add_machine(parser.add_argument_group("checks of this machine"))
     _add_nodes(parser.add_argument_group("checks of several machines, started once on each"))
@@ -72,11 +76,12 @@ def run_doctor(args: argparse.Namespace) -> None:
 
 
 def _run_kit(args: argparse.Namespace) -> None:
-    if args.settings or args.rendezvous or args.only:
-        raise ValueError("--gpu and --stages run the kit, which takes no recipe, --only and nodes")
+    if args.rendezvous or args.only:
+        raise ValueError("--gpu and --stages run the kit, which takes no --only and nodes")
     if not args.gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks, here and in the checks
     from mcore_rl.device import has_cuda
+    from mcore_rl.doctor.run_checks import RUN, SETTINGS
     from mcore_rl.doctor.runner import run_stages
     from mcore_rl.doctor.stages import choose_stages
     from mcore_rl.doctor.wheels import wheels_installed
@@ -84,6 +89,9 @@ def _run_kit(args: argparse.Namespace) -> None:
     if args.gpu and not has_cuda():
         raise ValueError("--gpu: torch sees no GPU here; --stages all runs the kit on the CPU")
     stages = choose_stages("" if args.stages == "all" else args.stages)
+    if args.settings and RUN not in stages:
+        raise ValueError(f"{args.settings[0]}: the kit takes settings for its stage run alone")
+    os.environ[SETTINGS] = json.dumps(args.settings)  # for the check's process
     with wheels_installed(args.wheels):
         if not run_stages(stages, args.logs):
             raise RuntimeError(f"checks failed; what they printed lies in {args.logs}")

@@ -3,11 +3,12 @@
 from mcore_rl.doctor.check import Check, Stage
 from mcore_rl.doctor.megatron_checks import MEGATRON
 from mcore_rl.doctor.probe_checks import PROBES
+from mcore_rl.doctor.run_checks import RUN
 from mcore_rl.doctor.step_checks import STEP
 from mcore_rl.doctor.sync_checks import SYNC
 from mcore_rl.doctor.te_checks import TE
 
-STAGES: tuple[Stage, ...] = (SYNC, PROBES, MEGATRON, TE, STEP)
+STAGES: tuple[Stage, ...] = (SYNC, PROBES, MEGATRON, TE, STEP, RUN)
 
 
 def choose_stages(names: str) -> tuple[Stage, ...]:

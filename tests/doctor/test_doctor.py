@@ -20,7 +20,7 @@ def test_every_check_passes_on_the_cpu_or_says_why_it_is_skipped(
     logs = tmp_path / "logs"
     command = [sys.executable, "-m", "mcore_rl.doctor", "--stages", stages]
     command += ["--logs", str(logs)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     *lines, summary = [json.loads(line) for line in done.stdout.splitlines()]
     chosen = [stage for stage in STAGES if stages == "all" or stage.name in stages.split(",")]
