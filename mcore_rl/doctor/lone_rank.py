@@ -27,6 +27,7 @@ LEARNING_RATE = 1e-3
 _HELD = ("main_grad", "main_param")
 """Tensors that megatron-core hangs on a parameter."""
 REPEATED_STEP = 0.1
+"""Target on a GPU: how far a step that is taken again leads from the first, as a share of it."""
 MEMORY_TOLERANCE = 0.10
 """Target: how far the measured peak may be from that of `mcore-rl plan`, as a share of the latter.
 """

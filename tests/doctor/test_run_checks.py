@@ -20,7 +20,7 @@ STEPS = [step(number) for number in range(1, run_checks.STEPS + 1)]
 
 def test_the_figures_are_medians_of_all_steps_but_the_first() -> None:
     rows = [{"timestamp": 99.0, "eval/accuracy": 0.5}, *STEPS]
-    assert run_checks.figures(rows, began_s=90.0) == {
+    assert run_checks.figures(rows, began_s=90.0, num_steps=6) == {
         "first_step_done_s": 11.0,
         "logprob_diff": 1e-7,
         "logprob_diff_largest": 1e-6,
@@ -35,12 +35,12 @@ def test_a_missing_step_and_ranks_that_do_not_agree_fail_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(AssertionError, match="5 of 6 steps have metrics"):
-        run_checks.figures(STEPS[1:], began_s=90.0)
+        run_checks.figures(STEPS[1:], began_s=90.0, num_steps=6)
     apart = [*STEPS[:-1], step(6, **{"logprob_diff/mean": 0.01})]
     with pytest.raises(AssertionError, match=r"differ by 0\.01 in the mean, target 0\.0001"):
-        run_checks.figures(apart, began_s=90.0)
+        run_checks.figures(apart, began_s=90.0, num_steps=6)
     monkeypatch.setattr(run_checks, "has_cuda", lambda: True)
-    assert run_checks.figures(apart, began_s=90.0)["logprob_diff"] == 0.01
+    assert run_checks.figures(apart, began_s=90.0, num_steps=6)["logprob_diff"] == 0.01
 
 
 def test_settings_of_the_command_line_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
