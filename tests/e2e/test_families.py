@@ -25,7 +25,7 @@ ENGINES = {
     "olmoe": {},
     "glm4_moe": EXPERT_PARALLEL,
     "minimax_m2": EXPERT_PARALLEL,
-    "gpt_oss": EXPERT_PARALLEL,
+    "gpt_oss": {"tp": 2},
     "moonlight": EXPERT_PARALLEL,
     "kimi_k2": EXPERT_PARALLEL,
 }
