@@ -14,11 +14,13 @@ import psutil
 
 from mcore_rl.process.network import loopback_interfaces, zmq_peers
 from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.server_keys import bearer
 from mcore_rl.process.temp_dir import TempDir
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 from mcore_rl.rollout.server_process import ServerProcess
 
 _HEALTH_POLL_S = 0.1
+_FREEZE_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 10.0
 
 
@@ -100,6 +102,17 @@ class EngineProcess:
                     f" its last lines:\n{self.tail()}"
                 )
             time.sleep(_HEALTH_POLL_S)
+        self._freeze_objects()
+
+    def _freeze_objects(self) -> None:
+        """Keep what the server's processes have made so far from their garbage collectors.
+
+        SGLang asks itself for that where it warms up, and too early where it does not.
+        """
+        headers = {} if self.spec.keys is None else bearer(self.spec.keys.admin)
+        request = urllib.request.Request(f"{self.url}/freeze_gc", b"", headers)
+        with contextlib.suppress(OSError):  # further machines have no HTTP
+            urllib.request.urlopen(request, timeout=_FREEZE_TIMEOUT_S).close()
 
     def is_healthy(self) -> bool:
         try:

@@ -43,7 +43,7 @@ ADMIN_PATHS = frozenset(
         *("/end_weight_update", "/update_weights_from_tensor", "/update_weight_version"),
         *("/release_memory_occupation", "/resume_memory_occupation", "/weights_checker"),
         "/update_weights_from_disk",
-        *("/start_profile", "/stop_profile"),
+        *("/start_profile", "/stop_profile", "/freeze_gc"),
     }
 )
 """The paths that a run's own calls need, and those that check it; only the admin key opens them.

@@ -83,6 +83,7 @@ def serve(arguments: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    leave_freezing_to_the_starter()
     bind_meetings_to_their_host()
     server_args = prepare_server_args(arguments)
     if package is not None:
@@ -111,6 +112,15 @@ def import_sglang(
         import_module("sglang.launch_server")
         import_module("sglang.srt.entrypoints.http_server")
     return arguments
+
+
+def leave_freezing_to_the_starter() -> None:
+    """Have SGLang not ask itself to freeze its objects, which it does before it listens where it
+    does not warm up; rollout/engine.py asks once the server is healthy.
+    """
+    http_server: Any = import_module("sglang.srt.entrypoints.http_server")
+    assert callable(http_server._freeze_gc_after_server_warmup), "SGLang has another name for it"
+    http_server._freeze_gc_after_server_warmup = lambda server_args: None
 
 
 def load_package(package: str) -> None:

@@ -100,6 +100,7 @@ def test_administrative_calls_without_the_key_are_refused_and_change_nothing(
     assert status == 200 and info["tp_size"] == 2
     assert ask(engine, "/pause_generation", {"mode": "retract"}, KEYS.admin)[0] == 200
     assert ask(engine, "/continue_generation", {}, KEYS.admin)[0] == 200
+    assert ask(engine, "/freeze_gc", {}, KEYS.admin)[0] == 200
     assert sample(engine, KEYS.admin) == before
     assert engine.is_alive() and engine.is_healthy()
 
@@ -145,6 +146,13 @@ def test_all_its_sockets_are_on_loopback(engine: EngineProcess) -> None:
     }
     assert len(listening) > 2, listening  # HTTP, the ranks' store, gloo
     assert {at.ip for at in listening} == {"127.0.0.1"}
+
+
+def test_its_log_tells_of_no_failure(engine: EngineProcess) -> None:
+    """SGLang's own request to freeze objects came before it listened, and failed."""
+    log = Path(engine.spec.log_path).read_text(errors="replace")
+    assert "fired up" in log
+    assert "Traceback" not in log and "freeze_gc failed" not in log
 
 
 def test_the_keys_are_in_no_command_line_environment_answer_or_log(
