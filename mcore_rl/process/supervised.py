@@ -60,6 +60,7 @@ class SupervisedServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._was_healthy = threading.Event()
         self._has_failed = threading.Event()
+        self._why_failed = ""
         self._stopping = threading.Event()
         try:
             spec.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +85,9 @@ class SupervisedServer:
         while not self._was_healthy.wait(_POLL_S):
             if self._has_failed.is_set():
                 self.stop()
-                raise RuntimeError(f"{self._described()} ended at its start:\n{self._tail()}")
+                raise RuntimeError(
+                    f"{self._described()} {self._why_failed} at its start:\n{self._tail()}"
+                )
             if time.monotonic() > until_s:
                 self.stop()
                 raise TimeoutError(
@@ -120,6 +123,7 @@ class SupervisedServer:
             if self._stopping.is_set():
                 return
             if not self._was_healthy.is_set():
+                self._why_failed = why
                 self._has_failed.set()
                 return
             self.num_restarts += 1

@@ -40,9 +40,11 @@ def servers(tmp_path: Path) -> Iterator[NodeServers]:
         START_S,
     )
     servers = NodeServers(spec, "7")
-    servers.wait_healthy()
-    yield servers
-    servers.close()
+    try:
+        servers.wait_healthy()
+        yield servers
+    finally:
+        servers.close()
 
 
 def post(url: str, body: Mapping[str, object]) -> Mapping[str, object]:
