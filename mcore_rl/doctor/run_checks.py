@@ -18,6 +18,7 @@ from typing import Any
 
 from mcore_rl.device import has_cuda
 from mcore_rl.doctor.check import Check, Figures, Stage, expect
+from mcore_rl.doctor.sync_checks import GPU_BUCKET_MIB
 
 SETTINGS = "MCORE_RL_KIT_SETTINGS"
 STEPS = 6
@@ -36,7 +37,7 @@ _ON_GPU = (
     "rollout.sglang.mem_fraction_static=0.5",
     "rollout.sglang.cuda_graph_max_bs_decode=32",
     "rollout.sglang.disable_prefill_cuda_graph=true",
-    "sync.bucket_mib=64",
+    f"sync.bucket_mib={GPU_BUCKET_MIB}",
     "canary.tolerance=1",
 )
 

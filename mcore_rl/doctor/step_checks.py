@@ -28,6 +28,7 @@ from mcore_rl.device import has_cuda, has_transformer_engine, use_torch_modules_
 from mcore_rl.doctor.check import Check, Figures, Stage, expect
 from mcore_rl.doctor.lone_rank import LoneRank, qwen3_moe
 from mcore_rl.doctor.stand_in_engine import MAX_NEW_TOKENS, StandInEngine
+from mcore_rl.doctor.sync_checks import GPU_BUCKET_MIB
 from mcore_rl.scores import Scores
 from mcore_rl.types import (
     LogprobOptions,
@@ -96,7 +97,7 @@ class StandInSync:
         """Rate of the last sync."""
         self._sender = WeightSender(*rank.actor.weight_layout(), 0)
         self._store = LinkStore.serve("127.0.0.1", TIMEOUT_S)
-        bucket_bytes = 64 << 20 if has_cuda() else 1 << 16
+        bucket_bytes = GPU_BUCKET_MIB << 20 if has_cuda() else 1 << 16
         self._link = Link(
             *("engine", "127.0.0.1", self._store.port, self._store.key),
             *(1, 1, bucket_bytes, TIMEOUT_S),

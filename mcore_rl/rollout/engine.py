@@ -111,7 +111,7 @@ class EngineProcess:
         """
         headers = {} if self.spec.keys is None else bearer(self.spec.keys.admin)
         request = urllib.request.Request(f"{self.url}/freeze_gc", b"", headers)
-        with contextlib.suppress(OSError):  # further machines have no HTTP
+        with contextlib.suppress(OSError):  # further servers only tell their health
             urllib.request.urlopen(request, timeout=_FREEZE_TIMEOUT_S).close()
 
     def is_healthy(self) -> bool:

@@ -1,11 +1,18 @@
 """Targets of the sync stage are asked of a GPU alone; a missed one comes with its figures."""
 
 import pytest
+import yaml
 
+from mcore_rl.config.shipped import RECIPES_DIR
 from mcore_rl.doctor import sync_checks
 from mcore_rl.doctor.check import MissedTarget
 
 GOOD = {"fraction_of_copy": 0.6, "swap_ms": 12.0}
+
+
+def test_buckets_are_those_of_recipes_for_gpus() -> None:
+    recipe = yaml.safe_load((RECIPES_DIR / "cluster" / "gpu.yaml").read_text())
+    assert recipe["sync"]["bucket_mib"] == sync_checks.GPU_BUCKET_MIB
 
 
 def test_targets_are_not_asked_of_a_cpu() -> None:
