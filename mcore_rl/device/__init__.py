@@ -265,8 +265,10 @@ def _install_cpu_patches() -> None:
     if _cpu_patches_installed:
         return
     from mcore_rl.device.cpu_patches import PATCHES
+    from mcore_rl.device.host_allocator import keep_freed_memory
     from mcore_rl.device.kernel_patches import KERNEL_PATCHES
 
+    keep_freed_memory()
     for patch in (*PATCHES, *KERNEL_PATCHES):
         patch()
     _cpu_patches_installed = True
