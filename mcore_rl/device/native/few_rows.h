@@ -1,93 +1,138 @@
 /* The product of a few rows and a matrix of weights, as in decoding.
 
    A BLAS library first copies the weights into an order of its own, which pays for many rows only.
-   Here they are read once, as they lie, and a block of them serves all rows before the next. */
+   Here they are read as they lie, and the rows are put into an order of ours: element k of all rows
+   side by side. A register holds it for several rows, and meets each output's weight of k.
+
+   Each output is summed over k in one order, however many rows and threads there are. */
 
 #include <stdint.h>
-#include <string.h>
 
 #if defined(__AVX512F__)
-#define WIDTH 16 /* floats of a vector register */
-#define ROWS 6   /* of a tile: its sums, ROWS * OUTPUTS, stay in registers */
+#define WIDE 16 /* floats of a vector register */
+#define NARROW 8
+#define SUMS 24 /* registers that hold sums */
 #elif defined(__AVX2__)
-#define WIDTH 8
-#define ROWS 2
+#define WIDE 8
+#define NARROW 4
+#define SUMS 12
 #else
-#define WIDTH 4
-#define ROWS 4
+#define WIDE 4
+#define NARROW 4
+#define SUMS 12
 #endif
-#define OUTPUTS 4
+#define GROUP 4 /* outputs; every product has some groups of them */
+#define OUTPUTS(vectors) ((vectors) == 1 ? 12 : SUMS / (vectors) / GROUP * GROUP)
+#define MOST_VECTORS 3
 #define MOST_ROWS 64 /* with more, a BLAS library is as fast */
+#define MOST_INPUTS 1024 /* at a time */
+#define CACHE_LINE 16 /* floats */
 
-typedef float vector_t __attribute__((vector_size(4 * WIDTH), aligned(4)));
-typedef float four_t __attribute__((vector_size(16), aligned(4)));
-
-/* Returns four sums, each of those elements of x that lie 4, 8, ... apart. */
-static inline four_t fold(vector_t x) {
-    four_t parts[WIDTH / 4];
-    memcpy(parts, &x, sizeof(parts));
-    for (int n = WIDTH / 8; n > 0; n /= 2)
-        for (int i = 0; i < n; i++) parts[i] += parts[i + n];
-    return parts[0];
-}
-
-/* y = x w^T + beta y for `rows` rows and OUTPUTS outputs; fetches `num_next` rows from `next` on. */
-static inline __attribute__((always_inline)) void
-tile(const int rows, int64_t inputs, const float *x, const float *w, float *y, int64_t outputs,
-     const float beta, const float *next, const int64_t num_next) {
-    vector_t sums[ROWS][OUTPUTS];
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < OUTPUTS; j++) sums[i][j] = (vector_t){0};
-    for (int64_t c = 0; c < inputs; c += WIDTH) {
-        vector_t weights[OUTPUTS];
-        for (int j = 0; j < OUTPUTS; j++)
-            weights[j] = *(const vector_t *)(w + j * inputs + c);
-        for (int64_t j = 0; j < num_next; j++) __builtin_prefetch(next + j * inputs + c);
-        for (int i = 0; i < rows; i++) {
-            const vector_t values = *(const vector_t *)(x + i * inputs + c);
-            for (int j = 0; j < OUTPUTS; j++) sums[i][j] += values * weights[j];
-        }
+/* sums[outputs][vectors * LANES] = w x for x [inputs][vectors * LANES]; fetches as many outputs' weights
+   from `next` on, if that is not NULL. */
+#define DEFINE_TILE(name, vector_t, LANES)                                                         \
+    typedef float vector_t __attribute__((vector_size(4 * LANES), aligned(4)));                    \
+    static inline __attribute__((always_inline)) void name(                                        \
+        const int vectors, const int outputs, int64_t inputs, const float *x, const float *w,      \
+        int64_t stride, const float *next, float *sums) {                                          \
+        vector_t s[SUMS];                                                                          \
+        for (int i = 0; i < outputs * vectors; i++) s[i] = (vector_t){0};                          \
+        for (int64_t k = 0; k < inputs; k++) {                                                     \
+            if (next && k % CACHE_LINE == 0)                                                       \
+                for (int j = 0; j < outputs; j++) __builtin_prefetch(next + j * stride + k);       \
+            const vector_t *values = (const vector_t *)(x + k * vectors * LANES);                  \
+            for (int j = 0; j < outputs; j++)                                                      \
+                for (int i = 0; i < vectors; i++)                                                  \
+                    s[j * vectors + i] += values[i] * w[j * stride + k];                           \
+        }                                                                                          \
+        for (int i = 0; i < outputs * vectors; i++) ((vector_t *)sums)[i] = s[i];                  \
     }
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < OUTPUTS; j++) {
-            const four_t s = fold(sums[i][j]);
-            float *out = y + i * outputs + j;
-            *out = (s[0] + s[1]) + (s[2] + s[3]) + (beta != 0.0f ? beta * *out : 0.0f);
-        }
-}
+
+DEFINE_TILE(wide_tile, wide_t, WIDE)
+DEFINE_TILE(narrow_tile, narrow_t, NARROW)
 
 /* Whether few_rows takes a product of this size, of whose outputs it computes `part`. */
-static inline int takes_few_rows(int64_t rows, int64_t part, int64_t inputs) {
-    return rows <= MOST_ROWS && part % OUTPUTS == 0 && inputs % WIDTH == 0;
+static inline int takes_few_rows(int64_t rows, int64_t part) {
+    return rows <= MOST_ROWS && part % GROUP == 0;
+}
+
+/* Rows are computed in chunks of as many as have room in registers. */
+typedef struct {
+    int64_t rows, chunks, chunk_rows;
+    int64_t lanes, vectors, width; /* of a register, of a chunk, and their product */
+} chunks_t;
+
+static chunks_t chunks_of(int64_t rows) {
+    chunks_t c = {.rows = rows};
+    c.chunks = (rows + MOST_VECTORS * WIDE - 1) / (MOST_VECTORS * WIDE);
+    c.chunk_rows = (rows + c.chunks - 1) / c.chunks;
+    const int fits = c.chunk_rows <= NARROW;
+    c.lanes = fits || (c.chunk_rows > WIDE && c.chunk_rows <= 3 * NARROW) ? NARROW : WIDE;
+    c.vectors = (c.chunk_rows + c.lanes - 1) / c.lanes;
+    c.width = c.vectors * c.lanes;
+    return c;
+}
+
+/* Returns how many rows chunk number `i` has. */
+static int64_t rows_of(const chunks_t *c, int64_t i) {
+    const int64_t left = c->rows - i * c->chunk_rows;
+    return left < 0 ? 0 : left < c->chunk_rows ? left : c->chunk_rows;
+}
+
+/* packed[chunks][inputs][width]; what is no row is 0. */
+static void pack(const chunks_t *c, int64_t inputs, const float *x, int64_t stride, float *packed) {
+    for (int64_t i = 0; i < c->chunks; i++, x += c->chunk_rows * stride)
+        for (int64_t k = 0, rows = rows_of(c, i); k < inputs; k++, packed += c->width)
+            for (int64_t r = 0; r < c->width; r++) packed[r] = r < rows ? x[r * stride + k] : 0.0f;
+}
+
+/* y [rows, stride] = sums [outputs, width] transposed + beta y */
+static inline void unpack(int64_t rows, int outputs, const float *sums, int64_t width, float beta,
+                          float *y, int64_t stride) {
+    for (int64_t r = 0; r < rows; r++, y += stride)
+        for (int j = 0; j < outputs; j++)
+            y[j] = sums[j * width + r] + (beta != 0.0f ? beta * y[j] : 0.0f);
+}
+
+/* few_rows for at most MOST_INPUTS of `stride` inputs. */
+static void some_inputs(const chunks_t *c, int64_t outputs, int64_t inputs, int64_t stride,
+                        const float *x, const float *w, float *y, float beta, int64_t first,
+                        int64_t last) {
+    float packed[2 * MOST_ROWS * MOST_INPUTS] __attribute__((aligned(64)));
+    float sums[SUMS * WIDE] __attribute__((aligned(64)));
+    int64_t o = first;
+    pack(c, inputs, x, stride, packed);
+#define ALL(tile, vectors, n)                                                                      \
+    for (; o + n <= last; o += n)                                                                  \
+        for (int64_t i = 0; i < c->chunks; i++) {                                                  \
+            const float *weights = w + o * stride;                                                 \
+            const float *next = i == 0 && o + 2 * n <= last ? weights + n * stride : 0;            \
+            tile(vectors, n, inputs, packed + i * inputs * c->width, weights, stride, next, sums); \
+            unpack(rows_of(c, i), n, sums, c->width, beta, y + i * c->chunk_rows * outputs + o,    \
+                   outputs);                                                                       \
+        }
+#define CASE(tile, vectors)                                                                        \
+    case vectors:                                                                                  \
+        ALL(tile, vectors, OUTPUTS(vectors))                                                       \
+        ALL(tile, vectors, GROUP)                                                                  \
+        break;
+    if (c->lanes == WIDE)
+        switch (c->vectors) { CASE(wide_tile, 1) CASE(wide_tile, 2) CASE(wide_tile, 3) }
+    else
+        switch (c->vectors) { CASE(narrow_tile, 1) CASE(narrow_tile, 2) CASE(narrow_tile, 3) }
+#undef CASE
+#undef ALL
 }
 
 /* y = x w^T + beta y for the outputs from `first` up to `last`. x [rows, inputs], w [outputs, inputs],
    y [rows, outputs]. */
 static void few_rows(int64_t rows, int64_t outputs, int64_t inputs, const float *x, const float *w,
                      float *y, float beta, int64_t first, int64_t last) {
-    const int64_t tiles = (rows + ROWS - 1) / ROWS, share = (OUTPUTS + tiles - 1) / tiles;
-    for (int64_t o = first; o < last; o += OUTPUTS)
-        for (int64_t t = 0; t < tiles; t++) {
-            const int64_t r = rows * t / tiles, fetched = t * share;
-            const int64_t left = fetched < OUTPUTS ? OUTPUTS - fetched : 0;
-            const int64_t num_next = o + OUTPUTS >= last ? 0 : left < share ? left : share;
-            const float *tile_x = x + r * inputs, *tile_w = w + o * inputs;
-            const float *next = tile_w + (OUTPUTS + fetched) * inputs;
-            float *tile_y = y + r * outputs + o;
-#define CASE(n)                                                                                    \
-    case n: tile(n, inputs, tile_x, tile_w, tile_y, outputs, beta, next, num_next); break
-            switch (rows * (t + 1) / tiles - r) {
-                CASE(1);
-                CASE(2);
-#if ROWS > 2
-                CASE(3);
-                CASE(4);
-#endif
-#if ROWS > 4
-                CASE(5);
-                CASE(6);
-#endif
-            }
-#undef CASE
-        }
+    const chunks_t c = chunks_of(rows);
+    const int64_t parts = (inputs + MOST_INPUTS - 1) / MOST_INPUTS;
+    for (int64_t part = 0; part < parts; part++) {
+        const int64_t from = inputs * part / parts, to = inputs * (part + 1) / parts;
+        some_inputs(&c, outputs, to - from, inputs, x + from, w + from, y, part ? 1.0f : beta, first,
+                    last);
+    }
 }

@@ -16,7 +16,8 @@
 
 #define AHEAD 12 /* keys */
 #define PIECE 128 /* outputs of an expert that a thread computes at a time */
-#define WORTHWHILE 4194304 /* multiplications of a thread, some 0.1 ms */
+#define WORTHWHILE 4194304 /* multiplications of a thread in a product, some 0.1 ms */
+#define SLOWER 6 /* times as long as in a product does one take in attention */
 
 typedef struct {
     int64_t hidden, heads, kv_heads, head_dim, rotary_dim;
@@ -158,7 +159,7 @@ static void attention(sgemm_t *sgemm, const shape_t *s, const layer_t *l, const 
             w->normed, l->qkv, w->qkv, 0.0f);
     for (int64_t t = 0; t < b->tokens; t++) keep_token(s, l, b, t, w->qkv + t * width);
     /* Only now: in prefill a token's keys include those of tokens of this batch. */
-    const int threads = threads_for(s, 2 * num_keys * q_size);
+    const int threads = threads_for(s, SLOWER * 2 * num_keys * q_size);
 #pragma omp parallel for collapse(2) schedule(dynamic, 8) num_threads(threads) if (threads > 1)
     for (int64_t t = 0; t < b->tokens; t++)
         for (int64_t i = 0; i < s->kv_heads; i++)

@@ -16,7 +16,7 @@ static void part_of_product(sgemm_t *sgemm, int64_t rows, int64_t outputs, int64
     const int m = (int)(last - first), n = (int)rows, k = (int)inputs, stride = (int)outputs;
     const float one = 1.0f;
     if (m <= 0 || rows == 0) return;
-    if (takes_few_rows(rows, last - first, inputs))
+    if (takes_few_rows(rows, last - first))
         few_rows(rows, outputs, inputs, x, w, y, beta, first, last);
     else
         sgemm("T", "N", &m, &n, &k, &one, w + first * inputs, &k, x, &k, &beta, y + first, &stride);
