@@ -41,6 +41,46 @@ def check_sample_in_one_pass():
         assert torch.equal(native(in_double, seeds, positions), expected)
 
 
+def check_sample_by_share():
+    from sglang.srt.layers import sampler
+    from sglang_on_cpu.sampling import sample_in_one_pass
+
+    original = sampler.sampling_from_probs_torch
+    sample_in_one_pass()
+    native = sampler.sampling_from_probs_torch
+    assert native is not original
+    for num_rows, vocab_size, spread in ((500, 7, 1.0), (200, 1000, 0.01), (300, 130, 20.0)):
+        torch.manual_seed(vocab_size)
+        logits = spread * torch.randn(num_rows, vocab_size)
+        logits[1::3, : vocab_size // 2] = -torch.inf
+        logits[2::3, vocab_size // 2 :] = -torch.inf
+        probs = torch.softmax(logits, -1)
+        torch.manual_seed(1)
+        shares = torch.rand(num_rows, 1, dtype=torch.float64)
+        torch.manual_seed(1)
+        tokens = native(probs)
+        assert tokens.dtype == torch.int32
+        ends = probs.double().cumsum(-1) / probs.double().sum(-1, keepdim=True)
+        expected = torch.searchsorted(ends, shares, right=True)[:, 0]
+        moved = (tokens != expected).nonzero()[:, 0]
+        gaps = (ends - shares).abs().min(-1).values
+        assert bool((gaps[moved] < 1e-6).all()) and len(moved) < 3, moved
+        assert bool((probs.gather(1, tokens[:, None].long()) > 0).all())
+    whole = torch.full((3, 130), 0.0)
+    whole[:, 40] = 1.0
+    assert native(whole).tolist() == [40, 40, 40]
+    for wrong in (torch.nan, torch.inf, -1.0):
+        probs = torch.where(torch.arange(130) == 3, wrong, whole)
+        torch.manual_seed(2)
+        tokens = native(probs)
+        torch.manual_seed(2)
+        torch.rand(3, dtype=torch.float64)
+        assert torch.equal(tokens, original(probs))
+    seeds, positions = torch.arange(3), torch.arange(3)
+    seeded = native(whole, seeds, positions)
+    assert torch.equal(seeded, original(whole, seeds, positions))
+
+
 def check_run_in_compiled_code():
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang_on_cpu.native_forward import check_server, run_in_compiled_code

@@ -1,6 +1,6 @@
-/* SGLang's seeded sampling: the argmax of log-prob + Gumbel noise of a hash, in one pass.
+/* SGLang's sampling of one token per row, in one pass.
 
-   The noise of hash u in (0, 1) is -log(-log u) <= -log(1 - u). So a token cannot win against the
+   With seeds it is the argmax of log-prob + Gumbel noise of a hash. The noise of hash u in (0, 1) is -log(-log u) <= -log(1 - u). So a token cannot win against the
    best value B so far unless its probability exceeds e^B (1 - u), and few need a logarithm. */
 
 #include <math.h>
@@ -68,4 +68,41 @@ void sample_seeded(const float *logprobs, const int64_t *seeds, const int64_t *p
         hash = mix(hash, (uint32_t)positions[row]);
         columns_out[row] = best_column(logprobs + row * columns, columns, hash);
     }
+}
+
+/* The column at which the sum of probabilities exceeds `left`; sums are those of blocks of columns. */
+static int64_t column_at(const float *probs, const double *sums, int64_t columns, double left) {
+    int64_t column = 0;
+    for (; column + BLOCK < columns && left >= *sums; column += BLOCK) left -= *sums++;
+    const int64_t end = column + BLOCK < columns ? column + BLOCK : columns;
+    for (; column + 1 < end && left >= probs[column]; column++) left -= probs[column];
+    while (column > 0 && probs[column] == 0.0f) column--; /* rounding had left something over */
+    return column;
+}
+
+/* Without seeds: the column at which the sum of a row's probabilities exceeds shares[row], in [0, 1), of
+   their total. probs: [rows, columns]; sums: [columns], for use here. Returns how many rows have an
+   element below 0 or no finite total above 0. */
+int64_t sample_by_share(const float *probs, const double *shares, int64_t rows, int64_t columns,
+                        double *sums, int64_t *columns_out) {
+    int64_t refused = 0;
+    for (int64_t row = 0; row < rows; row++, probs += columns) {
+        double total = 0.0;
+        float least = 0.0f;
+        for (int64_t start = 0; start < columns; start += BLOCK) {
+            const int64_t size = columns - start < BLOCK ? columns - start : BLOCK;
+            float sum = 0.0f;
+            for (int64_t i = start; i < start + size; i++) {
+                sum += probs[i];
+                least = probs[i] < least ? probs[i] : least;
+            }
+            sums[start / BLOCK] = sum;
+            total += sum;
+        }
+        const int is_distribution = total > 0.0 && total < INFINITY && least >= 0.0f;
+        refused += !is_distribution;
+        columns_out[row] =
+            is_distribution ? column_at(probs, sums, columns, shares[row] * total) : 0;
+    }
+    return refused;
 }

@@ -1,4 +1,4 @@
-"""Sampling that repeats with a request's seed."""
+"""Sampling of tokens, with the seeds of requests and without."""
 
 import ctypes
 from collections.abc import Callable
@@ -25,11 +25,12 @@ def allow_seeded_sampling() -> None:
 
 
 def sample_in_one_pass() -> None:
-    """Sample with seeds in compiled code, where a C compiler is.
+    """Sample in compiled code, where a C compiler is.
 
-    SGLang computes two logarithms in double precision for each token of the vocabulary, and the
-    stand-in of its hash twenty passes in numpy: 20 ms for 32 requests and 50,000 tokens, which take
-    0.7 ms here. The tokens are the same.
+    With seeds SGLang computes two logarithms in double precision for each token of the vocabulary,
+    and the stand-in of its hash twenty passes in numpy: 20 ms for 32 requests and 50,000 tokens,
+    which take 0.7 ms here. The tokens are the same. Without seeds torch draws a random number and a
+    logarithm for each token of the vocabulary.
     """
     library = load("sampling")
     if library is None:
@@ -37,6 +38,7 @@ def sample_in_one_pass() -> None:
     from sglang.srt.layers import sampler
 
     sampler.multinomial_with_seed = seeded_sampler(library, sampler.multinomial_with_seed)
+    sampler.sampling_from_probs_torch = sampler_by_share(library, sampler.sampling_from_probs_torch)
 
 
 def seeded_sampler(library: Any, in_torch: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -58,3 +60,33 @@ def seeded_sampler(library: Any, in_torch: Callable[..., Tensor]) -> Callable[..
         return tokens_N1
 
     return multinomial_with_seed
+
+
+def sampler_by_share(library: Any, in_torch: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return SGLang's function for sampling from probabilities, without seeds in compiled code.
+
+    `in_torch` takes seeds, other types than float32, and what is no distribution.
+    """
+    library.sample_by_share.restype = ctypes.c_int64
+
+    def sampling_from_probs_torch(
+        probs_NV: Tensor, sampling_seed: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        if sampling_seed is not None or probs_NV.dtype != torch.float32:
+            return in_torch(probs_NV, sampling_seed, positions)
+        num_rows, vocab_size = probs_NV.shape
+        probs_NV = probs_NV.contiguous()
+        shares_N = torch.rand(num_rows, dtype=torch.float64)
+        sums_V = torch.empty(vocab_size, dtype=torch.float64)
+        tokens_N = torch.empty(num_rows, dtype=torch.int64)
+        num_refused = library.sample_by_share(
+            ctypes.c_void_p(probs_NV.data_ptr()),
+            ctypes.c_void_p(shares_N.data_ptr()),
+            ctypes.c_int64(num_rows),
+            ctypes.c_int64(vocab_size),
+            ctypes.c_void_p(sums_V.data_ptr()),
+            ctypes.c_void_p(tokens_N.data_ptr()),
+        )
+        return in_torch(probs_NV) if num_refused else tokens_N.to(torch.int32)
+
+    return sampling_from_probs_torch
