@@ -46,6 +46,8 @@ def settings_of(workload: Workload, folder: Path, run_dir: Path, num_steps: int)
         "log.tensorboard": False,
         "train.share_prefixes": True,  # faster in all workloads
         "parallel.ep": 1,
+        "parallel.dp": workload.processes,
+        "rollout.engines": workload.processes,
         **(DENSE if workload.shape is None else {}),
     }
 
