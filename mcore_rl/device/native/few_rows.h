@@ -26,7 +26,7 @@
 #define MOST_VECTORS 3
 #define MOST_ROWS 64 /* with more, a BLAS library is as fast */
 #define MOST_INPUTS 1024 /* at a time */
-#define CACHE_LINE 16 /* floats */
+#define LINE 16 /* floats of a cache line */
 
 /* sums[outputs][vectors * LANES] = w x for x [inputs][vectors * LANES]; fetches as many outputs' weights
    from `next` on, if that is not NULL. */
@@ -38,7 +38,7 @@
         vector_t s[SUMS];                                                                          \
         for (int i = 0; i < outputs * vectors; i++) s[i] = (vector_t){0};                          \
         for (int64_t k = 0; k < inputs; k++) {                                                     \
-            if (next && k % CACHE_LINE == 0)                                                       \
+            if (next && k % LINE == 0)                                                             \
                 for (int j = 0; j < outputs; j++) __builtin_prefetch(next + j * stride + k);       \
             const vector_t *values = (const vector_t *)(x + k * vectors * LANES);                  \
             for (int j = 0; j < outputs; j++)                                                      \
@@ -66,9 +66,10 @@ static chunks_t chunks_of(int64_t rows) {
     chunks_t c = {.rows = rows};
     c.chunks = (rows + MOST_VECTORS * WIDE - 1) / (MOST_VECTORS * WIDE);
     c.chunk_rows = (rows + c.chunks - 1) / c.chunks;
-    const int fits = c.chunk_rows <= NARROW;
-    c.lanes = fits || (c.chunk_rows > WIDE && c.chunk_rows <= 3 * NARROW) ? NARROW : WIDE;
-    c.vectors = (c.chunk_rows + c.lanes - 1) / c.lanes;
+    /* Narrow registers where they leave fewer lanes empty. */
+    const int64_t n = c.chunk_rows;
+    c.lanes = n <= NARROW || (n > WIDE && n <= MOST_VECTORS * NARROW) ? NARROW : WIDE;
+    c.vectors = (n + c.lanes - 1) / c.lanes;
     c.width = c.vectors * c.lanes;
     return c;
 }

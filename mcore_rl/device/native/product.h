@@ -7,8 +7,6 @@
 #include "few_rows.h"
 #include "sgemm.h"
 
-#define LINE 16 /* floats of a cache line: no two threads write to the same one */
-
 /* The outputs from `first` up to `last` of y = x w^T + beta y, on one thread. */
 static void part_of_product(sgemm_t *sgemm, int64_t rows, int64_t outputs, int64_t inputs,
                             const float *x, const float *w, float *y, float beta, int64_t first,
@@ -22,7 +20,7 @@ static void part_of_product(sgemm_t *sgemm, int64_t rows, int64_t outputs, int64
         sgemm("T", "N", &m, &n, &k, &one, w + first * inputs, &k, x, &k, &beta, y + first, &stride);
 }
 
-/* y = x w^T + beta y; each thread computes some of the outputs. */
+/* y = x w^T + beta y; each thread computes some of the outputs, whole cache lines of a row. */
 static void product(sgemm_t *sgemm, int threads, int64_t rows, int64_t outputs, int64_t inputs,
                     const float *x, const float *w, float *y, float beta) {
     const int64_t lines = (outputs + LINE - 1) / LINE;
