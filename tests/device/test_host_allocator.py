@@ -4,13 +4,18 @@ import json
 import subprocess
 import sys
 
+# Small pages only: the kernel gives huge ones when it has them, and counts one fault for each.
 PROGRAM = """
+import ctypes
 import json
 import resource
 
 import torch
 
 from mcore_rl.device.host_allocator import keep_freed_memory
+
+PR_SET_THP_DISABLE = 41
+assert ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
 
 
 def faults_of_steps():

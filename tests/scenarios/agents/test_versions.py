@@ -47,6 +47,8 @@ EXPERTS = 8
 AT_ONCE = 8
 LIMITS = EpisodeLimits(max_turns=6, max_turn_len=40, max_tokens=1500)
 TOLERANCE = 1e-4
+# One token may have nearly the same log-prob by two models; not all of four.
+MIN_TO_DIFFER = 4
 DEADLINE_S = 400.0
 
 
@@ -71,8 +73,9 @@ class Swapped:
         assert not report.failed, report.failed
         self.version = following
 
-    async def swap_at_random(self, generator: random.Random) -> None:
-        while True:
+    async def swap_at_random(self, generator: random.Random, over: asyncio.Event) -> None:
+        """Sync at random moments until `over` is set; the last sync is finished."""
+        while not over.is_set():
             await asyncio.sleep(generator.uniform(0.02, 0.25))
             await self.swap()
 
@@ -135,14 +138,14 @@ def play_while_weights_change(swapped: Swapped, num_episodes: int, seed: int) ->
                 return await play(session, index)
 
         async with asyncio.timeout(DEADLINE_S), client.open() as session:
-            swapping = asyncio.create_task(swapped.swap_at_random(random.Random(seed)))
+            over = asyncio.Event()
+            swapping = asyncio.create_task(swapped.swap_at_random(random.Random(seed), over))
             try:
                 plays = (play_in_place(session, index) for index in range(num_episodes))
                 return await asyncio.gather(*plays)
             finally:
-                swapping.cancel()
-                result = await asyncio.gather(swapping, return_exceptions=True)
-                assert isinstance(result[0], asyncio.CancelledError), result
+                over.set()
+                await swapping
 
     episodes = asyncio.run(run())
     return [row for episode in episodes for row in episode.rows]
@@ -152,7 +155,8 @@ def errors_of(swapped: Swapped, rows: list[Row]) -> dict[str, float]:
     """Return the largest error of log-probs against the weights that tokens name, and others.
 
     named   against the weights of the version that a token names
-    other   the least, over rows, of the largest error against the weights after those
+    other   the least, over rows of MIN_TO_DIFFER trained tokens or more, of the largest error
+            against the weights after those
     """
     scored = [RowScorer(weights)([row.token_ids for row in rows]) for weights in swapped.weights]
     named, other = [], []
@@ -162,7 +166,9 @@ def errors_of(swapped: Swapped, rows: list[Row]) -> dict[str, float]:
         for shift, errors in ((0, named), (1, other)):
             of_T = (version_T + shift) % NUM_WEIGHTS
             own_T = np.stack([part[i] for part in scored])[of_T, np.arange(len(of_T))]
-            errors.append(float(np.abs(row.logprobs - own_T)[row.is_trained].max()))
+            error_t = np.abs(row.logprobs - own_T)[row.is_trained]
+            if errors is named or len(error_t) >= MIN_TO_DIFFER:
+                errors.append(float(error_t.max()))
     return {"named": max(named), "other": min(other)}
 
 
