@@ -23,8 +23,8 @@ from mcore_rl.slices.hf.fp8 import BLOCK
 
 Made = Assembly | Packed
 """How a tensor that is to be written is made."""
-LARGEST_BAND = 8 << 20
-"""Bytes. A band of this size stays in the processor's cache between reading and writing."""
+LARGEST_BAND = 1 << 20
+"""Bytes. A band of this size stays in a core's own cache between reading and writing."""
 
 FILES_AT_ONCE = 8
 SMALLEST_SHARE = 128 << 20

@@ -7,7 +7,6 @@
 
 import fcntl
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from zlib_ng import zlib_ng
 
 from checkpoint_tools.output import Done, OutputFile, Unit
 from checkpoint_tools.reader import ReadRecord
+from mcore_rl.process.disk import reporting_full_disk, reserve_space
 from mcore_rl.slices.hf.checksums import ByteSpan, FileSums, sum_ranges
 
 PARTIAL = ".partial"
@@ -106,9 +106,10 @@ class StagedOutput:
             self._journal.write(json.dumps([number, _to_json(done)]).encode() + b"\n")
         self._journal.flush()
         for file in files:
-            with (self.folder / file.name).open("ab") as out:
-                os.truncate(out.fileno(), file.num_bytes)
-            with (self.folder / file.name).open("r+b") as out:
+            path = self.folder / file.name
+            path.touch()
+            with reporting_full_disk(path), path.open("r+b") as out:
+                reserve_space(out.fileno(), file.num_bytes)
                 out.write(file.header)
 
 

@@ -1,5 +1,8 @@
-"""Turns a full disk into one line that names the file and the remedy."""
+"""Takes space for a file before it is written, and turns a full disk into one line that names the
+file and the remedy.
+"""
 
+import ctypes
 import errno
 import os
 import re
@@ -8,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EINTR)
 _NO_SPACE_TEXT = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b")
 """How libraries that swallow errno (safetensors, torch's file writer) report the same error."""
 
@@ -30,6 +34,22 @@ def reporting_full_disk(path: str | Path) -> Iterator[None]:
         if not is_disk_full(error):
             raise
         raise DiskFullError(describe_full_disk(path, error)) from error
+
+
+def reserve_space(descriptor: int, num_bytes: int) -> None:
+    """Make a file `num_bytes` long and take its space on the disk, where the filesystem can.
+
+    Bytes that the file has already stay. Raises OSError (ENOSPC, EDQUOT) if the space is not there.
+    os.posix_fallocate would write to every block of a filesystem that cannot reserve.
+    """
+    os.truncate(descriptor, num_bytes)
+    if num_bytes == 0:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) != 0:
+        error = ctypes.get_errno()
+        if error not in _CANNOT_RESERVE:
+            raise OSError(error, os.strerror(error))
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -5,21 +5,32 @@ import os
 import pickle
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from mcore_rl.process.disk import DiskFullError, is_disk_full, reporting_full_disk
+from mcore_rl.process.disk import (
+    DiskFullError,
+    is_disk_full,
+    reporting_full_disk,
+    reserve_space,
+)
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 64 KiB."""
-    folder = tmp_path / "small disk"
+    with mounted(tmp_path / "small disk", "-t", "tmpfs", "-o", "size=64k") as folder:
+        yield folder
+
+
+@contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[Path]:
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    mount = ["mount", *options, "none", str(folder)]
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("only root can mount a tmpfs")
+        pytest.skip("only root can mount a filesystem")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 
@@ -33,6 +44,39 @@ def test_a_full_filesystem_is_named_with_its_free_space(small_disk: Path) -> Non
     assert message.startswith(f"cannot write {path}: no space left on device; ")
     assert f"its filesystem {small_disk} (tmpfs) has 0 bytes of 64 KiB free" in message
     assert "write to another filesystem" in message and "\n" not in message
+
+
+def test_space_that_is_not_there_is_refused_before_anything_is_written(small_disk: Path) -> None:
+    path = small_disk / "model.bin"
+    with (
+        pytest.raises(DiskFullError, match="of 64 KiB free"),
+        reporting_full_disk(path),
+        path.open("wb") as file,
+    ):
+        reserve_space(file.fileno(), 1 << 20)
+    with path.open("r+b") as file:
+        reserve_space(file.fileno(), 32 << 10)
+    assert path.stat().st_size == 32 << 10
+    assert path.stat().st_blocks * 512 >= 32 << 10
+
+
+def test_reserved_files_keep_the_bytes_they_have(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"weights and more")
+    for num_bytes, expected in [(20, b"weights and more" + bytes(4)), (7, b"weights"), (0, b"")]:
+        with path.open("r+b") as file:
+            reserve_space(file.fileno(), num_bytes)
+        assert path.read_bytes() == expected
+
+
+def test_a_filesystem_that_cannot_reserve_gives_a_file_its_size(tmp_path: Path) -> None:
+    with mounted(tmp_path / "memory", "-t", "ramfs") as folder:
+        path = folder / "model.bin"
+        with path.open("wb") as file:
+            command = ["fallocate", "-l", "8192", str(path)]
+            assert b"not supported" in subprocess.run(command, capture_output=True).stderr
+            reserve_space(file.fileno(), 8192)
+        assert path.stat().st_size == 8192
 
 
 def test_a_device_without_space_needs_no_root() -> None:
