@@ -14,10 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 from mcore_rl.device import leave_compiler_out
+from mcore_rl.device.gloo_patches import (
+    buckets_in_place,
+    contiguous_collectives,
+    uneven_collectives,
+)
 
 
 class _Stream(torch.cpu.Stream):
@@ -159,64 +163,6 @@ def convert_alltoall_splits() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
 
 
-def uneven_collectives() -> None:
-    """All-gather and reduce-scatter uneven parts with all-to-all; gloo only takes even ones.
-
-    Expert tensor parallelism needs them: each rank has another number of tokens.
-    """
-    from megatron.core.tensor_parallel import mappings
-
-    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
-
-    def gather_uneven(
-        x: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
-    ) -> Any:
-        if output_split_sizes is None or group.size() == 1:
-            return gather(x, group, None, use_global_buffer)
-        sizes = [int(n) for n in output_split_sizes]
-        out = x.new_empty([sum(sizes), *x.shape[1:]])
-        dist.all_to_all_single(
-            out, torch.cat([x] * len(sizes)), sizes, [len(x)] * len(sizes), group=group
-        )
-        return out
-
-    def scatter_uneven(
-        x: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
-    ) -> Any:
-        if input_split_sizes is None or group.size() == 1:
-            return scatter(x, group, None, use_global_buffer)
-        sizes = [int(n) for n in input_split_sizes]
-        num_ranks = len(sizes)
-        num_rows = sizes[group.rank()]
-        out = x.new_empty([num_ranks * num_rows, *x.shape[1:]])
-        dist.all_to_all_single(out, x.contiguous(), [num_rows] * num_ranks, sizes, group=group)
-        return out.view(num_ranks, num_rows, *x.shape[1:]).sum(0)
-
-    mappings._gather_along_first_dim = gather_uneven
-    mappings._reduce_scatter_along_first_dim = scatter_uneven
-
-
-def contiguous_collectives() -> None:
-    """Hand gloo's scatter and broadcast contiguous tensors; gloo silently ignores strides."""
-    scatter, broadcast = dist.scatter, dist.broadcast
-
-    def scatter_contiguous(tensor: Any, scatter_list: Any = None, *args: Any, **kwargs: Any) -> Any:
-        parts = scatter_list and [t.contiguous() for t in scatter_list]
-        return scatter(tensor, parts, *args, **kwargs)
-
-    def broadcast_contiguous(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if tensor.is_contiguous():
-            return broadcast(tensor, *args, **kwargs)
-        assert not kwargs.get("async_op"), (
-            "an asynchronous broadcast of a strided tensor is not supported"
-        )
-        packed = tensor.contiguous()
-        broadcast(packed, *args, **kwargs)
-        tensor.copy_(packed)
-
-    dist.scatter, dist.broadcast = scatter_contiguous, broadcast_contiguous
-
-
 def use_fused_adam() -> None:
     """Give the distributed optimizer an Adam with Transformer Engine's state layout."""
     from megatron.core import optimizer
@@ -290,6 +236,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     convert_alltoall_splits,
     uneven_collectives,
     contiguous_collectives,
+    buckets_in_place,
     *WITHOUT_TRANSFORMER_ENGINE,
     run_eagerly,
 )

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from mcore_rl import device
 from mcore_rl.config import ModelConfig, ParallelConfig
-from mcore_rl.device import cpu_patches
+from mcore_rl.device import cpu_patches, gloo_patches
 from mcore_rl.device.cpu_patches import PATCHES
+from tests.device import test_gloo_patches
 from tests.support.distributed import run_ranks
 from tests.support.tiny_training import (
     NUM_TOKENS,
@@ -42,10 +42,11 @@ CHECKED_ALONE = {
     "report_missing_te_to_latent_attention",
     "recompute_without_fp8",
     "contiguous_collectives",
+    "buckets_in_place",
     "run_eagerly",
     "allow_precision_aware_adam",
 }
-"""Patches with a test_<name> of their own below."""
+"""Patches with a test_<name> of their own, below or in test_gloo_patches.py."""
 
 
 def train_without(
@@ -85,16 +86,18 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_every_patch_has_a_test() -> None:
     assert {patch.__name__ for patch in PATCHES} == NEEDED_BY.keys() | CHECKED_ALONE
-    missing = {name for name in CHECKED_ALONE if f"test_{name}" not in globals()}
+    tests = {**vars(test_gloo_patches), **globals()}
+    missing = {name for name in CHECKED_ALONE if f"test_{name}" not in tests}
     assert not missing, f"patches without a test: {missing}"
 
 
-def test_every_function_of_the_module_that_patches_is_in_the_list() -> None:
+def test_every_function_of_the_modules_that_patch_is_in_the_list() -> None:
     public = {
         name
-        for name, value in vars(cpu_patches).items()
+        for module in (cpu_patches, gloo_patches)
+        for name, value in vars(module).items()
         if callable(value)
-        and getattr(value, "__module__", "") == cpu_patches.__name__
+        and getattr(value, "__module__", "") == module.__name__
         and not name.startswith("_")
     }
     assert public == {patch.__name__ for patch in PATCHES}
@@ -123,31 +126,6 @@ def made_on_meta(rank: int, world_size: int, port: int) -> str:
 
 def test_device_blocks_hold_for_replaced_factories() -> None:
     assert run_ranks(made_on_meta, 1)[0] == "meta"
-
-
-def send_strided(
-    rank: int, world_size: int, port: int, patched: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what this rank gets of a broadcast and a scatter of transposed tensors."""
-    if patched:
-        cpu_patches.contiguous_collectives()
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
-    strided = torch.arange(6.0).view(2, 3).t()
-    broadcast = strided if rank == 0 else torch.zeros(3, 2)
-    dist.broadcast(broadcast, 0)
-    scattered = torch.zeros(3, 2)
-    dist.scatter(scattered, [strided, strided] if rank == 0 else None, 0)
-    return broadcast, scattered
-
-
-@pytest.mark.gloo
-def test_contiguous_collectives() -> None:
-    wanted = torch.arange(6.0).view(2, 3).t()
-    assert all(torch.equal(got, wanted) for got in run_ranks(send_strided, 2, True)[1])
-    unpatched = run_ranks(send_strided, 2, False)[1]
-    wrong = not any(torch.equal(got, wanted) for got in unpatched)
-    assert_defect("cpu_patches.contiguous_collectives", wrong)
 
 
 def in_fresh_process(rank: int, world_size: int, port: int, patch: str) -> dict[str, Any]:

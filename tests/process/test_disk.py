@@ -31,8 +31,10 @@ def mounted(folder: Path, *options: str) -> Iterator[Path]:
     mount = ["mount", *options, "none", str(folder)]
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("only root can mount a filesystem")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_filesystem_is_named_with_its_free_space(small_disk: Path) -> None:
