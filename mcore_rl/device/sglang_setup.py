@@ -17,6 +17,11 @@ CPU_ENVIRONMENT = {
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "served_models",
     "TORCH_COMPILE_DISABLE": "1",
 }
+CPU_FLAGS = ("--disable-hybrid-swa-memory", "--disable-overlap-schedule")
+"""The first, because torch_native's attention would read the separate memory of sliding-window
+layers wrongly. The second, because without a GPU nothing is computed beside the scheduler: what
+lets it run ahead only takes time, and computes a step too many for each request.
+"""
 CPU_ARGUMENTS = {
     "--device": "cpu",
     "--attention-backend": "torch_native",
@@ -80,9 +85,7 @@ def cpu_arguments(arguments: Sequence[str]) -> list[str]:
     for name, value in CPU_ARGUMENTS.items():
         if name not in arguments:
             complete += [name, value]
-    # torch_native's attention would read the separate memory of sliding-window layers wrongly.
-    complete.append("--disable-hybrid-swa-memory")
-    return complete
+    return complete + [flag for flag in CPU_FLAGS if flag not in arguments]
 
 
 def rank_cpus(num_ranks: int, cpus: Sequence[int]) -> str:

@@ -4,7 +4,13 @@ import os
 
 import pytest
 
-from mcore_rl.device.sglang_setup import CPU_ARGUMENTS, cpu_arguments, rank_cpus, use_gpus
+from mcore_rl.device.sglang_setup import (
+    CPU_ARGUMENTS,
+    CPU_FLAGS,
+    cpu_arguments,
+    rank_cpus,
+    use_gpus,
+)
 
 
 def value_of(arguments: list[str], name: str) -> str:
@@ -16,12 +22,13 @@ def test_a_cpus_arguments_are_added() -> None:
     arguments = cpu_arguments(["--model-path", "model", "--enable-memory-saver", "--tp-size", "2"])
     assert arguments[:4] == ["--model-path", "model", "--tp-size", "2"]
     assert {name: value_of(arguments, name) for name in CPU_ARGUMENTS} == CPU_ARGUMENTS
-    assert arguments[-1] == "--disable-hybrid-swa-memory"
+    assert arguments[-len(CPU_FLAGS) :] == list(CPU_FLAGS)
 
 
 def test_an_option_that_is_given_keeps_its_value() -> None:
-    arguments = cpu_arguments(["--mem-fraction-static", "0.5"])
+    arguments = cpu_arguments(["--mem-fraction-static", "0.5", CPU_FLAGS[0]])
     assert value_of(arguments, "--mem-fraction-static") == "0.5"
+    assert all(arguments.count(flag) == 1 for flag in CPU_FLAGS)
 
 
 @pytest.mark.parametrize(
