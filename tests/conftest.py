@@ -7,12 +7,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from mcore_rl.cluster.worker_forks import worker_forks
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.rollout.engine_forks import engine_forks
 from tests.support import models_table
 from tests.support.sglang_parsers import ParserProcess
+
+# An example may wait for a busy machine; pytest's own limit holds for a whole test.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 LONG = ("e2e", "gloo")
 """Markers of tests that take seconds each."""

@@ -16,8 +16,10 @@ SOURCE = """
 #include "few_rows.h"
 int takes(int64_t rows, int64_t part) { return takes_few_rows(rows, part); }
 void run(int64_t rows, int64_t outputs, int64_t inputs, const float *x, const float *w, float *y,
-         float beta, int64_t first, int64_t last) {
-    few_rows(rows, outputs, inputs, x, w, y, beta, first, last);
+         float beta, int64_t first, int64_t last, int has_other_rows) {
+    static packed_t packed;
+    if (has_other_rows) packed.x = 0;
+    few_rows(rows, outputs, inputs, x, w, y, beta, first, last, &packed);
 }
 """
 NARROWER = {"as here": [], "avx2": ["-mno-avx512f"], "sse": ["-mno-avx512f", "-mno-avx2"]}
@@ -44,11 +46,22 @@ def library(
 
 
 def run(
-    library: ctypes.CDLL, x: Tensor, w: Tensor, y: Tensor, beta: float, first: int, last: int
+    library: ctypes.CDLL,
+    x: Tensor,
+    w: Tensor,
+    y: Tensor,
+    beta: float,
+    first: int,
+    last: int,
+    *,
+    has_other_rows: bool = True,
 ) -> None:
+    """Call few_rows; `has_other_rows` is False if x has the rows of the call before."""
     sizes = (ctypes.c_int64(n) for n in (*y.shape, x.shape[1]))
     tensors = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, w, y))
-    library.run(*sizes, *tensors, ctypes.c_float(beta), *map(ctypes.c_int64, (first, last)))
+    library.run(
+        *sizes, *tensors, ctypes.c_float(beta), *map(ctypes.c_int64, (first, last)), has_other_rows
+    )
 
 
 @pytest.mark.parametrize("rows", [*range(1, 14), 17, 24, 25, 33, 48, 49, 63, 64])
@@ -68,9 +81,23 @@ def test_a_row_has_the_same_bits_whatever_is_computed_with_it(library: ctypes.CD
     run(library, x, w, whole, 0.0, 0, 28)
     for rows in range(1, 64):
         y = torch.full((rows, 28), torch.nan)
+        own = x[:rows].contiguous()
         for first in range(0, 28, 4):
-            run(library, x[:rows].contiguous(), w, y, 0.0, first, first + 4)
+            run(library, own, w, y, 0.0, first, first + 4, has_other_rows=first == 0)
         assert torch.equal(y, whole[:rows]), rows
+
+
+@pytest.mark.parametrize("inputs", [1024, 2050])
+def test_rows_of_the_call_before_are_known_by_place_and_sizes(
+    library: ctypes.CDLL, inputs: int
+) -> None:
+    """Fewer rows at the same place, and rows too long to be kept, are put in order anew."""
+    torch.manual_seed(0)
+    x, w = torch.randn(9, inputs), torch.randn(8, inputs)
+    for rows in (9, 5, 5):
+        y = torch.full((rows, 8), torch.nan)
+        run(library, x, w, y, 0.0, 0, 8, has_other_rows=rows == 9)
+        assert torch.allclose(y, x[:rows] @ w.t(), atol=1e-3)
 
 
 def test_a_part_of_the_outputs_is_added_and_others_stay(library: ctypes.CDLL) -> None:
