@@ -11,13 +11,12 @@ from checkpoint_tools.memory import PeakMemory, proportional_bytes
 
 def test_the_peak_includes_memory_that_was_given_back() -> None:
     before = proportional_bytes(os.getpid())
-    with PeakMemory([os.getpid()]) as memory:
-        # Not by malloc: this process may have kept what it freed, and grow by nothing.
-        with mmap.mmap(-1, 64 << 20) as block:
-            block.write(b"x" * len(block))
-            deadline = time.monotonic() + 60
-            while memory.peak_bytes < before + (60 << 20) and time.monotonic() < deadline:
-                time.sleep(0.01)
+    # Not by malloc: this process may have kept what it freed, and grow by nothing.
+    with PeakMemory([os.getpid()]) as memory, mmap.mmap(-1, 64 << 20) as block:
+        block.write(b"x" * len(block))
+        deadline = time.monotonic() + 60
+        while memory.peak_bytes < before + (60 << 20) and time.monotonic() < deadline:
+            time.sleep(0.01)
     assert memory.peak_bytes >= before + (60 << 20)
 
 

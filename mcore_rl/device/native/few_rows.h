@@ -80,11 +80,28 @@ static int64_t rows_of(const chunks_t *c, int64_t i) {
     return left < 0 ? 0 : left < c->chunk_rows ? left : c->chunk_rows;
 }
 
-/* packed[chunks][inputs][width]; what is no row is 0. */
+/* Rows in the order of ours, for the products that follow with the same rows. */
+typedef struct {
+    const float *x; /* where these rows came from; NULL at first */
+    int64_t rows, inputs;
+    float values[2 * MOST_ROWS * MOST_INPUTS] __attribute__((aligned(64)));
+} packed_t;
+
+/* packed[chunks][inputs][width]; what is no row is 0. A cache line of each row is read at a time: rows
+   often lie a power of two apart, where a cache holds elements of few of them at once. */
 static void pack(const chunks_t *c, int64_t inputs, const float *x, int64_t stride, float *packed) {
-    for (int64_t i = 0; i < c->chunks; i++, x += c->chunk_rows * stride)
-        for (int64_t k = 0, rows = rows_of(c, i); k < inputs; k++, packed += c->width)
-            for (int64_t r = 0; r < c->width; r++) packed[r] = r < rows ? x[r * stride + k] : 0.0f;
+    const int64_t width = c->width;
+    for (int64_t i = 0; i < c->chunks; i++, x += c->chunk_rows * stride, packed += inputs * width) {
+        const int64_t rows = rows_of(c, i);
+        for (int64_t k = 0; k < inputs; k += LINE) {
+            const int64_t left = inputs - k < LINE ? inputs - k : LINE;
+            float *to = packed + k * width;
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t j = 0; j < left; j++) to[j * width + r] = x[r * stride + k + j];
+            for (int64_t r = rows; r < width; r++)
+                for (int64_t j = 0; j < left; j++) to[j * width + r] = 0.0f;
+        }
+    }
 }
 
 /* y [rows, stride] = sums [outputs, width] transposed + beta y */
@@ -97,12 +114,10 @@ static inline void unpack(int64_t rows, int outputs, const float *sums, int64_t 
 
 /* few_rows for at most MOST_INPUTS of `stride` inputs. */
 static void some_inputs(const chunks_t *c, int64_t outputs, int64_t inputs, int64_t stride,
-                        const float *x, const float *w, float *y, float beta, int64_t first,
+                        const float *packed, const float *w, float *y, float beta, int64_t first,
                         int64_t last) {
-    float packed[2 * MOST_ROWS * MOST_INPUTS] __attribute__((aligned(64)));
     float sums[SUMS * WIDE] __attribute__((aligned(64)));
     int64_t o = first;
-    pack(c, inputs, x, stride, packed);
 #define ALL(tile, vectors, n)                                                                      \
     for (; o + n <= last; o += n)                                                                  \
         for (int64_t i = 0; i < c->chunks; i++) {                                                  \
@@ -126,14 +141,19 @@ static void some_inputs(const chunks_t *c, int64_t outputs, int64_t inputs, int6
 }
 
 /* y = x w^T + beta y for the outputs from `first` up to `last`. x [rows, inputs], w [outputs, inputs],
-   y [rows, outputs]. */
+   y [rows, outputs]. `packed` may hold the rows of x from a call before. */
 static void few_rows(int64_t rows, int64_t outputs, int64_t inputs, const float *x, const float *w,
-                     float *y, float beta, int64_t first, int64_t last) {
+                     float *y, float beta, int64_t first, int64_t last, packed_t *packed) {
     const chunks_t c = chunks_of(rows);
     const int64_t parts = (inputs + MOST_INPUTS - 1) / MOST_INPUTS;
+    const int is_packed = packed->x == x && packed->rows == rows && packed->inputs == inputs;
     for (int64_t part = 0; part < parts; part++) {
         const int64_t from = inputs * part / parts, to = inputs * (part + 1) / parts;
-        some_inputs(&c, outputs, to - from, inputs, x + from, w + from, y, part ? 1.0f : beta, first,
-                    last);
+        if (!is_packed) pack(&c, to - from, x + from, inputs, packed->values);
+        some_inputs(&c, outputs, to - from, inputs, packed->values, w + from, y,
+                    part ? 1.0f : beta, first, last);
     }
+    packed->x = parts == 1 ? x : 0;
+    packed->rows = rows;
+    packed->inputs = inputs;
 }

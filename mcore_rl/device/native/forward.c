@@ -220,6 +220,8 @@ static void run_experts(sgemm_t *sgemm, int threads, int64_t H, const layer_t *l
         memcpy(w->in + i * H, w->normed + w->row[i] / l->top_k * H, sizeof(float) * H);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
+        packed_t packed;
+        packed.x = NULL;
 #pragma omp for collapse(2) schedule(dynamic)
         for (int64_t e = 0; e < l->experts; e++)
             for (int64_t first = 0; first < I; first += PIECE) {
@@ -227,8 +229,9 @@ static void run_experts(sgemm_t *sgemm, int threads, int64_t H, const layer_t *l
                 const int64_t last = first + PIECE < I ? first + PIECE : I;
                 const float *in = w->in + start * H, *weight = l->gate_up + e * 2 * I * H;
                 float *out = w->gate_up + start * 2 * I;
-                part_of_product(sgemm, rows, 2 * I, H, in, weight, out, 0.0f, first, last);
-                part_of_product(sgemm, rows, 2 * I, H, in, weight, out, 0.0f, I + first, I + last);
+                part_of_product(sgemm, rows, 2 * I, H, in, weight, out, 0.0f, first, last, &packed);
+                part_of_product(sgemm, rows, 2 * I, H, in, weight, out, 0.0f, I + first, I + last,
+                                &packed);
                 activate(out, rows, I, first, last, w->act + start * I);
             }
 #pragma omp for collapse(2) schedule(dynamic)
@@ -237,7 +240,7 @@ static void run_experts(sgemm_t *sgemm, int threads, int64_t H, const layer_t *l
                 const int64_t start = w->start[e], rows = w->start[e + 1] - start;
                 part_of_product(sgemm, rows, H, I, w->act + start * I, l->down + e * H * I,
                                 w->out + start * H, 0.0f, first,
-                                first + PIECE < H ? first + PIECE : H);
+                                first + PIECE < H ? first + PIECE : H, &packed);
             }
     }
 }

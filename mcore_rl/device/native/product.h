@@ -7,15 +7,16 @@
 #include "few_rows.h"
 #include "sgemm.h"
 
-/* The outputs from `first` up to `last` of y = x w^T + beta y, on one thread. */
+/* The outputs from `first` up to `last` of y = x w^T + beta y, on one thread. `packed` may hold the rows
+   of x from a call before. */
 static void part_of_product(sgemm_t *sgemm, int64_t rows, int64_t outputs, int64_t inputs,
                             const float *x, const float *w, float *y, float beta, int64_t first,
-                            int64_t last) {
+                            int64_t last, packed_t *packed) {
     const int m = (int)(last - first), n = (int)rows, k = (int)inputs, stride = (int)outputs;
     const float one = 1.0f;
     if (m <= 0 || rows == 0) return;
     if (takes_few_rows(rows, last - first))
-        few_rows(rows, outputs, inputs, x, w, y, beta, first, last);
+        few_rows(rows, outputs, inputs, x, w, y, beta, first, last, packed);
     else
         sgemm("T", "N", &m, &n, &k, &one, w + first * inputs, &k, x, &k, &beta, y + first, &stride);
 }
@@ -28,7 +29,9 @@ static void product(sgemm_t *sgemm, int threads, int64_t rows, int64_t outputs, 
     for (int part = 0; part < threads; part++) {
         const int64_t first = lines * part / threads * LINE;
         const int64_t next = lines * (part + 1) / threads * LINE;
+        packed_t packed;
+        packed.x = 0;
         part_of_product(sgemm, rows, outputs, inputs, x, w, y, beta, first,
-                        next < outputs ? next : outputs);
+                        next < outputs ? next : outputs, &packed);
     }
 }
