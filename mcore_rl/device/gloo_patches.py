@@ -80,11 +80,10 @@ def buckets_in_place() -> None:
     @contextlib.contextmanager
     def collected(group: Any, async_ops: bool = False) -> Iterator[Any]:
         """Yield what waits for the collectives of the block."""
+        works.clear()
         with coalesced(group, async_ops=async_ops) as all_works:
             yield all_works
-            for work in works:
-                all_works.append(work)
-            works.clear()
+        all_works.works += works
         if not async_ops:
             all_works.wait()
 
