@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.device import gloo_patches
-from tests.support.distributed import run_ranks
+from tests.support.distributed import join_gloo, run_ranks
 from tests.support.upstream import assert_defect
 
 
@@ -18,8 +18,7 @@ def send_strided(
     """Return what this rank gets of a broadcast and a scatter of transposed tensors."""
     if patched:
         gloo_patches.contiguous_collectives()
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    join_gloo(rank, world_size, port)
     strided = torch.arange(6.0).view(2, 3).t()
     broadcast = strided if rank == 0 else torch.zeros(3, 2)
     dist.broadcast(broadcast, 0)
@@ -50,8 +49,7 @@ def sync_bucket(
 
     if patched:
         gloo_patches.buckets_in_place()
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    join_gloo(rank, world_size, port)
     group = dist.group.WORLD
     gradients = torch.arange(world_size * SHARD) % 100 + 10.0 * rank
     weights = torch.full((world_size * SHARD,), float(rank))
@@ -96,8 +94,7 @@ def sum_in_a_block(rank: int, world_size: int, port: int) -> list[float]:
     from megatron.core.distributed import param_and_grad_buffer as megatron
 
     gloo_patches.buckets_in_place()
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    join_gloo(rank, world_size, port)
     sums = []
     for is_async in (False, True):
         value = torch.tensor([rank + 1.0])

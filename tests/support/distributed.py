@@ -50,6 +50,14 @@ def run_ranks(
                 process.join()
 
 
+def join_gloo(rank: int, world_size: int, port: int) -> None:
+    """Make torch's default group of the ranks of `run_ranks`, without those of megatron-core."""
+    import torch.distributed as dist
+
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+
+
 def run_alone(fn: Callable[..., Any], *args: Any) -> Any:
     """Return fn(*args) of a fresh process, the only rank of megatron-core's process groups."""
     return run_ranks(_alone, 1, fn, *args)[0]

@@ -13,7 +13,7 @@ from mcore_rl.train.logprobs import (
     vocab_parallel_logprobs,
     vocab_parallel_scores,
 )
-from tests.support.distributed import run_alone, run_ranks
+from tests.support.distributed import join_gloo, run_alone, run_ranks
 
 CASES = [(7, 8, 1.0, 1024), (10, 16, 0.7, 4), (3, 16, 1.3, 1)]
 """(vocabulary, padded vocabulary, temperature, chunk); in the last, rank 1 of 2 holds only padding.
@@ -30,8 +30,7 @@ def make_case(vocab: int, padded: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def parallel(rank: int, world_size: int, port: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    join_gloo(rank, world_size, port)
     assert dist.group.WORLD is not None
     results = []
     for vocab, padded, temperature, chunk in CASES:
