@@ -163,13 +163,15 @@ def errors_of(swapped: Swapped, rows: list[Row]) -> dict[str, float]:
     for i, row in enumerate(rows):
         version_T = versions_of(row)
         assert (version_T[row.is_trained] >= 0).all()
+        scored_VT = np.stack([part[i] for part in scored])
         for shift, errors in ((0, named), (1, other)):
-            of_T = (version_T + shift) % NUM_WEIGHTS
-            own_T = np.stack([part[i] for part in scored])[of_T, np.arange(len(of_T))]
-            error_t = np.abs(row.logprobs - own_T)[row.is_trained]
-            if errors is named or len(error_t) >= MIN_TO_DIFFER:
-                errors.append(float(error_t.max()))
-    return {"named": max(named), "other": min(other)}
+            own_T = scored_VT[(version_T + shift) % NUM_WEIGHTS, np.arange(len(version_T))]
+            errors.append(np.abs(row.logprobs - own_T)[row.is_trained])
+    long_enough = [error_t for error_t in other if len(error_t) >= MIN_TO_DIFFER]
+    return {
+        "named": float(max(error_t.max() for error_t in named)),
+        "other": float(min(error_t.max() for error_t in long_enough)),
+    }
 
 
 def versions_of(row: Row) -> Any:
