@@ -36,9 +36,7 @@ MARKS = frozenset({PLACEHOLDER_ID, VOCABULARY.index(START)})
 END_ID = VOCABULARY.index("<|end|>")
 LIMITS = ImageLimits(max_pixels=10_000, max_bytes=100_000)
 PICTURES = [encode(noise(16 + 8 * (n % 4), 16 + 8 * (n // 4), seed=n)) for n in range(8)]
-few = settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+few = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,7 @@ from tests.support.chat_templates import FAMILIES, make_tokenizer, stop_ids
 from tests.support.stand_in_policy import PlainParser, StandInPolicy
 
 LIMITS = EpisodeLimits(max_turns=100, max_turn_len=50, max_tokens=100_000)
-few = settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+few = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 class Scene:

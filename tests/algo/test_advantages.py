@@ -65,7 +65,7 @@ BY_SAMPLE = {f.__name__: f for f in (grpo, dr_grpo, rloo, opo, gpg, grpo_pass_k)
 
 @pytest.mark.parametrize("name", BY_SAMPLE)
 @given(rows=GROUPED)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_equals_the_formula_for_groups_of_any_size_in_any_order(name: str, rows: Rows) -> None:
     advantages_R = advantages[name](outcomes_of(rows), AlgorithmConfig())
     expected = [BY_SAMPLE[name](rows, i) for i, (_, _, n) in enumerate(rows) for _ in range(n)]
@@ -83,7 +83,7 @@ def whitened(values: list[float]) -> list[float]:
 
 
 @given(rows=GROUPED, gamma=st.sampled_from([1.0, 0.9]), seed=st.integers(0, 9))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_reinforce_plus_plus_is_the_normalized_reward_to_go(
     rows: Rows, gamma: float, seed: int
 ) -> None:
@@ -101,7 +101,7 @@ def test_reinforce_plus_plus_is_the_normalized_reward_to_go(
 
 
 @given(rows=GROUPED)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_reinforce_plus_plus_baseline_is_the_normalized_distance_to_the_groups_mean(
     rows: Rows,
 ) -> None:
@@ -114,7 +114,7 @@ def test_reinforce_plus_plus_baseline_is_the_normalized_distance_to_the_groups_m
 
 @given(rows=GROUPED, seed=st.integers(0, 9))
 @example(rows=[(-2.0, 1, 0), (0.0, 1, 1), (0.1, 0, 1), (0.0, 0, 0)], seed=3)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_gdpo_is_the_normalized_sum_of_each_parts_grpo(rows: Rows, seed: int) -> None:
     other = (
         torch.randint(3, (len(rows),), generator=torch.Generator().manual_seed(seed))
@@ -142,7 +142,7 @@ def test_remax_is_the_reward_to_go_beyond_the_greedy_reward() -> None:
 
 
 @given(rows=GROUPED, seed=st.integers(0, 9))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_optimal_token_baseline_weighs_each_step_by_the_energy_so_far(
     rows: Rows, seed: int
 ) -> None:
@@ -226,7 +226,6 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
 
 
 @given(st.lists(st.floats(-1e3, 1e3), max_size=12))
-@settings(deadline=None)
 def test_normalized_values_have_mean_0_and_variance_1_or_are_0(values: list[float]) -> None:
     result_R = normalize(torch.tensor(values, dtype=torch.float64))
     assert (result_R.dtype, len(result_R)) == (torch.float32, len(values))

@@ -32,7 +32,7 @@ from tests.support.stored import assert_same, make_stored, with_all_experts
 VERSION = WeightVersion(1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10_000), num_stores=st.integers(1, 3), data=st.data())
 def test_any_cut_of_any_order_is_that_of_samples_held_here(
     seed: int, num_stores: int, data: st.DataObject
@@ -60,7 +60,7 @@ def test_any_cut_of_any_order_is_that_of_samples_held_here(
             assert_same(micro_batch, wanted)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 10_000), num_stores=st.integers(1, 3), layers=st.sampled_from([(), (2,)])
 )
@@ -93,7 +93,7 @@ def test_a_rank_reads_the_experts_of_its_tokens_and_layers(
     assert num_read == sum(map(len, asked)), "no other tokens are read"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10_000), num_stores=st.integers(1, 3))
 def test_a_rank_reads_the_tokens_that_it_sees(seed: int, num_stores: int) -> None:
     stores, samples, rows = make_stored(seed, num_stores=num_stores)

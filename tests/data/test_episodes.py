@@ -74,7 +74,7 @@ def stored(groups: list[list[Sample]], num_stores: int) -> tuple[Stores, list[St
     return stores, rows
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10_000), num_stores=st.integers(1, 3), data=st.data())
 def test_stored_episodes_make_the_batch_of_episodes_held_here(
     seed: int, num_stores: int, data: st.DataObject
@@ -105,7 +105,7 @@ def test_stored_episodes_make_the_batch_of_episodes_held_here(
         assert found.episode.turns == sample.episode.turns
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10_000), kind=st.sampled_from(KINDS))
 def test_a_token_weighs_the_same_in_any_cut(seed: int, kind: str) -> None:
     generator = random.Random(seed)

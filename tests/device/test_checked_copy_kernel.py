@@ -13,7 +13,7 @@ ROWS = st.one_of(SHORT, LONG)
 GAPS = st.tuples(st.integers(0, 5), st.integers(0, 5))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(rows=ROWS, gaps=GAPS)
 def test_chunks_hold_each_word_once(rows: tuple[int, int], gaps: tuple[int, int]) -> None:
     num_rows, row_words = rows

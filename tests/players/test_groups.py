@@ -1,6 +1,6 @@
 """Bounded staleness: which groups may begin, which a step takes, and which are too stale."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.players.groups import GroupBuffer, SampleGroup
@@ -109,7 +109,6 @@ def test_without_waiting_late_groups_are_named_by_their_tokens_or_else_by_their_
     assert buffer.late() == [] and buffer.room() == 4 * P - 1
 
 
-@settings(deadline=None)
 @given(
     bound=st.integers(1, 3),
     waits=st.booleans(),

@@ -47,7 +47,7 @@ def expected_sums(words_W: Tensor, pieces: list[BucketPiece]) -> list[int]:
 SIZES = st.one_of(st.integers(1, 5000), st.integers(1, 200).map(lambda n: 1024 * n + 576))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(sizes=st.lists(SIZES, min_size=1, max_size=5), skew=st.integers(0, 70))
 def test_dense_slices_of_any_length_arrive_with_the_sums_of_xxhash(
     sizes: list[int], skew: int
@@ -142,7 +142,7 @@ def test_the_memory_of_own_tensors_is_kept() -> None:
     assert pieces[0].values(words_W).tolist() == [5] * (1 << 16)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(SIZES, min_size=1, max_size=5),
     skew=st.integers(0, 70),

@@ -45,7 +45,7 @@ def test_layouts(layout: tuple[Shard, ...]) -> None:
     assert decode_shards(encode_shards(layout)) == layout
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(layout=st.lists(shards, max_size=5).map(tuple))
 def test_layouts_of_any_shape(layout: tuple[Shard, ...]) -> None:
     assert decode_shards(encode_shards(layout)) == layout

@@ -42,7 +42,7 @@ def test_verls_defaults_are_those_of_an_option_that_is_left_out(kind: str) -> No
 
 @needs_verl()
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_any_changes_together_make_a_recipe_and_lose_nothing(data: st.DataObject) -> None:
     defaults = defaults_of("ppo_megatron_trainer")
     flags = sorted(name for name, value in defaults.items() if isinstance(value, bool))

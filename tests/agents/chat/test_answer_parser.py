@@ -247,9 +247,7 @@ def test_an_empty_response(sglang: ParserProcess) -> None:
         assert answer == Answer({"role": "assistant", "content": ""})
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(FREE_TEXT, max_size=4),
     indent=st.none() | st.integers(0, 3),

@@ -22,9 +22,7 @@ LIMITS: dict[str, dict[str, Any]] = {
 }
 OPENING = ("glm4moe",)
 """Families whose answers end with the token that opens the next message."""
-few = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+few = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(params=FAMILIES)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
@@ -47,7 +47,6 @@ def check_spans(tokenizer: Any, ids: list[int]) -> None:
         assert first <= index < last
 
 
-@settings(deadline=None)
 @given(text=st.text("ab <>\n{}é漢🙂", max_size=30))
 def test_tokens_of_bytes(text: str) -> None:
     tokenizer = make_tokenizer("qwen3")
@@ -58,7 +57,6 @@ def test_tokens_of_bytes(text: str) -> None:
     assert decode(tokenizer, ids[first:last]) == f"<tool_call>{text}</tool_call>"
 
 
-@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 299), max_size=20))
 def test_any_tokens_have_a_place(ids: list[int]) -> None:
     """Sampled bytes need not be whole characters."""
@@ -70,7 +68,6 @@ def test_any_tokens_have_a_place(ids: list[int]) -> None:
     assert all(start <= len(text) for start in starts)
 
 
-@settings(deadline=None)
 @given(text=st.text("abc ", max_size=20))
 def test_tokens_of_blanks(blanks: Any, text: str) -> None:
     check_spans(blanks, blanks.encode(text, add_special_tokens=False))

@@ -39,9 +39,7 @@ def case_of(turn: Turn) -> Case | None:
     return Case.TOOL_AFTER_TEXT if content else Case.TOOL
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("family", FAMILIES)
 @given(conversation=conversations(system=False, max_turns=1))
 def test_the_probe_agrees_with_what_happens(family: str, conversation: Conversation) -> None:

@@ -21,9 +21,7 @@ NUMBERED = (
     "{% for m in messages %}{{ loop.index }} {{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-few = settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+few = settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def make_formats(family: str, reasoning: Reasoning) -> tuple[ChatFormat, ChatFormat]:

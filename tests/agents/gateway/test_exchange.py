@@ -246,7 +246,7 @@ def test_bodies_in_a_broken_encoding_are_bad_requests():
 def test_no_body_makes_the_server_fail():
     bodies: list[object] = [{"model": "m", "messages": HELLO}]
 
-    @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
     @given(BODIES)
     def collect(body):
         bodies.append(body)

@@ -15,7 +15,7 @@ from tests.support.megatron_layout import TrainLayout, hf_weights, model_config,
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_rank_holds_what_the_rule_says(data: st.DataObject) -> None:
     dense_layers, tied = data.draw(st.sampled_from([[], [0], [1]])), data.draw(st.booleans())
     config = data.draw(moe_models()) | {

@@ -122,7 +122,7 @@ def check_targets(weights: Tensor, boxes: list[Box], targets: list[Rank]) -> Non
         assert tensors["norm"].tolist() == [1.0] * 7
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), rows=st.integers(1, 700), columns=st.integers(1, 520))
 def test_every_value_and_scale_is_sent_once_and_is_that_of_the_whole_matrix(
     data: st.DataObject, rows: int, columns: int

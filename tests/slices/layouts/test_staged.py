@@ -35,7 +35,7 @@ def make_layout(
 
 @pytest.mark.parametrize("side", ["trainer", "engines"])
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_held_elements_are_those_of_the_boxes(side: str, data: st.DataObject) -> None:
     layout = make_layout(data, data.draw(models()), side)
     for rank in range(layout.num_ranks):
@@ -45,7 +45,7 @@ def test_held_elements_are_those_of_the_boxes(side: str, data: st.DataObject) ->
 
 @pytest.mark.parametrize("side", ["trainer", "engines"])
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_pieces_tile_every_tensor_and_every_holder_names_it(side: str, data: st.DataObject) -> None:
     config = data.draw(models())
     layout = make_layout(data, config, side)

@@ -24,7 +24,7 @@ from tests.support.layout_strategies import (
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_prediction_is_the_sum_of_the_plans(data: st.DataObject) -> None:
     config = data.draw(models())
     source = megatron_layout(config, data.draw(megatron_sizes(config)))

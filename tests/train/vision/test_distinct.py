@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -41,7 +41,6 @@ def joined(names: Sequence[int]) -> Images:
     return images
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=7))
 def test_rows_are_those_of_the_same_image(names: list[int]) -> None:
     images = joined(names)

@@ -85,7 +85,7 @@ def test_frames_are_refused(tmp_path: Path) -> None:
         tower(torch.zeros(8, PIXELS), torch.tensor([[2, 2, 2]]))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))
 def test_scores_depend_on_distances_alone(rows: int, columns: int, fours: int) -> None:
     generator = torch.Generator().manual_seed(rows)
