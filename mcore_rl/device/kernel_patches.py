@@ -5,6 +5,7 @@ code does not take (other precisions, context parallelism, machines without a co
 megatron-core's own function, as before.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from mcore_rl.device.cpu_kernels import usable
 from mcore_rl.device.cpu_kernels.experts import add_rows, take_rows
+from mcore_rl.device.cpu_kernels.matmul import linear
 from mcore_rl.device.cpu_kernels.rotary import rotary
 from mcore_rl.device.cpu_kernels.swiglu import swiglu
 
@@ -116,4 +118,30 @@ def fuse_permutation() -> None:
     token_dispatcher.sort_chunks_by_idxs = sort_rows
 
 
-KERNEL_PATCHES = (fuse_rotary, fuse_swiglu, fuse_permutation)
+def use_faster_library() -> None:
+    """Multiply by the weights of linear layers with the faster of two BLAS libraries."""
+    from megatron.core.tensor_parallel import layers
+
+    original = layers.linear_with_grad_accumulation_and_async_allreduce
+
+    @functools.wraps(original)
+    def apply(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        grad_output_buffer: list[Tensor] | None = None,
+        **options: Any,
+    ) -> Tensor:
+        how = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, grad_output_buffer)
+        if any(each not in (False, None) for each in how) or not usable(input, weight):
+            return original(input, weight, bias, *how, **options)
+        out = linear(input, weight)
+        return out if bias is None else out + bias
+
+    layers.linear_with_grad_accumulation_and_async_allreduce = apply
+
+
+KERNEL_PATCHES = (fuse_rotary, fuse_swiglu, fuse_permutation, use_faster_library)

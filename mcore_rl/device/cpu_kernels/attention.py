@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.cpu_kernels import call, usable
-from mcore_rl.device.native.blas import find_sgemm
+from mcore_rl.device.native.blas import find_openblas, find_sgemm
 
 _BLOCK = 64
 """BLOCK of native/attention.c."""
@@ -67,6 +67,11 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, lens: tuple[Lens, Lens], scale: flo
     return _Packed(*sizes, *(_starts(lens_N).data_ptr() for lens_N in lens), scale, *strides)
 
 
+def _sgemm() -> ctypes.c_void_p | None:
+    """Return the product to call for blocks of queries, which OpenBLAS multiplies faster."""
+    return find_openblas() or find_sgemm()
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -77,7 +82,7 @@ class _Attention(torch.autograd.Function):
         packed = _packed(q, k, v, lens, scale)
         scores = q.new_empty(torch.get_num_threads(), _BLOCK * max(lens[1]))
         arguments = (packed, q, k, v, scores, scores.stride(0), out, lse)
-        call("attention", "attention", find_sgemm(), *arguments)
+        call("attention", "attention", _sgemm(), *arguments)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.lens, ctx.scale = lens, scale
         return out
@@ -92,5 +97,5 @@ class _Attention(torch.autograd.Function):
         tensors = (q, k, v, out, lse, dout, dq, dk, dv)
         gradient = _Gradient(*(tensor.data_ptr() for tensor in tensors))
         arguments = (packed, gradient, scores, scores.stride(0))
-        call("attention", "attention_backward", find_sgemm(), *arguments)
+        call("attention", "attention_backward", _sgemm(), *arguments)
         return dq, dk, dv, None, None

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.cpu_kernels import call
+from mcore_rl.device.cpu_kernels.matmul import matmul
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ class _GroupedLinear(torch.autograd.Function):
         out = x.new_empty(len(x), len(weights[0]))
         parts = zip(x.split(counts), out.split(counts), weights, strict=True)
         for rows, out_rows, weight in parts:
-            torch.mm(rows, weight.t(), out=out_rows)
+            matmul(rows, weight.t(), out_rows)
         return out
 
     @staticmethod
@@ -79,6 +80,6 @@ class _GroupedLinear(torch.autograd.Function):
         parts = zip(*(y.split(ctx.counts) for y in (x, dx, dout)), weights, strict=True)
         dweights = []
         for rows, drows, dout_rows, weight in parts:
-            torch.mm(dout_rows, weight, out=drows)
-            dweights.append(dout_rows.t() @ rows)
+            matmul(dout_rows, weight, drows)
+            dweights.append(matmul(dout_rows.t(), rows))
         return dx, None, *dweights

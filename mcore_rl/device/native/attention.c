@@ -24,16 +24,6 @@ typedef struct {
     int64_t q_stride, q_head, k_stride, k_head, v_stride, v_head;
 } packed_t;
 
-/* Row-major c [m, n] = alpha a b + beta c, where a is [m, k], or [k, m] if turned, b likewise. */
-static void product(sgemm_t *sgemm, int64_t m, int64_t n, int64_t k, float alpha, const float *a,
-                    int64_t a_stride, int a_turned, const float *b, int64_t b_stride, int b_turned,
-                    float beta, float *c, int64_t c_stride) {
-    const int rows = (int)n, columns = (int)m, inner = (int)k;
-    const int lda = (int)b_stride, ldb = (int)a_stride, ldc = (int)c_stride;
-    sgemm(b_turned ? "T" : "N", a_turned ? "T" : "N", &rows, &columns, &inner, &alpha, b, &lda, a,
-          &ldb, &beta, c, &ldc);
-}
-
 /* Turns the scores of a block into probabilities, zero beyond each query's own position. */
 static void softmax_rows(float *scores, int64_t rows, int64_t keys, int64_t first, float *lse,
                          int64_t lse_stride) {
@@ -74,10 +64,10 @@ static void attend(sgemm_t *sgemm, const packed_t *p, int64_t n, int64_t h, cons
         const int64_t at = b.at, rows = b.rows, keys = b.keys;
         const float *keys_at = k + b.key_at * p->k_stride + h / group * p->k_head;
         const float *values_at = v + b.key_at * p->v_stride + h / group * p->v_head;
-        product(sgemm, rows, keys, d, p->scale, q + at * p->q_stride + h * p->q_head, p->q_stride,
+        multiply(sgemm, rows, keys, d, p->scale, q + at * p->q_stride + h * p->q_head, p->q_stride,
                 0, keys_at, p->k_stride, 1, 0.0f, scores, keys);
         softmax_rows(scores, rows, keys, b.first, lse + at * p->heads + h, p->heads);
-        product(sgemm, rows, d, keys, 1.0f, scores, keys, 0, values_at, p->v_stride, 0, 0.0f,
+        multiply(sgemm, rows, d, keys, 1.0f, scores, keys, 0, values_at, p->v_stride, 0, 0.0f,
                 out + at * width + h * d, width);
     }
 }
@@ -127,17 +117,17 @@ static void attend_backward(sgemm_t *sgemm, const packed_t *p, int64_t n, int64_
         const float *values_at = x->v + start * p->v_stride + g * p->v_head;
         const float *out_at = x->out + at * width + h * d, *dout_at = x->dout + at * width + h * d;
         float *dk_at = x->dk + start * kv_width + g * d, *dv_at = x->dv + start * kv_width + g * d;
-        product(sgemm, rows, keys, d, p->scale, queries_at, p->q_stride, 0, keys_at, p->k_stride, 1,
+        multiply(sgemm, rows, keys, d, p->scale, queries_at, p->q_stride, 0, keys_at, p->k_stride, 1,
                 0.0f, scores, keys);
-        product(sgemm, rows, keys, d, 1.0f, dout_at, width, 0, values_at, p->v_stride, 1, 0.0f,
+        multiply(sgemm, rows, keys, d, 1.0f, dout_at, width, 0, values_at, p->v_stride, 1, 0.0f,
                 dscores, keys);
         block_gradient(scores, dscores, rows, keys, b.first, out_at, dout_at, width, d,
                        x->lse + at * p->heads + h, p->heads, p->scale);
-        product(sgemm, keys, d, rows, 1.0f, scores, keys, 1, dout_at, width, 0, 1.0f, dv_at,
+        multiply(sgemm, keys, d, rows, 1.0f, scores, keys, 1, dout_at, width, 0, 1.0f, dv_at,
                 kv_width);
-        product(sgemm, rows, d, keys, 1.0f, dscores, keys, 0, keys_at, p->k_stride, 0, 0.0f,
+        multiply(sgemm, rows, d, keys, 1.0f, dscores, keys, 0, keys_at, p->k_stride, 0, 0.0f,
                 x->dq + at * width + h * d, width);
-        product(sgemm, keys, d, rows, 1.0f, dscores, keys, 1, queries_at, p->q_stride, 0, 1.0f,
+        multiply(sgemm, keys, d, rows, 1.0f, dscores, keys, 1, queries_at, p->q_stride, 0, 1.0f,
                 dk_at, kv_width);
     }
 }

@@ -1,11 +1,14 @@
-"""Finds the matrix product of torch's own BLAS library, which compiled code calls."""
+"""Finds the matrix products that compiled code calls: those of torch's library and of numpy's."""
 
 import ctypes
 import os
 from functools import cache
 from pathlib import Path
 
+import numpy
 import torch
+
+from mcore_rl.device.native import load
 
 
 @cache
@@ -23,6 +26,30 @@ def find_set_threads() -> ctypes.c_void_p | None:
     return _find("MKL_Set_Num_Threads_Local")
 
 
+@cache
+def find_openblas() -> ctypes.c_void_p | None:
+    """Return the address of sgemm_ in numpy's OpenBLAS, of which a call now takes one thread.
+
+    It is the faster library for large matrices where torch has MKL and the processor is not of
+    MKL's maker. None: elsewhere, without a C compiler, or if numpy has another library.
+    """
+    if find_set_threads() is None or _is_intel():
+        return None
+    folder = Path(numpy.__file__).parent.parent / "numpy.libs"
+    adapter = load("openblas")
+    for path in sorted(folder.glob("libscipy_openblas64_*")):
+        library = ctypes.CDLL(str(path))
+        try:
+            library.scipy_openblas_set_num_threads64_(1)
+            wide = ctypes.cast(library.scipy_sgemm_64_, ctypes.c_void_p)
+        except AttributeError:
+            continue
+        if adapter is not None:
+            adapter.take(wide)
+            return ctypes.cast(adapter.sgemm, ctypes.c_void_p)
+    return None
+
+
 def _find(name: str) -> ctypes.c_void_p | None:
     folder = Path(torch.__file__).parent / "lib"
     for path in (folder / "libtorch_cpu.so", *sorted(folder.glob("libopenblas*"))):
@@ -32,3 +59,8 @@ def _find(name: str) -> ctypes.c_void_p | None:
         except (OSError, AttributeError):
             continue
     return None
+
+
+def _is_intel() -> bool:
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.is_file() and "GenuineIntel" in cpuinfo.read_text()
