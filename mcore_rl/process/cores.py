@@ -1,14 +1,16 @@
 """Says with how many threads a process computes on a CPU, before it loads torch."""
 
 import os
+from collections.abc import Mapping
 
 import psutil
 
 THREADS = "OMP_NUM_THREADS"
 _WAIT_POLICY = "OMP_WAIT_POLICY"
-QUIET = {_WAIT_POLICY: "passive"}
-"""Threads that have nothing to do sleep. By default they spin, on cores that other processes need:
-beside busy ones, a decode step of a small model then took 50 times as long."""
+_QUIET = {_WAIT_POLICY: "passive", "GOMP_SPINCOUNT": "1000"}
+"""Threads that have nothing to do sleep after some 20 microseconds, in which the next loop of a
+forward pass begins: to wake them takes longer. By default they spin, on cores that other processes
+need: beside busy ones, a decode step of a small model then took 50 times as long."""
 
 
 def take_cores(sharers: int, threads: str | None = None) -> None:
@@ -16,8 +18,13 @@ def take_cores(sharers: int, threads: str | None = None) -> None:
 
     `sharers` processes, this one included, share them; `threads`, if given, is what each takes.
     """
-    os.environ.setdefault(_WAIT_POLICY, QUIET[_WAIT_POLICY])
+    os.environ.update(quiet_threads(os.environ))
     os.environ[THREADS] = threads or str(max(1, num_cores() // sharers))
+
+
+def quiet_threads(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that let idle threads sleep, unless `environment` says how they wait."""
+    return {} if _WAIT_POLICY in environment else _QUIET
 
 
 def num_cores() -> int:

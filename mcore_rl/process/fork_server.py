@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Never
 
-from mcore_rl.process.cores import QUIET
+from mcore_rl.process.cores import quiet_threads
 from mcore_rl.process.fork_request import FORKED, GO, PID_BYTES, READY, STATUS_BYTES
 from mcore_rl.process.identity import ForkRequest, become
 from mcore_rl.process.lazy_imports import without_collector
@@ -80,7 +80,7 @@ def fork_server(variable: str, module: str) -> Iterator[None]:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={**QUIET, **os.environ, **ONE_THREAD, **UNBUFFERED},
+                env={**quiet_threads(os.environ), **os.environ, **ONE_THREAD, **UNBUFFERED},
                 pass_fds=(descriptor,),
             )
         os.environ[variable] = path
@@ -257,6 +257,6 @@ def read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables with which modules must have been imported."""
     return {
         name: value
-        for name, value in {**QUIET, **environment}.items()
+        for name, value in {**quiet_threads(environment), **environment}.items()
         if name.startswith(READ_BY_IMPORTS) and name not in _SET_LATER
     }

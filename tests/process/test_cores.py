@@ -10,10 +10,17 @@ import pytest
 from mcore_rl.process.cores import num_cores, take_cores
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the ways to wait unset, and have what a test sets undone after it."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 @pytest.mark.parametrize(("cores", "sharers", "threads"), [(8, 1, "8"), (8, 3, "2"), (2, 5, "1")])
 def test_processes_share_the_cores(cores: int, sharers: int, threads: str, monkeypatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as Ray sets it
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: cores)
     take_cores(sharers)
@@ -23,9 +30,14 @@ def test_processes_share_the_cores(cores: int, sharers: int, threads: str, monke
 
 def test_whoever_sets_threads_has_quiet_ones(monkeypatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     take_cores(1, "3")
     assert (os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"]) == ("3", "passive")
+
+
+def test_a_way_to_wait_that_is_set_stays(monkeypatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    take_cores(1)
+    assert os.environ["OMP_WAIT_POLICY"] == "active" and "GOMP_SPINCOUNT" not in os.environ
 
 
 def test_two_threads_of_a_core_are_one(monkeypatch) -> None:

@@ -22,7 +22,7 @@
 #define SUMS 12
 #endif
 #define GROUP 4 /* outputs; every product has some groups of them */
-#define OUTPUTS(vectors) ((vectors) == 1 ? 12 : SUMS / (vectors) / GROUP * GROUP)
+#define OUTPUTS(vectors) ((vectors) == 1 ? 8 : SUMS / (vectors) / GROUP * GROUP)
 #define MOST_VECTORS 3
 #define MOST_ROWS 64 /* with more, a BLAS library is as fast */
 #define MOST_INPUTS 1024 /* at a time */
@@ -39,7 +39,7 @@
         for (int i = 0; i < outputs * vectors; i++) s[i] = (vector_t){0};                          \
         for (int64_t k = 0; k < inputs; k++) {                                                     \
             if (next && k % LINE == 0)                                                             \
-                for (int j = 0; j < outputs; j++) __builtin_prefetch(next + j * stride + k);       \
+                for (int j = 0; j < outputs; j++) __builtin_prefetch(next + j * stride + k, 0, 2);       \
             const vector_t *values = (const vector_t *)(x + k * vectors * LANES);                  \
             for (int j = 0; j < outputs; j++)                                                      \
                 for (int i = 0; i < vectors; i++)                                                  \
