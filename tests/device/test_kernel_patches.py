@@ -1,14 +1,21 @@
 """Compiled code in megatron-core's place computes the same, and leaves the rest to it."""
 
+import functools
 from collections.abc import Iterator
 
 import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import mlp
 from megatron.core.transformer.moe import experts, shared_experts, token_dispatcher
 
-from mcore_rl.device.kernel_patches import fuse_permutation, fuse_rotary, fuse_swiglu
+from mcore_rl.device.kernel_patches import (
+    fuse_permutation,
+    fuse_rotary,
+    fuse_swiglu,
+    use_faster_library,
+)
 
 PATCHED = (
     (rope_utils, "_apply_rotary_pos_emb_thd"),
@@ -19,6 +26,7 @@ PATCHED = (
     (token_dispatcher, "permute"),
     (token_dispatcher, "unpermute"),
     (token_dispatcher, "sort_chunks_by_idxs"),
+    (layers, "linear_with_grad_accumulation_and_async_allreduce"),
 )
 
 
@@ -97,3 +105,31 @@ def test_permutation() -> None:
         mine, own_probs = token_dispatcher.sort_chunks_by_idxs(tokens, sizes, order_E, probs[:, 0])
         theirs, their_probs = sort_chunks(tokens, sizes, order_E, probs[:, 0])
         assert torch.equal(mine, theirs) and torch.equal(own_probs, their_probs)
+
+
+def test_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = layers.linear_with_grad_accumulation_and_async_allreduce
+    passed = []
+
+    @functools.wraps(original)
+    def pass_on(*args: object, **kwargs: object) -> torch.Tensor:
+        passed.append(args)
+        return original(*args, **kwargs)
+
+    name = "linear_with_grad_accumulation_and_async_allreduce"
+    monkeypatch.setattr(layers, name, pass_on)
+    use_faster_library()
+    x, weight, bias = torch.randn(300, 1, 24), torch.randn(16, 24), torch.randn(16)
+    options = {"gradient_accumulation_fusion": False, "sequence_parallel": False}
+    for own_bias in (None, bias):
+        results = []
+        for function in (getattr(layers, name), original):
+            leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+            out = function(*leaves, own_bias, allreduce_dgrad=False, **options)
+            results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+    assert not passed
+    half = [each.bfloat16() for each in (x, weight)]
+    getattr(layers, name)(*half, None, allreduce_dgrad=False, **options)
+    assert len(passed) == 1

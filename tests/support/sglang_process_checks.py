@@ -27,6 +27,53 @@ def check_sleep_while_paused():
     assert Scheduler._record_scheduler_state_for_paused_engine is not before
 
 
+def check_compute_prompts_once():
+    from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang_on_cpu.prompts import MOST_HOLDS, compute_prompts_once
+
+    def admit(adder, req, has_chunked_req, truncation_align_size):
+        adder.can_run_list.append(req)
+        return AddReqResult.CONTINUE
+
+    def request(prompt, **changes):
+        longest = {"_compute_max_prefix_len": lambda input_len: input_len - 1}
+        own = {"output_ids": [], "extra_key": None, "cache_salt": None, **longest}
+        req = {"origin_input_ids": prompt, "num_matched_prefix_tokens": 0, **own, **changes}
+        return SimpleNamespace(finished=lambda: False, **req)
+
+    def admitted(*requests, disable=False):
+        adder_class = Scheduler.get_prefill_adder_class(None)
+        adder = adder_class.__new__(adder_class)
+        adder.can_run_list, adder.page_size = [], 1
+        adder.tree_cache = SimpleNamespace(disable=disable, supports_mamba=lambda: False)
+        for req in requests:
+            assert adder.add_one_req(req, False, None) is AddReqResult.CONTINUE
+        return [req in adder.can_run_list for req in requests]
+
+    prompt, other = list(range(20)), list(range(1, 21))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PrefillAdder, "add_one_req", admit)
+        assert_defect(
+            "compute_prompts_once", admitted(request(prompt), request(prompt)) == [True, True]
+        )
+        compute_prompts_once()
+        waiting = request(prompt)
+        assert admitted(request(prompt), waiting, request(other)) == [True, False, True]
+        for _ in range(MOST_HOLDS - 1):
+            assert admitted(waiting) == [False]
+        assert admitted(waiting) == [True]  # whatever became of the first
+        assert admitted(request(prompt, num_matched_prefix_tokens=19)) == [True]
+        assert admitted(request(prompt, num_matched_prefix_tokens=12)) == [True]
+        assert admitted(request(prompt, num_matched_prefix_tokens=11)) == [False]
+        assert admitted(request(prompt, extra_key="another")) == [True]
+        assert admitted(request(prompt), disable=True) == [True]
+        scored = request(prompt, _compute_max_prefix_len=lambda input_len: 0)
+        assert admitted(scored) == [True]
+        scored.finished = lambda: True
+        assert admitted(request(prompt)) == [True]
+
+
 def check_wait_for_requests():
     import zmq
     from sglang.srt.managers.data_parallel_controller import DataParallelController

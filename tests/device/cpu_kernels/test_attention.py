@@ -7,6 +7,9 @@ from torch import Tensor
 from mcore_rl.device.attention import Form, bottom_right_attention, packed_attention
 from mcore_rl.device.cpu_kernels.attention import causal_attention
 
+WAYS = (("compiled", torch.float32), ("torch", torch.float64))
+"""The exact result is that in float64: two sums in float32 may each be off, to either side."""
+
 
 @pytest.mark.parametrize("lens_N", [(1,), (5, 64, 1, 65), (200, 31)], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 32), (6, 2, 20)])
@@ -18,8 +21,8 @@ def test_values_and_gradients_are_those_of_torch(
     # As in megatron-core, k and v are slices of a product that has the queries, too.
     qkv = torch.randn(num_tokens, kv_heads, (groups + 2) * dim)
     scale, dout, results = 0.3, torch.randn(num_tokens, heads * dim), []
-    for way in ("compiled", "torch"):
-        leaf = qkv.clone().requires_grad_()
+    for way, dtype in WAYS:
+        leaf = qkv.to(dtype, copy=True).requires_grad_()
         q, k, v = leaf.split([groups * dim, dim, dim], -1)
         q = q.reshape(num_tokens, heads, dim)
         out = (
@@ -27,9 +30,9 @@ def test_values_and_gradients_are_those_of_torch(
             if way == "compiled"
             else packed_attention(q, k, v, lens_N, Form(scale))
         )
-        results.append((out, *torch.autograd.grad(out, [leaf], dout)))
+        results.append((out, *torch.autograd.grad(out, [leaf], dout.to(dtype))))
     for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=2e-6)
 
 
 def test_sequences_may_have_more_keys_than_queries() -> None:
@@ -37,16 +40,16 @@ def test_sequences_may_have_more_keys_than_queries() -> None:
     lens_N, key_lens_N = (3, 70, 5), (3, 100, 9)
     q, k, v = (torch.randn(n, 2, 16) for n in (sum(lens_N), sum(key_lens_N), sum(key_lens_N)))
     dout, results = torch.randn(sum(lens_N), 32), []
-    for way in ("compiled", "torch"):
-        leaves = q_, k_, v_ = tuple(x.clone().requires_grad_() for x in (q, k, v))
+    for way, dtype in WAYS:
+        leaves = q_, k_, v_ = tuple(x.to(dtype, copy=True).requires_grad_() for x in (q, k, v))
         out = (
             causal_attention(q_, k_, v_, lens_N, 0.3, key_lens_N)
             if way == "compiled"
             else bottom_right_attention(q_, k_, v_, lens_N, key_lens_N, Form(0.3))
         )
-        results.append((out, *torch.autograd.grad(out, leaves, dout)))
+        results.append((out, *torch.autograd.grad(out, leaves, dout.to(dtype))))
     for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=2e-6)
 
 
 def test_large_scores_do_not_overflow() -> None:

@@ -59,12 +59,14 @@ def save_model(family: str, folder: Path, sizes: Mapping[str, Any] = {}) -> PreT
     return model.eval()
 
 
-def generate(url: str, prompts: Sequence[list[int]] = PROMPTS) -> list[dict[str, Any]]:
+def generate(
+    url: str, prompts: Sequence[list[int]] = PROMPTS, logprob_start_len: int = 0
+) -> list[dict[str, Any]]:
     body = {
         "input_ids": prompts,
         "sampling_params": {"max_new_tokens": NUM_NEW, "ignore_eos": True, "temperature": 1.0},
         "return_logprob": True,
-        "logprob_start_len": 0,
+        "logprob_start_len": logprob_start_len,
     }
     request = urllib.request.Request(
         f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -79,15 +81,15 @@ def largest_difference(
     answers: list[dict[str, Any]],
     prompts: Sequence[list[int]] = PROMPTS,
 ) -> float:
-    """Return by how much log-probs of prompts and responses differ from the model's own."""
+    """Return by how much the log-probs in `answers` differ from the model's own."""
     largest = 0.0
     for prompt, answer in zip(prompts, answers, strict=True):
         meta = answer["meta_info"]
         entries = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
         tokens = torch.tensor([*prompt, *answer["output_ids"]])
-        assert [entry[1] for entry in entries] == tokens[1:].tolist()
+        assert [entry[1] for entry in entries] == tokens[-len(entries) :].tolist()
         logprobs = torch.log_softmax(model(tokens[None]).logits[0, :-1].double(), -1)
-        expected = logprobs.gather(1, tokens[1:, None])[:, 0]
+        expected = logprobs.gather(1, tokens[1:, None])[-len(entries) :, 0]
         actual = torch.tensor([entry[0] for entry in entries], dtype=torch.float64)
         largest = max(largest, (actual - expected).abs().max().item())
     return largest
