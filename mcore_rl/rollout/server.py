@@ -29,6 +29,7 @@ from mcore_rl.rollout.image_request import (
     unpack_request,
 )
 from mcore_rl.rollout.key_gate import KeyGate
+from mcore_rl.rollout.shared_prompts import share_prompts
 from mcore_rl.slices.families.tower import merge_size, placeholder_of
 
 OF_OURS = {"KimiVLForConditionalGeneration", "Glm4vMoeForConditionalGeneration"}
@@ -89,6 +90,7 @@ def serve(arguments: list[str]) -> None:
     if package is not None:
         load_package(package)
     take_patches(server_args.model_path)
+    share_prompts()
     if keys is not None:
         guard_server(server_args, keys)
     try:

@@ -1,11 +1,13 @@
 """Counts the tokens of an engine's KV cache, and decides how many must stay free.
 
-The rules are those of SGLang's scheduler (managers/schedule_policy.py, new_token_ratio_tracker.py).
+The rules are those of SGLang's scheduler (managers/schedule_policy.py, new_token_ratio_tracker.py)
+and of rollout/shared_prompts.py.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection
 
+from mcore_rl.rollout.shared_prompts import LEAST_TOKENS
 from mcore_rl.simulation.engine_request import EngineRequest
 
 CLIP_NEW_TOKENS = 4096
@@ -13,7 +15,7 @@ CLIP_NEW_TOKENS = 4096
 FIRST_RATIO, LEAST_RATIO, DECAY_STEPS = 0.7, 0.7 * 0.14, 600
 """Share of those for which running requests keep room; it falls with every decode step."""
 STEPS_AFTER_RETRACT = 20
-SHORT_PROMPT_LEN = 32
+SHORT_PROMPT_LEN = LEAST_TOKENS
 """Samples of a longer prompt wait for the first of them, whose keys they share; those of a prompt
 of so many tokens or less, which arrive together, compute them all."""
 CACHED_PROMPTS = 4096

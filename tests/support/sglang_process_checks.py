@@ -30,7 +30,8 @@ def check_sleep_while_paused():
 def check_compute_prompts_once():
     from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang_on_cpu.prompts import MOST_HOLDS, compute_prompts_once
+
+    from mcore_rl.rollout.shared_prompts import MOST_HOLDS, compute_prompts_once
 
     def admit(adder, req, has_chunked_req, truncation_align_size):
         adder.can_run_list.append(req)
@@ -54,9 +55,7 @@ def check_compute_prompts_once():
     prompt, other = list(range(20)), list(range(1, 21))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(PrefillAdder, "add_one_req", admit)
-        assert_defect(
-            "compute_prompts_once", admitted(request(prompt), request(prompt)) == [True, True]
-        )
+        assert admitted(request(prompt), request(prompt)) == [True, True]
         compute_prompts_once()
         waiting = request(prompt)
         assert admitted(request(prompt), waiting, request(other)) == [True, False, True]

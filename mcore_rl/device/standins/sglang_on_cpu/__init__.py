@@ -25,7 +25,6 @@ from sglang_on_cpu.processes import (
     leave_megatron_out,
     sleep_while_paused,
 )
-from sglang_on_cpu.prompts import compute_prompts_once
 from sglang_on_cpu.sampling import allow_seeded_sampling, sample_in_one_pass
 
 PATCHES: tuple[Callable[[], None], ...] = (
@@ -35,7 +34,6 @@ PATCHES: tuple[Callable[[], None], ...] = (
     import_models_when_asked,
     import_few_image_processors,
     sleep_while_paused,
-    compute_prompts_once,
     batch_attention,
     absorb_latents,
     rotate_without_yarn,

@@ -1,27 +1,47 @@
-"""An engine on a CPU computes a prompt once for all of its samples that come at a time."""
+"""An engine computes a prompt once for all of its samples that come at a time.
 
+tests/support/sglang_process_checks.py checks which requests wait.
+"""
+
+import json
 import shutil
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mcore_rl.rollout import server_process
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.rollout.shared_prompts import LEAST_TOKENS
 from tests.scenarios.rollout.test_native_forward import generate, largest_difference, save_model
 
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler"),
 ]
-LONG, OTHER, SHORT = list(range(3, 103)), list(range(20, 70)), [5, 9, 77, 30]
+LONG, OTHER, SHORT = list(range(3, 103)), list(range(20, 70)), list(range(4, 4 + LEAST_TOKENS))
+RUNS_AHEAD = """
+import sys
+from mcore_rl.device import sglang_setup
+sglang_setup.CPU_FLAGS = tuple(f for f in sglang_setup.CPU_FLAGS if "overlap" not in f)
+from mcore_rl.rollout.server import main
+main(sys.argv[1:])
+"""
+"""A server whose scheduler prepares a batch before it sees the last one's tokens, as on GPUs."""
 
 
 def cached_tokens(answers: list[dict[str, Any]]) -> list[int]:
     return [answer["meta_info"]["cached_tokens"] for answer in answers]
 
 
-def test_samples_wait_for_the_one_that_computes_their_prompt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_samples_wait_for_the_one_that_computes_their_prompt(
+    runs_ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if runs_ahead:
+        monkeypatch.setattr(server_process, "SERVER", ["-c", RUNS_AHEAD])
     model = save_model("qwen3_moe", tmp_path / "model")
     prompts = [LONG] * 6 + [OTHER] * 3 + [SHORT] * 2
     spec = EngineSpec(str(tmp_path / "model"), str(tmp_path / "engine.log"), deterministic=True)
@@ -30,11 +50,14 @@ def test_samples_wait_for_the_one_that_computes_their_prompt(tmp_path: Path) -> 
         cached = cached_tokens(answers)
         assert sorted(cached[:6]) == [0, *[len(LONG) - 1] * 5]
         assert sorted(cached[6:9]) == [0, *[len(OTHER) - 1] * 2]
+        assert len(set(cached[9:])) == 1, "nobody waits for so few tokens"
         assert largest_difference(model, answers, prompts) < 1e-5
         # Log-probs of prompts are asked for: nothing of them can come from the cache.
         scored = generate(engine.url, prompts)
         assert cached_tokens(scored) == [0] * len(prompts)
         assert largest_difference(model, scored, prompts) < 1e-5
+        with urllib.request.urlopen(f"{engine.url}/server_info", timeout=60) as response:
+            assert json.load(response)["disable_overlap_schedule"] is not runs_ahead
 
 
 def test_without_a_prefix_cache_nobody_waits(tmp_path: Path) -> None:
