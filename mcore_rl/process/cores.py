@@ -23,8 +23,10 @@ def take_cores(sharers: int, threads: str | None = None) -> None:
 
 
 def quiet_threads(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that let idle threads sleep, unless `environment` says how they wait."""
-    return {} if _WAIT_POLICY in environment else _QUIET
+    """Return what `environment` lacks to let idle threads sleep; {} if it has them spin."""
+    if environment.get(_WAIT_POLICY, "passive") != "passive":
+        return {}
+    return {name: value for name, value in _QUIET.items() if name not in environment}
 
 
 def num_cores() -> int:

@@ -14,6 +14,8 @@ LEAST_TOKENS = 8
 """So many tokens less of a prompt to compute are worth a forward pass more."""
 MOST_HOLDS = 4
 """Times that a sample waits. One is enough; two, if the scheduler runs ahead of the model."""
+MOST_KEPT = 64
+"""Prompts from which on those of finished requests are forgotten: a request holds its images."""
 
 
 def share_prompts() -> None:
@@ -46,7 +48,8 @@ def compute_prompts_once() -> None:
                 return go_on
             result = super().add_one_req(req, *args, **kwargs)
             if self.can_run_list and self.can_run_list[-1] is req:
-                _forget_finished(begun)
+                if len(begun) >= MOST_KEPT:
+                    _forget_finished(begun)
                 begun[prompt] = req
             return result
 
@@ -81,7 +84,6 @@ def _num_holds(req: Any) -> int:
     return getattr(req, "num_holds", 0)
 
 
-def _forget_finished(begun: dict[Hashable, Any], most: int = 4096) -> None:
-    if len(begun) > most:
-        for prompt in [prompt for prompt, req in begun.items() if req.finished()]:
-            del begun[prompt]
+def _forget_finished(begun: dict[Hashable, Any]) -> None:
+    for prompt in [prompt for prompt, req in begun.items() if req.finished()]:
+        del begun[prompt]

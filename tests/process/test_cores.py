@@ -40,6 +40,12 @@ def test_a_way_to_wait_that_is_set_stays(monkeypatch) -> None:
     assert os.environ["OMP_WAIT_POLICY"] == "active" and "GOMP_SPINCOUNT" not in os.environ
 
 
+def test_a_number_of_turns_to_spin_that_is_set_stays(monkeypatch) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    take_cores(1)
+    assert (os.environ["OMP_WAIT_POLICY"], os.environ["GOMP_SPINCOUNT"]) == ("passive", "7")
+
+
 def test_two_threads_of_a_core_are_one(monkeypatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)

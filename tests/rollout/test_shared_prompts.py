@@ -13,6 +13,7 @@ import pytest
 
 from mcore_rl.rollout import server_process
 from mcore_rl.rollout.engine import EngineProcess
+from mcore_rl.rollout.engine_forks import FORKS
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.shared_prompts import LEAST_TOKENS
 from tests.scenarios.rollout.test_native_forward import generate, largest_difference, save_model
@@ -41,6 +42,7 @@ def test_samples_wait_for_the_one_that_computes_their_prompt(
     runs_ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if runs_ahead:
+        monkeypatch.delenv(FORKS, raising=False)
         monkeypatch.setattr(server_process, "SERVER", ["-c", RUNS_AHEAD])
     model = save_model("qwen3_moe", tmp_path / "model")
     prompts = [LONG] * 6 + [OTHER] * 3 + [SHORT] * 2

@@ -65,10 +65,10 @@ static void attend(sgemm_t *sgemm, const packed_t *p, int64_t n, int64_t h, cons
         const float *keys_at = k + b.key_at * p->k_stride + h / group * p->k_head;
         const float *values_at = v + b.key_at * p->v_stride + h / group * p->v_head;
         multiply(sgemm, rows, keys, d, p->scale, q + at * p->q_stride + h * p->q_head, p->q_stride,
-                0, keys_at, p->k_stride, 1, 0.0f, scores, keys);
+                 0, keys_at, p->k_stride, 1, 0.0f, scores, keys);
         softmax_rows(scores, rows, keys, b.first, lse + at * p->heads + h, p->heads);
         multiply(sgemm, rows, d, keys, 1.0f, scores, keys, 0, values_at, p->v_stride, 0, 0.0f,
-                out + at * width + h * d, width);
+                 out + at * width + h * d, width);
     }
 }
 
@@ -117,18 +117,18 @@ static void attend_backward(sgemm_t *sgemm, const packed_t *p, int64_t n, int64_
         const float *values_at = x->v + start * p->v_stride + g * p->v_head;
         const float *out_at = x->out + at * width + h * d, *dout_at = x->dout + at * width + h * d;
         float *dk_at = x->dk + start * kv_width + g * d, *dv_at = x->dv + start * kv_width + g * d;
-        multiply(sgemm, rows, keys, d, p->scale, queries_at, p->q_stride, 0, keys_at, p->k_stride, 1,
-                0.0f, scores, keys);
+        multiply(sgemm, rows, keys, d, p->scale, queries_at, p->q_stride, 0, keys_at, p->k_stride,
+                 1, 0.0f, scores, keys);
         multiply(sgemm, rows, keys, d, 1.0f, dout_at, width, 0, values_at, p->v_stride, 1, 0.0f,
-                dscores, keys);
+                 dscores, keys);
         block_gradient(scores, dscores, rows, keys, b.first, out_at, dout_at, width, d,
                        x->lse + at * p->heads + h, p->heads, p->scale);
         multiply(sgemm, keys, d, rows, 1.0f, scores, keys, 1, dout_at, width, 0, 1.0f, dv_at,
-                kv_width);
+                 kv_width);
         multiply(sgemm, rows, d, keys, 1.0f, dscores, keys, 0, keys_at, p->k_stride, 0, 0.0f,
-                x->dq + at * width + h * d, width);
+                 x->dq + at * width + h * d, width);
         multiply(sgemm, keys, d, rows, 1.0f, dscores, keys, 1, queries_at, p->q_stride, 0, 1.0f,
-                dk_at, kv_width);
+                 dk_at, kv_width);
     }
 }
 

@@ -39,7 +39,7 @@
         for (int i = 0; i < outputs * vectors; i++) s[i] = (vector_t){0};                          \
         for (int64_t k = 0; k < inputs; k++) {                                                     \
             if (next && k % LINE == 0)                                                             \
-                for (int j = 0; j < outputs; j++) __builtin_prefetch(next + j * stride + k, 0, 2);       \
+                for (int j = 0; j < outputs; j++) __builtin_prefetch(next + j * stride + k, 0, 2); \
             const vector_t *values = (const vector_t *)(x + k * vectors * LANES);                  \
             for (int j = 0; j < outputs; j++)                                                      \
                 for (int i = 0; i < vectors; i++)                                                  \
