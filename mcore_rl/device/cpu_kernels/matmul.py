@@ -16,10 +16,9 @@ def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Return a [m, k] times b [k, n], written to `out`, contiguous, if that is given."""
     openblas = find_openblas()
     is_turned = [_is_turned(x) for x in (a, b)]
-    if openblas is None or None in is_turned or not usable(a, b):
-        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
-    if is_turned[1] and len(a) < _FEW_ROWS:
-        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    is_slower = is_turned[1] and len(a) < _FEW_ROWS
+    if openblas is None or None in is_turned or is_slower or not usable(a, b):
+        return torch.mm(a, b, out=out)
     out = a.new_empty(len(a), b.shape[1]) if out is None else out
     sizes = (torch.get_num_threads(), *out.shape, len(b))
     call("matmul", "matmul", openblas, *sizes, a, is_turned[0], b, is_turned[1], out)

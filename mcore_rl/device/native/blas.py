@@ -33,10 +33,10 @@ def find_openblas() -> ctypes.c_void_p | None:
     It is the faster library for large matrices where torch has MKL and the processor is not of
     MKL's maker. None: elsewhere, without a C compiler, or if numpy has another library.
     """
-    if find_set_threads() is None or _is_intel():
+    adapter = None if find_set_threads() is None or _is_intel() else load("openblas")
+    if adapter is None:
         return None
     folder = Path(numpy.__file__).parent.parent / "numpy.libs"
-    adapter = load("openblas")
     for path in sorted(folder.glob("libscipy_openblas64_*")):
         library = ctypes.CDLL(str(path))
         try:
@@ -44,9 +44,8 @@ def find_openblas() -> ctypes.c_void_p | None:
             wide = ctypes.cast(library.scipy_sgemm_64_, ctypes.c_void_p)
         except AttributeError:
             continue
-        if adapter is not None:
-            adapter.take(wide)
-            return ctypes.cast(adapter.sgemm, ctypes.c_void_p)
+        adapter.take(wide)
+        return ctypes.cast(adapter.sgemm, ctypes.c_void_p)
     return None
 
 

@@ -12,13 +12,12 @@
 static void part_of_product(sgemm_t *sgemm, int64_t rows, int64_t outputs, int64_t inputs,
                             const float *x, const float *w, float *y, float beta, int64_t first,
                             int64_t last, packed_t *packed) {
-    const int m = (int)(last - first), n = (int)rows, k = (int)inputs, stride = (int)outputs;
-    const float one = 1.0f;
-    if (m <= 0 || rows == 0) return;
+    if (last <= first || rows == 0) return;
     if (takes_few_rows(rows, last - first))
         few_rows(rows, outputs, inputs, x, w, y, beta, first, last, packed);
     else
-        sgemm("T", "N", &m, &n, &k, &one, w + first * inputs, &k, x, &k, &beta, y + first, &stride);
+        multiply(sgemm, rows, last - first, inputs, 1.0f, x, inputs, 0, w + first * inputs, inputs,
+                 1, beta, y + first, outputs);
 }
 
 /* y = x w^T + beta y; each thread computes some of the outputs, whole cache lines of a row. */
