@@ -76,10 +76,10 @@ class KvCache:
 
     def room(self, running: Collection[EngineRequest], steps: float) -> float:
         """Return the tokens that new requests may take, at the engine's step counter `steps`."""
-        expected = sum(
-            min(request.max_len - request.generated_at(steps), CLIP_NEW_TOKENS)
-            for request in running
-        )
+        expected = 0.0
+        for request in running:  # the innermost loop of a simulation: no calls
+            ahead = request.max_len - (steps - request.began_at)
+            expected += ahead if ahead < CLIP_NEW_TOKENS else CLIP_NEW_TOKENS
         decayed = (FIRST_RATIO - LEAST_RATIO) / DECAY_STEPS * (steps - self._ratio_at)
         return self.free - max(self._ratio - decayed, LEAST_RATIO) * expected
 
