@@ -16,6 +16,7 @@ from mcore_rl.train.actor import Actor
 from mcore_rl.train.critic import CriticModel
 from mcore_rl.types import StepStats
 from tests.support.distributed import run_ranks
+from tests.support.once_per_run import made_once
 from tests.support.tiny_models import write_model
 from tests.support.tiny_training import NUM_TOKENS, make_actor, my_batches, token_loss
 
@@ -95,7 +96,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hf is a HuggingFace directory, megatron is made of it by from-hf, step is loaded from that and
     saved.
     """
-    root = tmp_path_factory.mktemp("checkpoints")
+    return made_once(tmp_path_factory, "checkpoints", _save_every_kind)
+
+
+def _save_every_kind(root: Path) -> None:
     for kind in LAYOUTS:
         write_source(kind, root / kind / "hf")
         assert (
@@ -104,7 +108,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     resumed = run_ranks(save_all, 2, root, timeout_s=200)
     (root / "resumed.pickle").write_bytes(pickle.dumps(resumed))
-    return root
 
 
 def run(*arguments: Any) -> int:

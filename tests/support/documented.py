@@ -28,6 +28,8 @@ SHORT = (
     "eval.max_prompts=8",
     "rollout.kv_cache_len=8192",
 )
+FEWER_PROMPTS = "rollout.prompts_per_step=32"
+"""A search that simulates all prompts of a step takes half a minute."""
 SHORT_RESPONSE = "rollout.max_response_len=16"
 LONG_TURNS = "recipe=tiny_agent_code"
 """A recipe with turns that are longer than a short response, which is refused."""
@@ -91,6 +93,8 @@ class Documented:
         if self.how == "short":
             response = () if LONG_TURNS in arguments else (SHORT_RESPONSE,)
             return [program, *arguments, *SHORT, *response, *STEPS[arguments[0]]]
+        if arguments[0] == "simulate":
+            return [program, arguments[0], FEWER_PROMPTS, *arguments[1:]]
         return list(self.words)
 
     def __str__(self) -> str:
