@@ -14,7 +14,7 @@ INSTALL = $(call install,$(VENV))
 TORCH := $(shell sed -n 's/^torch==/&/p' requirements/cpu.txt)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SEED ?= 0
-# Tests wait more than they compute; the tests of a file stay together, as they share sessions and engines.
+# Two keep two cores busy, and three are no faster. The tests of a file stay together, as they share sessions and engines.
 TEST_WORKERS ?= 2
 RUN ?= runs/quickstart_seed$(SEED)
 
