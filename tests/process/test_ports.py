@@ -31,13 +31,17 @@ def test_a_free_port_can_be_bound_and_is_never_an_outgoing_one() -> None:
 def test_a_port_is_not_free_if_a_derived_one_is_taken(
     derived: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port = find_free_port("127.0.0.1")
+    port = other = find_free_port("127.0.0.1")
+    while abs(other - port) <= 300:
+        other = find_free_port("127.0.0.1")
     monkeypatch.setattr(ports.random.SystemRandom, "sample", lambda *_: [port])
     assert find_free_port("127.0.0.1") == port
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port + derived))
         with pytest.raises(RuntimeError, match="no free port between 20000 and"):
             find_free_port("127.0.0.1")
+        monkeypatch.setattr(ports.random.SystemRandom, "sample", lambda *_: [port, other])
+        assert find_free_port("127.0.0.1") == other
 
 
 def test_processes_that_look_at_once_never_get_the_same_port_nor_a_derived_one() -> None:
