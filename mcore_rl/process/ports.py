@@ -1,6 +1,7 @@
 """Finds a port on a host that a server can bind a little later."""
 
 import contextlib
+import errno
 import random
 import socket
 import threading
@@ -16,7 +17,7 @@ _FIRST_PORT = 20000
 # 13 after either.
 _DERIVED_PORTS = (*range(7), 13, *range(233, 240), 246)
 RESERVED_S = 60.0
-"""So long nobody else chooses a port that was found: its server binds it within seconds."""
+"""So long at least no other caller gets a port that was found: its server binds it within that."""
 
 
 def find_free_port(host: str) -> int:
@@ -58,14 +59,18 @@ class _Reservations:
 
     def add(self, ports: Sequence[int]) -> bool:
         """Reserve these ports for RESERVED_S; return False if one is reserved already."""
-        with self._lock, ExitStack() as names, contextlib.suppress(OSError):
+        with self._lock, ExitStack() as names:
             self._drop_old()
             for port in ports:
                 name = names.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-                name.bind(f"\0mcore_rl_port_{port}")
+                try:
+                    name.bind(f"\0mcore_rl_port_{port}")
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        raise
+                    return False
             self._held.append((time.monotonic(), names.pop_all()))
-            return True
-        return False
+        return True
 
     def _drop_old(self) -> None:
         while self._held and time.monotonic() - self._held[0][0] > RESERVED_S:

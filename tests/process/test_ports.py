@@ -83,3 +83,14 @@ def test_a_port_can_be_found_again_once_the_process_that_found_it_has_ended(
     port = int(subprocess.check_output([sys.executable, "-c", script]))
     monkeypatch.setattr(ports.random.SystemRandom, "sample", lambda *_: [port])
     assert find_free_port("127.0.0.1") == port
+
+
+def test_a_lack_of_descriptors_is_not_taken_for_a_lack_of_ports() -> None:
+    script = (
+        "import resource\n"
+        "from mcore_rl.process.ports import find_free_port\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))\n"
+        "find_free_port('127.0.0.1')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1 and "Too many open files" in done.stderr
