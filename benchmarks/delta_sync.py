@@ -42,7 +42,7 @@ from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.placed_bucket import holdings
 from mcore_rl.stream.routes.choice import make_routed_transport
-from mcore_rl.stream.routes.delta_code import difference
+from mcore_rl.stream.routes.delta_code import take_changes
 from mcore_rl.stream.verify import XXH3
 from mcore_rl.stream.wire import Link
 
@@ -112,7 +112,7 @@ def share_of(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> f
     coded = whole = 0
     for name, tensor in now.items():
         pair = [t.flatten().view(torch.uint16).numpy() for t in (before[name], tensor)]
-        coded += difference(*pair).num_bytes
+        coded += take_changes(*pair).num_bytes
         whole += pair[1].nbytes
     return coded / whole
 

@@ -22,12 +22,11 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from mcore_rl.stream.routes.delta_code import (
-    ELEMENT_BYTES,
     Form,
     apply,
-    difference,
     elements,
     num_places_bytes,
+    take_changes,
 )
 from mcore_rl.stream.routes.gloo import GlooMessage, GlooTransport
 from mcore_rl.stream.routes.transport import TransferError
@@ -53,21 +52,25 @@ Failure = Callable[[], str | None]
 class _Slot:
     """Keeps what an end knows of the messages of one number with one peer.
 
-    kept         the last one; None before the first
+    kept         the last one; None before the first. A difference changes it in place
     reserved     bytes of the next difference that travel with its header
     """
 
     kept: Array | None = None
     reserved: int = 0
 
-    def keep(self, message_u8: Tensor, code: int, coded_bytes: int) -> None:
-        """Note the message now, and how many bytes its difference took, on both ends alike."""
+    def keep(self, message_u8: Tensor) -> None:
+        """Copy the message now."""
         now = elements(message_u8)
         if self.kept is None:
-            self.kept = now.copy()
-            self.reserved = int(now.nbytes * _FIRST_GUESS)
+            self.kept = np.empty_like(now)
+        np.copyto(self.kept, now)
+
+    def reserve(self, message_bytes: int, code: int, coded_bytes: int, *, is_first: bool) -> None:
+        """Reserve for the next difference, on both ends alike, by what this message took."""
+        if is_first:
+            self.reserved = int(message_bytes * _FIRST_GUESS)
         else:
-            np.copyto(self.kept, now)
             self.reserved = 0 if code == _WHOLE else coded_bytes * 5 // 4 + 64
 
 
@@ -110,7 +113,9 @@ class _Receiving:
         if code == _WHOLE:
             rest = gloo.start_recv(self.message_u8, self.peer, self.what, _REST)
             gloo.wait([rest], deadline_s, failure)
-            self.slot.keep(self.message_u8, code, 0)
+            is_first = self.slot.kept is None
+            self.slot.keep(self.message_u8)
+            self.slot.reserve(len(self.message_u8), code, 0, is_first=is_first)
             return
         if code not in _FORMS or self.slot.kept is None or coded_bytes > len(self.message_u8):
             raise TransferError(f"{self.what}: no header of a difference: {code}, {coded_bytes}")
@@ -131,21 +136,19 @@ class _Receiving:
             _log.warning("%s: its difference gives other bytes than were sent", self.what)
             again = gloo.start_recv(self.message_u8, self.peer, f"{self.what} whole", _AGAIN)
             gloo.wait([again], deadline_s, failure)
-        self.slot.keep(self.message_u8, code, coded_bytes)
+            self.slot.keep(self.message_u8)
+        self.slot.reserve(len(self.message_u8), code, coded_bytes, is_first=False)
 
     def _apply(self, form: Form, coded: Array, num_values: int, checksum: int) -> bool:
-        """Fill the message by its difference; return whether it is what was sent."""
-        assert self.slot.kept is not None
-        num_places = num_places_bytes(form, num_values, len(self.slot.kept))
-        if num_places + ELEMENT_BYTES * num_values != len(coded):
-            return False
-        values = np.frombuffer(coded[num_places:].tobytes(), np.uint16)
-        now = elements(self.message_u8)
-        np.copyto(now, self.slot.kept)
+        """Fill the message, and what is kept, by the difference; return whether it is right."""
+        kept = self.slot.kept
+        assert kept is not None
+        num_places = num_places_bytes(form, num_values, len(kept))
         try:
-            apply(form, coded[:num_places], values, now)
+            apply(form, coded[:num_places], coded[num_places:], kept)
         except ValueError:
             return False
+        np.copyto(elements(self.message_u8), kept)
         return _checksum(self.message_u8) == checksum
 
 
@@ -199,9 +202,11 @@ class DeltaTransport:
         """Start to send a message, by its difference if that is shorter; return how, too."""
         now = elements(message_u8)
         first_u8 = torch.zeros(_HEADER_BYTES + slot.reserved, dtype=torch.uint8)
-        changes = None if slot.kept is None else difference(slot.kept, now)
+        changes = None if slot.kept is None else take_changes(slot.kept, now)
+        if changes is None:
+            slot.keep(message_u8)
         if changes is None or changes.num_bytes > _LARGEST_SHARE * len(message_u8):
-            slot.keep(message_u8, _WHOLE, 0)
+            slot.reserve(len(message_u8), _WHOLE, 0, is_first=changes is None)
             first = self.gloo.start_send(first_u8, peer, what, _FIRST)
             return [first, self.gloo.start_send(message_u8, peer, what, _REST)], _WHOLE
         coded = np.concatenate([changes.places, changes.values.view(np.uint8)])
@@ -214,7 +219,7 @@ class DeltaTransport:
         if num_first < len(coded):
             rest_u8 = torch.from_numpy(coded[num_first:].copy())
             parts.append(self.gloo.start_send(rest_u8, peer, f"the rest of {what}", _REST))
-        slot.keep(message_u8, code, len(coded))
+        slot.reserve(len(message_u8), code, len(coded), is_first=False)
         return parts, code
 
 
