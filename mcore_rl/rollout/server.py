@@ -18,6 +18,7 @@ from mcore_rl.process.cores import THREADS
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.process.meeting_store import bind_meetings_to_their_host
 from mcore_rl.process.server_keys import KEYS_FD, ServerKeys, read_keys
+from mcore_rl.process.shared_names import start_resource_tracker
 from mcore_rl.process.tied import die_with_parent
 from mcore_rl.rollout import image_request
 from mcore_rl.rollout.engine_spec import UNCOMPILED
@@ -73,6 +74,7 @@ def serve(arguments: list[str]) -> None:
     compiled = arguments[:1] != [UNCOMPILED]
     arguments = arguments if compiled else arguments[1:]
     forks_die_with_their_parents()
+    start_resource_tracker()
 
     package = package_of(arguments)
     if package is not None:

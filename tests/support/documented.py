@@ -23,7 +23,7 @@ STEPS = {
     "agent": (),
 }
 SHORT = (
-    "rollout.prompts_per_step=4",
+    "rollout.prompts_per_step=6",  # samples of a step are divided by up to six mini-batches
     "rollout.samples_per_prompt=4",
     "eval.max_prompts=8",
     "rollout.kv_cache_len=8192",
