@@ -164,11 +164,20 @@ class Run:
         names = [(p.pid, _title(p)[:80]) for p in left]
         self.kill_all()
         assert not left, f"processes left {within_s} s after the end: {names}"
+        while (ownerless := _ownerless_memory()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not ownerless, f"shared memory left {within_s} s after the end: {ownerless}"
 
     def kill_all(self) -> None:
         for p in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 p.send_signal(signal.SIGKILL)
+
+
+def _ownerless_memory() -> list[str]:
+    """Return SGLang's shared memory whose maker is gone: sgl_shm_<kind>_<pid>_<random>."""
+    names = [path.name for path in Path("/dev/shm").glob("sgl_shm_*_*_*")]
+    return [name for name in names if not psutil.pid_exists(int(name.split("_")[-2]))]
 
 
 def _title(process: psutil.Process) -> str:
