@@ -38,7 +38,7 @@ def settings_of(workload: Workload, folder: Path, run_dir: Path, num_steps: int)
         "train.optimizer.schedule": "constant",
         "train.optimizer.warmup_steps": 0,
         "algorithm.kl.coef": 0.0,
-        "reward.path": ROOT / "benchmarks" / "grpo_workload.py",
+        "reward.path": ROOT / "benchmarks" / "grpo_reward.py",
         "reward.name": "reward",
         "eval.data": "[]",
         "checkpoint.every_steps": 0,

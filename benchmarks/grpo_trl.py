@@ -13,7 +13,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from grpo_workload import BY_NAME, LEARNING_RATE, Workload, reward
+from grpo_reward import reward
+from grpo_workload import BY_NAME, LEARNING_RATE, Workload
 
 
 class StepClock(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Makes the workloads of benchmarks/grpo_step.py: prompts, a tokenizer, a model and a reward."""
+"""Makes the workloads of benchmarks/grpo_step.py: prompts, a tokenizer and a model."""
 
 import shutil
 from dataclasses import dataclass
@@ -123,8 +123,3 @@ def _set_chance(model: Qwen3MoeForCausalLM, token_id: int, chance: float) -> Non
         row[0] = (low + high) / 2
         probability = model(context).logits.softmax(-1)[..., token_id].mean()
         low, high = (low, row[0].item()) if probability > chance else (row[0].item(), high)
-
-
-def reward(*, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
-    """Return a cheap score that differs between samples, so that no group's advantages vanish."""
-    return len(set(solution_str)) / max(len(solution_str), 1)

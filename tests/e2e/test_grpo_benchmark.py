@@ -1,4 +1,4 @@
-"""The comparison of GRPO steps with TRL runs and prints its figures."""
+"""The comparison of GRPO steps with another system runs and prints its figures."""
 
 import pytest
 
@@ -6,9 +6,12 @@ from tests.support.benchmarks import figures_of
 
 
 @pytest.mark.slow
-def test_it_compares_one_workload() -> None:
-    options = ("--workloads", "1M-32x64", "--steps", "4", "--repeats", "1")
-    figures = figures_of("grpo_step.py", *options, timeout_s=900)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("rival", ["trl", "verl"])
+def test_it_compares_one_workload(rival: str) -> None:
+    options = ("--workloads", "1M-32x64", "--steps", "4", "--repeats", "1", "--against", rival)
+    figures = figures_of("grpo_step.py", *options, "--rival-resources", "2", "32", timeout_s=1500)
     cell = figures["workloads"]["1M-32x64"]
-    assert cell["response_len"] == cell["trl_response_len"] == 64
+    assert figures["rival"] == rival
+    assert cell["response_len"] == cell["rival_response_len"] == 64
     assert figures["geometric_mean"] == cell["ratio"] > 0

@@ -1,0 +1,120 @@
+"""Installs and runs the systems to which benchmarks/grpo_step.py compares this one.
+
+TRL shares torch and transformers with this system; verl has an environment of its own, as the last
+version that generates without a GPU needs older packages.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_workload import LEARNING_RATE, Workload
+from quiet_command import DEADLINE_S, ROOT, output_of
+
+_TRL_SITE = ROOT / "benchmarks" / ".trl"
+_VERL_VENV = ROOT / "benchmarks" / ".verl"
+_CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """How a rival runs: its compute threads, and the sequences of a micro-batch."""
+
+    threads: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One of the other systems.
+
+    run  returns seconds and tokens of the steps but the first
+    """
+
+    install: Callable[[], None]
+    run: Callable[[Workload, Path, int, Resources], dict[str, Any]]
+
+
+def run_script(python: Path | str, name: str, options: Sequence[str], **environment: str) -> Any:
+    """Return the last line of a script of this folder, decoded."""
+    command = [str(python), str(ROOT / "benchmarks" / name), *options]
+    return json.loads(output_of(command, **environment).strip().splitlines()[-1])
+
+
+def _run_trl(
+    workload: Workload, folder: Path, num_steps: int, resources: Resources
+) -> dict[str, Any]:
+    options = ["--workload", workload.name, *_options(folder, num_steps, resources)]
+    threads = str(resources.threads)
+    site = str(_TRL_SITE)
+    return run_script(
+        sys.executable, "grpo_trl.py", options, OMP_NUM_THREADS=threads, PYTHONPATH=site
+    )
+
+
+def _run_verl(
+    workload: Workload, folder: Path, num_steps: int, resources: Resources
+) -> dict[str, Any]:
+    sizes = {
+        "--prompts": workload.num_prompts,
+        "--samples-per-prompt": workload.samples_per_prompt,
+        "--max-len": workload.max_len,
+        "--lr": LEARNING_RATE,
+    }
+    options = [str(word) for pair in sizes.items() for word in pair]
+    options += _options(folder, num_steps, resources)
+    return run_script(_VERL_VENV / "bin" / "python", "grpo_verl.py", options)
+
+
+def _options(folder: Path, num_steps: int, resources: Resources) -> list[str]:
+    run = ["--folder", str(folder), "--steps", str(num_steps)]
+    return [
+        *run,
+        *("--threads", str(resources.threads), "--micro-batch", str(resources.micro_batch)),
+    ]
+
+
+def _install_trl() -> None:
+    """Install TRL and the packages only it needs beside the environment."""
+    requirements = ROOT / "requirements" / "bench.txt"
+    if _is_installed(_TRL_SITE, requirements):
+        return
+    _pip(sys.executable, "--upgrade", "--target", str(_TRL_SITE), "-r", str(requirements))
+    _note_installed(_TRL_SITE, requirements)
+
+
+def _install_verl() -> None:
+    """Make verl's environment; torch goes first, from the index of CPU builds if it is reached."""
+    requirements = ROOT / "requirements" / "bench_verl.txt"
+    if _is_installed(_VERL_VENV, requirements):
+        return
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(_VERL_VENV)], check=True)
+    python = _VERL_VENV / "bin" / "python"
+    (torch,) = [line for line in requirements.read_text().splitlines() if line[:7] == "torch=="]
+    try:
+        _pip(python, "--retries", "0", "--index-url", _CPU_WHEELS, torch)
+    except subprocess.CalledProcessError:
+        _pip(python, torch)
+    _pip(python, "-r", str(requirements))
+    _note_installed(_VERL_VENV, requirements)
+
+
+def _pip(python: Path | str, *arguments: str) -> None:
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "-qq", "install", "--no-deps"]
+    subprocess.run([*pip, *arguments], check=True, timeout=DEADLINE_S)
+
+
+def _is_installed(folder: Path, requirements: Path) -> bool:
+    stamp = folder / ".installed"
+    return stamp.exists() and stamp.read_text() == requirements.read_text()
+
+
+def _note_installed(folder: Path, requirements: Path) -> None:
+    (folder / ".installed").write_text(requirements.read_text())
+
+
+RIVALS = {"trl": Rival(_install_trl, _run_trl), "verl": Rival(_install_verl, _run_verl)}
