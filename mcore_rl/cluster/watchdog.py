@@ -46,11 +46,16 @@ def _belongs_to(session: str, proc_folder: Path) -> bool:
 
 
 def end_session(session: str) -> None:
-    """Wait GRACE_S for the processes to end by themselves, then kill the rest."""
+    """Wait GRACE_S for the processes to end by themselves, then kill the rest.
+
+    Those that remove the others' semaphores and shared memory end after them, by themselves.
+    """
     if left := _wait_until_gone(session, GRACE_S):
         for pid in left:
+            if not _is_resource_tracker(pid):
+                _kill(pid)
+        for pid in _wait_until_gone(session, KILL_TIMEOUT_S):
             _kill(pid)
-        _wait_until_gone(session, KILL_TIMEOUT_S)
 
 
 def _wait_until_gone(session: str, timeout_s: float) -> list[int]:
@@ -59,6 +64,12 @@ def _wait_until_gone(session: str, timeout_s: float) -> list[int]:
     while (pids := session_pids(session, os.getpid())) and time.monotonic() < until:
         time.sleep(POLL_S)
     return pids
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _kill(pid: int) -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 from mcore_rl.cluster.marked import TEMP_PREFIX, marked_processes, ray_temp_dir, uninterrupted
 from mcore_rl.cluster.watchdog import MARK
@@ -21,6 +22,27 @@ def test_a_process_that_left_its_session_ends_with_the_block() -> None:
         assert started.wait(5) != 0
         assert MARK not in os.environ
     assert not folder.exists()
+
+
+SHARING = """
+import time
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=4096)
+print(memory.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_that_does_not_end_leaves_no_shared_memory() -> None:
+    with ray_temp_dir() as folder, marked_processes(str(folder)):
+        started = subprocess.Popen(
+            [sys.executable, "-c", SHARING], stdout=subprocess.PIPE, text=True
+        )
+        assert started.stdout is not None
+        shared = Path("/dev/shm", started.stdout.readline().strip())
+        assert shared.exists()
+    assert started.wait(5) != 0
+    assert not shared.exists()
 
 
 def test_an_interrupt_waits_for_an_orderly_end() -> None:
