@@ -142,8 +142,8 @@ def report(cells: Mapping[str, Mapping[str, Any]], rival: str) -> None:
         f"{'workload':18s}{'mcore_rl':>10s}{rival:>10s}{'ratio':>8s}{'length':>9s}{'threads':>9s}"
     )
     for name, cell in cells.items():
-        rates = f"{cell['tokens_per_second']:10.0f}{cell['trl_tokens_per_second']:10.0f}"
-        rest = f"{cell['ratio']:8.2f}{cell['response_len']:9.1f}{cell['trl_threads']:9d}"
+        rates = f"{cell['tokens_per_second']:10.0f}{cell['rival_tokens_per_second']:10.0f}"
+        rest = f"{cell['ratio']:8.2f}{cell['response_len']:9.1f}{cell['rival_threads']:9d}"
         print(f"{name:18s}{rates}{rest}")
 
 
