@@ -1,10 +1,11 @@
 """Gateways of other projects that record episodes; each has a folder of packages of its own."""
 
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from rival_packages import install_once, pip_install
 
 FOLDER = Path(__file__).resolve().parent / ".agents-rivals"
 DEADLINE_S = 600
@@ -25,18 +26,11 @@ class Rival:
         return FOLDER / self.script.removesuffix(".py")
 
     def install(self) -> None:
-        stamp = self.site / ".installed"
+        arguments = ["--upgrade", "--target", str(self.site), *self.pins]
         wanted = "\n".join(self.pins)
-        if stamp.exists() and stamp.read_text() == wanted:
-            return
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-qq", "install"]
-        subprocess.run(
-            [*pip, "--no-deps", "--upgrade", "--target", str(self.site), *self.pins],
-            check=True,
-            timeout=DEADLINE_S,
-            stdout=sys.stderr,
+        install_once(
+            self.site, wanted, lambda: pip_install(sys.executable, *arguments, timeout_s=DEADLINE_S)
         )
-        stamp.write_text(wanted)
 
 
 RIVALS = {

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo_workload import LEARNING_RATE, Workload
-from quiet_command import DEADLINE_S, ROOT, output_of
+from quiet_command import ROOT, output_of
+from rival_packages import install_once, pip_install
 
 _TRL_SITE = ROOT / "benchmarks" / ".trl"
 _VERL_VENV = ROOT / "benchmarks" / ".verl"
+_VERL_REQUIREMENTS = ROOT / "requirements" / "bench_verl.txt"
 _CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 
@@ -71,50 +73,40 @@ def _run_verl(
 
 
 def _options(folder: Path, num_steps: int, resources: Resources) -> list[str]:
-    run = ["--folder", str(folder), "--steps", str(num_steps)]
-    return [
-        *run,
-        *("--threads", str(resources.threads), "--micro-batch", str(resources.micro_batch)),
-    ]
+    values = {
+        "--folder": folder,
+        "--steps": num_steps,
+        "--threads": resources.threads,
+        "--micro-batch": resources.micro_batch,
+    }
+    return [str(word) for pair in values.items() for word in pair]
 
 
 def _install_trl() -> None:
     """Install TRL and the packages only it needs beside the environment."""
     requirements = ROOT / "requirements" / "bench.txt"
-    if _is_installed(_TRL_SITE, requirements):
-        return
-    _pip(sys.executable, "--upgrade", "--target", str(_TRL_SITE), "-r", str(requirements))
-    _note_installed(_TRL_SITE, requirements)
+    arguments = ["--upgrade", "--target", str(_TRL_SITE), "-r", str(requirements)]
+    install_once(
+        _TRL_SITE, requirements.read_text(), lambda: pip_install(sys.executable, *arguments)
+    )
 
 
 def _install_verl() -> None:
-    """Make verl's environment; torch goes first, from the index of CPU builds if it is reached."""
-    requirements = ROOT / "requirements" / "bench_verl.txt"
-    if _is_installed(_VERL_VENV, requirements):
-        return
+    wanted = _VERL_REQUIREMENTS.read_text()
+    install_once(_VERL_VENV, wanted, _make_verl_environment)
+
+
+def _make_verl_environment() -> None:
+    """Make it; torch goes first, from the index of CPU builds if that is reached."""
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(_VERL_VENV)], check=True)
     python = _VERL_VENV / "bin" / "python"
-    (torch,) = [line for line in requirements.read_text().splitlines() if line[:7] == "torch=="]
+    lines = _VERL_REQUIREMENTS.read_text().splitlines()
+    (torch,) = [line for line in lines if line.startswith("torch==")]
     try:
-        _pip(python, "--retries", "0", "--index-url", _CPU_WHEELS, torch)
+        pip_install(python, "--retries", "0", "--index-url", _CPU_WHEELS, torch)
     except subprocess.CalledProcessError:
-        _pip(python, torch)
-    _pip(python, "-r", str(requirements))
-    _note_installed(_VERL_VENV, requirements)
-
-
-def _pip(python: Path | str, *arguments: str) -> None:
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "-qq", "install", "--no-deps"]
-    subprocess.run([*pip, *arguments], check=True, timeout=DEADLINE_S)
-
-
-def _is_installed(folder: Path, requirements: Path) -> bool:
-    stamp = folder / ".installed"
-    return stamp.exists() and stamp.read_text() == requirements.read_text()
-
-
-def _note_installed(folder: Path, requirements: Path) -> None:
-    (folder / ".installed").write_text(requirements.read_text())
+        pip_install(python, torch)
+    pip_install(python, "-r", str(_VERL_REQUIREMENTS))
 
 
 RIVALS = {"trl": Rival(_install_trl, _run_trl), "verl": Rival(_install_verl, _run_verl)}
