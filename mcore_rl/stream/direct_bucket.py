@@ -7,6 +7,7 @@ So a byte is copied once, and the engine rank sums what lies in its tensors in t
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -28,11 +29,18 @@ def can_be_written(bucket: Bucket, held: Sequence[Holding]) -> bool:
 
 
 def _is_writable(piece: BucketPiece, part: Holding) -> bool:
-    in_piece = torch.empty(piece.box.shape, dtype=getattr(torch, piece.dtype), device="meta")
     shard = part.shard
-    return shard.dtype == piece.dtype and are_rows(
-        shard.box.shape, shard.strides, in_piece.stride(), in_piece.element_size()
+    return shard.dtype == piece.dtype and _is_in_rows(
+        piece.box.shape, piece.dtype, shard.box.shape, shard.strides
     )
+
+
+@cache
+def _is_in_rows(
+    shape: tuple[int, ...], dtype: str, own_shape: tuple[int, ...], own_strides: tuple[int, ...]
+) -> bool:
+    in_piece = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+    return are_rows(own_shape, own_strides, in_piece.stride(), in_piece.element_size())
 
 
 class DirectBucket(PlacedBucket):

@@ -50,6 +50,7 @@ class WeightReceiver:
         self._store: LinkStore | None = None
         self._staging: Staging | None = None
         self._fill_padding: Callable[[], None] = _no_padding
+        self._padded: frozenset[str] = frozenset()
 
     def handle(
         self,
@@ -103,12 +104,13 @@ class WeightReceiver:
             }
             traced = trace_load_weights(load_weights, typed, tensors)
             self._fill_padding = traced.fill_padding
+            self._padded = traced.padded
             return traced.shards
 
         self._connection = Connection(end, trace, self._make_transport)
         self._link = link
         if self._staging is not None:
-            self._staging.fill(tensors)
+            self._staging.finish(tensors, self._padded)
             start_background_stager(self._connection, self._staging)
         return Report(end.name, self._connection.digest, self._connection.num_bytes)
 

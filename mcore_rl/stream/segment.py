@@ -1,31 +1,60 @@
 """Allocates tensors in an anonymous segment of memory that other processes can map."""
 
+import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from mcore_rl.types import Array
 
 _ALIGNED_BYTES = 64
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux"""
+_MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
+_POLICY = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def map_segment(descriptor: int, num_bytes: int) -> mmap.mmap:
     """Map a segment, which lives as long as one of its mappings or descriptors.
 
-    Pages are large where the system allows it, and are populated now, so that the first sync
-    doesn't wait for them.
+    Pages are large where the system allows it.
     """
     mapped = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED)
     with suppress(OSError):  # a kernel without large pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
-    with suppress(OSError):  # before Linux 5.14 the first sync populates them
-        mapped.madvise(_POPULATE_WRITE)
     return mapped
+
+
+def populate(starts: Array, stops: Array) -> None:
+    """Enter the pages of mapped memory into this process's page table, so that writes don't wait.
+
+    starts, stops   addresses of parts, int64
+    """
+    if len(starts) == 0:
+        return
+    firsts = starts // mmap.PAGESIZE * mmap.PAGESIZE
+    order = np.argsort(firsts)
+    firsts = firsts[order]
+    ends = np.maximum.accumulate(-(-stops[order] // mmap.PAGESIZE) * mmap.PAGESIZE)
+    begins = np.flatnonzero(np.append(True, firsts[1:] > ends[:-1]))
+    lasts = np.append(begins[1:] - 1, len(ends) - 1)
+    for first, end in zip(firsts[begins].tolist(), ends[lasts].tolist(), strict=True):
+        # Before Linux 5.14 it fails, and each first write to a page populates it.
+        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _POPULATE_WRITE)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    """Its calls let other threads run, those of the mmap module don't."""
+    return ctypes.CDLL(None)
 
 
 class Segment:
@@ -54,16 +83,63 @@ class Segment:
         bytes_B = torch.frombuffer(
             self._mapped, dtype=torch.uint8, count=tensor.nbytes, offset=offset
         )
-        strides = torch.empty_like(tensor, device="meta").stride()
-        return bytes_B.view(tensor.dtype).as_strided(tensor.shape, strides)
+        return bytes_B.view(tensor.dtype).as_strided(tensor.shape, _dense_strides(tensor))
+
+    def write(self, tensors: Mapping[str, Tensor], offsets: Mapping[str, int]) -> None:
+        """Give the tensors that `tensor_like` made at `offsets`, in rising order, these values.
+
+        The file is written, not the mapping: new pages are then not cleared first, which takes
+        half of the time. Large pages that have to be asked for come to mappings alone. Other
+        threads run meanwhile, because few calls write everything.
+        """
+        buffers: list[memoryview] = []
+        start = stop = 0
+        for name, tensor in tensors.items():
+            if tensor.stride() != _dense_strides(tensor) or _must_ask_for_large_pages():
+                self.tensor_like(tensor, offsets[name]).copy_(tensor)
+                continue
+            if offsets[name] - stop >= _ALIGNED_BYTES:
+                write_at(self.descriptor, buffers, start)
+                buffers = []
+                start = stop = offsets[name]
+            values = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+            buffers += [memoryview(bytes(offsets[name] - stop)), values.data]
+            stop = offsets[name] + tensor.nbytes
+        write_at(self.descriptor, buffers, start)
 
 
-def allocate_like(tensors: Mapping[str, Tensor]) -> tuple[Segment, dict[str, Tensor]]:
-    """Return tensors like these, and the segment in which they lie."""
+def write_at(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
+    """Write all of the buffers, one behind the other; a call of the kernel takes 1,024 of them and
+    less than 2 GiB.
+    """
+    left = [buffer for buffer in buffers if len(buffer) > 0]
+    while left:
+        written = os.pwritev(descriptor, left[:_MAX_BUFFERS], offset)
+        offset += written
+        num_whole = 0
+        while num_whole < len(left) and written >= len(left[num_whole]):
+            written -= len(left[num_whole])
+            num_whole += 1
+        left = left[num_whole:]
+        if written:
+            left[0] = left[0][written:]
+
+
+def allocate_like(tensors: Mapping[str, Tensor]) -> tuple[Segment, dict[str, int]]:
+    """Return a segment for tensors like these, and the byte at which each begins."""
     offsets: dict[str, int] = {}
     num_bytes = 0
     for name, tensor in tensors.items():
         offsets[name] = num_bytes
         num_bytes += -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
-    segment = Segment(max(num_bytes, mmap.PAGESIZE))
-    return segment, {name: segment.tensor_like(t, offsets[name]) for name, t in tensors.items()}
+    return Segment(max(num_bytes, mmap.PAGESIZE)), offsets
+
+
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+@cache
+def _must_ask_for_large_pages() -> bool:
+    """Return whether shared memory has large pages only where a mapping asks for them."""
+    return _POLICY.exists() and "[advise]" in _POLICY.read_text()

@@ -1,6 +1,8 @@
 """Holds a second set of a rank's parameters: filled while the engine decodes, then swapped in."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,28 +19,40 @@ class Staging:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], live: Segment | None = None) -> None:
-        """Allocate the second set.
+        """Allocate the second set. It gets the parameters' values, as no version brings padding.
 
+        On the host a thread fills it; `finish` is to be called before it is used.
         `live`: the segment of an earlier Staging in which the parameters lie now.
         """
         self.segments: tuple[Segment, Segment] | None = None
         """The memory of both sets, if that is on the host. The second one is new."""
+        self._filling: Future[None] | None = None
         with torch.inference_mode(False):
             if all(parameter.is_cpu for parameter in parameters.values()):
                 live = live or _move_to_segment(parameters)
-                staged, self.tensors = allocate_like(parameters)
+                values = {name: parameter.detach() for name, parameter in parameters.items()}
+                staged, offsets = allocate_like(values)
+                self._filling = _in_a_thread(staged.write, values, offsets)
+                self.tensors = _tensors_of(staged, values, offsets)
                 self.segments = live, staged
             else:
                 self.tensors = {
-                    name: torch.empty_like(parameter) for name, parameter in parameters.items()
+                    name: torch.empty_like(parameter).copy_(parameter.detach())
+                    for name, parameter in parameters.items()
                 }
         self.version: int | None = None
         """The version that `tensors` holds completely, or None."""
 
-    def fill(self, parameters: Mapping[str, Tensor]) -> None:
-        """Copy the parameters' values, because padding comes with no version."""
-        for name, parameter in parameters.items():
-            self.tensors[name].copy_(parameter.detach())
+    def finish(self, parameters: Mapping[str, Tensor], changed: Iterable[str] = ()) -> None:
+        """Return once the second set has the values of the parameters, also of those `changed`
+        since.
+
+        Raises OSError if there is no memory for it.
+        """
+        if self._filling is not None:
+            self._filling.result()
+        for name in changed:
+            self.tensors[name].copy_(parameters[name].detach())
 
     def live_segment(self, parameters: Mapping[str, Tensor]) -> Segment | None:
         """Return the segment in which all parameters with memory of their own lie, if one does."""
@@ -73,12 +87,25 @@ class Staging:
 
 def _move_to_segment(parameters: Mapping[str, Tensor]) -> Segment:
     """Move the parameters with memory of their own to a segment, and return it."""
-    own = {name: parameter for name, parameter in parameters.items() if _owns_memory(parameter)}
-    segment, moved = allocate_like(own)
-    for name, parameter in own.items():
-        moved[name].copy_(parameter.detach())
-        parameter.data = moved[name]
+    own = {name: p.detach() for name, p in parameters.items() if _owns_memory(p)}
+    segment, offsets = allocate_like(own)
+    segment.write(own, offsets)
+    for name, moved in _tensors_of(segment, own, offsets).items():
+        parameters[name].data = moved
     return segment
+
+
+def _tensors_of(
+    segment: Segment, like: Mapping[str, Tensor], offsets: Mapping[str, int]
+) -> dict[str, Tensor]:
+    return {name: segment.tensor_like(tensor, offsets[name]) for name, tensor in like.items()}
+
+
+def _in_a_thread(function: Callable[..., None], *arguments: Any) -> "Future[None]":
+    pool = ThreadPoolExecutor(1, thread_name_prefix="staging")
+    future = pool.submit(function, *arguments)
+    pool.shutdown(wait=False)
+    return future
 
 
 def _owns_memory(parameter: Tensor) -> bool:

@@ -156,7 +156,7 @@ def test_a_sender_that_writes_after_its_link_failed_reaches_no_memory_in_use() -
     with pytest.raises(TransferError, match="the time is up"):
         pair.receiver.receive(2, pair.staging.tensors, time.monotonic() + 0.05)
     newer = Staging(pair.parameters, pair.staging.live_segment(pair.parameters))
-    newer.fill(pair.parameters)
+    newer.finish(pair.parameters)
     with pytest.raises(TransferError):
         pair.sender.send(2, {"param": torch.full((5000,), 9.0)}, soon())
     assert (pair.staging.tensors["param"] == 9).all(), "the late sender wrote"

@@ -22,6 +22,7 @@ def test_staged_values_show_after_the_swap_and_both_memories_are_used_in_turns()
     staging = Staging(parameters)
     pointers = {parameters["alone"].data_ptr(), staging.tensors["alone"].data_ptr()}
     shared = parameters["left"].data_ptr()
+    staging.finish(parameters)
     for version in range(1, 4):
         for tensor in staging.tensors.values():
             tensor.fill_(version)
@@ -65,7 +66,6 @@ def test_the_next_staging_takes_over_the_live_segment_and_never_the_other_one() 
     parameters = make_parameters()
     first = Staging(parameters)
     first.version = 1
-    first.fill(parameters)
     first.swap(1, parameters)
     assert first.segments is not None
     live = first.live_segment(parameters)
@@ -79,8 +79,9 @@ def test_the_next_staging_takes_over_the_live_segment_and_never_the_other_one() 
     assert second.live_segment(parameters) is None
 
 
-def test_the_second_set_starts_with_the_parameters_values() -> None:
+def test_the_second_set_starts_with_the_parameters_values_and_what_changed_since() -> None:
     parameters = make_parameters()
     staging = Staging(parameters)
-    staging.fill(parameters)
+    parameters["alone"].data[1] = 9.0
+    staging.finish(parameters, changed=["alone"])
     assert all(torch.equal(staging.tensors[name], parameters[name]) for name in parameters)

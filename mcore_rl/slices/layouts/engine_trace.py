@@ -31,10 +31,12 @@ class TracedLoad:
 
     shards         the elements that it takes from HF tensors, in the order that it does
     fill_padding   sets the others, the padding, to the constants that it gives them
+    padded         names of the parameters with padding
     """
 
     shards: list[Shard]
     fill_padding: Callable[[], None]
+    padded: frozenset[str]
 
 
 def trace_load_weights(
@@ -62,7 +64,8 @@ def trace_load_weights(
     trace = CopyRecorder(LocalTensors(local_tensors))
     trace.run(load_weights, hf_tensors, hf_tensors)
     check_coverage(trace.shards, trace.fills, _numels(local_tensors))
-    return _filled(TracedLoad(trace.shards, partial(_run, list(trace.fills.values()))))
+    padded = frozenset(padding.tensor for padding in trace.fills)
+    return _filled(TracedLoad(trace.shards, partial(_run, list(trace.fills.values())), padded))
 
 
 def _trace_examples(
@@ -94,7 +97,9 @@ def _trace_examples(
     )
     fills = [fill for padding, fill in trace.fills.items() if not layers.follows(padding.tensor)]
     fills += repeated_fills(layers.example_of, trace.fills, local_tensors)
-    return _filled(TracedLoad(shards, partial(_run, fills)))
+    padded = frozenset(padding.tensor for padding in trace.fills)
+    padded |= {name for name in local_tensors if layers.example_name(name) in padded}
+    return _filled(TracedLoad(shards, partial(_run, fills), padded))
 
 
 def _filled(traced: TracedLoad) -> TracedLoad:

@@ -109,6 +109,13 @@ class RepeatedLayers:
         """Return whether a tensor, HF or local, is in a layer that follows an example."""
         return split_layer(name).layer in self.example_of
 
+    def example_name(self, name: str) -> str:
+        """Return the name of the same tensor in the layer that is traced in full for it."""
+        parts = split_layer(name)
+        if parts.layer is None or parts.layer not in self.example_of:
+            return name
+        return parts.in_layer(self.example_of[parts.layer])
+
     def complete(
         self, shards: Iterable[Shard], traced: Iterable[str], padding: Iterable[Padding]
     ) -> list[Shard] | None:

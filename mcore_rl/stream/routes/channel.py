@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +34,7 @@ from mcore_rl.device.gpu_memory import export_memory, open_memory
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.routes.rank_server import RankServer, connect
 from mcore_rl.stream.routes.transport import TransferError
-from mcore_rl.stream.segment import map_segment
+from mcore_rl.stream.segment import map_segment, populate
 from mcore_rl.stream.verify import WORD_BYTES
 
 _COUNTERS_BYTES = mmap.PAGESIZE
@@ -216,6 +217,9 @@ def _serve_segment(peer: socket.socket, segment: SegmentSpec) -> Channel:
 def _map(descriptor: int, segment: SegmentSpec) -> mmap.mmap:
     """Map the segment and close its descriptor; the mapping keeps the memory."""
     try:
-        return map_segment(descriptor, segment.host_bytes)
+        mapped = map_segment(descriptor, segment.host_bytes)
     finally:
         os.close(descriptor)
+    start = np.frombuffer(mapped, np.uint8).ctypes.data
+    populate(np.array([start]), np.array([start + segment.host_bytes]))
+    return mapped

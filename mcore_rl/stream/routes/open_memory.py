@@ -25,7 +25,7 @@ from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.one_pass import Targets
 from mcore_rl.stream.routes.rank_server import RankServer, connect
 from mcore_rl.stream.routes.transport import TransferError, wait_until
-from mcore_rl.stream.segment import Segment, map_segment
+from mcore_rl.stream.segment import Segment, map_segment, populate
 from mcore_rl.types import Array
 
 _OFFER = struct.Struct("qq")
@@ -192,14 +192,19 @@ class WriteAccess:
             )
         moves[in_first, _ADDRESS] += first.ctypes.data
         moves[in_second, _ADDRESS] += second.ctypes.data - len(first)
+        populate(moves[:, _ADDRESS], _stops(moves))
         return Targets(counts, moves)
 
 
 def _inside(moves: Array, start: int, num_bytes: int) -> Array:
     """Return for each move whether all of it lies in `num_bytes` from address `start` on."""
+    return (moves[:, _ADDRESS] >= start) & (_stops(moves) <= start + num_bytes)
+
+
+def _stops(moves: Array) -> Array:
+    """Return for each move the address behind its last byte."""
     last_rows = moves[:, _ADDRESS] + (moves[:, _ROWS] - 1) * moves[:, _OWN_STRIDE]
-    stops = last_rows + moves[:, _ROW_BYTES]
-    return (moves[:, _ADDRESS] >= start) & (stops <= start + num_bytes)
+    return last_rows + moves[:, _ROW_BYTES]
 
 
 def _read(descriptor: int) -> Array:

@@ -175,6 +175,7 @@ def test_padding_beside_a_weight_is_filled_and_needs_no_weights():
     assert torch.equal(params["part"], torch.tensor([7.0, 7.0, 7.0, 0.0])[:, None].expand(4, 4))
     shard.view(params).copy_(weight)
     assert torch.equal(params["part"], torch.cat([weight, torch.zeros(1, 4)]))
+    assert traced.padded == {"part", "beyond"}
     params["beyond"].fill_(5.0)
     traced.fill_padding()
     assert not params["beyond"].any()

@@ -81,6 +81,8 @@ def test_padding_is_filled_again_in_derived_layers():
     for param in engine.params.values():
         param.fill_(7)
     traced.fill_padding()
+    has_changed = {name for name, param in engine.params.items() if not param.eq(7).all()}
+    assert traced.padded == has_changed == {f"m.layers.{layer}.up" for layer in range(5)}
     for layer in range(5):
         param = engine.params[f"m.layers.{layer}.up"]
         assert not param[:, WIDTH:].any()
