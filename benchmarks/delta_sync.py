@@ -1,16 +1,12 @@
-"""Syncs of what has changed against whole ones, over a slow link, and how much changes in training.
+"""Syncs of what has changed against whole ones, over a slow link.
 
-    python benchmarks/delta_sync.py              both parts; needs root, for network namespaces
+    python benchmarks/delta_sync.py              needs root, for network namespaces
 
-steps   trains a model in bfloat16 with Adam at a learning rate of reinforcement learning, and takes
-        the difference of its weights after each step, as sync.delta codes it
-link    sends a tensor of which 1.5 % of the elements change from version to version between two
-        network namespaces, whose link passes so many bits a second (tc tbf), whole and by
-        differences in turns, over gloo as a sync between machines, and by a broadcast of gloo in
-        flat buckets, which is what an update in SGLang's own way moves; and over shared memory
-        with and without sync.delta, where it must change nothing
-
-The last line is JSON.
+Two processes in two network namespaces, whose link passes so many bits a second (tc tbf), send a
+tensor of which 1.5 % of the elements change from version to version: whole and by differences in
+turns, over gloo as a sync between machines, and by a broadcast of gloo in flat buckets, which is
+what an update in SGLang's own way moves. They do so over shared memory, too, with and without
+sync.delta, where it must change nothing. The last line is JSON.
 """
 
 import argparse
@@ -28,12 +24,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import distributed
 
-from mcore_rl.config import OptimizerConfig
-from mcore_rl.doctor.lone_rank import LoneRank, qwen3_moe
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.stream.bucket_transfer import BucketTransfer, RankBucket
@@ -42,7 +35,6 @@ from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.placed_bucket import holdings
 from mcore_rl.stream.routes.choice import make_routed_transport
-from mcore_rl.stream.routes.delta_code import take_changes
 from mcore_rl.stream.verify import XXH3
 from mcore_rl.stream.wire import Link
 
@@ -57,9 +49,6 @@ DEADLINE_S = 300.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="a HuggingFace directory; default: a tiny mixture")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--mib", type=int, default=128, help="of weights over the link")
     parser.add_argument("--gbit", default="1,10", help="speeds of the link")
     parser.add_argument("--repeats", type=int, default=5)
@@ -71,50 +60,13 @@ def main() -> None:
     if args.rank is not None:
         run_rank(args)
         return
-    result: dict[str, Any] = {"steps": changes_of_training(args) if args.steps else None}
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for gbit in filter(None, args.gbit.split(",")):
             with limited_link(gbit):
                 result[f"{gbit} Gbit/s"] = compare(args, Path(folder) / gbit, NAMES, ADDRESSES[0])
         result["shared memory"] = compare(args, Path(folder) / "shared", None, "127.0.0.1")
     print(json.dumps(result))
-
-
-def changes_of_training(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the share of bytes that the difference takes after each step."""
-    config = qwen3_moe()
-    if args.model:
-        config = json.loads((Path(args.model) / "config.json").read_text())
-    optimizer = OptimizerConfig(lr=args.lr, schedule="constant", warmup_steps=0)
-    with tempfile.TemporaryDirectory() as folder:
-        rank = LoneRank(Path(folder), config, "bfloat16", optimizer=optimizer, weights=args.model)
-        before = rank.weights()
-        shares = []
-        for _ in range(args.steps):
-            rank.step()
-            now = rank.weights()
-            shares.append(share_of(before, now))
-            before = now
-    counts, edges = np.histogram(shares, bins=8)
-    for count, low, high in zip(counts, edges, edges[1:], strict=False):
-        print(f"{100 * low:6.2f} to {100 * high:6.2f} % of the bytes  {'#' * int(count)}")
-    return {
-        "lr": args.lr,
-        "steps": args.steps,
-        "mean_share": float(np.mean(shares)),
-        "first_share": shares[0],
-        "most_share": max(shares),
-    }
-
-
-def share_of(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> float:
-    """Return the bytes of the difference, as a share of those of the weights."""
-    coded = whole = 0
-    for name, tensor in now.items():
-        pair = [t.flatten().view(torch.uint16).numpy() for t in (before[name], tensor)]
-        coded += take_changes(*pair).num_bytes
-        whole += pair[1].nbytes
-    return coded / whole
 
 
 @contextmanager

@@ -22,12 +22,9 @@ from typing import Any
 from cpu_time import cpu_seconds, with_children
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.slices.layouts.megatron import MegatronSizes
-from mcore_rl.slices.layouts.recorded import RecordedLayouts
-from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.controller.engine_control import LOADER
 from mcore_rl.stream.controller.sync import SyncController
-from sync_model import DTYPE, SHAPES, make_config
+from sync_model import SHAPES, make_config, record_layouts
 from sync_trainer import BenchRanks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -76,14 +73,8 @@ def link(
     engine: EngineProcess, ranks: BenchRanks, config: dict[str, Any], way: str, repeats: int
 ) -> dict[str, float]:
     """Return the seconds of a link with layouts found in `way`, and of the first sync over it."""
-
-    def record(sizes: SGLangSizes) -> RecordedLayouts:
-        trainer = MegatronSizes(config["vocab_size"], tp=NUM_RANKS, ep=NUM_RANKS)
-        return RecordedLayouts(config, str(DTYPE).removeprefix("torch."), trainer, sizes)
-
-    controller = SyncController(
-        ranks, timeout_s=TIMEOUT_S, record=record if way == "recorded" else None
-    )
+    record = record_layouts(config, NUM_RANKS) if way == "recorded" else None
+    controller = SyncController(ranks, timeout_s=TIMEOUT_S, record=record)
     url = engine.url
     pids = [engine.pid, *ranks.pids]
     seconds = []
@@ -99,6 +90,7 @@ def link(
     asyncio.run(controller.sync(0))
     first_sync_s = time.perf_counter() - began_s
     figures = {
+        "first_link_s": seconds[0],
         "link_s": median(seconds),
         "least_s": min(seconds),
         "cpu_s": median(cpu),

@@ -37,9 +37,9 @@ from mcore_rl.process.ports import find_free_port
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.stream.controller.engine_control import LOADER
-from mcore_rl.stream.controller.sync import SyncController
+from mcore_rl.stream.controller.sync import RecordLayouts, SyncController
 from refit_ranks import RefitRank
-from sync_model import SHAPES, Case, num_bytes, write_config
+from sync_model import SHAPES, Case, num_bytes, record_layouts, write_config
 from sync_raw import raw_seconds
 from sync_trainer import BenchRanks, post
 
@@ -50,6 +50,14 @@ RIVALS = {
     "gather, flat, gloo": "flat_broadcast",
     "gather, flat, memory": "flat_shared_memory",
 }
+LABELS = {
+    OURS: "this system",
+    "gather, each tensor": "gather, broadcast each tensor",
+    "gather, flat, gloo": "gather, broadcast flat buckets",
+    "gather, flat, memory": "gather, flat buckets in shared memory",
+}
+KIND_LABELS = {"small": "many small tensors", "large": "few large tensors"}
+COLORS = ("#4477aa", "#bbbbbb", "#999999", "#666666")
 TIMEOUT_S = 300.0
 
 
@@ -70,11 +78,19 @@ class Way:
 class Scene:
     """Trainer ranks and an engine; `sign` says which of two versions the ranks have."""
 
-    def __init__(self, engine: EngineProcess, ranks: BenchRanks, model: Path, tp: int) -> None:
+    def __init__(
+        self,
+        engine: EngineProcess,
+        ranks: BenchRanks,
+        model: Path,
+        tp: int,
+        record: RecordLayouts,
+    ) -> None:
         self._engine = engine
         self._ranks = ranks
         self._model = model
         self._tp = tp
+        self._record = record
         self._sign = 1
         self._expected: dict[int, list[Any]] = {}
         self._version = 0
@@ -102,7 +118,7 @@ class Scene:
             self._start(name, lambda m=method: max(self._ranks.call(m, url)), groups_s, before)
         before = self._memory()
         began_s = time.perf_counter()
-        controller = SyncController(self._ranks, timeout_s=TIMEOUT_S)
+        controller = SyncController(self._ranks, timeout_s=TIMEOUT_S, record=self._record)
         asyncio.run(controller.connect([url]))
 
         def sync() -> float:
@@ -170,7 +186,8 @@ def running(
     )
     try:
         with EngineProcess(spec) as engine:
-            yield Scene(engine, ranks, model, args.engine_tp)
+            record = record_layouts(case.config(), args.trainer_ranks)
+            yield Scene(engine, ranks, model, args.engine_tp, record)
     finally:
         ranks.stop()
 
@@ -222,6 +239,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--trainer-ranks", type=int, default=2)
     parser.add_argument("--engine-tp", type=int, default=1)
+    parser.add_argument("--png", type=Path, help="draw the seconds of a sync")
     args = parser.parse_args()
     figures = {}
     for mib in args.sizes.split(","):
@@ -232,7 +250,33 @@ def main() -> None:
                 running(case, Path(folder), args) as scene,
             ):
                 figures[case.name] = measure(case, scene, args.repeats)
+    if args.png:
+        draw(figures, args.png)
     print(json.dumps(figures))
+
+
+def draw(figures: dict[str, dict[str, Any]], path: Path) -> None:
+    """Draw the seconds of a sync of each case in each way, as bars on a logarithmic scale."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    axes = figure.subplots()
+    names = (OURS, *RIVALS)
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        at = [case + (i - (len(names) - 1) / 2) * width for case in range(len(figures))]
+        seconds = [of_case[name]["seconds"] for of_case in figures.values()]
+        bars = axes.bar(at, seconds, width, label=LABELS[name], color=COLORS[i])
+        axes.bar_label(bars, labels=[f"{s:.2g}" for s in seconds], fontsize=6)
+    titles = [
+        f"{of_case['mib']:.0f} MiB,\n{KIND_LABELS[case.split()[-1]]}"
+        for case, of_case in figures.items()
+    ]
+    axes.set_xticks(range(len(figures)), titles, fontsize=7)
+    axes.set_yscale("log")
+    axes.set_ylabel("seconds of a sync")
+    figure.legend(loc="outside upper center", ncols=2, fontsize=7)
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from mcore_rl.data.tiny_model import qwen3_moe_config
+from mcore_rl.slices.layouts.megatron import MegatronSizes
+from mcore_rl.slices.layouts.recorded import RecordedLayouts
 from mcore_rl.slices.layouts.training import LocalPart
+from mcore_rl.stream.controller.sync import RecordLayouts
 
 DTYPE = torch.float32
 LAYER = "decoder.layers."
@@ -59,6 +62,13 @@ def make_config(kind: str, num_layers: int) -> dict[str, Any]:
         num_experts=sizes["experts"],
         max_position_embeddings=4096,
     )
+
+
+def record_layouts(config: dict[str, Any], num_ranks: int) -> RecordLayouts:
+    """Return what spares the ranks listing their shards for one another, as in a run."""
+    dtype = str(DTYPE).removeprefix("torch.")
+    trainer = MegatronSizes(config["vocab_size"], tp=num_ranks, ep=num_ranks)
+    return lambda sizes: RecordedLayouts(config, dtype, trainer, sizes)
 
 
 def write_config(case: Case, folder: Path) -> Path:
