@@ -92,20 +92,16 @@ class Segment:
         half of the time. Large pages that have to be asked for come to mappings alone. Other
         threads run meanwhile, because few calls write everything.
         """
-        buffers: list[memoryview] = []
-        start = stop = 0
-        for name, tensor in tensors.items():
-            if tensor.stride() != _dense_strides(tensor) or _must_ask_for_large_pages():
+        if _must_ask_for_large_pages():
+            for name, tensor in tensors.items():
                 self.tensor_like(tensor, offsets[name]).copy_(tensor)
-                continue
-            if offsets[name] - stop >= _ALIGNED_BYTES:
-                write_at(self.descriptor, buffers, start)
-                buffers = []
-                start = stop = offsets[name]
-            values = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
-            buffers += [memoryview(bytes(offsets[name] - stop)), values.data]
+            return
+        buffers: list[memoryview] = []
+        stop = 0
+        for name, tensor in tensors.items():
+            buffers += [memoryview(bytes(offsets[name] - stop)), _bytes_of(tensor)]
             stop = offsets[name] + tensor.nbytes
-        write_at(self.descriptor, buffers, start)
+        write_at(self.descriptor, buffers, 0)
 
 
 def write_at(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
@@ -133,6 +129,13 @@ def allocate_like(tensors: Mapping[str, Tensor]) -> tuple[Segment, dict[str, int
         offsets[name] = num_bytes
         num_bytes += -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
     return Segment(max(num_bytes, mmap.PAGESIZE)), offsets
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of the tensor, or of a copy without gaps, in the order of memory."""
+    if tensor.stride() != _dense_strides(tensor):
+        tensor = torch.empty_like(tensor).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
