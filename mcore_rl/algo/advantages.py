@@ -1,11 +1,14 @@
 """Turns outcomes of samples into an advantage per response token. One function per algorithm.
 
 Each function returns advantages_R, float32. Axes: N samples, R response tokens of all samples end
-to end; see outcomes.py.
+to end, M tokens of the longest sample of a group; see outcomes.py.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.algo.outcomes import Groups, Outcomes
 from mcore_rl.algo.preferences import Likelihoods, pairs_of_groups, preference_weights
@@ -103,24 +106,28 @@ def reinforce_plus_plus(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return normalize(outcomes.rewards_to_go(config.gamma))
 
 
-@advantages.register("reinforce_plus_plus_baseline", reads=())
+@advantages.register("reinforce_plus_plus_baseline", reads=(), by_sample=True)
 def reinforce_plus_plus_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """r_i - mean(r) in each group, normalized over all tokens; arXiv:2501.03262, section 3.3."""
-    return normalize(
-        outcomes.spread(Groups.of(outcomes.group_N).centered(outcomes.scores_N)).double()
-    )
+    centered_N = Groups.of(outcomes.group_N).centered(outcomes.scores_N)
+    return outcomes.spread(_normalized_over_tokens(centered_N, outcomes.lens_N))
 
 
-@advantages.register("gae", Needs(critic=True), reads=("algorithm.gamma", "algorithm.gae_lambda"))
+@advantages.register(
+    "gae",
+    Needs(critic=True),
+    reads=("algorithm.gamma", "algorithm.gae_lambda", "algorithm.bootstrap_truncated"),
+)
 def gae(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """Generalized advantage estimates, normalized over all tokens; PPO, arXiv:1707.06347, eq. 11.
 
-    The estimate (algo/values.py) uses `algorithm.gamma` and `algorithm.gae_lambda`.
+    The estimate (algo/values.py) uses `algorithm.gamma`, `algorithm.gae_lambda` and, with
+    `algorithm.bootstrap_truncated`, the values of the last states of samples that were cut off.
     """
     return normalize(generalized(outcomes, config.gamma, config.gae_lambda))
 
 
-@advantages.register("gdpo", Needs(parts=True), reads=())
+@advantages.register("gdpo", Needs(parts=True), reads=(), by_sample=True)
 def gdpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """The weighted sum of each part's own GRPO advantages, normalized over all tokens.
 
@@ -135,7 +142,7 @@ def gdpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     advantages_N = torch.zeros(len(outcomes.group_N), dtype=torch.float64)
     for weight, values_N in outcomes.parts:
         advantages_N += weight * _standardized(groups, values_N.double())
-    return normalize(outcomes.spread(advantages_N).double())
+    return outcomes.spread(_normalized_over_tokens(advantages_N, outcomes.lens_N))
 
 
 @advantages.register("remax", Needs(greedy_baseline=True), reads=())
@@ -162,16 +169,29 @@ def optimal_token_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tenso
         raise ValueError(
             "algorithm.advantage=optimal_token_baseline needs sums of squared probabilities"
         )
-    groups = Groups.of(outcomes.group_N)
-    is_token_NM = outcomes.is_token_NM
-    weights_NM = outcomes.padded(outcomes.energy_R).cumsum(1).masked_fill(~is_token_NM, 0.0)
+    lens = outcomes.lens_N.tolist()
     to_go_R = outcomes.rewards_to_go(1.0)
-    weighted_NM = groups.sum(weights_NM * outcomes.padded(to_go_R))
-    num_reaching_NM = groups.sum(is_token_NM.double())
-    baseline_NM = torch.where(
-        num_reaching_NM > 1, weighted_NM / (groups.sum(weights_NM) + WEIGHT_EPS), 0.0
-    )
-    return (to_go_R - baseline_NM[is_token_NM]).float()
+    to_go_of = to_go_R.split(lens)
+    energy_of = outcomes.energy_R.split(lens)
+    for members in Groups.of(outcomes.group_N).members:
+        to_go = [to_go_of[n] for n in members]
+        baseline_M = _optimal_baseline(to_go, [energy_of[n] for n in members])
+        for of_sample in to_go:  # a view of to_go_R, which keeps the difference
+            of_sample -= baseline_M[: len(of_sample)]
+    return to_go_R.float()
+
+
+def _optimal_baseline(to_go: Sequence[Tensor], energy: Sequence[Tensor]) -> Tensor:
+    """Return float64 [M], the baseline of each token of a group; M: tokens of its longest sample.
+
+    `to_go` and `energy` have a vector per sample.
+    """
+    weights_NM = pad_sequence([values.double().cumsum(0) for values in energy], batch_first=True)
+    to_go_NM = pad_sequence(list(to_go), batch_first=True)
+    lens_N = torch.tensor([len(values) for values in to_go])
+    num_reaching_M = (torch.arange(weights_NM.shape[1]) < lens_N[:, None]).sum(0)
+    baseline_M = (weights_NM * to_go_NM).sum(0) / (weights_NM.sum(0) + WEIGHT_EPS)
+    return torch.where(num_reaching_M > 1, baseline_M, 0.0)
 
 
 @advantages.register("dpo", Needs(pairs=True, old_logprobs=True), reads=())
@@ -194,9 +214,9 @@ def weights_of_groups(
         raise ValueError("algorithm.advantage=dpo needs log-probs of the policy")
     ref_R = outcomes.ref_logprobs_R
     likelihoods = Likelihoods(
-        outcomes.padded(outcomes.logprobs_R).sum(1),
+        outcomes.sums_N(outcomes.logprobs_R),
         outcomes.lens_N,
-        None if ref_R is None else outcomes.padded(ref_R).sum(1),
+        None if ref_R is None else outcomes.sums_N(ref_R),
     )
     return preference_weights(
         likelihoods, pairs_of_groups(outcomes.scores_N, outcomes.group_N), config
@@ -238,3 +258,13 @@ def normalize(values_R: Tensor) -> Tensor:
     centered_R = above_R - above_R.mean()
     variance = centered_R.square().sum() / max(len(values_R) - 1, 1)
     return (centered_R / (variance + VARIANCE_EPS).sqrt()).float()
+
+
+def _normalized_over_tokens(values_N: Tensor, lens_N: Tensor) -> Tensor:
+    """float64 [N], `normalize` of the tokens that all have the value of their sample."""
+    weights_N = lens_N.double()
+    num_tokens = weights_N.sum().clamp(min=1)
+    above_N = values_N - values_N[lens_N > 0].amin() if lens_N.any() else torch.zeros_like(values_N)
+    centered_N = above_N - (weights_N * above_N).sum() / num_tokens
+    variance = (weights_N * centered_N.square()).sum() / (num_tokens - 1).clamp(min=1)
+    return centered_N / (variance + VARIANCE_EPS).sqrt()

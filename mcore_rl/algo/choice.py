@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from mcore_rl.algo import advantages as built_in_advantages
 from mcore_rl.algo import losses as built_in_losses
+from mcore_rl.algo.correction import REJECTIONS, WEIGHTS
 from mcore_rl.algo.preferences import needs_reference
 from mcore_rl.algo.registry import Advantage, Needs, PolicyLossMaker, advantages, losses
 from mcore_rl.algo.user_file import UserFile, read_user_file, register_user_file
@@ -38,12 +39,14 @@ def loss_of(config: AlgorithmConfig, user_file: UserFile | None) -> PolicyLossMa
 
 
 def needs_of(config: AlgorithmConfig) -> Needs:
-    """Return what the chosen advantage, loss and KL need together.
+    """Return what the chosen advantage, loss, correction and KL need together.
 
     Raises ValueError naming the option if a name is unknown or `algorithm.path` cannot be used.
     """
     _register(user_file_of(config))
     own = advantages.needs(config.advantage).joined(losses.needs(config.loss))
+    own = own.joined(WEIGHTS.needs(config.correction.weight_name))
+    own = own.joined(REJECTIONS.needs(config.correction.reject))
     has_kl = config.kl.coef != 0
     pairs_need_reference = own.pairs and needs_reference(config.preference)
     return replace(

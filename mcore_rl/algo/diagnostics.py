@@ -1,6 +1,7 @@
 """Compares two sets of log-probs of the same tokens, as a log ratio and as metrics per token."""
 
 import logging
+import math
 from collections.abc import Mapping
 
 import torch
@@ -11,6 +12,21 @@ from mcore_rl.algo.loss_tokens import Metrics
 from mcore_rl.config import DriftConfig
 
 _log = logging.getLogger(__name__)
+
+WARN_ABOVE = {"float32": 1e-3, "bfloat16": 0.1}
+STOP_ABOVE = {"float32": 0.01, "bfloat16": 0.3}
+"""Defaults of drift.warn_above and drift.stop_above by model.dtype, in nats. Rounding between two
+implementations of a model stays below the first; a policy at the second is another policy.
+"""
+
+MIN_FRESH_TOKENS = 256
+"""With fewer tokens of the weights that train, one that a router sends elsewhere can raise their
+mean above any bound.
+"""
+STALE_FACTOR = 5.0
+"""Where there are fewer, the mean over all tokens may be so many times the bounds. Stale tokens
+differ as far as the policy moved, whatever the dtype, so bfloat16's defaults are the least of them.
+"""
 
 MAX_LOG_RATIO = 20.0
 """Ratios stay within exp(+-20), without gradient beyond: exp(89) is infinite in float32."""
@@ -73,29 +89,70 @@ def attribute_diff(difference_T: Tensor, stale_T: Tensor, router_flips_T: Tensor
 
 
 class DriftError(RuntimeError):
-    """Log-probs of trainer and engine differ by more than drift.stop_above."""
+    """Log-probs of trainer and engine differ by more than drift.stop_above, or by a NaN."""
 
 
-def check_drift(config: DriftConfig, step: int, metrics: Mapping[str, float]) -> None:
+def check_drift(config: DriftConfig, dtype: str, step: int, metrics: Mapping[str, float]) -> None:
     """Compare this step's mean |trainer - engine| with the recipe's bounds, and name its causes.
 
-    Logs a warning above `drift.warn_above`; raises DriftError above `drift.stop_above`. A bound of
-    0 is off.
+    The mean is over tokens of the weights that train; if these are fewer than MIN_FRESH_TOKENS, it
+    is over all tokens, and wider bounds count. Logs a warning above `drift.warn_above`; raises
+    DriftError above `drift.stop_above`, and in any case if the mean is not finite. A bound of 0 is
+    off, None is that of the model's `dtype`.
     """
-    mean = metrics.get("logprob_diff/mean")
-    if mean is None:  # the policy took no step: its critic is warming up
+    overall = metrics.get("logprob_diff/mean")
+    if overall is None:  # the policy takes no step because its critic is warming up
         return
+    fresh = _mean_of_fresh(overall, metrics)
+    mean = overall if fresh is None else fresh
+    warn_above = WARN_ABOVE[dtype] if config.warn_above is None else config.warn_above
+    stop_above = STOP_ABOVE[dtype] if config.stop_above is None else config.stop_above
+    which = "tokens of the weights that train"
+    if fresh is None:
+        which = f"all tokens, fewer than {MIN_FRESH_TOKENS} of them of the weights that train"
+        warn_above = _widen(warn_above, WARN_ABOVE)
+        stop_above = _widen(stop_above, STOP_ABOVE)
+    message = (
+        f"step {step}: log-probs of trainer and engine differ by {mean:.1e} nats on average over"
+        f" {which} (over all tokens: {_split(metrics)})"
+    )
+    if not math.isfinite(overall):
+        raise DriftError(
+            f"{message}, which ends a run whatever drift.stop_above is; see"
+            " docs/debugging.md#weights"
+        )
+    if 0 < stop_above < mean:
+        raise DriftError(
+            f"{message}, more than {_name('stop_above', stop_above, fresh)}; see"
+            " docs/debugging.md#weights"
+        )
+    if 0 < warn_above < mean:
+        _log.warning("%s, more than %s", message, _name("warn_above", warn_above, fresh))
+
+
+def _mean_of_fresh(overall: float, metrics: Mapping[str, float]) -> float | None:
+    """Return the mean difference over tokens that are not stale; None if they are too few."""
+    fresh_share = 1 - metrics.get("logprob_diff/stale_share", 0.0)
+    num_tokens = metrics["rollout/samples"] * metrics["rollout/response_len"]
+    if round(fresh_share * num_tokens) < MIN_FRESH_TOKENS:
+        return None
+    return (overall - metrics.get("logprob_diff/stale", 0.0)) / fresh_share
+
+
+def _widen(bound: float, by_dtype: Mapping[str, float]) -> float:
+    """Return the bound for stale tokens; 0, which is off, stays 0."""
+    return STALE_FACTOR * max(bound, by_dtype["bfloat16"]) if bound > 0 else 0.0
+
+
+def _name(option: str, bound: float, fresh: float | None) -> str:
+    if fresh is not None:
+        return f"drift.{option}={bound:g}"
+    return f"{bound:g} (drift.{option}, widened: docs/async.md#details)"
+
+
+def _split(metrics: Mapping[str, float]) -> str:
+    """Return the parts of the mean by their causes, as far as these are known."""
     parts = {
         name: metrics.get(f"logprob_diff/{name}") for name in ("stale", "router", "arithmetic")
     }
-    split = ", ".join(f"{name} {value:.1e}" for name, value in parts.items() if value is not None)
-    message = (
-        f"step {step}: log-probs of trainer and engine differ by {mean:.1e} nats on average"
-        f" ({split})"
-    )
-    if 0 < config.stop_above < mean:
-        raise DriftError(
-            f"{message}, more than drift.stop_above={config.stop_above}; see docs/debugging.md"
-        )
-    if 0 < config.warn_above < mean:
-        _log.warning("%s, more than drift.warn_above=%s", message, config.warn_above)
+    return ", ".join(f"{name} {value:.1e}" for name, value in parts.items() if value is not None)

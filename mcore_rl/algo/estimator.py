@@ -14,11 +14,12 @@ from mcore_rl.algo.diagnostics import log_ratio
 from mcore_rl.algo.kl import KL_ESTIMATORS
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.registry import advantages
+from mcore_rl.algo.sequences import trained_in_order
 from mcore_rl.algo.user_file import UserFile
 from mcore_rl.algo.values import explained_variance, generalized
 from mcore_rl.config import AlgorithmConfig, KLConfig
 from mcore_rl.scores import ENVIRONMENT, Scores
-from mcore_rl.types import AnySample, TrainBatch
+from mcore_rl.types import CUT_OFF, AnySample, TrainBatch
 
 
 class Advantages:
@@ -139,18 +140,34 @@ class Advantages:
             of_turns_N = torch.segment_reduce(turn_rewards_R, "sum", lengths=shapes.lens_N)
             rewards["rewards_N"] = rewards["rewards_N"] - of_turns_N
             token_rewards_R = turn_rewards_R + (0.0 if token_rewards_R is None else token_rewards_R)
-        teacher_R = _trained(batch, batch.teacher_logprobs_T)
+        teacher_T = batch.teacher_logprobs_T
         if scores.teacher_N:
+            mask_T = batch.loss_mask_T
             teacher_R = torch.tensor([value for row in scores.teacher_N for value in row])
+            teacher_T = torch.zeros(len(mask_T)).masked_scatter_(mask_T, teacher_R)
         return Outcomes(
             **rewards,
             token_rewards_R=token_rewards_R,
             energy_R=_energy(batch),
             logprobs_R=_trained(batch, old_policy(batch, self._config)),
             ref_logprobs_R=_trained(batch, batch.ref_logprobs_T),
-            teacher_logprobs_R=teacher_R,
+            teacher_logprobs_R=_trained(batch, teacher_T),
             values_R=_trained(batch, batch.values_T),
+            last_values_N=self._last_values(shapes, batch),
         )
+
+    def _last_values(self, shapes: "SampleShapes", batch: TrainBatch) -> Tensor | None:
+        """Return Outcomes.last_values_N; None unless cut-off samples are bootstrapped."""
+        if not self._config.bootstrap_truncated or batch.values_T is None:
+            return None
+        rows = range(len(batch.lens_N))
+        last_rows = dict(zip(batch.sample_N or rows, rows, strict=True))
+        first_T = torch.tensor((0, *batch.lens_N)).cumsum(0)[list(last_rows.values())]
+        # Samples without a token have no row; `last_rows` counts the others.
+        with_rows = shapes.lens_N.nonzero()[:, 0][list(last_rows)]
+        last_values_N = torch.zeros(len(shapes.lens_N))
+        last_values_N[with_rows] = batch.values_T[first_T]
+        return last_values_N * shapes.is_cut_off_N
 
     def _of_rewards(self, scores: Scores, shapes: "SampleShapes") -> dict[str, Any]:
         """Return the fields of Outcomes that need no token."""
@@ -174,15 +191,15 @@ class Advantages:
 
         A user's advantage may return another shape or dtype.
         """
-        mask_T = batch.loss_mask_T
-        num_trained = int(mask_T.sum())
+        trained_R = trained_in_order(batch)
+        num_trained = len(trained_R)
         if values_R.shape != (num_trained,):
             raise ValueError(
                 f"algorithm.advantage={self._config.advantage} returned shape"
                 f" {tuple(values_R.shape)}"
                 f" for {num_trained} response tokens: expected one number per token"
             )
-        return torch.zeros(len(mask_T)).masked_scatter_(mask_T, values_R.float())
+        return torch.zeros(len(batch.loss_mask_T)).index_copy_(0, trained_R, values_R.float())
 
 
 def groups_by_role(group_N: Tensor, scores: Scores, part: str) -> Tensor:
@@ -203,16 +220,22 @@ def groups_by_role(group_N: Tensor, scores: Scores, part: str) -> Tensor:
 
 @dataclass(frozen=True)
 class SampleShapes:
-    """Group and length of each sample. group_N, lens_N: int64; equal numbers are one group."""
+    """Group and length of each sample, and whether a bound cut it off.
+
+    group_N, lens_N   int64; equal numbers are one group
+    is_cut_off_N      bool
+    """
 
     group_N: Tensor
     lens_N: Tensor
+    is_cut_off_N: Tensor
 
     @staticmethod
     def of(samples: Sequence[AnySample]) -> "SampleShapes":
         return SampleShapes(
             torch.tensor([sample.prompt.index for sample in samples], dtype=torch.int64),
             torch.tensor([sample.response_len for sample in samples], dtype=torch.int64),
+            torch.tensor([sample.finish_reason in CUT_OFF for sample in samples]),
         )
 
 
@@ -241,7 +264,7 @@ def steered(coef: float, kl: float, num_samples: int, config: KLConfig) -> float
 
 
 def kl_of_tokens(batch: TrainBatch, config: AlgorithmConfig) -> Tensor:
-    """Return KL(old || reference) of each trained token, float64 [R].
+    """Return KL(old || reference) of each trained token, float64 [R], in their order.
 
     InstructGPT, arXiv:2203.02155, eq. 2, subtracts it from the reward. Raises ValueError without
     log-probs of both policies.
@@ -254,11 +277,11 @@ def kl_of_tokens(batch: TrainBatch, config: AlgorithmConfig) -> Tensor:
     log_ratio_T = log_ratio(
         old_logprobs_T.double(), batch.ref_logprobs_T.double(), batch.loss_mask_T
     )
-    return KL_ESTIMATORS[config.kl.estimator](log_ratio_T)[batch.loss_mask_T]
+    return KL_ESTIMATORS[config.kl.estimator](log_ratio_T)[trained_in_order(batch)]
 
 
 def _trained(batch: TrainBatch, values_T: Tensor | None) -> Tensor | None:
-    return None if values_T is None else values_T[batch.loss_mask_T]
+    return None if values_T is None else values_T[trained_in_order(batch)]
 
 
 def _energy(batch: TrainBatch) -> Tensor | None:
@@ -266,4 +289,4 @@ def _energy(batch: TrainBatch) -> Tensor | None:
     if batch.sum_squares_T is None or batch.old_logprobs_T is None:
         return None
     energy_T = 1 - 2 * batch.old_logprobs_T.double().exp() + batch.sum_squares_T.double()
-    return energy_T[batch.loss_mask_T]
+    return energy_T[trained_in_order(batch)]

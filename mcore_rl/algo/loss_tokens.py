@@ -15,9 +15,9 @@ class LossTokens:
 
     logprobs_T, log_ratio_T   with gradient; 0 off the loss mask
     advantages_T              0 off the loss mask
-    sequence_mean             takes values_T and returns, at each token, their mean over the loss
-                              mask of the whole sequence; without gradient; the sequence may span
-                              several ranks
+    sequence_mean             takes values_T and returns, at each token, their mean over the trained
+                              tokens of the whole sample, whatever rows, micro-batches and ranks
+                              these lie in; without gradient; needs Needs.whole_samples
     held_back_T               bool, tokens chosen by algo/covariance.py; None unless the loss needs
                               them
     """

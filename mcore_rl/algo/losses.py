@@ -63,7 +63,7 @@ def ppo_clip(
     return loss_T, metrics
 
 
-@losses.register("gspo", reads=CLIPS)
+@losses.register("gspo", Needs(whole_samples=True), reads=CLIPS)
 def make_gspo(config: AlgorithmConfig) -> PolicyLoss:
     return partial(gspo, **_clips(config))
 
@@ -80,7 +80,7 @@ def gspo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[Tens
     return clipped_surrogate(log_ratio_T, tokens.advantages_T, clip_low, clip_high)
 
 
-@losses.register("gmpo", reads=CLIPS)
+@losses.register("gmpo", Needs(whole_samples=True), reads=CLIPS)
 def make_gmpo(config: AlgorithmConfig) -> PolicyLoss:
     return partial(gmpo, **_clips(config))
 

@@ -1,14 +1,19 @@
 """Holds the rewards and log-probs from which advantages are computed, and sums over groups.
 
-Axes: N samples, R response tokens of all samples laid end to end, G groups, M tokens of the longest
-response.
+Axes: N samples, R response tokens of all samples laid end to end, those of a sample in the order in
+which they were sampled, G groups; in a block of samples: n samples, K tokens of the longest, C
+tokens of all.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+BLOCK_TOKENS = 1 << 20
+"""Tokens, padding included, of the samples whose rewards are summed together; 8 MiB in float64."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class Outcomes:
     greedy_N          reward of the greedy response to the same prompt
     energy_R          squared norm of the gradient of each token's log-prob by the logits
     values_R          the critic's value of the state in which each token was drawn
+    last_values_N     the critic's value of the state after the last token of samples that were cut
+                      off, 0 of others; None: nothing follows the last token of any sample
     logprobs_R, ref_logprobs_R, teacher_logprobs_R
                       log-probs by the policy that the step starts from, the reference and the
                       teacher
@@ -38,6 +45,7 @@ class Outcomes:
     greedy_N: Tensor | None = None
     energy_R: Tensor | None = None
     values_R: Tensor | None = None
+    last_values_N: Tensor | None = None
     logprobs_R: Tensor | None = None
     ref_logprobs_R: Tensor | None = None
     teacher_logprobs_R: Tensor | None = None
@@ -63,7 +71,7 @@ class Outcomes:
         """float64 [N], the reward of each sample plus the rewards of its tokens."""
         if self.token_rewards_R is None:
             return self.rewards_N.double()
-        return self.rewards_N.double() + self.padded(self.token_rewards_R).sum(1)
+        return self.rewards_N.double() + self.sums_N(self.token_rewards_R)
 
     def spread(self, values_N: Tensor) -> Tensor:
         """float32 [R], the value of each sample at all of its tokens; [N] with `by_sample`."""
@@ -71,35 +79,63 @@ class Outcomes:
             return values_N.float()
         return values_N.repeat_interleave(self.lens_N).float()
 
-    @property
-    def is_token_NM(self) -> Tensor:
-        """bool [N, M], True at the tokens of each sample; M is the length of the longest."""
-        return torch.arange(int(self.lens_N.amax())) < self.lens_N[:, None]
+    def sums_N(self, values_R: Tensor) -> Tensor:
+        """float64 [N], the sum over each sample's tokens; 0 without any."""
+        return torch.segment_reduce(values_R.double(), "sum", lengths=self.lens_N)
 
-    def padded(self, values_R: Tensor) -> Tensor:
-        """float64 [N, M], 0 where there is no token."""
-        is_token_NM = self.is_token_NM
-        return torch.zeros(is_token_NM.shape, dtype=torch.float64).masked_scatter_(
-            is_token_NM, values_R.double()
-        )
+    def last_tokens(self) -> tuple[Tensor, Tensor]:
+        """Return (samples that have tokens, the index of the last token of each); both int64."""
+        with_tokens = self.lens_N.nonzero()[:, 0]
+        return with_tokens, self.lens_N.cumsum(0)[with_tokens] - 1
 
     @property
-    def rewards_NM(self) -> Tensor:
-        """float64 [N, M]; the reward of the whole response comes with its last token."""
-        rewards_NM = torch.zeros(self.is_token_NM.shape, dtype=torch.float64)
-        if self.token_rewards_R is not None:
-            rewards_NM = self.padded(self.token_rewards_R)
-        has_tokens_N = self.lens_N > 0
-        last_N = (self.lens_N - 1).clamp(min=0)
-        rewards_NM[has_tokens_N, last_N[has_tokens_N]] += self.rewards_N.double()[has_tokens_N]
-        return rewards_NM
+    def rewards_R(self) -> Tensor:
+        """float64 [R]; the reward of the whole response comes with its last token."""
+        if self.token_rewards_R is None:
+            rewards_R = torch.zeros(int(self.lens_N.sum()), dtype=torch.float64)
+        else:
+            rewards_R = self.token_rewards_R.to(torch.float64, copy=True)
+        with_tokens, last = self.last_tokens()
+        rewards_R[last] += self.rewards_N.double()[with_tokens]
+        return rewards_R
 
     def rewards_to_go(self, gamma: float) -> Tensor:
         """float64 [R]: sum over the sample's later tokens t' >= t of gamma^(t' - t) r_t'."""
-        rewards_NM = self.rewards_NM
-        for t in reversed(range(rewards_NM.shape[1] - 1)):
-            rewards_NM[:, t] += gamma * rewards_NM[:, t + 1]
-        return rewards_NM[self.is_token_NM]
+        return discount_(self.rewards_R, self.lens_N, gamma)
+
+
+def discount_(values_R: Tensor, lens_N: Tensor, factor: float) -> Tensor:
+    """Make each value v_t of a sample v_t + factor v_(t+1) + factor^2 v_(t+2) + ...; return it.
+
+    Works in place. Samples of similar length are computed together, k-th tokens from the ends in
+    row k, in blocks of at most BLOCK_TOKENS or of one sample:
+
+        values_R   a a a a | b b | c c c   ->   k 0   a b c
+                                                  1   a b c
+                                                  2   a . c
+                                                  3   a . .
+
+    So beside the values a few blocks are in memory, not all samples at the length of the longest.
+    """
+    longest_first = lens_N.argsort(descending=True)
+    lens = lens_N[longest_first].tolist()
+    ends_N = lens_N.cumsum(0)[longest_first]
+    begin = 0
+    while begin < len(lens) and lens[begin]:
+        end = begin + max(BLOCK_TOKENS // lens[begin], 1)
+        ends_n = ends_N[begin:end]
+        places_Kn = ends_n - 1 - torch.arange(lens[begin])[:, None]
+        has_token_Kn = places_Kn >= ends_n - lens_N[longest_first[begin:end]]
+        places_C = places_Kn[has_token_Kn]
+        block_Kn = values_R.new_zeros(places_Kn.shape).masked_scatter_(
+            has_token_Kn, values_R[places_C]
+        )
+        rows = block_Kn.unbind()
+        for later, row in pairwise(rows):
+            row.add_(later, alpha=factor)
+        values_R[places_C] = block_Kn[has_token_Kn]
+        begin = end
+    return values_R
 
 
 @dataclass(frozen=True)
@@ -121,9 +157,17 @@ class Groups:
     def sizes_N(self) -> Tensor:
         return self.sizes_G[self.index_N]
 
+    @property
+    def members(self) -> list[list[int]]:
+        """The samples of each group."""
+        members: list[list[int]] = [[] for _ in self.sizes_G]
+        for sample, group in enumerate(self.index_N.tolist()):
+            members[group].append(sample)
+        return members
+
     def sum(self, values_N: Tensor) -> Tensor:
-        """At each sample, the sum over its group; values_N is float64 [N] or [N, ...]."""
-        sums_G = self.sizes_G.new_zeros(len(self.sizes_G), *values_N.shape[1:])
+        """At each sample, the sum over its group; values_N is float64 [N]."""
+        sums_G = torch.zeros_like(self.sizes_G)
         return sums_G.index_add_(0, self.index_N, values_N)[self.index_N]
 
     def centered(self, values_N: Tensor, weights_N: Tensor | None = None) -> Tensor:

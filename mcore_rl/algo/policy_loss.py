@@ -1,5 +1,6 @@
 """Makes the losses that train ranks apply to each micro-batch, from the recipe's options."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -13,7 +14,8 @@ from mcore_rl.algo.diagnostics import log_ratio, logprob_diff, policy_drift
 from mcore_rl.algo.kl import KL_ESTIMATORS
 from mcore_rl.algo.loss_tokens import LossTokens, Metrics
 from mcore_rl.algo.preferences import PAIR_LOSSES
-from mcore_rl.algo.sequences import SequenceSum, sequence_sum
+from mcore_rl.algo.registry import PolicyLoss, losses
+from mcore_rl.algo.sequences import Sequences, SequenceSum, sequence_sum
 from mcore_rl.algo.user_file import UserFile
 from mcore_rl.algo.values import value_loss
 from mcore_rl.config import AlgorithmConfig, CriticConfig
@@ -29,7 +31,9 @@ class TokenLoss(Protocol):
         sums: SequenceSum | None = None,
         /,
     ) -> tuple[Tensor, Metrics]:
-        """Return (loss_T, metrics_T). Pass `sums` if the batch's sequences lie on several ranks.
+        """Return (loss_T, metrics_T).
+
+        Pass `sums` if tokens of the batch's samples lie in other micro-batches or on other ranks.
 
         loss_T is not weighted: the loss of the step is sum(batch.loss_weights_T * loss_T).
         metrics_T are detached token values, which the caller averages over the loss mask of the
@@ -47,7 +51,8 @@ class ValueLoss(Protocol):
 def make_policy_loss(config: AlgorithmConfig) -> TokenLoss:
     """Return the loss of `config`, picklable; the text of a user's file travels with it.
 
-    Raises ValueError naming the option if a name is unknown or the loss refuses its options.
+    Raises ValueError naming the option if a name is unknown, or if the loss refuses its options or
+    two tokens that it is tried on.
     """
     user_file = user_file_of(config)
     make = loss_of(config, user_file)
@@ -65,10 +70,30 @@ def make_policy_loss(config: AlgorithmConfig) -> TokenLoss:
             f"algorithm.loss={config.loss}: made {loss!r:.100} from the options of algorithm, not"
             " a function"
         )
+    _try_out(loss, config)
     _ = PAIR_LOSSES[config.preference.loss]
     _ = KL_ESTIMATORS[config.kl.estimator]
     _ = AGGREGATIONS[config.aggregation]
     return partial(policy_loss, config=config, user_file=user_file)
+
+
+def _try_out(loss: PolicyLoss, config: AlgorithmConfig) -> None:
+    """Run the loss on two tokens, as a rank without any samples does."""
+    logprobs_T = torch.zeros(2, requires_grad=True)
+    is_token_T = torch.ones(2, dtype=torch.bool)
+    tokens = LossTokens(
+        logprobs_T=logprobs_T,
+        log_ratio_T=logprobs_T - logprobs_T.detach(),
+        advantages_T=torch.ones(2),
+        sequence_mean=_means(config, Sequences(sequence_sum([2], is_token_T.device), is_token_T)),
+        held_back_T=is_token_T,
+    )
+    try:
+        loss(tokens)
+    except Exception as error:  # the user's code may raise anything
+        raise ValueError(
+            f"algorithm.loss={config.loss}, tried on two tokens: {type(error).__name__}: {error}"
+        ) from error
 
 
 def make_value_loss(config: CriticConfig) -> ValueLoss:
@@ -92,33 +117,30 @@ def policy_loss(
     """
     if batch.advantages_T is None:
         raise ValueError("policy_loss needs batch.advantages_T")
+    loss = loss_of(config, user_file)(config)
     mask_T = batch.loss_mask_T
-    sums = sums or sequence_sum(batch.lens_N, mask_T.device)
+    sums = sums or sequence_sum(batch.lens_N, mask_T.device, sample_N=batch.sample_N)
+    sequences = Sequences(sums, mask_T)
     own_logprobs_T = logprobs_T.detach() if batch.old_logprobs_T is None else batch.old_logprobs_T
     old_logprobs_T = old_policy(batch, config)
     if old_logprobs_T is None:
         old_logprobs_T = logprobs_T.detach()
-    num_tokens_T = sums(mask_T.to(logprobs_T.dtype)).clamp(min=1)
-
-    def sequence_mean(values_T: Tensor) -> Tensor:
-        return sums(values_T.masked_fill(~mask_T, 0.0)) / num_tokens_T
-
     tokens = LossTokens(
         logprobs_T=torch.where(mask_T, logprobs_T, 0.0),
         log_ratio_T=log_ratio(logprobs_T, old_logprobs_T, mask_T),
         advantages_T=batch.advantages_T.masked_fill(~mask_T, 0.0),
-        sequence_mean=sequence_mean,
+        sequence_mean=_means(config, sequences),
         held_back_T=batch.held_back_T,
     )
     entropy_T = torch.where(mask_T, entropy_T, 0.0)
-    loss_T, metrics = loss_of(config, user_file)(config)(tokens)
+    loss_T, metrics = loss(tokens)
     metrics = metrics | {"loss/policy": loss_T.detach(), "loss/entropy": entropy_T.detach()}
     metrics |= policy_drift(tokens.log_ratio_T)
     if batch.rollout_logprobs_T is not None:
         clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
         metrics |= logprob_diff(own_logprobs_T, batch.rollout_logprobs_T, mask_T, **clip)
-    if config.correction.weight != "none" or config.correction.reject != "none":
-        weights_T, corrected = _correction(own_logprobs_T, batch, num_tokens_T, tokens, config)
+    if config.correction.is_weighted or config.correction.reject != "none":
+        weights_T, corrected = _correction(own_logprobs_T, batch, sequences, config)
         loss_T = loss_T * weights_T
         metrics |= corrected
     loss_T = loss_T + _kl_loss(logprobs_T, batch, config, metrics)
@@ -127,18 +149,31 @@ def policy_loss(
     return loss_T, metrics
 
 
+def _means(config: AlgorithmConfig, sequences: Sequences) -> Callable[[Tensor], Tensor]:
+    """Return LossTokens.sequence_mean, which raises ValueError where the loss did not ask for it:
+    sums over samples may take a forward pass, so they must be known of before a step.
+    """
+    if losses.needs(config.loss).whole_samples:
+        return sequences.mean
+
+    def refuse(values_T: Tensor) -> Tensor:
+        raise ValueError(
+            f"algorithm.loss={config.loss} calls LossTokens.sequence_mean, but did not say that it"
+            f" needs whole samples: register it as losses.register({config.loss!r},"
+            " Needs(whole_samples=True))"
+        )
+
+    return refuse
+
+
 def _correction(
-    own_logprobs_T: Tensor,
-    batch: TrainBatch,
-    num_tokens_T: Tensor,
-    tokens: LossTokens,
-    config: AlgorithmConfig,
+    own_logprobs_T: Tensor, batch: TrainBatch, sequences: Sequences, config: AlgorithmConfig
 ) -> tuple[Tensor, Metrics]:
     """Return (weights_T, metrics_T) that correct for the engine's own probabilities."""
     if batch.rollout_logprobs_T is None:
         raise ValueError("algorithm.correction needs batch.rollout_logprobs_T")
     log_ratio_T = log_ratio(own_logprobs_T, batch.rollout_logprobs_T, batch.loss_mask_T)
-    return correction_weights(log_ratio_T, num_tokens_T, tokens.sequence_mean, config.correction)
+    return correction_weights(log_ratio_T, sequences, config.correction)
 
 
 def _kl_loss(

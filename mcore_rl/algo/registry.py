@@ -32,6 +32,8 @@ class Needs:
                      policy_gradient, the aggregation token_sum, and a rollout takes one optimizer
                      step
     held_back        chooses the tokens that the loss holds back (LossTokens.held_back_T)
+    whole_samples    means over whole samples (LossTokens.sequence_mean), whose rows may lie on
+                     several ranks; a loss that takes one without this is refused
     """
 
     critic: bool = False
@@ -43,6 +45,7 @@ class Needs:
     sum_squares: bool = False
     pairs: bool = False
     held_back: Pick | None = None
+    whole_samples: bool = False
 
     def joined(self, other: "Needs") -> "Needs":
         """Everything that either of the two needs."""

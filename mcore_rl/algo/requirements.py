@@ -35,6 +35,7 @@ def check_algorithm(config: Config) -> None:
     check_names(config.algorithm)
     needs = needs_of(config.algorithm)
     check_options(config.algorithm, needs)
+    check_truncated(config.algorithm)
     check_preference(config)
     refuse(config, _unread(config, needs))
     check_pairs(config.algorithm, config.train, needs)
@@ -76,6 +77,16 @@ def check_options(algorithm: AlgorithmConfig, needs: Needs) -> None:
         raise ValueError(
             f"algorithm.advantage={algorithm.advantage} with algorithm.correction.bypass=true: it"
             " needs the pass that bypass leaves out; set algorithm.correction.bypass=false"
+        )
+
+
+def check_truncated(algorithm: AlgorithmConfig) -> None:
+    """Raise ValueError if samples that were cut off are to be bootstrapped and left out as well."""
+    if algorithm.bootstrap_truncated and algorithm.filter_overlong:
+        raise ValueError(
+            "algorithm.bootstrap_truncated=true with algorithm.filter_overlong=true: samples that"
+            " were cut off are left out of the loss, so that nothing learns from their last value;"
+            " set one of them to false"
         )
 
 

@@ -1,25 +1,37 @@
-"""Sums of token values over whole sequences, whose tokens may lie on several ranks."""
+"""Sums of token values over whole samples, and the order of a sample's tokens.
+
+The tokens of a sample may lie in several rows, and those of a row on several ranks.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from mcore_rl.types import TrainBatch
+
 SequenceSum = Callable[[Tensor], Tensor]
-"""values_T -> at each token, the sum over its whole sequence; without gradient."""
+"""values_T -> at each token, the sum over its whole sample; without gradient."""
 
 
 def sequence_sum(
-    lens_N: Sequence[int], device: torch.device, reduce: Callable[[Tensor], object] | None = None
+    lens_N: Sequence[int],
+    device: torch.device,
+    reduce: Callable[[Tensor], object] | None = None,
+    sample_N: Sequence[int] | None = None,
 ) -> SequenceSum:
-    """Return a function that sums token values by sequence.
+    """Return a function that sums token values by sample, where no other rows are of these samples.
 
-    lens_N   tokens of each sequence on this rank
-    reduce   adds, in place, the sums of the ranks that hold other parts of the sequences; None if
-             no rank does
+    lens_N     tokens of each sequence on this rank
+    reduce     adds, in place, the sums of the ranks that hold other parts of the sequences; None if
+               no rank does
+    sample_N   equal for the sequences of one sample; None: each sequence is a sample
     """
     lens = torch.tensor(lens_N, device=device)
-    index_T = torch.arange(len(lens_N), device=device).repeat_interleave(lens)
+    numbers = range(len(lens_N)) if sample_N is None else sample_N
+    _, place_N = torch.tensor(numbers, device=device).unique(return_inverse=True)
+    index_T = place_N.repeat_interleave(lens)
 
     def add_up(values_T: Tensor) -> Tensor:
         sums_N = torch.zeros(len(lens_N), dtype=torch.float64, device=device)
@@ -29,3 +41,49 @@ def sequence_sum(
         return sums_N[index_T].to(values_T.dtype)
 
     return add_up
+
+
+def samples_of_tokens(batch: TrainBatch) -> Tensor:
+    """Return int64 [T], the number of each token's sample."""
+    assert batch.sample_N is not None, "a batch whose sequences are samples of their own"
+    device = batch.loss_mask_T.device
+    lens_N = torch.tensor(batch.lens_N, device=device)
+    return torch.tensor(batch.sample_N, device=device).repeat_interleave(lens_N)
+
+
+def trained_in_order(batch: TrainBatch) -> Tensor:
+    """Return int64 [R], the trained tokens, sample after sample, in the order they were sampled in.
+
+    Rows of an episode with branches are not in that order: a row goes on after the branch.
+    """
+    trained_R = batch.loss_mask_T.nonzero()[:, 0]
+    if batch.turn_T is None or batch.sample_N is None:
+        return trained_R
+    turn_R = batch.turn_T[trained_R].long()
+    sample_R = samples_of_tokens(batch)[trained_R]
+    in_turns = turn_R.argsort(stable=True)
+    return trained_R[in_turns][sample_R[in_turns].argsort(stable=True)]
+
+
+@dataclass
+class Sequences:
+    """Sums and means over the trained tokens of whole samples.
+
+    sums     sums over samples
+    mask_T   bool, the trained tokens
+    """
+
+    sums: SequenceSum
+    mask_T: Tensor
+    _num_tokens_T: Tensor | None = field(default=None, init=False)
+
+    def sum(self, values_T: Tensor) -> Tensor:
+        """Return, at each token, the sum over its sample, without gradient."""
+        return self.sums(values_T.masked_fill(~self.mask_T, 0.0))
+
+    def mean(self, values_T: Tensor) -> Tensor:
+        """Return, at each token, the mean over its sample, without gradient."""
+        # No cached_property: its lock is one for all threads, and `sums` may wait for other ranks.
+        if self._num_tokens_T is None:
+            self._num_tokens_T = self.sums(self.mask_T.double()).clamp(min=1)
+        return self.sum(values_T) / self._num_tokens_T.to(values_T.dtype)

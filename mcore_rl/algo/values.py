@@ -1,32 +1,34 @@
 """Computes advantages, returns and the critic's loss from rewards and values of tokens.
 
-Axes: N samples, R response tokens of all samples end to end, M tokens of the longest response.
+Axes: N samples, R response tokens of all samples end to end.
 """
 
 import torch
 from torch import Tensor
 
 from mcore_rl.algo.loss_tokens import Metrics
-from mcore_rl.algo.outcomes import Outcomes
+from mcore_rl.algo.outcomes import Outcomes, discount_
 from mcore_rl.types import TrainBatch
 
 
 def generalized(outcomes: Outcomes, gamma: float, lam: float) -> Tensor:
     """float64 [R]: A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t.
 
-    Generalized advantage estimation, arXiv:1506.02438, eq. 16. V_(t+1) and A_(t+1) are 0 at the
-    last token. A_t + V_t is the return that the critic learns. Raises ValueError without a critic's
-    values.
+    Generalized advantage estimation, arXiv:1506.02438, eq. 16. A_(t+1) is 0 at the last token, and
+    so is V_(t+1) but for samples with `last_values_N`: a bound that cut them off is not an end of
+    their task (partial-episode bootstrapping, arXiv:1712.00378, section 3, eq. 6). A_t + V_t is the
+    return that the critic learns. Raises ValueError without a critic's values.
     """
     if outcomes.values_R is None:
         raise ValueError("algorithm.advantage=gae needs a critic's values")
-    is_token_NM = outcomes.is_token_NM
-    values_NM = outcomes.padded(outcomes.values_R)
-    deltas_NM = outcomes.rewards_NM - values_NM
-    deltas_NM[:, :-1] += gamma * values_NM[:, 1:]
-    for t in reversed(range(deltas_NM.shape[1] - 1)):
-        deltas_NM[:, t] += gamma * lam * deltas_NM[:, t + 1]
-    return deltas_NM[is_token_NM]
+    values_R = outcomes.values_R.double()
+    next_R = values_R.roll(-1)
+    with_tokens, last = outcomes.last_tokens()
+    next_R[last] = 0.0
+    if outcomes.last_values_N is not None:
+        next_R[last] = outcomes.last_values_N.double()[with_tokens]
+    deltas_R = outcomes.rewards_R.sub_(values_R).add_(next_R, alpha=gamma)
+    return discount_(deltas_R, outcomes.lens_N, gamma * lam)
 
 
 def value_loss(values_T: Tensor, batch: TrainBatch, *, clip: float) -> tuple[Tensor, Metrics]:

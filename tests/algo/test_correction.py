@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_rl.algo.correction import correction_weights
-from mcore_rl.algo.sequences import sequence_sum
+from mcore_rl.algo.sequences import Sequences, sequence_sum
 from mcore_rl.config import CorrectionConfig
 
 LENS = (2, 3, 1)
@@ -15,11 +15,9 @@ LOG_RATIOS = [0.1, -0.3, 0.9, 0.4, -0.2, -1.5]
 
 def weights(config: CorrectionConfig) -> tuple[list[float], dict[str, list[float]]]:
     sums = sequence_sum(LENS, torch.device("cpu"))
-    num_tokens_T = torch.tensor(LENS).repeat_interleave(torch.tensor(LENS)).double()
+    sequences = Sequences(sums, torch.ones(sum(LENS), dtype=torch.bool))
     log_ratio_T = torch.tensor(LOG_RATIOS, dtype=torch.float64, requires_grad=True)
-    weights_T, metrics = correction_weights(
-        log_ratio_T, num_tokens_T, lambda x: sums(x) / num_tokens_T, config
-    )
+    weights_T, metrics = correction_weights(log_ratio_T, sequences, config)
     assert not weights_T.requires_grad
     return weights_T.tolist(), {name: value.tolist() for name, value in metrics.items()}
 

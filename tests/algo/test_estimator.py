@@ -12,6 +12,7 @@ from torch import Tensor
 from mcore_rl.agents.turn_tree import at_leaves, at_turns
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.policy_loss import make_policy_loss
+from mcore_rl.algo.sequences import trained_in_order
 from mcore_rl.config import AlgorithmConfig, KLConfig
 from mcore_rl.data.batch import make_train_batch
 from mcore_rl.scores import Scores
@@ -147,7 +148,9 @@ def test_rewards_of_turns_come_with_their_last_tokens() -> None:
     config = AlgorithmConfig(advantage="gae", gamma=1.0, gae_lambda=1.0)
     advised, _ = Advantages(config)(Scores(rewards), samples, batch)
     assert advised.returns_T is not None and batch.turn_T is not None
-    returns_R, turn_R = (t[batch.loss_mask_T].tolist() for t in (advised.returns_T, batch.turn_T))
+    in_order = trained_in_order(batch)
+    returns_R, turn_R = (t[in_order].tolist() for t in (advised.returns_T, batch.turn_T))
+    assert any(episode.rows[0].turn_T.max() > 1 for episode in episodes), "no row skips a turn"
     lens = [sample.response_len for sample in samples]
     for episode, start, stop in zip(
         episodes, [0, *accumulate(lens)], accumulate(lens), strict=False

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mcore_rl.algo import outcomes as outcomes_module
 from mcore_rl.algo.outcomes import Groups, Outcomes
 
 ROWS = st.lists(
@@ -20,6 +21,16 @@ ROWS = st.lists(
 def make_outcomes(rows: list[tuple[int, int, int]], **fields: Any) -> Outcomes:
     rewards, groups, lens = (torch.tensor(column) for column in zip(*rows, strict=True))
     return Outcomes(rewards.double(), groups, lens, **fields)
+
+
+@given(ROWS)
+def test_every_sample_is_a_member_of_its_group(rows: list[tuple[int, int, int]]) -> None:
+    members = Groups.of(make_outcomes(rows).group_N).members
+    expected = [
+        [i for i, row in enumerate(rows) if row[1] == group]
+        for group in sorted({group for _, group, _ in rows})
+    ]
+    assert members == expected
 
 
 @given(ROWS)
@@ -41,8 +52,10 @@ def test_groups_agree_with_plain_python(rows: list[tuple[int, int, int]]) -> Non
     assert groups.std(centered_N).tolist() == pytest.approx(deviations, abs=1e-9)
 
 
-@given(ROWS, st.floats(0.1, 1.0))
-def test_rewards_to_go_agree_with_a_loop(rows: list[tuple[int, int, int]], gamma: float) -> None:
+@given(ROWS, st.floats(0.1, 1.0), st.integers(1, 40))
+def test_rewards_to_go_agree_with_a_loop(
+    rows: list[tuple[int, int, int]], gamma: float, block_tokens: int
+) -> None:
     num_tokens = sum(num for _, _, num in rows)
     token_rewards_R = torch.arange(num_tokens).double()
     outcomes = make_outcomes(rows, token_rewards_R=token_rewards_R)
@@ -57,21 +70,25 @@ def test_rewards_to_go_agree_with_a_loop(rows: list[tuple[int, int, int]], gamma
             for t in range(num)
         ]
         first += num
-    assert outcomes.rewards_to_go(gamma).tolist() == pytest.approx(expected)
-    totals = outcomes.padded(token_rewards_R).sum(1).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outcomes_module, "BLOCK_TOKENS", block_tokens)
+        assert outcomes.rewards_to_go(gamma).tolist() == pytest.approx(expected)
+    assert token_rewards_R.tolist() == list(range(num_tokens)), "the given rewards were changed"
+    ends = [sum(num for _, _, num in rows[: i + 1]) for i in range(len(rows))]
+    totals = [sum(range(end - row[2], end)) for end, row in zip(ends, rows, strict=True)]
     assert outcomes.scores_N.tolist() == [
         row[0] + total for row, total in zip(rows, totals, strict=True)
     ]
 
 
 @given(ROWS)
-def test_values_are_spread_over_tokens_and_padded_back(rows: list[tuple[int, int, int]]) -> None:
+def test_values_are_spread_over_tokens_and_summed_by_sample(
+    rows: list[tuple[int, int, int]],
+) -> None:
     outcomes = make_outcomes(rows)
     spread_R = outcomes.spread(outcomes.rewards_N)
     assert spread_R.tolist() == [float(reward) for reward, _, num in rows for _ in range(num)]
-    padded_NM = outcomes.padded(spread_R)
-    assert padded_NM[outcomes.is_token_NM].tolist() == spread_R.tolist()
-    assert not padded_NM[~outcomes.is_token_NM].any()
+    assert outcomes.sums_N(spread_R).tolist() == [float(reward * num) for reward, _, num in rows]
 
 
 def test_equal_values_are_centered_to_exactly_zero() -> None:

@@ -78,6 +78,18 @@ from mcore_rl.config.recipe import list_recipes, load_recipe
             r"target_margin=0.5 with algorithm.preference.loss=dpo.*loss=simpo",
         ),
         (
+            [
+                "algorithm.advantage=gae",
+                "algorithm.bootstrap_truncated=true",
+                "algorithm.filter_overlong=true",
+            ],
+            r"bootstrap_truncated=true with algorithm.filter_overlong=true: .* set one of",
+        ),
+        (
+            ["algorithm.bootstrap_truncated=true"],
+            r"bootstrap_truncated=true with algorithm.advantage=grpo.*set algorithm.advantage=gae",
+        ),
+        (
             ["algorithm.path=nowhere.py"],
             r"algorithm.path=nowhere.py: no such file in ",
         ),

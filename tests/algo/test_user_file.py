@@ -18,7 +18,7 @@ from mcore_rl.algo.requirements import check_algorithm
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.data.batch import make_train_batch
 from mcore_rl.scores import Scores
-from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 from tests.support.documented import own_algorithm
 
 EXAMPLE = own_algorithm()
@@ -142,6 +142,54 @@ def test_a_function_that_is_no_maker_of_a_loss_is_refused(
     source = f"{IMPORT}@losses.register('direct')\ndef direct(tokens):\n    {body}\n"
     with pytest.raises(ValueError, match=message):
         make_policy_loss(config_of(tmp_path, source, loss="direct"))
+
+
+SURPRISAL = (
+    "    def surprisal(tokens):\n"
+    "        mean_T = tokens.sequence_mean(tokens.logprobs_T)\n"
+    "        above_T = tokens.logprobs_T - mean_T\n"
+    "        scale_T = tokens.sequence_mean(above_T.square()).sqrt()\n"
+    "        return -tokens.advantages_T * scale_T * tokens.logprobs_T, {}\n"
+    "    return surprisal\n"
+)
+
+
+def surprisal_file(needs: str) -> str:
+    """Return a file with a loss that scales by the spread of a whole sample's log-probs."""
+    return f"{IMPORT}@losses.register('surprisal'{needs})\ndef make(config):\n{SURPRISAL}"
+
+
+def test_a_loss_that_did_not_ask_for_whole_samples_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path, surprisal_file(""), loss="surprisal")
+    wanted = r"algorithm.loss=surprisal, tried on two tokens: .*losses.register\('surprisal', Needs"
+    with pytest.raises(ValueError, match=wanted):
+        make_policy_loss(config)
+
+
+def test_a_loss_that_raises_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    source = (
+        f"{IMPORT}@losses.register('typo')\ndef make(config):\n"
+        "    return lambda tokens: (tokens.log_ratios_T, {})\n"
+    )
+    with pytest.raises(ValueError, match=r"loss=typo, tried on two tokens: AttributeError: "):
+        make_policy_loss(config_of(tmp_path, source, loss="typo"))
+
+
+@pytest.mark.parametrize("lens", [(4, 4), (8,)])
+def test_means_of_a_users_loss_are_those_of_the_whole_sample(
+    tmp_path: Path, lens: tuple[int, ...]
+) -> None:
+    source = surprisal_file(", Needs(whole_samples=True)")
+    config = config_of(tmp_path, source, loss="surprisal")
+    assert needs_of(config).whole_samples
+    logprobs_T = torch.linspace(-2, -0.25, 8, dtype=torch.float64)
+    ones_T = torch.ones(8, dtype=torch.float64)
+    batch = TrainBatch(torch.arange(8), ones_T > 0, lens, advantages_T=ones_T)
+    batch = replace(batch, sample_N=(0,) * len(lens))
+    loss_T, _ = make_policy_loss(config)(logprobs_T, ones_T, batch)
+    torch.testing.assert_close(loss_T, -logprobs_T.std(correction=0) * logprobs_T)
 
 
 def test_advantages_of_the_wrong_shape_are_refused(tmp_path: Path) -> None:

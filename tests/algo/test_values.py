@@ -11,6 +11,7 @@ from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.values import explained_variance, generalized, value_loss
 from mcore_rl.config import AlgorithmConfig
+from mcore_rl.data.batch import make_train_batch
 from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 
@@ -34,8 +35,9 @@ def by_loops(given: Outcomes, gamma: float, lam: float) -> list[float]:
     """The sum over later tokens of (gamma lam)^l delta, written out: arXiv:1506.02438, eq. 16."""
     assert given.values_R is not None and given.token_rewards_R is not None
     advantages, first = [], 0
+    last_values = iter([0.0] * 4 if given.last_values_N is None else given.last_values_N.tolist())
     for reward, length in zip(given.rewards_N.tolist(), LENS, strict=True):
-        values = [*given.values_R[first : first + length].tolist(), 0.0]
+        values = [*given.values_R[first : first + length].tolist(), next(last_values)]
         rewards = given.token_rewards_R[first : first + length].tolist()
         if length:
             rewards[-1] += reward
@@ -57,6 +59,76 @@ def test_advantages_are_discounted_sums_of_td_errors(gamma: float, lam: float) -
     )
     whitened = (expected - expected.mean()) / (expected.var() + 1e-8).sqrt()
     torch.testing.assert_close(got, whitened.float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (GAMMA, LAM), (1.0, 0.0)])
+def test_samples_that_were_cut_off_go_on_with_the_value_of_their_last_state(
+    gamma: float, lam: float
+) -> None:
+    """The third sample has no token; what follows it is not the next sample's."""
+    cut_off = replace(outcomes(), last_values_N=torch.tensor([0.5, 0.0, 9.0, -2.0]))
+    expected = torch.tensor(by_loops(cut_off, gamma, lam), dtype=torch.float64)
+    torch.testing.assert_close(generalized(cut_off, gamma, lam), expected, rtol=0, atol=1e-12)
+
+
+def test_the_returns_of_a_cut_off_sample_hold_its_last_value_discounted() -> None:
+    """Reward 1 with the last of three tokens and value 4 behind it: 1 + 0.5 * 4 = 3, 1.5, 0.75."""
+    given = Outcomes(
+        rewards_N=torch.tensor([1.0]),
+        group_N=torch.tensor([0]),
+        lens_N=torch.tensor([3]),
+        values_R=torch.tensor([0.25, -1.0, 2.0]),
+        last_values_N=torch.tensor([4.0]),
+    )
+    assert given.values_R is not None
+    assert (generalized(given, 0.5, 1.0) + given.values_R).tolist() == [0.75, 1.5, 3.0]
+
+
+def sample_of(response: tuple[int, ...], end: str, index: int = 0) -> Sample:
+    spans = (VersionSpan(0, len(response), WeightVersion(0)),) if response else ()
+    logprobs = (-0.5,) * len(response)
+    prompt = Prompt(index, (1, 2), (), "unit", "4")
+    return Sample(prompt, 0, response, logprobs, end, spans, "")
+
+
+@pytest.mark.parametrize("bootstraps", [False, True])
+def test_only_what_a_bound_cut_off_is_continued(bootstraps: bool) -> None:
+    """The value of the state after a sequence lies at its first token: 10, 20 and 30 here."""
+    samples = [
+        sample_of((5, 6), "length"),
+        sample_of((), "length", 1),
+        sample_of((7,), "stop", 2),
+        sample_of((8, 9), "max_turns", 3),
+    ]
+    values_T = torch.tensor([10.0, 0, 1, 2, 20.0, 0, 3, 30.0, 0, 4, 5])
+    batch = replace(make_train_batch(samples), values_T=values_T)
+    config = AlgorithmConfig(advantage="gae", bootstrap_truncated=bootstraps)
+    got, _ = Advantages(config)(Scores([1.0, 0.0, -1.0, 0.5]), samples, batch)
+    assert got.returns_T is not None
+    expected = [11.0, 11.0, -1.0, 30.5, 30.5] if bootstraps else [1.0, 1.0, -1.0, 0.5, 0.5]
+    assert got.returns_T[batch.loss_mask_T].tolist() == expected
+
+
+def test_an_episode_of_several_rows_is_continued_from_its_last_row() -> None:
+    """Two episodes with rows of 3 and 3, and of 2 and 4 tokens; the bound cut off the second."""
+    samples = [
+        replace(sample_of((1, 2, 3), "stop"), prompt=sample_of((), "", 0).prompt),
+        replace(sample_of((4, 5, 6), "max_turns"), prompt=sample_of((), "", 1).prompt),
+    ]
+    mask = [0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 1, 0]
+    values_T = torch.tensor([10.0, 1, 2, 20, 0, 3, 30, 4, 40, 5, 6, 0])
+    batch = TrainBatch(
+        torch.arange(12),
+        torch.tensor(mask).bool(),
+        (3, 3, 2, 4),
+        values_T=values_T,
+        sample_N=(0, 0, 1, 1),
+    )
+    config = AlgorithmConfig(advantage="gae", bootstrap_truncated=True, gamma=0.5)
+    got, _ = Advantages(config)(Scores([1.0, 2.0]), samples, batch)
+    assert got.returns_T is not None
+    # The first returns 1 at its end, the second 2 + 0.5 * 40 = 22 at its last trained token.
+    assert got.returns_T[batch.loss_mask_T].tolist() == [0.25, 0.5, 1.0, 5.5, 11.0, 22.0]
 
 
 def test_with_lambda_one_the_returns_are_the_rewards_to_go_whatever_the_critic_says() -> None:
