@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 def start_background_stager(connection: Connection, staging: Staging) -> None:
     """Serve the link's stage requests in a thread until the controller drops the link."""
-    store = LinkStore.open(connection.end.link, waits_for_requests=True)
+    store = LinkStore.open(connection.end.link)
     stager = _BackgroundStager(store, connection, staging)
     Thread(target=stager.run, name="weights", daemon=True).start()
 
@@ -45,8 +45,9 @@ class _BackgroundStager:
         end = self._connection.end
         for number in count():
             try:
-                request = self._store.wait_stage_request(number)
-            except RuntimeError:
+                request = self._store.wait_stage_request(number, end.name)
+            except TransferError as error:
+                _log.info("%s", error)  # also the way in which a dropped link ends
                 break
             report = report_outcome(end.name, partial(self._stage, request))
             is_broken = report.error is not None and request.receive_link is None

@@ -127,12 +127,14 @@ class BucketTransfer:
         tensors: Mapping[str, Tensor],
         deadline_s: float,
         verified: VerifiedBuckets | None = None,
-    ) -> None:
+    ) -> list[Tensor]:
         """Receive, verify and place all slices; one bucket is placed while others travel.
 
-        Buckets are added to `verified`, if given, once they are placed. Raises TransferError when
+        Returns the checksums that each bucket's sender took, int64 [slices]. Buckets are added to
+        `verified`, if given, once they are placed. Raises TransferError when
         time.monotonic() passes `deadline_s`, the link fails, or a checksum differs.
         """
+        sums: list[Tensor] = []
         with self._failures_shared(), self._stream.running():
             bound = self._bind(tensors)
             buckets = bound.buckets
@@ -143,11 +145,12 @@ class BucketTransfer:
                 self._start_recvs(version, buckets, islice(unstarted, 1))
                 self._run(deadline_s, min(NUM_SLOTS, len(buckets) - i) - 1)
                 placed.place(version)
+                sums.append(placed.sums_P)
                 if verified is not None:
-                    sums_P = placed.sums_P
                     self._stream.synchronize()
-                    verified.add(sums_P)
+                    verified.add(sums[-1])
             self._run(deadline_s)
+        return sums
 
     def take_saved(self) -> int:
         """Return the bytes that did not travel because they were as before, since the last call."""

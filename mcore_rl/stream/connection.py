@@ -1,4 +1,4 @@
-"""Agrees with a link's other ranks on one plan, then moves one version after another by it."""
+"""Connects a rank to its peers by a plan, then moves one version after another by it."""
 
 import time
 from collections.abc import Mapping
@@ -8,9 +8,11 @@ from torch import Tensor
 
 from mcore_rl.process.garbage import collections_paused
 from mcore_rl.stream.bucket_transfer import BucketTransfer, RankBucket
+from mcore_rl.stream.buckets import Bucket
+from mcore_rl.stream.destination import DestinationCheck, SentSums
 from mcore_rl.stream.link_end import LinkEnd
-from mcore_rl.stream.placed_bucket import holdings
 from mcore_rl.stream.plan_handshake import MakeShards, PlanHandshake
+from mcore_rl.stream.rank_plan import RankPlan
 from mcore_rl.stream.routes.choice import MakeTransport
 from mcore_rl.stream.verified_buckets import VerifiedBuckets
 from mcore_rl.stream.wire import Link, Report
@@ -25,33 +27,47 @@ A receiver knows which sender it waits for. To the other senders, that receiver 
 class Connection:
     """One rank's end of a link, and of relay links between engines of equal layouts."""
 
-    def __init__(
-        self, end: LinkEnd, make_shards: MakeShards, make_transport: MakeTransport
-    ) -> None:
-        """Meet the other ranks and agree on the plan by end.deadline_s.
+    def __init__(self, end: LinkEnd, plan: RankPlan, make_transport: MakeTransport) -> None:
+        """Connect to the peers of `plan`, to which all ranks agreed, by end.deadline_s.
 
-        Raises TransferError, which names the rank, if one does not come, fails or disagrees.
+        Raises TransferError, which names the rank, if one does not come.
         """
         self.end = end
         self._make_transport = make_transport
-        with collections_paused():
-            self._agree(make_shards)
-
-    def _agree(self, make_shards: MakeShards) -> None:
-        end = self.end
-        plan = PlanHandshake(end).run(make_shards)
         self.digest = plan.digest
-        self.num_bytes = sum(bucket.num_bytes for bucket in plan.buckets)
-        self._buckets = []
-        for bucket in plan.buckets:
-            peer = (
-                end.link.num_senders + bucket.target_rank if end.is_sender else bucket.source_rank
-            )
-            self._buckets.append(RankBucket(bucket, peer, holdings(bucket, plan.shards)))
+        self.num_bytes = sum(planned.bucket.num_bytes for planned in plan.buckets)
+        self._buckets = [
+            RankBucket(planned.bucket, self._peer_of(planned.bucket), planned.held)
+            for planned in plan.buckets
+        ]
         self._sums = plan.sums
-        self._transfer = BucketTransfer(
-            end, self._buckets, self._make_transport, plan.sums, plan.direct
-        )
+        self._sent: SentSums | None = None
+        """Those of the version received last."""
+        self._destination: DestinationCheck | None = None
+        try:
+            with collections_paused():
+                self._transfer = BucketTransfer(
+                    end, self._buckets, make_transport, plan.sums, plan.direct
+                )
+        except Exception as error:
+            end.store.fail(f"{end.name}: {error}")  # no rank waits for this one any longer
+            raise
+
+    @staticmethod
+    def meet(end: LinkEnd, make_shards: MakeShards, make_transport: MakeTransport) -> "Connection":
+        """Meet the other ranks at the link's store, agree on the plan and connect.
+
+        Raises TransferError, which names the rank, if one does not come, fails or disagrees.
+        """
+        handshake = PlanHandshake(end, make_shards)
+        with collections_paused():
+            plan = handshake.run()
+        return Connection(handshake.end, plan, make_transport)
+
+    def _peer_of(self, bucket: Bucket) -> int:
+        if self.end.is_sender:
+            return self.end.link.num_senders + bucket.target_rank
+        return bucket.source_rank
 
     @property
     def name(self) -> str:
@@ -77,8 +93,23 @@ class Connection:
         """
         began_s = time.monotonic()
         transfer = relay_transfer or self._transfer
-        transfer.receive(version, tensors, began_s + timeout_s, verified)
-        return self._report(began_s, transfer)
+        before = self._sent
+        self._sent = None
+        sums = transfer.receive(version, tensors, began_s + timeout_s, verified)
+        self._sent = SentSums.join(version, sums)
+        report = self._report(began_s, transfer)
+        num_slices = len(self._sent.sums_P)
+        changed = None if before is None else self._sent.count_changed(before)
+        return replace(report, num_slices=num_slices, num_changed=changed)
+
+    def check_destination(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Compare the slices in `tensors` with the checksums that came with `version`.
+
+        Raises TransferError, which names a slice that differs.
+        """
+        if self._destination is None:
+            self._destination = DestinationCheck(self.end, self._buckets, self._sums)
+        self._destination.check(version, tensors, self._sent)
 
     def open_relay_transfer(self, link: Link) -> BucketTransfer:
         """Connect to the same rank of another engine over relay link `link`, as its sender or

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_rl.stream.link_store import LinkStore
+from mcore_rl.stream.roster import Roster
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.wire import Link
 
@@ -23,6 +24,7 @@ class LinkEnd:
     deadline_s  time.monotonic() by which all ranks must have connected; each transfer has its own
     device      where this rank's tensors are
     memory      an engine rank's, if it opens it to trainer ranks of its machine
+    roster      the link's; None until this rank has it
     """
 
     store: LinkStore
@@ -31,18 +33,23 @@ class LinkEnd:
     deadline_s: float
     device: torch.device
     memory: "OpenMemory | None" = None
+    roster: Roster | None = None
 
     @staticmethod
     def open(
-        link: Link, rank: int, device: torch.device, memory: "OpenMemory | None" = None
+        link: Link,
+        rank: int,
+        device: torch.device,
+        memory: "OpenMemory | None" = None,
+        roster: Roster | None = None,
     ) -> "LinkEnd":
-        """Connect to the link's store; all ranks then have link.timeout_s to meet there."""
+        """Return an end whose ranks have link.timeout_s to meet from now on."""
         deadline_s = time.monotonic() + link.timeout_s
-        return LinkEnd(LinkStore.open(link), link, rank, deadline_s, device, memory)
+        return LinkEnd(LinkStore.open(link), link, rank, deadline_s, device, memory, roster)
 
     @property
     def name(self) -> str:
-        return self.link.names[self.rank]
+        return self.link.name_of(self.rank)
 
     @property
     def is_sender(self) -> bool:
@@ -59,6 +66,10 @@ class LinkEnd:
         if ranks is None:
             ranks = range(len(names))
         return self.store.collect(topic, ranks, names, self.name, self.deadline_s)
+
+    def wait_joined(self, topic: str) -> bytes:
+        """LinkStore.wait_joined of all ranks of the link, by this end's deadline."""
+        return self.store.wait_joined(topic, self.link.names, self.name, self.deadline_s)
 
     def lost(self, what: str, reason: str, began_s: float) -> TransferError:
         """Return the error of a wait for `what` that began at time.monotonic() `began_s`."""

@@ -21,6 +21,7 @@ from mcore_rl.slices.box import Shard
 from mcore_rl.slices.layouts.engine_trace import trace_load_weights
 from mcore_rl.stream.background_stager import start_background_stager
 from mcore_rl.stream.connection import Connection
+from mcore_rl.stream.full_trace import FullTrace
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.plan_handshake import HfTensors
@@ -51,6 +52,8 @@ class WeightReceiver:
         self._staging: Staging | None = None
         self._fill_padding: Callable[[], None] = _no_padding
         self._padded: frozenset[str] = frozenset()
+        self._full_trace: FullTrace | None = None
+        """Traces what the link's own trace left out; it begins after the first swap."""
 
     def handle(
         self,
@@ -66,7 +69,7 @@ class WeightReceiver:
             act = partial(self._connect, link, rank, load_weights, tensors)
         else:
             act = partial(self._move, command, tensors)
-        report = report_outcome(link.names[rank], act)
+        report = report_outcome(link.name_of(rank), act)
         if report.error is not None:
             self.close()
         if self._store is not None and not publish_report(
@@ -81,6 +84,8 @@ class WeightReceiver:
         self._connection = None
         if connection is not None:
             connection.close()
+        if self._full_trace is not None:
+            self._full_trace.cancel()
 
     def _connect(
         self, link: Link, rank: int, load_weights: LoadWeights, tensors: Mapping[str, Tensor]
@@ -102,12 +107,17 @@ class WeightReceiver:
             typed = {
                 name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in hf_tensors.items()
             }
-            traced = trace_load_weights(load_weights, typed, tensors)
+            # In place, parameters come and go with an engine's memory: no later trace can use them.
+            every = link.trace_all or not link.staged
+            traced = trace_load_weights(load_weights, typed, tensors, every=every)
+            self._full_trace = None
+            if traced.is_sampled:
+                self._full_trace = FullTrace(end.name, traced, load_weights, typed, tensors)
             self._fill_padding = traced.fill_padding
             self._padded = traced.padded
             return traced.shards
 
-        self._connection = Connection(end, trace, self._make_transport)
+        self._connection = Connection.meet(end, trace, self._make_transport)
         self._link = link
         if self._staging is not None:
             self._staging.finish(tensors, self._padded)
@@ -115,7 +125,7 @@ class WeightReceiver:
         return Report(end.name, self._connection.digest, self._connection.num_bytes)
 
     def _move(self, command: Command, tensors: Mapping[str, Tensor]) -> Report:
-        """Receive a version into `tensors`, or swap in the staged one."""
+        """Receive a version into `tensors`, or swap in the staged one; read it back if asked."""
         link = command.link
         version = command.version
         if self._connection is None or self._link != link:
@@ -124,8 +134,7 @@ class WeightReceiver:
             )
         assert version is not None, f"{command.action} needs a version"
         if command.action == "swap":
-            assert self._staging is not None, f"swap of version {version} over an unstaged link"
-            self._staging.swap(version, tensors)
+            self._swap(self._connection, version, tensors, verify=command.verify)
             return Report(self._connection.name, self._connection.digest)
         assert not link.staged, (
             f"version {version}: a staged link receives by stage requests, not by commands"
@@ -133,7 +142,26 @@ class WeightReceiver:
         report = self._connection.receive(version, tensors, link.timeout_s)
         # A colocated engine that gave up its memory since the last sync has lost its padding, too.
         self._fill_padding()
+        if command.verify:
+            self._connection.check_destination(version, tensors)
         return report
+
+    def _swap(
+        self, connection: Connection, version: int, tensors: Mapping[str, Tensor], *, verify: bool
+    ) -> None:
+        """Swap in the staged version; after the first one, begin to trace what was left out."""
+        assert self._staging is not None, f"swap of version {version} over an unstaged link"
+        full_trace = self._full_trace
+        if full_trace is None:
+            self._staging.swap(version, tensors)
+        else:
+            full_trace.check()
+            with full_trace.parameters_may_change():
+                self._staging.swap(version, tensors)
+        if verify:
+            connection.check_destination(version, tensors)
+        if full_trace is not None:
+            full_trace.start()
 
 
 _RECEIVER = WeightReceiver()

@@ -1,18 +1,26 @@
 """Runs in each trainer rank: sends slices of its parameters to every engine that needs them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import common_device
+from mcore_rl.process.garbage import collections_paused
 from mcore_rl.slices.box import Shard
 from mcore_rl.stream.connection import Connection
 from mcore_rl.stream.link_end import LinkEnd
+from mcore_rl.stream.link_keeper import DATA, ERROR
+from mcore_rl.stream.meeting import describe_rank
+from mcore_rl.stream.plan_handshake import Drafts, PlanHandshake
+from mcore_rl.stream.roster import Roster
 from mcore_rl.stream.routes.choice import MakeTransport, make_routed_transport
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.wire import Link, Report
+
+_MOST_AT_ONCE = 4
+"""Links that a rank opens at a time: an engine that does not come holds up no other."""
 
 
 class WeightSender:
@@ -30,26 +38,74 @@ class WeightSender:
         self._tensors = tensors
         self._rank = rank
         self._make_transport = make_transport
+        self._device = common_device(tensors.values())
         self._connections: dict[str, Connection] = {}
+        self._handshakes: dict[str, PlanHandshake] = {}
+        """Those of planned links that are not open yet, by engine."""
+        self._drafts = Drafts()
+
+    def describe(self) -> bytes:
+        """Return this rank's encoded RankFacts, which hold for all links."""
+        return describe_rank(self._device, is_sender=True).encode()
+
+    def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> list[bytes]:
+        """Plan this rank's part of each (link, encoded roster); return what it publishes of each.
+
+        Waits for no other rank. Drops earlier links to the same engines.
+        """
+        with collections_paused():
+            return [self._plan(link, Roster.decode(encoded)) for link, encoded in offers]
+
+    def open_links(self, verdicts: Sequence[tuple[str, str]]) -> list[Report]:
+        """Connect by the plans of plan_links, given (engine, problems of the recorded layouts).
+
+        A link that fails has the error in its report and does not affect the others.
+        """
+        with ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="links") as pool:
+            return list(pool.map(lambda verdict: self._open(*verdict), verdicts))
 
     def connect(self, link: Link) -> Report:
-        """Join the link's other ranks and agree on a plan; replaces an earlier link to the same
-        engine.
+        """Join the link's other ranks at its store, without a controller that calls this rank.
 
-        A failure is in the report's `error`.
+        Replaces an earlier link to the same engine. A failure is in the report's `error`.
         """
         self.disconnect(link.engine)
+        end = LinkEnd.open(link, self._rank, self._device)
+        return self._report(
+            link, lambda: Connection.meet(end, lambda _: self._shards, self._make_transport)
+        )
+
+    def _plan(self, link: Link, roster: Roster) -> bytes:
+        self.disconnect(link.engine)
+        end = LinkEnd.open(link, self._rank, self._device, roster=roster)
+        handshake = PlanHandshake(end, lambda _: self._shards, self._drafts)
+        self._handshakes[link.engine] = handshake
         try:
-            end = LinkEnd.open(link, self._rank, common_device(self._tensors.values()))
-            connection = Connection(end, lambda _: self._shards, self._make_transport)
+            return DATA + handshake.answer().encode()
+        except (RuntimeError, ValueError) as error:
+            return ERROR + str(error).encode()
+
+    def _open(self, engine: str, problems: str) -> Report:
+        handshake = self._handshakes.pop(engine)
+
+        def connect() -> Connection:
+            plan = handshake.conclude(problems)
+            return Connection(handshake.end, plan, self._make_transport)
+
+        return self._report(handshake.end.link, connect)
+
+    def _report(self, link: Link, connect: Callable[[], Connection]) -> Report:
+        try:
+            connection = connect()
         except (RuntimeError, ValueError) as error:
             peer_lost = isinstance(error, TransferError) and error.peer_lost
-            return Report(link.names[self._rank], error=str(error), peer_lost=peer_lost)
+            return Report(link.name_of(self._rank), error=str(error), peer_lost=peer_lost)
         self._connections[link.engine] = connection
         return Report(connection.name, connection.digest, connection.num_bytes)
 
     def disconnect(self, engine: str) -> None:
         """Drop the link to `engine`, if there is one."""
+        self._handshakes.pop(engine, None)
         connection = self._connections.pop(engine, None)
         if connection is not None:
             connection.close()

@@ -46,6 +46,8 @@ class Link:
     """Whether only what changed since the last version travels between machines: off; auto, where
     messages go from host to host; always, so that messages between GPUs go from host to host, too.
     """
+    trace_all: bool = False
+    """Whether engine ranks trace every tensor of their loader before they link."""
     relay: str = ""
     """The engine that sends: each of its ranks forwards what it received to the same rank of
     `engine`. If empty, trainer ranks send.
@@ -59,14 +61,19 @@ class Link:
                 )
 
     @property
+    def num_ranks(self) -> int:
+        return self.num_senders + self.num_receivers
+
+    @property
     def names(self) -> tuple[str, ...]:
         """A readable name for each rank, senders first."""
-        if self.relay:
-            senders = [f"rank {rank} of engine {self.relay}" for rank in range(self.num_senders)]
-        else:
-            senders = [f"trainer rank {rank}" for rank in range(self.num_senders)]
-        receivers = [f"rank {rank} of engine {self.engine}" for rank in range(self.num_receivers)]
-        return (*senders, *receivers)
+        return tuple(map(self.name_of, range(self.num_ranks)))
+
+    def name_of(self, rank: int) -> str:
+        """Return the readable name of a rank, counted over the link."""
+        if rank >= self.num_senders:
+            return f"rank {rank - self.num_senders} of engine {self.engine}"
+        return f"rank {rank} of engine {self.relay}" if self.relay else f"trainer rank {rank}"
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,9 @@ class Report:
     seconds: float = 0.0
     saved_bytes: int = 0
     """Bytes of num_bytes that did not travel."""
+    num_slices: int = 0
+    num_changed: int | None = None
+    """Slices that are other bytes than in the version received before; None if there was none."""
     error: str | None = None
     peer_lost: bool = False
     """A peer went away or kept this rank waiting; the peer's own report says more."""
@@ -99,6 +109,8 @@ class Command:
     link: Link
     action: Action
     version: int | None = None
+    verify: bool = False
+    """Read the version back from the parameters and compare it with the senders' checksums."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +148,7 @@ def encode_command(command: Command) -> Tensor:
 
 def decode_command(tensor_u8: Tensor) -> Command:
     fields = json.loads(bytes(tensor_u8.tolist()))
-    return Command(Link(**fields["link"]), fields["action"], fields["version"])
+    return Command(Link(**fields["link"]), fields["action"], fields["version"], fields["verify"])
 
 
 def encode_report(report: Report) -> bytes:

@@ -24,7 +24,7 @@ TIMEOUT_S = 20.0
 def connecting(end: LinkEnd) -> Callable[[], Connection]:
     cut = row_cut if end.is_sender else column_cut
     shards, _ = cut(make_tensors(), 0, 1, "float32")
-    return lambda: Connection(end, lambda _: shards, make_routed_transport)
+    return lambda: Connection.meet(end, lambda _: shards, make_routed_transport)
 
 
 @contextmanager

@@ -104,7 +104,7 @@ def test_a_failure_at_one_end_is_told_to_the_other() -> None:
     sender, receiver, _store = open_transfers(make_routed_transport, 3 * NUM_SLOTS)
     errors: list[TransferError] = []
 
-    def act(transfer: Callable[[int, Tensors, float], None], version: int) -> None:
+    def act(transfer: Callable[[int, Tensors, float], object], version: int) -> None:
         try:
             transfer(version, {"param": torch.zeros(NUMEL)}, time.monotonic() + 10)
         except TransferError as error:

@@ -26,7 +26,7 @@ def own_shards(end: LinkEnd) -> Sequence[Shard]:
 
 
 def connecting(end: LinkEnd) -> Callable[[], Connection]:
-    return lambda: Connection(end, lambda _: own_shards(end), make_routed_transport)
+    return lambda: Connection.meet(end, lambda _: own_shards(end), make_routed_transport)
 
 
 def test_versions_arrive_whole_and_both_sides_report_the_same() -> None:
@@ -71,5 +71,5 @@ def test_a_peer_that_leaves_is_named() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     _store, link = make_link(num_senders=NUM_SENDERS, timeout_s=0.5)
-    with pytest.raises(TransferError, match="the layout of trainer rank 1, rank 0 of engine"):
+    with pytest.raises(TransferError, match="the facts of trainer rank 1, rank 0 of engine"):
         connecting(open_ends(link)[0])()

@@ -1,9 +1,9 @@
 """The handshake of ranks in threads: one plan, recorded or listed layouts, errors with names."""
 
-import json
 import mmap
+import re
 import shutil
-import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -16,22 +16,20 @@ from mcore_rl.slices.layouts.megatron import MegatronSizes
 from mcore_rl.slices.layouts.recorded import RecordedLayouts
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.slices.strides import contiguous_strides
+from mcore_rl.stream.buckets import Bucket
 from mcore_rl.stream.link_end import LinkEnd
-from mcore_rl.stream.plan_handshake import (
-    HfTensors,
-    MakeShards,
-    PlanHandshake,
-    RankMachine,
-    RankPlan,
-    direct_peers,
-)
-from mcore_rl.stream.routes.channel import machine_id
+from mcore_rl.stream.link_keeper import LISTED_PLAN, RECORDED_PLAN, PlanAnswer, rank_key
+from mcore_rl.stream.meeting import publish_facts
+from mcore_rl.stream.plan_handshake import Drafts, HfTensors, MakeShards, PlanHandshake
+from mcore_rl.stream.rank_plan import RankPlan
+from mcore_rl.stream.roster import RankFacts, make_roster
 from mcore_rl.stream.routes.open_memory import OpenMemory
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.segment import Segment
-from mcore_rl.stream.verify import ROWS, XXH3
+from mcore_rl.stream.store.client import RemoteClient
+from mcore_rl.stream.verify import XXH3
 from mcore_rl.stream.wire import Link, encode_shards
-from tests.support.link_ends import make_link, open_ends, run_ranks
+from tests.support.link_ends import HOST, make_link, open_ends, run_ranks
 
 NUM_SENDERS = 2
 NUM_RECEIVERS = 2
@@ -48,6 +46,14 @@ CONFIG = {
     "vocab_size": 16,
     "tie_word_embeddings": False,
 }
+
+
+def recorded(num_senders: int) -> RecordedLayouts:
+    trainer = MegatronSizes(padded_vocab=16, dp=num_senders)
+    return RecordedLayouts(CONFIG, "float32", trainer, SGLangSizes(1, 2, 1, 1, 1))
+
+
+RECORDED = recorded(NUM_SENDERS)
 TWO_TO_TWO = {"num_senders": NUM_SENDERS, "num_receivers": NUM_RECEIVERS}
 
 
@@ -58,8 +64,15 @@ def own_shards(end: LinkEnd) -> Sequence[Shard]:
 
 
 def planning(end: LinkEnd, make_shards: MakeShards | None = None) -> Callable[[], RankPlan]:
-    make_shards = make_shards or (lambda _: own_shards(end))
-    return lambda: PlanHandshake(end).run(make_shards)
+    return PlanHandshake(end, make_shards or (lambda _: own_shards(end))).run
+
+
+def buckets_of(own: RankPlan) -> list[Bucket]:
+    return [planned.bucket for planned in own.buckets]
+
+
+def key_of(bucket: Bucket) -> tuple[int, int, int]:
+    return bucket.source_rank, bucket.target_rank, bucket.index
 
 
 def plan(link: Link) -> list[RankPlan]:
@@ -71,15 +84,15 @@ def test_both_ends_of_each_pair_plan_the_same_buckets() -> None:
     plans = plan(link)
     senders = plans[:NUM_SENDERS]
     receivers = plans[NUM_SENDERS:]
-    sent = {(b.source_rank, b.target_rank, b.index): b for p in senders for b in p.buckets}
-    received = {(b.source_rank, b.target_rank, b.index): b for p in receivers for b in p.buckets}
+    sent = {key_of(b): b for own in senders for b in buckets_of(own)}
+    received = {key_of(b): b for own in receivers for b in buckets_of(own)}
     assert sent == received
     for rank, own in enumerate(senders):
-        assert {bucket.source_rank for bucket in own.buckets} == {rank}
+        assert {bucket.source_rank for bucket in buckets_of(own)} == {rank}
     for rank, own in enumerate(receivers):
-        assert {bucket.target_rank for bucket in own.buckets} == {rank}
+        assert {bucket.target_rank for bucket in buckets_of(own)} == {rank}
         wanted = sum(shard.box.numel for shard in own_shards(open_ends(link)[2 + rank]))
-        assert sum(piece.box.numel for b in own.buckets for piece in b.pieces) == wanted
+        assert sum(piece.box.numel for b in buckets_of(own) for piece in b.pieces) == wanted
     assert max(bucket.num_bytes for bucket in sent.values()) <= link.bucket_bytes
 
 
@@ -123,35 +136,50 @@ def test_recorded_layouts_that_are_wrong_are_replaced_by_lists(
     assert "the recorded layouts are wrong for trainer rank 0: " in caplog.text
 
 
+def recorded_shards(end: LinkEnd) -> Sequence[Shard]:
+    layout = RECORDED.source() if end.is_sender else RECORDED.target()
+    return [
+        Shard(box, box.name, 0, contiguous_strides(box.shape), dtype)
+        for box, dtype in boxes_of(layout, end.side_rank)
+    ]
+
+
 def test_trainer_ranks_plan_while_an_engine_rank_traces() -> None:
-    recorded = RecordedLayouts(
-        CONFIG, "float32", MegatronSizes(padded_vocab=16, dp=2), SGLangSizes(1, 2, 1, 1, 1)
-    )
-    _store, link = make_link(**TWO_TO_TWO)
+    store, link = make_link(**TWO_TO_TWO)
+    keys = [rank_key(RECORDED_PLAN, rank) for rank in range(NUM_SENDERS)]
 
     def make_shards(end: LinkEnd) -> MakeShards:
-        layout = recorded.source() if end.is_sender else recorded.target()
-
         def trace(_: HfTensors) -> Sequence[Shard]:
-            if not end.is_sender:
-                late_s = time.monotonic() + link.timeout_s
-                end.store.collect("recorded plan", range(2), link.names, end.name, late_s)
-            return [
-                Shard(box, box.name, 0, contiguous_strides(box.shape), dtype)
-                for box, dtype in boxes_of(layout, end.side_rank)
-            ]
+            assert end.is_sender or store.client.wait(keys, link.timeout_s)
+            return recorded_shards(end)
 
         return trace
 
-    ends = open_ends(replace(link, layouts=recorded.encode()))
+    ends = open_ends(replace(link, layouts=RECORDED.encode()))
     plans = run_ranks([planning(end, make_shards(end)) for end in ends])
     assert len({own.digest for own in plans}) == 1
     assert plans[0].digest.startswith("recorded ")
     sent, received = (
-        sorted(str((b.source_rank, b.target_rank, b)) for own in side for b in own.buckets)
+        sorted((*key_of(b), str(b)) for own in side for b in buckets_of(own))
         for side in (plans[:2], plans[2:])
     )
     assert sent == received
+
+
+def test_a_rank_reuses_its_draft_for_a_link_with_equal_layouts_hosts_and_sums() -> None:
+    drafts = Drafts()
+    found = []
+    for machines in ("aabb", "aacc", "aaba", "aabb"):
+        _store, link = make_link(**TWO_TO_TWO)
+        roster = make_roster([RankFacts(machine, (XXH3,)) for machine in machines], link)
+        link = replace(link, layouts=RECORDED.encode())
+        end = LinkEnd.open(link, 1, HOST, roster=roster)
+        handshake = PlanHandshake(end, lambda _, end=end: recorded_shards(end), drafts)
+        answer = handshake.answer()
+        found.append((answer, handshake.conclude("").buckets))
+    away, elsewhere, shared, again = found
+    assert away[1] is elsewhere[1] is again[1] is not shared[1]
+    assert away[0] == elsewhere[0] == again[0] != shared[0]
 
 
 def test_a_rank_whose_shards_cannot_be_had_is_named_at_all_ranks() -> None:
@@ -175,52 +203,61 @@ def test_a_rank_whose_shards_cannot_be_had_is_named_at_all_ranks() -> None:
     }
 
 
-def test_a_peer_that_planned_otherwise_is_named_before_a_byte_moves() -> None:
-    _store, link = make_link(timeout_s=5.0)
-    sender, receiver = open_ends(link)
-    receiver.store.publish("layout", 1, encode_shards(column_cut(HF, 0, 1, "bfloat16")[0]))
-    receiver.store.publish("machine", 1, json.dumps([machine_id(), [XXH3]]).encode())
-    receiver.store.publish("plan", 1, json.dumps({"0": "otherwise"}).encode())
-    with pytest.raises(
-        TransferError,
-        match=r"trainer rank 0 and rank 0 of engine engine-0 made different plans .* otherwise$",
-    ):
-        PlanHandshake(sender).run(lambda _: row_cut(HF, 0, 1, "float32")[0])
-
-
-@pytest.mark.parametrize("theirs", [(XXH3, ROWS), (ROWS,), ("later", ROWS)])
-def test_ranks_take_the_first_kind_of_checksum_that_all_compute(theirs: tuple[str, ...]) -> None:
+def test_a_peer_that_planned_otherwise_is_named_at_all_ranks_before_a_byte_moves() -> None:
     _store, link = make_link(timeout_s=20.0)
     sender, receiver = open_ends(link)
-    shards = column_cut(HF, 0, 1, "bfloat16")[0]
-    receiver.store.publish("layout", 1, encode_shards(shards))
-    receiver.store.publish("machine", 1, json.dumps([machine_id(), theirs]).encode())
+
+    def answer_otherwise() -> None:
+        publish_facts(receiver)
+        for topic, answer in (
+            (RECORDED_PLAN, PlanAnswer("none", {})),
+            (LISTED_PLAN, PlanAnswer("", {0: "otherwise"})),
+        ):
+            receiver.store.publish(topic, 1, answer.encode())
+        lists = encode_shards(column_cut(HF, 0, 1, "bfloat16")[0])
+        receiver.store.publish("layout", 1, lists)
 
     def run() -> str:
-        return PlanHandshake(sender).run(lambda _: row_cut(HF, 0, 1, "float32")[0]).sums
+        shards = row_cut(HF, 0, 1, "float32")[0]
+        with pytest.raises(TransferError) as caught:
+            PlanHandshake(sender, lambda _: shards).run()
+        return str(caught.value)
 
-    def answer() -> str:
-        """Agree with whatever the sender planned."""
-        plan = receiver.store.collect("plan", [0], link.names, "test", time.monotonic() + 20)
-        digest = json.loads(plan[0])["1"]
-        receiver.store.publish("plan", 1, json.dumps({"0": digest}).encode())
-        return XXH3 if XXH3 in theirs else ROWS
-
-    taken, expected = run_ranks([run, answer])
-    assert taken == expected
+    error, _ = run_ranks([run, answer_otherwise])
+    assert error is not None and re.fullmatch(
+        r"trainer rank 0 and rank 0 of engine engine-0 made different plans for their pair:"
+        r" [0-9a-f]{16}, otherwise",
+        error,
+    )
 
 
-def test_ranks_without_a_common_kind_of_checksum_are_named() -> None:
-    _store, link = make_link(timeout_s=20.0)
-    sender, receiver = open_ends(link)
-    shards = column_cut(HF, 0, 1, "bfloat16")[0]
-    receiver.store.publish("layout", 1, encode_shards(shards))
-    receiver.store.publish("machine", 1, json.dumps([machine_id(), ["later"]]).encode())
-    with pytest.raises(
-        TransferError,
-        match=r"no kind of checksum in common .*rank 0 of engine engine-0: later\); run one",
-    ):
-        PlanHandshake(sender).run(lambda _: row_cut(HF, 0, 1, "float32")[0])
+@pytest.mark.parametrize("num_senders", [2, 32])
+def test_a_rank_makes_as_many_requests_however_many_ranks_there_are(
+    num_senders: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_requests: Counter[int] = Counter()
+    ask = RemoteClient._ask
+
+    def count(self: RemoteClient, *request: bytes) -> list[bytes]:
+        num_requests[id(self)] += 1
+        return ask(self, *request)
+
+    monkeypatch.setattr(RemoteClient, "_ask", count)
+    store, link = make_link(num_senders=num_senders, num_receivers=2, timeout_s=60.0)
+    ends = open_ends(replace(link, layouts=recorded(num_senders).encode()))
+
+    def shards_of(end: LinkEnd) -> MakeShards:
+        layout = recorded(num_senders).source() if end.is_sender else RECORDED.target()
+        return lambda _: [
+            Shard(box, box.name, 0, contiguous_strides(box.shape), dtype)
+            for box, dtype in boxes_of(layout, end.side_rank)
+        ]
+
+    plans = run_ranks([planning(end, shards_of(end)) for end in ends])
+    assert {own.digest.split()[0] for own in plans} == {"recorded"}
+    # It publishes facts and an answer, and reads the roster and the verdict.
+    assert [num_requests[id(end.store.client)] for end in ends] == [4] * len(ends)
+    assert store.num_keys == 2
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -231,21 +268,3 @@ def test_ranks_of_one_machine_may_write_into_an_engine_rank_that_opens_its_memor
     plans = run_ranks([planning(end) for end in (*ends, replace(last, memory=memory))])
     into_last = {3: memory.name}
     assert [own.direct for own in plans] == [into_last, into_last, {}, {0: "", 1: ""}]
-
-
-@pytest.mark.parametrize(
-    ("trainer", "expected"),
-    [
-        (RankMachine("here", [XXH3], writes=True), {0: ""}),
-        (RankMachine("elsewhere", [XXH3], writes=True), {}),
-        (RankMachine("here", [XXH3], writes=False), {}),
-    ],
-)
-def test_only_trainer_ranks_of_the_machine_that_have_a_compiler_write(
-    trainer: RankMachine, expected: dict[int, str]
-) -> None:
-    engine = RankMachine("here", [XXH3], memory="socket")
-    assert direct_peers([trainer, engine], 1, 1) == expected
-    assert direct_peers([trainer, engine], 1, 0) == dict.fromkeys(
-        (1,) if expected else (), "socket"
-    )

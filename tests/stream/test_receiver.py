@@ -125,7 +125,8 @@ def test_a_loader_that_cannot_be_traced_is_reported_by_name() -> None:
     sent, received = run_ranks(
         [lambda: rank.sender.connect(link), lambda: rank.handle(link, "connect")]
     )
-    assert received.error is not None and "norm" in received.error
+    assert received.error is not None and "'norm.weight'" in received.error
+    assert "parameters on cpu, in load_weights (" in received.error
     assert received == take(store, "connect")
     assert sent.error is not None and sent.peer_lost
 

@@ -99,7 +99,7 @@ def test_an_engine_that_does_not_receive_loses_its_link_and_the_other_does_not()
 def test_a_link_whose_engine_does_not_come_is_reported() -> None:
     store = LinkStore.serve("127.0.0.1", 0.2)
     report = make_sender().connect(Link("a", "127.0.0.1", store.port, store.key, 1, 1, 700, 0.2))
-    assert report.error is not None and "the layout of rank 0 of engine a" in report.error
+    assert report.error is not None and "the facts of rank 0 of engine a" in report.error
     assert report.peer_lost
 
 

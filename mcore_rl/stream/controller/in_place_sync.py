@@ -38,7 +38,12 @@ class InPlaceSync(SyncStrategy):
         """Transfer `version` to engines that are paused."""
         sending = self._start_send(version, [target.url for target in targets])
         self._mixed |= {target.url for target in targets}
-        commands = (target.engine.command(target.control, "receive", version) for target in targets)
+        commands = (
+            target.engine.command(
+                target.control, "receive", version, verify=self._is_to_verify(target)
+            )
+            for target in targets
+        )
         answers = await asyncio.gather(*commands, return_exceptions=True)
         received = [target.engine.take_reports("receive") for target in targets]
         sent = await send_outcome(sending)

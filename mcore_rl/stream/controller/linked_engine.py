@@ -1,17 +1,27 @@
 """Represents one engine to the controller, which sends it commands and reads its ranks' reports."""
 
-import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mcore_rl.stream.controller.engine_control import EngineControl
-from mcore_rl.stream.link_store import LinkStore
+from mcore_rl.stream.link_store import LinkStore, report_key
 from mcore_rl.stream.wire import Action, Command, Link, Report, StageRequest, encode_command
 
 _FAILURE_GRACE_S = 3.0
 """How long an engine's ranks may take to report once the transfer is known to have failed."""
-_POLL_S = 0.001
+VERIFIED_FIRST = 2
+"""Syncs of a link that are read back in any case: one of each of the two sets of parameters."""
+_FAILURE_POLL_S = 0.1
+"""How often a wait for reports checks for failures; the last report itself wakes it."""
+
+
+def is_read_back(num_syncs: int, every: int) -> bool:
+    """Return whether the sync that follows `num_syncs` others over a link is read back.
+
+    `every`: how many syncs come to one that is, after the first ones; 0: none is.
+    """
+    return every > 0 and (num_syncs < VERIFIED_FIRST or num_syncs % every == 0)
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,7 @@ class LinkedEngine:
     digest               of the plan that the engine's ranks and the trainer's agreed on
     served_version       the version last committed on the engine
     num_stage_requests   stage requests put into the store so far
+    num_syncs            versions that came over the link and were committed
     relay_link           the link to the engine it last forwarded to
     """
 
@@ -39,13 +50,26 @@ class LinkedEngine:
     digest: str = ""
     served_version: int | None = None
     num_stage_requests: int = 0
+    num_syncs: int = 0
     relay_link: RelayLink | None = None
 
+    def is_to_verify(self, every: int) -> bool:
+        """Return whether the next sync over the link is to be read back from the parameters.
+
+        `every`: as is_read_back has it.
+        """
+        return is_read_back(self.num_syncs, every)
+
     async def command(
-        self, control: EngineControl, action: Action, version: int | None = None
+        self,
+        control: EngineControl,
+        action: Action,
+        version: int | None = None,
+        *,
+        verify: bool = False,
     ) -> None:
         """Have SGLang call the receiver in every rank; returns when all are done."""
-        command_u8 = encode_command(Command(self.link, action, version))
+        command_u8 = encode_command(Command(self.link, action, version, verify))
         await control.run_loader(command_u8, self.tp_size, flush_cache=action != "connect")
 
     def take_reports(self, action: Action) -> list[Report]:
@@ -90,29 +114,31 @@ class LinkedEngine:
                 layouts="",
                 relay=self.link.engine,
             )
+            store.keep(link)
             self.relay_link = RelayLink(engine, link, store)
         return self.relay_link
 
     async def _wait_reports(
         self, action: Action, has_failed: Callable[[], bool], deadline_s: float
     ) -> list[Report]:
-        reports: dict[int, Report] = {}
-        while len(reports) < len(self._ranks) and time.monotonic() < deadline_s:
-            for rank in self._ranks:
-                report = None if rank in reports else self.store.take_report(action, rank)
-                if report is not None:
-                    reports[rank] = report
-            if has_failed() or any(report.error for report in reports.values()):
+        keys = [report_key(action, rank) for rank in self._ranks]
+        is_failing = False
+        while True:
+            left_s = deadline_s - time.monotonic()
+            if await self.store.wait_present(keys, min(left_s, _FAILURE_POLL_S)):
+                break
+            if left_s <= 0:
+                break
+            if not is_failing and (has_failed() or self.store.has_error(action, self._ranks)):
+                is_failing = True
                 deadline_s = min(deadline_s, time.monotonic() + _FAILURE_GRACE_S)
-            if len(reports) < len(self._ranks):
-                await asyncio.sleep(_POLL_S)
-        return [reports.get(rank) or self._missing_report(rank) for rank in self._ranks]
+        return self.take_reports(action)
 
     @property
     def _ranks(self) -> range:
         """The engine's ranks, counted over the link."""
-        return range(self.link.num_senders, len(self.link.names))
+        return range(self.link.num_senders, self.link.num_ranks)
 
     def _missing_report(self, rank: int) -> Report:
         error = "did not report (see the engine's log)"
-        return Report(self.link.names[rank], error=error, peer_lost=True, missing=True)
+        return Report(self.link.name_of(rank), error=error, peer_lost=True, missing=True)

@@ -41,10 +41,15 @@ _SWAP_S = 5.0
 
 class StagedSync(SyncStrategy):
     def __init__(
-        self, trainers: TrainerRanks, timeout_s: float, mixed: set[str], relay_host: str | None
+        self,
+        trainers: TrainerRanks,
+        timeout_s: float,
+        mixed: set[str],
+        relay_host: str | None,
+        verify_every: int = 0,
     ) -> None:
         """`relay_host`: this process's address as engines reach it; None turns relays off."""
-        super().__init__(trainers, timeout_s, mixed)
+        super().__init__(trainers, timeout_s, mixed, verify_every)
         self._relay_host = relay_host
 
     async def run(self, version: int, targets: Sequence[SyncTarget]) -> list[EngineSyncResult]:
@@ -147,7 +152,8 @@ class StagedSync(SyncStrategy):
         try:
             await self._open(target.control)
             self._mixed.add(target.url)
-            await target.engine.command(target.control, "swap", version)
+            verify = self._is_to_verify(target)
+            await target.engine.command(target.control, "swap", version, verify=verify)
             return root_error(await target.engine.wait_reports("swap", deadline_s))
         except EngineCallError as failure:
             return str(failure)

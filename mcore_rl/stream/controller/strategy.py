@@ -25,8 +25,16 @@ class TrainerRanks(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    async def connect(self, link: Link) -> Sequence[Report]:
-        """Return one report per rank, in rank order."""
+    async def describe(self) -> Sequence[bytes]:
+        """Return each rank's facts, in rank order."""
+        ...
+
+    async def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> Sequence[Sequence[bytes]]:
+        """Return for each rank what it publishes of each link."""
+        ...
+
+    async def open_links(self, verdicts: Sequence[tuple[str, str]]) -> Sequence[Sequence[Report]]:
+        """Return for each rank its report on each link."""
         ...
 
     async def send(
@@ -55,15 +63,25 @@ class SyncTarget:
 class SyncStrategy(ABC):
     """Moves a version to engines."""
 
-    def __init__(self, trainers: TrainerRanks, timeout_s: float, mixed: set[str]) -> None:
-        """`mixed`, kept up to date: urls of paused engines whose parameters may mix versions."""
+    def __init__(
+        self, trainers: TrainerRanks, timeout_s: float, mixed: set[str], verify_every: int = 0
+    ) -> None:
+        """Set what all syncs have in common.
+
+        mixed         kept up to date: urls of paused engines whose parameters may mix versions
+        verify_every  as LinkedEngine.is_to_verify
+        """
         self._trainers = trainers
         self._timeout_s = timeout_s
         self._mixed = mixed
+        self._verify_every = verify_every
 
     @abstractmethod
     async def run(self, version: int, targets: Sequence[SyncTarget]) -> list[EngineSyncResult]:
         """Bring `targets` to the trainer's current weights; return their results, in order."""
+
+    def _is_to_verify(self, target: SyncTarget) -> bool:
+        return target.engine.is_to_verify(self._verify_every)
 
     async def _open(self, control: EngineControl) -> None:
         await control.pause()
@@ -78,17 +96,21 @@ class SyncStrategy(ABC):
         """
         control = target.control
         error = result.error
+        verified = False
         try:
             if error is None:
                 await asyncio.gather(control.end_update(), control.commit(version))
                 await control.resume()
                 target.engine.served_version = version
+                verified = self._is_to_verify(target)
+                target.engine.num_syncs += 1
                 self._mixed.discard(control.url)
             else:
                 await control.end_update()
         except EngineCallError as failure:
             error = error or str(failure)
-        return replace(result, error=error, pause_seconds=time.monotonic() - began_s)
+        pause_seconds = time.monotonic() - began_s
+        return replace(result, error=error, verified=verified, pause_seconds=pause_seconds)
 
     def _start_send(self, version: int, urls: Sequence[str]) -> "asyncio.Future[Any]":
         sending = self._trainers.send(version, urls, self._timeout_s)

@@ -7,7 +7,8 @@ parameters may mix versions, it also stays paused.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import aiohttp
 
@@ -18,11 +19,12 @@ from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.controller.engine_control import EngineCallError, EngineControl
 from mcore_rl.stream.controller.in_place_sync import InPlaceSync
 from mcore_rl.stream.controller.linked_engine import LinkedEngine
+from mcore_rl.stream.controller.linking import EngineLinker, LinkError
 from mcore_rl.stream.controller.staged_sync import StagedSync
 from mcore_rl.stream.controller.strategy import GRACE_S, SyncStrategy, SyncTarget, TrainerRanks
-from mcore_rl.stream.controller.sync_report import SyncReport, root_error
+from mcore_rl.stream.controller.sync_report import SyncReport
 from mcore_rl.stream.link_store import LinkStore
-from mcore_rl.stream.wire import Link, Report
+from mcore_rl.stream.wire import Link
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +33,14 @@ RecordLayouts = Callable[[SGLangSizes], RecordedLayouts]
 
 
 class SyncError(RuntimeError):
-    """No engine could be brought to the new version, or an engine could not be linked."""
+    """No engine could be brought to the new version, or engines could not be linked.
+
+    failed  url of each engine that could not be linked -> why
+    """
+
+    def __init__(self, message: str, failed: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.failed = dict(failed or {})
 
 
 class SyncController:
@@ -48,6 +57,8 @@ class SyncController:
         delta: str = "off",
         record: RecordLayouts | None = None,
         keys: ServerKeys | None = None,
+        verify_every: int = 0,
+        trace_all: bool = False,
     ) -> None:
         """Make a controller without engines.
 
@@ -60,6 +71,9 @@ class SyncController:
         delta      as in stream.wire.Link
         record     recorded layouts spare ranks listing their shards for one another
         keys       open the engines; None if they were started without
+        verify_every  a link's first syncs and every so many after are read back from the engine's
+                   live parameters and compared with the trainer's checksums; 0: none is
+        trace_all  as in stream.wire.Link
         """
         self._trainers = trainers
         self._host = host
@@ -67,17 +81,21 @@ class SyncController:
         self._timeout_s = timeout_s
         self._staged = staged
         self._delta = delta
+        self._trace_all = trace_all
         self._record = record
         self._headers = admin_headers(keys)
         self._engines: dict[str, LinkedEngine] = {}
+        self._facts: Sequence[bytes] = ()
+        """Each trainer rank's, once it is known."""
+        self._layouts_of: dict[SGLangSizes, str] = {}
         self._mixed: set[str] = set()
         """Urls of engines whose parameters may mix versions; they are paused."""
         self._strategy: SyncStrategy
         if staged:
             relay_host = host if relay else None
-            self._strategy = StagedSync(trainers, timeout_s, self._mixed, relay_host)
+            self._strategy = StagedSync(trainers, timeout_s, self._mixed, relay_host, verify_every)
         else:
-            self._strategy = InPlaceSync(trainers, timeout_s, self._mixed)
+            self._strategy = InPlaceSync(trainers, timeout_s, self._mixed, verify_every)
 
     @property
     def linked(self) -> tuple[str, ...]:
@@ -102,15 +120,41 @@ class SyncController:
         return self._engines[url].served_version
 
     async def connect(self, urls: Sequence[str]) -> None:
-        """Link engines to the trainer ranks: all at the start, later those that failed or joined.
+        """Link engines to the trainer ranks at once: all at the start, later those that failed or
+        joined.
 
-        Raises SyncError, which names the rank that could not join and why; other links are not
-        affected.
+        Raises SyncError, which names each engine that could not be linked, the rank and why; the
+        other engines are linked.
         """
+        for url in urls:
+            self._engines.pop(url, None)
         async with self._http() as http:
-            for url in urls:
-                self._engines.pop(url, None)
-                self._engines[url] = await self._connect(EngineControl(http, url))
+            linker = EngineLinker(self._trainers, await self._trainer_facts(urls))
+            outcomes = await asyncio.gather(
+                *(self._connect(linker, EngineControl(http, url)) for url in urls),
+                return_exceptions=True,
+            )
+        failed: dict[str, str] = {}
+        for url, outcome in zip(urls, outcomes, strict=True):
+            if isinstance(outcome, LinkedEngine):
+                self._engines[url] = outcome
+            elif isinstance(outcome, (EngineCallError, LinkError)):
+                failed[url] = f"engine {url} cannot be linked: {outcome}"
+            else:
+                raise outcome
+        if failed:
+            raise SyncError("; ".join(failed.values()), failed)
+
+    async def _trainer_facts(self, urls: Sequence[str]) -> Sequence[bytes]:
+        """Return the facts of the trainer ranks, which are asked for them once."""
+        if not self._facts:
+            try:
+                self._facts = await self._trainers.describe()
+            except (RuntimeError, OSError) as error:
+                message = f"cannot be linked: the trainer ranks failed: {error}"
+                failed = {url: f"engine {url} {message}" for url in urls}
+                raise SyncError("; ".join(failed.values()), failed) from error
+        return self._facts
 
     async def sync(self, version: int, urls: Sequence[str] | None = None) -> SyncReport:
         """Bring the linked engines (or those given) to the trainer's current weights, named
@@ -136,33 +180,29 @@ class SyncController:
             )
         return report
 
-    async def _connect(self, control: EngineControl) -> LinkedEngine:
+    async def _connect(self, linker: EngineLinker, control: EngineControl) -> LinkedEngine:
+        sizes = await control.parallel_sizes()
+        if sizes.pp > 1 and not self._staged:
+            raise LinkError(f"its pp_size={sizes.pp} needs a staged sync")
+        deadline_s = time.monotonic() + self._timeout_s
+        engine = self._make_engine(control.url, sizes)
+        await control.pause()
+        await control.begin_update()
         try:
-            sizes = await control.parallel_sizes()
-            if sizes.pp > 1 and not self._staged:
-                raise SyncError(
-                    f"engine {control.url} has pp_size={sizes.pp}, which needs a staged sync"
-                )
-            deadline_s = time.monotonic() + self._timeout_s
-            engine = self._make_engine(control.url, sizes)
-            await control.pause()
-            await control.begin_update()
-            sent, received, answer = await self._meet(control, engine, deadline_s)
-            await control.end_update()
-            if control.url not in self._mixed:
-                await control.resume()
-        except EngineCallError as error:
-            raise SyncError(f"engine {control.url} cannot be linked: {error}") from error
-        if isinstance(sent, BaseException):
-            raise SyncError(
-                f"engine {control.url} cannot be linked: the trainer ranks failed: {sent}"
-            ) from sent
-        error = root_error([*sent, *received], answer)
-        if error is not None:
-            raise SyncError(f"engine {control.url} cannot be linked: {error}")
-        engine.digest = sent[0].digest
+            engine.digest = await linker.link(control, engine, deadline_s)
+        except LinkError:
+            with suppress(EngineCallError):  # why it was not linked says more
+                await self._release(control)
+            raise
+        await self._release(control)
         _log.info("engine %s is linked, layouts %s", control.url, engine.digest)
         return engine
+
+    async def _release(self, control: EngineControl) -> None:
+        """Let the engine generate again, unless its parameters may mix versions."""
+        await control.end_update()
+        if control.url not in self._mixed:
+            await control.resume()
 
     def _make_engine(self, url: str, sizes: SGLangSizes) -> LinkedEngine:
         """Start the store of a new link to the engine."""
@@ -178,24 +218,18 @@ class SyncController:
             timeout_s=self._timeout_s,
             staged=self._staged,
             delta=self._delta,
-            layouts="" if self._record is None else self._record(sizes).encode(),
+            trace_all=self._trace_all,
+            layouts=self._layouts(sizes),
         )
         return LinkedEngine(link, store, sizes.tp)
 
-    async def _meet(
-        self, control: EngineControl, engine: LinkedEngine, deadline_s: float
-    ) -> tuple[Sequence[Report] | BaseException, list[Report], BaseException | None]:
-        """Have all ranks join; return the trainers' outcome, engine reports and engine error."""
-        sent, answer = await asyncio.gather(
-            self._trainers.connect(engine.link),
-            engine.command(control, "connect"),
-            return_exceptions=True,
-        )
-        if answer is None:
-            received = await engine.wait_reports("connect", deadline_s)
-        else:
-            received = engine.take_reports("connect")
-        return sent, received, answer
+    def _layouts(self, sizes: SGLangSizes) -> str:
+        """Return the recorded layouts of engines of these sizes, or "" without."""
+        if self._record is None:
+            return ""
+        if sizes not in self._layouts_of:
+            self._layouts_of[sizes] = self._record(sizes).encode()
+        return self._layouts_of[sizes]
 
     def _http(self) -> aiohttp.ClientSession:
         return open_session(self._timeout_s + GRACE_S, self._headers)

@@ -16,6 +16,9 @@ class EngineSyncResult:
     saved_bytes       of num_bytes, what did not travel because it was as before
     relay             the engine that forwarded the slices; None if trainer ranks sent them
     missing_reports   a rank sent no report
+    verified          the version was read back from the parameters and is what was sent
+    num_slices        of weights, received by all its ranks
+    num_changed       of num_slices, other bytes than in the last version; None for a link's first
     """
 
     url: str
@@ -27,6 +30,9 @@ class EngineSyncResult:
     error: str | None = None
     relay: str | None = None
     missing_reports: bool = False
+    verified: bool = False
+    num_slices: int = 0
+    num_changed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,10 +53,24 @@ class SyncReport:
         """Urls of the engines that serve the new version."""
         return tuple(engine.url for engine in self.engines if engine.error is None)
 
+    @property
+    def verified(self) -> frozenset[str]:
+        """Urls of the engines whose live parameters were read back and are what was sent."""
+        return frozenset(engine.url for engine in self.engines if engine.verified)
+
+    @property
+    def unchanged(self) -> tuple[str, ...]:
+        """Urls of the engines that got the same bytes as in the version before."""
+        return tuple(engine.url for engine in self.engines if engine.num_changed == 0)
+
     def metrics(self) -> dict[str, float]:
         num_bytes = sum(engine.num_bytes for engine in self.engines)
         trainer_bytes = sum(e.num_bytes for e in self.engines if e.relay is None)
+        shares = [e.num_changed / e.num_slices for e in self.engines if e.num_changed is not None]
+        changed = {"sync/changed_share": min(shares)} if shares else {}
         return {
+            **changed,
+            "sync/engines_verified": float(len(self.verified)),
             "sync/seconds": self.seconds,
             "sync/transfer_seconds": max(engine.transfer_seconds for engine in self.engines),
             "sync/pause_s": max(engine.pause_seconds for engine in self.engines),
@@ -88,4 +108,14 @@ def summarize(url: str, received: Sequence[Report], error: str | None) -> Engine
         transfer_seconds=max(report.seconds for report in received),
         error=error,
         missing_reports=any(report.missing for report in received),
+        num_slices=sum(report.num_slices for report in received),
+        num_changed=_sum_changed(received),
     )
+
+
+def _sum_changed(received: Sequence[Report]) -> int | None:
+    """Return how many slices changed over all ranks; None if a rank cannot say or got none."""
+    changed = [report.num_changed for report in received if report.num_changed is not None]
+    if len(changed) < len(received) or not sum(report.num_slices for report in received):
+        return None
+    return sum(changed)

@@ -14,6 +14,7 @@ not yet finished its own work.
 """
 
 import array
+import hashlib
 import mmap
 import os
 import select
@@ -147,32 +148,31 @@ class Bells:
         os.close(self.of_sender)
 
 
-class SegmentServer:
-    """A sender's abstract socket, where the receivers of its machine fetch their segments."""
+def serve_segments(end: LinkEnd, segments: Mapping[int, SegmentSpec]) -> dict[int, Channel]:
+    """Return a channel to each receiver in `segments`, by rank; they may come in any order.
 
-    def __init__(self) -> None:
-        self._server = RankServer()
-        self.name = self._server.name
-
-    def serve(self, end: LinkEnd, segments: Mapping[int, SegmentSpec]) -> dict[int, Channel]:
-        """Return a channel to each receiver in `segments`, by rank; they may come in any order.
-
-        Raises TransferError, which names those that did not come by end.deadline_s.
-        """
-        peers = self._server.accept(end, segments, "fetch their shared memory")
-        return {rank: _serve_segment(peer, segments[rank]) for rank, peer in peers}
+    Raises TransferError, which names those that did not come by end.deadline_s.
+    """
+    server = RankServer(_segment_server_name(end, end.rank))
+    peers = server.accept(end, segments, "fetch their shared memory")
+    return {rank: _serve_segment(peer, segments[rank]) for rank, peer in peers}
 
 
-def fetch_channel(end: LinkEnd, sender: int, server: str, segment: SegmentSpec) -> Channel:
-    """Return the receiver's end of the channel to rank `sender`, whose SegmentServer is named
-    `server`.
+def _segment_server_name(end: LinkEnd, sender: int) -> str:
+    """Return the name of a sender's server of segments, which only ranks of the link can tell."""
+    secret = f"{end.link.store_key} segments of rank {sender}"
+    return f"mcore_rl-{hashlib.sha256(secret.encode()).hexdigest()[:32]}"
+
+
+def fetch_channel(end: LinkEnd, sender: int, segment: SegmentSpec) -> Channel:
+    """Return the receiver's end of the channel to rank `sender`, once that serves segments.
 
     Raises TransferError if it cannot be had by end.deadline_s.
     """
-    name = end.link.names[sender]
+    name = end.link.name_of(sender)
     peer = socket.socket(socket.AF_UNIX)
     try:
-        connect(peer, end, server)
+        connect(peer, end, _segment_server_name(end, sender), comes_later=True)
         sizes = array.array("q", [0, 0])
         data, descriptors, _, _ = socket.recv_fds(peer, 2 * sizes.itemsize, 3)
         if not descriptors:

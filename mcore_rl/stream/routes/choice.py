@@ -9,27 +9,25 @@ GPU and host          as host to host, with one copy per bucket at the GPU's end
 Over a link with differences, gloo carries them (delta.py).
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mcore_rl.device.gpu_memory import DeviceStream, gpu_id, readable_gpus
+from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.stream.link_end import LinkEnd
+from mcore_rl.stream.meeting import publish_facts, with_roster
 from mcore_rl.stream.routes.channel import (
     Channel,
-    SegmentServer,
     SegmentSpec,
     fetch_channel,
-    machine_id,
+    serve_segments,
 )
 from mcore_rl.stream.routes.delta import DeltaTransport
 from mcore_rl.stream.routes.gloo import GlooTransport
 from mcore_rl.stream.routes.gpu_pairs import GpuPairTransport
+from mcore_rl.stream.routes.location import SOME_GPU, RankLocation, Route, choose_route
 from mcore_rl.stream.routes.shared_memory import SharedMemoryTransport
 from mcore_rl.stream.routes.transport import Transport
 
@@ -39,58 +37,6 @@ MakeTransport = Callable[[LinkEnd, Mapping[int, int], DeviceStream], Transport]
 shared_words  peer -> int64 words of memory to share with it, if any can be; its keys are the peers
 stream        packs and places this rank's messages, on end.device
 """
-
-Route = Literal["shared memory", "shared GPU memory", "NCCL", "gloo"]
-
-
-@dataclass(frozen=True)
-class RankLocation:
-    """Where a rank runs, as it tells the other ranks of its link.
-
-    machine         machine_id()
-    gpu             id of the GPU that holds its tensors; empty for the host
-    readable_gpus   ids of the GPUs whose memory it can read
-    segment_server  a sender's SegmentServer; empty for receivers
-    """
-
-    machine: str
-    gpu: str = ""
-    readable_gpus: tuple[str, ...] = ()
-    segment_server: str = ""
-
-
-def choose_route(
-    sender: RankLocation, receiver: RankLocation, *, through_hosts: bool = False
-) -> Route:
-    """Return the best route; `through_hosts`: between machines, GPUs' messages go by hosts."""
-    same_machine = sender.machine == receiver.machine
-    if not sender.gpu or not receiver.gpu:
-        return "shared memory" if same_machine else "gloo"
-    if same_machine and sender.gpu in receiver.readable_gpus:
-        return "shared GPU memory"
-    return "gloo" if through_hosts and not same_machine else "NCCL"
-
-
-def needs_gloo(
-    senders: Sequence[RankLocation],
-    receivers: Sequence[RankLocation],
-    *,
-    through_hosts: bool = False,
-) -> bool:
-    """Return whether any pair uses gloo, whose group all ranks of a link must make together.
-
-    Which GPU a rank uses makes no difference, so ranks are first reduced to machine and
-    host-or-GPU: time grows with the square of the machines, not of the ranks.
-    """
-    sender_kinds = {RankLocation(sender.machine, sender.gpu and "any") for sender in senders}
-    receiver_kinds = {
-        RankLocation(receiver.machine, receiver.gpu and "any") for receiver in receivers
-    }
-    return any(
-        choose_route(sender, receiver, through_hosts=through_hosts) == "gloo"
-        for sender in sender_kinds
-        for receiver in receiver_kinds
-    )
 
 
 class RoutedTransport:
@@ -141,20 +87,20 @@ def make_routed_transport(
     All ranks of the link call this. Raises TransferError, which names those that did not by
     end.deadline_s.
     """
-    server = SegmentServer() if end.is_sender else None
-    locations = _exchange_locations(end, "" if server is None else server.name)
-    routes = _routes_of(end, locations, shared_words)
+    end = _introduced(end)
+    assert end.roster is not None, "a rank connects with the roster"
+    routes = _routes_of(end, shared_words)
     segments = _plan_segments(routes, shared_words, end.device)
-    if server is not None:
-        channels = server.serve(end, segments)
+    if not segments:
+        channels: Mapping[int, Channel] = {}
+    elif end.is_sender:
+        channels = serve_segments(end, segments)
     else:
-        channels = _fetch_channels(end, locations, segments)
+        channels = {peer: fetch_channel(end, peer, spec) for peer, spec in segments.items()}
     shared_memory = SharedMemoryTransport(end, channels, stream)
     transports: list[Transport] = [shared_memory]
     by_peer: dict[int, Transport] = dict.fromkeys(segments, shared_memory)
-    num_senders = end.link.num_senders
-    through_hosts = end.link.delta == "always"
-    if needs_gloo(locations[:num_senders], locations[num_senders:], through_hosts=through_hosts):
+    if end.roster.gloo:
         gloo = GlooTransport(end)
         gloo = gloo if end.link.delta == "off" else DeltaTransport(gloo)
         transports.append(gloo)
@@ -188,29 +134,30 @@ def make_gpu_pair_transport(
     return GpuPairTransport(end, shared_words)
 
 
-def _exchange_locations(end: LinkEnd, segment_server: str) -> list[RankLocation]:
-    """Return the location of each rank of the link."""
-    with end.store.errors_published("location", end.rank):
-        device = end.device
-        own = RankLocation(machine_id(), gpu_id(device), readable_gpus(device), segment_server)
-        end.store.publish("location", end.rank, json.dumps(astuple(own)).encode())
-    return [_decode_location(data) for data in end.collect("location")]
+def _introduced(end: LinkEnd) -> LinkEnd:
+    """Return `end` with the roster; between engines, ranks meet only when they connect."""
+    publish_facts(end)
+    return with_roster(end)
 
 
-def _decode_location(data: bytes) -> RankLocation:
-    machine, gpu, readable, segment_server = json.loads(data)
-    return RankLocation(machine, gpu, tuple(readable), segment_server)
-
-
-def _routes_of(
-    end: LinkEnd, locations: Sequence[RankLocation], peers: Mapping[int, int]
-) -> dict[int, Route]:
+def _routes_of(end: LinkEnd, peers: Mapping[int, int]) -> dict[int, Route]:
     """Return peer -> route of the messages between it and this rank."""
-    own = locations[end.rank]
+    own = _location(end, end.rank)
     choose = partial(choose_route, through_hosts=end.link.delta == "always")
+    theirs = {peer: _location(end, peer) for peer in peers}
     if end.is_sender:
-        return {peer: choose(own, locations[peer]) for peer in peers}
-    return {peer: choose(locations[peer], own) for peer in peers}
+        return {peer: choose(own, location) for peer, location in theirs.items()}
+    return {peer: choose(location, own) for peer, location in theirs.items()}
+
+
+def _location(end: LinkEnd, rank: int) -> RankLocation:
+    """Return where a rank runs; its GPU has a name only where ranks of both sides run."""
+    assert end.roster is not None, "a rank connects with the roster"
+    host, on_gpu = end.roster.hosts[rank], end.roster.on_gpu[rank]
+    facts = end.roster.met.get(rank)
+    if facts is None:
+        return RankLocation(str(host), SOME_GPU if on_gpu else "")
+    return RankLocation(str(host), facts.gpu, facts.readable_gpus)
 
 
 def _peers_by(routes: Mapping[int, Route], route: Route) -> list[int]:
@@ -228,12 +175,3 @@ def _plan_segments(
         elif route == "shared GPU memory":
             segments[peer] = SegmentSpec(shared_words[peer], device)
     return segments
-
-
-def _fetch_channels(
-    end: LinkEnd, locations: Sequence[RankLocation], segments: Mapping[int, SegmentSpec]
-) -> dict[int, Channel]:
-    return {
-        peer: fetch_channel(end, peer, locations[peer].segment_server, segment)
-        for peer, segment in segments.items()
-    }

@@ -46,9 +46,9 @@ class GlooTransport:
         options._threads = 1
         options._devices = [ProcessGroupGloo.create_device(hostname=local_host, lazy_init=False)]
         store = PrefixStore("gloo", end.store.for_torch())
-        self._group = ProcessGroupGloo(store, end.rank, len(link.names), options)
+        self._group = ProcessGroupGloo(store, end.rank, link.num_ranks, options)
         self._end = end
-        self._names = link.names
+        self._name_of = link.name_of
         self._started: list[GlooMessage] = []
         """Messages that `run` waits for."""
         self._unfinished: list[GlooMessage] = []
@@ -73,12 +73,12 @@ class GlooTransport:
 
     def start_send(self, tensor_u8: Tensor, peer: int, what: str, tag: int = 0) -> GlooMessage:
         """Start a message for `wait`; those of one pair and tag arrive in their order."""
-        what = f"{self._names[peer]} to take {what}"
+        what = f"{self._name_of(peer)} to take {what}"
         return self._start(self._group.send, tensor_u8, peer, what, tag)
 
     def start_recv(self, tensor_u8: Tensor, peer: int, what: str, tag: int = 0) -> GlooMessage:
         """Start to receive a message for `wait`."""
-        what = f"{what} from {self._names[peer]}"
+        what = f"{what} from {self._name_of(peer)}"
         return self._start(self._group.recv, tensor_u8, peer, what, tag)
 
     def wait(

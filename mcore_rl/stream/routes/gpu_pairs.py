@@ -72,7 +72,7 @@ class GpuPairTransport:
         staged link the first `send` or `recv` raises it, after link.timeout_s.
         """
         self._end = end
-        self._names = end.link.names
+        self._name_of = end.link.name_of
         self._device = end.device
         self._groups: dict[int, Any] = {}
         self._started: list[_Message] = []
@@ -107,11 +107,13 @@ class GpuPairTransport:
 
     def send(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
         self._meet_all(time.monotonic() + self._end.link.timeout_s)
-        self._start(self._groups[peer].send, tensor_u8, peer, f"{self._names[peer]} to take {what}")
+        self._start(
+            self._groups[peer].send, tensor_u8, peer, f"{self._name_of(peer)} to take {what}"
+        )
 
     def recv(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
         self._meet_all(time.monotonic() + self._end.link.timeout_s)
-        self._start(self._groups[peer].recv, tensor_u8, peer, f"{what} from {self._names[peer]}")
+        self._start(self._groups[peer].recv, tensor_u8, peer, f"{what} from {self._name_of(peer)}")
 
     def run(self, deadline_s: float, failure: Callable[[], str | None], pending: int = 0) -> None:
         while len(self._started) > pending:
@@ -149,7 +151,7 @@ class GpuPairTransport:
         if reason is None and meeting.exception() is not None:
             reason = str(meeting.exception())
         if reason is not None:
-            raise end.lost(f"{self._names[peer]} to meet it over NCCL", reason, began_s)
+            raise end.lost(f"{self._name_of(peer)} to meet it over NCCL", reason, began_s)
         self._wait(meeting.result(), deadline_s, end.store.failure)
 
     def _meet(self, meeting: "Future[_Message]", pair_store: Any, peer: int) -> None:
@@ -161,7 +163,9 @@ class GpuPairTransport:
             token_u8 = torch.zeros(1, dtype=torch.uint8, device=self._device)
             verb = group.recv if is_receiver else group.send
             work = verb([token_u8], 1 - rank_in_pair, 0)
-            meeting.set_result(_Message(work, token_u8, f"{self._names[peer]} to answer over NCCL"))
+            meeting.set_result(
+                _Message(work, token_u8, f"{self._name_of(peer)} to answer over NCCL")
+            )
             if self._is_closed:  # nobody waited for this group, so nobody else aborts it
                 _abort([group], [])
         except Exception as error:

@@ -136,7 +136,7 @@ class WriteAccess:
                 raise ConnectionResetError("the process is gone")
         except OSError as error:
             peer.close()
-            name = end.link.names[receiver]
+            name = end.link.name_of(receiver)
             raise TransferError(f"no memory of {name}: {error}", peer_lost=True) from error
         sizes = _OFFER.unpack(data)
         if not descriptors:
@@ -153,7 +153,7 @@ class WriteAccess:
 
         Raises TransferError as Transport.run does, or if the grant is for another version.
         """
-        name = self._end.link.names[self._receiver]
+        name = self._end.link.name_of(self._receiver)
         what = f"{name} to say where version {version} goes"
         began_s = time.monotonic()
         reason = wait_until(self._is_ready, deadline_s, failure)
@@ -188,7 +188,7 @@ class WriteAccess:
         in_second = _inside(moves, len(first), len(second))
         if not (in_first | in_second).all():
             raise TransferError(
-                f"{self._end.link.names[self._receiver]} wants slices outside its shared memory"
+                f"{self._end.link.name_of(self._receiver)} wants slices outside its shared memory"
             )
         moves[in_first, _ADDRESS] += first.ctypes.data
         moves[in_second, _ADDRESS] += second.ctypes.data - len(first)

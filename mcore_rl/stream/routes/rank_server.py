@@ -8,14 +8,16 @@ from collections.abc import Collection, Iterator
 from uuid import uuid4
 
 from mcore_rl.stream.link_end import LinkEnd
-from mcore_rl.stream.routes.transport import FAILURE_POLL_S, TransferError
+from mcore_rl.stream.routes.transport import FAILURE_POLL_S, TransferError, wait_until
+
+_RETRY_S = 0.005
 
 
 class RankServer:
-    """Listens under `name`, which the other ranks must be told."""
+    """Listens under `name`, which the other ranks must know; by default a random one."""
 
-    def __init__(self) -> None:
-        self.name = f"mcore_rl-{uuid4().hex}"
+    def __init__(self, name: str = "") -> None:
+        self.name = name or f"mcore_rl-{uuid4().hex}"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"\0{self.name}")
         self._listener.listen()
@@ -26,31 +28,56 @@ class RankServer:
         """Yield each of `ranks` and the socket to it, in the order in which they come.
 
         Then nobody can connect any more. Raises TransferError, which names those that did not come
-        by end.deadline_s and the `purpose`.
+        by end.deadline_s, or before the link failed, and the `purpose`.
         """
         missing = set(ranks)
+        accepted: list[socket.socket] = []
+
+        def has_come(seconds: float) -> bool:
+            self._listener.settimeout(max(0.001, seconds))
+            try:
+                accepted.append(self._listener.accept()[0])
+            except TimeoutError:
+                return False
+            return True
+
         with self._listener:
             while missing:
-                self._listener.settimeout(max(0.001, end.deadline_s - time.monotonic()))
-                try:
-                    peer = self._listener.accept()[0]
-                    rank = _check_user(peer)
-                except TimeoutError as error:
-                    late = ", ".join(end.link.names[rank] for rank in sorted(missing))
-                    message = f"{end.name} waited in vain for {late} to {purpose}"
-                    raise TransferError(message, peer_lost=True) from error
+                reason = wait_until(has_come, end.deadline_s, end.store.failure)
+                if reason is not None:
+                    late = ", ".join(end.link.name_of(rank) for rank in sorted(missing))
+                    message = f"{end.name} waited in vain for {late} to {purpose}: {reason}"
+                    raise TransferError(message, peer_lost=True)
+                peer = accepted.pop()
+                rank = _check_user(peer)
                 assert rank in missing, f"rank {rank} came uninvited to {purpose}"
                 missing.remove(rank)
                 yield rank, peer
 
 
-def connect(peer: socket.socket, end: LinkEnd, server: str) -> None:
+def connect(peer: socket.socket, end: LinkEnd, server: str, *, comes_later: bool = False) -> None:
     """Connect `peer` to the RankServer named `server` by end.deadline_s, and say who comes.
 
-    Raises OSError.
+    With `comes_later` the server may not listen yet. Raises OSError.
     """
+
+    def has_connected(seconds: float) -> bool:
+        until_s = time.monotonic() + seconds
+        while True:
+            try:
+                peer.connect(f"\0{server}")
+                return True
+            except ConnectionRefusedError:
+                if not comes_later:
+                    raise
+                if time.monotonic() > until_s:
+                    return False
+                time.sleep(_RETRY_S)
+
     peer.settimeout(max(0.001, end.deadline_s - time.monotonic()))
-    peer.connect(f"\0{server}")
+    reason = wait_until(has_connected, end.deadline_s, end.store.failure)
+    if reason is not None:
+        raise ConnectionRefusedError(reason)
     peer.sendall(struct.pack("q", end.rank))
 
 

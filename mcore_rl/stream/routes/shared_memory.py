@@ -30,7 +30,7 @@ class SharedMemoryTransport:
     def __init__(self, end: LinkEnd, channels: Mapping[int, Channel], stream: DeviceStream) -> None:
         """`stream` writes and reads this rank's messages; notice is given when its work is done."""
         self._end = end
-        self._names = end.link.names
+        self._name_of = end.link.name_of
         self._channels = channels
         self._stream = stream
         self._started: list[_Message] = []
@@ -44,12 +44,12 @@ class SharedMemoryTransport:
         return self._channels[peer].words_W.device
 
     def send(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
-        message = self._start(peer, f"{self._names[peer]} to take {what}", is_incoming=False)
+        message = self._start(peer, f"{self._name_of(peer)} to take {what}", is_incoming=False)
         self._stream.synchronize()
         message.channel.advance()
 
     def recv(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
-        self._start(peer, f"{what} from {self._names[peer]}", is_incoming=True)
+        self._start(peer, f"{what} from {self._name_of(peer)}", is_incoming=True)
 
     def run(self, deadline_s: float, failure: Callable[[], str | None], pending: int = 0) -> None:
         self._release_valid()

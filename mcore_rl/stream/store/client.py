@@ -39,6 +39,12 @@ class Client(Protocol):
 
     def get(self, key: str) -> bytes | None: ...
 
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of `keys`, all of which are set."""
+        ...
+
+    def missing(self, keys: Sequence[str]) -> list[str]: ...
+
     def check(self, keys: Sequence[str]) -> bool: ...
 
     def add(self, key: str, amount: int) -> int: ...
@@ -53,6 +59,10 @@ class Client(Protocol):
         """Return whether all of `keys` are set within `seconds`."""
         ...
 
+    def fetch(self, key: str, seconds: float) -> bytes | None:
+        """Return the value of `key` once it is set, or None if it is not within `seconds`."""
+        ...
+
 
 class LocalClient:
     """The client in the process of `server`, which lives as long as this object."""
@@ -62,6 +72,8 @@ class LocalClient:
         values = server.values
         self.set = values.set
         self.get = values.get
+        self.get_all = values.get_all
+        self.missing = values.missing
         self.check = values.check
         self.add = values.add
         self.compare_set = values.compare_set
@@ -78,24 +90,24 @@ class LocalClient:
         finally:
             self.server.values.forget(waiter)
 
+    def fetch(self, key: str, seconds: float) -> bytes | None:
+        self.wait([key], seconds)
+        return self.get(key)
+
 
 class RemoteClient:
-    """One connection to a store. Calls of several threads wait for one another.
+    """One connection to a store, made by the first call. Calls of several threads wait for one
+    another.
 
     All calls raise StoreLost once the server is gone.
     """
 
     def __init__(self, host: str, port: int, key: str) -> None:
+        self._address = host, port
         self._where = f"{host}:{port}"
+        self._key = key
         self._lock = threading.Lock()
-        try:
-            self._socket = socket.create_connection((host, port), timeout=_CONNECT_S)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self._shake_hands(key)
-            self._socket.settimeout(LONGEST_WAIT_S + _SLOW_S)
-        except OSError as error:
-            raise StoreLost(f"no store at {self._where}: {error}") from error
+        self._connected: socket.socket | None = None
 
     def set(self, key: str, value: bytes) -> None:
         self._ask(b"set", key.encode(), value)
@@ -103,6 +115,12 @@ class RemoteClient:
     def get(self, key: str) -> bytes | None:
         answer = self._ask(b"get", key.encode())
         return answer[0] if answer else None
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        return self._ask(b"get_all", *_encoded(keys))
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        return [key.decode() for key in self._ask(b"missing", *_encoded(keys))]
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._ask(b"check", *_encoded(keys)) == [b"1"]
@@ -129,29 +147,50 @@ class RemoteClient:
             if time.monotonic() >= deadline_s:
                 return False
 
-    def _shake_hands(self, key: str) -> None:
-        server_nonce = self._read(NONCE_BYTES)
-        nonce = make_nonce()
-        self._socket.sendall(nonce + proof(key, "client", server_nonce, nonce))
-        if not is_proof(self._read(PROOF_BYTES), key, "server", server_nonce, nonce):
-            raise StoreLost(f"the store at {self._where} does not know the link's key")
+    def fetch(self, key: str, seconds: float) -> bytes | None:
+        deadline_s = time.monotonic() + seconds
+        while True:
+            left_s = min(LONGEST_WAIT_S, max(0.0, deadline_s - time.monotonic()))
+            answer = self._ask(b"fetch", f"{left_s:.6f}".encode(), key.encode())
+            if answer:
+                return answer[0]
+            if time.monotonic() >= deadline_s:
+                return None
+
+    def _connect(self) -> socket.socket:
+        try:
+            connected = socket.create_connection(self._address, timeout=_CONNECT_S)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            server_nonce = self._read(connected, NONCE_BYTES)
+            nonce = make_nonce()
+            connected.sendall(nonce + proof(self._key, "client", server_nonce, nonce))
+            answer = self._read(connected, PROOF_BYTES)
+            if not is_proof(answer, self._key, "server", server_nonce, nonce):
+                raise StoreLost(f"the store at {self._where} does not know the link's key")
+            connected.settimeout(LONGEST_WAIT_S + _SLOW_S)
+        except OSError as error:
+            raise StoreLost(f"no store at {self._where}: {error}") from error
+        return connected
 
     def _ask(self, *request: bytes) -> list[bytes]:
         message = pack(request)
         with self._lock:
+            if self._connected is None:
+                self._connected = self._connect()
             try:
-                self._socket.sendall(message)
-                (num_bytes,) = LENGTH.unpack(self._read(LENGTH.size))
+                self._connected.sendall(message)
+                (num_bytes,) = LENGTH.unpack(self._read(self._connected, LENGTH.size))
                 check_length(num_bytes)
-                return unpack(self._read(num_bytes))
+                return unpack(self._read(self._connected, num_bytes))
             except (OSError, StoreMessageError) as error:
-                self._socket.close()  # half an answer may be left in it
+                self._connected.close()  # half an answer may be left in it
                 raise StoreLost(f"the store at {self._where}: {error}") from error
 
-    def _read(self, num_bytes: int) -> bytes:
+    def _read(self, connected: socket.socket, num_bytes: int) -> bytes:
         data = bytearray()
         while len(data) < num_bytes:
-            part = self._socket.recv(min(num_bytes - len(data), 1 << 20))
+            part = connected.recv(min(num_bytes - len(data), 1 << 20))
             if not part:
                 raise StoreLost(f"the store at {self._where} hung up")
             data += part

@@ -130,6 +130,14 @@ class _Serving:
                 case [b"get", key]:
                     value = values.get(key.decode())
                     return [] if value is None else [value]
+                case [b"get_all", *keys]:
+                    return values.get_all([key.decode() for key in keys])
+                case [b"missing", *keys]:
+                    return [key.encode() for key in values.missing([key.decode() for key in keys])]
+                case [b"fetch", seconds, key]:
+                    await self._wait(float(seconds), [key.decode()])
+                    value = values.get(key.decode())
+                    return [] if value is None else [value]
                 case [b"check", *keys]:
                     return [b"1" if values.check([key.decode() for key in keys]) else b"0"]
                 case [b"add", key, amount]:
@@ -143,7 +151,7 @@ class _Serving:
                 case [b"wait", seconds, *keys]:
                     is_there = await self._wait(float(seconds), [key.decode() for key in keys])
                     return [b"1" if is_there else b"0"]
-        except ValueError as error:
+        except (ValueError, KeyError) as error:
             raise StoreMessageError(f"{request[0]!r}: {error}") from error
         raise StoreMessageError(f"no such request: {request[:1]!r} of {len(request)} fields")
 

@@ -32,10 +32,24 @@ class Values:
         with self._lock:
             return self._values.get(key)
 
+    def get_all(self, keys: Iterable[str]) -> list[bytes]:
+        """Return the values of `keys`, in order; KeyError if one is not set."""
+        with self._lock:
+            return [self._values[key] for key in keys]
+
+    def take_all(self, keys: Iterable[str]) -> list[bytes]:
+        """Remove `keys` and return their values, in order; KeyError if one is not set."""
+        with self._lock:
+            return [self._values.pop(key) for key in keys]
+
+    def missing(self, keys: Iterable[str]) -> list[str]:
+        """Return those of `keys` that are not set."""
+        with self._lock:
+            return [key for key in keys if key not in self._values]
+
     def check(self, keys: Iterable[str]) -> bool:
         """Return whether all of `keys` are set."""
-        with self._lock:
-            return all(key in self._values for key in keys)
+        return not self.missing(keys)
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number under `key`, at first 0; return the sum."""

@@ -112,6 +112,6 @@ def test_a_rank_that_never_comes_is_named_by_those_who_waited() -> None:
     outcome = run_scene(scene)
     assert outcome.senders[0] is not None
     for waiting in (outcome.senders[0][0], outcome.receivers[0].reports[0]):
-        assert waiting.error is not None and "the layout of trainer rank 1" in waiting.error, (
+        assert waiting.error is not None and "the facts of trainer rank 1" in waiting.error, (
             waiting.error
         )

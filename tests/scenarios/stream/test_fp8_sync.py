@@ -227,6 +227,8 @@ def test_fp8_parameters_are_those_of_a_checkpoint_quantized_from_a_gather(
             make_link(stores[0], config),
             replace(make_link(stores[1], config), layouts=""),
         ]
+        for store, link in zip(stores, links, strict=True):
+            store.keep(link)
         wanted = ["listed" if kind in NOT_CONVERTED else "recorded", "listed"]
         for version, (link, agreed) in enumerate(zip(links, wanted, strict=True), start=1):
             reports = connect(ranks, engine, link)
@@ -254,7 +256,9 @@ def check_refusal(ranks: MegatronRanks, engine: EngineRanks, hf_dir: Path) -> No
     config = make_config(hf_dir, {"tp": 4})
     ranks.build(config)
     store = LinkStore.serve("127.0.0.1", TIMEOUT_S)
-    reports = connect(ranks, engine, make_link(store, config))
+    link = make_link(store, config)
+    store.keep(link)
+    reports = connect(ranks, engine, link)
     assert len(errors_of(reports)) == len(reports)
     assert any(
         re.search(r"source rank \d holds '.*_proj.weight' .* cuts through 128 x 128 blocks", error)

@@ -5,6 +5,9 @@ import time
 from dataclasses import replace
 from threading import Timer
 
+import pytest
+
+from mcore_rl.stream.controller import linked_engine
 from mcore_rl.stream.controller.linked_engine import LinkedEngine
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.wire import Report, StageRequest
@@ -41,6 +44,27 @@ def test_reports_are_waited_for_until_all_are_there() -> None:
     late.start()
     reports = asyncio.run(engine.wait_reports("connect", time.monotonic() + 5))
     assert reports == [FIRST, SECOND]
+    late.join()
+
+
+def test_the_last_report_wakes_the_wait_and_nothing_polls_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine()
+    monkeypatch.setattr(linked_engine, "_FAILURE_POLL_S", 60.0)
+    taken = []
+    take = LinkStore.take_report
+    monkeypatch.setattr(
+        LinkStore, "take_report", lambda *args: (taken.append(args), take(*args))[1]
+    )
+    engine.store.put_report("connect", 2, FIRST)
+    late = Timer(0.3, LinkStore.open(engine.link).put_report, ("connect", 3, SECOND))
+    late.start()
+    began_s = time.monotonic()
+    reports = asyncio.run(engine.wait_reports("connect", time.monotonic() + 30))
+    assert reports == [FIRST, SECOND]
+    assert 0.2 < time.monotonic() - began_s < 5.0
+    assert len(taken) == 2
     late.join()
 
 

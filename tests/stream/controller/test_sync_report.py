@@ -55,7 +55,7 @@ def test_metrics_are_of_all_engines_but_what_relays_sent_is_not_the_trainers() -
         2.0,
         (
             EngineSyncResult("a", 4 * mib, 1, 1.0, pause_seconds=0.1, saved_bytes=3 * mib),
-            EngineSyncResult("b", 4 * mib, 1, 1.5, pause_seconds=0.2, relay="a"),
+            EngineSyncResult("b", 4 * mib, 1, 1.5, pause_seconds=0.2, relay="a", verified=True),
             EngineSyncResult("c", 1 * mib, 1, 0.5, error="gone"),
         ),
     )
@@ -67,6 +67,7 @@ def test_metrics_are_of_all_engines_but_what_relays_sent_is_not_the_trainers() -
         "sync/trainer_mib": 5.0,
         "sync/saved_mib": 3.0,
         "sync/engines_failed": 1.0,
+        "sync/engines_verified": 1.0,
     }
     assert report.failed == {"c": "gone"}
     assert report.serving == ("a", "b")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mcore_rl.stream.routes.channel import Channel, SegmentServer, SegmentSpec, fetch_channel
+from mcore_rl.stream.routes.channel import Channel, SegmentSpec, fetch_channel, serve_segments
 from mcore_rl.stream.routes.transport import TransferError
 from tests.support.link_ends import HOST, make_link, open_ends, run_ranks
 
@@ -18,11 +18,10 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
     """The sender's end and the receiver's."""
     _store, link = make_link(timeout_s=10)
     sender, receiver = open_ends(link)
-    server = SegmentServer()
     channels, channel = run_ranks(
         [
-            lambda: server.serve(sender, {1: SEGMENT}),
-            lambda: {0: fetch_channel(receiver, 0, server.name, SEGMENT)},
+            lambda: serve_segments(sender, {1: SEGMENT}),
+            lambda: {0: fetch_channel(receiver, 0, SEGMENT)},
         ]
     )
     yield channels[1], channel[0]
@@ -72,9 +71,9 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(
         TransferError, match=r"trainer rank 0 waited in vain for rank 0 of engine engine-0"
     ):
-        SegmentServer().serve(sender, {1: SEGMENT})
+        serve_segments(sender, {1: SEGMENT})
     with pytest.raises(TransferError, match="no shared memory from trainer rank 0"):
-        fetch_channel(receiver, 0, "mcore_rl-nobody", SEGMENT)
+        fetch_channel(receiver, 0, SEGMENT)
 
 
 def test_only_host_words_take_host_memory() -> None:

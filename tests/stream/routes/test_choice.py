@@ -1,55 +1,40 @@
-"""The route between two ranks, and which ranks make a gloo group."""
+"""The transport of a rank: what it needs of other ranks is in the roster."""
 
-from itertools import product
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mcore_rl.stream.routes.choice import RankLocation, Route, choose_route, needs_gloo
-
-HOST_A, HOST_B = RankLocation("a"), RankLocation("b")
-GPU_A0 = RankLocation("a", "gpu-a0", ("gpu-a0", "gpu-a1"))
-GPU_A1 = RankLocation("a", "gpu-a1", ("gpu-a1", "gpu-a0"))
-ALONE_A2 = RankLocation("a", "gpu-a2", ("gpu-a2",))
-GPU_B0 = RankLocation("b", "gpu-b0", ("gpu-b0",))
-LOCATIONS = (HOST_A, HOST_B, GPU_A0, GPU_A1, ALONE_A2, GPU_B0)
+from mcore_rl.device.gpu_memory import DeviceStream
+from mcore_rl.stream.link_end import LinkEnd
+from mcore_rl.stream.roster import RankFacts, make_roster
+from mcore_rl.stream.routes.choice import make_routed_transport
+from mcore_rl.stream.routes.transport import TransferError
+from mcore_rl.stream.verify import ROWS
+from mcore_rl.stream.wire import Link
+from tests.support.link_ends import HOST
 
 
-@pytest.mark.parametrize(
-    ("sender", "receiver", "route"),
-    [
-        (HOST_A, HOST_A, "shared memory"),
-        (HOST_A, HOST_B, "gloo"),
-        (GPU_A0, GPU_A0, "shared GPU memory"),
-        (GPU_A0, GPU_A1, "shared GPU memory"),
-        (GPU_A0, ALONE_A2, "NCCL"),
-        (ALONE_A2, GPU_A0, "NCCL"),
-        (GPU_A0, GPU_B0, "NCCL"),
-        (GPU_A0, HOST_A, "shared memory"),
-        (HOST_A, GPU_A0, "shared memory"),
-        (GPU_A0, HOST_B, "gloo"),
-        (HOST_B, GPU_A0, "gloo"),
-    ],
-)
-def test_the_route_follows_from_both_locations(
-    sender: RankLocation, receiver: RankLocation, route: Route
-) -> None:
-    assert choose_route(sender, receiver) == route
+def make_end(machines: str) -> LinkEnd:
+    """Return the end of trainer rank 0; each rank has a GPU, and no store is there."""
+    link = Link("e", "127.0.0.1", 1, "key", len(machines) - 1, 1, 700, 0.2, staged=True)
+    facts = [
+        RankFacts(machine, (ROWS,), f"gpu-{rank}", ("gpu-0", "gpu-1"))
+        for rank, machine in enumerate(machines)
+    ]
+    return LinkEnd.open(link, 0, HOST, roster=make_roster(facts, link))
 
 
-def test_only_the_receiver_needs_to_read_the_other_gpu() -> None:
-    sees_all = RankLocation("a", "gpu-a3", ("gpu-a3", "gpu-a2"))
-    assert choose_route(ALONE_A2, sees_all) == "shared GPU memory"
-    assert choose_route(sees_all, ALONE_A2) == "NCCL"
+def test_ranks_between_machines_connect_with_the_first_message_and_need_no_store() -> None:
+    end = make_end("ab")
+    transport = make_routed_transport(end, {1: 8}, DeviceStream(HOST))
+    assert transport.memory(1) is None
+    assert transport.device(1) == HOST
+    transport.close()
 
 
-some_locations = st.lists(st.sampled_from(LOCATIONS), min_size=1, max_size=4)
-
-
-@given(senders=some_locations, receivers=some_locations)
-def test_ranks_make_a_gloo_group_exactly_if_a_pair_uses_it(
-    senders: list[RankLocation], receivers: list[RankLocation]
-) -> None:
-    routes = {choose_route(sender, receiver) for sender, receiver in product(senders, receivers)}
-    assert needs_gloo(senders, receivers) == ("gloo" in routes)
+def test_a_receiver_of_the_machine_that_does_not_come_is_named() -> None:
+    end = make_end("aa")
+    with pytest.raises(TransferError, match="waited in vain for rank 0 of engine e to fetch"):
+        make_routed_transport(end, {1: 8}, DeviceStream(HOST))
+    no_peers = make_routed_transport(replace(end, rank=0), {}, DeviceStream(HOST))
+    no_peers.close()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import DeviceStream
-from mcore_rl.stream.routes.channel import SegmentServer, SegmentSpec, fetch_channel
+from mcore_rl.stream.routes.channel import SegmentSpec, fetch_channel, serve_segments
 from mcore_rl.stream.routes.shared_memory import SharedMemoryTransport
 from mcore_rl.stream.routes.transport import TransferError
 from tests.support.link_ends import HOST, make_link, open_ends, run_ranks
@@ -22,11 +22,10 @@ def pair() -> Iterator[Pair]:
     """The transports of the sending rank 0 and the receiving rank 1."""
     _store, link = make_link(timeout_s=10)
     sender, receiver = open_ends(link)
-    server = SegmentServer()
     sending, receiving = run_ranks(
         [
-            lambda: server.serve(sender, {1: SEGMENT}),
-            lambda: {0: fetch_channel(receiver, 0, server.name, SEGMENT)},
+            lambda: serve_segments(sender, {1: SEGMENT}),
+            lambda: {0: fetch_channel(receiver, 0, SEGMENT)},
         ]
     )
     transports = (

@@ -46,6 +46,19 @@ def test_a_client_does_what_values_do(make: Make) -> None:
 
 
 @pytest.mark.parametrize("make", [LocalClient, remote])
+def test_a_fetch_returns_the_value_once_it_is_set(make: Make) -> None:
+    server = StoreServer("127.0.0.1")
+    client = make(server)
+    late = Timer(0.2, make(server).set, ("a", b"value"))
+    late.start()
+    began_s = time.monotonic()
+    assert client.fetch("a", 30.0) == b"value"
+    assert 0.1 < time.monotonic() - began_s < 5.0
+    assert client.fetch("a", 0.0) == b"value" and client.fetch("b", 0.1) is None
+    late.join()
+
+
+@pytest.mark.parametrize("make", [LocalClient, remote])
 def test_waits_end_with_the_last_key_or_in_time(make: Make) -> None:
     server = StoreServer("127.0.0.1")
     client = make(server)
@@ -56,6 +69,8 @@ def test_waits_end_with_the_last_key_or_in_time(make: Make) -> None:
     assert client.wait(["a", "b"], 30.0)
     assert 0.1 < time.monotonic() - began_s < 5.0
     assert client.wait([], 0.0) and not client.wait(["c"], 0.0)
+    assert client.missing(["c", "a", "d"]) == ["c", "d"]
+    assert client.get_all(["b", "a"]) == [b"", b""]
     began_s = time.monotonic()
     assert not client.wait(["c"], 0.2)
     assert time.monotonic() - began_s >= 0.2
@@ -82,14 +97,14 @@ def test_a_client_refuses_a_server_that_does_not_know_the_key() -> None:
         pretending = Thread(target=pretend)
         pretending.start()
         with pytest.raises(StoreLost, match="does not know the link's key"):
-            RemoteClient("127.0.0.1", port, "key")
+            RemoteClient("127.0.0.1", port, "key").count()
         pretending.join()
 
 
 def test_a_wrong_key_is_told() -> None:
     server = StoreServer("127.0.0.1")
     with pytest.raises(StoreLost, match=f"127.0.0.1:{server.port}"):
-        RemoteClient("127.0.0.1", server.port, "not the key")
+        RemoteClient("127.0.0.1", server.port, "not the key").count()
 
 
 def test_a_message_that_is_too_long_is_not_sent() -> None:

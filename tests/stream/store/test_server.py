@@ -150,7 +150,7 @@ def test_it_ends_with_its_object() -> None:
     with pytest.raises(StoreLost, match=f"the store at 127.0.0.1:{port}"):
         client.get("a")
     with pytest.raises(StoreLost, match=f"no store at 127.0.0.1:{port}: .*refused"):
-        RemoteClient("127.0.0.1", port, key)
+        RemoteClient("127.0.0.1", port, key).count()
 
 
 def test_closing_twice_does_no_harm() -> None:

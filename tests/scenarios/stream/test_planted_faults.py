@@ -1,0 +1,153 @@
+"""Faults before the first checksum, so that the bytes are as sent: those are the canary's.
+
+A real engine serves what a wrong table, a zeroed gather or an old copy would have sent. Faults
+behind the checksums are in tests/stream/test_destination.py.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Qwen3MoeForCausalLM
+
+from mcore_rl.config import CanaryConfig
+from mcore_rl.players.canary import Canary
+from mcore_rl.players.canary_tolerance import MOST, NUM_TO_JUDGE, CanaryTolerance, EngineDifference
+from mcore_rl.rollout.engine import EngineProcess
+from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.types import LogprobOptions, TokenScores, TrainBatch, WeightVersion
+from tests.support.engine_keys import KEYS
+from tests.support.engines import VOCAB_SIZE, save_tiny_moe
+from tests.support.sync_stage import call
+
+pytestmark = pytest.mark.e2e
+
+TIMEOUT_S = 60.0
+NUM_SEQUENCES = 8
+LEN = 96
+
+Weights = dict[str, Tensor]
+Plant = Callable[[Weights], None]
+
+
+def give_an_expert_the_weights_of_another(weights: Weights) -> None:
+    for projection in ("gate", "up", "down"):
+        expert = "model.layers.1.mlp.experts.{}." + f"{projection}_proj.weight"
+        weights[expert.format(3)] = weights[expert.format(4)].clone()
+
+
+def zero_a_slice(weights: Weights) -> None:
+    """An eighth of the columns, as if one tensor-parallel rank of eight had not filled its part."""
+    weights["model.layers.1.self_attn.o_proj.weight"][:, :8] = 0
+
+
+def take_old_weights(weights: Weights) -> None:
+    """Each weight is off by a hundredth of its spread, as after a hundred steps or so."""
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in weights.items():
+        noise = torch.randn(tensor.shape, generator=generator)
+        weights[name] = (tensor + 0.01 * tensor.float().std() * noise).to(tensor.dtype)
+
+
+PLANTS: Mapping[str, Plant] = {
+    "expert": give_an_expert_the_weights_of_another,
+    "zeroed slice": zero_a_slice,
+    "stale": take_old_weights,
+}
+
+
+class TransformersTrainer:
+    """transformers in the place of the training ranks."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = Qwen3MoeForCausalLM.from_pretrained(path, dtype="auto").eval()
+
+    @torch.no_grad()
+    def compute_logprobs(
+        self, batch: TrainBatch, options: LogprobOptions = LogprobOptions()
+    ) -> TokenScores:
+        parts = []
+        for tokens_T in batch.token_ids_T.split(list(batch.lens_N)):
+            logprobs_TV = self._model(tokens_T[None]).logits[0].float().log_softmax(-1)
+            own_T = logprobs_TV[:-1].gather(-1, tokens_T[1:, None])[:, 0]
+            parts += [torch.zeros(1), own_T]
+        return TokenScores(torch.cat(parts))
+
+
+def make_batch(seed: int) -> TrainBatch:
+    generator = torch.Generator().manual_seed(seed)
+    ids_T = torch.randint(3, VOCAB_SIZE, (NUM_SEQUENCES * LEN,), generator=generator)
+    return TrainBatch(ids_T, torch.ones(len(ids_T)).bool(), (LEN,) * NUM_SEQUENCES)
+
+
+class Scene:
+    """An engine of right weights, and a canary that has learned enough to judge."""
+
+    def __init__(self, engine: EngineProcess, folder: Path, dtype: str) -> None:
+        config = CanaryConfig(sequences=NUM_SEQUENCES)
+        self.engine = engine
+        self.folder = folder
+        self.tolerance = CanaryTolerance(config, dtype)
+        trainer: Any = TransformersTrainer(folder / "right")
+
+        async def ready() -> None: ...
+
+        self.canary = Canary(trainer, config, self.tolerance, TIMEOUT_S, ready, KEYS)
+        for version in range(NUM_TO_JUDGE):
+            assert self.check(version, verified=True)[1] is None
+
+    def load(self, name: str) -> None:
+        path = str(self.folder / name)
+        answer = call(self.engine.url, "/update_weights_from_disk", model_path=path)
+        assert answer["success"], answer
+
+    def check(self, version: int, *, verified: bool = False) -> tuple[EngineDifference, str | None]:
+        """Return how the engine differs, and why it gets no requests."""
+        url = self.engine.url
+        self.canary.score_on_trainer(WeightVersion(version), make_batch(version))
+        report = asyncio.run(self.canary.check([url], [url] if verified else []))
+        return report.differences[url], report.failed.get(url)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def scene(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scene]:
+    folder = tmp_path_factory.mktemp(request.param)
+    right = save_tiny_moe(folder / "right", getattr(torch, request.param))
+    for name, plant in PLANTS.items():
+        weights = load_file(folder / "right" / "model.safetensors")
+        plant(weights)
+        (folder / name).mkdir()
+        for file in ("config.json", "generation_config.json"):
+            (folder / name / file).write_bytes((folder / "right" / file).read_bytes())
+        save_file(weights, folder / name / "model.safetensors", metadata={"format": "pt"})
+    log = str(folder / "engine.log")
+    spec = EngineSpec(right, log, dtype=request.param, kv_cache_len=4096, keys=KEYS)
+    with EngineProcess(spec) as engine:
+        yield Scene(engine, folder, request.param)
+
+
+def test_right_weights_pass_again_and_again(scene: Scene) -> None:
+    scene.load("right")
+    for version in range(NUM_TO_JUDGE, NUM_TO_JUDGE + 6):
+        found, fault = scene.check(version)
+        print(f"right: {found}, limits {scene.tolerance.limits}")
+        assert fault is None
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_the_canary_notices_what_was_sent_wrong(scene: Scene, plant: str) -> None:
+    scene.load(plant)
+    found, fault = scene.check(20)
+    print(f"{plant}: {found}, limits {scene.tolerance.limits}")
+    assert fault is not None and "claims weights 20" in fault
+    limits = scene.tolerance.limits
+    assert found.typical > limits["typical"][1] or found.overall > limits["overall"][1]
+    if plant != "zeroed slice":
+        assert found.mean < MOST["bfloat16"], "a fixed bound of bfloat16 would let it pass"
