@@ -31,6 +31,9 @@ _FIRST_BACKOFF_S = 0.25
 class RolloutClient:
     """Spreads requests over the engines: bounded, least loaded first, another engine on failure."""
 
+    num_losses = 0
+    """Samples are never lost with a collector, as this process keeps them."""
+
     def __init__(
         self,
         engines: Sequence[EngineAddress],

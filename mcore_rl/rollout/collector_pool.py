@@ -57,6 +57,8 @@ class CollectorPool:
         self._gather_s = GATHER_S * len(collectors)
         self.history = LengthHistory()
         self._num_lost = 0
+        self.num_losses = 0
+        """How often a collector was lost with what it kept."""
         self._first_kept = [0] * len(collectors)
         """By collector, the smallest number of a group that is not lost."""
         self._waiting: list[OrderedGroup] = []
@@ -206,6 +208,7 @@ class CollectorPool:
                 self._sessions[number].note_done(num_open)
         line.forget()
         self._first_kept[k] = self._next_group
+        self.num_losses += 1
         self._loads.remove(k)
         self._waiting += groups
         self._place_waiting()

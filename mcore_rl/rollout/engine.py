@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -12,8 +11,11 @@ from pathlib import Path
 
 import psutil
 
+from mcore_rl.process.log_segments import read_tail
 from mcore_rl.process.network import loopback_interfaces, zmq_peers
+from mcore_rl.process.own_folder import compile_cache
 from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.proxies import bypass_proxies, open_directly
 from mcore_rl.process.server_keys import bearer
 from mcore_rl.process.temp_dir import TempDir
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
@@ -62,24 +64,11 @@ class EngineProcess:
         self._temp_dir = TempDir()
         with open(self.spec.log_path, "ab") as log:
             self._process = ServerProcess(
-                self.spec.arguments(), self._environment(), self.spec.keys, log
+                self.spec.arguments(),
+                make_environment(self.spec, self._temp_dir.path),
+                self.spec.keys,
+                log,
             )
-
-    def _environment(self) -> dict[str, str]:
-        """Return the server's environment.
-
-        SGLang leaves files in its temporary folder, so each server gets its own; compile caches are
-        shared.
-        """
-        assert self._temp_dir is not None
-        environment = {**os.environ, "TMPDIR": self._temp_dir.path, "PYTHONUNBUFFERED": "1"}
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor")
-        variables = zmq_peers(self.spec.host, self.spec.node_addresses)
-        if self.spec.is_local:
-            variables |= loopback_interfaces()
-        for name, value in variables.items():
-            environment.setdefault(name, value)
-        return environment
 
     def wait_healthy(self, timeout_s: float = 240.0) -> None:
         """Return once the server is healthy.
@@ -112,11 +101,11 @@ class EngineProcess:
         headers = {} if self.spec.keys is None else bearer(self.spec.keys.admin)
         request = urllib.request.Request(f"{self.url}/freeze_gc", b"", headers)
         with contextlib.suppress(OSError):  # further servers only tell their health
-            urllib.request.urlopen(request, timeout=_FREEZE_TIMEOUT_S).close()
+            open_directly(request, _FREEZE_TIMEOUT_S).close()
 
     def is_healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5.0) as response:
+            with open_directly(f"{self.url}/health", 5.0) as response:
                 return response.status == 200
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
@@ -131,10 +120,8 @@ class EngineProcess:
 
     def tail(self, num_lines: int = 30) -> str:
         """Return the last lines of the log, each with a leading bar."""
-        with contextlib.suppress(FileNotFoundError):
-            lines = Path(self.spec.log_path).read_text(errors="replace").splitlines()[-num_lines:]
-            return "\n".join(f"  | {line}" for line in lines)
-        return "  | (no log)"
+        lines = read_tail(Path(self.spec.log_path), num_lines) or ["(no log)"]
+        return "\n".join(f"  | {line}" for line in lines)
 
     def stop(self) -> None:
         """Kill the server and all its processes and wait until they are gone.
@@ -157,6 +144,23 @@ class EngineProcess:
         self._process.join(_KILL_TIMEOUT_S)
         self._temp_dir.remove()
         self._temp_dir = None
+
+
+def make_environment(spec: EngineSpec, temp_dir: str) -> dict[str, str]:
+    """Return the server's environment.
+
+    SGLang leaves files in its temporary folder, so each server gets its own; compile caches are
+    shared.
+    """
+    environment = {**os.environ, "TMPDIR": temp_dir, "PYTHONUNBUFFERED": "1"}
+    environment |= bypass_proxies(environment, [spec.host, *spec.node_addresses])
+    environment |= compile_cache()
+    variables = zmq_peers(spec.host, spec.node_addresses)
+    if spec.is_local:
+        variables |= loopback_interfaces()
+    for name, value in variables.items():
+        environment.setdefault(name, value)
+    return environment
 
 
 def _group_members(group_id: int) -> Iterator[int]:

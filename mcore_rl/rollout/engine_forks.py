@@ -19,7 +19,7 @@ from mcore_rl.rollout.engine_spec import UNCOMPILED
 
 FORKS = "MCORE_RL_ENGINE_FORKS"
 """The variable that names the socket of the process that forks servers."""
-SERVER = ["-m", "mcore_rl.rollout.server"]
+SERVER = ["-P", "-m", "mcore_rl.rollout.server"]
 
 
 def engine_forks() -> AbstractContextManager[None]:

@@ -7,6 +7,9 @@ from mcore_rl.process.server_keys import ServerKeys
 
 UNCOMPILED = "--uncompiled"
 """Argument of mcore_rl.rollout.server; see EngineSpec.compiled."""
+SHARE_PROMPTS = "--share-prompts"
+SHARE_PROMPTS_ON_CPU = "--share-prompts-on-cpu"
+"""Arguments of mcore_rl.rollout.server; see EngineSpec.share_prompts."""
 
 
 @dataclass(frozen=True)
@@ -15,6 +18,7 @@ class EngineSpec:
 
     Raises ValueError if sizes do not fit each other.
 
+    dtype                  of weights and activations; not SGLang's auto, see served_dtype.py
     attention_dp           groups of the `tp` ranks that each hold all attention weights
     kv_cache_len           tokens of KV cache, all requests together
     max_running            requests decoded at once
@@ -32,6 +36,9 @@ class EngineSpec:
     keys                   what requests must bring; None admits everyone on this machine, to all
     can_release_memory     its GPU memory can be released and occupied again while it runs
     compiled               on a CPU, run the models that it takes in compiled code (device/native)
+    share_prompts          compute a prompt once for all samples of it that come at a time, by a
+                           rule that replaces SGLang's (rollout/shared_prompts.py); None: if
+                           the engine has no GPU
     extra_args             further SGLang command-line arguments
     """
 
@@ -61,9 +68,11 @@ class EngineSpec:
     keys: ServerKeys | None = None
     can_release_memory: bool = False
     compiled: bool = True
+    share_prompts: bool | None = False
     extra_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        assert self.dtype != "auto", "SGLang would serve float32 as float16: see served_dtype.py"
         if self.tp % self.ep:
             raise ValueError(f"ep={self.ep} does not divide tp={self.tp}")
         if self.num_nodes > 1 and self.dist_init_addr is None:
@@ -120,6 +129,9 @@ class EngineSpec:
         if self.custom_weight_loaders:
             flags += ["--custom-weight-loader", *self.custom_weight_loaders]
         arguments = [str(part) for item in options.items() for part in item]
+        if self.share_prompts is not False:
+            flag = SHARE_PROMPTS if self.share_prompts else SHARE_PROMPTS_ON_CPU
+            arguments = [flag, *arguments]
         if not self.compiled:
             arguments = [UNCOMPILED, *arguments]
         if self.gpu_ids:

@@ -48,7 +48,8 @@ class Request:
     stop            texts that end the response, besides the recipe's tokens
     experts_start   the first token whose experts are asked for
     rid             the name that the engine knows it by, to abort it alone; empty: the engine's own
-    begun           what another engine has drawn of the response already
+    begun           what another engine has drawn of the response already, with its experts where
+                    they are asked for
     """
 
     prompt: Prompt
@@ -89,8 +90,8 @@ def make_body(
         "return_logprob": True,
         "return_routed_experts": sampling.routed_experts,
     }
-    if request.experts_start:
-        body["routed_experts_start_len"] = request.experts_start
+    if sampling.routed_experts and _first_unknown(request):
+        body["routed_experts_start_len"] = _first_unknown(request)
     if request.rid:
         body["rid"] = request.rid
     return body
@@ -111,8 +112,9 @@ def make_sample(
 ) -> Sample:
     """Return the Sample in SGLang's answer; `experts_shape` None leaves its routed experts out.
 
-    What was begun elsewhere comes first, with its log-probs, versions and experts. Raises
-    ValueError if the engine reports experts that its model cannot have.
+    What was begun elsewhere comes first, with its log-probs, versions and experts: the engine
+    computes these tokens again, and is not asked which experts it sends them to. Raises ValueError
+    if the engine reports experts that its model cannot have.
     """
     meta = answer["meta_info"]
     begun = request.begun or _nothing(request)
@@ -124,12 +126,11 @@ def make_sample(
     routed_experts = None
     if experts_shape is not None:
         # The engine never runs the last response token, so that one went to no expert.
-        num_run = len(request.prompt.token_ids) + len(response_ids) - 1 - request.experts_start
+        num_run = len(request.prompt.token_ids) + len(response_ids) - 1 - _first_unknown(request)
         where = str(request).rstrip(",")
         routed_experts = experts_shape.decode(meta.get("routed_experts"), num_run, where)
         if begun.routed_experts is not None:
-            first = begun.routed_experts
-            routed_experts = torch.cat([first, routed_experts[len(first) :]])
+            routed_experts = torch.cat([begun.routed_experts, routed_experts])
     num_begun = begun.response_len
     return Sample(
         prompt=request.prompt,
@@ -150,6 +151,15 @@ def make_sample(
         routed_experts=routed_experts,
         experts_start=request.experts_start,
     )
+
+
+def _first_unknown(request: Request) -> int:
+    """Return the first token of prompt and response whose experts no engine has reported."""
+    begun = request.begun
+    if begun is None:
+        return request.experts_start
+    assert begun.routed_experts is not None, f"{request} was begun without its experts"
+    return request.experts_start + len(begun.routed_experts)
 
 
 def _nothing(request: Request) -> Sample:

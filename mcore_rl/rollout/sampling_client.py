@@ -39,6 +39,11 @@ class SamplingClient(Protocol):
         """Samples that were begun and lost with a collector before they were there."""
         ...
 
+    @property
+    def num_losses(self) -> int:
+        """How often a collector was lost with what it kept; `is_lost` changes with this alone."""
+        ...
+
     def is_lost(self, sample: Any) -> bool:
         """Return whether a sample is gone with the collector that kept it."""
         ...

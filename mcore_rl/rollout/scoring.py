@@ -1,11 +1,13 @@
 """Asks an engine for its log-probs of given sequences, without sampling anything."""
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 
 import aiohttp
 
 from mcore_rl.process.http import open_session
+from mcore_rl.rollout.finite import find_not_finite
 from mcore_rl.rollout.image_request import PATH, pack_request
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.types import Images
@@ -78,4 +80,12 @@ async def score_tokens(
             f"engine {url} scored {len(entries)} tokens of a sequence of {len(tokens)} from token"
             f" {start} on"
         )
-    return [entry[0] for entry in entries[1:]]
+    logprobs = [entry[0] for entry in entries[1:]]
+    bad = find_not_finite(logprobs)
+    if bad is not None and images is None:
+        raise RolloutError(
+            f"engine {url} gives token {start + 1 + bad} of a sequence of {len(tokens)} the"
+            f" log-prob {logprobs[bad]}, which is no finite number: its weights or its KV cache"
+            " hold NaN (docs/debugging.md#weights)"
+        )
+    return [math.nan if logprob is None else logprob for logprob in logprobs]

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 
 from mcore_rl.process.http import open_session
+from mcore_rl.process.log_throttle import LogThrottle
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
 
@@ -35,6 +36,7 @@ class ServedClient:
     def __init__(self, endpoint: ServedEndpoint) -> None:
         self._endpoint = endpoint
         self._in_flight = {engine.url: 0 for engine in endpoint.engines}
+        self._throttle = LogThrottle()
 
     async def post_all(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Return, in the order of `bodies`, each answer's JSON or the ServedRequestError it ended
@@ -85,9 +87,13 @@ class ServedClient:
                 return await self._post(session, path, body)
             except (aiohttp.ClientError, _Transient) as failure:
                 reasons.append(f"{type(failure).__name__}: {failure}")
-            _log.info(
-                "%s: a request failed with %s; trying again", self._endpoint.role, reasons[-1]
-            )
+            if self._throttle.is_due():
+                _log.info(
+                    "%s: a request failed with %s%s; trying again",
+                    self._endpoint.role,
+                    reasons[-1],
+                    self._throttle.describe_held(),
+                )
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_rl.config import ServedModelConfig
+from mcore_rl.process.proxies import open_directly
 from mcore_rl.process.server_keys import bearer
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
+from mcore_rl.rollout.served_dtype import find_dtype
 
 TEXT_ROLES = ("judge",)
 """Roles that get text instead of token ids; their servers need tokenizer and chat template."""
@@ -44,7 +46,7 @@ class ServedEndpoint:
 
 
 def check_served_path(role: str, config: ServedModelConfig) -> None:
-    """Raise ValueError if no engine can be started on `config.path`."""
+    """Raise ValueError if no engine can be started on `config.path`, in the dtype that it names."""
     folder = Path(config.path)
     needed = ["config.json"]
     if role in TEXT_ROLES:
@@ -54,6 +56,7 @@ def check_served_path(role: str, config: ServedModelConfig) -> None:
             raise ValueError(
                 f"{role}.path={config.path}: there is no {name}; name a HuggingFace directory"
             )
+    find_dtype(config.dtype, folder, f"{role}.dtype")
 
 
 def find_endpoint(role: str, config: ServedModelConfig) -> ServedEndpoint:
@@ -87,7 +90,7 @@ def find_endpoint(role: str, config: ServedModelConfig) -> ServedEndpoint:
 def _listed_models(url: str, role: str, config: ServedModelConfig, key: str) -> list[str]:
     request = urllib.request.Request(url, headers=bearer(key))
     try:
-        with urllib.request.urlopen(request, timeout=config.request_timeout_s) as response:
+        with open_directly(request, config.request_timeout_s) as response:
             return [str(entry["id"]) for entry in json.load(response)["data"]]
     except (urllib.error.URLError, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(

@@ -1,9 +1,9 @@
 """Entry point of an SGLang server: takes `sglang serve` arguments and serves HTTP.
 
-Run as `python -m mcore_rl.rollout.server --parent-pid N [--keys-fd N] [--gpu-ids 2,3]
-[--uncompiled] <sglang arguments>`. All processes of the server die with the process that started
-it. Without CUDA, import stand-ins replace SGLang's CUDA-only dependencies, and SGLang is set up for
-the CPU.
+Run as `python -P -m mcore_rl.rollout.server --parent-pid N [--keys-fd N] [--gpu-ids 2,3]
+[--uncompiled] [--share-prompts | --share-prompts-on-cpu] <sglang arguments>`. All processes of the
+server die with the process that started it. Without CUDA, import stand-ins replace SGLang's
+CUDA-only dependencies, and SGLang is set up for the CPU.
 """
 
 import json
@@ -17,11 +17,14 @@ from typing import Any
 from mcore_rl.process.cores import THREADS
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.process.meeting_store import bind_meetings_to_their_host
+from mcore_rl.process.rotated_output import follow_output, rotate_output
 from mcore_rl.process.server_keys import KEYS_FD, ServerKeys, read_keys
 from mcore_rl.process.shared_names import start_resource_tracker
 from mcore_rl.process.tied import die_with_parent
 from mcore_rl.rollout import image_request
-from mcore_rl.rollout.engine_spec import UNCOMPILED
+from mcore_rl.rollout.engine_spec import SHARE_PROMPTS, SHARE_PROMPTS_ON_CPU, UNCOMPILED
+from mcore_rl.rollout.field_gate import FieldGate
+from mcore_rl.rollout.first_experts import keep_first_experts
 from mcore_rl.rollout.image_outputs import output_of
 from mcore_rl.rollout.image_request import (
     NOT_HERE,
@@ -30,7 +33,9 @@ from mcore_rl.rollout.image_request import (
     unpack_request,
 )
 from mcore_rl.rollout.key_gate import KeyGate
-from mcore_rl.rollout.shared_prompts import share_prompts
+from mcore_rl.rollout.request_fields import ModelBounds, check_request
+from mcore_rl.rollout.scheduler_setup import SetUp, set_schedulers_up
+from mcore_rl.rollout.shared_prompts import compute_prompts_once
 from mcore_rl.slices.families.tower import merge_size, placeholder_of
 
 OF_OURS = {"KimiVLForConditionalGeneration", "Glm4vMoeForConditionalGeneration"}
@@ -73,7 +78,10 @@ def serve(arguments: list[str]) -> None:
         arguments = arguments[2:]
     compiled = arguments[:1] != [UNCOMPILED]
     arguments = arguments if compiled else arguments[1:]
+    sharing = arguments[:1] if arguments[:1] in ([SHARE_PROMPTS], [SHARE_PROMPTS_ON_CPU]) else []
+    arguments = arguments[len(sharing) :]
     forks_die_with_their_parents()
+    rotate_output()
     start_resource_tracker()
 
     package = package_of(arguments)
@@ -85,6 +93,8 @@ def serve(arguments: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    from mcore_rl.device import has_cuda
+
     load_plugins()
     leave_freezing_to_the_starter()
     bind_meetings_to_their_host()
@@ -92,7 +102,13 @@ def serve(arguments: list[str]) -> None:
     if package is not None:
         load_package(package)
     take_patches(server_args.model_path)
-    share_prompts()
+    set_ups: list[SetUp] = [follow_output]
+    if sharing and may_share_prompts(sharing[0], has_cuda()):
+        set_ups.append(compute_prompts_once)
+    if server_args.enable_return_routed_experts:
+        set_ups.append(keep_first_experts)
+    set_schedulers_up(set_ups)
+    bound_fields(server_args)
     if keys is not None:
         guard_server(server_args, keys)
     try:
@@ -116,6 +132,14 @@ def import_sglang(
         import_module("sglang.launch_server")
         import_module("sglang.srt.entrypoints.http_server")
     return arguments
+
+
+def may_share_prompts(flag: str, has_gpu: bool) -> bool:
+    """Return whether one of the two flags has SGLang's rule of admission replaced.
+
+    On a GPU the rule was not measured, so there a recipe has to ask for it.
+    """
+    return flag == SHARE_PROMPTS or not has_gpu
 
 
 def leave_freezing_to_the_starter() -> None:
@@ -174,6 +198,7 @@ def take_patches(model_path: str) -> None:
         is_json = request.headers.get("content-type") == "application/json"
         try:
             body, images = resolve_request(data) if is_json else unpack_request(data)
+            check_request("/generate", body, served_bounds())
             check_placeholders(body, images.grids_I3, placeholder_id, merge, start_id)
             asked = GenerateReqInput(**body, image_data=output(body, images))
         except FileNotFoundError as error:
@@ -183,6 +208,22 @@ def take_patches(model_path: str) -> None:
         return await serve_generate_request(asked, request)
 
     app.post(image_request.PATH)(generate_images)
+
+
+def served_bounds() -> ModelBounds:
+    """Return what the served model allows, once SGLang has read it."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    config: Any = get_global_state().tokenizer_manager.model_config
+    return ModelBounds(int(config.vocab_size), int(config.context_len))
+
+
+def bound_fields(server_args: Any) -> None:
+    """Put the gate that bounds fields of requests in front of SGLang's application."""
+    from sglang.srt.entrypoints.http_server import app
+
+    has_grammar = server_args.grammar_backend != "none" and not server_args.skip_tokenizer_init
+    app.add_middleware(FieldGate, bounds=served_bounds, has_grammar=has_grammar)
 
 
 def guard_server(server_args: Any, keys: ServerKeys) -> None:

@@ -2,11 +2,12 @@
 
 SGLang looks into its prefix cache when it admits a request. The samples of a prompt come together
 and are admitted together, so none finds it in the cache, and each computes all of it. Here they
-wait for the first of them: the rule is added to SGLang's scheduler in each of its processes.
+wait for the first of them. The rule replaces the one by which SGLang's scheduler admits requests,
+in each of its processes; with `rollout.share_prompts=false`, and in engines of judges, teachers and
+`mcore-rl serve`, nothing of SGLang is replaced.
 """
 
 from collections.abc import Hashable
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,20 +17,6 @@ MOST_HOLDS = 4
 """Times that a sample waits. One is enough; two, if the scheduler runs ahead of the model."""
 MOST_KEPT = 64
 """Prompts from which on those of finished requests are forgotten: a request holds its images."""
-
-
-def share_prompts() -> None:
-    """Have the server that this process is to start compute prompts once."""
-    http_server: Any = import_module("sglang.srt.entrypoints.http_server")
-    http_server.launch_server = partial(
-        http_server.launch_server, run_scheduler_process_func=run_scheduler
-    )
-
-
-def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """Run SGLang's scheduler process, with the arguments that SGLang gives it."""
-    compute_prompts_once()
-    import_module("sglang.srt.managers.scheduler").run_scheduler_process(*args, **kwargs)
 
 
 def compute_prompts_once() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from mcore_rl.process.http import open_session
+from mcore_rl.process.log_throttle import LogThrottle
 from mcore_rl.rollout.scoring import UnreachableError, score_tokens
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.rollout.transport import RolloutError
@@ -30,6 +31,7 @@ class Teacher:
         """`watched` runs a coroutine to its end while ranks and engines are watched."""
         self._endpoint = endpoint
         self._watched = watched
+        self._throttle = LogThrottle()
 
     def __call__(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         """Return, for each sample, the log-prob of each response token at temperature 1."""
@@ -82,7 +84,14 @@ class Teacher:
                     return tuple(await score_tokens(http, url, tokens, prompt_len - 1))
                 except UnreachableError as error:
                     failures.append(str(error))
-                    _log.warning("%s: %s; trying again", self._endpoint.role, error)
+                    if self._throttle.is_due():
+                        held = self._throttle.describe_held()
+                        _log.warning("%s: %s%s; trying again", self._endpoint.role, error, held)
+                except RolloutError as error:
+                    raise RolloutError(
+                        f"the {self._endpoint.role} cannot score sample {sample.sample_index} of"
+                        f" prompt {sample.prompt.index}: {error}"
+                    ) from None
             await asyncio.sleep(_PAUSE_S)
 
 

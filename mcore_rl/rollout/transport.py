@@ -17,6 +17,7 @@ from mcore_rl.process.http import open_session
 from mcore_rl.process.server_keys import admin_headers, user_headers
 from mcore_rl.rollout.engine_room import ask_free_kv
 from mcore_rl.rollout.engine_spec import EngineAddress
+from mcore_rl.rollout.finite import find_not_finite
 from mcore_rl.rollout.image_request import NOT_HERE, PATH, pack_request, refer_request
 from mcore_rl.rollout.request import Request, Sampling, make_body, make_sample
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
@@ -124,15 +125,27 @@ class HttpTransport:
                 answer = await self._post(engine, "/generate", orjson.dumps(body))
         except (aiohttp.ClientError, TimeoutError) as failure:
             raise TransientError(f"{type(failure).__name__}: {failure}") from None
+        _refuse_not_finite(engine, request, answer["meta_info"])
         experts_shape = self._options.experts_shape if supported.routed_experts else None
         reason = answer["meta_info"]["finish_reason"]
         if reason["type"] == "abort":
-            # Only a request with a name can have been meant to go on elsewhere.
-            begun = None
-            if request.rid and answer.get("output_ids"):
-                shape = experts_shape if answer["meta_info"].get("routed_experts") else None
-                begun = make_sample(request, answer, self._options.decode, shape)
+            begun = self._begun(request, answer, experts_shape)
             raise AbortedError(f"the engine aborted it: {reason.get('message')}", begun)
+        return make_sample(request, answer, self._options.decode, experts_shape)
+
+    def _begun(
+        self, request: Request, answer: dict[str, Any], experts_shape: RoutedExpertsShape | None
+    ) -> Sample | None:
+        """Return what an aborted request had drawn, if it can go on elsewhere.
+
+        Only a request with a name can have been meant to. A request that waited to be computed
+        again was aborted without its experts: those of another pass would not be the ones that drew
+        its tokens, so it is drawn again.
+        """
+        if not request.rid or not answer.get("output_ids"):
+            return None
+        if experts_shape is not None and not answer["meta_info"].get("routed_experts"):
+            return None
         return make_sample(request, answer, self._options.decode, experts_shape)
 
     async def abort_all(self, engine: EngineAddress) -> None:
@@ -198,6 +211,20 @@ class HttpTransport:
                 raise TransientError(f"HTTP {response.status}: {text}")
             raise RolloutError(f"{engine} refused a request with HTTP {response.status}: {text}")
         return orjson.loads(body_bytes)
+
+
+def _refuse_not_finite(engine: EngineAddress, request: Request, meta: dict[str, Any]) -> None:
+    """Raise RolloutError, which names the engine and its weights, if a log-prob is no number."""
+    logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())]
+    bad = find_not_finite(logprobs)
+    if bad is None:
+        return
+    versions = [span["version"] for span in meta["weight_versions"]]
+    raise RolloutError(
+        f"{engine} drew token {bad} of {request} with the log-prob {logprobs[bad]}, which is no"
+        f" finite number, from weights {', '.join(map(str, versions))}: its weights or its KV"
+        " cache hold NaN (docs/debugging.md#weights)"
+    )
 
 
 class _NotHereError(Exception):

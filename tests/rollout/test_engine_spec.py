@@ -2,7 +2,13 @@
 
 import pytest
 
-from mcore_rl.rollout.engine_spec import UNCOMPILED, EngineAddress, EngineSpec
+from mcore_rl.rollout.engine_spec import (
+    SHARE_PROMPTS,
+    SHARE_PROMPTS_ON_CPU,
+    UNCOMPILED,
+    EngineAddress,
+    EngineSpec,
+)
 from tests.support.engine_keys import KEYS
 
 
@@ -56,6 +62,14 @@ def test_the_server_is_told_if_nothing_is_to_be_compiled() -> None:
     spec = EngineSpec("model", "log", port=1234, gpu_ids=("2",), compiled=False)
     assert spec.arguments()[:4] == ["--gpu-ids", "2", UNCOMPILED, "--model-path"]
     assert UNCOMPILED not in EngineSpec("model", "log", port=1234).arguments()
+
+
+def test_the_server_replaces_sglangs_admission_only_if_it_is_told_to() -> None:
+    spec = EngineSpec("model", "log", port=1234, compiled=False, share_prompts=True)
+    assert spec.arguments()[:3] == [UNCOMPILED, SHARE_PROMPTS, "--model-path"]
+    assert SHARE_PROMPTS not in EngineSpec("model", "log", port=1234).arguments()
+    undecided = EngineSpec("model", "log", port=1234, share_prompts=None).arguments()
+    assert undecided[:2] == [SHARE_PROMPTS_ON_CPU, "--model-path"]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "node3"])

@@ -82,18 +82,21 @@ def test_a_response_goes_on_after_what_was_begun_elsewhere() -> None:
     span = VersionSpan(0, 2, WeightVersion(5))
     begun = Sample(REQUEST.prompt, 2, (8, 9), (-0.1, -0.2), "abort", (span,), "", experts)
     request = replace(REQUEST, begun=begun, rid="name")
-    body = make_body(request, replace(SAMPLING, max_response_len=5), [])
+    body = make_body(request, replace(SAMPLING, max_response_len=5, routed_experts=True), [])
     assert body["input_ids"] == (3, 4, 5, 8, 9) and body["rid"] == "name"
+    # The first engine had run its tokens but the last: nobody asks for those that it chose again.
+    assert body["routed_experts_start_len"] == 4
     assert body["sampling_params"]["max_new_tokens"] == 3
-    chosen = np.array([0, 1, 2, 3, 0, 1, 2], dtype=np.int32)
-    encoded = base64.b64encode(chosen.tobytes()).decode()
+    encoded = base64.b64encode(np.array([0, 1, 2], dtype=np.int32).tobytes()).decode()
     sample = make_sample(request, answer(routed_experts=encoded), decode, shape)
     assert sample.response_ids == (8, 9, 10, 11, 12) and sample.text == "8 9 10 11 12"
     assert sample.logprobs == (-0.1, -0.2, -0.5, -1.5, -2.5)
     assert sample.versions == (span, VersionSpan(2, 5, WeightVersion(6)))
     assert sample.routed_experts is not None
-    # The first engine had run its tokens but the last: those keep the experts that they had there.
     assert sample.routed_experts.flatten().tolist() == [3, 3, 3, 3, 0, 1, 2]
+    without = replace(request, begun=replace(begun, routed_experts=None))
+    with pytest.raises(AssertionError, match="sample 2, was begun without its experts"):
+        make_sample(without, answer(routed_experts=encoded), decode, shape)
 
 
 def test_log_probs_of_other_tokens_are_refused() -> None:

@@ -51,3 +51,14 @@ def test_too_few_log_probs_are_refused(loop: EventLoop) -> None:
     engine.answer = lambda body: (200, {"meta_info": {"input_token_logprobs": [[None, 1, None]]}})
     with pytest.raises(RolloutError, match="scored 1 tokens of a sequence of 2 from token 0 on"):
         loop.run(score_sequences(engine.url, [[1, 2]], 5.0))
+
+
+def test_a_log_prob_that_is_no_number_is_refused(loop: EventLoop) -> None:
+    """SGLang writes NaN as null."""
+    engine = FakeSGLang(loop)
+    entries = [[None, 1, None], [-0.5, 2, None], [None, 3, None]]
+    engine.answer = lambda body: (200, {"meta_info": {"input_token_logprobs": entries}})
+    message = rf"engine {engine.url} gives token 2 of a sequence of 3 the log-prob None"
+    with pytest.raises(RolloutError, match=message) as caught:
+        loop.run(score_sequences(engine.url, [[1, 2, 3]], 5.0))
+    assert type(caught.value) is RolloutError, "another try gives the same"

@@ -56,6 +56,20 @@ def test_busy_and_broken_engines_are_asked_again(loop: EventLoop) -> None:
     assert len(engine.calls) == 3
 
 
+def test_an_outage_that_all_requests_meet_is_one_line_of_the_log(
+    loop: EventLoop, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeSGLang(loop)
+    engine.answer = lambda body: (503, "down")
+    caplog.set_level("INFO", "mcore_rl")
+    answers = post(loop, endpoint(engine, timeout_s=0.5), *({"i": i} for i in range(50)))
+    assert all(isinstance(answer, ServedRequestError) for answer in answers)
+    assert len(engine.calls) > 50
+    [record] = [record for record in caplog.records if record.name.endswith("served_client")]
+    assert record.getMessage().startswith("judge: a request failed with ")
+    assert record.getMessage().endswith("HTTP 503: down; trying again")
+
+
 @pytest.mark.parametrize(
     ("route", "message"), [((400, "too long"), "HTTP 400: too long"), ((200, "?"), r"no JSON .*\?")]
 )

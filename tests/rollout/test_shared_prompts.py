@@ -14,7 +14,8 @@ import pytest
 from mcore_rl.rollout import server_process
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_forks import FORKS
-from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.rollout.engine_spec import SHARE_PROMPTS, SHARE_PROMPTS_ON_CPU, EngineSpec
+from mcore_rl.rollout.server import may_share_prompts
 from mcore_rl.rollout.shared_prompts import LEAST_TOKENS
 from tests.scenarios.rollout.test_native_forward import generate, largest_difference, save_model
 
@@ -46,7 +47,12 @@ def test_samples_wait_for_the_one_that_computes_their_prompt(
         monkeypatch.setattr(server_process, "SERVER", ["-c", RUNS_AHEAD])
     model = save_model("qwen3_moe", tmp_path / "model")
     prompts = [LONG] * 6 + [OTHER] * 3 + [SHORT] * 2
-    spec = EngineSpec(str(tmp_path / "model"), str(tmp_path / "engine.log"), deterministic=True)
+    spec = EngineSpec(
+        str(tmp_path / "model"),
+        str(tmp_path / "engine.log"),
+        deterministic=True,
+        share_prompts=True if runs_ahead else None,  # None: as this engine has no GPU
+    )
     with EngineProcess(spec) as engine:
         answers = generate(engine.url, prompts, logprob_start_len=-1)
         cached = cached_tokens(answers)
@@ -65,9 +71,31 @@ def test_samples_wait_for_the_one_that_computes_their_prompt(
 def test_without_a_prefix_cache_nobody_waits(tmp_path: Path) -> None:
     model = save_model("llama", tmp_path / "model")
     spec = EngineSpec(
-        str(tmp_path / "model"), str(tmp_path / "engine.log"), extra_args=("--disable-radix-cache",)
+        str(tmp_path / "model"),
+        str(tmp_path / "engine.log"),
+        share_prompts=True,
+        extra_args=("--disable-radix-cache",),
     )
     with EngineProcess(spec) as engine:
         answers = generate(engine.url, [LONG] * 4, logprob_start_len=-1)
     assert cached_tokens(answers) == [0] * 4
     assert largest_difference(model, answers, [LONG] * 4) < 1e-5
+
+
+def test_switched_off_samples_that_are_admitted_together_compute_their_prompt_each(
+    tmp_path: Path,
+) -> None:
+    model = save_model("llama", tmp_path / "model")
+    spec = EngineSpec(str(tmp_path / "model"), str(tmp_path / "engine.log"), share_prompts=False)
+    with EngineProcess(spec) as engine:
+        answers = generate(engine.url, [LONG] * 4, logprob_start_len=-1)
+        assert cached_tokens(answers) == [0] * 4
+        assert largest_difference(model, answers, [LONG] * 4) < 1e-5
+        later = generate(engine.url, [LONG] * 2, logprob_start_len=-1)
+    assert cached_tokens(later) == [len(LONG) - 1] * 2, "SGLang's cache has it by then"
+
+
+def test_on_a_gpu_a_recipe_has_to_ask_for_the_rule() -> None:
+    assert not may_share_prompts(SHARE_PROMPTS_ON_CPU, has_gpu=True)
+    assert may_share_prompts(SHARE_PROMPTS_ON_CPU, has_gpu=False)
+    assert may_share_prompts(SHARE_PROMPTS, has_gpu=True)

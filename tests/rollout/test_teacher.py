@@ -12,6 +12,7 @@ from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.rollout.teacher import Teacher, check_same_vocabulary
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+from tests.support.fake_sglang import FakeSGLang
 
 SAMPLE = Sample(
     Prompt(3, (1, 2), (), "unit", ""),
@@ -60,3 +61,17 @@ def test_another_vocabulary_is_refused() -> None:
     message = r"teacher.path=b: 1 tokens .* model.path=a, such as 'zebra':"
     with pytest.raises(ValueError, match=rf"{message} {new} in place of none;"):
         check_same_vocabulary(ours, theirs, "a", "b")
+
+
+def test_a_log_prob_that_is_no_number_is_refused() -> None:
+    loop = EventLoop()
+    engine = FakeSGLang(loop)
+    entries = [[None, 2, None], [None, 4, None]]
+    engine.answer = lambda body: (200, {"meta_info": {"input_token_logprobs": entries}})
+    health = EngineHealth([engine.url], weights_stay=True)
+    health.note([EngineState(engine.url)])
+    message = rf"the teacher cannot score sample 1 of prompt 3: engine {engine.url} gives token 2"
+    with pytest.raises(RolloutError, match=message):
+        make_teacher(health, 20.0)([SAMPLE])
+    engine.stop()
+    loop.close()

@@ -1,10 +1,12 @@
 """Requests over HTTP: what is sent, and which failures are worth another try."""
 
 import asyncio
+import base64
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from mcore_rl.config import RolloutConfig
 from mcore_rl.data.images.shared_patches import SharedPatches
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.request import EngineAffinity, Request, Sampling
+from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.rollout.transport import AbortedError, HttpOptions, RolloutError, TransientError
 from mcore_rl.types import Prompt, Sample
 from tests.support.fake_sglang import FakeSGLang, Route, sampled_answer
@@ -114,6 +117,32 @@ def test_what_was_drawn_comes_with_the_abort_of_a_request_with_a_name(
     assert (begun.response_len if begun else 0) == num_begun
 
 
+@pytest.mark.parametrize("experts", [[2, 1], []])
+def test_what_was_drawn_goes_on_elsewhere_only_with_its_experts(
+    loop: EventLoop, engine: FakeSGLang, experts: list[int]
+) -> None:
+    """A request that waits to be computed again is aborted with its tokens, without experts."""
+    reason = {"type": "abort", "message": "asked to"}
+    encoded = base64.b64encode(np.array(experts, np.int32).tobytes()).decode()
+    changes = {"routed_experts": encoded} if experts else {}
+    body = {"sampling_params": {"max_new_tokens": 1}}
+    engine.answer = lambda _: (200, sampled_answer(body, 0, finish_reason=reason, **changes))
+    shape = RoutedExpertsShape((True,), top_k=1, num_experts=4)
+
+    async def ask() -> None:
+        async with HttpOptions.of(RolloutConfig(), [9], str, shape).open() as transport:
+            await transport.sample(engine.address, replace(REQUEST, rid="a"), SAMPLING)
+
+    with pytest.raises(AbortedError, match="asked to") as aborted:
+        loop.run(ask())
+    begun = aborted.value.begun
+    if not experts:
+        assert begun is None
+    else:
+        assert begun is not None and begun.routed_experts is not None
+        assert begun.response_ids == (10,) and begun.routed_experts.flatten().tolist() == experts
+
+
 def test_one_request_is_ended_by_its_name(loop: EventLoop, engine: FakeSGLang) -> None:
     async def end() -> None:
         async with HttpOptions.of(RolloutConfig(), [9], str).open() as transport:
@@ -160,3 +189,16 @@ def test_engines_map_the_patches_or_get_them(
 def test_a_command_without_patches_refuses_images(loop: EventLoop, engine: FakeSGLang) -> None:
     with pytest.raises(RolloutError, match="prompt 3 of 'unit' has images, but this command"):
         ask_with_images(loop, engine, None)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_log_prob_that_is_no_number_is_refused(
+    loop: EventLoop, engine: FakeSGLang, at: int
+) -> None:
+    """SGLang writes NaN as null."""
+    entries: list[list[float | int | None]] = [[-0.5, 10, None], [-1.5, 11, None]]
+    entries[at][0] = None
+    engine.answer = lambda body: (200, sampled_answer(body, 4, output_token_logprobs=entries))
+    drawn = rf"drew token {at} of prompt 3 of 'unit', sample 1, .* from weights 4"
+    with pytest.raises(RolloutError, match=rf"engine {engine.url} .*{drawn}"):
+        sample(loop, engine, RolloutConfig())

@@ -14,6 +14,7 @@ from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.request import Sampling
+from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.types import Sample
 from tests.support.engine_keys import KEYS
@@ -50,14 +51,19 @@ def test_responses_move_to_an_idle_engine_and_go_on(tmp_path: Path) -> None:
     assert logprob_error(model, samples) < 1e-4
 
 
-def draw_with_moves(engines: list[EngineProcess]) -> tuple[list[Sample], int]:
-    """Return samples of which all began on the first engine, and how many moved."""
+def draw_with_moves(
+    engines: list[EngineProcess], shape: RoutedExpertsShape | None = None
+) -> tuple[list[Sample], int]:
+    """Return samples of which all began on the first engine, and how many moved.
+
+    shape   of the experts that the engines report; None asks for none
+    """
     first, second = engines
     health = EngineHealth([first.url, second.url])
     health.set_serving([first.url], {second.url: "it begins later"})
-    transport = HttpOptions.of(CONFIG, [], lambda ids: " ".join(map(str, ids))).open
+    transport = HttpOptions.of(CONFIG, [], lambda ids: " ".join(map(str, ids)), shape).open
     client = RolloutClient([first.address, second.address], CONFIG, transport, health)
-    sampling = Sampling(max_response_len=300)
+    sampling = Sampling(max_response_len=300, routed_experts=shape is not None)
     short = Sampling(max_response_len=4)
 
     async def draw() -> list[Sample]:

@@ -1,0 +1,108 @@
+"""Answers requests whose fields are out of bounds with 400, before SGLang's application sees them.
+
+body --> read whole --> parsed --> checked by request_fields --> handed on as it came, or 400
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from mcore_rl.rollout.field_checks import FieldError
+from mcore_rl.rollout.grammar_fields import refuse_grammars
+from mcore_rl.rollout.key_gate import Application, Receive, Scope, Send
+from mcore_rl.rollout.request_fields import ModelBounds, check_request
+
+CHECKED_PATHS = frozenset(
+    {
+        *("/generate", "/encode", "/classify", "/v1/completions", "/v1/chat/completions"),
+        *("/v1/embeddings", "/v1/classify", "/v1/score", "/v1/responses", "/v1/messages"),
+        *("/v1/messages/count_tokens", "/tokenize", "/v1/tokenize", "/detokenize"),
+        *("/v1/detokenize", "/parse_function_call", "/separate_reasoning"),
+    }
+)
+"""The paths of users that take JSON; /generate_images checks its own packed body."""
+MOST_BODY_BYTES = 256 << 20
+
+
+class FieldGate:
+    """ASGI middleware that bounds the fields of every request on CHECKED_PATHS.
+
+    bounds        returns what the model allows; asked at each request, as SGLang knows it late
+    has_grammar   the server can constrain what the model writes; else such requests are refused
+    """
+
+    def __init__(
+        self, app: Application, bounds: Callable[[], ModelBounds], has_grammar: bool
+    ) -> None:
+        self._app = app
+        self._bounds = bounds
+        self._has_grammar = has_grammar
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in CHECKED_PATHS:
+            await self._app(scope, receive, send)
+            return
+        data = await _read(receive)
+        if data is None:
+            await _answer(send, 413, f"the body is larger than {MOST_BODY_BYTES >> 20} MiB")
+            return
+        refusal = self._refusal(scope["path"], data)
+        if refusal is not None:
+            await _answer(send, 400, refusal)
+            return
+        await self._app(scope, _replay(data, receive), send)
+
+    def _refusal(self, path: str, data: bytes) -> str | None:
+        """Return why a body is refused, or None."""
+        try:
+            body = orjson.loads(data)
+            check_request(path, body, self._bounds())
+            if not self._has_grammar:
+                refuse_grammars(body)
+        except orjson.JSONDecodeError as error:
+            return f"the body is no JSON: {error}"
+        except FieldError as error:
+            return str(error)
+        return None
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """Return a request's body, or None if it is too large; what a client never ended is empty."""
+    parts: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b""
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if num_bytes > MOST_BODY_BYTES:
+            return None
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _replay(data: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives the body that was read, and then what else comes."""
+    is_given = False
+
+    async def replayed() -> Any:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    return replayed
+
+
+async def _answer(send: Send, status: int, reason: str) -> None:
+    """Send an error in OpenAI's form."""
+    error = {"message": reason, "type": "invalid_request_error", "param": None, "code": status}
+    body = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    headers.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,220 @@
+"""Bounds every field of a request that SGLang samples, scores or tokenizes by.
+
+SGLang checks some fields in its server, and trusts others: a value that it trusts fails in the
+scheduler, which ends, and the engine with it. So what is out of bounds is refused before SGLang
+sees it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.rollout.field_checks import (
+    Check,
+    FieldError,
+    bound_biases,
+    bound_ids,
+    bound_ids_or_texts,
+    bound_number,
+    bound_text,
+    bound_whole,
+    check_flag,
+    check_stops,
+    show,
+)
+from mcore_rl.rollout.grammar_fields import GRAMMARS
+
+MOST_TOP_LOGPROBS = 128
+MOST_CHOICES = 128
+"""Samples of one prompt in a request."""
+MOST_GRAMMAR_LEN = 1 << 16
+MOST_NAME_LEN = 1024
+"""Characters, both."""
+_SEEDS = 1 << 63
+
+
+@dataclass(frozen=True)
+class ModelBounds:
+    """Bounds that the served model sets.
+
+    vocab_size    token ids lie in [0, vocab_size)
+    context_len   tokens of prompt and response together
+    """
+
+    vocab_size: int
+    context_len: int
+
+
+NATIVE_PATHS = frozenset({"/generate", "/encode", "/classify"})
+"""Their sampling fields lie in `sampling_params`, and a batch has a list for each field."""
+
+_FLAGS = (
+    *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
+    *("return_logprob", "return_routed_experts", "return_text_in_logprobs", "stream", "echo"),
+)
+_TEXTS = ("rid", "request_id", "extra_key", "cache_salt", "session_id", "routing_key")
+_NAMED = (*_TEXTS, "conversation_id")
+
+REFUSED = {
+    **dict.fromkeys(
+        ("custom_logit_processor", "custom_params"),
+        "the server runs no code of a request",
+    ),
+    "stop_regex": "a pattern can take forever to match; use stop",
+    "beam_width": "the server samples; use n",
+    "watermark": "leave it out",
+    "stream_interval": "leave it out",
+    **dict.fromkeys(("input_embeds", "positional_embed_overrides"), "send token ids or text"),
+    **dict.fromkeys(
+        ("embed_overrides", "query_embed_overrides", "item_embed_overrides"),
+        "send token ids or text",
+    ),
+    "embed_override_token_id": "send token ids or text",
+    **dict.fromkeys(("lora_path", "lora_id"), "the server has no adapters"),
+    "session_params": "send the whole prompt; its prefix is cached",
+    **dict.fromkeys(
+        (
+            *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
+            *("decode_tp_size", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"),
+            *("http_worker_ipc", "kv_hints", "need_wait_for_mm_inputs", "num_items_assigned"),
+            *("encoder_urls", "external_trace_header", "received_time", "priority"),
+        ),
+        "only SGLang's own routers set it",
+    ),
+    **dict.fromkeys(
+        (
+            *("multi_item_delimiter_indices", "token_indices_to_pool", "decision_layout"),
+            *("return_indexer_topk", "return_sampling_mask", "sampling_logprobs_mode"),
+            *("return_hidden_states", "return_pooled_hidden_states", "return_bytes"),
+            *("return_entropy", "return_flat_raw_top_logprobs", "max_thinking_tokens"),
+            *("return_flat_raw_output_top_logprobs", "mm_hashes", "mm_content_hashes"),
+            *("require_reasoning", "is_cross_encoder_request", "task"),
+        ),
+        "the server does not offer it",
+    ),
+    **dict.fromkeys(
+        (
+            *("max_dynamic_patch", "min_dynamic_patch", "image_max_dynamic_patch"),
+            *("video_max_dynamic_patch", "images_config", "video_config", "mm_processor_kwargs"),
+        ),
+        "images are cut as the model's processor does",
+    ),
+}
+"""Fields of SGLang that no request may set, with the remedy."""
+
+
+def check_request(path: str, body: Any, model: ModelBounds) -> None:
+    """Raise FieldError if SGLang's `path` must not get this body of JSON."""
+    if not isinstance(body, dict):
+        raise FieldError(f"the body is {type(body).__name__}: send an object of JSON")
+    is_native = path in NATIVE_PATHS
+    checks = _checks(model)
+    checks["logprobs"] = checks["top_logprobs"] if path == "/v1/completions" else check_flag
+    for name, value in body.items():
+        _check_field(checks, name, value, is_native)
+    if not is_native:
+        return
+    given = body.get("sampling_params")
+    for parameters in given if isinstance(given, list) else [given]:
+        _check_sampling(checks, parameters)
+    _check_experts_start(body)
+
+
+def _check_field(checks: Mapping[str, Check], name: str, value: Any, may_be_batch: bool) -> None:
+    """Raise FieldError for a field that is refused or out of bounds."""
+    if value is None:
+        return
+    remedy = REFUSED.get(name)
+    if remedy is not None and not _is_off(value):
+        raise FieldError(f"{name}={show(value)} is not allowed: {remedy}")
+    check = checks.get(name)
+    if check is None:
+        return
+    is_batch = may_be_batch and isinstance(value, list) and name not in _ID_FIELDS
+    for each in value if is_batch else [value]:
+        if each is not None:
+            check(name, each)
+
+
+def _is_off(value: Any) -> bool:
+    """Return whether a value asks for nothing; 0 asks for something."""
+    return value is False or value in ([], {}, "")
+
+
+def _check_sampling(checks: Mapping[str, Check], parameters: Any) -> None:
+    """Raise FieldError for /generate's `sampling_params`, of which every name must be known."""
+    if parameters is None:
+        return
+    if not isinstance(parameters, dict):
+        raise FieldError(f"sampling_params={show(parameters)}: send an object")
+    for name, value in parameters.items():
+        if name not in SAMPLING_FIELDS and name not in REFUSED:
+            raise FieldError(
+                f"sampling_params.{name[:64]}={show(value)}: there is no such parameter; give"
+                f" {', '.join(sorted(SAMPLING_FIELDS))}"
+            )
+        _check_field(checks, name, value, may_be_batch=False)
+    least = parameters.get("min_new_tokens") or 0
+    most = parameters.get("max_new_tokens")
+    if most is not None and least > most:
+        raise FieldError(f"min_new_tokens={least}: at most max_new_tokens={most}")
+
+
+def _check_experts_start(body: Mapping[str, Any]) -> None:
+    """Raise FieldError if the experts are asked for from behind the prompt's end."""
+    start = body.get("routed_experts_start_len")
+    ids = body.get("input_ids")
+    is_single = isinstance(ids, list) and bool(ids) and isinstance(ids[0], int)
+    if isinstance(start, int) and isinstance(ids, list) and is_single and start > len(ids):
+        raise FieldError(f"routed_experts_start_len={start}: at most {len(ids)}, as the prompt")
+
+
+_ID_FIELDS = frozenset({"input_ids", "token_ids_logprob", "stop_token_ids", "label_token_ids"})
+SAMPLING_FIELDS = frozenset(
+    {
+        *("max_new_tokens", "min_new_tokens", "stop", "stop_token_ids", "temperature", "top_p"),
+        *("top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "n"),
+        *("logit_bias", "sampling_seed", "ignore_eos", "skip_special_tokens"),
+        *("spaces_between_special_tokens", "no_stop_trim", *GRAMMARS),
+    }
+)
+"""Fields that `sampling_params` of /generate may have."""
+
+
+def bounded_names() -> set[str]:
+    """Return the names of all fields that have a bound."""
+    return {*_checks(ModelBounds(1, 1)), "logprobs"}
+
+
+def _checks(model: ModelBounds) -> dict[str, Check]:
+    """Return the check of each bounded field."""
+    vocab, context = model.vocab_size, model.context_len
+    ids = bound_ids(vocab)
+    top_logprobs = bound_whole(0, min(MOST_TOP_LOGPROBS, vocab))
+    return {
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), bound_whole(0, context)),
+        **dict.fromkeys(("max_new_tokens", "max_output_tokens"), bound_whole(0, context)),
+        **dict.fromkeys(("min_tokens", "min_new_tokens"), bound_whole(0, context)),
+        **dict.fromkeys(("n", "best_of"), bound_whole(1, MOST_CHOICES)),
+        **dict.fromkeys(("top_logprobs", "top_logprobs_num"), top_logprobs),
+        **dict.fromkeys(("seed", "sampling_seed"), bound_whole(-_SEEDS, _SEEDS - 1)),
+        **dict.fromkeys(("stop", "stop_sequences"), check_stops),
+        **dict.fromkeys(("frequency_penalty", "presence_penalty"), bound_number(-2, 2)),
+        # A smaller one divides logits until they are infinite, and probabilities become NaN.
+        "repetition_penalty": bound_number(0.01, 2),
+        "temperature": bound_number(0, 100),
+        "top_p": bound_number(1e-6, 1),
+        "min_p": bound_number(0, 1),
+        "top_k": bound_whole(1, 1 << 30, also=(-1,)),
+        "logit_bias": bound_biases(vocab),
+        **dict.fromkeys(_ID_FIELDS, ids),
+        "tokens": ids,
+        **dict.fromkeys(("prompt", "input", "query", "items"), bound_ids_or_texts(vocab)),
+        "logprob_start_len": bound_whole(0, context, also=(-1,)),
+        "routed_experts_start_len": bound_whole(0, context),
+        "dimensions": bound_whole(1, 1 << 20),
+        "max_tool_calls": bound_whole(1, 1 << 20),
+        **dict.fromkeys(_FLAGS, check_flag),
+        **dict.fromkeys(_NAMED, bound_text(MOST_NAME_LEN)),
+        **dict.fromkeys(GRAMMARS, bound_text(MOST_GRAMMAR_LEN)),
+    }

@@ -1,0 +1,51 @@
+"""Which rows of an engine's experts are kept when a request loses its KV slots."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mcore_rl.rollout.first_experts import keep_drawn
+
+
+class Capturer:
+    """Answers as SGLang's does: rows of the tokens from start_len on, but not of the last one."""
+
+    def __init__(self) -> None:
+        self.num_passes = 0
+        self.asked: list[tuple[int, int]] = []
+
+    def get_topk(self, slot: int, num_tokens: int, pool: Any, start_len: int) -> torch.Tensor:
+        self.asked.append((start_len, num_tokens))
+        return torch.full((num_tokens - 1 - start_len, 1, 1), self.num_passes)
+
+
+def make_req(num_prompt: int, start_len: int = 0) -> Any:
+    return SimpleNamespace(
+        origin_input_ids=[0] * num_prompt,
+        output_ids=[],
+        return_routed_experts=True,
+        routed_experts_start_len=start_len,
+        kv=SimpleNamespace(req_pool_idx=5),
+    )
+
+
+def test_each_retraction_adds_what_was_drawn_since_the_last() -> None:
+    req, capturer = make_req(4, start_len=1), Capturer()
+    keep_drawn(req, None, capturer)
+    assert not hasattr(req, "first_experts"), "nothing is drawn yet: the prompt is computed again"
+    for num_drawn in (3, 3, 5):  # at the second time its context is not computed again yet
+        req.output_ids = [0] * num_drawn
+        capturer.num_passes += 1
+        keep_drawn(req, None, capturer)
+    assert capturer.asked == [(1, 7), (6, 9)]
+    assert req.first_experts.flatten().tolist() == [1] * 5 + [3] * 2
+
+
+def test_requests_that_do_not_ask_and_engines_that_do_not_report_keep_nothing() -> None:
+    req = make_req(2)
+    req.output_ids = [0, 0]
+    keep_drawn(req, None, None)
+    req.return_routed_experts = False
+    keep_drawn(req, None, Capturer())
+    assert not hasattr(req, "first_experts")
