@@ -95,6 +95,10 @@ class EndReason(StrEnum):
     ABORTED = "aborted"
 
 
+class ConversationError(ValueError):
+    """No answer can follow these messages; the text says why, for whoever wrote them."""
+
+
 class EpisodeEnded(Exception):
     """The policy says nothing more in this episode; `reason` is why it is over."""
 

@@ -224,7 +224,7 @@ class Talk:
         self._recorder = recorder
         self._options = options
         self._tools = tuple(episode.start.tools)
-        self.metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = dict(episode.start.metrics)
         self._num_bad = 0
 
     async def go_on(self) -> Ending:

@@ -15,6 +15,7 @@ from mcore_rl.agents.messages import (
     Answer,
     ChatRequest,
     Completion,
+    ConversationError,
     EndReason,
     EpisodeEnded,
     Message,
@@ -119,10 +120,12 @@ class EpisodeRecorder:
     async def complete(self, request: ChatRequest) -> Completion:
         """Sample the next answer. Raises EpisodeEnded if the episode is over or has no room.
 
-        ValueError: no message asks for an answer.
+        ConversationError: no message asks for an answer, or the template refuses them.
         """
         if not request.messages or request.messages[-1].get("role") == "assistant":
-            raise ValueError("the last message must not be the assistant's: nothing asks for more")
+            raise ConversationError(
+                "the last message must not be the assistant's: nothing asks for more"
+            )
         if self.end is not None:
             raise EpisodeEnded(self.end)
         if self.num_requests >= self.limits.max_turns:

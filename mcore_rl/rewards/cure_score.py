@@ -50,11 +50,19 @@ def score_samples(
 ) -> list[dict[str, float] | Exception]:
     """Return the numbers of each sample: `program` or `test`, and `is_test`.
 
-    `extra_info["episode"]["is_test"]` says what a sample is; the environment `cure` sets it. A
-    problem without tests, or whose sandbox does not start, costs its samples.
+    `extra_info["episode"]["is_test"]` says what a sample is; the environment `cure` sets it before
+    the answer. One that was cut off is rated as it stands: half a program passes no test, and no
+    program passes half a test. A problem without tests, or whose sandbox does not start, costs its
+    samples.
     """
     problems = _problems_of(responses, ground_truths, extra_infos)
-    answers: list[dict[str, float] | Exception] = [{} for _ in responses]
+    answers: list[dict[str, float] | Exception] = [
+        ValueError(
+            "the sample does not say whether it is a unit test: set agents.environment=cure, or"
+            f" give {ROLE!r} among the metrics of an environment of your own"
+        )
+        for _ in responses
+    ]
 
     def execute(problem: Problem) -> Matrices | Exception:
         try:
@@ -126,13 +134,10 @@ def _problems_of(
     problems: dict[str, Problem] = {}
     rows = zip(responses, ground_truths, extra_infos, strict=True)
     for number, (response, truth, extra_info) in enumerate(rows):
+        is_test = extra_info.get("episode", {}).get(ROLE)
+        if is_test is None:
+            continue
         problem = problems.setdefault(json.dumps(truth, sort_keys=True), Problem(truth))
-        if "episode" not in extra_info or ROLE not in extra_info["episode"]:
-            raise ValueError(
-                f"sample {number} does not say whether it is a unit test: set"
-                " agents.environment=cure"
-            )
-        is_test = bool(extra_info["episode"][ROLE])
         (problem.tests if is_test else problem.programs).append((number, response))
     return list(problems.values())
 

@@ -1,7 +1,7 @@
 """Scores samples: combines numbers from the user's function and served models, and penalties.
 
-A failure or a missed deadline costs its sample: it gets reward.error_value and is counted. It
-never ends the run.
+A failure or a missed deadline costs its sample, which has no outcome, or reward.error_value if
+reward.on_error=value.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from mcore_rl.config import RewardConfig
+from mcore_rl.process.text import shorten
 from mcore_rl.rewards.function_calls import FunctionCalls
 from mcore_rl.rewards.model_scorers import ModelScorer, Post, ask
 from mcore_rl.rewards.noise import noise_of
@@ -23,6 +24,8 @@ from mcore_rl.types import Sample, has_outcome
 _log = logging.getLogger(__name__)
 LOGGED_ERRORS = 3
 """Errors logged per call; the others are only counted."""
+LOGGED_CHARS = 300
+"""Most characters of an error, an answer or a response in the log."""
 
 
 class Scorer:
@@ -67,17 +70,19 @@ class Scorer:
         self._watched = watched
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Return one reward per sample, in order."""
-        numbers, errors = self._numbers(samples)
-        scored = [self._score(*pair) for pair in zip(numbers, errors, strict=True)]
+        """Return one reward per sample, in order.
+
+        Episodes whose environment failed are not scored: nobody is asked about them.
+        """
+        told = [i for i, sample in enumerate(samples) if not _why_untold(sample)]
+        scored = [(math.nan, _why_untold(sample)) for sample in samples]
+        numbers: list[dict[str, float]] = [{} for _ in samples]
+        for i, given, error in zip(told, *self._numbers([samples[i] for i in told]), strict=True):
+            scored[i] = self._score(given, error)
+            # A failed sample counts as 0 in each part: a NaN would reach advantages made of parts.
+            numbers[i] = _only_finite(given) if scored[i][1] else given
         errors = [error for _, error in scored]
-        # A failed sample counts as 0 in each part: a NaN would reach advantages made of parts.
-        numbers = [
-            _only_finite(sample_numbers) if error else sample_numbers
-            for sample_numbers, error in zip(numbers, errors, strict=True)
-        ]
-        unpenalized_N = [reward for reward, _ in scored]
-        scored = self._add_noise(samples, numbers, scored)
+        unpenalized_N = self._add_noise(samples, numbers, [reward for reward, _ in scored])
         names = dict.fromkeys([*self._config.parts, *chain(*numbers)])
         parts = {
             name: [sample_numbers.get(name, 0.0) for sample_numbers in numbers]
@@ -90,10 +95,13 @@ class Scorer:
         ]
         if self._config.overlong_buffer_len:
             parts["overlong_penalty"] = penalties
-        rewards_N = [
-            reward + penalty for (reward, _), penalty in zip(scored, penalties, strict=True)
-        ]
-        return Scores(rewards_N, parts, errors, unpenalized_N=unpenalized_N)
+        return Scores(
+            [reward + penalty for reward, penalty in zip(unpenalized_N, penalties, strict=True)],
+            parts,
+            errors,
+            unpenalized_N=unpenalized_N,
+            is_lost_N=[bool(_why_untold(sample)) for sample in samples],
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -109,6 +117,8 @@ class Scorer:
 
     def _numbers(self, samples: Sequence[Sample]) -> tuple[list[dict[str, float]], list[str]]:
         """Return, per sample, the numbers of function and served models and the first error."""
+        if not samples:
+            return [], []
         answers: list[Answer] = [{} for _ in samples]
         if self._calls is not None:
             answers = self._calls([_fields(sample) for sample in samples])
@@ -143,56 +153,68 @@ class Scorer:
         return dict(zip(self._model_scorers, self._watched(ask_all()), strict=True))
 
     def _score(self, numbers: Mapping[str, float], error: str) -> tuple[float, str]:
-        """Return (the reward before penalties, why it is reward.error_value or "")."""
+        """Return (the reward before penalties, why it failed or "").
+
+        A reward that failed is NaN, or reward.error_value if reward.on_error=value.
+        """
+        value = self._config.error_value if self._config.on_error == "value" else None
+        failed = math.nan if value is None else value
         if error:
-            return self._config.error_value, error
+            return failed, error
         if missing := sorted(set(self._weights) - set(numbers)):
-            return self._config.error_value, f"no number {missing[0]!r} among {sorted(numbers)}"
+            return failed, f"no number {missing[0]!r} among {sorted(numbers)}"
         reward = sum(weight * numbers[name] for name, weight in self._weights.items())
         if not math.isfinite(reward):
-            return self._config.error_value, f"it is {reward}"
+            return failed, f"it is {reward}"
         return reward, ""
 
     def _add_noise(
         self,
         samples: Sequence[Sample],
         numbers: Sequence[dict[str, float]],
-        scored: list[tuple[float, str]],
-    ) -> list[tuple[float, str]]:
-        """Add reward.noise to the parts in `numbers`, in place; return `scored` with it."""
+        rewards: Sequence[float],
+    ) -> list[float]:
+        """Add reward.noise to the parts in `numbers`, in place; return the rewards with it."""
         width = self._config.noise
         if not width:
-            return scored
-        with_noise = []
-        for sample, parts, (reward, error) in zip(samples, numbers, scored, strict=True):
+            return list(rewards)
+        with_noise: list[float] = []
+        for sample, parts, reward in zip(samples, numbers, rewards, strict=True):
             for name, weight in self._weights.items():
                 noise = width * noise_of(sample, name)
                 parts[name] = parts.get(name, 0.0) + noise
                 reward += weight * noise
-            with_noise.append((reward, error))
+            with_noise.append(reward)
         return with_noise
 
 
-def log_failures(samples: Sequence[Sample], errors: Sequence[str], config: RewardConfig) -> None:
+def log_failures(
+    samples: Sequence[Sample], errors: Sequence[str], config: RewardConfig, held: str = ""
+) -> None:
     """Log why the first of some samples have no reward of their own.
 
     `errors` has an entry per sample, empty if it has one; `samples` has those that have none, at
-    least the first LOGGED_ERRORS of them.
+    least the first LOGGED_ERRORS of them. `held` tells of failures that were not logged before.
     """
     failures = [error for error in errors if error]
+    fate = {
+        "leave_out": "is left out",
+        "value": f"counts as {config.error_value}",
+        "stop": "ends the run",
+    }[config.on_error]
     for sample, error in zip(samples, failures[:LOGGED_ERRORS], strict=False):
         prompt = sample.prompt
         _log.warning(
-            "reward of prompt %d (%s) failed and counts as %g: %s; ground truth %r, response %r",
+            "reward of prompt %d (%s) failed and %s: %s; ground truth %r, response %r",
             prompt.index,
             prompt.data_source,
-            config.error_value,
-            error,
-            prompt.ground_truth,
-            sample.text[:200],
+            fate,
+            shorten(error, LOGGED_CHARS),
+            shorten(str(prompt.ground_truth), LOGGED_CHARS),
+            shorten(sample.text, LOGGED_CHARS),
         )
-    if len(failures) > LOGGED_ERRORS:
-        _log.warning("%d rewards of %d failed", len(failures), len(errors))
+    if held or len(failures) > LOGGED_ERRORS:
+        _log.warning("%d rewards of %d failed%s", len(failures), len(errors), held)
 
 
 def overlong_penalty(response_len: int, max_response_len: int, config: RewardConfig) -> float:
@@ -211,10 +233,16 @@ def _only_finite(numbers: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
+def _why_untold(sample: Sample) -> str:
+    """Return why an episode tells nothing of the policy; "" if the sample tells something."""
+    if sample.episode is None or has_outcome(sample.episode):
+        return ""
+    return f"{sample.episode.end}: {sample.episode.detail or 'no reason is known'}"
+
+
 def _reward_of_episode(sample: Sample) -> float | Exception:
-    episode = sample.episode
-    assert episode is not None, "an environment rewards episodes"
-    return episode.reward if has_outcome(episode) else RuntimeError(episode.detail or episode.end)
+    assert sample.episode is not None, "an environment rewards episodes"
+    return sample.episode.reward
 
 
 def _fields(sample: Sample) -> Fields:

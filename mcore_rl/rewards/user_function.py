@@ -4,21 +4,21 @@ Nothing heavy is imported here: worker processes of untrusted functions load onl
 """
 
 import asyncio
-import importlib.util
+import functools
 import inspect
 import multiprocessing
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from mcore_rl.config.shipped import HOME
 from mcore_rl.process.text import make_encodable
+from mcore_rl.process.user_files import import_file
 
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
 ALL = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -43,24 +43,34 @@ class UserFunction:
     """Further arguments that the recipe gives (reward.kwargs)."""
 
     def call(self, fields: Fields) -> Any:
-        """Return what the function returns for one sample."""
+        """Return what the function returns for one sample, awaited if that is awaitable."""
         if self.takes_all:
             return self.call_all([fields])[0]
-        result = self.function(**dict(zip(ONE, fields, strict=True)), **self.kwargs)
-        return asyncio.run(_await(result)) if self.is_async else result
+        if self.is_async:
+            return asyncio.run(self.call_async(fields))
+        result = self.begin(fields)
+        return asyncio.run(_await(result)) if inspect.isawaitable(result) else result
+
+    def begin(self, fields: Fields) -> Any:
+        """Return what the function returns for one sample, which may be awaitable."""
+        return self.function(**dict(zip(ONE, fields, strict=True)), **self.kwargs)
 
     async def call_async(self, fields: Fields) -> Any:
         """Await what an async function of one sample returns for `fields`."""
-        return await self.function(**dict(zip(ONE, fields, strict=True)), **self.kwargs)
+        return await self.begin(fields)
 
     def call_all(self, rows: Sequence[Fields]) -> Sequence[Any]:
-        """Return the results of a function of all samples.
+        """Return the results of a function of all samples; single ones may be awaitable.
 
-        Raises ValueError if there is not one result per sample.
+        Raises TypeError or ValueError if there is not one result per sample.
         """
         columns = [[row[i] for row in rows] for i in range(len(ALL))]
         result = self.function(**dict(zip(ALL, columns, strict=True)), **self.kwargs)
-        answers = asyncio.run(_await(result)) if self.is_async else result
+        answers = asyncio.run(_await(result)) if inspect.isawaitable(result) else result
+        if isinstance(answers, str | bytes | Mapping) or not hasattr(answers, "__len__"):
+            raise TypeError(
+                f"{type(answers).__name__} instead of a list with the reward of each sample"
+            )
         if len(answers) != len(rows):
             raise ValueError(f"{len(answers)} rewards for {len(rows)} samples")
         return answers
@@ -90,7 +100,7 @@ def load_function(path: str, name: str, kwargs: Mapping[str, Any] | None = None)
         raise ValueError(
             f"reward.name={name}: {path} has no such function; it has {', '.join(names) or 'none'}"
         )
-    is_async = inspect.iscoroutinefunction(function)
+    is_async = _is_async(function)
     signature = inspect.signature(function)
     for arguments, takes_all in ((ONE, False), (ALL, True)):
         try:
@@ -105,21 +115,30 @@ def load_function(path: str, name: str, kwargs: Mapping[str, Any] | None = None)
     )
 
 
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Return whether each call gives an awaitable: async functions, objects and partials of them.
+
+    A function that only wraps an async one may run it itself: its results tell.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    if inspect.iscoroutinefunction(function):
+        return True
+    method = inspect.getattr_static(type(function), "__call__", None)
+    return inspect.iscoroutinefunction(method)
+
+
 @lru_cache
 def _import_file(path: str) -> ModuleType:
-    file = find_file("reward.path", path)
-    spec = importlib.util.spec_from_file_location(f"mcore_rl_reward_{file.stem}", file)
-    assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
+    file = find_file("reward.path", path).resolve()
     try:
-        spec.loader.exec_module(module)
+        return import_file(file)
     except BaseException as error:  # the user's code may raise anything, SystemExit included
         reraise_interrupt(error)
         line = _last_line_in(file, error)
         raise ValueError(
             f"reward.path={path}: importing it failed{line}: {describe_error(error)}"
         ) from error
-    return module
 
 
 def _last_line_in(file: Path, error: BaseException) -> str:
@@ -143,15 +162,40 @@ def find_file(option: str, path: str) -> Path:
 def numbers_of(result: Any) -> dict[str, float]:
     """Return a function's result as numbers by name; a plain number is the "score".
 
-    Values that are no numbers are left out. Names become metric names, so they are made writable.
+    A number is what float() takes of any library, such as numpy.bool_, Decimal and tensors with one
+    element, except text. Text, None, containers and the like in a mapping are notes, which are left
+    out; the "score" has to be a number. Names become metric names, so they are made writable.
+
+    Raises TypeError that names key and type of a value that should be a number and is none.
     """
     if not isinstance(result, Mapping):
-        return {"score": float(result)}
+        return {"score": _number("the reward", result)}
     return {
-        make_encodable(str(name)): float(value)
+        make_encodable(str(name)): _number(f"the reward's {name!r}", value)
         for name, value in result.items()
-        if isinstance(value, Real)
+        if name == "score" or _is_like_a_number(value)
     }
+
+
+def _is_like_a_number(value: Any) -> bool:
+    kind = type(value)
+    has_value = any(hasattr(kind, name) for name in ("__float__", "__index__", "__complex__"))
+    return has_value and not isinstance(value, str | bytes)
+
+
+def _number(what: str, value: Any) -> float:
+    if not isinstance(value, str | bytes):
+        try:
+            return float(value.item() if getattr(value, "size", 0) == 1 else value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            pass
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    shape = getattr(value, "shape", None)
+    of_shape = "" if shape is None else f" of shape {tuple(shape)}"
+    raise TypeError(
+        f"{what} is no number but {kind}{of_shape}: {value!r:.60}; return a number such as"
+        " float(...), and other things in a mapping, as text"
+    )
 
 
 def answer_of(call: Callable[[], Any]) -> Answer:
@@ -167,14 +211,14 @@ def answer_of(call: Callable[[], Any]) -> Answer:
         return describe_error(error)
 
 
-async def answer_of_async(function: UserFunction, fields: Fields) -> Answer:
-    """Return `answer_of` for an async function of one sample.
+async def answer_of_async(result: Awaitable[Any]) -> Answer:
+    """Return `answer_of` for an awaitable result of one sample.
 
     A cancellation from outside (a deadline, a Ctrl-C) passes through; a CancelledError that the
     function raises by itself costs its sample.
     """
     try:
-        return numbers_of(await function.call_async(fields))
+        return numbers_of(await result)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -203,10 +247,20 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"{name}: the function tried to end the process with status {error.code!r}"
     try:
-        return f"{name}: {error}"
+        return f"{name}: {error}{_remedy(error)}"
     except BaseException as second:
         reraise_interrupt(second)
         return f"{name}, which has no text: its __str__ raised {type(second).__name__}"
+
+
+def _remedy(error: BaseException) -> str:
+    """Return what to do about an error that comes of where the function runs, or ""."""
+    if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
+        return (
+            ": set reward.workers=1 or more, whose processes call a function of one sample in their"
+            " main thread"
+        )
+    return ""
 
 
 def run_in_worker(path: str, name: str, kwargs: Mapping[str, Any], fields: Fields) -> Answer:

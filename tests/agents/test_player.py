@@ -108,6 +108,18 @@ def test_reasons(texts: list[str], options: dict[str, Any], reason: str, num_tur
     assert sample.episode is not None and len(sample.episode.turns) == num_turns
 
 
+@pytest.mark.parametrize(("test_every", "is_test"), [(2, 1.0), (3, 0.0)])
+def test_an_answer_that_is_cut_off_has_the_numbers_that_its_episode_began_with(
+    test_every: int, is_test: float
+) -> None:
+    """The environment never sees the answer; the rewards of CURE need its role all the same."""
+    limits = EpisodeLimits(1, 50, 60)
+    settings = {"test_every": test_every, "test_text": "test: "}
+    sample, _ = play(["go " * 60], "cure", limits, options=settings)
+    assert sample.finish_reason == "max_tokens" and sample.episode is not None
+    assert sample.sample_index == 3 and sample.episode.metrics == {"is_test": is_test}
+
+
 def test_a_wait_for_a_place_does_not_count_towards_the_deadline() -> None:
     """Four episodes of a second each in one place, each with a deadline of 2.5 s."""
     encode = partial(TOKENIZER.encode, add_special_tokens=False)

@@ -9,7 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.agents.chat.chat_format import ChatFormat
-from mcore_rl.agents.messages import ChatRequest, Completion, EndReason, EpisodeEnded, Message
+from mcore_rl.agents.messages import (
+    ChatRequest,
+    Completion,
+    ConversationError,
+    EndReason,
+    EpisodeEnded,
+    Message,
+)
 from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder
 from mcore_rl.agents.turn_tree import Fork
 from tests.support.chat_templates import FAMILIES, make_tokenizer, stop_ids
@@ -131,7 +138,7 @@ def test_answers_are_not_continued() -> None:
     scene = Scene("qwen3", ["one"])
     answer = scene.ask(user("go")).answer.message
     for messages in ((), (user("go"), answer)):
-        with pytest.raises(ValueError, match="nothing asks for more"):
+        with pytest.raises(ConversationError, match="nothing asks for more"):
             scene.ask(*messages)
 
 

@@ -55,6 +55,26 @@ def test_a_group_without_programs_tells_nothing_of_tests() -> None:
     assert isinstance(answer, dict) and answer["test"] == 0.0
 
 
-def test_samples_without_a_role_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"agents\.environment=cure"):
-        score_samples(["a = 1"], [TRUTH], [{}], execute_steps)
+def test_answers_that_were_cut_off_are_wrong_ones() -> None:
+    """Half a program passes no test; half a test is passed by no program, right or wrong."""
+    texts = ["a = a + b", "a = a +", "a = 1 b = 2 ; 3", "a = 1 b = 2 ;"]
+    answers = score_samples(texts, [TRUTH] * 4, infos(2, 2), execute_steps)
+    assert numbers(answers, "program") == [1.0, 0.0, 0.0, 0.0]
+    assert numbers(answers, "test") == [0.0, 0.0, 1.0, 0.0]
+    whole = "```python\nprint(2 * int(input()))\n```"
+    test = "```\n5\n```\n```\n10\n```"
+    texts = [whole, whole[:-4], test, test[:-4]]
+    answers = score_samples(texts, [PYTHON] * 4, infos(2, 2), execute_programs)
+    assert numbers(answers, "program") == [1.0, 0.0, 0.0, 0.0]
+    assert numbers(answers, "test") == [0.0, 0.0, 1.0, 0.0]
+
+
+def test_a_sample_without_a_role_costs_itself_alone() -> None:
+    roles = [*infos(1, 0), {"episode": {}}, {}, *infos(0, 1)]
+    texts = ["a = a + b", "a = a + b", "a = a + b", "a = 1 b = 2 ; 3"]
+    answers = score_samples(texts, [TRUTH] * 4, roles, execute_steps)
+    assert numbers([answers[0], answers[3]], "program") == [1.0, 0.0]
+    assert numbers([answers[0], answers[3]], "test") == [0.0, 1.0]
+    for answer in answers[1:3]:
+        assert isinstance(answer, ValueError)
+        assert "set agents.environment=cure, or give 'is_test' among the metrics" in str(answer)

@@ -169,3 +169,131 @@ def test_a_function_of_all_samples_may_give_an_error_for_one(tmp_path: Path) -> 
     calls = FunctionCalls(RewardConfig(path=str(path)), load_function(str(path), "reward"))
     answers = calls([("", "a", "7", {}), ("", "b", "7", {})])
     assert answers == [{"score": 1.0}, "RuntimeError: no sandbox"]
+
+
+ARGUMENTS = "*, data_source, solution_str, ground_truth, extra_info"
+ALL_ARGUMENTS = "*, data_sources, solution_strs, ground_truths, extra_infos"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(("name", "workers"), [("all_of", 0), ("one", 0), ("one", 1)])
+def test_a_function_may_use_processes_of_its_own(
+    tmp_path: Path, method: str, name: str, workers: int
+) -> None:
+    path = tmp_path / "with-pool.py"
+    path.write_text(
+        "import multiprocessing\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "class Verdict:\n"
+        "    def __init__(self, right): self.right = right\n"
+        "def compare(pair):\n"
+        "    return Verdict(pair[0] == pair[1])\n"
+        "def judge(pairs):\n"
+        f"    context = multiprocessing.get_context({method!r})\n"
+        "    with ProcessPoolExecutor(1, mp_context=context) as pool:\n"
+        "        return [float(verdict.right) for verdict in pool.map(compare, pairs)]\n"
+        f"def all_of({ALL_ARGUMENTS}):\n"
+        "    return judge(list(zip(solution_strs, ground_truths)))\n"
+        f"def one({ARGUMENTS}):\n"
+        "    return judge([(solution_str, ground_truth)])[0]\n"
+    )
+    assert answers(str(path), name, ["7", "8"], workers) == [{"score": 1.0}, {"score": 0.0}]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_file_may_have_dataclasses_with_postponed_annotations(
+    tmp_path: Path, workers: int
+) -> None:
+    path = tmp_path / "verdicts.py"
+    path.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Verdict:\n"
+        "    right: bool\n"
+        f"def reward({ARGUMENTS}):\n"
+        "    return float(Verdict(solution_str == ground_truth).right)\n"
+    )
+    assert answers(str(path), "reward", ["7", "8"], workers) == [{"score": 1.0}, {"score": 0.0}]
+
+
+AWAITABLES = f"""
+import asyncio, functools
+class Grader:
+    async def __call__({ARGUMENTS.replace("*", "self, *")}):
+        return await double({ARGUMENTS.replace("*, ", "").replace("data_source,", "0,")})
+async def double(data_source, solution_str, ground_truth, extra_info, scale=2.0):
+    await asyncio.sleep(0.2)
+    return scale * float(solution_str == ground_truth)
+def wrap(function):
+    @functools.wraps(function)
+    def inner(**kwargs):
+        return function(**kwargs)
+    return inner
+def run(function):
+    @functools.wraps(function)
+    def inner(**kwargs):
+        return asyncio.run(function(**kwargs))
+    return inner
+class Future:
+    def __init__(self, *args): self.args = args
+    def __await__(self): return double(*self.args).__await__()
+grader = Grader()
+partial = functools.partial(double, scale=2.0)
+wrapped = wrap(double)
+ran = run(double)
+def plain({ARGUMENTS}):
+    return double(data_source, solution_str, ground_truth, extra_info)
+def future({ARGUMENTS}):
+    return Future(data_source, solution_str, ground_truth, extra_info)
+def rows(texts, truths):
+    return [double("", text, truth, {{}}) for text, truth in zip(texts, truths)]
+def many({ALL_ARGUMENTS}):
+    return rows(solution_strs, ground_truths)
+async def later({ALL_ARGUMENTS}):
+    return rows(solution_strs, ground_truths)
+class Many:
+    async def __call__({ALL_ARGUMENTS.replace("*", "self, *")}):
+        return await asyncio.gather(*rows(solution_strs, ground_truths))
+many_object = Many()
+"""
+ONES = ("grader", "partial", "wrapped", "ran", "plain", "future")
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        *((name, workers) for name in ONES for workers in (0, 1)),
+        *((name, 0) for name in ("many", "later", "many_object")),
+    ],
+)
+def test_awaitables_are_awaited_whoever_returns_them(
+    tmp_path: Path, name: str, workers: int
+) -> None:
+    path = tmp_path / "later.py"
+    path.write_text(AWAITABLES)
+    assert answers(str(path), name, ["7", "8"], workers) == [{"score": 2.0}, {"score": 0.0}]
+
+
+@pytest.mark.parametrize("name", ["grader", "partial", "wrapped", "plain", "future"])
+def test_awaitables_of_a_sync_function_are_awaited_together(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "later.py"
+    path.write_text(AWAITABLES)
+    began_s = time.monotonic()
+    assert answers(str(path), name, ["7"] * 20) == [{"score": 2.0}] * 20
+    assert time.monotonic() - began_s < 2.0  # one after another: 4 s
+
+
+@pytest.mark.parametrize(
+    ("result", "error"),
+    [
+        ("{'score': 1.0, 'part': 2.0}", "TypeError: dict instead of a list with the reward"),
+        ("'77'", "TypeError: str instead of a list with the reward"),
+        ("7.0", "TypeError: float instead of a list with the reward"),
+    ],
+)
+def test_a_function_of_all_samples_returns_a_list(tmp_path: Path, result: str, error: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(f"def reward({ALL_ARGUMENTS}):\n    return {result}\n")
+    for answer in answers(str(path), "reward", ["a", "b"]):
+        assert isinstance(answer, str) and answer.startswith(error)

@@ -114,9 +114,7 @@ def test_parts_of_function_and_judge_are_summed_and_a_failed_judge_costs_its_sam
     function.write_text(
         "def reward(*, data_source, solution_str, ground_truth, extra_info): return 2.0"
     )
-    config = RewardConfig(
-        path=str(function), parts=["score", "judge"], weights=[1.0, 10.0], error_value=-1.0
-    )
+    config = RewardConfig(path=str(function), parts=["score", "judge"], weights=[1.0, 10.0])
 
     async def post(path: str, bodies: Any) -> list[Any]:
         assert path == "/v1/chat/completions"
@@ -131,7 +129,7 @@ def test_parts_of_function_and_judge_are_summed_and_a_failed_judge_costs_its_sam
     with Scorer(config, 100, {"judge": question}) as scorer:
         scorer.connect({"judge": post}, asyncio.run)
         scores = scorer([make_sample(text) for text in ("good", "late", "silent")])
-    assert scores.rewards_N == [12.0, -1.0, -1.0]
+    assert scores.outcomes() == [12.0] and scores.has_outcome_N == [True, False, False]
     assert scores.parts == {"score": [2.0] * 3, "judge": [1.0, 0.0, 0.0]}
     assert scores.errors == [
         "",

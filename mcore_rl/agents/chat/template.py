@@ -12,16 +12,19 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.agents.messages import Message, Tool
+from mcore_rl.agents.messages import ConversationError, Message, Tool
 
 MARK = "q7Zk3Wv9"
 """Text of the trial messages that no template contains."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+TEMPLATE_ERRORS = (
+    *(TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    RecursionError,
+)
 """Templates raise these for conversations that they were not written for."""
 
 
-class RenderError(ValueError):
+class RenderError(ConversationError):
     """The chat template refuses a conversation."""
 
 
@@ -98,7 +101,9 @@ class ChatTemplate:
 
     def _prepare_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
-        arguments = function.get("arguments", "{}")
+        arguments = function.get("arguments")
+        if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+            arguments = function["arguments"] = "{}"
         if self._as_text and not isinstance(arguments, str):
             function["arguments"] = json.dumps(arguments, ensure_ascii=False)
         elif not self._as_text and isinstance(arguments, str):

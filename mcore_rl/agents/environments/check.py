@@ -10,6 +10,7 @@ from mcore_rl.agents.environments import probe
 from mcore_rl.agents.environments.adapters import ADAPTERS, check_names
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.worker_process import make_import_folder, worker_environment
+from mcore_rl.process.safe_path import start_module
 
 _PROBE_S = 30.0
 
@@ -39,7 +40,7 @@ def _ask(python: str, options: EnvironmentOptions, modules: tuple[str, ...]) -> 
         make_import_folder(Path(folder))
         try:
             done = subprocess.run(
-                [python, "-m", probe.__name__],
+                start_module(python, probe.__name__),
                 input=json.dumps(question),
                 env=worker_environment(options, Path(folder)),
                 capture_output=True,

@@ -22,6 +22,7 @@ from typing import Any
 from mcore_rl.agents.environments.bounded_output import BoundedOutput
 from mcore_rl.agents.environments.environment import ProgramResult
 from mcore_rl.agents.environments.texts import text_of
+from mcore_rl.data.rows import mapping_of
 
 _TERMINATE_S = 3.0
 _DRAIN_S = 2.0
@@ -140,7 +141,7 @@ class CommandEpisode:
         hidden = {key: value for key, value in task.items() if key != "gateway_key"}
         files = {
             **self._options.files,
-            **((task.get("extra_info") or {}).get("files") or {}),
+            **mapping_of(task.get("extra_info") or {}, "files", "the task's extra_info"),
             "task.json": json.dumps(hidden),
         }
         for name, text in files.items():

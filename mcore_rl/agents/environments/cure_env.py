@@ -44,17 +44,18 @@ class CureEnvironment:
 
     def __init__(self, options: CureOptions) -> None:
         self._options = options
-        self._is_test = False
 
     async def reset(self, task: Mapping[str, Any]) -> Start:
         every = self._options.test_every
-        self._is_test = task["sample_index"] % every == every - 1
-        text = self._options.test_text if self._is_test else self._options.program_text
+        is_test = task["sample_index"] % every == every - 1
+        text = self._options.test_text if is_test else self._options.program_text
         *before, problem = task["messages"]
-        return Start([*before, {**problem, "content": f"{text}{problem['content']}"}])
+        messages = [*before, {**problem, "content": f"{text}{problem['content']}"}]
+        # Said at once: an answer that is cut off may end the episode before its first step.
+        return Start(messages, metrics={"is_test": float(is_test)})
 
     async def step(self, message: Message) -> Step:
-        return Step(done=True, metrics={"is_test": float(self._is_test)})
+        return Step(done=True)
 
     async def close(self) -> None:
         pass

@@ -12,10 +12,15 @@ Tool = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Start:
-    """How an episode begins: the conversation so far, and the tools that the policy may call."""
+    """How an episode begins: the conversation so far, and the tools that the policy may call.
+
+    metrics   numbers of the episode, as those of a Step; an episode has them even if it ends before
+              its first step
+    """
 
     messages: list[Message]
     tools: list[Tool] = field(default_factory=list)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,11 @@ def describe(error: BaseException) -> dict[str, str]:
 def _start(value: Any) -> dict[str, Any]:
     if not isinstance(value, Start):
         raise TypeError(f"reset returned a {type(value).__name__}, not a Start")
-    return {"messages": list(value.messages), "tools": list(value.tools)}
+    return {
+        "messages": list(value.messages),
+        "tools": list(value.tools),
+        "metrics": _finite_metrics(value.metrics),
+    }
 
 
 def _step(value: Any) -> dict[str, Any]:
@@ -162,7 +166,7 @@ def _step(value: Any) -> dict[str, Any]:
         "messages": list(value.messages),
         "reward": _finite(value.reward, "reward"),
         "done": bool(value.done),
-        "metrics": {name: _finite(number, name) for name, number in value.metrics.items()},
+        "metrics": _finite_metrics(value.metrics),
         "end_reason": value.end_reason,
     }
 
@@ -174,8 +178,12 @@ def _result(value: Any) -> dict[str, Any]:
         "reward": None if value.reward is None else _finite(value.reward, "reward"),
         "end_reason": value.end_reason,
         "detail": value.detail,
-        "metrics": {name: _finite(number, name) for name, number in value.metrics.items()},
+        "metrics": _finite_metrics(value.metrics),
     }
+
+
+def _finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: _finite(number, name) for name, number in metrics.items()}
 
 
 def _finite(number: Any, name: str) -> float:

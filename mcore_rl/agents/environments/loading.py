@@ -1,11 +1,12 @@
 """Loads classes and functions that a user names as `module:name` or `folder/file.py:name`."""
 
 import importlib
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from mcore_rl.process.user_files import import_file
 
 
 def load_named(name: str) -> Any:
@@ -39,18 +40,6 @@ def _module_of_file(place: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
         raise ValueError(f"there is no file {path}, which {place!r} names")
-    key = f"_mcore_rl_file_{path}"
-    if key in sys.modules:
-        return sys.modules[key]
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(key, path)
-    assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[key] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[key]
-        raise
-    return module
+    return import_file(path)

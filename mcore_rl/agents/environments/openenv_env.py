@@ -12,6 +12,7 @@ from typing import Any
 
 from mcore_rl.agents.environments.environment import Message, Start, Step
 from mcore_rl.agents.environments.texts import text_of, with_text
+from mcore_rl.data.rows import mapping_of
 
 _MAX_MESSAGE_BYTES = 100 * 1024 * 1024
 
@@ -87,7 +88,7 @@ class OpenEnvEnvironment:
             raise RuntimeError(
                 f"the OpenEnv server at {address} gives no session: {error}"
             ) from error
-        given = (task.get("extra_info") or {}).get("reset") or {}
+        given = mapping_of(task.get("extra_info") or {}, "reset", "the task's extra_info")
         data = await self._ask("reset", {"seed": task.get("seed"), **given})
         text = self._text(data)
         if self._options.instructions:

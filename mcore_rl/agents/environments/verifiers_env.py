@@ -167,7 +167,7 @@ def with_modules(env: Mapping[str, Any]) -> dict[str, Any]:
         elif key == "id" and isinstance(value, str) and ".py:" in value:
             file = Path(value.rpartition(":")[0])
             if str(file.parent) not in sys.path:
-                sys.path.insert(0, str(file.parent))
+                sys.path.append(str(file.parent))
             value = file.stem
         named[key] = value
     return named

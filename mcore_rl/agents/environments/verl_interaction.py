@@ -13,6 +13,7 @@ from typing import Any
 
 from mcore_rl.agents.environments.environment import Message, Start, Step
 from mcore_rl.agents.environments.verl_config import check_file, load_class, read_config
+from mcore_rl.data.rows import mapping_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class VerlInteractionEnvironment:
         self._num_turns = 0
 
     async def reset(self, task: Mapping[str, Any]) -> Start:
-        self._keywords = dict((task.get("extra_info") or {}).get("interaction_kwargs") or {})
+        self._keywords = dict(
+            mapping_of(task.get("extra_info") or {}, "interaction_kwargs", "the task's extra_info")
+        )
         name = self._keywords.get("name")
         if name is None and len(self._interactions) == 1:
             name = next(iter(self._interactions))

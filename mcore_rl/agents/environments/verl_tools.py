@@ -15,6 +15,7 @@ from mcore_rl.agents.environments.loading import load_named
 from mcore_rl.agents.environments.tool_calls import ToolCalls, ToolOutcome
 from mcore_rl.agents.environments.tools_env import ToolEpisode, as_text, check_bounds
 from mcore_rl.agents.environments.verl_config import check_file, load_class, read_config
+from mcore_rl.data.rows import mapping_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class VerlToolsEnvironment:
 
     async def reset(self, task: Mapping[str, Any]) -> Start:
         extra = task.get("extra_info") or {}
-        self._keywords = extra.get("tools_kwargs") or {}
+        self._keywords = mapping_of(extra, "tools_kwargs", "the task's extra_info")
         if extra.get("need_tools_kwargs") and not self._keywords:
             raise ValueError("the task's extra_info needs tools_kwargs, and has none")
         for name, tool in self._tools.items():
@@ -94,7 +95,8 @@ class VerlToolsEnvironment:
         return ToolOutcome(_text(response), float(reward or 0) * self._options.step_reward)
 
     def _given(self, name: str, which: str) -> dict[str, Any]:
-        return dict((self._keywords.get(name) or {}).get(which) or {})
+        where = "the task's extra_info.tools_kwargs"
+        return dict(mapping_of(mapping_of(self._keywords, name, where), which, f"{where}.{name}"))
 
 
 @cache

@@ -23,6 +23,7 @@ from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.orphans import MARK, kill_marked
 from mcore_rl.agents.environments.wire import encode, read_frame
 from mcore_rl.process.redaction import is_secret_name
+from mcore_rl.process.safe_path import start_module, without_safe_path
 
 _ABANDON_S = 5.0
 """A worker that has not answered after it, to a request that needs no environment, hangs."""
@@ -51,7 +52,8 @@ def worker_environment(options: EnvironmentOptions, folder: Path) -> dict[str, s
     one. Nobody inherits variables that are secret by their names: what an environment needs to know
     of these, its options say.
     """
-    variables = {name: text for name, text in os.environ.items() if not is_secret_name(name)}
+    inherited = without_safe_path(os.environ)
+    variables = {name: text for name, text in inherited.items() if not is_secret_name(name)}
     if options.python:
         for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
             variables.pop(name, None)
@@ -242,10 +244,10 @@ class WorkerProcess:
     async def _spawn(self, folder: Path, socket_fd: int, alive_fd: int) -> Any:
         python = self._options.python or sys.executable
         memory_bytes = int(self._options.memory_gib * 1024**3)
-        command = [python, "-m", f"{_PACKAGE}.keeper", "--pool-pid", str(os.getpid())]
+        command = [*start_module(python, f"{_PACKAGE}.keeper"), "--pool-pid", str(os.getpid())]
         command += ["--alive-fd", str(alive_fd), "--socket-fd", str(socket_fd)]
         command += ["--memory-bytes", str(memory_bytes)]
-        command += [python, "-m", f"{_PACKAGE}.worker", "--socket-fd", str(socket_fd)]
+        command += [*start_module(python, f"{_PACKAGE}.worker"), "--socket-fd", str(socket_fd)]
         with open(self.log_path, "ab") as log:
             return await asyncio.create_subprocess_exec(
                 *command,

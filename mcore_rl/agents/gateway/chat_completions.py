@@ -22,9 +22,9 @@ from mcore_rl.agents.gateway.fields import (
 )
 from mcore_rl.agents.gateway.normal import (
     assistant_message,
-    exact_arguments,
     function_tool,
     normal_message,
+    read_arguments,
     tool_call,
     tool_message,
 )
@@ -241,8 +241,8 @@ def _read_calls(calls: list[Any] | None, where: str, memory: Memory) -> list[dic
         call_id = required(call, "id", str, f"{place}.")
         function = required(call, "function", dict, f"{place}.")
         name = required(function, "name", str, f"{place}.function.")
-        arguments = required(function, "arguments", str, f"{place}.function.")
-        found.append(
-            tool_call(call_id, name, exact_arguments(call_id, arguments, memory.arguments))
-        )
+        where = f"{place}.function.arguments"
+        given = function.get("arguments")
+        arguments = read_arguments(where, call_id, given, memory.arguments)
+        found.append(tool_call(call_id, name, arguments))
     return found

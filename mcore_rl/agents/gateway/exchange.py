@@ -18,7 +18,7 @@ from mcore_rl.agents.gateway.errors import ApiError, BadRequest, episode_over, o
 from mcore_rl.agents.gateway.fields import Body
 from mcore_rl.agents.gateway.options import GatewayOptions
 from mcore_rl.agents.gateway.sessions import OpenSession
-from mcore_rl.agents.messages import Completion, EndReason, EpisodeEnded
+from mcore_rl.agents.messages import Completion, ConversationError, EndReason, EpisodeEnded
 from mcore_rl.process.clock import now_s
 
 _log = logging.getLogger(__name__)
@@ -152,6 +152,8 @@ async def _complete(opened: OpenSession, call: Call) -> Completion:
     except Overloaded as busy:
         opened.num_refused += 1
         raise overloaded(busy.retry_after_s) from busy
+    except ConversationError as error:
+        raise BadRequest("messages", str(error), "invalid_messages").error from error
     except Exception as error:  # the boundary to the policy: the client is told, the log has it all
         _log.exception("session %d: the policy gave no answer", opened.number)
         message = f"the policy gave no answer: {type(error).__name__}; the log says more"

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from mcore_rl.agents.gateway.errors import BadRequest, unsupported
+from mcore_rl.types.stops import MOST_STOP_LEN, MOST_STOPS
 
 T = TypeVar("T")
 
@@ -59,6 +60,11 @@ def stop_texts(body: Body, name: str) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value if value is not None else []
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise BadRequest(name, "must be a text or a list of texts, none of them empty")
+    if len(texts) > MOST_STOPS:
+        raise BadRequest(name, f"has {len(texts)} texts, at most {MOST_STOPS}")
+    longest = max(map(len, texts), default=0)
+    if longest > MOST_STOP_LEN:
+        raise BadRequest(name, f"has a text of {longest} characters, at most {MOST_STOP_LEN}")
     return tuple(texts)
 
 

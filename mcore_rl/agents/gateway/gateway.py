@@ -24,7 +24,7 @@ from mcore_rl.agents.gateway.exchange import Exchange, parse_object, read_bytes
 from mcore_rl.agents.gateway.options import GatewayOptions
 from mcore_rl.agents.gateway.responses import Responses
 from mcore_rl.agents.gateway.sessions import OpenSession, Session, SessionTable
-from mcore_rl.agents.messages import ChatRequest
+from mcore_rl.agents.messages import ChatRequest, ConversationError
 from mcore_rl.process.network import url_of
 
 _log = logging.getLogger(__name__)
@@ -154,7 +154,11 @@ class Gateway:
             raise ApiError(404, "not_found", "this gateway does not count tokens")
         body = parse_object(await read_bytes(request, self._options.body_s))
         call = self._anthropic.read(body, opened.memory)
-        return _json({"input_tokens": self._count_tokens(call.request)})
+        try:
+            num_tokens = self._count_tokens(call.request)
+        except ConversationError as error:
+            raise BadRequest("messages", str(error), "invalid_messages") from error
+        return _json({"input_tokens": num_tokens})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._find(request)

@@ -5,6 +5,7 @@ from typing import Any
 
 import orjson
 
+from mcore_rl.agents.gateway.errors import BadRequest
 from mcore_rl.agents.messages import Message, Tool
 
 UNREADABLE = "unparsed_arguments"
@@ -68,6 +69,32 @@ def arguments_object(arguments: str) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         value = None
     return value if isinstance(value, dict) else {UNREADABLE: arguments}
+
+
+def read_arguments(place: str, call_id: str, given: Any, known: Mapping[str, str]) -> str:
+    """Return the text of a call's arguments in a client's history; none at all are `{}`.
+
+    Templates read an object. BadRequest: they are no object of JSON, and the policy did not write
+    them, either.
+
+    given, known   as exact_arguments takes them; `given` may also be None
+    """
+    if given is not None and not isinstance(given, str | dict):
+        raise BadRequest(place, f"must be a string of JSON, not {type(given).__name__}")
+    text = exact_arguments(call_id, "" if given is None else given, known)
+    if text == known.get(call_id):
+        return text
+    if not text.strip():
+        return "{}"
+    try:
+        value: Any = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(
+            place, f"must be an object of JSON, but {text[:40]!r} is no JSON: {error}"
+        ) from None
+    if not isinstance(value, dict):
+        raise BadRequest(place, f"must be an object of JSON, as templates want, not {text[:40]!r}")
+    return text
 
 
 def exact_arguments(call_id: str, given: Any, known: Mapping[str, str]) -> str:

@@ -10,8 +10,8 @@ from mcore_rl.agents.gateway.errors import BadRequest, unsupported
 from mcore_rl.agents.gateway.fields import Body, joined_text, objects, optional, required
 from mcore_rl.agents.gateway.normal import (
     assistant_message,
-    exact_arguments,
     function_tool,
+    read_arguments,
     tool_call,
     tool_message,
 )
@@ -135,8 +135,8 @@ class _Joiner:
 
     def _call(self, item: Body, place: str) -> dict[str, Any]:
         call_id = required(item, "call_id", str, place)
-        given = required(item, "arguments", str, place)
-        arguments = exact_arguments(call_id, given, self._memory.arguments)
+        known = self._memory.arguments
+        arguments = read_arguments(f"{place}arguments", call_id, item.get("arguments"), known)
         return tool_call(call_id, required(item, "name", str, place), arguments)
 
     def _open(self, is_next: bool) -> _Turn:

@@ -59,6 +59,16 @@ def test_options_reach_the_template() -> None:
     assert "<think>\n\n</think>" in template.render([QUESTION], (), generation_prompt=True)
 
 
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - NO_CALLS))
+@pytest.mark.parametrize("arguments", ["", " \n", None])
+def test_empty_arguments_are_an_empty_object(family: str, arguments: Any) -> None:
+    message = answer(1)
+    message["tool_calls"][0]["function"]["arguments"] = arguments
+    whole = copy.deepcopy(message)
+    whole["tool_calls"][0]["function"]["arguments"] = "{}"
+    assert render(family, message) == render(family, whole)
+
+
 def test_arguments_that_are_no_object_are_given_as_they_are() -> None:
     message = answer(1)
     message["tool_calls"][0]["function"]["arguments"] = "not json"

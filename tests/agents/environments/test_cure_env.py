@@ -19,7 +19,7 @@ def play(options: CureOptions, sample_index: int) -> tuple[str, float]:
         assert start.messages[0] == TASK["messages"][0]
         step = await environment.step({"role": "assistant", "content": "x"})
         assert step.done and step.reward == 0.0
-        return start.messages[-1]["content"], step.metrics["is_test"]
+        return start.messages[-1]["content"], start.metrics["is_test"]
 
     return asyncio.run(episode())
 

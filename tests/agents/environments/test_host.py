@@ -27,7 +27,8 @@ def test_an_episode_is_reset_stepped_and_closed():
     start, first, closed, again = calls(
         COUNTDOWN, RESET, step("go"), {"do": "close"}, {"do": "close"}, options={"turns": 1}
     )
-    assert start == {"value": {"messages": [{"role": "user", "content": "task 3"}], "tools": []}}
+    messages = [{"role": "user", "content": "task 3"}]
+    assert start == {"value": {"messages": messages, "tools": [], "metrics": {}}}
     assert first["value"]["done"] and first["value"]["reward"] == 1.0
     assert closed == again == {"value": None}
 

@@ -158,4 +158,4 @@ def test_a_file_is_named_as_the_module_that_verifiers_imports(monkeypatch):
         "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}},
     }
     assert with_modules(env) == {**env, "taskset": {"id": "sums", "num_tasks": 3}}
-    assert sys.path == ["/mine", "/lib"]
+    assert sys.path == ["/lib", "/mine"]

@@ -126,6 +126,8 @@ def test_unsupported_fields_are_refused_by_name(field, value):
         {"messages": [HELLO], "max_tokens": 0},
         {"messages": [HELLO], "max_tokens": True},
         {"messages": [HELLO], "stop": [""]},
+        {"messages": [HELLO], "stop": ["a"] * 33},
+        {"messages": [HELLO], "stop": "a" * 1025},
         {"messages": [HELLO], "stream": 1},
     ],
 )

@@ -13,7 +13,7 @@ from mcore_rl.agents.gateway import Overloaded
 from mcore_rl.agents.gateway.gateway import Gateway
 from mcore_rl.agents.gateway.options import GatewayOptions
 from mcore_rl.agents.gateway.sessions import OpenSession
-from mcore_rl.agents.messages import EndReason, EpisodeEnded
+from mcore_rl.agents.messages import ConversationError, EndReason, EpisodeEnded
 from tests.support.episode_chats import RecordingChat
 from tests.support.gateways import in_session, open_gateway, openai_client, post
 
@@ -98,6 +98,7 @@ def test_rewards_and_progress_need_the_sessions_key():
     [
         (EpisodeEnded(EndReason.MAX_TURNS, "8 turns"), 400, "episode_over"),
         (RuntimeError("boom"), 500, "policy_failed"),
+        (ConversationError("the template wants a user first"), 400, "invalid_messages"),
         (Overloaded(0.25), 429, "overloaded"),
     ],
 )

@@ -46,7 +46,7 @@ def test_sealed_reasoning_comes_back(text):
         3,
         [{"role": "robot", "content": "x"}],
         [{"type": "item_reference", "id": "x"}],
-        [{"type": "function_call", "call_id": "a", "name": "f"}],
+        [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "[1]"}],
         [{"type": "reasoning", "encrypted_content": "mcore_rl.!"}],
         [{"role": "user", "content": [{"type": "input_image"}]}],
     ],

@@ -8,6 +8,7 @@ import asyncio
 import random
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,11 +27,12 @@ from mcore_rl.rollout.collector import GroupRequest
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.request import Sampling
+from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.rollout.session import RolloutSession
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.stream.controller.engine_control import LOADER, EngineControl
 from mcore_rl.stream.controller.sync import SyncController
-from mcore_rl.types import EpisodeRecord, Prompt, Row
+from mcore_rl.types import Prompt, Row
 from tests.support.chat_templates import make_tokenizer, stop_ids
 from tests.support.engine_keys import KEYS
 from tests.support.megatron_layout import TrainLayout
@@ -83,15 +85,24 @@ class Swapped:
 @pytest.fixture(scope="module")
 def swapped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swapped]:
     """Every token goes to all experts: no rounding can send it to another."""
-    folder = tmp_path_factory.mktemp("versions")
+    with swapped_engine(tmp_path_factory.mktemp("versions"), top_k=EXPERTS) as swapped:
+        yield swapped
+
+
+@contextmanager
+def swapped_engine(folder: Path, top_k: int, **options: Any) -> Iterator[Swapped]:
+    """Serve a model whose tokens go to `top_k` experts; `options` are of EngineSpec."""
     sizes = {"vocab_size": 320, "max_position_embeddings": 2048, "num_hidden_layers": 2}
-    sizes |= {"num_experts": EXPERTS, "num_experts_per_tok": EXPERTS}
+    sizes |= {"num_experts": EXPERTS, "num_experts_per_tok": top_k}
     weights = [
         write_model("qwen3_moe", folder / str(seed), seed, **sizes) for seed in range(NUM_WEIGHTS)
     ]
-    log_path = str(folder / "engine.log")
     spec = EngineSpec(
-        str(weights[0]), log_path, kv_cache_len=32768, custom_weight_loaders=(LOADER,), keys=KEYS
+        str(weights[0]),
+        str(folder / "engine.log"),
+        **{"kv_cache_len": 32768, **options},
+        custom_weight_loaders=(LOADER,),
+        keys=KEYS,
     )
     ranks = ProcessRanks(TrainLayout(tp=2, ep=2))
     try:
@@ -104,12 +115,13 @@ def swapped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swapped]:
         ranks.stop()
 
 
-async def play(session: RolloutSession, index: int) -> EpisodeRecord:
-    """Talk in two to five turns; some branch off an earlier one."""
+async def play(session: RolloutSession, index: int, *, experts: bool = False) -> EpisodeRecorder:
+    """Talk in two to five turns; some branch off an earlier one. `experts`: ask for them."""
     generator = random.Random(index)
     tokenizer = make_tokenizer(FAMILY)
     prompt = Prompt(index, (1,), (), "unit", None)
-    request = GroupRequest(0, index, prompt, 1, Sampling(LIMITS.max_turn_len))
+    sampling = Sampling(LIMITS.max_turn_len, routed_experts=experts)
+    request = GroupRequest(0, index, prompt, 1, sampling)
     chat = ChatFormat(tokenizer, stop_ids(FAMILY), reasoning="template", template_options={})
     parser = PlainParser(partial(tokenizer.decode, skip_special_tokens=True))
     recorder = EpisodeRecorder(chat, parser, turn_sampler(session, request, 0), LIMITS)
@@ -120,22 +132,24 @@ async def play(session: RolloutSession, index: int) -> EpisodeRecord:
         more: Message = {"role": "user", "content": f"more {number}"}
         conversations.append([*messages, completion.answer.message, more])
         await asyncio.sleep(generator.choice([0.0, 0.2]))
-    return recorder.finish(EndReason.DONE)
+    return recorder
 
 
-def play_while_weights_change(swapped: Swapped, num_episodes: int, seed: int) -> list[Row]:
-    """Return the rows of the episodes, of which AT_ONCE are played at once."""
+def play_while_weights_change(
+    swapped: Swapped, num_episodes: int, seed: int, shape: RoutedExpertsShape | None = None
+) -> list[EpisodeRecorder]:
+    """Play episodes, AT_ONCE at once; `shape` is of the experts that the engine reports."""
     stops = stop_ids(FAMILY)
     config = RolloutConfig(max_concurrency=AT_ONCE, request_timeout_s=120)
-    http = HttpOptions.of(config, stops, str)
+    http = HttpOptions.of(config, stops, str, shape)
     client = RolloutClient([swapped.engine.address], config, http.open)
 
-    async def run() -> list[EpisodeRecord]:
+    async def run() -> list[EpisodeRecorder]:
         places = asyncio.Semaphore(AT_ONCE)
 
-        async def play_in_place(session: RolloutSession, index: int) -> EpisodeRecord:
+        async def play_in_place(session: RolloutSession, index: int) -> EpisodeRecorder:
             async with places:
-                return await play(session, index)
+                return await play(session, index, experts=shape is not None)
 
         async with asyncio.timeout(DEADLINE_S), client.open() as session:
             over = asyncio.Event()
@@ -147,8 +161,11 @@ def play_while_weights_change(swapped: Swapped, num_episodes: int, seed: int) ->
                 over.set()
                 await swapping
 
-    episodes = asyncio.run(run())
-    return [row for episode in episodes for row in episode.rows]
+    return asyncio.run(run())
+
+
+def rows_of(episodes: list[EpisodeRecorder]) -> list[Row]:
+    return [row for episode in episodes for row in episode.finish(EndReason.DONE).rows]
 
 
 def errors_of(swapped: Swapped, rows: list[Row]) -> dict[str, float]:
@@ -206,7 +223,7 @@ def test_each_token_has_the_logprob_that_its_version_gives_it(
     swapped: Swapped, num_episodes: int
 ) -> None:
     before, first = cached_tokens(swapped.engine), swapped.version
-    rows = play_while_weights_change(swapped, num_episodes, seed=num_episodes)
+    rows = rows_of(play_while_weights_change(swapped, num_episodes, seed=num_episodes))
     changes, errors = changes_of(rows), errors_of(swapped, rows)
     cached = cached_tokens(swapped.engine) - before
     print(f"{len(rows)} rows, {swapped.version - first} syncs, {changes}, {cached=}, {errors}")
@@ -224,7 +241,7 @@ def test_a_cache_that_is_not_flushed_is_noticed(
         await run_loader(self, *args, flush_cache=False)
 
     monkeypatch.setattr(EngineControl, "run_loader", without_flush)
-    rows = play_while_weights_change(swapped, 40, seed=2)
+    rows = rows_of(play_while_weights_change(swapped, 40, seed=2))
     errors = errors_of(swapped, rows)
     print(f"{len(rows)} rows, {changes_of(rows)}, {errors}")
     assert errors["named"] > 100 * TOLERANCE
