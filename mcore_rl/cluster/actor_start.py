@@ -45,4 +45,4 @@ def start_actor(
         make_remote = make_remote(concurrency_groups={BULK: BULK_THREADS})
     # Whoever set the number of threads gets it in every process.
     cores = (slot.sharers, os.environ.get(THREADS)) if slot.sharers else None
-    return make_remote(actor_cls).options(**options).remote(str(rank.log_path), cores)
+    return make_remote(actor_cls).options(**options).remote(str(rank.log_path), cores, os.getcwd())

@@ -21,7 +21,7 @@ from mcore_rl.planning.slots import Slot
 from mcore_rl.rollout.collector import CollectorLost, CollectorNews, Orders
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
-from mcore_rl.scores import Scores
+from mcore_rl.scores import Scores, join_scores
 from mcore_rl.types import Sample, StoredBatch, StoredSample
 
 _log = logging.getLogger(__name__)
@@ -129,9 +129,7 @@ class CollectorGroup:
     async def score(self, samples: Sequence[StoredSample]) -> Scores:
         """Return the rewards of samples, in their order. Raises SamplesLost, as those below."""
         parts, order = _by_store(samples)
-        scores = Scores([])
-        for part in await self._of_stores("score", parts):
-            scores = scores.joined(part)
+        scores = join_scores(await self._of_stores("score", parts))
         return scores if len(parts) == 1 else scores.select(order)
 
     async def ask_teacher(self, samples: Sequence[StoredSample]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from mcore_rl.cluster.answers import Answers, RankDied
 from mcore_rl.cluster.engine_worker import EngineWorker, RestartCounts
-from mcore_rl.cluster.group import WATCH_DEADLINE_S, WATCH_INTERVAL_S
+from mcore_rl.cluster.group import WATCH_INTERVAL_S, WATCHED_CALLS
 from mcore_rl.cluster.independent_ranks import IndependentRanks
 from mcore_rl.planning.slots import Slot
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
@@ -113,7 +113,7 @@ class EngineGroup:
     async def watch(self) -> None:
         """Never return; raise RankError as `look` does. A worker that is busy answers late."""
         while True:
-            await self._look(WATCH_DEADLINE_S)
+            await self._look(WATCHED_CALLS * self._call_timeout_s)
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     async def _look(self, deadline_s: float) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mcore_rl.config import ProfileConfig
 from mcore_rl.device.environment import AGREED, differences, forwarded
+from mcore_rl.process.safe_path import SAFE_PATH
 
 _log = logging.getLogger(__name__)
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -54,7 +55,8 @@ def variables_for_workers() -> dict[str, str]:
     of_ray = {name: os.environ[name] for name in RAY_DEFAULTS}
     job = json.loads(os.environ.get(_JOB, "{}")).get("runtime_env") or {}
     of_job = job.get("env_vars") or {}
-    variables = {**of_ray, **forwarded(os.environ)}
+    of_path = {name: os.environ[name] for name in (SAFE_PATH,) if name in os.environ}
+    variables = {**of_ray, **of_path, **forwarded(os.environ)}
     left_out = {*of_job, *_of_node()}
     return {name: value for name, value in variables.items() if name not in left_out}
 

@@ -47,7 +47,7 @@ class FolderKeeper:
             _check(path, offset, content, crc32)
             with reporting_full_disk(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
-                with open(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644), "wb") as file:
+                with open(os.open(target, os.O_CREAT | os.O_WRONLY, 0o666), "wb") as file:
                     file.seek(offset)
                     file.write(content)
                     file.truncate(num_bytes)

@@ -16,7 +16,8 @@ from mcore_rl.planning.slots import Slot
 
 T = TypeVar("T")
 WATCH_INTERVAL_S = 1.0
-WATCH_DEADLINE_S = 24 * 3600.0
+WATCHED_CALLS = 3
+"""A rank that is busy answers a health check late: after so many of its calls at most."""
 
 
 class Coordinate(Protocol):
@@ -189,22 +190,23 @@ class RankGroup:
         self,
         method: str | None = None,
         *args: object,
+        call_timeout_s: float,
         note: Callable[[list[Any]], None] | None = None,
     ) -> None:
         """Never return; raise RankError once a rank's process is gone or its `method` raises.
 
         Without `method` only the processes are watched. `note` gets the answers of each round. A
-        rank that is busy answers late, which is no error here.
+        rank that is busy answers late, which is an error only after WATCHED_CALLS calls, each of
+        which takes up to `call_timeout_s`.
         """
+        deadline_s = WATCHED_CALLS * call_timeout_s
         while True:
             if method is None:
                 refs = [actor.pid.remote() for actor in self._actors]
             else:
-                refs = [
-                    actor.call.remote(WATCH_DEADLINE_S, method, *args) for actor in self._actors
-                ]
+                refs = [actor.call.remote(deadline_s, method, *args) for actor in self._actors]
             try:
-                answers = await self._expect("a health check", refs, WATCH_DEADLINE_S).wait_async()
+                answers = await self._expect("a health check", refs, deadline_s).wait_async()
             except RankError as error:
                 # An earlier failure killed the ranks that are missing here: report that one.
                 if isinstance(self._failed, RankError):

@@ -11,10 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mcore_rl.cluster import watchdog
+from mcore_rl.process.own_folder import compile_cache
+from mcore_rl.process.short_folder import find_short_root
 
 TEMP_PREFIX = "mcore_rl_ray_"
-LONGEST_TEMP_ROOT = 20
-"""In characters: Ray appends 67 for its sockets, and a socket's path may have 107."""
+OPEN = "r"
+"""The folder in it that Ray opens to all users (0777): they cannot pass the one above."""
+_BELOW = len(f"/{TEMP_PREFIX}xxxxxxxx/{OPEN}") + 64
+"""Bytes of a socket's path below the folder for temporary files; Ray appends 64 of them:
+/session_2026-01-31_12-00-00_123456_1234567/sockets/plasma_store (ray/_private/node.py)."""
 
 
 @contextmanager
@@ -28,7 +33,7 @@ def marked_processes(session: str) -> Iterator[None]:
     watchdog_process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     before = dict(os.environ)
     os.environ[watchdog.MARK] = os.environ["TMPDIR"] = session
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor")
+    os.environ.update(compile_cache())
     try:
         yield
     finally:
@@ -52,10 +57,11 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def ray_temp_dir() -> Iterator[Path]:
-    """Make a folder for Ray's logs and sockets, whose paths must be short."""
-    root = Path(tempfile.gettempdir())
-    root = root if len(str(root)) <= LONGEST_TEMP_ROOT else Path("/tmp")
-    path = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=root))
+    """Make a folder of mode 0700, in which Ray's is to be OPEN; its sockets' paths must be short.
+
+    Raises ValueError if there is no place for sockets.
+    """
+    path = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=find_short_root(_BELOW)))
     try:
         yield path
     finally:

@@ -241,7 +241,7 @@ class ModelGroup:
 
     async def watch(self) -> None:
         """Never return; raise RankError once a rank's process is gone."""
-        await self._group.watch()
+        await self._group.watch(call_timeout_s=self._call_timeout_s)
 
     def peak_flops(self) -> float | None:
         """Return the operations per second that a rank's GPU can do at most; None on a CPU."""

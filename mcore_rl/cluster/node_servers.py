@@ -1,7 +1,6 @@
 """The sandbox and the search server of a node: a collector starts them, and they end with it."""
 
 import secrets
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from mcore_rl.config import SandboxConfig, SearchConfig
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.process.redaction import remember_secret
 from mcore_rl.process.run_servers import SANDBOX_URL, SEARCH_URL, publish, withdraw
+from mcore_rl.process.safe_path import safe_module
 from mcore_rl.process.supervised import SupervisedServer, SupervisedSpec
 
 HOST = "127.0.0.1"
@@ -71,7 +71,7 @@ class NodeServers:
     def _start(self, kind: str, arguments: tuple[str, ...], log_path: Path, variable: str) -> None:
         port = find_free_port(HOST)
         address = ("--host", HOST, "--port", str(port))
-        command = (sys.executable, "-m", "mcore_rl.cli", kind, "serve", *address, *arguments)
+        command = (*safe_module("mcore_rl.cli"), kind, "serve", *address, *arguments)
         url = f"http://{HOST}:{port}"
         spec = SupervisedSpec(
             f"{kind} server {url}", command, f"{url}/healthz", log_path, self._key

@@ -24,7 +24,10 @@ from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.process.cores import THREADS, take_cores
 from mcore_rl.process.lazy_imports import collect_from_here
 from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.proxies import bypass_proxies
 from mcore_rl.process.redaction import RedactingFormatter, redact, remember_environment
+from mcore_rl.process.rotated_output import rotate_output
+from mcore_rl.process.safe_path import let_programs_be, put_last
 
 PACKAGE_DIR = str(Path(mcore_rl.__file__).parent)
 LIBRARY_DIRS = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
@@ -56,13 +59,23 @@ class RankActor:
     deadlines are kept before the worker's module is imported.
     """
 
-    def __init__(self, log_path: str, cores: tuple[int, str | None] | None = None) -> None:
-        """Redirect the output to `log_path`; take_cores(*cores) where `cores` is given."""
+    def __init__(
+        self, log_path: str, cores: tuple[int, str | None] | None = None, folder: str = ""
+    ) -> None:
+        """Redirect the output to `log_path`; take_cores(*cores) where `cores` is given.
+
+        `folder`: the controller's, whose modules the user's code may import.
+        """
+        let_programs_be()
+        if folder:
+            put_last(folder)
         if cores:
             take_cores(*cores)
+        os.environ.update(bypass_proxies(os.environ))  # this machine's addresses
         self._environment = dict(os.environ)
         gc.disable()  # until the worker is built: what Ray unpickles for it imports torch
         redirect_output(Path(log_path))
+        rotate_output()
         answer_in_rank()
         address = ray.get_runtime_context().gcs_address
         print(f"process {os.getpid()} on {socket.gethostname()}, Ray at {address}")
@@ -146,7 +159,7 @@ def node_address() -> str:
 def redirect_output(path: Path) -> None:
     """Append the output of this process and its children, crash stacks included, to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)

@@ -28,13 +28,7 @@ from mcore_rl.cluster.served_engines import ServedEngines
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.shared_folder import run_files
 from mcore_rl.cluster.trainer import TrainerGroup
-from mcore_rl.config import (
-    Config,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.config.upstream.arguments import server_arguments
 from mcore_rl.planning.critic_training import critic_training
 from mcore_rl.planning.run_size import RunSize
@@ -289,6 +283,7 @@ def engine_spec(config: Config, policy: ModelFacts, log_path: Path, keys: Server
         can_release_memory=config.cluster.colocated,
         seed=config.run.seed,
         compiled=rollout.compiled,
+        share_prompts=rollout.share_prompts,
         extra_args=(*extra_args, *server_arguments(rollout.sglang)),
     )
 

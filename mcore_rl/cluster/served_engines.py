@@ -9,6 +9,7 @@ from mcore_rl.config.upstream.arguments import server_arguments
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.rollout.served_dtype import find_dtype
 from mcore_rl.rollout.served_endpoint import TEXT_ROLES, ServedEndpoint
 
 KEEP_WEIGHTS = ("--enable-weights-cpu-backup",)
@@ -106,7 +107,7 @@ def served_engine_spec(
     return EngineSpec(
         model_path=config.path,
         log_path=str(log_path),
-        dtype=config.dtype,
+        dtype=find_dtype(config.dtype, Path(config.path), f"{role}.dtype"),
         tp=config.tp,
         ep=config.ep,
         pp=config.pp,

@@ -19,11 +19,14 @@ from ray._private import ray_constants
 
 from mcore_rl.cluster import watchdog
 from mcore_rl.cluster.environment import set_defaults, variables_for_workers
-from mcore_rl.cluster.marked import marked_processes, ray_temp_dir, uninterrupted
+from mcore_rl.cluster.marked import OPEN, marked_processes, ray_temp_dir, uninterrupted
 from mcore_rl.cluster.nodes import wait_for_nodes
+from mcore_rl.cluster.own_token import own_token
+from mcore_rl.cluster.safe_job import SafeJob
 from mcore_rl.cluster.small_ray import small_ray
 from mcore_rl.config import ClusterConfig
 from mcore_rl.device import has_cuda
+from mcore_rl.process.fork_signals import handle_outside_forks
 
 _log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 10.0
@@ -60,6 +63,7 @@ def ray_session(
         ray_temp_dir() as temp_dir,
         marked_processes(str(temp_dir)),
         _ray_on_loopback(),
+        own_token(temp_dir),
         _shut_down(),
     ):
         _start(config, num_cpus, temp_dir)
@@ -76,7 +80,7 @@ class RayLost(SystemExit):
 def _start(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> None:
     if config.dashboard:
         _refuse_open_dashboard()
-    signal.signal(signal.SIGCHLD, _raise_if_ray_is_lost)
+    handle_outside_forks(signal.SIGCHLD, _raise_if_ray_is_lost)
     with nullcontext() if config.dashboard else small_ray():
         started = _init(config, num_cpus, temp_dir)
     _exit_on_sigterm()
@@ -94,7 +98,8 @@ def _init(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> Any:
         dashboard_host="127.0.0.1",
         log_to_driver=False,
         logging_level=logging.ERROR,
-        _temp_dir=str(temp_dir),
+        _temp_dir=str(temp_dir / OPEN),
+        job_config=SafeJob(),
     )
 
 
@@ -172,6 +177,7 @@ def _join(address: str) -> None:
             ray.init(
                 address=address,
                 runtime_env={"env_vars": variables_for_workers()},
+                job_config=SafeJob(),
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
@@ -206,7 +212,10 @@ def _exit_on_sigterm() -> None:
     def exit_with_signal(signum: int, frame: FrameType | None) -> NoReturn:
         sys.exit(128 + signum)
 
-    signal.signal(signal.SIGTERM, exit_with_signal)
+    handle_outside_forks(signal.SIGTERM, exit_with_signal)
+    # Once more, as Ray and what it imports have registered callbacks of forks by now.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        handle_outside_forks(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

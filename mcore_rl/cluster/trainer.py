@@ -55,14 +55,20 @@ class TrainerWorker(ModelWorker):
     def snapshot_reference(self) -> None:
         self._model.snapshot_reference()
 
-    def connect(self, link: Link) -> Report:
-        """Join the link to an engine; the sender is made with the first one."""
+    def describe(self) -> bytes:
+        """Return the facts that engines need of this rank; the first call makes its sender."""
         if self._sender is None:
             from mcore_rl.stream.sender import WeightSender
 
             shards, tensors = self._model.weight_layout()
             self._sender = WeightSender(shards, tensors, self._rank)
-        return self._sender.connect(link)
+        return self._sender.describe()
+
+    def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> list[bytes]:
+        return self._sender.plan_links(offers)
+
+    def open_links(self, verdicts: Sequence[tuple[str, str]]) -> list[Report]:
+        return self._sender.open_links(verdicts)
 
     def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
         return self._sender.send(version, engines, timeout_s)
@@ -128,12 +134,19 @@ class TrainerGroup(ModelGroup):
     def snapshot_reference(self) -> None:
         self._call("snapshot_reference")
 
-    async def connect(self, link: Link) -> Sequence[Report]:
-        return await self._group.call_all_async("connect", link, deadline_s=self._call_timeout_s)
+    async def describe(self) -> Sequence[bytes]:
+        return await self._call_async("describe")
+
+    async def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> Sequence[Sequence[bytes]]:
+        return await self._call_async("plan_links", offers)
+
+    async def open_links(self, verdicts: Sequence[tuple[str, str]]) -> Sequence[Sequence[Report]]:
+        return await self._call_async("open_links", verdicts)
 
     async def send(
         self, version: int, engines: Sequence[str], timeout_s: float
     ) -> Sequence[Mapping[str, Report]]:
-        return await self._group.call_all_async(
-            "send", version, engines, timeout_s, deadline_s=self._call_timeout_s
-        )
+        return await self._call_async("send", version, engines, timeout_s)
+
+    async def _call_async(self, method: str, *args: object) -> list[Any]:
+        return await self._group.call_all_async(method, *args, deadline_s=self._call_timeout_s)

@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
     if language != "PYTHON" or not _is_plain(context):
         os.execv(sys.executable, [sys.executable, os.environ[RAYS_OWN], *arguments])
     if not _fork(command):
-        os.execv(sys.executable, [sys.executable, *command])
+        os.execv(sys.executable, [sys.executable, "-P", *command])
 
 
 def _is_plain(context: str) -> bool:

@@ -6,12 +6,17 @@ import ctypes
 import errno
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EINTR)
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Answers of filesystems that have no fsync, or none for folders."""
+DELETED = ".deleted"
+"""Suffix of a folder that no longer counts and is being deleted."""
 _NO_SPACE_TEXT = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b")
 """How libraries that swallow errno (safetensors, torch's file writer) report the same error."""
 
@@ -50,6 +55,41 @@ def reserve_space(descriptor: int, num_bytes: int) -> None:
         error = ctypes.get_errno()
         if error not in _CANNOT_RESERVE:
             raise OSError(error, os.strerror(error))
+
+
+def rename_whole(folder: Path, target: Path) -> None:
+    """Force all files of a folder to the disk and give it the name `target`.
+
+    A machine that goes down leaves `target` as it was, or as the whole new folder. A folder that
+    has that name already is replaced.
+    """
+    force_to_disk(folder)
+    former = target.with_name(target.name + DELETED)
+    shutil.rmtree(former, ignore_errors=True)
+    if target.exists():
+        target.rename(former)
+    folder.rename(target)
+    _force(target.parent)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def force_to_disk(folder: Path) -> None:
+    """Force a folder and all files and folders in it to the disk."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_file() or path.is_dir():
+            _force(path)
+    _force(folder)
+
+
+def _force(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def is_disk_full(error: BaseException) -> bool:

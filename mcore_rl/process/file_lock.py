@@ -31,7 +31,8 @@ def holding_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
     """Hold an exclusive lock on `path`, which is created, until the body ends.
 
     Raises LockedError if another process, or another call in this one, still holds it after
-    `wait_s`. On a filesystem without flock, a line on stderr says so and the body runs unlocked.
+    `wait_s`, and ValueError if `path` is a link, as the file that it names would be overwritten. On
+    a filesystem without flock, a line on stderr says so and the body runs unlocked.
 
     No child holds the lock: exec closes the descriptor (O_CLOEXEC), and so does a fork. The file
     stays behind, as deleting it would let two processes lock two files of the same name.
@@ -47,7 +48,13 @@ def holding_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
 class _LockFile:
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._fd = os.open(path, flags, 0o644)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise ValueError(f"{path} is a link, and a lock must be a file: remove it") from None
         _held.add(self)
 
     def lock(self, wait_s: float) -> None:

@@ -23,6 +23,8 @@ from mcore_rl.process.cores import quiet_threads
 from mcore_rl.process.fork_request import FORKED, GO, PID_BYTES, READY, STATUS_BYTES
 from mcore_rl.process.identity import ForkRequest, become
 from mcore_rl.process.lazy_imports import without_collector
+from mcore_rl.process.safe_path import safe_module
+from mcore_rl.process.short_folder import find_short_root
 from mcore_rl.process.tied import die_with_parent
 
 BACKLOG = 64
@@ -33,6 +35,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Numpy's OpenBLAS would start threads when it is imported."""
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 """So that the log of a fork that is killed has all that it printed."""
+_PREFIX = "mcore_rl_forks_"
+_BELOW = len(f"/{_PREFIX}xxxxxxxx/socket")
 ROOM_FOR_TITLES = " " * 2048
 """Behind the command line: a fork's title, as `ps` shows it, cannot be longer than both."""
 READ_BY_IMPORTS = (
@@ -59,14 +63,14 @@ _SET_LATER = ("OMP_NUM_THREADS", "SGLANG_ZMQ_ALLOWED_PEERS", "SGLANG_ZMQ_SOURCE_
 
 @contextmanager
 def fork_server(variable: str, module: str) -> Iterator[None]:
-    """Start `python -m module <pid> <path> <descriptor>` in the block, which calls `serve_forks`.
+    """Start `module <pid> <path> <descriptor>` in the block, which calls `serve_forks`.
 
     `variable` of the environment names its socket there. One that it names already is used.
     """
     if _listens(os.environ.get(variable)):
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="mcore_rl_forks_") as folder:
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=find_short_root(_BELOW)) as folder:
         path = str(Path(folder) / "socket")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(path)
@@ -74,7 +78,7 @@ def fork_server(variable: str, module: str) -> Iterator[None]:
             descriptor = listener.fileno()
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", module, str(os.getpid()), path),
+                    *(*safe_module(module), str(os.getpid()), path),
                     *(str(descriptor), ROOM_FOR_TITLES),
                 ],
                 stdin=subprocess.DEVNULL,

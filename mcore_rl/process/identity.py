@@ -52,7 +52,6 @@ def become(request: ForkRequest) -> None:
     _take_environment(request.environment)
     sys.argv = list(request.command)
     os.chdir(request.cwd)
-    sys.path[0] = request.cwd  # as `python -m` has it
     tempfile.tempdir = None  # TMPDIR is another one now
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # Python's own generator does so by itself

@@ -10,15 +10,17 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from mcore_rl.process.log_segments import read_tail
+from mcore_rl.process.proxies import open_directly
+from mcore_rl.process.safe_path import safe_module
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.1
@@ -97,7 +99,7 @@ class SupervisedServer:
     def is_healthy(self) -> bool:
         """Return whether the server answers now."""
         try:
-            with urllib.request.urlopen(self.spec.health_url, timeout=_ANSWER_S) as answer:
+            with open_directly(self.spec.health_url, _ANSWER_S) as answer:
                 return answer.status == 200
         except (urllib.error.URLError, OSError):
             return False
@@ -150,7 +152,7 @@ class SupervisedServer:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         spec = self.spec
-        command = [sys.executable, "-m", "mcore_rl.process.tied", str(os.getpid()), *spec.command]
+        command = [*safe_module("mcore_rl.process.tied"), str(os.getpid()), *spec.command]
         with open(spec.log_path, "ab") as log, _key_pipe(spec.key) as descriptor:
             if descriptor is not None:
                 command += ["--key-file", f"/dev/fd/{descriptor}"]
@@ -177,7 +179,7 @@ class SupervisedServer:
         return f"{self.spec.name} (log {self.spec.log_path})"
 
     def _tail(self) -> str:
-        lines = self.spec.log_path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        lines = read_tail(self.spec.log_path, _TAIL_LINES)
         return "\n".join(f"  | {line}" for line in lines) or "  | (nothing)"
 
 

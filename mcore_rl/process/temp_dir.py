@@ -8,7 +8,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from mcore_rl.process.short_folder import find_short_root
+
 _PREFIX = "mcore_rl_engine_"
+_BELOW = len(f"/{_PREFIX}xxxxxxxx/tmpxxxxxxxx") + 8
+"""Bytes of the path of SGLang's sockets below, and a few for others that it may add."""
 _MIN_AGE_S = 60.0
 """A younger folder may be one that its owner has not locked yet."""
 
@@ -17,9 +21,10 @@ class TempDir:
     """A folder that this process keeps locked as long as it lives."""
 
     def __init__(self, parent: str = "") -> None:
-        """`parent` empty: the system's folder for temporary files."""
+        """`parent` empty: the system's folder for temporary files, or a shorter one for sockets."""
+        parent = parent or str(find_short_root(_BELOW))
         sweep(parent=parent)
-        self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent or None)
+        self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
         self._lock = os.open(self.path, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 

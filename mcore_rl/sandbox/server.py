@@ -7,13 +7,13 @@ them, so the server answers however programs behave.
 import asyncio
 import base64
 import hmac
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from aiohttp import web
 
+from mcore_rl.process.json_body import parse_json
 from mcore_rl.sandbox import wire
 from mcore_rl.sandbox.limits import SandboxError, SandboxFull
 from mcore_rl.sandbox.service import Sandbox
@@ -96,7 +96,7 @@ class SandboxServer:
         options = self._sandbox.options
         limits = wire.read_limits(body, options.limits, options.max_memory_mib)
         files = wire.read_files(body.get("files"))
-        kind = body.get("kind", "python")
+        kind = "python" if body.get("kind") is None else wire.text(body, "kind")
         whole = self._sandbox.session_limits(limits)
         name, _ = await self._in_thread(lambda: self._sandbox.open_session(kind, whole, files))
         return web.json_response({"session": name, "idle_s": options.idle_s})
@@ -156,12 +156,7 @@ def _key_in(header: str) -> str:
 
 async def _body(request: web.Request) -> Mapping[str, Any]:
     """Return the request's JSON object; ValueError if it is none."""
-    try:
-        body = json.loads(await request.read() or b"{}")
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"the body of {request.path} is no JSON: {error}") from None
-    except RecursionError:
-        raise ValueError(f"the body of {request.path} is nested too deeply") from None
+    body = parse_json(await request.read() or b"{}")
     if not isinstance(body, dict):
         raise ValueError(f"the body of {request.path} must be a JSON object")
     return body

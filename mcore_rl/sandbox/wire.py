@@ -24,13 +24,14 @@ def read_request(body: Body, defaults: Limits, ceiling_mib: int) -> CodeRequest:
 
     ceiling_mib   the most memory that a request may ask for
     """
+    fetched = body.get("fetch_files")
     return CodeRequest(
         code=text(body, "code"),
         language=text(body, "language"),
         stdin="" if body.get("stdin") is None else text(body, "stdin"),
         compile_s=seconds(body, "compile_timeout", defaults.wall_s),
         files=read_files(body.get("files")),
-        fetch=tuple(read_paths(body.get("fetch_files") or [], "fetch_files")),
+        fetch=tuple(read_paths([] if fetched is None else fetched, "fetch_files")),
         limits=read_limits(body, defaults, ceiling_mib),
     )
 
@@ -39,9 +40,12 @@ def read_limits(body: Body, defaults: Limits, ceiling_mib: int) -> Limits:
     """Return the limits that a body asks for with run_timeout and memory_limit_MB."""
     limits = with_wall(defaults, seconds(body, "run_timeout", defaults.wall_s))
     memory_mib = body.get("memory_limit_MB")
-    if memory_mib is None or memory_mib == -1:
+    if memory_mib is None:
         return limits
-    if not isinstance(memory_mib, int) or not 1 <= memory_mib <= ceiling_mib:
+    is_whole = isinstance(memory_mib, int) and not isinstance(memory_mib, bool)
+    if is_whole and memory_mib == -1:
+        return limits
+    if not is_whole or not 1 <= memory_mib <= ceiling_mib:
         raise ValueError(
             f"memory_limit_MB={_shown(memory_mib)}: -1 for {defaults.memory_mib}, or 1 to"
             f" {ceiling_mib} (--max-memory-mib of the server)"
@@ -58,7 +62,7 @@ def read_files(given: object) -> dict[str, bytes]:
     files = {}
     for path, encoded in given.items():
         try:
-            files[path] = base64.b64decode(encoded or "", validate=True)
+            files[path] = base64.b64decode("" if encoded is None else encoded, validate=True)
         except (binascii.Error, TypeError, ValueError):
             raise ValueError(f"files[{_shown(path)}] is not base64") from None
     return files

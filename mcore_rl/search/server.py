@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from mcore_rl.process.json_body import parse_json
 from mcore_rl.process.network import refuse_open_door, url_of
 from mcore_rl.process.server_keys import is_bearer
 from mcore_rl.search.client import SearchUnavailableError
 from mcore_rl.search.index import Retriever
 from mcore_rl.search.passages import Hit
 from mcore_rl.search.replay import MissingRecordingError
-from mcore_rl.search.wire import RetrieveRequest, make_response, parse_request
+from mcore_rl.search.wire import MOST_HITS, RetrieveRequest, make_response, parse_request
 
 _MOST_BODY_BYTES = 4 << 20
 _STOP_S = 3.0
@@ -55,6 +56,8 @@ class ServerOptions:
                 f"--threads={self.threads} --queue-len={self.queue_len}: at least 1 thread, and a"
                 " queue at least as long"
             )
+        if not 1 <= self.topk <= MOST_HITS:
+            raise ValueError(f"--topk={self.topk}: from 1 to {MOST_HITS}")
         if not self.deadline_s > 0:
             raise ValueError(f"--deadline-s={self.deadline_s}: more than 0 seconds")
 
@@ -113,7 +116,7 @@ class SearchServer:
         try:
             async with asyncio.timeout(self._options.deadline_s):
                 try:
-                    parsed = parse_request(await request.json(), self._options.topk)
+                    parsed = parse_request(parse_json(await request.read()), self._options.topk)
                 except ValueError as error:
                     return _refusal(400, str(error))
                 work = asyncio.get_running_loop().run_in_executor(

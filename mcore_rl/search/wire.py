@@ -27,7 +27,7 @@ class RetrieveRequest:
 
 
 def parse_request(body: Any, default_topk: int) -> RetrieveRequest:
-    """Return a request. Raises ValueError with what is wrong with it; topk 0 or null: default."""
+    """Return a request. Raises ValueError with what is wrong with it; topk null: default."""
     if not isinstance(body, dict):
         raise ValueError('the body is not a JSON object: send {"queries": ["..."], "topk": 3}')
     queries = body.get("queries")
@@ -37,10 +37,12 @@ def parse_request(body: Any, default_topk: int) -> RetrieveRequest:
         raise ValueError(f"{len(queries)} queries: at most {MOST_QUERIES} in one request")
     if any(len(query) > MOST_QUERY_LEN for query in queries):
         raise ValueError(f"a query is longer than {MOST_QUERY_LEN} characters: shorten it")
-    topk = body.get("topk") or default_topk
+    topk = body.get("topk")
+    topk = default_topk if topk is None else topk
     if not isinstance(topk, int) or isinstance(topk, bool) or not 1 <= topk <= MOST_HITS:
         raise ValueError(f"topk is {topk!r}: a whole number from 1 to {MOST_HITS}")
-    return_scores = body.get("return_scores", False)
+    return_scores = body.get("return_scores")
+    return_scores = False if return_scores is None else return_scores
     if not isinstance(return_scores, bool):
         raise ValueError(f"return_scores is {return_scores!r}: true or false")
     return RetrieveRequest(tuple(queries), topk, return_scores)

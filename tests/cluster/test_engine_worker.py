@@ -37,13 +37,14 @@ Make = Callable[..., EngineWorker]
 
 @pytest.fixture
 def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Make workers whose servers run SERVER: Python finds its module in the working directory."""
+    """Make workers whose servers run SERVER: Python finds its module first in PYTHONPATH."""
     package = tmp_path / "mcore_rl" / "rollout"
     package.mkdir(parents=True)
     for path in (package.parent / "__init__.py", package / "__init__.py"):
         path.touch()
     (package / "server.py").write_text(SERVER)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv(FORKS, raising=False)
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}])
     workers = []

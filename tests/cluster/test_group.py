@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -137,10 +138,23 @@ def test_a_watch_ends_work_that_needs_a_dead_process(make_group, victim: str) ->
         "rank": r"trainer rank 1 died",
     }
     with pytest.raises(RankError, match=expected[victim]):
-        asyncio.run(guard(work(), group.watch("check")))
+        asyncio.run(guard(work(), group.watch("check", call_timeout_s=60)))
     assert time.monotonic() - killed[0] < 4
     assert wait_until_gone(pids["rank"]) == []
     os.kill(pids["child"][0], signal.SIGKILL)
+
+
+def test_a_rank_that_does_not_answer_health_checks_is_named(make_group) -> None:
+    group = make_group(2)
+
+    async def work() -> None:
+        with suppress(RankError):
+            await group.call_one_async(1, "sleep", 1, deadline_s=60)
+
+    with pytest.raises(
+        RankError, match=r"rank 1 of 2 did not answer a health check within 1.5 s; where they were"
+    ):
+        asyncio.run(guard(work(), group.watch(call_timeout_s=0.5)))
 
 
 def test_guarded_work_returns_while_all_is_well(make_group) -> None:
@@ -150,7 +164,7 @@ def test_guarded_work_returns_while_all_is_well(make_group) -> None:
         await asyncio.sleep(1.5)
         return 7
 
-    assert asyncio.run(guard(work(), group.watch("check"))) == 7
+    assert asyncio.run(guard(work(), group.watch("check", call_timeout_s=60))) == 7
     assert group.call_all("coordinate", deadline_s=30)
 
 

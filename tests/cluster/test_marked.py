@@ -6,8 +6,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mcore_rl.cluster.marked import TEMP_PREFIX, marked_processes, ray_temp_dir, uninterrupted
+import pytest
+from ray._common.utils import try_to_create_directory
+
+from mcore_rl.cluster.marked import OPEN, TEMP_PREFIX, marked_processes, ray_temp_dir, uninterrupted
 from mcore_rl.cluster.watchdog import MARK
+from mcore_rl.process.short_folder import LONGEST_PATH
 
 
 def test_a_process_that_left_its_session_ends_with_the_block() -> None:
@@ -52,3 +56,19 @@ def test_an_interrupt_waits_for_an_orderly_end() -> None:
     with uninterrupted():
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_other_users_do_not_reach_the_folder_that_ray_opens_to_all() -> None:
+    with ray_temp_dir() as folder:
+        try_to_create_directory(str(folder / OPEN))
+        assert (folder / OPEN).stat().st_mode & 0o777 == 0o777, "as Ray does today"
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_longest_socket_of_ray_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    session = "session_2026-01-31_12-00-00_123456_4194304/sockets/plasma_store"
+    for root in (tmp_path / ("x" * 133), Path("/tmp"), Path("/tmp/sixteen_letters")):
+        root.mkdir(exist_ok=True)
+        monkeypatch.setattr(tempfile, "tempdir", str(root))
+        with ray_temp_dir() as folder:
+            assert len(str(folder / OPEN / session)) <= LONGEST_PATH

@@ -54,6 +54,15 @@ def test_an_engine_has_the_recipes_sizes_and_weights_of_version_0(config: Config
     assert engine_spec(colocated, facts_of(colocated), LOG, KEYS).can_release_memory
 
 
+@pytest.mark.parametrize("share_prompts", [None, True, False])
+def test_the_policys_engines_share_prompts_as_the_recipe_says(
+    config: Config, share_prompts: bool | None
+) -> None:
+    assert config.rollout.share_prompts is None
+    asked = replace(config, rollout=replace(config.rollout, share_prompts=share_prompts))
+    assert engine_spec(asked, facts_of(config), LOG, KEYS).share_prompts is share_prompts
+
+
 def test_options_for_sglang_are_passed_on(config: Config) -> None:
     passed = {"mem_fraction_static": 0.5, "enable_dp_lm_head": True, "cuda_graph_bs_decode": [1, 8]}
     attention_dp = replace(config.rollout, attention_dp=2, sglang=passed)

@@ -60,10 +60,11 @@ def engines() -> Iterator[list[Engine]]:
 def test_one_sender_brings_the_models_weights_to_all_engines(engines: list[Engine]) -> None:
     worker: Any = TrainerWorker.__new__(TrainerWorker)
     worker._model, worker._rank = Model(), 0
+    worker.describe()
     for engine in engines:
         reports = run_ranks(
             [
-                lambda e=engine: worker.connect(e.link),
+                lambda e=engine: worker._sender.connect(e.link),
                 lambda e=engine: e.handle(Command(e.link, "connect")),
             ]
         )

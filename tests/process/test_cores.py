@@ -7,7 +7,8 @@ import sys
 import psutil
 import pytest
 
-from mcore_rl.process.cores import num_cores, take_cores
+from mcore_rl.cli import main
+from mcore_rl.process.cores import check_threads, num_cores, take_cores
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +60,33 @@ def test_torch_reads_it() -> None:
     )
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("text", ["4096", "0", "-1", "4,2", "many", "\u0664"])
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_more_threads_than_a_process_can_have_are_refused(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    expected = f"{name}={text}: it is for each process of a run, and must be a number from 1 to 128"
+    with pytest.raises(ValueError, match=expected):
+        check_threads({name: text})
+
+
+@pytest.mark.parametrize(("cpus", "most"), [(2, 64), (32, 128)])
+def test_as_many_threads_as_are_of_use_are_taken(
+    cpus: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    for text in ("", "1", str(most)):
+        check_threads({"OMP_NUM_THREADS": text})
+    with pytest.raises(ValueError, match=f"from 1 to {most}"):
+        check_threads({"OMP_NUM_THREADS": str(most + 1)})
+
+
+def test_every_command_refuses_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1000000")
+    assert main(["report", "/nowhere"]) == 2
+    assert "mcore-rl: OMP_NUM_THREADS=1000000: it is for each process" in capsys.readouterr().err

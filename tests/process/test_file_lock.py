@@ -104,3 +104,15 @@ def test_a_lock_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
     with holding_lock(path, wait_s=30.0):
         assert time.monotonic() - began < 30
     timer.join()
+
+
+def test_a_link_is_refused_and_its_file_left_alone(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("data")
+    (tmp_path / "run.lock").symlink_to(precious)
+    with (
+        pytest.raises(ValueError, match=r"run\.lock is a link, and a lock must be a file: remove"),
+        holding_lock(tmp_path / "run.lock"),
+    ):
+        pass
+    assert precious.read_text() == "data"

@@ -62,6 +62,10 @@ def test_wrong_requests_are_named() -> None:
             for data in (b"{", b"[]", b"\xff", b"[" * 100_000):
                 async with client.post("/run_code", data=data) as response:
                     assert response.status == 422
+            for kind in (0, False, [], {"a": 1}):
+                async with client.post("/sessions", json={"kind": kind}) as response:
+                    assert response.status == 422
+                    assert "kind=" in (await response.json())["error"]
             async with client.post("/sessions/none/call", json={"code": "1"}) as response:
                 assert response.status == 422
                 assert "no such session" in (await response.json())["error"]

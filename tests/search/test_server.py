@@ -93,6 +93,27 @@ def test_a_refusal_says_why(body: Any, status: int, text: str) -> None:
     assert found == status and text in said
 
 
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"[" * 200_000, "nested too deeply"),
+        (b'{"queries": ' + b"[" * 200_000, "nested too deeply"),
+        (b"", "is no JSON"),
+        (b"{", "is no JSON"),
+        (b'"\xff"', "is no JSON"),
+    ],
+)
+@pytest.mark.parametrize("charset", ["utf-8", "none-such"])
+def test_a_body_that_is_no_json_is_answered_with_400(data: bytes, text: str, charset: str) -> None:
+    async def use(url, session, echo):
+        headers = {"Content-Type": f"application/json; charset={charset}"}
+        async with session.post(url, data=data, headers=headers) as response:
+            return response.status, await response.text()
+
+    found, said = in_server(use)
+    assert found == 400 and text in said
+
+
 def test_beyond_the_queue_requests_are_refused_and_counted_until_they_end() -> None:
     async def use(url, session, echo):
         waiting = [
@@ -150,6 +171,8 @@ def test_the_key_is_asked_for_and_health_is_open() -> None:
         ({"threads": 0}, "--threads=0"),
         ({"threads": 4, "queue_len": 3}, "--queue-len=3"),
         ({"deadline_s": 0}, "--deadline-s=0"),
+        ({"topk": 0}, "--topk=0: from 1 to 100"),
+        ({"topk": 101}, "--topk=101"),
     ],
 )
 def test_senseless_options_are_refused(options: dict, problem: str) -> None:

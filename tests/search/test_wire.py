@@ -19,7 +19,7 @@ HITS = st.builds(
 def test_a_request() -> None:
     asked = parse_request({"queries": ["a", "b"], "topk": 5, "return_scores": True}, 3)
     assert (asked.queries, asked.topk, asked.return_scores) == (("a", "b"), 5, True)
-    for body in ({"queries": []}, {"queries": [], "topk": None}, {"queries": [], "topk": 0}):
+    for body in ({"queries": []}, {"queries": [], "topk": None, "return_scores": None}):
         assert parse_request(body, 3).topk == 3
 
 
@@ -33,8 +33,12 @@ def test_a_request() -> None:
         ({"queries": ["a"] * 2000}, "2000 queries"),
         ({"queries": ["a" * 5000]}, "longer than 4096"),
         ({"queries": ["a"], "topk": MOST_HITS + 1}, "topk is 101"),
+        ({"queries": ["a"], "topk": 0}, "topk is 0: a whole number from 1 to 100"),
+        ({"queries": ["a"], "topk": False}, "topk is False"),
+        ({"queries": ["a"], "topk": ""}, "topk is ''"),
         ({"queries": ["a"], "topk": True}, "topk is True"),
         ({"queries": ["a"], "topk": "3"}, "topk is '3'"),
+        ({"queries": ["a"], "return_scores": 0}, "return_scores is 0"),
         ({"queries": ["a"], "return_scores": 1}, "return_scores is 1"),
     ],
 )

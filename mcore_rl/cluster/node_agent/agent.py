@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mcore_rl.cluster.environment import set_defaults, set_for_node
-from mcore_rl.cluster.marked import marked_processes, ray_temp_dir
+from mcore_rl.cluster.marked import OPEN, marked_processes, ray_temp_dir
 from mcore_rl.cluster.node_agent.address import interface_of, own_address
 from mcore_rl.cluster.node_agent.command import RunCommand
 from mcore_rl.cluster.node_agent.job import Job
@@ -97,7 +97,7 @@ def _lead(
     job: Job, facts: RayNode, rendezvous: Rendezvous, stops: StopSignals, temp_dir: Path
 ) -> int:
     rendezvous.make_token()
-    ray = LocalRay(facts, None, temp_dir, job.folder / f"ray_{job.name}.log")
+    ray = LocalRay(facts, None, temp_dir / OPEN, job.folder / f"ray_{job.name}.log")
     status = 1
     try:
         rendezvous.publish(ray.head_address)
@@ -220,7 +220,7 @@ def _follow(
             f"node {job.name} waited {job.timeout_s:g} s for node {head} to start Ray: it wrote"
             f" nothing to {job.folder}. Is the node up, and is the folder shared?"
         )
-    ray = LocalRay(facts, address, temp_dir, job.folder / f"ray_{job.name}.log")
+    ray = LocalRay(facts, address, temp_dir / OPEN, job.folder / f"ray_{job.name}.log")
     ray_status: int | None = None
     try:
         while rendezvous.status() is None and stops.count < 2:

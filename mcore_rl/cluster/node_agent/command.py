@@ -2,9 +2,9 @@
 
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 
+from mcore_rl.process.safe_path import safe_module
 from mcore_rl.process.stop_request import SIGNAL
 
 
@@ -16,7 +16,7 @@ class RunCommand:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "mcore_rl.cli", *arguments],
+                [*safe_module("mcore_rl.cli"), *arguments],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )

@@ -2,9 +2,10 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from mcore_rl.process.safe_path import safe_module
 
 
 class JoinedNodes:
@@ -16,7 +17,7 @@ class JoinedNodes:
         with (folder / "roll_call.log").open("w") as log:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "mcore_rl.cluster.node_agent.roll_call"),
+                    *safe_module("mcore_rl.cluster.node_agent.roll_call"),
                     *(address, str(num_nodes), str(self._path)),
                 ],
                 stdin=subprocess.DEVNULL,

@@ -4,16 +4,16 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.cluster.labels import NAME_LABEL, ORDER_LABEL
 from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.safe_path import safe_module
 
 STOP_TIMEOUT_S = 5.0
-_RAY_START = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block")
+_RAY_START = (*safe_module("ray.scripts.scripts"), "start", "--block")
 _NO_METRICS = {"DASHBOARD_METRIC_PORT": "-1"}
 """No such port exists, so the server of the dashboard's metrics, which needs no token and listens
 on all interfaces, does not start (ray/dashboard/head.py)."""

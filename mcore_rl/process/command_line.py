@@ -1,0 +1,22 @@
+"""Command lines whose settings may stand between options."""
+
+import argparse
+from collections.abc import Sequence
+
+
+def parse_arguments(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """Parse a command line; words key=value behind later options join `settings`, in their order.
+
+    argparse alone refuses them: it ends a list of positional arguments at the next option, and has
+    no way to mix both in a parser with subcommands.
+    """
+    args, left = parser.parse_known_args(argv)
+    settings = getattr(args, "settings", None)
+    unknown = [word for word in left if settings is None or word.startswith("-") or "=" not in word]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if left:
+        args.settings = [*(settings or ()), *left]
+    return args
