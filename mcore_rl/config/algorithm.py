@@ -34,9 +34,10 @@ class CorrectionConfig(Options, group="algorithm.correction"):
     trainer's.
     """
 
-    weight: str = one_of("none", ("none", "token", "sequence", "geometric"))
+    weight: str | None = one_of(None, ("none", "token", "sequence", "geometric"))
     """Multiply each token's loss by the ratio trainer / engine. token: the token's own ratio;
-    sequence: the product of the ratios of its sequence; geometric: their geometric mean."""
+    sequence: the product of the ratios of its sequence; geometric: their geometric mean. None:
+    not chosen, which counts as none, and is refused unless rollout.mode=sync."""
     bound: str = one_of("truncate", ("truncate", "mask"))
     """truncate: weights above `high` become `high`; mask: weights outside `low` to `high`
     become 0."""
@@ -64,17 +65,32 @@ class CorrectionConfig(Options, group="algorithm.correction"):
                 f" algorithm.correction.reject={self.reject}: everything would be rejected; set a"
                 " KL in nats"
             )
-        if self.bypass and (self.weight != "none" or self.reject != "none"):
+        if self.bypass and (self.is_weighted or self.reject != "none"):
             raise ValueError(
-                f"algorithm.correction.bypass=true with weight={self.weight} and"
+                f"algorithm.correction.bypass=true with weight={self.weight_name} and"
                 f" reject={self.reject}: there is no third policy between engine and trainer; set"
                 " both to none"
             )
 
     @property
+    def weight_name(self) -> str:
+        """Return the name of the weight, "none" where the recipe gives none."""
+        return self.weight or "none"
+
+    @property
+    def is_weighted(self) -> bool:
+        """Return whether tokens have importance weights."""
+        return self.weight_name != "none"
+
+    @property
     def is_on(self) -> bool:
         """Return whether the loss uses the engine's probabilities at all."""
-        return self.weight != "none" or self.bypass
+        return self.is_weighted or self.bypass
+
+    @property
+    def is_chosen(self) -> bool:
+        """Return whether the recipe says by name what corrects for stale samples, if anything."""
+        return self.weight is not None or self.bypass
 
 
 @dataclass
@@ -130,6 +146,9 @@ class AlgorithmConfig(Options, group="algorithm"):
     gae_lambda: float = bounded(1.0, least=0, most=1)
     """gae: 1 takes the whole future from the rewards, 0 all but the next token's from the
     critic."""
+    bootstrap_truncated: bool = False
+    """gae: responses and episodes that a bound cut off go on with the critic's value of their last
+    state, instead of ending with 0 (arXiv:1712.00378)."""
     loss: str = "ppo_clip"
     aggregation: str = "token_mean"
     clip_low: float = bounded(0.2, least=0)

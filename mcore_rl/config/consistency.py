@@ -35,6 +35,15 @@ def check_steps(
             "rollout.stale=correct with algorithm.correction.weight=none and bypass=false: none"
             " corrects; set algorithm.correction.weight=token, or rollout.stale=wait"
         )
+    if rollout.mode != "sync" and not algorithm.correction.is_chosen:
+        raise ValueError(
+            f"rollout.mode={rollout.mode} without algorithm.correction.weight: older weights draw"
+            " the samples, and the ratio of the policy loss does not correct for that, as it"
+            " compares with the policy at the start of the training step; with one optimizer step"
+            f" (train.mini_batches * train.epochs = {train.mini_batches * train.epochs} here) it is"
+            " 1 however stale the samples are. Choose algorithm.correction.weight=token, sequence"
+            " or geometric, algorithm.correction.bypass=true, or weight=none for no correction"
+        )
     num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
     for name, mini_batches in (("train", train.mini_batches), ("critic", critic.mini_batches)):
         if num_samples % mini_batches:

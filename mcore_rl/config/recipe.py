@@ -9,9 +9,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from mcore_rl.config import Config
 from mcore_rl.config.bounds import check_bounds
+from mcore_rl.config.overrides import quote, to_hydra
 from mcore_rl.config.secrets import remember_secrets
 from mcore_rl.config.shipped import RECIPES_DIR, shipped_path
 from mcore_rl.config.tree import leaves_under, mappings_under, value_of
@@ -36,6 +38,8 @@ def load_recipe(recipe: str, overrides: list[str], recipes_dir: Path = RECIPES_D
         )
     try:
         return make_config(_compose(path, overrides, recipes_dir))
+    except YAMLError as error:
+        raise ValueError(f"recipe {recipe}: no YAML that is read here: {error}") from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ValueError(f"recipe {recipe}: {_explain(error)}") from None
 
@@ -43,17 +47,9 @@ def load_recipe(recipe: str, overrides: list[str], recipes_dir: Path = RECIPES_D
 def _compose(path: Path, overrides: list[str], recipes_dir: Path) -> DictConfig:
     ConfigStore.instance().store(name="schema", node=Config)
     with initialize_config_dir(str(path.resolve().parent), version_base="1.3"):
-        shipped = f"hydra.searchpath=[file://{recipes_dir.resolve()}]"
-        return compose(path.stem, overrides=[shipped, *map(_added, overrides)])
-
-
-def _added(override: str) -> str:
-    """An override in the form that may add a key, if its group takes free names.
-
-    Hydra wants "++train.megatron.deterministic_mode=true" for a key that no file has.
-    """
-    is_free = any(override.startswith(f"{name}.") for name in mappings_under(Config))
-    return f"++{override}" if is_free else override
+        shipped = f"hydra.searchpath=[{quote(f'file://{recipes_dir.resolve()}')}]"
+        readable = [to_hydra(override, Config) for override in overrides]
+        return compose(path.stem, overrides=[shipped, *readable])
 
 
 def make_config(tree: DictConfig) -> Config:
@@ -114,7 +110,10 @@ def _explain(error: BaseException) -> str:
     key = getattr(root, "full_key", None)
     first_line = str(root).strip().splitlines()[0]
     if isinstance(root, OverrideParseException):
-        first_line += "; overrides have the form key=value"
+        first_line += (
+            "; overrides have the form key=value, texts in lists and mappings may be quoted, as in"
+            " \"key=['a,b','c']\""
+        )
     if key and key not in leaves():
         return f"unknown key {key!r}.{_nearest(key, leaves())}"
     return f"{key}: {first_line}" if key else first_line

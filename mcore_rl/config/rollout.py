@@ -87,6 +87,10 @@ class RolloutConfig(Options, group="rollout"):
     compiled: bool = True
     """Engines on a CPU compute the models that docs/cpu.md names in compiled code, if there is a
     C compiler. false: in SGLang's own layers, slower, as rehearsals do."""
+    share_prompts: bool | None = None
+    """Samples of a prompt wait until an engine has computed it once: a rule of our own in
+    SGLang's scheduler. false: SGLang's own, by which samples that are admitted together compute
+    it each. None: ours where an engine has no GPU; it was not measured on one (docs/patches.md)."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Further fields of SGLang's ServerArgs for the engines (docs/upstream_options.md)."""
 
@@ -164,6 +168,19 @@ class SyncConfig(Options, group="sync"):
     relay: bool = True
     """Engines with equal layouts pass weights on to one another; otherwise trainer ranks send
     to each engine."""
+    trace: str = one_of("sampled", ("sampled", "full"))
+    """sampled: of layers that are alike, link engines by a trace of one and samples of the others,
+    and compare a trace of all after the first sync; full: trace all before engines are linked."""
+    verify: str = one_of("destination", ("transfer", "destination"))
+    """transfer: compare each slice's checksum as it arrives; destination: also read slices back
+    from the engine's live parameters, before it serves them, and compare those."""
+    verify_every: int = bounded(10, least=1)
+    """verify=destination: read back a link's first two syncs and every so many after them."""
+
+    @property
+    def reads_back_every(self) -> int:
+        """How many syncs come to one that is read back; 0: none is."""
+        return self.verify_every if self.verify == "destination" else 0
 
 
 @dataclass
@@ -173,20 +190,27 @@ class DriftConfig(Options, group="drift"):
     routed_experts: bool = True
     """Ask engines which experts each token went to, and count the tokens that the trainer
     routes otherwise."""
-    warn_above: float = bounded(0.0, least=0)
-    """Mean |difference| in nats above which a step logs a warning; 0: never."""
-    stop_above: float = bounded(0.0, least=0)
-    """Mean |difference| in nats above which the run stops, after the step is logged; 0: never."""
+    warn_above: float | None = bounded(None, least=0)
+    """Mean |difference| in nats, over tokens drawn from the weights that train, above which a step
+    logs a warning; None: 1e-3 with model.dtype=float32, 0.1 with bfloat16; 0: never."""
+    stop_above: float | None = bounded(None, least=0)
+    """The same, above which the run stops after the step is logged; None: 0.01 with float32, 0.3
+    with bfloat16; 0: only for a NaN. With fewer than 256 such tokens, wider bounds count for all
+    tokens (docs/async.md)."""
 
 
 @dataclass
 class CanaryConfig(Options, group="canary"):
     """After each weight sync, engines and trainer score the same few sequences."""
 
-    sequences: int = bounded(2, least=0)
+    sequences: int = bounded(4, least=0)
     """Number of sequences, taken from the step's own samples; 0: no check."""
     tolerance: float | None = bounded(None, above=0)
-    """Mean |difference| in nats above which an engine leaves the rotation; None: by model.dtype."""
+    """Mean |difference| in nats above which an engine leaves the rotation; None: learned from syncs
+    whose weights were read back (sync.verify), and at most 1e-3 in float32, 0.1 in bfloat16."""
+    factor: float = bounded(2.0, above=1)
+    """tolerance=None: an engine leaves the rotation when rounding seems to have grown to so many
+    times what is usual in this run; a warning until eight syncs were read back."""
 
 
 @dataclass

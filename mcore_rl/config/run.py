@@ -13,8 +13,9 @@ class RunConfig(Options, group="run"):
     """Folder of everything the run writes: logs, metrics, checkpoints, export, summary."""
     seed: int = bounded(0, least=0)
     steps: int = bounded(100, least=1)
-    resume: bool = True
-    """Continue from the newest complete checkpoint in `dir`, if there is one."""
+    resume: bool | str = one_of(True, (True, False, "newest_whole"))
+    """Continue from the newest complete checkpoint in `dir`, if there is one; one that is damaged
+    ends the start. newest_whole: read checkpoints first, and continue from the newest whole one."""
     call_timeout_s: float = bounded(600.0, above=0)
     """Deadline of any one call to the ranks or engines (a step, a save, a weight sync)."""
     startup_timeout_s: float = bounded(240.0, above=0)
@@ -81,8 +82,15 @@ class RewardConfig(Options, group="reward"):
     function."""
     weights: list[float] = field(default_factory=list)
     """One per part."""
-    error_value: float = 0.0
-    """Reward of a sample whose function or model failed or did not answer in time."""
+    on_error: str = one_of("leave_out", ("leave_out", "value", "stop"))
+    """When a function or model fails or does not answer in time. leave_out: no step trains on the
+    sample, and its group is compared without it; value: its reward is `error_value`; stop: the
+    run ends. An episode whose environment failed or was lost is left out in each case."""
+    error_value: float | None = None
+    """on_error=value: reward of a sample whose reward failed."""
+    max_failed_share: float = bounded(0.25, least=0, most=1)
+    """Share of the samples of a step, or of an evaluation, whose rewards or environments may fail;
+    beyond it the run ends. It counts from 8 failures on, or if all samples failed. 1: no bound."""
     workers: int = bounded(0, least=0)
     """Processes that call the function, sample by sample; 0: the controller calls it."""
     timeout_s: float = bounded(30.0, above=0)
@@ -106,6 +114,11 @@ class RewardConfig(Options, group="reward"):
                 f"reward.parts={self.parts} and reward.weights={self.weights}: there must be one"
                 " per part"
             )
+        if self.on_error == "value" and self.error_value is None:
+            raise ValueError(
+                "reward.on_error=value without reward.error_value: say what a reward that failed"
+                " counts as, such as reward.error_value=0, or set reward.on_error=leave_out"
+            )
 
     @property
     def part_weights(self) -> dict[str, float]:
@@ -119,15 +132,47 @@ class EvalConfig(Options, group="eval"):
     every_steps: int = bounded(0, least=0)
     """0: only before the first and after the last step."""
     max_prompts: int = bounded(256, least=1)
+    samples: int = bounded(0, least=0)
+    """Samples of each prompt that avg@n and pass@k are estimated from, besides the greedy one; 0:
+    pass_k of them, or none if pass_k=1."""
     pass_k: int = bounded(1, least=1)
-    """Report pass@k of k samples at the rollout temperature besides greedy accuracy; 1: greedy
-    alone."""
+    """Report pass@k of so many samples; more samples than that make the estimate better."""
+    temperature: float | None = bounded(None, above=0)
+    """Temperature of these samples; None: rollout.temperature."""
+    top_p: float | None = bounded(None, above=0, most=1)
+    """Nucleus of these samples; None: rollout.top_p."""
+    max_response_len: int = bounded(0, least=0)
+    """Tokens of each response, greedy ones included; 0: rollout.max_response_len."""
     correct_part: str = ""
     """Part of the reward that says whether an answer is right; empty: the reward before
     penalties."""
     correct_at: float | None = None
     """Least value of a right answer; None: full marks, 1 for a number that rates an answer from 0
     to 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.samples and self.samples < self.pass_k:
+            raise ValueError(
+                f"eval.samples={self.samples} is less than eval.pass_k={self.pass_k}: pass@"
+                f"{self.pass_k} takes at least {self.pass_k} samples of a prompt; raise"
+                " eval.samples, or set it to 0"
+            )
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of each prompt besides the greedy one."""
+        return self.samples or (self.pass_k if self.pass_k > 1 else 0)
+
+    def reduced_to(self, file: str, max_prompts: int) -> "EvalConfig":
+        """Return these options with greedy answers alone, to a few prompts of one file."""
+        return EvalConfig(
+            data=[file],
+            every_steps=self.every_steps,
+            max_prompts=max_prompts,
+            correct_part=self.correct_part,
+            correct_at=self.correct_at,
+        )
 
 
 @dataclass
@@ -151,6 +196,13 @@ class LogConfig(Options, group="log"):
     tensorboard: bool = True
     wandb_project: str | None = None
     mlflow_uri: str | None = None
+    rotate_mib: int = bounded(256, least=0)
+    """Size in MiB at which a file of rows or a log of a process becomes a numbered segment and a
+    new one begins; 0: never."""
+
+    @property
+    def rotate_bytes(self) -> int:
+        return self.rotate_mib << 20
 
 
 @dataclass

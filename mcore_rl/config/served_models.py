@@ -23,6 +23,7 @@ class ServedModelConfig(Options):
     ep: int = bounded(1, least=1)
     pp: int = bounded(1, least=1)
     dtype: str = one_of("bfloat16", ("float32", "bfloat16", "float16", "auto"))
+    """auto: the one that its config.json names."""
     max_concurrency: int = bounded(64, least=1)
     """Requests in flight per engine."""
     kv_cache_len: int = bounded(65536, least=1)

@@ -96,7 +96,9 @@ class OptimizerConfig(Options):
     """Learning rate of a model's vision tower, projector included, on the same schedule; None:
     lr."""
     warmup_steps: int = bounded(0, least=0)
+    """Optimizer steps of this model in which the rate rises to lr."""
     schedule: str = one_of("constant", ("constant", "linear", "cosine"))
+    """How the rate goes on from there to the model's last optimizer step of the run."""
     weight_decay: float = bounded(0.0, least=0)
     beta1: float = bounded(0.9, least=0, below=1)
     beta2: float = bounded(0.98, least=0, below=1)
@@ -191,7 +193,8 @@ class CriticConfig(Options, group="critic"):
     epochs: int = bounded(1, least=1)
     """Passes over a rollout."""
     warmup_steps: int = bounded(0, least=0)
-    """First loop steps in which only the critic learns."""
+    """First loop steps in which only the critic learns; the policy's learning rate begins its
+    schedule after them."""
     gae_lambda: float = bounded(1.0, least=0, most=1)
     """Lambda of the returns that the critic learns; 1: the discounted rewards themselves."""
     value_clip: float = bounded(0.2, least=0)

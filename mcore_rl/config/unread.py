@@ -50,7 +50,14 @@ def _unread(config: "Config") -> Iterator[Unread]:
     yield from _of_rollout(config.rollout)
     yield from _of_kl(config.algorithm.kl)
     yield from _of_correction(config.algorithm.correction)
-    yield from _of_reward(config.reward)
+    yield from _of_reward(config.reward, config.agents.is_used)
+    if not config.eval.num_samples:
+        options = ("eval.temperature", "eval.top_p")
+        yield Unread(options, "eval.samples=0 and eval.pass_k=1", "set eval.samples=4")
+    if config.agents.is_used:
+        context = f"agents.environment={config.agents.environment}"
+        remedy = "rollout.max_response_len bounds episodes of evaluations, too: set it"
+        yield Unread(("eval.max_response_len",), context, remedy)
     if not config.agents.is_used:
         yield Unread(("agents",), "agents.environment=''", "set agents.environment")
     if not config.sandbox.is_used:
@@ -118,11 +125,11 @@ def _of_kl(kl: KLConfig) -> Iterator[Unread]:
 
 
 def _of_correction(correction: CorrectionConfig) -> Iterator[Unread]:
-    if correction.weight == "none":
+    if not correction.is_weighted:
         names = ("low", "high", "bound")
         options = tuple(f"algorithm.correction.{name}" for name in names)
-        remedy = "set algorithm.correction.weight=token"
-        yield Unread(options, "algorithm.correction.weight=none", remedy)
+        context = f"algorithm.correction.weight={shown(correction.weight)}"
+        yield Unread(options, context, "set algorithm.correction.weight=token")
     if correction.bound == "truncate":
         remedy = "set algorithm.correction.bound=mask"
         yield Unread(("algorithm.correction.low",), "algorithm.correction.bound=truncate", remedy)
@@ -133,10 +140,16 @@ def _of_correction(correction: CorrectionConfig) -> Iterator[Unread]:
         )
 
 
-def _of_reward(reward: RewardConfig) -> Iterator[Unread]:
+def _of_reward(reward: RewardConfig, has_environment: bool) -> Iterator[Unread]:
     if reward.overlong_buffer_len == 0:
         remedy = "set reward.overlong_buffer_len"
         yield Unread(("reward.overlong_penalty",), "reward.overlong_buffer_len=0", remedy)
+    if reward.on_error != "value":
+        context = f"reward.on_error={reward.on_error}"
+        yield Unread(("reward.error_value",), context, "set reward.on_error=value")
+    if reward.on_error == "stop" and not has_environment:
+        remedy = "set reward.on_error=leave_out"
+        yield Unread(("reward.max_failed_share",), "reward.on_error=stop", remedy)
     if not reward.path:
         options = ("reward.name", "reward.kwargs")
         yield Unread(options, "reward.path=''", "set reward.path")

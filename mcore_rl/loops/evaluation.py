@@ -1,12 +1,15 @@
 """Samples responses to held-out prompts, and computes greedy accuracy and pass@k."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from mcore_rl.algo.pass_at_k import pass_at_k
 from mcore_rl.config import EvalConfig, RewardConfig
 from mcore_rl.loops.resampling import sample_and_score
+from mcore_rl.loops.reward_failures import RewardFailures
 from mcore_rl.roles import Generator, Reward
 from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt
@@ -20,7 +23,7 @@ class Correctness:
     """Decides which answers are right: those whose number is at least `threshold`.
 
     The number is the part `part` of the reward, or without one the reward before penalties. Neither
-    the overlong penalty nor a KL counts. A sample whose reward failed is never right.
+    the overlong penalty nor a KL counts.
     """
 
     part: str
@@ -43,14 +46,15 @@ class Correctness:
         )
         return Correctness("", sum(weighted))
 
-    def are_correct(self, scores: Scores) -> list[bool]:
-        """Return one truth value per sample.
+    def are_correct(self, scores: Scores) -> list[bool | None]:
+        """Return one truth value per sample; None if its reward or number failed, so that nobody
+        knows.
 
         Raises ValueError if rewards have no such part and did not all fail.
         """
         errors = scores.errors or [""] * len(scores.rewards_N)
         return [
-            not error and value >= self.threshold - TOLERANCE
+            None if error or not math.isfinite(value) else value >= self.threshold - TOLERANCE
             for value, error in zip(self._numbers(scores, errors), errors, strict=True)
         ]
 
@@ -75,41 +79,72 @@ def evaluate(
     generator: Generator,
     prompts: Sequence[Prompt],
     reward: Reward,
-    correctness: Correctness,
+    config: EvalConfig,
+    rewards: RewardConfig,
     *,
-    pass_k: int,
     seed: int,
 ) -> tuple[dict[str, float], list[Any], Scores]:
     """Return metrics over `prompts`, with the greedy samples and their scores; no metrics without
     prompts.
 
     eval/greedy_accuracy   share of the greedy samples that are right
-    eval/greedy_reward     mean reward of the greedy samples
-    eval/pass_at_<k>       unbiased estimates for k = 1 and `pass_k` from `pass_k` samples at the
-                           rollout temperature, if pass_k > 1 (arXiv:2107.03374, eq. 1)
+    eval/greedy_reward     mean reward of the greedy samples, before penalties
+    eval/avg_at_<n>        share of n samples of a prompt that are right, mean over prompts
+    eval/pass_at_<k>       unbiased estimates for k = 1 and eval.pass_k (arXiv:2107.03374, eq. 1)
+
+    Samples whose reward failed are neither right nor wrong: they are left out and counted. Raises
+    RewardFailureError if more failed than the recipe bears.
+
+    rewards   how rewards are made, for what counts as right and how many may fail
     """
     if not prompts:
         return {}, [], Scores([])
-    greedy, scores = sample_and_score(generator, reward, prompts, 1, greedy=True, seed=seed)
-    metrics = {
-        "eval/greedy_accuracy": sum(correctness.are_correct(scores)) / len(greedy),
-        "eval/greedy_reward": sum(scores.rewards_N) / len(greedy),
-        "eval/prompts": float(len(prompts)),
-        "eval/reward_errors": scores.metrics()["reward/errors"],
-    }
-    if pass_k > 1:
-        _, sampled = sample_and_score(generator, reward, prompts, pass_k, greedy=False, seed=seed)
-        metrics |= pass_metrics(correctness.are_correct(sampled), pass_k)
+    correctness = Correctness.of(config, rewards)
+    failures = RewardFailures()
+
+    def draw(num_samples: int, greedy: bool) -> tuple[list[Any], Scores]:
+        samples, scores = sample_and_score(
+            generator, reward, prompts, num_samples, greedy=greedy, seed=seed, for_eval=True
+        )
+        failures.note(scores)
+        failures.check(rewards, "evaluation")
+        # Penalties are for training: theirs is the length of a training response.
+        return samples, scores.without_penalties()
+
+    greedy, scores = draw(1, greedy=True)
+    known = [right for right in correctness.are_correct(scores) if right is not None]
+    metrics = {"eval/prompts": float(len(prompts))}
+    if known:
+        metrics["eval/greedy_accuracy"] = fmean(known)
+    if outcomes := scores.outcomes():
+        metrics["eval/greedy_reward"] = fmean(outcomes)
+    if config.num_samples:
+        _, sampled = draw(config.num_samples, greedy=False)
+        right_N = correctness.are_correct(sampled)
+        metrics |= pass_metrics(right_N, config.num_samples, config.pass_k)
+    metrics["eval/reward_errors"] = float(failures.num_failed)
     return metrics, greedy, scores
 
 
-def pass_metrics(are_correct: Sequence[bool], num_samples: int) -> dict[str, float]:
-    """Return the mean pass@1 and pass@num_samples over prompts with `num_samples` neighboring
-    samples each.
+def pass_metrics(
+    are_correct: Sequence[bool | None], num_samples: int, pass_k: int
+) -> dict[str, float]:
+    """Return avg@n and mean pass@k over prompts with n = `num_samples` neighboring samples each.
+
+    A sample of which nobody knows is left out. A prompt with fewer than k others tells nothing of
+    pass@k, so eval/prompts_at_<k> counts the prompts that do; without any there is no estimate.
     """
-    groups = [are_correct[i : i + num_samples] for i in range(0, len(are_correct), num_samples)]
-    metrics = {}
-    for k in (1, num_samples):
-        estimates = [pass_at_k(len(group), sum(group), k) for group in groups]
-        metrics[f"eval/pass_at_{k}"] = sum(estimates) / len(estimates)
+    groups = [
+        [right for right in are_correct[i : i + num_samples] if right is not None]
+        for i in range(0, len(are_correct), num_samples)
+    ]
+    metrics: dict[str, float] = {}
+    if shares := [fmean(group) for group in groups if group]:
+        metrics[f"eval/avg_at_{num_samples}"] = fmean(shares)
+    for k in sorted({1, pass_k}):
+        known = [group for group in groups if len(group) >= k]
+        metrics[f"eval/prompts_at_{k}"] = float(len(known))
+        if known:
+            estimates = [pass_at_k(len(group), sum(group), k) for group in known]
+            metrics[f"eval/pass_at_{k}"] = fmean(estimates)
     return metrics

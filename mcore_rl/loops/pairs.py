@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.algo.preferences import best_and_worst
+from mcore_rl.config import RewardConfig
 from mcore_rl.data.files import write_parquet
 from mcore_rl.data.preferences import preference_row
 from mcore_rl.loops.resampling import sample_and_score
+from mcore_rl.loops.reward_failures import RewardFailures
 from mcore_rl.roles import Generator, ReadSamples, Reward
 from mcore_rl.types import Prompt, Sample
 
@@ -23,18 +25,25 @@ def sample_pairs(
     num_samples: int,
     pairs_per_prompt: int,
     seed: int,
+    rewards: RewardConfig,
     read: ReadSamples = list,
 ) -> list[dict[str, Any]]:
     """Return rows of a preference file, from `num_samples` samples of each prompt.
 
-    `read` brings the samples here, if the generator's lie in stores.
+    rewards   how many of them may fail
+    read      brings the samples here, if the generator's lie in stores
 
     Responses that were cut off or whose reward failed are left out, as are prompts whose responses
     all have the same reward.
+
+    Raises RewardFailureError if more rewards failed than the recipe bears.
     """
     samples, scores = sample_and_score(
         generator, reward, prompts, num_samples, greedy=False, seed=seed
     )
+    failures = RewardFailures()
+    failures.note(scores)
+    failures.check(rewards, "pairs")
     errors = scores.errors or [""] * len(samples)
     scored = [
         (sample, value)

@@ -20,10 +20,11 @@ def sample_and_score(
     *,
     greedy: bool,
     seed: int,
+    for_eval: bool = False,
 ) -> tuple[list[Any], Scores]:
     """Return `num_samples` samples of each prompt, in the order of `prompts`, and their scores."""
-    samples = generator.generate(prompts, num_samples, greedy=greedy, seed=seed)
-    return score(generator, reward, prompts, samples, greedy=greedy, seed=seed)
+    samples = generator.generate(prompts, num_samples, greedy=greedy, seed=seed, for_eval=for_eval)
+    return score(generator, reward, prompts, samples, greedy=greedy, seed=seed, for_eval=for_eval)
 
 
 def score(
@@ -34,6 +35,7 @@ def score(
     *,
     greedy: bool,
     seed: int,
+    for_eval: bool = False,
 ) -> tuple[list[Any], Scores]:
     """Return the samples of `prompts` and their scores, with lost samples drawn again.
 
@@ -50,7 +52,7 @@ def score(
             _log.warning("%s; %d prompts are sampled again", lost, len(missing))
             generator.note_lost(len(missing) * num_samples)
         again = [prompts[i] for i in missing]
-        drawn = generator.generate(again, num_samples, greedy=greedy, seed=seed)
+        drawn = generator.generate(again, num_samples, greedy=greedy, seed=seed, for_eval=for_eval)
         for place, i in enumerate(missing):
             part = drawn[place * num_samples : (place + 1) * num_samples]
             samples[i * num_samples : (i + 1) * num_samples] = part

@@ -3,15 +3,17 @@
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rl.config import RolloutConfig
+from mcore_rl.algo.registry import Needs
+from mcore_rl.config import Config, RewardConfig, RolloutConfig
 from mcore_rl.loops.resampling import score
+from mcore_rl.loops.reward_failures import RewardFailures
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Batch, Roles, Samples
 from mcore_rl.rollout.staleness import staleness_metrics
-from mcore_rl.scores import Scores
+from mcore_rl.scores import Scores, join_scores
 from mcore_rl.types import Prompt, WeightVersion
 
 _log = logging.getLogger(__name__)
@@ -21,21 +23,46 @@ ROUND_SEEDS = 1_000_003
 """Distance between the seeds of one step's rounds; larger than any step number."""
 
 
+@dataclass(frozen=True)
+class SamplingOptions:
+    """The parts of a recipe that say how a step's samples are drawn, and which groups have signal.
+
+    reward        how many rewards may fail
+    role_part     algorithm.role_part
+    with_greedy   also score a greedy response to each prompt, for advantages that need it
+    """
+
+    rollout: RolloutConfig
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    role_part: str = ""
+    with_greedy: bool = False
+
+    @staticmethod
+    def of(config: Config, needs: Needs) -> "SamplingOptions":
+        return SamplingOptions(
+            config.rollout, config.reward, config.algorithm.role_part, needs.greedy_baseline
+        )
+
+    def groups_with_signal(self, scores: Scores) -> list[int]:
+        """Return the indices of all samples in groups that differ."""
+        return groups_with_signal(scores, self.rollout.samples_per_prompt, self.role_part)
+
+
 def sample_step(
-    options: RolloutConfig, roles: Roles, timer: PhaseTimer, seed: int, with_greedy: bool = False
+    options: SamplingOptions, roles: Roles, timer: PhaseTimer, seed: int
 ) -> tuple[list[Any], Scores, dict[str, float]]:
     """Return (samples, scores, metrics) for the step to train on.
 
-    with_greedy   also score a greedy response to each prompt; background sampling decides this for
-                  itself
+    Raises RewardFailureError if more rewards failed than the recipe bears.
     """
     version = WeightVersion(timer.step - 1)
+    rollout = options.rollout
     if roles.background is None:
-        samples, scores, metrics = sample_now(options, roles, timer, seed, with_greedy)
+        samples, scores, metrics = sample_now(options, roles, timer, seed)
     else:
         with timer("rollout"):
             samples, scores, metrics = roles.background.take(version)
-    bound = None if options.stale == "correct" else options.staleness_bound
+    bound = None if rollout.stale == "correct" else rollout.staleness_bound
     metrics |= staleness_metrics(samples, version, bound)
     metrics["rollout/lost"] = metrics.get("rollout/lost", 0.0) + roles.generator.take_num_lost()
     return samples, scores, {**metrics, "idle/engines": roles.generator.idle_share()}
@@ -66,27 +93,27 @@ class Rounds:
     kept_scores: Scores = field(default_factory=lambda: Scores([]))
     num_rounds: int = 0
     num_sampled: int = 0
-    reward_sum: float = 0.0
+    rewards: list[float] = field(default_factory=list)
 
     def add(self, samples: Samples, scores: Scores, kept: Sequence[int]) -> None:
         """Count a round and keep its samples at the indices `kept`."""
         self.num_rounds += 1
         self.num_sampled += len(samples)
-        self.reward_sum += sum(scores.rewards_N)
+        self.rewards += scores.outcomes()
         self.kept += [samples[i] for i in kept]
-        self.kept_scores = self.kept_scores.joined(scores.select(kept))
+        self.kept_scores = join_scores([self.kept_scores, scores.select(kept)])
 
     def metrics(self) -> dict[str, float]:
         return {
             "sampling/rounds": float(self.num_rounds),
             "sampling/samples": float(self.num_sampled),
             "sampling/kept_share": len(self.kept) / self.num_sampled,
-            "sampling/reward_mean": self.reward_sum / self.num_sampled,
+            "sampling/reward_mean": sum(self.rewards) / max(len(self.rewards), 1),
         }
 
 
 def sample_now(
-    options: RolloutConfig, roles: Roles, timer: PhaseTimer, seed: int, with_greedy: bool = False
+    options: SamplingOptions, roles: Roles, timer: PhaseTimer, seed: int
 ) -> tuple[list[Any], Scores, dict[str, float]]:
     """Sample from the engines' present weights; with dynamic sampling in as many rounds as it
     takes.
@@ -95,27 +122,27 @@ def sample_now(
     further prompts are sampled until rollout.prompts_per_step groups differ in reward or
     rollout.max_rounds are over. If no group differs, the last round is returned as it is.
     """
-    group_size = options.samples_per_prompt
-    if not options.dynamic_sampling:
-        samples, scores = _sample_round(
-            options.prompts_per_step, group_size, roles, timer, seed, with_greedy
-        )
-        return samples, scores, {}
+    rollout = options.rollout
+    failures = RewardFailures()
+    where = f"step {timer.step}"
+    if not rollout.dynamic_sampling:
+        samples, scores = _sample_round(rollout.prompts_per_step, options, roles, timer, seed)
+        failures.note(scores)
+        failures.check(options.reward, where)
+        return samples, scores, failures.metrics()
     rounds = Rounds()
-    missing = options.prompts_per_step
+    missing = rollout.prompts_per_step
+    group_size = rollout.samples_per_prompt
     while True:
-        samples, scores = _sample_round(
-            math.ceil(missing * options.oversampling),
-            group_size,
-            roles,
-            timer,
-            seed + rounds.num_rounds * ROUND_SEEDS,
-            with_greedy,
-        )
-        differing = groups_with_signal(scores.rewards_N, group_size)
-        rounds.add(samples, scores, differing[: missing * group_size])
-        missing = options.prompts_per_step - len(rounds.kept) // group_size
-        if not missing or rounds.num_rounds == options.max_rounds:
+        num_prompts = math.ceil(missing * rollout.oversampling)
+        round_seed = seed + rounds.num_rounds * ROUND_SEEDS
+        samples, scores = _sample_round(num_prompts, options, roles, timer, round_seed)
+        failures.note(scores)
+        failures.check(options.reward, where)
+        kept = options.groups_with_signal(scores)[: missing * group_size]
+        rounds.add(samples, scores, kept)
+        missing = rollout.prompts_per_step - len(rounds.kept) // group_size
+        if not missing or rounds.num_rounds == rollout.max_rounds:
             break
     if missing:
         _log.warning(
@@ -125,18 +152,14 @@ def sample_now(
         )
     if rounds.kept:
         samples, scores = rounds.kept, rounds.kept_scores
-    return samples, scores, rounds.metrics()
+    return samples, scores, rounds.metrics() | failures.metrics()
 
 
 def _sample_round(
-    num_prompts: int,
-    group_size: int,
-    roles: Roles,
-    timer: PhaseTimer,
-    seed: int,
-    with_greedy: bool,
+    num_prompts: int, options: SamplingOptions, roles: Roles, timer: PhaseTimer, seed: int
 ) -> tuple[list[Any], Scores]:
-    """Sample and score `group_size` responses to each of the next prompts."""
+    """Sample and score responses to the next prompts."""
+    group_size = options.rollout.samples_per_prompt
     with timer("rollout"):
         prompts = roles.prompts.take(num_prompts)
         samples = roles.generator.generate(prompts, group_size, greedy=False, seed=seed)
@@ -144,36 +167,29 @@ def _sample_round(
         generator, reward = roles.generator, roles.reward
         samples, scores = score(generator, reward, prompts, samples, greedy=False, seed=seed)
     roles.prompts.note_scores(prompts, scores)
-    if with_greedy:
-        scores = _with_greedy(scores, prompts, group_size, roles, timer, seed)
+    if options.with_greedy:
+        scores = scores.with_baselines(_greedy_scores(prompts, roles, timer, seed))
     return samples, scores
 
 
-def _with_greedy(
-    scores: Scores,
-    prompts: Sequence[Prompt],
-    group_size: int,
-    roles: Roles,
-    timer: PhaseTimer,
-    seed: int,
-) -> Scores:
-    """Add the reward of each prompt's greedy response, repeated at each sample of the prompt."""
+def _greedy_scores(prompts: Sequence[Prompt], roles: Roles, timer: PhaseTimer, seed: int) -> Scores:
+    """Return the score of a greedy response to each prompt."""
     with timer("rollout"):
         greedy = roles.generator.generate(prompts, 1, greedy=True, seed=seed)
     with timer("reward"):
         generator, reward = roles.generator, roles.reward
         _, scored = score(generator, reward, prompts, greedy, greedy=True, seed=seed)
-    greedy_N = [value for value in scored.rewards_N for _ in range(group_size)]
-    return replace(scores, greedy_N=greedy_N)
+    return scored
 
 
-def groups_with_signal(rewards_N: Sequence[float], group_size: int) -> list[int]:
-    """Return the indices of all samples in groups whose rewards differ; `group_size` neighbors are
-    a group.
+def groups_with_signal(scores: Scores, group_size: int, role_part: str = "") -> list[int]:
+    """Return the indices of all samples in groups that differ; `group_size` neighbors are a group.
+
+    role_part   as in Scores.differ
     """
     indices: list[int] = []
-    for start in range(0, len(rewards_N), group_size):
+    for start in range(0, len(scores.rewards_N), group_size):
         group = range(start, start + group_size)
-        if len({rewards_N[i] for i in group}) > 1:
+        if scores.differ(group, role_part):
             indices += group
     return indices

@@ -7,6 +7,7 @@ from functools import partial
 
 from mcore_rl.algo.covariance import with_held_back
 from mcore_rl.algo.registry import Needs
+from mcore_rl.algo.sample_sums import choose_sums
 from mcore_rl.config import AlgorithmConfig, Config, CriticConfig, TrainConfig
 from mcore_rl.data.batch import (
     make_batch,
@@ -18,11 +19,12 @@ from mcore_rl.data.batch import (
 )
 from mcore_rl.data.stored_batch import without_lost
 from mcore_rl.data.summary import summarize_critic, summarize_steps
+from mcore_rl.loops.outcomes import with_outcome
 from mcore_rl.lost_samples import SamplesLost, kept_places
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Batch, Critic, OnTokens, Roles, Samples, Trainer
 from mcore_rl.scores import Scores
-from mcore_rl.types import WITHOUT_OUTCOME, LogprobOptions, StepStats, WeightVersion
+from mcore_rl.types import LogprobOptions, StepStats, WeightVersion
 
 _log = logging.getLogger(__name__)
 
@@ -43,9 +45,22 @@ class StepOptions:
             config.algorithm, needs, config.train, config.critic, config.rollout.max_response_len
         )
 
-    def critic_is_warm(self, step: int) -> bool:
-        """Return whether the policy trains at `step`, beside its critic."""
-        return step > self.critic.warmup_steps
+    def policy_trains(self, step: int) -> bool:
+        """Return whether the policy trains at `step`: not while its critic, if any, warms up."""
+        return not self.needs.critic or step > self.critic.warmup_steps
+
+    def count_optimizer_steps(self, num_steps: int) -> tuple[int, int]:
+        """Return the optimizer steps of (policy, critic) in `num_steps` steps of the loop.
+
+        Their learning rates fall to the end of the schedule within these. A policy takes none
+        while its critic warms up, and its schedule begins with its first own.
+        """
+        num_of_policy = sum(map(self.policy_trains, range(1, num_steps + 1)))
+        num_of_critic = num_steps if self.needs.critic else 0
+        return (
+            num_of_policy * self.train.epochs * self.train.mini_batches,
+            num_of_critic * self.critic.epochs * self.critic.mini_batches,
+        )
 
 
 def prepare_batch(
@@ -76,22 +91,6 @@ def prepare_batch(
     return samples, scores, batch, {**metrics, "batch/lost": float(num_samples - len(samples))}
 
 
-def with_outcome(samples: Samples, scores: Scores) -> tuple[Samples, Scores]:
-    """Leave out the episodes that tell nothing of the policy, as their environment failed.
-
-    Their groups are smaller. Raises ValueError if none is left.
-    """
-    kept = [i for i, s in enumerate(samples) if s.finish_reason not in WITHOUT_OUTCOME]
-    if len(kept) == len(samples):
-        return samples, scores
-    if not kept:
-        raise ValueError(
-            f"the environment failed in all {len(samples)} episodes: see logs/environments"
-        )
-    _log.warning("%d of %d episodes have no outcome", len(samples) - len(kept), len(samples))
-    return [samples[i] for i in kept], scores.select(kept)
-
-
 def add_logprobs_and_values(options: StepOptions, roles: Roles, batch: Batch) -> Batch:
     """Add the trainer's log-probs and the critic's values, both from before the first optimizer
     step.
@@ -111,9 +110,9 @@ def train_policy_and_critic(
     critic = roles.critic
     if critic is None:
         return train_policy(options, roles, batch, step)
-    is_warm = options.critic_is_warm(step)
+    trains = options.policy_trains(step)
     policy_metrics, critic_metrics = roles.both(
-        lambda: train_policy(options, roles, batch, step) if is_warm else {},
+        lambda: train_policy(options, roles, batch, step) if trains else {},
         lambda: train_critic(options, critic, batch, step),
     )
     return policy_metrics | critic_metrics
@@ -124,6 +123,7 @@ def train_policy(options: StepOptions, roles: Roles, batch: Batch, seed: int) ->
 
     def step(part: Batch, i: int) -> StepStats:
         part = _with_held_back(options, roles.on_tokens, part, seed * 1009 + i)
+        part = replace(part, sums_from=choose_sums(options.algorithm, part, is_first=i == 0))
         return roles.trainer.train_step(_weighted(options, part))
 
     parts = mini_batches(batch, options.train.mini_batches, options.train.epochs, seed)

@@ -13,22 +13,23 @@ a lost engine comes back with the next sync, or while a step waits for samples.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any, Self
 
-from mcore_rl.config import RolloutConfig
+from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.metrics.episode_log import ABORTED, DROPPED_STALE, EpisodeLog, reasons_of
+from mcore_rl.players.finished_groups import SampleGroup
 from mcore_rl.players.generator import make_sampling
-from mcore_rl.players.groups import OpenPrompts, SampleGroup, make_buffer
+from mcore_rl.players.groups import OpenPrompts, make_buffer
 from mcore_rl.players.sampling_failures import SamplingFailures
 from mcore_rl.players.sampling_stats import SamplingStats
 from mcore_rl.roles import ScoreLater, Watched
 from mcore_rl.rollout.sampling_client import SamplingClient, SamplingSession
 from mcore_rl.rollout.transport import RolloutError
-from mcore_rl.scores import Scores
+from mcore_rl.scores import Scores, join_scores
 from mcore_rl.types import AnySample, Prompt, WeightVersion
 
 _log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class BackgroundSampler:
 
     def __init__(
         self,
-        rollout: RolloutConfig,
+        options: SamplingOptions,
         seed: int,
         version: WeightVersion,
         prompts: OpenPrompts,
@@ -55,17 +56,15 @@ class BackgroundSampler:
         start: Callable[[Awaitable[None]], "Future[None]"],
         revive: Callable[[], Awaitable[bool]],
         episodes: EpisodeLog | None = None,
-        *,
-        with_greedy: bool,
     ) -> None:
         """`version` is what the engines serve; `seed` is the run's.
 
         start         begins a coroutine that runs beside those of `watched`; engines are watched
         revive        brings the current weights to an engine if none serves; False if none will
         episodes      learns which groups begin, and why their episodes end
-        with_greedy   also sample each prompt greedily, for advantages that need it
         """
-        self._rollout = rollout
+        self._options = options
+        self._rollout = rollout = options.rollout
         self._seed = seed * SEEDS_PER_RUN
         self._prompts = prompts
         self._client = client
@@ -73,20 +72,21 @@ class BackgroundSampler:
         self._watched = watched
         self._start = start
         self._revive = revive
-        self._with_greedy = with_greedy
         self._episodes = episodes or EpisodeLog()
         self._buffer = make_buffer(rollout, version, self._episodes)
         self._max_in_flight = rollout.max_in_flight or max(
             client.max_in_flight, rollout.samples_per_prompt
         )
         self._tasks: dict[SampleGroup, asyncio.Task[None]] = {}
-        self._requeued: list[tuple[int, Prompt]] = []
+        self._requeued: deque[tuple[int, Prompt]] = deque()
         """Positions and prompts whose samples were lost or dropped; they begin first."""
         self._failures = SamplingFailures()
         """No group begins from a failure to the next recovery."""
         self._num_sampling = 0
         """Groups that wait for samples, not for scores."""
         self._stats = SamplingStats()
+        self._num_losses = 0
+        """Losses of collectors whose groups have begun again."""
         # Set when anything changed. Each has one waiter, which clears it.
         self._may_begin = asyncio.Event()
         self._may_take = asyncio.Event()
@@ -102,15 +102,12 @@ class BackgroundSampler:
     def take(self, version: WeightVersion) -> tuple[list[AnySample], Scores, dict[str, float]]:
         """Wait for the groups of a step; return their samples, their scores and metrics.
 
-        Raises the error that ended the sampling, if it has ended.
+        Raises the error that ended the sampling, if it has ended, and RewardFailureError if more
+        rewards failed since the last step than the recipe bears.
         """
         groups, metrics = self._watched(self._take(version))
-        samples: list[AnySample] = []
-        scores = Scores([])
-        for group in groups:
-            samples += group.samples
-            scores = scores.joined(group.scores)
-        return samples, scores, metrics
+        samples = [sample for group in groups for sample in group.samples]
+        return samples, join_scores([group.scores for group in groups]), metrics
 
     def pause_for_sync(self) -> None:
         """Finish, abort or leave half-done responses before weights change (rollout.partial)."""
@@ -148,7 +145,7 @@ class BackgroundSampler:
         return self._session.num_open + self._rollout.samples_per_prompt <= self._max_in_flight
 
     def _begin(self) -> SampleGroup:
-        position, prompt = self._requeued.pop(0) if self._requeued else self._prompts.begin()
+        position, prompt = self._requeued.popleft() if self._requeued else self._prompts.begin()
         return self._buffer.begin(position, prompt)
 
     def _requeue(self, group: SampleGroup, reason: str = ABORTED) -> None:
@@ -160,7 +157,8 @@ class BackgroundSampler:
         begun_after = self._failures.num_recoveries
         try:
             samples, greedy = await self._sample(group)
-            scores = await self._score(samples, greedy)
+            scores = await self._reward(samples)
+            baselines = await self._reward(greedy) if greedy else None
         except RolloutError as error:
             self._failures.note(error, begun_after)
             self._requeue(group)
@@ -172,11 +170,15 @@ class BackgroundSampler:
         finally:
             del self._tasks[group]
             self._notify()
-        self._stats.note(samples, scores)
         self._prompts.note_scores([group.prompt], scores)
-        if self._stats.is_replaced(scores, self._rollout):
+        if baselines is not None:
+            scores = scores.with_baselines(baselines)
+        self._stats.note(samples, scores)
+        if self._stats.is_replaced(scores, self._options):
             self._buffer.remove(group, reasons_of(samples))
             self._prompts.end([group.position])
+        elif self._client.is_lost(samples[0]):  # since they were scored
+            self._lose(group)
         else:
             self._buffer.finish(group, samples, scores)
 
@@ -188,7 +190,7 @@ class BackgroundSampler:
         greedy: list[AnySample] = []
         try:
             samples = await self._session.generate([group.prompt], num_samples, sampling)
-            if self._with_greedy:
+            if self._options.with_greedy:
                 greedy_sampling = make_sampling(self._rollout, greedy=True, seed=seed)
                 with self._episodes.recording([group.prompt], 1, greedy=True) as greedy:
                     greedy += await self._session.generate([group.prompt], 1, greedy_sampling)
@@ -197,13 +199,6 @@ class BackgroundSampler:
             self._notify()
         self._failures.note_success()
         return samples, greedy
-
-    async def _score(self, samples: Sequence[AnySample], greedy: Sequence[AnySample]) -> Scores:
-        scores = await self._reward(samples)
-        if not greedy:
-            return scores
-        greedy_scores = await self._reward(greedy)
-        return replace(scores, greedy_N=greedy_scores.rewards_N * len(samples))
 
     async def _take(self, version: WeightVersion) -> tuple[list[SampleGroup], dict[str, float]]:
         buffer = self._buffer
@@ -224,6 +219,7 @@ class BackgroundSampler:
                 "a step waits for groups, but none will come"
             )
             await self._wait_for_change()
+        self._stats.failures.check(self._options.reward, f"step {version + 1}")
         self._prompts.end([group.position for group in groups])
         self._notify()
         metrics = {
@@ -244,6 +240,9 @@ class BackgroundSampler:
 
     def _drop_lost(self) -> None:
         """Sample again what was finished and is gone with its collector."""
+        if self._num_losses == self._client.num_losses:
+            return
+        self._num_losses = self._client.num_losses
         for group in self._buffer.finished():
             if self._client.is_lost(group.samples[0]):
                 self._lose(group)

@@ -6,7 +6,7 @@ yet, so they come from the run's prompts (`make_probe`).
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -18,6 +18,7 @@ from mcore_rl.data.batch import select, split_by_lens
 from mcore_rl.data.images.batch import select_images
 from mcore_rl.data.stored_batch import without_lost
 from mcore_rl.lost_samples import SamplesLost
+from mcore_rl.players.canary_tolerance import CanaryTolerance, EngineDifference
 from mcore_rl.process.server_keys import ServerKeys, user_headers
 from mcore_rl.roles import Trainer
 from mcore_rl.rollout.scoring import score_sequences
@@ -33,22 +34,31 @@ from mcore_rl.types import (
 )
 
 _log = logging.getLogger(__name__)
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Mean |difference| in nats, by model dtype, that different kernels on the same weights stay below.
-"""
 MAX_PROMPT_TOKENS = 256
 """Longer prompts are truncated: more tokens cost time and make the comparison no sharper."""
 
 
 @dataclass(frozen=True)
 class CanaryReport:
-    """Mean |trainer - engine| in nats by engine url; the reason an engine failed, by url."""
+    """How each engine differs from the trainer, by its url; the reason an engine failed, by url.
 
-    differences: dict[str, float] = field(default_factory=dict)
+    limits   kind of rounding -> (the usual one, the tolerance), as they were for these engines
+    """
+
+    differences: dict[str, EngineDifference] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        return {"sync/canary_diff": max(self.differences.values())} if self.differences else {}
+        differences = self.differences.values()
+        if not differences:
+            return {}
+        metrics = {
+            "sync/canary_diff": max(each.mean for each in differences),
+            "sync/canary_typical": max(each.typical for each in differences),
+            "sync/canary_overall": max(each.overall for each in differences),
+        }
+        return metrics | {f"sync/canary_{k}_limit": most for k, (_, most) in self.limits.items()}
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,7 @@ class Canary:
         self,
         trainer: Trainer,
         config: CanaryConfig,
-        dtype: str,
+        tolerance: CanaryTolerance,
         timeout_s: float,
         ready: Callable[[], Awaitable[None]],
         keys: ServerKeys | None = None,
@@ -106,7 +116,7 @@ class Canary:
         self._fetch = fetch
         self._trainer = trainer
         self._config = config
-        self._tolerance = TOLERANCE[dtype] if config.tolerance is None else config.tolerance
+        self._tolerance = tolerance
         self._timeout_s = timeout_s
         self._ready = ready
         self._headers = user_headers(keys)
@@ -119,17 +129,21 @@ class Canary:
         """
         self._probe = self._scored(version, batch)
 
-    async def check(self, urls: Sequence[str]) -> CanaryReport:
+    async def check(self, urls: Sequence[str], verified: Collection[str] = ()) -> CanaryReport:
         """Score the same sequences on the engines at `urls`, which should serve these weights.
 
-        The trainer's log-probs stay right until its next optimizer step, so an engine that returns
+        The tolerance is learned from the engines in `verified`, whose weights were read back. The
+        trainer's log-probs stay right until its next optimizer step, so an engine that returns
         meanwhile is checked against them, too. The report is empty if there is nothing to score.
         """
         if self._probe is None:
             return CanaryReport()
         await self._ready()
         answers = await self._score_on_engines(urls, self._probe)
-        return self._judge(self._probe, dict(zip(urls, answers, strict=True)))
+        report = self._judge(self._probe, dict(zip(urls, answers, strict=True)))
+        right = [url for url in verified if url in report.differences and url not in report.failed]
+        self._tolerance.learn([report.differences[url] for url in right])
+        return report
 
     def _scored(self, version: WeightVersion, batch: AnyBatch) -> ScoredProbe | None:
         probe = self._choose(batch)
@@ -198,36 +212,18 @@ class Canary:
     def _judge(
         self, probe: ScoredProbe, answers: dict[str, list[list[float]] | RolloutError]
     ) -> CanaryReport:
-        report = CanaryReport()
+        report = CanaryReport(limits=self._tolerance.limits)
         for url, answer in answers.items():
             if isinstance(answer, RolloutError):
-                report.failed[url] = str(answer)
+                report.failed[url] = f"weights {probe.version}: {answer}"
                 continue
-            difference = mean_difference(probe.trainer_logprobs, answer, probe.is_compared)
+            difference = EngineDifference.measure(probe.trainer_logprobs, answer, probe.is_compared)
             report.differences[url] = difference
-            if not difference <= self._tolerance:  # a NaN fails, too
+            fault = self._tolerance.find_fault(difference)
+            if fault is not None:
                 report.failed[url] = (
                     f"engine {url} claims weights {probe.version}, but its log-probs of"
-                    f" {len(probe.sequences)} sequences differ from the trainer's by"
-                    f" {difference:.2e} nats on average, more than {self._tolerance}"
-                    " (canary.tolerance)"
+                    f" {len(probe.sequences)} sequences ({difference.num_tokens} tokens) differ"
+                    f" from the trainer's by {fault}"
                 )
         return report
-
-
-def mean_difference(
-    expected: Sequence[Tensor],
-    answer: Sequence[Sequence[float]],
-    is_compared: Sequence[Tensor] | None = None,
-) -> float:
-    """Return the mean |difference| of log-probs over the tokens of all sequences.
-
-    is_compared   bool, the tokens that count; None: all
-    """
-    masks = is_compared or [torch.ones(len(want), dtype=torch.bool) for want in expected]
-    differences = [
-        (want - torch.tensor(got, dtype=want.dtype)).abs()[mask]
-        for want, got, mask in zip(expected, answer, masks, strict=True)
-    ]
-    compared = torch.cat(differences)
-    return compared.mean().item() if len(compared) else 0.0

@@ -2,9 +2,10 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from mcore_rl.config import RolloutConfig
+from mcore_rl.config import EvalConfig, RolloutConfig
 from mcore_rl.metrics.episode_log import EpisodeLog
 from mcore_rl.process.clock import now_s
 from mcore_rl.roles import Watched
@@ -26,14 +27,17 @@ class EngineGenerator:
         watched: Watched[Any],
         revive: Callable[[], Awaitable[bool]] | None = None,
         episodes: EpisodeLog | None = None,
+        evaluation: RolloutConfig | None = None,
     ) -> None:
         """`revive` waits for an engine when none serves, and returns False if none will.
 
-        episodes   learns which groups begin, and why their episodes end
+        episodes     learns which groups begin, and why their episodes end
+        evaluation   how responses are drawn for evaluations; None: as for training
         """
         self._episodes = episodes or EpisodeLog()
         self._client = client
         self._config = config
+        self._evaluation = evaluation or config
         self._watched = watched
         self._revive = revive
         self._idle_before = now_s(), watched(client.idle_seconds())
@@ -43,9 +47,17 @@ class EngineGenerator:
         self._num_told = 0
 
     def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        *,
+        greedy: bool,
+        seed: int,
+        for_eval: bool = False,
     ) -> list[AnySample]:
-        sampling = make_sampling(self._config, greedy=greedy, seed=seed)
+        """See roles.Generator."""
+        config = self._evaluation if for_eval else self._config
+        sampling = make_sampling(config, greedy=greedy, seed=seed)
         with self._episodes.recording(prompts, num_samples, greedy=greedy) as samples:
             samples += self._watched(self._generate(prompts, num_samples, sampling))
         return samples
@@ -79,6 +91,16 @@ class EngineGenerator:
                 if self._revive is None or not await self._revive():
                     raise
                 _log.warning("%s; all %d prompts are sampled again", error, len(prompts))
+
+
+def rollout_of_evaluations(training: RolloutConfig, evaluation: EvalConfig) -> RolloutConfig:
+    """Return how responses are drawn in evaluations: as in training, but for their own options."""
+    return replace(
+        training,
+        temperature=evaluation.temperature or training.temperature,
+        top_p=evaluation.top_p or training.top_p,
+        max_response_len=evaluation.max_response_len or training.max_response_len,
+    )
 
 
 def make_sampling(config: RolloutConfig, *, greedy: bool, seed: int) -> Sampling:

@@ -10,38 +10,15 @@ step therefore also has to leave no more groups that must be trained on by versi
 places in the steps up to k.
 """
 
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.metrics.episode_log import ABORTED, EpisodeLog, reasons_of
+from mcore_rl.players.finished_groups import InOrder, OldestFirst, SampleGroup
 from mcore_rl.scores import Scores
 from mcore_rl.types import AnySample, Prompt, WeightVersion
-
-
-@dataclass(eq=False)
-class SampleGroup:
-    """The samples of one prompt, none of whose tokens is drawn from weights older than `born`.
-
-    position   index of the prompt in its stream
-    oldest     the version of the oldest token; `born` while there is none
-    number     of the group in the log of episodes
-    """
-
-    position: int
-    prompt: Prompt
-    born: WeightVersion
-    number: int
-    samples: Sequence[AnySample] = ()
-    scores: Scores = field(default_factory=lambda: Scores([]))
-
-    def __post_init__(self) -> None:
-        self.oldest = self.born
-
-    @property
-    def is_finished(self) -> bool:
-        return bool(self.samples)
 
 
 class OpenPrompts(Protocol):
@@ -79,14 +56,16 @@ class GroupBuffer:
         """
         self._per_step = groups_per_step
         self._bound = bound
-        self._in_order = in_order
+        self._order = InOrder() if in_order else OldestFirst()
         self._waits = waits
         self._log = log or EpisodeLog()
         self._group_size = group_size
         self.version = version
         """The version of the engines' weights; the next step trains on the same."""
         self._num_taken = groups_per_step * version
-        self._groups: list[SampleGroup] = []
+        self._groups: OrderedDict[SampleGroup, None] = OrderedDict()
+        self._num_by_oldest: Counter[int] = Counter()
+        """How many groups have their oldest token from each version."""
         self.num_finished = 0
 
     @property
@@ -101,7 +80,9 @@ class GroupBuffer:
     def begin(self, position: int, prompt: Prompt) -> SampleGroup:
         number = self._log.begin(prompt, self._group_size)
         group = SampleGroup(position, prompt, self.version, number)
-        self._groups.append(group)
+        self._groups[group] = None
+        self._count(group.oldest, 1)
+        self._order.begin(group)
         return group
 
     def finish(self, group: SampleGroup, samples: Sequence[AnySample], scores: Scores) -> None:
@@ -109,17 +90,31 @@ class GroupBuffer:
         group.samples = samples
         group.scores = scores
         versions = (span.version for sample in samples for span in sample.versions)
+        self._count(group.oldest, -1)
         group.oldest = min(versions, default=group.born)
+        self._count(group.oldest, 1)
         self.num_finished += 1
+        self._order.finish(group)
 
     def remove(self, group: SampleGroup, ends: Sequence[str] | str = ABORTED) -> None:
         """Forget a group that no step takes; `ends` says why its samples ended, all or each."""
-        self._groups.remove(group)
-        self.num_finished -= group.is_finished
+        self._forget(group)
         if isinstance(ends, str):
             self._log.end_all(group.number, ends)
         else:
             self._log.end(group.number, ends)
+
+    def _forget(self, group: SampleGroup) -> None:
+        del self._groups[group]
+        self._count(group.oldest, -1)
+        self.num_finished -= group.is_finished
+        self._order.discard(group)
+
+    def _count(self, oldest: int, change: int) -> None:
+        """Keep `_num_by_oldest`, which has no version without a group."""
+        self._num_by_oldest[oldest] += change
+        if not self._num_by_oldest[oldest]:
+            del self._num_by_oldest[oldest]
 
     def close(self) -> None:
         """Log why the samples of finished groups ended, which no step takes any more."""
@@ -138,34 +133,36 @@ class GroupBuffer:
         return [group for group in self._groups if group.oldest < self.version - self._bound]
 
     def choose(self) -> list[SampleGroup] | None:
-        """Take out and return the groups of the next step, or return None while it has to wait."""
+        """Take out and return the groups of the next step, or return None while it has to wait.
+
+        To wait costs as many operations as versions are under way, whatever is finished.
+        """
         if self.num_finished < self._per_step:
             return None
-        if self._in_order:
-            chosen = self._groups[: self._per_step]
-        else:
-            chosen = sorted(self.finished(), key=lambda group: group.oldest)[: self._per_step]
-        if len(chosen) < self._per_step or not all(group.is_finished for group in chosen):
+        by_oldest = self._order.count(self._per_step)
+        if by_oldest is None or (self._waits and not self._leaves_places(by_oldest)):
             return None
-        taken = set(chosen)
-        remaining = [group for group in self._groups if group not in taken]
-        if self._waits and not self._have_places(remaining):
-            return None
-        self._groups = remaining
-        self.num_finished -= len(chosen)
-        self._num_taken += len(chosen)
+        chosen = self._order.take(self._per_step)
         for group in chosen:
+            self._forget(group)
             self._log.end(group.number, reasons_of(group.samples))
+        self._num_taken += len(chosen)
         return chosen
 
-    def _have_places(self, groups: Sequence[SampleGroup]) -> bool:
-        """Return whether each of `groups` can be trained on before it is too stale.
+    def _leaves_places(self, by_oldest: Counter[int]) -> bool:
+        """Return whether each group can be trained on before it is too stale, without those that
+        the next step takes.
 
-        The next step's places are taken already, so the first place is with the version after it.
+        `by_oldest` counts the latter by version. The next step's places are theirs, so the first
+        place is with the version after it.
         """
         num_places = 0
         for version in range(self.version, self.version + self._bound + 1):
-            num_due = sum(group.oldest + self._bound <= version for group in groups)
+            num_due = sum(
+                num - by_oldest[oldest]
+                for oldest, num in self._num_by_oldest.items()
+                if oldest + self._bound <= version
+            )
             if num_due > num_places:
                 return False
             num_places += self._per_step

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from mcore_rl.config import RolloutConfig
-from mcore_rl.loops.sampling import groups_with_signal
+from mcore_rl.loops.reward_failures import RewardFailures
+from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.process.clock import now_s
 from mcore_rl.scores import Scores
 from mcore_rl.types import AnySample
@@ -12,7 +13,8 @@ from mcore_rl.types import AnySample
 class SamplingStats:
     """Counts what was sampled since the last step took its groups; each step starts a new one.
 
-    num_silent    groups whose rewards were all equal, which dynamic sampling replaces
+    failures      samples whose reward failed
+    num_silent    groups without signal, which dynamic sampling replaces
     num_dropped   samples that were dropped because they were too stale
     num_lost      complete samples that were lost with their collector and are sampled again
     """
@@ -22,7 +24,8 @@ class SamplingStats:
         self._num_groups = 0
         self._num_samples = 0
         self._num_tokens = 0
-        self._reward_sum = 0.0
+        self._rewards: list[float] = []
+        self.failures = RewardFailures()
         self.num_silent = 0
         self.num_dropped = 0
         self.num_lost = 0
@@ -32,17 +35,17 @@ class SamplingStats:
         self._num_groups += 1
         self._num_samples += len(samples)
         self._num_tokens += sum(sample.response_len for sample in samples)
-        self._reward_sum += sum(scores.rewards_N)
+        self._rewards += scores.outcomes()
+        self.failures.note(scores)
 
-    def is_replaced(self, scores: Scores, rollout: RolloutConfig) -> bool:
-        """Return whether to sample another group in place of one whose rewards are all equal.
+    def is_replaced(self, scores: Scores, options: SamplingOptions) -> bool:
+        """Return whether to sample another group in place of one without signal.
 
         At most as many are replaced per step as dynamic sampling would resample in max_rounds
         rounds.
         """
-        if not rollout.dynamic_sampling:
-            return False
-        if groups_with_signal(scores.rewards_N, rollout.samples_per_prompt):
+        rollout = options.rollout
+        if not rollout.dynamic_sampling or options.groups_with_signal(scores):
             return False
         self.num_silent += 1
         return self.num_silent <= (rollout.max_rounds - 1) * rollout.prompts_per_step
@@ -54,11 +57,12 @@ class SamplingStats:
             "rollout/tokens_per_second": self._num_tokens / seconds,
             "staleness/dropped": float(self.num_dropped),
             "rollout/lost": float(self.num_lost),
+            **self.failures.metrics(),
         }
         if rollout.dynamic_sampling:
             metrics |= {
                 "sampling/samples": float(self._num_samples),
                 "sampling/kept_share": 1 - self.num_silent / max(self._num_groups, 1),
-                "sampling/reward_mean": self._reward_sum / max(self._num_samples, 1),
+                "sampling/reward_mean": sum(self._rewards) / max(len(self._rewards), 1),
             }
         return metrics

@@ -18,6 +18,7 @@ from mcore_rl.data.stored_batch import in_parts, stored_sharing
 from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.process.clock import now_s
 from mcore_rl.run_folder import RunFolder
+from mcore_rl.slices.hf.flops import ModelFlops
 from mcore_rl.types import (
     AnyBatch,
     LogprobOptions,
@@ -76,27 +77,38 @@ class Packing:
     multiple_of   the number of micro-batches is a multiple of this; interleaved pipelines need one
     max_tokens    of one micro-batch
     shares        beginnings that sequences of a micro-batch have in common count once
+    flops         models the work that is balanced; None: tokens are
     """
 
     dp_size: int
     multiple_of: int
     max_tokens: int
     shares: bool = False
+    flops: ModelFlops | None = None
 
     @staticmethod
-    def of(parallel: ParallelConfig, train: TrainConfig) -> "Packing":
+    def of(
+        parallel: ParallelConfig, train: TrainConfig, flops: ModelFlops | None = None
+    ) -> "Packing":
         multiple_of = parallel.pp if parallel.vpp else 1
         max_tokens = train.max_tokens_per_microbatch
-        return Packing(parallel.dp_size, multiple_of, max_tokens, train.share_prefixes)
+        return Packing(parallel.dp_size, multiple_of, max_tokens, train.share_prefixes, flops)
 
     def plan(self, batch: AnyBatch) -> list[list[list[int]]]:
         """Return the sequence indices of each micro-batch, by data-parallel coordinate."""
-        limits = (self.dp_size, self.max_tokens, self.multiple_of)
+        limits = (self.dp_size, self.max_tokens, self.multiple_of, self._work)
         if not self.shares:
             return plan_microbatches(batch.lens_N, *limits)
         is_stored = isinstance(batch, StoredBatch)
         sharing = stored_sharing(batch) if is_stored else sharing_of(batch)
         return plan_shared_microbatches(batch.lens_N, sharing, *limits)
+
+    def _work(self, num_tokens: int) -> float:
+        """Return the modeled work of a sequence: a n + b n^2, with windows where layers have them.
+
+        a is the work of a token's products with weights, b of a query and a key in attention.
+        """
+        return float(num_tokens) if self.flops is None else self.flops.forward([num_tokens])
 
 
 class PackedTrainer:
@@ -122,6 +134,8 @@ class PackedTrainer:
         self._packing = packing
         self._temperature = temperature
         self._checkpoint = checkpoint
+        self.num_steps = 0
+        """Optimizer steps that the policy has taken since this process began."""
 
     def compute_logprobs(
         self, batch: AnyBatch, options: LogprobOptions = LogprobOptions()
@@ -146,6 +160,7 @@ class PackedTrainer:
         num_tokens = sum(batch.lens_N)
         began_s = now_s()
         stats = self._ranks.train_step(per_dp, temperature=self._temperature, num_tokens=num_tokens)
+        self.num_steps += 1
         if self._speed is None:
             return stats
         tower_tflop = stats.metrics.get("train/tower_tflop", 0.0)

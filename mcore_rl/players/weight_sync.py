@@ -7,6 +7,7 @@ engines score the same sequences -> requests go to the engines that agree.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mcore_rl.players.canary import Canary, CanaryReport
@@ -38,6 +39,14 @@ class WeightLinks(Protocol):
     async def sync(self, version: int, urls: Sequence[str] | None = None) -> SyncReport: ...
 
 
+@dataclass(frozen=True)
+class TakenWeights:
+    """Weights that an engine took: their version, and the policy's optimizer steps until then."""
+
+    version: int
+    num_steps: int
+
+
 class EngineSync:
     """Keeps the engines on the trainer's weights, and requests on the engines that hold them.
 
@@ -55,8 +64,12 @@ class EngineSync:
         look: Callable[[], Awaitable[None]],
         watched: Watched[Any],
         memory: SharedGpus,
+        count_steps: Callable[[], int],
     ) -> None:
-        """`look` brings `health` up to date; it raises if an engine died for good."""
+        """`look` brings `health` up to date; it raises if an engine died for good.
+
+        count_steps   returns how many optimizer steps the policy has taken
+        """
         self._links = links
         self._canary = canary
         self._health = health
@@ -66,6 +79,9 @@ class EngineSync:
         self._linked: dict[str, int] = {}
         """Engine url -> `restarts` of the process that was linked, also if it failed afterwards."""
         self._version = WeightVersion(0)
+        self._count_steps = count_steps
+        self._taken: dict[str, TakenWeights] = {}
+        """Engine url -> what it took in its last sync."""
 
     def sync(self, version: WeightVersion, probe: Batch) -> Mapping[str, float]:
         """Bring the engines to `version` and compare their log-probs of `probe` with the trainer's.
@@ -78,7 +94,7 @@ class EngineSync:
         while True:
             report, reasons = self._watched(self._bring(version))
             holding = self._holding()
-            checked = self._watched(self._canary.check(holding))
+            checked = self._watched(self._canary.check(holding, report.verified))
             self._memory.prepare_rollout()
             serving = self._admit(holding, reasons, checked)
             if serving:
@@ -96,10 +112,10 @@ class EngineSync:
         if not await self._is_any_coming() or self._health.serving:
             return False
         while True:
-            _, reasons = await self._bring(self._version)
+            report, reasons = await self._bring(self._version)
             await self._memory.for_rollout()
             holding = self._holding()
-            checked = await self._canary.check(holding)
+            checked = await self._canary.check(holding, report.verified)
             if self._admit(holding, reasons, checked):
                 return True
             await self._expect_another(checked)
@@ -133,29 +149,42 @@ class EngineSync:
                     raise
                 _log.warning("%s; waiting for an engine that is starting again", error)
             else:
+                self._note_taken(report)
                 return report, {**reasons, **report.failed}
+
+    def _note_taken(self, report: SyncReport) -> None:
+        """Warn if the policy was trained but its weights are as before; note what engines took."""
+        now = TakenWeights(report.version, self._count_steps())
+        warn_of_same_weights(report, self._taken, now)
+        self._taken |= dict.fromkeys(report.serving, now)
 
     async def _link(self) -> dict[str, str]:
         """Link healthy engines until there is one to sync; return why others failed."""
         reasons: dict[str, str] = {}
         while True:
             await self._look()
-            for state in self._health.states:
-                is_unlinked = state.url not in self._links.linked and state.url not in reasons
-                if state.healthy and (is_unlinked or self._is_new(state)):
-                    reasons |= await self._link_one(state)
+            due = [state for state in self._health.states if self._is_due(state, reasons)]
+            reasons |= await self._link_all(due)
             if self._in_link():
                 return reasons
             if not await self._is_any_coming():
                 raise SyncError("; ".join(reasons.values()))
             await asyncio.sleep(RESTART_POLL_S)
 
-    async def _link_one(self, state: EngineState) -> dict[str, str]:
-        self._linked[state.url] = state.restarts
+    def _is_due(self, state: EngineState, reasons: Mapping[str, str]) -> bool:
+        """Return whether the engine is healthy and not linked; `reasons` has those that failed."""
+        is_unlinked = state.url not in self._links.linked and state.url not in reasons
+        return state.healthy and (is_unlinked or self._is_new(state))
+
+    async def _link_all(self, states: Sequence[EngineState]) -> Mapping[str, str]:
+        """Link engines at once; return why some could not be linked, by url."""
+        if not states:
+            return {}
+        self._linked |= {state.url: state.restarts for state in states}
         try:
-            await self._links.connect([state.url])
+            await self._links.connect([state.url for state in states])
         except SyncError as error:
-            return {state.url: str(error)}
+            return error.failed
         return {}
 
     def _in_link(self) -> list[str]:
@@ -182,3 +211,26 @@ class EngineSync:
             await asyncio.sleep(RESTART_POLL_S)
             await self._look()
         return self._has_new()
+
+
+def warn_of_same_weights(
+    report: SyncReport, taken: Mapping[str, TakenWeights], now: TakenWeights
+) -> None:
+    """Warn if a sync after optimizer steps brought engines the bytes that they had.
+
+    The trainer then sent weights that these steps did not change. That is right while its learning
+    rate or its gradients are 0. Without a step, as while the critic warms up or when a version is
+    sent again, the bytes have to be the same.
+
+    taken   by engine url, what each took in the sync before
+    """
+    before = {url: taken[url] for url in report.unchanged if url in taken}
+    trained = {url: old.version for url, old in before.items() if old.num_steps < now.num_steps}
+    if trained:
+        _log.warning(
+            "version %d brought engines bit for bit the weights that they had (%s), although the"
+            " policy took optimizer steps meanwhile (sync/changed_share=0): unless the learning"
+            " rate or the gradients are 0, the trainer sends old weights",
+            report.version,
+            ", ".join(f"{url}: version {version}" for url, version in trained.items()),
+        )

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mcore_rl.agents.messages import EndReason
 from mcore_rl.cluster.episode_sampling import EpisodeSampler
 from mcore_rl.cluster.node_servers import NodeServers, NodeServersSpec
 from mcore_rl.cluster.run import engine_spec
@@ -32,12 +33,14 @@ from mcore_rl.run.prompts import load_split
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, TurnRecord
 
+_SHOWN_REASONS = 3
+
 
 def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
     """Play an episode of each of the first prompts, and print the conversations.
 
     Held-out prompts come first, if the recipe has any. Raises ValueError for wrong input before
-    the engine is started.
+    the engine is started, and RuntimeError if the environment failed in every episode.
     """
     if not config.agents.is_used:
         raise ValueError("agents.environment is not set: give what the policy talks with")
@@ -64,6 +67,20 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
             servers.close()
     for sample in samples:
         print(shown(sample), flush=True)
+    refuse_broken_environment(samples, config.agents.environment)
+
+
+def refuse_broken_environment(samples: Sequence[Sample], environment: str) -> None:
+    """Raise RuntimeError if every episode ended in an error of the environment."""
+    episodes = [sample.episode for sample in samples if sample.episode is not None]
+    failed = [episode for episode in episodes if episode.end == EndReason.ENV_ERROR]
+    if not failed or len(failed) < len(episodes):
+        return
+    reasons = sorted({episode.detail for episode in failed})
+    raise RuntimeError(
+        f"agents.environment={environment}: all {len(failed)} episodes ended in {failed[0].end}, so"
+        f" nothing was learned of the policy: {'; '.join(reasons[:_SHOWN_REASONS])}"
+    )
 
 
 def _start_servers(config: Config, log_dir: Path) -> NodeServers:

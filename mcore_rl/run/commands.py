@@ -16,7 +16,7 @@ from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
 from mcore_rl.data.sft import SftStream
 from mcore_rl.data.token_cache import token_cache_dir
 from mcore_rl.loops.dpo import optimize_preferences
-from mcore_rl.loops.evaluation import Correctness, evaluate
+from mcore_rl.loops.evaluation import evaluate
 from mcore_rl.loops.pairs import sample_pairs, write_pairs
 from mcore_rl.loops.rl import train
 from mcore_rl.loops.sft import fine_tune
@@ -25,6 +25,7 @@ from mcore_rl.planning.run_size import RunSize
 from mcore_rl.players.advantages import StoredAdvantages
 from mcore_rl.players.colocation import SharingScorer, SharingTrainer
 from mcore_rl.players.generator import EngineGenerator
+from mcore_rl.process.rotated_output import rotating_logs
 from mcore_rl.process.threads import at_once
 from mcore_rl.report.run_report import make_report
 from mcore_rl.rewards.of_recipe import make_scorer
@@ -45,6 +46,7 @@ from mcore_rl.run.parts import (
     finish_training,
     load_models,
     make_critic,
+    make_generator,
     make_log,
     make_sync,
     pack,
@@ -53,6 +55,7 @@ from mcore_rl.run.parts import (
     share_teacher,
 )
 from mcore_rl.run.prompts import first_prompts, load_split
+from mcore_rl.run.resume import choose_checkpoint
 from mcore_rl.run.rollouts import collector_spec, connect_rollouts
 from mcore_rl.run.startup import start_training
 from mcore_rl.run_folder import RunFolder
@@ -78,7 +81,7 @@ def run_train(config: Config) -> None:
         start_step = load_models(config, started, folder, parts, newest, needs.reference)
         packed = pack(config, inputs.policy, started.trainer, folder, config.rollout.temperature)
         watched = processes.watched
-        weights = make_sync(config, inputs.policy, started, packed, processes, rollouts)
+        weights = make_sync(config, inputs.policy, started, packed, processes, rollouts, folder)
         weights.sync(WeightVersion(start_step), inputs.canary_probe)
         log = make_log(config, folder, config.run.steps, start_step, rollouts.read)
         background_sampler = sample_in_background(
@@ -88,9 +91,7 @@ def run_train(config: Config) -> None:
             roles = Roles(
                 prompts=prompts,
                 held_out=inputs.held_out,
-                generator=EngineGenerator(
-                    rollouts.client, config.rollout, watched, weights.revive, log.episodes
-                ),
+                generator=make_generator(config, rollouts, watched, log.episodes, weights.revive),
                 reward=SharingScorer(rollouts.reward, ("judge", "reward_model"), gpus),
                 advantages=StoredAdvantages(
                     inputs.advantages, rollouts.on_tokens, has_teacher=needs.teacher
@@ -101,7 +102,7 @@ def run_train(config: Config) -> None:
                 background=background,
                 teacher=share_teacher(rollouts, gpus),
                 on_tokens=rollouts.on_tokens,
-                critic=make_critic(config, started, folder),
+                critic=make_critic(config, inputs.policy, started, folder),
                 both=in_turn if config.critic.colocated else at_once,
             )
             with completing_saves(started.trainer, started.critic):
@@ -189,6 +190,7 @@ def run_pairs(config: Config) -> None:
                     num_samples,
                     num_pairs,
                     config.run.seed,
+                    config.reward,
                     rollouts.read,
                 )
                 write_pairs(rows, folder.path / f"{name}.parquet", len(prompts))
@@ -202,19 +204,16 @@ def run_eval(config: Config) -> None:
     check_node_servers(config)
     make_scorer(config)
     collector = collector_spec(config, policy, tokenizer)
-    correctness = Correctness.of(config.eval, config.reward)
     with _run(config, policy, "eval", collector) as (folder, _, processes):
         rollouts = connect_rollouts(config, processes, processes.start_engines())
         with make_log(config, folder, None, 0, rollouts.read) as log:
-            generator = EngineGenerator(
-                rollouts.client, config.rollout, processes.watched, episodes=log.episodes
-            )
+            generator = make_generator(config, rollouts, processes.watched, log.episodes)
             metrics, samples, scores = evaluate(
                 generator,
                 held_out,
                 rollouts.reward,
-                correctness,
-                pass_k=config.eval.pass_k,
+                config.eval,
+                config.reward,
                 seed=config.run.seed,
             )
             log.log(0, metrics)
@@ -236,7 +235,10 @@ def _run(
     path = Path(config.run.dir)
     folder = RunFolder(path if size.trainer else path / command, has_critic=size.critic > 0)
     with folder.locked():
-        newest = folder.prepare(config)
+        newest = choose_checkpoint(folder, folder.prepare(config), config.run.resume)
         _log.info("start-up")
-        with run_processes(config, policy, folder.logs, command, collector) as processes:
+        with (
+            rotating_logs(config.log.rotate_bytes),
+            run_processes(config, policy, folder.logs, command, collector) as processes,
+        ):
             yield folder, newest, processes

@@ -31,6 +31,7 @@ from mcore_rl.slices.families.routing import check_routing
 from mcore_rl.slices.hf.carried import carried_tensors
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.files import open_hf_dir
+from mcore_rl.slices.hf.folder import other_format
 from mcore_rl.types import Prompt, TrainBatch
 
 _log = logging.getLogger(__name__)
@@ -141,7 +142,8 @@ def _open_model(config: Config) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
     if model.init == "hf":
         if not any(policy.path.glob("*.safetensors")):
             raise ValueError(
-                f"model.path={model.path}: no *.safetensors there; model.init=random starts without"
+                f"model.path={model.path}: {policy.path} has no .safetensors files"
+                f"{other_format(policy.path)}; model.init=random starts without"
             )
         open_hf_dir(policy)
         if carried := sorted(carried_tensors(policy.path, policy.config)):

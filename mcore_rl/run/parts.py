@@ -1,7 +1,7 @@
 """Makes the parts that loops work with, from a recipe and the processes of a run."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,14 @@ from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import CheckpointConfig, Config
 from mcore_rl.config.secrets import written_config
+from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.metrics import MetricsLogger
 from mcore_rl.metrics.episode_log import EpisodeLog
 from mcore_rl.planning.deployment import record_layouts
+from mcore_rl.planning.models import read_critic
 from mcore_rl.players.background import BackgroundSampler
 from mcore_rl.players.canary import Canary
+from mcore_rl.players.canary_tolerance import CanaryTolerance
 from mcore_rl.players.colocation import (
     ALL,
     CRITIC,
@@ -27,16 +30,18 @@ from mcore_rl.players.colocation import (
     SharingCritic,
     SharingScorer,
 )
+from mcore_rl.players.generator import EngineGenerator, rollout_of_evaluations
 from mcore_rl.players.groups import OpenPrompts
 from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.players.weight_sync import EngineSync
 from mcore_rl.process.stop_request import StoppedEarly
-from mcore_rl.roles import Critic, ReadSamples
+from mcore_rl.roles import Critic, ReadSamples, Watched
 from mcore_rl.run.images import image_marks
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder
+from mcore_rl.slices.families.value_head import with_value_head
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.flops import ModelFlops
 from mcore_rl.stream.controller.sync import SyncController
@@ -53,21 +58,26 @@ def pack(
     temperature: float = 1.0,
 ) -> PackedTrainer:
     """Return the trainer of the loop, whose steps tell their speed; the ranks must be built."""
+    flops = ModelFlops.of(policy)
     return PackedTrainer(
         trainer,
         folder,
-        packing=Packing.of(config.parallel, config.train),
+        packing=Packing.of(config.parallel, config.train, flops),
         temperature=temperature,
         checkpoint=config.checkpoint,
-        speed=TrainSpeed(ModelFlops.of(policy), config.parallel.world_size, trainer.peak_flops()),
+        speed=TrainSpeed(flops, config.parallel.world_size, trainer.peak_flops()),
     )
 
 
-def make_critic(config: Config, started: Started, folder: RunFolder) -> Critic | None:
+def make_critic(
+    config: Config, policy: ModelFacts, started: Started, folder: RunFolder
+) -> Critic | None:
     """Return the critic of the loop; None if the run has none."""
     if started.critic is None:
         return None
-    packing = Packing.of(config.critic.parallel, config.train)
+    model = read_critic(config.critic.path, policy)
+    flops = ModelFlops.of(ModelFacts(model.path, with_value_head(model.config)))
+    packing = Packing.of(config.critic.parallel, config.train, flops)
     critic = PackedCritic(started.critic, folder, packing=packing, checkpoint=config.checkpoint)
     return SharingCritic(critic, started.gpus) if config.critic.colocated else critic
 
@@ -94,6 +104,7 @@ def make_sync(
     packed: PackedTrainer,
     processes: RunProcesses,
     rollouts: Rollouts,
+    folder: RunFolder,
 ) -> EngineSync:
     """Return the sync of weights to the engines, with the check that both sides compute alike."""
     timeout_s = config.run.call_timeout_s
@@ -110,11 +121,13 @@ def make_sync(
         relay=config.sync.relay,
         delta=config.sync.delta,
         record=partial(record_layouts, config, policy),
+        trace_all=config.sync.trace == "full",
+        verify_every=config.sync.reads_back_every,
     )
     canary = Canary(
         packed,
         config.canary,
-        config.model.dtype,
+        make_canary_tolerance(config, folder),
         timeout_s,
         gpus.for_rollout,
         keys,
@@ -122,7 +135,33 @@ def make_sync(
         image_marks(policy),
     )
     watched = processes.watched
-    return EngineSync(sync_controller, canary, engines.health, engines.look, watched, gpus)
+    return EngineSync(
+        *(sync_controller, canary, engines.health, engines.look, watched, gpus),
+        count_steps=lambda: packed.num_steps,
+    )
+
+
+def make_generator(
+    config: Config,
+    rollouts: Rollouts,
+    watched: Watched[Any],
+    episodes: EpisodeLog,
+    revive: Callable[[], Awaitable[bool]] | None = None,
+) -> EngineGenerator:
+    """Return what draws samples of training and of evaluations; see EngineGenerator."""
+    evaluation = rollout_of_evaluations(config.rollout, config.eval)
+    return EngineGenerator(rollouts.client, config.rollout, watched, revive, episodes, evaluation)
+
+
+def make_canary_tolerance(config: Config, folder: RunFolder) -> CanaryTolerance:
+    """Return what the canary compares engines by; a run that continues has learned it before."""
+    made_by = {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "quantization": config.rollout.quantization,
+        "engine_ranks": config.rollout.engine_ranks,
+    }
+    return CanaryTolerance(config.canary, config.model.dtype, folder.canary, made_by)
 
 
 def sample_in_background(
@@ -140,7 +179,7 @@ def sample_in_background(
     if config.rollout.mode == "sync":
         return nullcontext()
     return BackgroundSampler(
-        config.rollout,
+        SamplingOptions.of(config, needs_of(config.algorithm)),
         config.run.seed,
         WeightVersion(start_step),
         prompts,
@@ -150,7 +189,6 @@ def sample_in_background(
         processes.start_watched,
         weights.revive,
         episodes,
-        with_greedy=needs_of(config.algorithm).greedy_baseline,
     )
 
 
@@ -223,6 +261,7 @@ def make_log(
         config=written_config(config),
         read=read,
         with_episodes=config.agents.is_used,
+        rotate_bytes=log.rotate_bytes,
     )
 
 

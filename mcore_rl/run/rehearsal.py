@@ -101,7 +101,7 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
             config.run,
             dir=str(folder),
             steps=config.run.steps if "run.steps" in given else 1,
-            resume=config.run.resume and "run.resume" in given,
+            resume="run.resume" in given and config.run.resume,
         ),
         model=replace(config.model, path=str(inputs / "model"), init="random", dtype="float32"),
         parallel=parallel,
@@ -112,10 +112,8 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
         agents=_smallest_agents(config.agents),
         # Responses of a random model may all be cut off; filtered, they would move no weight.
         algorithm=replace(config.algorithm, filter_overlong=False),
-        reward=_smallest_reward(config.reward),
-        eval=replace(
-            config.eval, data=[str(inputs / "heldout.parquet")], max_prompts=PROMPTS, pass_k=1
-        ),
+        reward=_smallest_reward(config.reward, config.judge.is_used),
+        eval=config.eval.reduced_to(str(inputs / "heldout.parquet"), PROMPTS),
         cluster=_smallest_cluster(config.cluster),
         **smallest_servers(config, inputs),
         sync=replace(config.sync, bucket_mib=min(config.sync.bucket_mib, 1.0)),
@@ -225,7 +223,9 @@ def _smallest_agents(agents: AgentsConfig) -> AgentsConfig:
     return replace(agents, max_turn_len=min(agents.max_turn_len, MAX_RESPONSE_LEN), workers=1)
 
 
-def _smallest_reward(reward: RewardConfig) -> RewardConfig:
+def _smallest_reward(reward: RewardConfig, has_judge: bool) -> RewardConfig:
+    if has_judge:  # a random model gives no verdict
+        reward = replace(reward, on_error="value", error_value=0.0, max_failed_share=1.0)
     return replace(
         reward,
         workers=min(reward.workers, 1),

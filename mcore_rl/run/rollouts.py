@@ -15,6 +15,7 @@ from mcore_rl.cluster.run import RunProcesses, experts_shape
 from mcore_rl.config import Config, RewardConfig
 from mcore_rl.data.decoding import make_decode
 from mcore_rl.planning.server_needs import explain_servers
+from mcore_rl.process.log_throttle import LogThrottle
 from mcore_rl.process.redaction import known_secrets
 from mcore_rl.rewards.of_recipe import make_scorer
 from mcore_rl.rewards.scorer import LOGGED_ERRORS, log_failures
@@ -101,13 +102,16 @@ def _rollouts(
     has_teacher: bool,
 ) -> Rollouts:
     watched = processes.watched
+    throttle = LogThrottle()
+    """Scores come group by group where sampling goes on beside training."""
 
     async def score(samples: Sequence[StoredSample]) -> Scores:
         scores = await collectors.score(samples)
         pairs = zip(samples, scores.errors, strict=True)
-        if failed := [sample for sample, error in pairs if error]:
+        failed = [sample for sample, error in pairs if error]
+        if failed and throttle.is_due(len(failed)):
             shown = await collectors.samples(failed[:LOGGED_ERRORS])
-            log_failures(shown, scores.errors, config)
+            log_failures(shown, scores.errors, config, throttle.describe_held())
         return scores
 
     def reward(samples: Sequence[StoredSample]) -> Scores:

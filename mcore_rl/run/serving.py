@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mcore_rl.process.network import refuse_open_door
+from mcore_rl.process.proxies import open_directly
 from mcore_rl.process.server_keys import ServerKeys, read_key_file, user_headers
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
@@ -99,7 +100,7 @@ def ask(engine: EngineProcess, question: str) -> str:
         headers={"Content-Type": "application/json", **user_headers(engine.spec.keys)},
     )
     try:
-        with urllib.request.urlopen(request, timeout=_ANSWER_TIMEOUT_S) as response:
+        with open_directly(request, _ANSWER_TIMEOUT_S) as response:
             answer = json.load(response)["choices"][0]["message"]["content"]
     except (urllib.error.URLError, OSError, ValueError, KeyError, IndexError) as error:
         raise RuntimeError(f"{engine.name} answered no chat completion: {error}") from error

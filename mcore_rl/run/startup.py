@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.policy_loss import TokenLoss, make_value_loss
 from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import Config
+from mcore_rl.loops.training import StepOptions
 from mcore_rl.players.colocation import CRITIC, TRAINER, EngineMemory, SharedGpus
 
 
@@ -30,9 +32,8 @@ def start_training(config: Config, processes: RunProcesses, loss: TokenLoss) -> 
     Groups with GPUs of their own start at the same time. Groups that share GPUs start one after the
     other, and each gives up its memory before the next starts.
     """
-    steps = config.run.steps
-    num_steps = steps * config.train.epochs * config.train.mini_batches
-    num_critic_steps = steps * config.critic.epochs * config.critic.mini_batches
+    options = StepOptions.of(config, needs_of(config.algorithm))
+    num_steps, num_critic_steps = options.count_optimizer_steps(config.run.steps)
     timeout_s = config.run.call_timeout_s
     watched = processes.watched
 

@@ -6,8 +6,16 @@ token in a layer.
 """
 
 from mcore_rl.types.arrays import Array, WeightVersion
-from mcore_rl.types.batches import AnyBatch, OwnExperts, StoredBatch, StoredColumn, TrainBatch
+from mcore_rl.types.batches import (
+    AnyBatch,
+    OwnExperts,
+    StoredBatch,
+    StoredColumn,
+    SumsFrom,
+    TrainBatch,
+)
 from mcore_rl.types.episodes import (
+    CUT_OFF,
     WITHOUT_OUTCOME,
     EpisodeRecord,
     Row,
@@ -21,6 +29,7 @@ from mcore_rl.types.samples import AnySample, GroupLease, Prompt, Sample, Stored
 from mcore_rl.types.training import LogprobOptions, StepStats, TokenScores
 
 __all__ = [
+    "CUT_OFF",
     "WITHOUT_OUTCOME",
     "AnyBatch",
     "AnySample",
@@ -41,6 +50,7 @@ __all__ = [
     "StoredBatch",
     "StoredColumn",
     "StoredSample",
+    "SumsFrom",
     "TokenScores",
     "TrainBatch",
     "TurnRecord",

@@ -1,11 +1,20 @@
 """Batches: sequences of samples laid end to end, as tensors or by reference to their stores."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from mcore_rl.types.arrays import Array, WeightVersion
 from mcore_rl.types.images import Images
+
+SumsFrom = Literal["rows", "old", "current"]
+"""Where a loss gets its sums over whole samples from (algo/sample_sums.py).
+
+rows      each row by itself: a sample has one row, or the loss takes no sums
+old       the old log-probs, which the sums depend on or the current ones are equal to
+current   the current log-probs, which take a forward pass before the optimizer step
+"""
 
 
 @dataclass(frozen=True)
@@ -20,7 +29,8 @@ class TrainBatch:
     advantages_T, rollout_logprobs_T, old_logprobs_T, ref_logprobs_T, teacher_logprobs_T
                          float32; entry t of log-probs is log p(token t | tokens before it)
     values_T, returns_T  float32, the critic's value of the state that the token was drawn in; the
-                         return that it learns
+                         return that it learns. A sequence's first token was drawn in none: it has
+                         the value of the state after the sequence's last token
     stale_T              bool, True on tokens sampled from other weights than those that train
     routed_experts_TLK   int16, the experts that the engine's routers chose for each token (after an
                          old pass with train.router_replay=old_pass: the trainer's); -1 if unknown,
@@ -31,7 +41,9 @@ class TrainBatch:
     turn_rewards_T       float32, an environment's reward for a turn, at the turn's last token
     turn_T               int16, the turn of an episode that sampled a token; -1 elsewhere
     router_flips_T       int32, layers in which trainer and engine chose other experts; as log-probs
-    sample_N             which sequences are of the same sample, by equal numbers; None: each is one
+    sample_N             which sequences are of the same sample, by equal numbers, which are the
+                         same on all ranks; None: each is one
+    sums_from            see SumsFrom; it matters only with sample_N
     is_filler            True for a batch that only keeps a rank busy; it counts nowhere
     images               the images of the sequences; None: they are text alone
     """
@@ -56,6 +68,7 @@ class TrainBatch:
     turn_rewards_T: Tensor | None = None
     turn_T: Tensor | None = None
     sample_N: tuple[int, ...] | None = None
+    sums_from: SumsFrom = "current"
     is_filler: bool = False
     images: Images | None = None
 
@@ -109,7 +122,7 @@ class StoredBatch:
     store_N, group_N, index_N   int64, the samples: store, group in that store, row in the group
     sampled_lens_N              int64, tokens that may be trained: the last ones of each sequence,
                                 or those that loss_mask_T names
-    sample_N                    int64, as in TrainBatch
+    sample_N, sums_from         as in TrainBatch; sample_N is int64
     is_trained_N                bool, False for sequences that are left out of the loss
     parent_N, start_N           int64, RowFacts.parent and start of each row
     version                     tokens sampled from other weights are stale; None: no marks
@@ -127,6 +140,7 @@ class StoredBatch:
     parent_N: Array | None = None
     start_N: Array | None = None
     sample_N: Array | None = None
+    sums_from: SumsFrom = "current"
     version: WeightVersion | None = None
     parts: tuple[int, ...] = ()
     loss_weights_N: Array | None = None

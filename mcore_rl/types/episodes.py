@@ -120,6 +120,8 @@ class EpisodeRecord:
 
 WITHOUT_OUTCOME = ("env_error", "aborted")
 """Ends that tell nothing of the policy: such an episode is left out of its group."""
+CUT_OFF = ("length", "max_tokens", "max_turns", "deadline")
+"""Why responses and episodes end before the policy ends them."""
 
 
 def has_outcome(episode: EpisodeRecord) -> bool:

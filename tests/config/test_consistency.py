@@ -39,6 +39,27 @@ def test_stale_samples_are_corrected_by_something(correction: CorrectionConfig) 
         check_steps(AlgorithmConfig(), rollout, TrainConfig(), CriticConfig())
 
 
+@pytest.mark.parametrize("mode", ["one_step_off", "async"])
+def test_samples_of_older_weights_want_a_correction_or_none_by_name(mode: str) -> None:
+    def check(correction: CorrectionConfig, mode: str) -> None:
+        algorithm = AlgorithmConfig(correction=correction)
+        check_steps(algorithm, RolloutConfig(mode=mode), TrainConfig(), CriticConfig())
+
+    for chosen in ("token", "sequence", "geometric", "none"):
+        check(CorrectionConfig(weight=chosen), mode)
+    check(CorrectionConfig(bypass=True), mode)
+    check(CorrectionConfig(), "sync")
+    message = (
+        f"rollout.mode={mode} without algorithm.correction.weight: .* with one optimizer step"
+        r" \(train.mini_batches \* train.epochs = 1 here\) it is 1 however stale .* Choose"
+        r" algorithm.correction.weight=token, .* or weight=none for no correction$"
+    )
+    with pytest.raises(ValueError, match=message):
+        check(CorrectionConfig(), mode)
+    with pytest.raises(ValueError, match=message):
+        check(CorrectionConfig(reject="token", reject_above=0.1), mode)
+
+
 def test_mini_batches_divide_the_samples_of_a_step() -> None:
     rollout = RolloutConfig(prompts_per_step=4, samples_per_prompt=3)
     algorithm = AlgorithmConfig()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.run import JudgeConfig, RewardConfig
+from mcore_rl.config.run import EvalConfig, JudgeConfig, RewardConfig
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,23 @@ def test_each_part_of_a_reward_has_a_weight() -> None:
     assert RewardConfig().part_weights == {}
     with pytest.raises(ValueError, match=r"reward.parts=\['a'\] and reward.weights=\[\]"):
         RewardConfig(parts=["a"])
+
+
+def test_a_failed_reward_counts_as_a_value_only_if_it_is_given() -> None:
+    assert RewardConfig().on_error == "leave_out"
+    assert RewardConfig(on_error="value", error_value=0.0).error_value == 0
+    with pytest.raises(ValueError, match=r"^reward.on_error=value without reward.error_value: say"):
+        RewardConfig(on_error="value")
+    with pytest.raises(ValueError, match=r"^reward.on_error='drop': expected one of 'leave_out'"):
+        RewardConfig(on_error="drop")
+    with pytest.raises(ValueError, match=r"^reward.max_failed_share=1.5: must lie in \[0, 1\]"):
+        RewardConfig(max_failed_share=1.5)
+
+
+def test_an_evaluation_has_at_least_k_samples_for_pass_at_k() -> None:
+    numbers = {(0, 1): 0, (0, 8): 8, (1, 1): 1, (8, 8): 8, (32, 8): 32}
+    for (samples, pass_k), expected in numbers.items():
+        assert EvalConfig(samples=samples, pass_k=pass_k).num_samples == expected
+    message = r"^eval.samples=7 is less than eval.pass_k=8: pass@8 takes .*; raise eval.samples"
+    with pytest.raises(ValueError, match=message):
+        EvalConfig(samples=7, pass_k=8)

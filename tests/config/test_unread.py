@@ -10,6 +10,8 @@ from mcore_rl.config.tree import with_settings
 from mcore_rl.config.unread import check_unread
 
 GAE = "algorithm.advantage=gae"
+UNCORRECTED = "algorithm.correction.weight=none"
+"""A choice by name, which samples of older weights want."""
 
 
 def make(*settings: str) -> Config:
@@ -25,13 +27,16 @@ def make(*settings: str) -> Config:
     [
         ("rollout.oversampling=1.5", ["rollout.dynamic_sampling=true"]),
         ("rollout.max_rounds=4", ["rollout.dynamic_sampling=true"]),
-        ("rollout.max_staleness=2", ["rollout.mode=async"]),
-        ("rollout.partial=wait", ["rollout.mode=async"]),
-        ("rollout.max_in_flight=64", ["rollout.mode=one_step_off"]),
+        ("rollout.max_staleness=2", ["rollout.mode=async", UNCORRECTED]),
+        ("rollout.partial=wait", ["rollout.mode=async", UNCORRECTED]),
+        ("rollout.max_in_flight=64", ["rollout.mode=one_step_off", UNCORRECTED]),
         ("rollout.spill_dir=/tmp", ["rollout.store_gib=1.5"]),
         ("rollout.migration_gap=4", ["rollout.engines=2"]),
         ("reward.overlong_penalty=0.5", ["reward.overlong_buffer_len=8"]),
         ("reward.name=score", ["reward.path=mine.py"]),
+        ("reward.error_value=-1.0", ["reward.on_error=value"]),
+        ("eval.temperature=0.6", ["eval.samples=4"]),
+        ("eval.top_p=0.9", ["eval.pass_k=2"]),
         ("reward.model_tokenizer=/t", ["reward_model.path=/m"]),
         ("reward.judge.max_tokens=8", ["judge.url=http://judge"]),
         ("algorithm.max_ratio=5", ["algorithm.loss=dppo_kl"]),
@@ -41,6 +46,7 @@ def make(*settings: str) -> Config:
         ("algorithm.covariance.kl_coef=2", ["algorithm.loss=kl_cov"]),
         ("algorithm.gae_lambda=0.9", [GAE]),
         ("algorithm.gamma=0.9", [GAE]),
+        ("algorithm.bootstrap_truncated=true", [GAE]),
         ("algorithm.gamma=0.9", ["algorithm.advantage=reinforce_plus_plus"]),
         ("algorithm.kl.in_reward=true", ["algorithm.kl.coef=0.1"]),
         ("algorithm.kl.estimator=k1", ["algorithm.kl.coef=0.1"]),
@@ -77,14 +83,16 @@ def test_an_option_is_refused_where_nothing_reads_it(unread: str, remedies: list
 @pytest.mark.parametrize(
     "settings",
     [
-        ["rollout.mode=async", "rollout.oversampling=2.0"],
-        ["rollout.mode=one_step_off", "rollout.max_staleness=2"],
+        ["rollout.mode=async", UNCORRECTED, "rollout.oversampling=2.0"],
+        ["rollout.mode=one_step_off", UNCORRECTED, "rollout.max_staleness=2"],
         ["algorithm.loss=sapo", "algorithm.clip_high=0.3"],
         ["algorithm.loss=kl_cov", "algorithm.covariance.high=9"],
         ["algorithm.loss=clip_cov", "algorithm.covariance.kl_coef=9"],
         ["judge.url=http://judge", "judge.tp=2"],
         ["cluster.address=auto", "cluster.object_store_mib=1024"],
         ["canary.sequences=0", "canary.tolerance=0.1"],
+        ["reward.on_error=stop", "reward.max_failed_share=0.5"],
+        ["agents.environment=calculator", "eval.max_response_len=64"],
     ],
 )
 def test_the_last_setting_is_refused_because_of_the_first(settings: list[str]) -> None:
@@ -100,6 +108,11 @@ def test_the_error_says_what_to_do() -> None:
     )
     with pytest.raises(ValueError, match=message):
         check_algorithm(load_recipe("tiny_moe_grpo", ["critic.optimizer.lr=1.0e-4"]))
+
+
+def test_a_run_of_episodes_reads_the_share_of_failures_even_if_no_reward_may_fail() -> None:
+    settings = ["agents.environment=calculator", "reward.on_error=stop"]
+    assert make(*settings, "reward.max_failed_share=0.5").reward.max_failed_share == 0.5
 
 
 def test_a_default_is_never_refused() -> None:

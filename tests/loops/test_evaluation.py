@@ -1,5 +1,8 @@
 """Which answers count as right, and the accuracy and pass@k of a policy."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from math import nan
 from typing import Any
 
 import pytest
@@ -7,7 +10,9 @@ import pytest
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import AlgorithmConfig, EvalConfig, JudgeConfig, RewardConfig
 from mcore_rl.loops.evaluation import Correctness, evaluate, pass_metrics
+from mcore_rl.loops.reward_failures import RewardFailureError
 from mcore_rl.scores import Scores
+from mcore_rl.types import Sample
 from tests.support.table_policy import TablePolicy, make_prompts, repeats_the_prompt
 
 FUNCTION = {"path": "reward.py"}
@@ -61,12 +66,14 @@ def test_weights_that_sum_up_inexactly_still_give_full_marks() -> None:
     ]
 
 
-def test_a_failed_reward_is_never_right_whatever_it_counts_as() -> None:
-    scores = Scores([1.0, 1.0], errors=["", "ValueError: x"])
-    assert Correctness("", 1.0).are_correct(scores) == [True, False]
+def test_of_a_failed_reward_nobody_knows_whether_the_answer_is_right() -> None:
+    scores = Scores([1.0, 1.0, nan], errors=["", "ValueError: counts as 1", "late"])
+    assert Correctness("", 1.0).are_correct(scores) == [True, None, None]
     assert Correctness("right", 1.0).are_correct(
         Scores([1.0, 1.0], errors=["TypeError: x", "ValueError: x"])
-    ) == [False, False]
+    ) == [None, None]
+    no_number = Scores([1.0, 1.0], {"right": [1.0, nan]})
+    assert Correctness("right", 1.0).are_correct(no_number) == [True, None]
 
 
 def test_a_part_that_the_reward_does_not_give_is_named() -> None:
@@ -79,22 +86,122 @@ def test_a_part_that_the_reward_does_not_give_is_named() -> None:
 
 def test_pass_at_k_counts_right_answers_of_each_prompt() -> None:
     right = [True, False, False, False, False, False, True, True, True]
-    assert pass_metrics(right, 3) == {
+    assert pass_metrics(right, 3, 3) == {
+        "eval/avg_at_3": pytest.approx((1 / 3 + 0 + 1) / 3),
         "eval/pass_at_1": pytest.approx((1 / 3 + 0 + 1) / 3),
+        "eval/prompts_at_1": 3,
         "eval/pass_at_3": pytest.approx(2 / 3),
+        "eval/prompts_at_3": 3,
     }
 
 
-def test_metrics_of_a_policy_with_samples_and_scores() -> None:
+def test_more_samples_than_k_estimate_pass_at_k_without_bias() -> None:
+    """One of 4 is right: 2 drawn of them include it in half of all cases; eq. 1."""
+    right = [True, False, False, False, True, True, False, False]
+    metrics = pass_metrics(right, 4, 2)
+    assert metrics["eval/avg_at_4"] == pytest.approx((1 / 4 + 1 / 2) / 2)
+    assert metrics["eval/pass_at_2"] == pytest.approx((1 / 2 + 5 / 6) / 2)
+    assert pass_metrics(right, 4, 1).keys() == {
+        "eval/avg_at_4",
+        "eval/pass_at_1",
+        "eval/prompts_at_1",
+    }
+
+
+def test_failed_samples_are_left_out_of_estimates_and_prompts_with_too_few_others_are_counted() -> (
+    None
+):
+    right = [True, None, None, False, True, False, None, None, None]
+    assert pass_metrics(right, 3, 2) == {
+        "eval/avg_at_3": pytest.approx((1 + 1 / 3) / 2),
+        "eval/pass_at_1": pytest.approx((1 + 1 / 3) / 2),
+        "eval/prompts_at_1": 2,
+        "eval/pass_at_2": pytest.approx(2 / 3),
+        "eval/prompts_at_2": 1,
+    }
+    assert pass_metrics([None] * 4, 2, 2) == {"eval/prompts_at_1": 0, "eval/prompts_at_2": 0}
+
+
+REWARDS = RewardConfig(path="unused.py")
+
+
+def skilled_policy() -> TablePolicy:
+    """A policy that repeats every prompt but the one whose token is 4."""
     policy = TablePolicy(make_policy_loss(AlgorithmConfig()))
     policy.served = policy.served + 9.0 * (policy.served.new_ones(5).diag())
     policy.served[4, 4] = -9.0
+    return policy
+
+
+def test_metrics_of_a_policy_with_samples_and_scores() -> None:
+    policy = skilled_policy()
+    config = EvalConfig(pass_k=2)
     metrics, samples, scores = evaluate(
-        policy, make_prompts(5), repeats_the_prompt, Correctness("", 1.0), pass_k=2, seed=0
+        policy, make_prompts(5), repeats_the_prompt, config, REWARDS, seed=0
     )
     assert metrics["eval/greedy_accuracy"] == 0.8 and metrics["eval/prompts"] == 5
     assert metrics["eval/greedy_reward"] == pytest.approx(sum(scores.rewards_N) / 5)
     assert metrics["eval/pass_at_1"] == metrics["eval/pass_at_2"] == pytest.approx(0.8)
     assert len(samples) == 5 and metrics["eval/reward_errors"] == 0
-    nothing = evaluate(policy, [], repeats_the_prompt, Correctness("", 1.0), pass_k=2, seed=0)
+    nothing = evaluate(policy, [], repeats_the_prompt, config, REWARDS, seed=0)
     assert nothing == ({}, [], Scores([]))
+    policy.calls.clear()
+    greedy, _, _ = evaluate(
+        policy, make_prompts(5), repeats_the_prompt, EvalConfig(), REWARDS, seed=0
+    )
+    assert policy.calls == ["greedy"] and "eval/pass_at_1" not in greedy
+    more = EvalConfig(samples=6, pass_k=2)
+    metrics, _, _ = evaluate(policy, make_prompts(5), repeats_the_prompt, more, REWARDS, seed=0)
+    assert {"eval/avg_at_6", "eval/pass_at_1", "eval/pass_at_2"} < metrics.keys()
+    assert policy.for_eval == [True] * 5, "all are drawn as evaluations want it"
+
+
+def test_a_failed_score_is_not_a_wrong_answer_and_is_counted() -> None:
+    """4 of 5 greedy answers are right; the scores of a right one and of the wrong one fail."""
+
+    def failing(samples: Sequence[Sample]) -> Scores:
+        scores = repeats_the_prompt(samples)
+        fails = [sample.prompt.index in (0, 4) for sample in samples]
+        rewards = [
+            nan if fail else reward for fail, reward in zip(fails, scores.rewards_N, strict=True)
+        ]
+        return Scores(rewards, errors=["late" * fail for fail in fails])
+
+    def metrics_of(rewards: RewardConfig, num_samples: int = 2) -> dict[str, float]:
+        prompts = make_prompts(5)
+        config = EvalConfig(samples=num_samples, pass_k=2)
+        return evaluate(skilled_policy(), prompts, failing, config, rewards, seed=0)[0]
+
+    metrics = metrics_of(replace(REWARDS, max_failed_share=0.4))
+    assert metrics["eval/greedy_accuracy"] == metrics["eval/greedy_reward"] == 1.0
+    assert metrics["eval/pass_at_2"] == 1.0 and metrics["eval/prompts_at_2"] == 3
+    assert metrics["eval/reward_errors"] == 2 + 4 and metrics["eval/prompts"] == 5
+    with pytest.raises(RewardFailureError, match=r"^evaluation: 10 of 25 rewards failed.*'late'"):
+        metrics_of(REWARDS, num_samples=4)
+    with pytest.raises(RewardFailureError, match=r"^evaluation: reward.on_error=stop, and 2 of 5"):
+        metrics_of(replace(REWARDS, on_error="stop"))
+
+
+def test_an_answer_within_the_bound_of_evaluations_has_no_penalty_for_its_length() -> None:
+    """It is longer than a response of training may be, and all the reward function gives is 1."""
+
+    def penalizing(samples: Sequence[Sample]) -> Scores:
+        num = len(samples)
+        return Scores([0.0] * num, {"overlong_penalty": [-1.0] * num}, unpenalized_N=[1.0] * num)
+
+    metrics, _, scores = evaluate(
+        skilled_policy(), make_prompts(5), penalizing, EvalConfig(), REWARDS, seed=0
+    )
+    assert metrics["eval/greedy_reward"] == metrics["eval/greedy_accuracy"] == 1.0
+    assert scores.rewards_N == [1.0] * 5, "samples.jsonl has the same"
+
+
+def test_without_any_score_there_is_no_accuracy() -> None:
+    def failing(samples: Sequence[Sample]) -> Scores:
+        return Scores([nan] * len(samples), errors=["late"] * len(samples))
+
+    bears = replace(REWARDS, max_failed_share=1)
+    metrics, _, _ = evaluate(
+        skilled_policy(), make_prompts(5), failing, EvalConfig(samples=1), bears, seed=0
+    )
+    assert metrics == {"eval/prompts": 5, "eval/prompts_at_1": 0, "eval/reward_errors": 10}

@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.algo.policy_loss import sft_loss
+from mcore_rl.config import RewardConfig
 from mcore_rl.loops.pairs import sample_pairs, write_pairs
+from mcore_rl.loops.reward_failures import RewardFailureError
+from mcore_rl.roles import Reward
 from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample
 from tests.support.table_policy import TablePolicy, make_prompts, repeats_the_prompt
@@ -17,10 +21,8 @@ from tests.support.table_policy import TablePolicy, make_prompts, repeats_the_pr
 class Cut(TablePolicy):
     """Every response whose first token is 0 is cut off."""
 
-    def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
-    ) -> list[Sample]:
-        samples = super().generate(prompts, num_samples, greedy=greedy, seed=seed)
+    def generate(self, prompts: Sequence[Prompt], num_samples: int, **options: Any) -> list[Sample]:
+        samples = super().generate(prompts, num_samples, **options)
         return [
             replace(s, finish_reason="length" if s.response_ids[0] == 0 else "stop")
             for s in samples
@@ -33,7 +35,7 @@ def reward_of(text: str, target: int) -> float:
 
 def test_a_better_response_is_chosen_over_a_worse_one() -> None:
     prompts = make_prompts(6)
-    rows = sample_pairs(Cut(sft_loss), repeats_the_prompt, prompts, 8, 2, seed=0)
+    rows = sample_pairs(Cut(sft_loss), repeats_the_prompt, prompts, 8, 2, 0, RewardConfig())
     assert rows
     for row in rows:
         target = int(row["prompt"][0]["content"]) % 5
@@ -52,14 +54,20 @@ def test_failed_and_equal_rewards_make_no_pair() -> None:
     def equal(samples: Sequence[Sample]) -> Scores:
         return Scores([1.0] * len(samples))
 
+    def pairs_of(reward: Reward, rewards: RewardConfig) -> list[dict[str, Any]]:
+        return sample_pairs(TablePolicy(sft_loss), reward, make_prompts(2), 4, 1, 0, rewards)
+
     for reward in (failing, equal):
-        assert sample_pairs(TablePolicy(sft_loss), reward, make_prompts(2), 4, 1, seed=0) == []
+        assert pairs_of(reward, RewardConfig(max_failed_share=1)) == []
+    with pytest.raises(RewardFailureError, match=r"^pairs: 8 of 8 rewards failed, .*: 'failed'"):
+        pairs_of(failing, RewardConfig())
 
 
 def test_rows_are_written_and_none_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = sample_pairs(TablePolicy(sft_loss), repeats_the_prompt, make_prompts(3), 6, 1, seed=0)
+    prompts = make_prompts(3)
+    rows = sample_pairs(TablePolicy(sft_loss), repeats_the_prompt, prompts, 6, 1, 0, RewardConfig())
     path = tmp_path / "pairs" / "train.parquet"
     write_pairs(rows, path, 3)
     assert pq.read_table(path).to_pylist() == rows

@@ -17,14 +17,20 @@ class Engines:
 
     def __init__(self, num_losses: int) -> None:
         self.num_losses = num_losses
-        self.calls: list[tuple[list[int], int, bool]] = []
+        self.calls: list[tuple[list[int], int, bool, bool]] = []
         self.num_lost = 0
         self.next_group = 0
 
     def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        *,
+        greedy: bool,
+        seed: int,
+        for_eval: bool = False,
     ) -> list[StoredSample]:
-        self.calls.append(([prompt.index for prompt in prompts], seed, greedy))
+        self.calls.append(([prompt.index for prompt in prompts], seed, greedy, for_eval))
         samples: list[StoredSample] = []
         for prompt in prompts:
             lease = GroupLease(self.next_group % 2, self.next_group)
@@ -58,9 +64,11 @@ def test_lost_groups_are_drawn_again(
     num_losses: int, drawn: list[list[int]], num_lost: int
 ) -> None:
     engines = Engines(num_losses)
-    samples, scores = sample_and_score(engines, engines.reward, PROMPTS, 2, greedy=False, seed=5)
-    assert [indices for indices, _, _ in engines.calls] == drawn
-    assert {(seed, greedy) for _, seed, greedy in engines.calls} == {(5, False)}
+    samples, scores = sample_and_score(
+        engines, engines.reward, PROMPTS, 2, greedy=False, seed=5, for_eval=True
+    )
+    assert [indices for indices, *_ in engines.calls] == drawn
+    assert {tuple(how) for _, *how in engines.calls} == {(5, False, True)}
     places = [(sample.prompt.index, sample.sample_index) for sample in samples]
     assert places == [(i, k) for i in range(4) for k in range(2)]
     assert scores.rewards_N == [0.0, 0.1, 1.0, 1.1, 2.0, 2.1, 3.0, 3.1]

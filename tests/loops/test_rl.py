@@ -1,6 +1,8 @@
 """The training loop with a tiny policy in one process: it learns, evaluates and saves."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import nan
 from typing import Any
 
 import pytest
@@ -21,9 +23,11 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.data.source import ShuffledStream
-from mcore_rl.loops.rl import train
+from mcore_rl.loops.reward_failures import RewardFailureError
+from mcore_rl.loops.rl import run_evaluation, train
 from mcore_rl.roles import Roles
-from mcore_rl.types import Prompt
+from mcore_rl.scores import Scores
+from mcore_rl.types import Prompt, Sample, WeightVersion
 from tests.support.table_policy import MemoryLog, TablePolicy, make_prompts, repeats_the_prompt
 
 PART = EvalConfig(every_steps=3, correct_part="all", pass_k=2)
@@ -115,7 +119,53 @@ def test_a_drift_beyond_its_bound_ends_the_run() -> None:
     log = MemoryLog()
     roles = make_roles(policy, algorithm, log, held_out=[])
     config = Config(run=RunConfig(steps=2), drift=DriftConfig(stop_above=0.1))
-    config = replace(config, rollout=replace(config.rollout, prompts_per_step=4))
-    with pytest.raises(DriftError, match="step 1: log-probs of trainer and engine differ by"):
+    rollout = replace(config.rollout, prompts_per_step=16, samples_per_prompt=8)  # of 3 tokens each
+    config = replace(config, rollout=rollout)
+    with pytest.raises(DriftError, match=r"step 1: .*1\.1e\+00 .*drift\.stop_above=0\.1;"):
         train(config, roles)
     assert [step for step, _ in log.rows][-1] == 1
+
+
+def test_an_evaluation_of_other_weights_than_the_steps_is_an_error() -> None:
+    """An engine that missed a sync would else be reported as the new policy."""
+    algorithm = AlgorithmConfig()
+    policy = TablePolicy(make_policy_loss(algorithm))
+    roles = make_roles(policy, algorithm, MemoryLog(), make_prompts(2))
+    config = Config(reward=RewardConfig(path="unused.py"))
+    policy.version = WeightVersion(3)
+    run_evaluation(config, roles, step=3)
+    with pytest.raises(AssertionError, match=r"evaluation of version 4 was drawn from .* \[3\]"):
+        run_evaluation(config, roles, step=4)
+
+
+def test_a_reward_that_fails_costs_its_sample_and_is_logged_with_its_reason() -> None:
+    class KeepingLog(MemoryLog):
+        def log_samples(
+            self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train"
+        ) -> None:
+            super().log_samples(step, samples, scores, split)
+            kept.extend([scores] * (split == "train"))
+
+    def reward(samples: Sequence[Sample]) -> Scores:
+        scores = repeats_the_prompt(samples)
+        fails = [i == 5 for i in range(len(samples))]
+        rewards = [nan if fail else r for fail, r in zip(fails, scores.rewards_N, strict=True)]
+        return Scores(rewards, errors=["TimeoutError: late" * fail for fail in fails])
+
+    kept: list[Scores] = []
+    algorithm = AlgorithmConfig()
+    policy = TablePolicy(make_policy_loss(algorithm))
+    log = KeepingLog()
+    roles = replace(make_roles(policy, algorithm, log, held_out=[]), reward=reward)
+    config = Config(run=RunConfig(steps=2), reward=RewardConfig(path="unused.py"))
+    rollout = replace(config.rollout, prompts_per_step=4, samples_per_prompt=4)
+    train(replace(config, rollout=rollout), roles)
+    assert [len(batch.lens_N) for batch in policy.batches] == [15, 15]
+    assert log.values("rollout/samples") == {1: 15, 2: 15}
+    assert log.values("reward/errors") == {1: 1, 2: 1}
+    assert log.values("reward/failed_share") == {1: 1 / 16, 2: 1 / 16}
+    assert [scores.errors[5] for scores in kept] == ["TimeoutError: late"] * 2
+    assert [len(scores.errors) for scores in kept] == [16, 16]
+    strict = replace(config, rollout=rollout, reward=replace(config.reward, on_error="stop"))
+    with pytest.raises(RewardFailureError, match=r"^step 1: reward.on_error=stop, and 1 of 16"):
+        train(strict, roles)

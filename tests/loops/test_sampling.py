@@ -2,13 +2,15 @@
 end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import isnan
 from typing import Any, cast
 
 import pytest
 
-from mcore_rl.config import RolloutConfig
-from mcore_rl.loops.sampling import sample_step
+from mcore_rl.config import RewardConfig, RolloutConfig
+from mcore_rl.loops.reward_failures import RewardFailureError
+from mcore_rl.loops.sampling import SamplingOptions, sample_step
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import KeepsSamples, Roles
 from mcore_rl.scores import Scores
@@ -16,6 +18,8 @@ from mcore_rl.types import Prompt, Sample
 
 GROUP = 3
 ALWAYS = {
+    "reward/errors": 0.0,
+    "reward/failed_share": 0.0,
     "rollout/lost": 0.0,
     "staleness/mean": 0.0,
     "staleness/max": 0.0,
@@ -40,7 +44,13 @@ class Numbered(KeepsSamples):
             self.rewards_of[prompt.index] = scores.rewards_N[i * GROUP : (i + 1) * GROUP]
 
     def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        *,
+        greedy: bool,
+        seed: int,
+        for_eval: bool = False,
     ) -> list[Sample]:
         self.seeds.append(seed)
         return [
@@ -69,7 +79,8 @@ def run(
     given = {"prompts": parts, "generator": parts, "reward": reward}
     roles = Roles(**fields | given)
     rollout = RolloutConfig(prompts_per_step=2, samples_per_prompt=GROUP, **cast(Any, options))
-    samples, scores, metrics = sample_step(rollout, roles, PhaseTimer(1), 7, with_greedy)
+    sampling = SamplingOptions(rollout, with_greedy=with_greedy)
+    samples, scores, metrics = sample_step(sampling, roles, PhaseTimer(1), 7)
     assert {name: metrics.pop(name) for name in ALWAYS} == ALWAYS
     return [sample.text for sample in samples], scores, metrics, parts
 
@@ -126,3 +137,88 @@ def test_a_greedy_baseline_asks_for_a_greedy_response_to_each_prompt() -> None:
     samples, scores, _, parts = run({1, 2}, with_greedy=True, dynamic_sampling=True)
     assert samples == texts(1, 2) and scores.greedy_N == [1.0] * 6
     assert parts.seeds[0] == parts.seeds[1] == 7
+
+
+NAN = float("nan")
+
+
+def sample_with(
+    reward: Callable[[Sequence[Sample]], Scores],
+    role_part: str = "",
+    rewards: RewardConfig | None = None,
+    with_greedy: bool = False,
+    **options: object,
+) -> tuple[list[int], Scores, dict[str, float]]:
+    """Return the prompts of a step of two groups of 4 with dynamic sampling, scores and metrics."""
+    parts = Numbered()
+    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
+    roles = Roles(**fields | {"prompts": parts, "generator": parts, "reward": reward})
+    rollout = RolloutConfig(
+        prompts_per_step=2, samples_per_prompt=4, dynamic_sampling=True, **cast(Any, options)
+    )
+    sampling = SamplingOptions(rollout, rewards or RewardConfig(), role_part, with_greedy)
+    samples, scores, metrics = sample_step(sampling, roles, PhaseTimer(5), 7)
+    return [sample.prompt.index for sample in samples[::4]], scores, metrics
+
+
+def test_neither_a_crash_nor_a_penalty_makes_a_group_differ() -> None:
+    """Prompt 0 is [1, 1, 1, crashed], prompt 1 all right with one too long; 2 and 3 differ."""
+    tables = [
+        ([1.0, 1.0, 1.0, NAN], [1.0, 1.0, 1.0, NAN]),
+        ([1.0, 1.0, 1.0, 0.5], [1.0, 1.0, 1.0, 1.0]),
+        ([1.0, 0.0, 1.0, NAN], [1.0, 0.0, 1.0, NAN]),
+        ([0.5, 0.5, 0.0, 0.0], [1.0, 0.5, 0.0, 0.0]),
+    ]
+
+    def reward(samples: Sequence[Sample]) -> Scores:
+        rewards = [tables[s.prompt.index][0][s.sample_index] for s in samples]
+        unpenalized = [tables[s.prompt.index][1][s.sample_index] for s in samples]
+        errors = ["late" * isnan(value) for value in rewards]
+        return Scores(rewards, errors=errors, unpenalized_N=unpenalized)
+
+    prompts, scores, metrics = sample_with(reward)
+    assert prompts == [2, 3] and scores.has_outcome_N == [True, True, True, False, *[True] * 4]
+    assert (metrics["reward/errors"], metrics["reward/failed_share"]) == (2, 2 / 16)
+    assert metrics["sampling/reward_mean"] == pytest.approx((3 + 3.5 + 2 + 1) / 14)
+
+
+def test_programs_and_their_tests_are_no_group() -> None:
+    def reward(samples: Sequence[Sample]) -> Scores:
+        is_test = [float(s.sample_index % 2) for s in samples]
+        rewards = [
+            1 - test if s.prompt.index < 2 else float(s.sample_index == 0)
+            for s, test in zip(samples, is_test, strict=True)
+        ]
+        return Scores(rewards, {"is_test": is_test})
+
+    assert sample_with(reward, "is_test")[0] == [2, 3]
+    assert sample_with(reward)[0] == [0, 1]
+
+
+def test_an_outage_of_rewards_ends_the_run_in_its_first_round() -> None:
+    def reward(samples: Sequence[Sample]) -> Scores:
+        calls.append(len(samples))
+        return Scores([NAN] * len(samples), errors=["TimeoutError: no answer"] * len(samples))
+
+    calls: list[int] = []
+    message = r"^step 5: 8 of 8 rewards failed, .*=0.25; the first: 'TimeoutError: no answer'"
+    with pytest.raises(RewardFailureError, match=message):
+        sample_with(reward)
+    assert calls == [8]
+    bears = RewardConfig(max_failed_share=1)
+    assert sample_with(reward, rewards=bears, max_rounds=3)[1].outcomes() == []
+
+
+def test_a_greedy_response_without_a_reward_costs_its_prompt() -> None:
+    def reward(samples: Sequence[Sample]) -> Scores:
+        is_greedy = len({s.sample_index for s in samples}) == 1
+        fails = [is_greedy and s.prompt.index == 0 for s in samples]
+        rewards = [
+            NAN if fail else float(s.sample_index == 0)
+            for s, fail in zip(samples, fails, strict=True)
+        ]
+        return Scores(rewards, errors=["down" * fail for fail in fails])
+
+    bears = RewardConfig(max_failed_share=0.5)
+    prompts, scores, _ = sample_with(reward, rewards=bears, with_greedy=True)
+    assert prompts == [1, 2] and scores.greedy_N == [1.0] * 8

@@ -7,24 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from mcore_rl.algo.choice import needs_of
-from mcore_rl.algo.estimator import Advantages
-from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import (
     AlgorithmConfig,
-    Config,
     CorrectionConfig,
     CovarianceConfig,
     CriticConfig,
     KLConfig,
     TrainConfig,
 )
-from mcore_rl.data.batch import make_train_batch
 from mcore_rl.data.stored_batch import make_stored_batch, trained_lens
 from mcore_rl.loops.training import (
-    StepOptions,
     add_logprobs,
     add_logprobs_and_values,
     mini_batches,
@@ -43,41 +36,10 @@ from mcore_rl.types import (
     StoredColumn,
     StoredSample,
     TokenScores,
-    TrainBatch,
 )
+from tests.support.optimizer_steps import CountingCritic, options_of, sampled
+from tests.support.prepared import advantages_of, group_of, prepared
 from tests.support.stored import make_stored
-from tests.support.table_policy import TablePolicy, make_prompts, repeats_the_prompt
-
-
-class CountingCritic:
-    """Values are the token ids; counts its optimizer steps."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-
-    def compute_values(self, batch: TrainBatch) -> Tensor:
-        return batch.token_ids_T.float()
-
-    def train_step(self, batch: TrainBatch) -> StepStats:
-        self.num_steps += 1
-        return StepStats(0.5, 1.0, 1e-5, sum(batch.lens_N), {"value": 1.0})
-
-    def save(self, step: int) -> None: ...
-
-
-def options_of(algorithm: AlgorithmConfig, **config: Any) -> StepOptions:
-    return StepOptions.of(Config(algorithm=algorithm, **config), needs_of(algorithm))
-
-
-def sampled(algorithm: AlgorithmConfig) -> tuple[TablePolicy, TrainBatch]:
-    """A policy and a batch of 8 sequences with advantages."""
-    policy = TablePolicy(make_policy_loss(algorithm))
-    samples = policy.generate(make_prompts(4), 2, greedy=False, seed=0)
-    batch, _ = Advantages(AlgorithmConfig())(
-        repeats_the_prompt(samples), samples, make_train_batch(samples)
-    )
-    policy.calls.clear()
-    return policy, batch
 
 
 @pytest.mark.parametrize(
@@ -140,6 +102,28 @@ def test_tokens_are_held_back_in_each_mini_batch_by_the_loss_that_needs_it() -> 
     ]
     assert metrics["clip/held_back_share"] == pytest.approx(0.25)
     assert metrics["train/optimizer_steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sources"),
+    [
+        (AlgorithmConfig(), ["rows", "rows"]),
+        (AlgorithmConfig(loss="gspo"), ["old", "current"]),
+        (AlgorithmConfig(correction=CorrectionConfig(weight="sequence")), ["old", "old"]),
+    ],
+)
+def test_sums_over_samples_of_several_rows_take_a_pass_once_the_weights_have_moved(
+    algorithm: AlgorithmConfig, sources: list[str]
+) -> None:
+    policy, batch = sampled(algorithm)
+    options = options_of(algorithm, train=TrainConfig(mini_batches=2))
+    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
+    roles = Roles(**{**fields, "trainer": policy})
+    batch = add_logprobs(options, policy, batch)
+    for sample_N, wanted in (((0, 0, 1, 1, 2, 2, 3, 3), sources), (tuple(range(8)), ["rows"] * 2)):
+        policy.batches.clear()
+        train_policy(options, roles, replace(batch, sample_N=sample_N), seed=1)
+        assert [part.sums_from for part in policy.batches] == wanted
 
 
 @pytest.mark.parametrize(("step", "policy_trains"), [(1, False), (2, False), (3, True)])
@@ -234,3 +218,26 @@ def test_sequences_lost_while_training_are_left_out_and_weights_are_of_the_other
     for step in trainer.steps:
         assert set(step.store_N.tolist()) == {0} and step.loss_weights_N is not None
         assert (step.loss_weights_N * trained_lens(step)).sum() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        ("dr_grpo", [0.25, -0.75, 0.25, 0.25]),
+        ("reinforce_plus_plus", [0.5528, -1.6583, 0.5528, 0.5528]),
+    ],
+)
+def test_responses_that_are_cut_off_count_in_their_group_and_carry_no_loss(
+    advantage: str, expected: list[float]
+) -> None:
+    """DAPO, section 3.4: the loss leaves them out, after advantages are computed with them.
+
+    By token, values are divided by sqrt(12 * 0.75 * 0.25 / 11) = 0.4523.
+    """
+    algorithm = AlgorithmConfig(advantage=advantage, loss="policy_gradient", filter_overlong=True)
+    samples = group_of(4)
+    samples[0] = replace(samples[0], finish_reason="length")
+    _, _, batch = prepared(algorithm, samples, Scores([1.0, 0.0, 1.0, 1.0]))
+    assert advantages_of(batch) == pytest.approx(expected, abs=1e-4)
+    trained = [bool(part.any()) for part in batch.loss_mask_T.split(list(batch.lens_N))]
+    assert trained == [False, True, True, True]

@@ -58,15 +58,17 @@ def scores_of(number: int) -> Scores:
 @pytest.mark.parametrize("name", BY_SAMPLE)
 def test_rewards_and_lengths_suffice_for_advantages_by_sample(name: str) -> None:
     stores, samples, rows = make_stored(seed=2)
-    scores = scores_of(len(rows))
+    parts = {"right": [float(i % 2) for i in range(len(rows))]}
+    scores = replace(scores_of(len(rows)), parts=parts)
     config = AlgorithmConfig(advantage=name)
-    expected, _ = Advantages(config)(scores, samples, make_train_batch(samples))
-    player = StoredAdvantages(Advantages(config), untouched, has_teacher=False)
+    estimator = Advantages(config, {"right": 0.5})
+    expected, _ = estimator(scores, samples, make_train_batch(samples))
+    player = StoredAdvantages(estimator, untouched, has_teacher=False)
     batch, metrics = player(scores, rows, make_stored_batch(rows))
     made = assemble(batch, stores.read)
     assert made.advantages_T is not None and expected.advantages_T is not None
     assert torch.equal(made.advantages_T, expected.advantages_T) and metrics == {}
-    assert len(BY_SAMPLE) >= 6
+    assert len(BY_SAMPLE) >= 8
 
 
 @pytest.fixture
@@ -134,14 +136,20 @@ def test_a_kl_in_the_reward_is_computed_where_tokens_are_and_steers_its_coeffici
     assert other.state_dict() == {"kl_coef": 0.5}
 
 
-def test_values_give_returns_beside_advantages() -> None:
+ENDS = ["length", "stop", "stop"] * 5
+
+
+@pytest.mark.parametrize("bootstraps", [False, True])
+def test_values_give_returns_beside_advantages(bootstraps: bool) -> None:
     stores, samples, rows = make_stored(seed=4)
     scores = scores_of(len(rows))
     here = make_train_batch(samples)
     values_T = torch.randn(sum(here.lens_N))
     there = make_stored_batch(rows)
     scatter(there, {"values": values_T}, stores.write)
-    config = AlgorithmConfig(advantage="gae")
+    config = AlgorithmConfig(advantage="gae", bootstrap_truncated=bootstraps)
+    samples = [replace(s, finish_reason=e) for s, e in zip(samples, ENDS, strict=True)]
+    rows = [replace(row, finish_reason=end) for row, end in zip(rows, ENDS, strict=True)]
     expected, metrics = Advantages(config)(scores, samples, replace(here, values_T=values_T))
     player = StoredAdvantages(Advantages(config), on_tokens_of(stores), has_teacher=False)
     batch, same = player(scores, rows, replace(there, values_T=StoredColumn("values")))

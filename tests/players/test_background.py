@@ -1,31 +1,27 @@
 """Background sampling on a fake engine: order, staleness, lost engines, replaced groups."""
 
-import asyncio
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mcore_rl.config import RolloutConfig
-from mcore_rl.data.source import ShuffledStream
+from mcore_rl.config import RewardConfig
+from mcore_rl.loops.reward_failures import RewardFailureError
 from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.metrics.episode_log import EpisodeLog
 from mcore_rl.players.background import BackgroundSampler
-from mcore_rl.players.groups import GroupBuffer
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout import client as client_module
-from mcore_rl.rollout.client import RolloutClient
-from mcore_rl.rollout.transport import HttpOptions, RolloutError
+from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.scores import Scores
-from mcore_rl.types import Prompt, Sample, WeightVersion
+from mcore_rl.types import Sample, WeightVersion
+from tests.support.background_sampling import Sampler, score_by_index
 from tests.support.episode_rows import reasons_by_group
-from tests.support.fake_sglang import FakeSGLang, loop_with_quick_retries
-
-PROMPTS = [Prompt(i, (1, 2 + i), (), "unit", "") for i in range(40)]
+from tests.support.fake_sglang import loop_with_quick_retries
 
 
 @pytest.fixture
@@ -34,73 +30,8 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[EventLoop]:
         yield loop
 
 
-async def score_by_index(samples: Sequence[Sample]) -> Scores:
-    """Even prompts have rewards that differ, odd ones do not."""
-    return Scores([float(s.prompt.index % 2 == 0 and s.sample_index == 0) for s in samples])
-
-
-class Sampler:
-    """A background sampler with all that it calls."""
-
-    def __init__(
-        self,
-        loop: EventLoop,
-        *,
-        with_greedy: bool = False,
-        episodes: EpisodeLog | None = None,
-        **options: Any,
-    ) -> None:
-        sizes = {"prompts_per_step": 2, "samples_per_prompt": 2, "max_response_len": 3}
-        rollout = RolloutConfig(**{**sizes, "retries": 0, **options})
-        self.engine = FakeSGLang(loop)
-        self.prompts = ShuffledStream(PROMPTS, seed=0, shuffle=False)
-        self.num_revived = 0
-        self.can_revive = True
-        self.background = BackgroundSampler(
-            rollout,
-            0,
-            WeightVersion(0),
-            self.prompts,
-            RolloutClient([self.engine.address], rollout, HttpOptions.of(rollout, [9], str).open),
-            score_by_index,
-            loop.run,
-            loop.start,
-            self.revive,
-            episodes,
-            with_greedy=with_greedy,
-        )
-
-    async def revive(self) -> bool:
-        self.num_revived += 1
-        self.engine.answer = lambda body: None
-        await asyncio.sleep(0)
-        return self.can_revive
-
-    def take(self, version: int) -> list[int]:
-        """The prompts of the step, each once."""
-        samples, scores, _ = self.background.take(WeightVersion(version))
-        assert len(scores.rewards_N) == len(samples)
-        return [sample.prompt.index for sample in samples[::2]]
-
-    def move_to(self, version: int) -> None:
-        self.background.pause_for_sync()
-        self.engine.version = version
-        self.background.resume(WeightVersion(version))
-
-    def wait_until(self, holds: Callable[[GroupBuffer], bool]) -> None:
-        """Wait until something holds for the groups that began and were not taken."""
-        until_s = time.monotonic() + 30
-        while not holds(self.background._buffer):
-            assert time.monotonic() < until_s, "the sampler stands still"
-            time.sleep(0.01)
-
-    def wait_until_full(self) -> None:
-        """Wait until no further group may begin, and all that began are finished."""
-        self.wait_until(lambda groups: groups.room() <= 0 and not groups.num_unfinished)
-
-
 def test_one_step_off_takes_every_prompt_in_order(loop: EventLoop) -> None:
-    sampler = Sampler(loop, mode="one_step_off")
+    sampler = Sampler(BackgroundSampler, loop, mode="one_step_off")
     with sampler.background:
         for version in range(4):
             assert sampler.take(version) == [2 * version, 2 * version + 1]
@@ -108,7 +39,7 @@ def test_one_step_off_takes_every_prompt_in_order(loop: EventLoop) -> None:
 
 
 def test_no_more_is_begun_than_the_bound_allows(loop: EventLoop) -> None:
-    sampler = Sampler(loop, mode="async", max_staleness=2)
+    sampler = Sampler(BackgroundSampler, loop, mode="async", max_staleness=2)
     with sampler.background:
         sampler.take(0)
         sampler.background.pause_for_sync()
@@ -119,15 +50,45 @@ def test_no_more_is_begun_than_the_bound_allows(loop: EventLoop) -> None:
 
 
 def test_a_checkpoint_has_the_prompts_that_were_begun_and_not_taken(loop: EventLoop) -> None:
-    sampler = Sampler(loop, mode="one_step_off")
+    sampler = Sampler(BackgroundSampler, loop, mode="one_step_off")
     with sampler.background:
         sampler.take(0)
         sampler.background.pause_for_sync()
         assert sampler.prompts.state_dict()["open"] == [2, 3]
 
 
+def test_rewards_that_failed_give_no_signal_and_end_the_run_if_there_are_many(
+    loop: EventLoop,
+) -> None:
+    """Prompt 0 is [1, crashed], 1 has equal rewards; 2 and 3 differ."""
+    tables = [[1.0, nan], [1.0, 1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]
+
+    async def score(samples: Sequence[Sample]) -> Scores:
+        rewards = [tables[s.prompt.index][s.sample_index] for s in samples]
+        return Scores(rewards, errors=["crashed" * isnan(reward) for reward in rewards])
+
+    mode = {"mode": "one_step_off", "dynamic_sampling": True, "max_in_flight": 2}
+    sampler = Sampler(BackgroundSampler, loop, score=score, **mode)
+    with sampler.background:
+        samples, scores, metrics = sampler.background.take(WeightVersion(0))
+    assert [s.prompt.index for s in samples[::2]] == [2, 3] and scores.outcomes() == [1, 0, 0, 1]
+    assert metrics["reward/errors"] == 1
+
+    async def fail(samples: Sequence[Sample]) -> Scores:
+        return Scores([nan] * len(samples), errors=["crashed"] * len(samples))
+
+    sampler = Sampler(
+        BackgroundSampler, loop, score=fail, rewards=RewardConfig(max_failed_share=0.05), **mode
+    )
+    message = r"^step 1: (\d+) of \1 rewards failed, .*=0.05; the first: 'crashed'"
+    with sampler.background, pytest.raises(RewardFailureError, match=message):
+        sampler.background.take(WeightVersion(0))
+
+
 def test_groups_without_signal_are_replaced(loop: EventLoop) -> None:
-    sampler = Sampler(loop, mode="one_step_off", dynamic_sampling=True, max_rounds=4)
+    sampler = Sampler(
+        BackgroundSampler, loop, mode="one_step_off", dynamic_sampling=True, max_rounds=4
+    )
     with sampler.background:
         samples, _, metrics = sampler.background.take(WeightVersion(0))
         assert [s.prompt.index for s in samples[::2]] == [0, 2]
@@ -139,7 +100,9 @@ def test_the_log_of_episodes_tells_what_was_dropped_and_what_was_under_way(
 ) -> None:
     path = tmp_path / "episodes.jsonl"
     log = EpisodeLog(path)
-    sampler = Sampler(loop, mode="async", max_staleness=1, stale="drop", episodes=log)
+    sampler = Sampler(
+        BackgroundSampler, loop, mode="async", max_staleness=1, stale="drop", episodes=log
+    )
     with sampler.background:
         sampler.take(0)
         sampler.wait_until_full()
@@ -162,7 +125,7 @@ def test_groups_that_no_step_takes_have_their_own_reasons(loop: EventLoop, tmp_p
     path = tmp_path / "episodes.jsonl"
     log = EpisodeLog(path)
     options = {"dynamic_sampling": True, "max_rounds": 4, "with_greedy": True}
-    sampler = Sampler(loop, mode="one_step_off", episodes=log, **options)
+    sampler = Sampler(BackgroundSampler, loop, mode="one_step_off", episodes=log, **options)
     with sampler.background:
         sampler.take(0)
         sampler.background.pause_for_sync()
@@ -175,7 +138,7 @@ def test_groups_that_no_step_takes_have_their_own_reasons(loop: EventLoop, tmp_p
 def test_lost_prompts_are_sampled_again_and_an_engine_is_revived_the_second_time(
     loop: EventLoop,
 ) -> None:
-    sampler = Sampler(loop, mode="one_step_off")
+    sampler = Sampler(BackgroundSampler, loop, mode="one_step_off")
     sampler.engine.answer = lambda body: (503, "down")
     with sampler.background:
         assert sorted(sampler.take(0)) == [0, 1]
@@ -183,7 +146,7 @@ def test_lost_prompts_are_sampled_again_and_an_engine_is_revived_the_second_time
 
 
 def test_a_step_fails_if_no_engine_can_be_revived(loop: EventLoop) -> None:
-    sampler = Sampler(loop, mode="one_step_off")
+    sampler = Sampler(BackgroundSampler, loop, mode="one_step_off")
     sampler.engine.answer = lambda body: (503, "down")
     sampler.can_revive = False
     with sampler.background, pytest.raises(RolloutError, match="HTTP 503: down"):
@@ -191,7 +154,7 @@ def test_a_step_fails_if_no_engine_can_be_revived(loop: EventLoop) -> None:
 
 
 def test_restarted_responses_are_aborted_and_drawn_by_the_new_weights(loop: EventLoop) -> None:
-    sampler = Sampler(loop, mode="async", max_staleness=1, partial="restart")
+    sampler = Sampler(BackgroundSampler, loop, mode="async", max_staleness=1, partial="restart")
     sampler.engine.num_free = 4
     with sampler.background:
         assert sorted(sampler.take(0)) == [0, 1]
@@ -204,7 +167,7 @@ def test_restarted_responses_are_aborted_and_drawn_by_the_new_weights(loop: Even
 
 
 def test_waiting_for_half_done_responses_aborts_none(loop: EventLoop) -> None:
-    sampler = Sampler(loop, mode="async", max_staleness=1, partial="wait")
+    sampler = Sampler(BackgroundSampler, loop, mode="async", max_staleness=1, partial="wait")
     sampler.engine.num_free = 4
     with sampler.background:
         sampler.take(0)
@@ -217,7 +180,7 @@ def test_waiting_for_half_done_responses_aborts_none(loop: EventLoop) -> None:
 
 
 def test_greedy_samples_are_scored_for_advantages_that_need_them(loop: EventLoop) -> None:
-    sampler = Sampler(loop, mode="one_step_off", with_greedy=True)
+    sampler = Sampler(BackgroundSampler, loop, mode="one_step_off", with_greedy=True)
     with sampler.background:
         _, scores, _ = sampler.background.take(WeightVersion(0))
     assert scores.greedy_N == [1.0, 1.0, 0.0, 0.0]
@@ -226,7 +189,7 @@ def test_greedy_samples_are_scored_for_advantages_that_need_them(loop: EventLoop
 
 
 def test_samples_lost_before_their_scores_are_drawn_again_and_counted(loop: EventLoop) -> None:
-    sampler = Sampler(loop, mode="one_step_off")
+    sampler = Sampler(BackgroundSampler, loop, mode="one_step_off")
     losses = [SamplesLost("collector 0 died", [0])] * 2
 
     async def score(samples: Sequence[Sample]) -> Scores:
@@ -243,15 +206,47 @@ def test_samples_lost_before_their_scores_are_drawn_again_and_counted(loop: Even
 
 
 def test_finished_samples_that_are_lost_are_drawn_again(loop: EventLoop) -> None:
-    sampler = Sampler(loop, mode="one_step_off")
+    sampler = Sampler(BackgroundSampler, loop, mode="one_step_off")
     with sampler.background:
         sampler.take(0)
         sampler.background.pause_for_sync()  # the next step's groups are finished now
         lost = [id(group.samples[0]) for group in sampler.background._buffer.finished()]
         assert len(lost) == 2
-        sampler.background._client.is_lost = lambda s: id(s) in lost  # type: ignore[method-assign]
+        client: Any = sampler.background._client
+        client.is_lost = lambda s: id(s) in lost
+        client.num_losses = 1
         sampler.background.resume(WeightVersion(1))
         samples, _, metrics = sampler.background.take(WeightVersion(1))
         assert metrics["rollout/lost"] == 4.0
         sampler.move_to(2)
         assert sorted([s.prompt.index for s in samples[::2]] + sampler.take(2)) == [2, 3, 4, 5]
+
+
+def test_a_step_joins_its_scores_once_and_looks_for_losses_only_after_one(
+    loop: EventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = Sampler(BackgroundSampler, loop, mode="one_step_off", prompts_per_step=16)
+    asked: list[int] = []
+    client: Any = sampler.background._client
+    client.is_lost = lambda sample: bool(asked.append(sample.prompt.index))
+    with sampler.background:
+        sampler.take(0)
+        sampler.background.pause_for_sync()  # the next step's groups are finished now
+        made: list[int] = []
+        check = Scores.__post_init__
+
+        def noted(scores: Scores) -> None:
+            made.append(len(scores.rewards_N))
+            check(scores)
+
+        asked.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Scores, "__post_init__", noted)
+            for _ in range(20):
+                sampler.background._notify()
+            sampler.background.resume(WeightVersion(1))
+            _, scores, _ = sampler.background.take(WeightVersion(1))
+        assert len(scores.rewards_N) == 32 and made.count(32) == 1
+        assert max(num for num in made if num != 32) <= 2, "scores were joined group by group"
+        # Groups of the step after it may have finished meanwhile; none is asked for twice.
+        assert len(set(asked)) == len(asked)

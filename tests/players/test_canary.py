@@ -3,7 +3,7 @@ sync.
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from mcore_rl.data.assembly import assemble
 from mcore_rl.data.images.batch import join_patches
 from mcore_rl.data.stored_batch import make_stored_batch
 from mcore_rl.lost_samples import SamplesLost
-from mcore_rl.players.canary import MAX_PROMPT_TOKENS, Canary, make_probe, mean_difference
+from mcore_rl.players.canary import MAX_PROMPT_TOKENS, Canary, ScoredProbe, make_probe
+from mcore_rl.players.canary_tolerance import CanaryTolerance, EngineDifference
 from mcore_rl.players.colocation import EngineMemory, SharedGpus
 from mcore_rl.players.weight_sync import EngineSync
 from mcore_rl.process.event_loop import EventLoop
@@ -89,6 +90,19 @@ async def ready() -> None:
     """Engines always are, here."""
 
 
+def make_canary(
+    trainer: Any,
+    config: CanaryConfig | None = None,
+    *,
+    dtype: str = "float32",
+    timeout_s: float = 1.0,
+    ready: Callable[[], Awaitable[None]] = ready,
+    **options: Any,
+) -> Canary:
+    config = config or CanaryConfig()
+    return Canary(trainer, config, CanaryTolerance(config, dtype), timeout_s, ready, **options)
+
+
 def make_prompt(*token_ids: int) -> Prompt:
     return Prompt(0, token_ids, (), "unit", "")
 
@@ -107,7 +121,7 @@ def test_the_probe_is_made_of_the_first_prompts_that_can_be_scored() -> None:
 def test_without_a_sequence_to_score_nothing_is_asked(sequences: int) -> None:
     """Neither trainer nor engine exists: a call to one of them would fail."""
     nobody: Any = None
-    canary = Canary(nobody, CanaryConfig(sequences=sequences), "float32", 1.0, ready)
+    canary = make_canary(nobody, CanaryConfig(sequences=sequences))
     batch = make_probe([make_prompt(5)], 2) if sequences else make_batch()
     canary.score_on_trainer(WeightVersion(0), batch)
     report = asyncio.run(canary.check(["http://127.0.0.1:9"]))
@@ -117,22 +131,22 @@ def test_without_a_sequence_to_score_nothing_is_asked(sequences: int) -> None:
 @pytest.mark.e2e
 def test_engines_that_compute_otherwise_are_named(model_path: str, engine: EngineProcess) -> None:
     model = Qwen3MoeForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-    canary = Canary(TransformersTrainer(model), CanaryConfig(), "float32", 20.0, ready)
+    canary = make_canary(TransformersTrainer(model), timeout_s=20.0)
     absent = "http://127.0.0.1:9"
     canary.score_on_trainer(WeightVersion(5), make_batch())
     report = asyncio.run(canary.check([engine.url, absent]))
-    assert report.differences[engine.url] < 1e-4
+    assert report.differences[engine.url].mean < 1e-4
     assert (
         set(report.failed) == {absent}
         and f"engine {absent} scored nothing" in report.failed[absent]
     )
-    assert report.metrics()["sync/canary_diff"] == report.differences[engine.url]
+    assert report.metrics()["sync/canary_diff"] == report.differences[engine.url].mean
 
     with torch.no_grad():
         model.get_parameter("model.layers.1.self_attn.o_proj.weight").add_(0.05)
     canary.score_on_trainer(WeightVersion(6), make_batch())
     report = asyncio.run(canary.check([engine.url]))
-    assert report.differences[engine.url] > 1e-3
+    assert report.differences[engine.url].mean > 1e-3
     assert (
         "claims weights 6" in report.failed[engine.url]
         and "canary.tolerance" in report.failed[engine.url]
@@ -180,8 +194,8 @@ def test_an_engine_serves_only_once_it_agreed_at_the_start_and_on_its_return(sta
     model = Qwen3MoeForCausalLM.from_pretrained(stage.checkpoints[0], dtype=torch.float32).eval()
     gpus = SharedGpus(EngineMemory((), 30.0), loop.run)
     trainer = TransformersTrainer(model)
-    canary = Canary(trainer, CanaryConfig(), "float32", 30.0, gpus.for_rollout, KEYS)
-    weights = EngineSync(links, canary, health, look, loop.run, gpus)
+    canary = make_canary(trainer, timeout_s=30.0, ready=gpus.for_rollout, keys=KEYS)
+    weights = EngineSync(links, canary, health, look, loop.run, gpus, lambda: 0)
     weights.sync(WeightVersion(0), make_probe([make_prompt(*range(3, 40))], 2))
     assert health.serving == [good.url]
     assert "canary.tolerance" in health.why_out(bad.url)
@@ -215,7 +229,7 @@ def test_a_probe_is_made_of_sequences_that_are_not_lost(caplog: pytest.LogCaptur
         return assemble(probe, stores.read)
 
     nobody: Any = None
-    canary = Canary(nobody, CanaryConfig(sequences=3), "float32", 1.0, ready, fetch=fetch)
+    canary = make_canary(nobody, CanaryConfig(sequences=3), fetch=fetch)
     probe = canary._choose(batch)
     kept = np.flatnonzero(batch.store_N == 1)[:3].tolist()
     assert probe is not None and probe.lens_N == tuple(batch.lens_N[i] for i in kept)
@@ -239,7 +253,8 @@ class CountingTrainer:
         raise NotImplementedError
 
 
-async def at_once() -> None: ...
+def measured(probe: ScoredProbe, own: Sequence[Sequence[float]]) -> float:
+    return EngineDifference.measure(probe.trainer_logprobs, own, probe.is_compared).mean
 
 
 @pytest.mark.parametrize("mark", [90, 8], ids=["placeholder", "start"])
@@ -257,7 +272,7 @@ def test_sequences_with_images_are_compared_up_to_a_sampled_mark(mark: int) -> N
         images=join_patches([[make_patches(image)], []]),
     )
     config = CanaryConfig(sequences=2)
-    canary = Canary(CountingTrainer(), config, "float32", 1.0, at_once, image_marks=(90, 8))
+    canary = make_canary(CountingTrainer(), config, image_marks=(90, 8))
     canary.score_on_trainer(WeightVersion(3), batch)
     probe = canary._probe
     assert probe is not None
@@ -268,13 +283,9 @@ def test_sequences_with_images_are_compared_up_to_a_sampled_mark(mark: int) -> N
     ]
     assert [images is None for images in probe.images] == [False, True]
     own = [part.tolist() for part in probe.trainer_logprobs]
-    assert mean_difference(probe.trainer_logprobs, own, probe.is_compared) == 0.0
+    assert measured(probe, own) == 0.0
     own[0][0] += 100.0  # what an engine says of a placeholder
-    assert mean_difference(probe.trainer_logprobs, own, probe.is_compared) == 0.0
+    assert measured(probe, own) == 0.0
     own[0][3] += 9.0
-    difference = mean_difference(probe.trainer_logprobs, own, probe.is_compared)
+    difference = measured(probe, own)
     assert difference == pytest.approx(1.0)
-
-
-def test_nothing_to_compare_is_no_difference() -> None:
-    assert mean_difference([torch.zeros(2)], [[1.0, 1.0]], [torch.zeros(2).bool()]) == 0.0

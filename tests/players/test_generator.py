@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mcore_rl.config import RolloutConfig
-from mcore_rl.players.generator import EngineGenerator, make_sampling
+from mcore_rl.config import EvalConfig, RolloutConfig
+from mcore_rl.players.generator import EngineGenerator, make_sampling, rollout_of_evaluations
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.request import Sampling
@@ -38,6 +38,22 @@ def test_sampling_is_the_recipes_or_greedy() -> None:
         3, temperature=0.7, top_p=0.9, top_k=5, seed=4, routed_experts=True
     )
     assert make_sampling(CONFIG, greedy=True, seed=4) == Sampling(3, temperature=0.0, seed=4)
+
+
+def test_an_evaluation_is_sampled_by_its_own_options(loop: EventLoop) -> None:
+    engine = FakeSGLang(loop)
+    assert rollout_of_evaluations(CONFIG, EvalConfig()) == CONFIG
+    options = EvalConfig(samples=2, temperature=0.25, top_p=0.5, max_response_len=2)
+    own = rollout_of_evaluations(CONFIG, options)
+    generator = make_generator(loop, engine, evaluation=own)
+    for for_eval in (False, True):
+        for greedy in (False, True):
+            generator.generate(PROMPTS[:1], 1, greedy=greedy, seed=0, for_eval=for_eval)
+    names = ("temperature", "top_p", "max_new_tokens")
+    assert [tuple(body["sampling_params"][n] for n in names) for body in engine.sampled] == [
+        *((0.7, 0.9, 3), (0.0, 1.0, 3)),
+        *((0.25, 0.5, 2), (0.0, 1.0, 2)),
+    ]
 
 
 def test_samples_come_in_the_order_of_the_prompts(loop: EventLoop) -> None:

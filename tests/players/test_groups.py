@@ -1,9 +1,16 @@
 """Bounded staleness: which groups may begin, which a step takes, and which are too stale."""
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.players.groups import GroupBuffer, SampleGroup
+from mcore_rl.players.finished_groups import SampleGroup
+from mcore_rl.players.groups import GroupBuffer
 from mcore_rl.rollout.staleness import staleness_metrics
 from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
@@ -107,6 +114,89 @@ def test_without_waiting_late_groups_are_named_by_their_tokens_or_else_by_their_
     buffer.remove(old)
     buffer.remove(unfinished)
     assert buffer.late() == [] and buffer.room() == 4 * P - 1
+
+
+def chosen_by_a_scan(
+    begun: list[SampleGroup], version: int, bound: int, *, waits: bool, in_order: bool
+) -> list[SampleGroup] | None:
+    """Return what a step takes, by a look at all groups in the order in which they were begun."""
+    finished = [group for group in begun if group.is_finished]
+    chosen = begun[:P] if in_order else sorted(finished, key=lambda group: group.oldest)[:P]
+    if len(chosen) < P or not all(group.is_finished for group in chosen):
+        return None
+    left = [group for group in begun if group not in chosen]
+    for later in range(bound + 1) if waits else ():
+        if sum(group.oldest + bound <= version + later for group in left) > later * P:
+            return None
+    return chosen
+
+
+@given(bound=st.integers(0, 3), waits=st.booleans(), in_order=st.booleans(), data=st.data())
+def test_a_step_takes_what_a_scan_of_all_groups_would_choose(
+    bound: int, waits: bool, in_order: bool, data: st.DataObject
+) -> None:
+    buffer = make(bound, waits=waits, in_order=in_order)
+    begun: list[SampleGroup] = []
+    version = 0
+    for event in data.draw(st.lists(st.sampled_from("bbffffrtv"), max_size=60)):
+        unfinished = [group for group in begun if not group.is_finished]
+        if event == "b" and buffer.room() > 0:
+            begun.append(buffer.begin(len(begun), prompt(len(begun))))
+        elif event == "f" and unfinished:
+            group = data.draw(st.sampled_from(unfinished))
+            finish(buffer, group, data.draw(st.integers(group.born, version)), version)
+        elif event == "r" and begun:
+            group = data.draw(st.sampled_from(begun))
+            buffer.remove(group)
+            begun.remove(group)
+        elif event == "v":
+            version += 1
+            buffer.version = WeightVersion(version)
+        elif event == "t":
+            expected = chosen_by_a_scan(begun, version, bound, waits=waits, in_order=in_order)
+            assert buffer.choose() == expected
+            begun = [group for group in begun if group not in (expected or [])]
+        assert buffer.num_finished == sum(group.is_finished for group in begun)
+        assert buffer.num_unfinished == len(begun) - buffer.num_finished
+
+
+def count_bytecodes(function: Callable[[], object]) -> int:
+    """Return how many of Python's instructions the function and all that it calls execute."""
+    num = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal num
+        frame.f_trace_opcodes = True
+        num += event == "opcode"
+        return trace
+
+    earlier = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(earlier)
+    return num
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_wake_up_of_a_waiting_step_costs_the_same_whatever_is_finished(in_order: bool) -> None:
+    """The step waits for a group that would be too stale, or that is the first in order."""
+    costs = []
+    for num_groups in (50, 400):
+        buffer = GroupBuffer(num_groups, 1, WeightVersion(0), in_order=in_order, waits=True)
+        groups = begin_all(buffer)
+        del groups[num_groups]
+        for group in groups:
+            finish(buffer, group, 0)
+        assert len(buffer.choose() or []) == num_groups
+        buffer.version = WeightVersion(1)
+        for group in begin_all(buffer):
+            finish(buffer, group, 1)
+        assert buffer.choose() is None
+        assert buffer.num_finished >= num_groups
+        costs.append(count_bytecodes(buffer.choose))
+    assert costs[0] == costs[1] > 0, "a wake-up looks at the groups that are finished"
 
 
 @given(

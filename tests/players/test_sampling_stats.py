@@ -22,6 +22,8 @@ def test_shares_and_means_are_of_what_was_noted() -> None:
     assert metrics == {
         "staleness/dropped": 8.0,
         "rollout/lost": 12.0,
+        "reward/errors": 0.0,
+        "reward/failed_share": 0.0,
         "sampling/samples": 8.0,
         "sampling/kept_share": 0.5,
         "sampling/reward_mean": pytest.approx(0.75),
@@ -34,6 +36,8 @@ def test_without_dynamic_sampling_and_without_a_group() -> None:
         "rollout/tokens_per_second",
         "staleness/dropped",
         "rollout/lost",
+        "reward/errors",
+        "reward/failed_share",
     }
     empty = SamplingStats().metrics(RolloutConfig(dynamic_sampling=True))
     assert empty["sampling/kept_share"] == 1.0 and empty["sampling/reward_mean"] == 0.0

@@ -1,6 +1,7 @@
 """The packed trainer and critic: whatever the layout, answers come in the order of the batch."""
 
 import asyncio
+import shutil
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.threads import at_once
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.types import Images, LogprobOptions, StepStats, TokenScores, TrainBatch
+from tests.support.checkpoint_folders import write_checkpoint
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ class EchoRanks:
         return StepStats(loss, 0.0, 0.0, num_tokens)
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
-        Path(folder).mkdir(parents=True)
+        write_checkpoint(folder)
         self.saved.append(folder)
 
     def finish_save(self) -> None:
@@ -96,7 +98,9 @@ def test_answers_come_back_in_order_and_no_weight_is_lost(
     assert scores.sum_squares_T is None
     squares_T = trainer.compute_logprobs(batch, LogprobOptions(sum_squares=True)).sum_squares_T
     assert squares_T is not None and torch.equal(squares_T, batch.token_ids_T / 2)
+    assert trainer.num_steps == 0
     assert trainer.train_step(batch).loss == pytest.approx(1.0)
+    assert trainer.num_steps == 1
 
 
 def test_rows_that_share_a_beginning_count_it_once_in_a_micro_batch() -> None:
@@ -195,7 +199,7 @@ class EchoCritics:
         return StepStats(0.0, 0.0, 0.0, num_tokens)
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
-        Path(folder).mkdir(parents=True)
+        write_checkpoint(folder)
 
     def finish_save(self) -> None: ...
 
@@ -222,7 +226,7 @@ def test_the_critic_gets_what_it_reads_and_a_checkpoint_counts_with_both_parts(
         "critic_000002",
         "step_000002",
     ]
-    folder.critic_checkpoint(2).rmdir()
+    shutil.rmtree(folder.critic_checkpoint(2))
     assert folder.newest_checkpoint() is None
 
 

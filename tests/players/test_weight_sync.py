@@ -9,6 +9,7 @@ import pytest
 from mcore_rl.config import CanaryConfig
 from mcore_rl.players import weight_sync
 from mcore_rl.players.canary import Canary, make_probe
+from mcore_rl.players.canary_tolerance import CanaryTolerance
 from mcore_rl.players.colocation import EngineMemory, SharedGpus
 from mcore_rl.players.weight_sync import EngineSync
 from mcore_rl.process.event_loop import EventLoop
@@ -36,8 +37,13 @@ class Stage:
         self.health = EngineHealth(self.urls)
         watched = self.loop.run
         gpus = SharedGpus(EngineMemory((), 1.0), watched)
-        canary = Canary(self.trainer, CanaryConfig(), "float32", 5.0, gpus.for_rollout)
-        self.weights = EngineSync(self.links, canary, self.health, self._look, watched, gpus)
+        tolerance = CanaryTolerance(CanaryConfig(), "float32")
+        canary = Canary(self.trainer, CanaryConfig(), tolerance, 5.0, gpus.for_rollout)
+        self.num_steps = 0
+        self.weights = EngineSync(
+            *(self.links, canary, self.health, self._look, watched, gpus),
+            count_steps=lambda: self.num_steps,
+        )
 
     async def _look(self) -> None:
         self.health.note(self.seen)
@@ -169,3 +175,46 @@ def test_an_engine_that_cannot_be_linked_is_left_out_with_its_reason(stage: Stag
     stage.kill_all(come_back=True)
     with pytest.raises(SyncError, match=rf"{first} cannot be linked; .*{second} cannot be linked"):
         stage.weights.sync(WeightVersion(1), PROBE)
+
+
+def test_optimizer_steps_that_leave_the_bytes_the_same_are_warned_of(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.weights.sync(FIRST, PROBE)
+    stage.trainer.weight = 0.75
+    stage.num_steps = 2
+    stage.weights.sync(WeightVersion(1), PROBE)
+    assert not caplog.records
+    stage.num_steps = 4
+    stage.weights.sync(WeightVersion(2), PROBE)
+    [record] = caplog.records
+    assert "version 2 brought engines bit for bit the weights that they had" in record.getMessage()
+    assert all(f"{url}: version 1" in record.getMessage() for url in stage.urls)
+
+
+def test_the_same_bytes_without_an_optimizer_step_are_right(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The critic warms up for two steps; then the policy moves, and its version is sent twice."""
+    shares = [
+        stage.weights.sync(WeightVersion(version), PROBE).get("sync/changed_share")
+        for version in range(3)
+    ]
+    assert shares == [None, 0.0, 0.0]
+    stage.trainer.weight = 0.75
+    stage.num_steps = 1
+    for _ in range(2):
+        stage.weights.sync(WeightVersion(3), PROBE)
+    assert not caplog.records
+
+
+def test_steps_count_from_the_version_that_the_engine_took_last(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights stay as they are over a step and a later sync without one: one warning, not two."""
+    stage.weights.sync(FIRST, PROBE)
+    stage.num_steps = 1
+    stage.weights.sync(WeightVersion(1), PROBE)
+    assert len(caplog.records) == 1
+    stage.weights.sync(WeightVersion(2), PROBE)
+    assert len(caplog.records) == 1

@@ -7,8 +7,8 @@ import pytest
 
 from mcore_rl.agents.turn_tree import rows_of
 from mcore_rl.config import Config
-from mcore_rl.run.agent import run_agent, shown
-from mcore_rl.types import EpisodeRecord, Prompt, TurnRecord
+from mcore_rl.run.agent import refuse_broken_environment, run_agent, shown
+from mcore_rl.types import EpisodeRecord, Prompt, Sample, TurnRecord
 from tests.support.turn_trees import random_tree, sample_of
 
 PROMPT = Prompt(3, (1,), (), "sums", "93")
@@ -41,6 +41,29 @@ def test_an_episode_is_shown_turn_by_turn() -> None:
         "=== deadline (after 3 s): reward 1, 2 answers, 7 sampled tokens, 1 rows;"
         " ground truth '93' ===",
     ]
+
+
+def ended(*ends: str) -> list[Sample]:
+    """Return a sample of an episode for each of these ends, told apart by its detail."""
+    tree = random_tree(random.Random(0), 1)
+    episodes = [
+        EpisodeRecord(rows_of(tree), (), end, 0.0, f"why {i}") for i, end in enumerate(ends)
+    ]
+    return [replace(sample_of(tree, PROMPT, 0), episode=episode) for episode in episodes]
+
+
+def test_an_environment_that_always_fails_ends_the_command_with_its_reasons() -> None:
+    message = (
+        r"^agents\.environment=sums\.py:Sums: all 2 episodes ended in env_error, so nothing was"
+        r" learned of the policy: why 0; why 1$"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        refuse_broken_environment(ended("env_error", "env_error"), "sums.py:Sums")
+
+
+@pytest.mark.parametrize("ends", [(), ("done",), ("env_error", "done"), ("deadline", "max_turns")])
+def test_an_environment_that_works_once_is_shown(ends: tuple[str, ...]) -> None:
+    refuse_broken_environment(ended(*ends), "sums.py:Sums")
 
 
 def test_a_recipe_without_an_environment_is_refused() -> None:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.data.source import ShuffledStream
+from mcore_rl.players.canary_tolerance import EngineDifference
 from mcore_rl.players.colocation import EngineMemory, SharedGpus, SharingCritic
 from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.players.trainer import PackedCritic
 from mcore_rl.run.parts import (
     finish,
     load_models,
+    make_canary_tolerance,
     make_critic,
     make_log,
     pack,
@@ -36,6 +38,7 @@ from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.flops import ModelFlops
+from tests.support.checkpoint_folders import write_checkpoint
 
 
 @dataclass
@@ -115,8 +118,8 @@ def test_the_end_completes_saves_and_exports_what_the_recipe_wants(
 ) -> None:
     folder, log = RunFolder(tmp_path, has_critic=True), Log()
     for step in (1, 2, 3):
-        folder.checkpoint(step).mkdir(parents=True)
-        folder.critic_checkpoint(step).mkdir()
+        write_checkpoint(folder.checkpoint(step))
+        write_checkpoint(folder.critic_checkpoint(step))
     config = Config(checkpoint=CheckpointConfig(keep=1, export_hf=export))
     finish(config, start(log, {}), folder)
     exports = [("critic", str(folder.critic_export)), ("trainer", str(folder.export))]
@@ -138,11 +141,16 @@ def test_trainer_and_critic_are_packed_by_their_own_layouts(tmp_path: Path) -> N
     trainer = pack(config, policy, started.trainer, folder, temperature=0.5)
     assert trainer._packing.dp_size == 3 and trainer._packing.max_tokens == 100
     assert trainer._speed == TrainSpeed(ModelFlops.of(policy), num_ranks=3, peak_flops=1e15)
-    apart = make_critic(config, started, folder)
+    apart = make_critic(config, policy, started, folder)
     assert isinstance(apart, PackedCritic) and apart._packing.dp_size == 1
+    flops = apart._packing.flops
+    assert trainer._packing.flops == ModelFlops.of(policy) and flops is not None
+    vocabulary = 2.0 * 2048 * (151936 - 1)
+    assert flops == replace(ModelFlops.of(policy), per_token=flops.per_token)
+    assert ModelFlops.of(policy).per_token - flops.per_token == vocabulary, "the value head"
     config.critic = CriticConfig(colocated=True)
-    assert isinstance(make_critic(config, started, folder), SharingCritic)
-    assert make_critic(config, start(Log(), {}, with_critic=False), folder) is None
+    assert isinstance(make_critic(config, policy, started, folder), SharingCritic)
+    assert make_critic(config, policy, start(Log(), {}, with_critic=False), folder) is None
 
 
 def test_a_recipe_without_a_teacher_has_none() -> None:
@@ -166,3 +174,14 @@ def test_rows_after_the_step_to_continue_from_are_dropped(tmp_path: Path) -> Non
         log.log(3, {"reward/mean": 0.7})
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.1), (2, 0.2), (3, 0.7)]
+
+
+def test_a_run_that_continues_knows_its_rounding_unless_the_recipe_changed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    config = Config()
+    first = make_canary_tolerance(config, folder)
+    for _ in range(8):
+        first.learn([EngineDifference(0.02, 0.02, 0.03, 500)])
+    assert make_canary_tolerance(config, folder).limits == first.limits != {}
+    config.rollout.tp = 2
+    assert make_canary_tolerance(config, folder).limits == {}

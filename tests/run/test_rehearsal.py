@@ -117,6 +117,15 @@ def test_options_beside_it_are_kept_or_told(
     ]
 
 
+def test_a_random_judge_that_gives_no_verdict_ends_no_rehearsal(tmp_path: Path) -> None:
+    overrides = [f"run.dir={tmp_path / 'run'}", "reward.parts=[score,judge]"]
+    overrides += ["reward.weights=[1.0,0.5]", "judge.path=/judge"]
+    reward = rehearse(load_recipe("qwen3_30b_a3b_grpo_8", overrides)).reward
+    assert (reward.on_error, reward.error_value, reward.max_failed_share) == ("value", 0.0, 1.0)
+    plain = rehearse(load_recipe("qwen3_30b_a3b_grpo_8", overrides[:1])).reward
+    assert (plain.on_error, plain.max_failed_share) == ("leave_out", 0.25)
+
+
 def test_steps_and_restarts_can_be_asked_for(tmp_path: Path) -> None:
     large = load_recipe("qwen3_30b_a3b_grpo_8", [f"run.dir={tmp_path / 'run'}", "run.steps=3"])
     assert large.run.resume
@@ -129,7 +138,7 @@ def test_steps_and_restarts_can_be_asked_for(tmp_path: Path) -> None:
 def test_rewards_differ_and_the_learning_rate_moves_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The recipe's own function is called with its parts, and its failures count."""
+    """The recipe's own function is called with its parts, and its failures are left out."""
     function = tmp_path / "mine.py"
     function.write_text(
         "def reward(*, data_source, solution_str, ground_truth, extra_info):\n"
@@ -148,12 +157,11 @@ def test_rewards_differ_and_the_learning_rate_moves_weights(
     ]
     with Scorer(small.reward, 16) as scorer:
         scores = scorer(samples)
-        assert scorer(samples) == scores
-    parts = zip(scores.parts["right"], scores.parts["form"], strict=True)
-    assert scores.rewards_N == pytest.approx([right + 0.5 * form for right, form in parts])
-    assert len(set(scores.rewards_N)) == 4
-    assert all(4.0 <= reward < 5.5 for reward in scores.rewards_N[:3])
-    assert 0 <= scores.rewards_N[3] < 1.5
+        assert scorer(samples).outcomes() == scores.outcomes()
+    parts = zip(scores.parts["right"][:3], scores.parts["form"][:3], strict=True)
+    assert scores.outcomes() == pytest.approx([right + 0.5 * form for right, form in parts])
+    assert len(set(scores.outcomes())) == 3 and not scores.has_outcome_N[3]
+    assert all(4.0 <= reward < 5.5 for reward in scores.outcomes())
     assert scores.errors == ["", "", "", "ValueError: no"]
 
 

@@ -1,10 +1,12 @@
 """Checkpoints that `mcore-rl serve` takes, and those that it refuses."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from mcore_rl.cli import main
 from mcore_rl.run.serving import find_model, serving_keys
 
 
@@ -20,6 +22,19 @@ def test_a_huggingface_directory_is_served_as_it_is(tmp_path: Path) -> None:
         find_model(tmp_path, None, refuse)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert find_model(tmp_path, None, refuse) == tmp_path
+
+
+def test_serve_refuses_a_model_that_names_no_dtype(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads(Path("recipes/model/qwen3_30b_a3b/config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    log = tmp_path / "serve.log"
+    assert main(["serve", str(tmp_path), "--log", str(log)]) == 2
+    assert "--dtype=auto: " in capsys.readouterr().err
+    assert not log.exists()
 
 
 def test_a_megatron_checkpoint_is_merged_once(tmp_path: Path) -> None:

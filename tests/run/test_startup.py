@@ -141,7 +141,7 @@ def test_groups_with_gpus_of_their_own_start_at_once(stage: Stage) -> None:
     config = make_config(
         run=RunConfig(steps=10),
         train=TrainConfig(epochs=2, mini_batches=4),
-        critic=CriticConfig(epochs=3),
+        critic=CriticConfig(epochs=3, warmup_steps=2),
         algorithm=GAE,
     )
     loss = make_policy_loss(config.algorithm)
@@ -152,7 +152,7 @@ def test_groups_with_gpus_of_their_own_start_at_once(stage: Stage) -> None:
     ]
     assert started.critic is stage.critic
     assert stage.trainer.specs[0].loss is loss
-    assert [ranks.specs[0].total_steps for ranks in (stage.trainer, stage.critic)] == [80, 30]
+    assert [ranks.specs[0].total_steps for ranks in (stage.trainer, stage.critic)] == [64, 30]
     assert stage.engines.given_gpus == [] and stage.critic.given_gpus == []
 
 

@@ -2,14 +2,15 @@
 
     megatron-core   TransformerConfig, MLATransformerConfig, ModelParallelConfig, OptimizerConfig,
                     DistributedDataParallelConfig: annotated class attributes
-    SGLang          arg_groups/fields/*.py: attributes annotated A[type, Arg(help=..., ...)]
+    SGLang          arg_groups/fields/*.py: attributes annotated A[type, Arg(help=..., ...)];
+                    server_args.py: arguments for fields whose choices are computed
 
 An import of megatron-core or SGLang takes seconds; parsing the few files takes milliseconds.
 """
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,6 +74,7 @@ DDP = UpstreamClass(
 )
 SERVER = UpstreamClass("ServerArgs", "sglang", ("srt/arg_groups/fields",))
 _SERVER_CHOICES = "srt/arg_groups/choices.py"
+_SERVER_ARGUMENTS = "srt/server_args.py"
 
 
 @cache
@@ -91,12 +93,16 @@ def read_fields(upstream: UpstreamClass) -> Mapping[str, UpstreamField]:
     paths = [root / file for file in upstream.files]
     modules = [module for path in paths for module in _modules(path)]
     lists = _lists_of(root / _SERVER_CHOICES) if upstream is SERVER else {}
+    arguments = _arguments_of(root / _SERVER_ARGUMENTS) if upstream is SERVER else {}
     fields = {
         field.name: field
         for module in modules
         for node in _classes_of(module, upstream.classes)
         for field in _fields_of(node, lists)
     }
+    for name, cli_name in arguments.items():
+        if name in fields:
+            fields[name] = replace(fields[name], cli_name=cli_name, has_cli=True)
     if not fields:
         raise ValueError(
             f"{upstream.name} is not declared in {', '.join(map(str, paths))}: this version of"
@@ -190,6 +196,25 @@ def _lists_of(module: Path) -> dict[str, tuple[object, ...]]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
+
+
+def _arguments_of(module: Path) -> dict[str, str]:
+    """Return field -> argument for those that a module adds one by one.
+
+    They are marked no_cli, as it computes their choices: `parser.add_argument("--sampling-backend",
+    default=_declared_default("sampling_backend"), ...)`. Deprecated spellings name no field.
+    """
+    if not module.is_file():
+        return {}
+    calls = [node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Call)]
+    found = {}
+    for call in calls:
+        if not isinstance(call.func, ast.Attribute) or call.func.attr != "add_argument":
+            continue
+        default = next((word.value for word in call.keywords if word.arg == "default"), None)
+        if isinstance(default, ast.Call) and ast.unparse(default.func) == "_declared_default":
+            found[_text(default.args[0])] = _text(call.args[0])
+    return found
 
 
 def _literal_list(node: ast.expr) -> tuple[object, ...]:

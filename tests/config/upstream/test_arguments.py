@@ -16,6 +16,7 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_dtype": "fp8_e4m3",
     "radix_eviction_policy_config": {"threshold": 4},
     "moe_dense_tp_size": 1,
+    "sampling_backend": "pytorch",
 }
 PARSE = """
 import json, sys

@@ -48,6 +48,12 @@ ServerArgs.add_cli_args(parser)
 known = {option for action in parser._actions for option in action.option_strings}
 for field in record_fields(ServerArgs):
     print(field.name, file=sys.stderr)
+current = {
+    action.dest
+    for action in parser._actions
+    if "Deprecated" not in f"{type(action).__name__} {action.help}"
+}
+print(*sorted(current))
 print(*sorted(known))
 """
 
@@ -59,10 +65,13 @@ def test_fields_are_those_of_sglangs_server() -> None:
     fields = read_fields(SERVER)
     assert public(set(run.stderr.split())) >= set(fields)
     assert {name for name in run.stderr.split() if name in fields} == set(fields)
-    options = set(run.stdout.splitlines()[-1].split())
+    *_, current, known = run.stdout.splitlines()
+    options = set(known.split())
     with_cli = {field.cli_name for field in fields.values() if field.has_cli}
     assert len(with_cli) > 400
     assert not with_cli - options
+    without_cli = {field.name for field in fields.values() if not field.has_cli}
+    assert not without_cli & set(current.split())
 
 
 def test_reading_takes_no_import_and_little_time() -> None:

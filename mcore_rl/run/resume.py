@@ -1,0 +1,86 @@
+"""Chooses the checkpoint to continue from: the newest, or by newest_whole the newest intact one."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from mcore_rl.process.file_list import MANIFEST, find_fault
+from mcore_rl.run_folder import DAMAGED, RunFolder
+from mcore_rl.slices.hf.checksums import ByteSpan, read_manifest
+from mcore_rl.slices.megatron_files.integrity import find_damage
+
+NEWEST_WHOLE = "newest_whole"
+MAX_THREADS = 8
+SHARE_BYTES = 64 << 20
+"""Bytes of a file that a thread reads in one go."""
+
+
+def choose_checkpoint(folder: RunFolder, newest: Path | None, how: bool | str) -> Path | None:
+    """Return the checkpoint to continue from, `newest` unless `how` is NEWEST_WHOLE.
+
+    Then checkpoints are read from the newest on, until one agrees with its checksums. Damaged ones
+    that are newer are renamed, printed with what is wrong, and count no longer. Raises ValueError
+    with the damage of each if none is whole.
+    """
+    if newest is None or how != NEWEST_WHOLE:
+        return newest
+    damaged: dict[int, str] = {}
+    for step in reversed(folder.complete_steps()):
+        faults = filter(None, map(find_damaged_file, folder.parts_of(step)))
+        damaged[step] = next(faults, "")
+        if not damaged[step]:
+            return _move_newer(folder, damaged)
+    raise ValueError(
+        f"run.resume={NEWEST_WHOLE}: no checkpoint in {folder.checkpoints} is whole:"
+        f" {'; '.join(damaged.values())}. run.resume=false moves them aside and starts over"
+    )
+
+
+def find_damaged_file(folder: Path) -> str:
+    """Return what is wrong with a checkpoint's folder, with the file; "" if it is whole.
+
+    Every byte is read once, by up to MAX_THREADS threads of 4 MiB each. A checkpoint without
+    checksums cannot prove that it is whole.
+    """
+    fault = find_fault(folder)
+    if fault:
+        return fault
+    try:
+        sums = read_manifest(folder)
+    except ValueError as error:
+        return str(error)
+    if sums is None:
+        return f"{folder} has no {MANIFEST}, so nothing proves that it is whole"
+    shares = [(name, share) for name, entry in sums.items() for share in _shares(entry.spans)]
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+        found = threads.map(lambda share: find_damage(folder, *share), shares)
+        for (name, _), span in zip(shares, found, strict=True):
+            if span is not None:
+                where = f"bytes {span.start} to {span.stop}"
+                return f"{folder / name}: {where} do not agree with {MANIFEST}"
+    return ""
+
+
+def _shares(spans: tuple[ByteSpan, ...]) -> Iterator[list[ByteSpan]]:
+    """Yield the spans of a file in shares of about SHARE_BYTES."""
+    share: list[ByteSpan] = []
+    for span in spans:
+        share.append(span)
+        if span.stop - share[0].start >= SHARE_BYTES:
+            yield share
+            share = []
+    if share:
+        yield share
+
+
+def _move_newer(folder: RunFolder, damaged: dict[int, str]) -> Path:
+    """Move all checkpoints but the last of `damaged` aside, print why, and return the last."""
+    *newer, whole = damaged
+    for step in newer:
+        folder.move_damaged(step)
+        print(
+            f"{damaged[step]}: the checkpoint of step {step} is damaged and now ends in {DAMAGED};"
+            f" the run continues from step {whole}"
+        )
+    return folder.checkpoint(whole)
