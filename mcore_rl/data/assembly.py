@@ -95,9 +95,9 @@ def _of_parts(batch: StoredBatch, choose: OwnTokens) -> tuple[list[Tensor], Tens
 def _made(batch: StoredBatch, values: dict[str, Tensor]) -> TrainBatch:
     """Return the batch with these fields, and those that are numbers per sample."""
     lens = torch.tensor(batch.lens_N)
-    trained_N = torch.from_numpy(batch.is_trained_N)
+    trained_N = torch.tensor(batch.is_trained_N)
     if batch.loss_mask_T is None:
-        sampled_lens = torch.from_numpy(batch.sampled_lens_N)
+        sampled_lens = torch.tensor(batch.sampled_lens_N)
         part_lens = torch.stack([lens - sampled_lens, sampled_lens], 1).flatten()
         mask_T = torch.stack([torch.zeros_like(trained_N), trained_N], 1).flatten()
         mask_T = mask_T.repeat_interleave(part_lens)
@@ -108,11 +108,11 @@ def _made(batch: StoredBatch, values: dict[str, Tensor]) -> TrainBatch:
         ("advantages_T", batch.advantages_N),
     ):
         if values_N is not None:
-            spread_T = torch.from_numpy(values_N).repeat_interleave(lens)
+            spread_T = torch.tensor(values_N).repeat_interleave(lens)
             values[field] = spread_T.masked_fill(~mask_T, 0.0)
     sample_N = None if batch.sample_N is None else tuple(batch.sample_N.tolist())
     made = TrainBatch(values.pop("token_ids_T"), mask_T, batch.lens_N, sample_N=sample_N)
-    return replace(made, **values)
+    return replace(made, sums_from=batch.sums_from, **values)
 
 
 def _slices(parts: Sequence[int]) -> list[slice]:

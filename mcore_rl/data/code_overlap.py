@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.data.rows import Row, load_rows, required
+from mcore_rl.data.rows import Row, ground_truth_of, load_rows, mapping_of, messages_of
 
 RUN_LEN = 13
 """Words in a row that two statements share; shorter statements are compared as a whole."""
@@ -62,9 +62,9 @@ def find_overlaps(
 
 
 def _keys(row: Row, where: str) -> Mapping[str, set[str]]:
-    messages = required(row, "prompt", where)
+    messages = messages_of(row, where)
     statement = " ".join(str(message["content"]) for message in messages)
-    truth = required(required(row, "reward_model", where), "ground_truth", where)
+    truth = ground_truth_of(row, where)
     return {"words": runs_of(statement), "tests": tests_of(truth)}
 
 
@@ -90,5 +90,5 @@ def _plain(value: Any) -> Any:
 
 
 def _name(where: str, row: Row) -> str:
-    name = (row.get("extra_info") or {}).get("name")
+    name = mapping_of(row, "extra_info", where).get("name")
     return f"{where} ({name})" if name else where

@@ -8,8 +8,6 @@ import numpy as np
 
 from mcore_rl.types import Array, EpisodeRecord, Prompt, Row, Sample, VersionSpan, WeightVersion
 
-CUT_OFF = ("length", "max_tokens", "max_turns", "deadline")
-"""Why responses and episodes end before the policy ends them."""
 TOKEN_IDS = "token_ids"
 ROLLOUT_LOGPROBS = "rollout_logprobs"
 LOSS_MASK = "loss_mask"

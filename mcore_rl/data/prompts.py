@@ -6,7 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from mcore_rl.data.images.prompts import ImagePrompts
-from mcore_rl.data.rows import Row, load_rows, messages_of, refuse_images, required
+from mcore_rl.data.rows import (
+    Row,
+    ground_truth_of,
+    load_rows,
+    mapping_of,
+    messages_of,
+    refuse_images,
+    required,
+)
 from mcore_rl.data.tokenization import Tokenization, Tokenizer
 from mcore_rl.types import Prompt
 
@@ -91,12 +99,12 @@ def make_prompt(
     where: str,
     row: Row,
 ) -> Prompt:
-    """Return the prompt of a row. Raises ValueError if it lacks a column."""
+    """Return the prompt of a row. Raises ValueError if a column is absent or odd."""
     return Prompt(
         index=index,
         token_ids=token_ids,
         messages=messages,
         data_source=required(row, "data_source", where),
-        ground_truth=required(required(row, "reward_model", where), "ground_truth", where),
-        extra_info=row.get("extra_info") or {},
+        ground_truth=ground_truth_of(row, where),
+        extra_info=mapping_of(row, "extra_info", where),
     )

@@ -3,7 +3,10 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pyarrow as pa  # starts a thread: collectors import this module, too
 
 Row = Mapping[str, Any]
 
@@ -24,12 +27,26 @@ def load_rows(files: Sequence[str]) -> Iterator[tuple[str, Row]]:
         if path.suffix == ".parquet":
             import pyarrow.parquet as pq  # starts a thread: collectors import this module, too
 
-            for i, row in enumerate(pq.read_table(path).to_pylist()):
+            for i, row in enumerate(python_rows(pq.read_table(path), name)):
                 yield f"{name} row {i}", row
         elif path.suffix == ".jsonl":
             yield from jsonl_rows(path)
         else:
             raise ValueError(f"data file {name}: expected .parquet or .jsonl")
+
+
+def python_rows(table: "pa.Table", name: str) -> list[Row]:
+    """Return the rows of a table of a parquet file; columns of maps become mappings.
+
+    Raises ValueError naming the file if a map has a key twice.
+    """
+    try:
+        return table.to_pylist(maps_as_pydicts="strict")
+    except KeyError as error:
+        raise ValueError(
+            f"data file {name}: a map in it has a key twice ({error}); write a struct, or each key"
+            " once"
+        ) from None
 
 
 def jsonl_rows(path: Path) -> Iterator[tuple[str, Row]]:
@@ -73,6 +90,37 @@ def required(row: Row, name: str, where: str) -> Any:
     if row.get(name) is None:
         raise ValueError(f"{where} lacks `{name}`; it has {', '.join(sorted(row))}")
     return row[name]
+
+
+def mapping_of(row: Row, name: str, where: str) -> Row:
+    """Return the mapping in a column, which may be written as the JSON text of one; {} for none.
+
+    Raises ValueError that names place, column and remedy for anything else.
+    """
+    value = row.get(name)
+    if isinstance(value, Mapping):
+        return value
+    if value is None or value in ("", []):
+        return {}
+    if isinstance(value, str):
+        try:
+            parsed = json.loads(value)
+        except json.JSONDecodeError:
+            parsed = None
+        if isinstance(parsed, dict):
+            return parsed
+    example = '{"ground_truth": "72"}' if name == "reward_model" else '{"name": "value"}'
+    raise ValueError(
+        f"{where}: `{name}` is the {type(value).__name__} {value!r:.100}, not a mapping: write an"
+        f" object (in parquet a struct or a map) such as {example}, or its JSON text"
+    )
+
+
+def ground_truth_of(row: Row, where: str) -> Any:
+    """Return `reward_model.ground_truth`. Raises ValueError if a row has none."""
+    required(row, "reward_model", where)
+    truth = mapping_of(row, "reward_model", where)
+    return required(truth, "ground_truth", f"{where}: `reward_model`")
 
 
 def messages_of(row: Row, where: str, column: str = "prompt") -> tuple[dict[str, Any], ...]:

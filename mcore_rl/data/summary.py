@@ -4,30 +4,35 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
-from mcore_rl.data.episodes import CUT_OFF, metrics_of
+from mcore_rl.data.episodes import metrics_of
 from mcore_rl.scores import Scores
-from mcore_rl.types import AnySample, Sample, StepStats, StoredSample
+from mcore_rl.types import CUT_OFF, AnySample, Sample, StepStats, StoredSample
 
 
 def summarize_samples(
-    samples: Sequence[AnySample], scores: Scores, seconds: float
+    samples: Sequence[AnySample], scores: Scores, seconds: float, role_part: str = ""
 ) -> dict[str, float]:
-    """Return rewards, lengths (tokens) and generation speed of one rollout that took `seconds`."""
+    """Return rewards, lengths (tokens) and generation speed of one rollout that took `seconds`.
+
+    The samples have outcomes; `role_part` says which of a group are compared, see Scores.differ.
+    """
     rewards_N = scores.rewards_N
     lens_N = [sample.response_len for sample in samples]
-    groups: dict[int, set[float]] = {}
-    for sample, reward in zip(samples, rewards_N, strict=True):
-        groups.setdefault(sample.prompt.index, set()).add(reward)
+    groups: dict[int, list[int]] = {}
+    for i, sample in enumerate(samples):
+        groups.setdefault(sample.prompt.index, []).append(i)
     return {
         "reward/mean": fmean(rewards_N),
         "reward/std": pstdev(rewards_N),
-        "reward/groups_without_signal": fmean(len(rewards) == 1 for rewards in groups.values()),
+        "reward/groups_without_signal": fmean(
+            not scores.differ(group, role_part) for group in groups.values()
+        ),
         "rollout/samples": float(len(samples)),
         "rollout/response_len": fmean(lens_N),
         "rollout/response_len_max": float(max(lens_N)),
         "rollout/truncated_share": fmean(sample.finish_reason in CUT_OFF for sample in samples),
         "rollout/tokens_per_second": sum(lens_N) / seconds,
-        **scores.metrics(),
+        **scores.means(),
         **summarize_episodes(samples),
     }
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -10,10 +11,12 @@ from megatron.core import parallel_state as ps
 from torch import Tensor
 
 from mcore_rl.algo.diagnostics import attribute_diff
-from mcore_rl.algo.sequences import SequenceSum, sequence_sum
+from mcore_rl.algo.sample_sums import add_up_samples, known_sums
+from mcore_rl.algo.sequences import SequenceSum, samples_of_tokens, sequence_sum
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.tower_flops import TowerFlops
 from mcore_rl.train.chunk_run import RoutingRecord
+from mcore_rl.train.finite import check_finite
 from mcore_rl.train.gather import gather_tokens
 from mcore_rl.train.logprobs import (
     VocabParallelSoftmax,
@@ -77,6 +80,8 @@ class Actor(TrainedModel):
             return None
         nums_tokens = [len(microbatch.token_ids_T) for microbatch in microbatches]
         scores = _token_scores(batches, nums_tokens, reports, records)
+        whose = "the reference's log-probs" if options.reference else "the trainer's log-probs"
+        check_finite(whose, [score.logprobs_T for score in scores])
         return scores if rank_coordinate().owns_output else None
 
     def train_step(
@@ -96,22 +101,62 @@ class Actor(TrainedModel):
         """
 
         softmax = self._softmax(temperature)
-
-        def output(batch: RankBatch, logits_RV: Tensor) -> tuple[Tensor, Report]:
-            logprobs_T, entropy_T = _logprobs_and_entropy(batch, logits_RV, softmax)
-            loss_T, metrics_T = loss_fn(logprobs_T, entropy_T, batch.batch, _sequence_sum(batch))
-            assert batch.batch.loss_weights_T is not None
-            loss = (loss_T * batch.batch.loss_weights_T).sum()
-            sums = token_sums(loss, metrics_T, batch.batch.loss_mask_T, batch.num_tokens)
-            return loss * num_tokens, {"sums": sums, "logprobs": logprobs_T.detach()}
-
         replay = self._train.router_replay != "none"
         if replay and not all(batch.names_experts for batch in microbatches):
             raise ValueError(
                 f"train.router_replay={self._train.router_replay}, but a micro-batch has no routed"
                 " experts: set train.router_replay=none"
             )
-        return self._optimizer_step(microbatches, output, num_tokens, replay=replay)
+        batches = self._rank_batches(microbatches)
+        totals = self._sums_over_samples(batches, loss_fn, softmax, replay=replay)
+
+        def output(batch: RankBatch, logits_RV: Tensor) -> tuple[Tensor, Report]:
+            logprobs_T, entropy_T = _logprobs_and_entropy(batch, logits_RV, softmax)
+            sums = _sequence_sum(batch, totals)
+            loss_T, metrics_T = loss_fn(logprobs_T, entropy_T, batch.batch, sums)
+            assert batch.batch.loss_weights_T is not None
+            loss = (loss_T * batch.batch.loss_weights_T).sum()
+            sums = token_sums(loss, metrics_T, batch.batch.loss_mask_T, batch.num_tokens)
+            return loss * num_tokens, {"sums": sums, "logprobs": logprobs_T.detach()}
+
+        return self._optimizer_step(batches, output, num_tokens, replay=replay)
+
+    def _sums_over_samples(
+        self,
+        batches: Sequence[RankBatch],
+        loss_fn: TokenLoss,
+        softmax: VocabParallelSoftmax,
+        *,
+        replay: bool,
+    ) -> list[Tensor] | None:
+        """Return the sums that the loss takes over samples, as add_up_samples does; a collective.
+
+        None if the loss can take them from each micro-batch. Stages before the last have none.
+        """
+        source = batches[0].batch.sums_from
+        if batches[0].batch.sample_N is None or source == "rows":
+            return None
+        current = source == "current"
+        scores = self._scores(batches, softmax, replay=replay) if current else []
+        if not on_last_stage():
+            return []
+        fields = [fields_on_device(batch.batch) for batch in batches]
+        logprobs = scores or [cast(Tensor, of_batch.old_logprobs_T) for of_batch in fields]
+        return _add_up(fields, logprobs, loss_fn)
+
+    def _scores(
+        self, batches: Sequence[RankBatch], softmax: VocabParallelSoftmax, *, replay: bool
+    ) -> list[Tensor]:
+        """Return the current log-probs of each micro-batch's local tokens on the last stage."""
+
+        def output(batch: RankBatch, logits_TV: Tensor) -> tuple[Tensor, Report]:
+            logprobs_T, _ = vocab_parallel_scores(
+                logits_TV, batch.labels_T, softmax, sum_squares=False
+            )
+            return logits_TV.new_zeros(()), {"logprobs": logprobs_T}
+
+        reports, _ = self._run(batches, output, forward_only=True, replay=replay)
+        return [report["logprobs"] for report in reports]
 
     def snapshot_reference(self) -> None:
         """Keep a copy of the current weights in host memory as the reference policy."""
@@ -213,7 +258,30 @@ def _experts(batch: RankBatch, num_tokens: int, experts_TLK: Tensor | None) -> T
     return (gathered_TLK - 1).to(torch.int16)
 
 
-def _sequence_sum(batch: RankBatch) -> SequenceSum:
+def _add_up(
+    fields: Sequence[TrainBatch], logprobs: Sequence[Tensor], loss_fn: TokenLoss
+) -> list[Tensor]:
+    """Return the sums over samples of losses with these log-probs; collective on the last stage.
+
+    fields, logprobs   of each micro-batch's local tokens, on the device
+    """
+    group = ps.get_data_parallel_group(with_context_parallel=True)
+    samples = [samples_of_tokens(batch) for batch in fields]
+    num_samples = max(int(sample_T.amax()) for sample_T in samples) + 1
+    most = torch.tensor(num_samples, device=logprobs[0].device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    parts = [
+        (partial(loss_fn, logprobs_T, torch.zeros_like(logprobs_T), batch), sample_T)
+        for batch, logprobs_T, sample_T in zip(fields, logprobs, samples, strict=True)
+    ]
+    reduce = partial(dist.all_reduce, group=group)
+    return add_up_samples(parts, int(most), logprobs[0].device, reduce)
+
+
+def _sequence_sum(batch: RankBatch, totals: Sequence[Tensor] | None) -> SequenceSum:
+    """Return the sums of a micro-batch on the device; `totals` as of `_sums_over_samples`."""
+    if totals is not None:
+        return known_sums(totals, samples_of_tokens(batch.batch))
     group = ps.get_context_parallel_group()
     reduce = partial(dist.all_reduce, group=group) if group.size() > 1 else None
     return sequence_sum(batch.batch.lens_N, batch.tokens_T.device, reduce)

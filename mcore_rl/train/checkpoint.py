@@ -19,6 +19,7 @@ from megatron.core.utils import unwrap_model
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.device import device
+from mcore_rl.device.rng import default_generators
 from mcore_rl.train.checkpoint_check import check_checkpoint, only_safe_pickles
 from mcore_rl.train.checkpoint_save import Save, start_save
 from mcore_rl.train.optimizer_state import READABLE, Readable
@@ -125,7 +126,7 @@ class Checkpointer:
             else:  # a model alone, as mcore-rl-ckpt from-hf writes it
                 state.optimizer.reload_model_params()
         if same_layout:
-            set_rng_state(loaded["rng"])
+            set_rng_state(loaded["rng"], default_generators())
         return loaded["step"], loaded["extra"]
 
 
@@ -158,7 +159,8 @@ def _sharded_state(
 
 
 def _rng_object() -> ShardedObject:
-    return ShardedObject("rng", rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
+    state = rng_state(default_generators())
+    return ShardedObject("rng", state, (dist.get_world_size(),), (dist.get_rank(),))
 
 
 def _layout(parallel: ParallelConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import io
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.slices.hf.checksums import MANIFEST, ByteSpan, read_manifest
+from mcore_rl.slices.megatron_files.bounded import check_archive, check_bounded
 from mcore_rl.slices.megatron_files.integrity import (
+    REMEDY,
     check_sizes,
     find_damage,
     spans_of_rank,
@@ -47,6 +49,7 @@ def check_checkpoint(folder: Path, *, verify: bool) -> None:
     """
     if verify:
         _on_all_ranks(_check_sums, folder)
+    _on_all_ranks(_check_bounded, folder)
     _on_all_ranks(_check_pickles, folder)
 
 
@@ -84,6 +87,12 @@ def _on_all_ranks(check: Callable[[Path], None], folder: Path) -> None:
             raise ValueError(text)
 
 
+def _check_bounded(folder: Path) -> None:
+    """Refuse files that would take too much time or memory; one rank tries all pickles."""
+    if dist.get_rank() == 0:
+        check_bounded(folder)
+
+
 def _check_sums(folder: Path) -> None:
     """Compare this rank's share of the bytes with checksums.json."""
     sums = read_manifest(folder)
@@ -99,7 +108,7 @@ def _check_sums(folder: Path) -> None:
         if span is not None:
             raise ValueError(
                 f"{folder / name}: {_describe(folder, name, span)} does not agree with {MANIFEST}:"
-                " the file is damaged. Move this checkpoint away to resume from the one before it"
+                " the file is damaged. run.resume=newest_whole resumes from the checkpoint before"
             )
 
 
@@ -123,6 +132,7 @@ def _check_pickles(folder: Path) -> None:
     places = _read_places(folder)
     rank = dist.get_rank()
     if rank == 0:
+        _check_listed(folder, {place.file for place in places.values()})
         path = folder / COMMON
         _load_safely(path, str(path))
     objects = {
@@ -132,6 +142,14 @@ def _check_pickles(folder: Path) -> None:
     }
     for place in list(objects.values())[rank :: dist.get_world_size()]:
         _check_object(folder, place)
+
+
+def _check_listed(folder: Path, files: Collection[str]) -> None:
+    """Raise ValueError for a file that would be loaded although checksums.json lacks it."""
+    sums = read_manifest(folder)
+    unlisted = [] if sums is None else sorted({*files, COMMON, METADATA} - sums.keys())
+    if unlisted:
+        raise ValueError(f"{folder / unlisted[0]} is not in {MANIFEST}: {REMEDY}")
 
 
 def _read_places(folder: Path) -> Mapping[Any, Place]:
@@ -159,6 +177,11 @@ def _check_object(folder: Path, place: Place) -> None:
 def _load_safely(file: Path | io.BytesIO, where: str) -> Any:
     """Load a file of torch.save by the restricted unpickler. Raises ValueError with `where`."""
     try:
+        if isinstance(file, Path):
+            check_archive(file, file.stat().st_size)
+        else:
+            check_archive(file, len(file.getbuffer()))
+            file.seek(0)
         with only_safe_pickles():
             return torch.load(file, map_location="cpu", weights_only=True)
     except READ_ERRORS as error:

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.families.value_head import with_value_head
 from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.train.finite import check_finite
 from mcore_rl.train.gather import gather_tokens
 from mcore_rl.train.packing import RankBatch
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
@@ -23,7 +25,8 @@ ValueLoss = Callable[[Tensor, TrainBatch], tuple[Tensor, Mapping[str, Tensor]]]
 class CriticModel(TrainedModel):
     """One rank's share of the critic and its optimizer.
 
-    The value at a token is the value of the state before it: of the tokens that precede it.
+    The value at a token is the value of the state before it: of the tokens that precede it; at a
+    sequence's first token it is that of the whole sequence.
     """
 
     def _built_config(self, stored: ModelFacts) -> HfConfig:
@@ -31,7 +34,7 @@ class CriticModel(TrainedModel):
         return with_value_head(stored.config)
 
     def compute_values(self, microbatches: Sequence[TrainBatch]) -> list[Tensor] | None:
-        """Return the float32 values of each micro-batch's tokens, 0 for a sequence's first token.
+        """Return the float32 values of each micro-batch's tokens; see TrainBatch.values_T.
 
         Only the owning rank returns them, the others None.
         """
@@ -43,12 +46,15 @@ class CriticModel(TrainedModel):
         reports, _ = self._run(batches, output, forward_only=True)
         if not on_last_stage():
             return None
+        pairs = zip(batches, microbatches, strict=True)
+        places = [_value_places(batch, microbatch.lens_N) for batch, microbatch in pairs]
         values = gather_tokens(
             [report["values"].float() for report in reports],
-            [batch.targets_T for batch in batches],
+            [places_T for places_T, _ in places],
             [len(microbatch.token_ids_T) for microbatch in microbatches],
-            [batch.twins_T for batch in batches],
+            [twins_T for _, twins_T in places],
         )
+        check_finite("the critic's values", values)
         return values if rank_coordinate().owns_output else None
 
     def train_step(
@@ -69,4 +75,23 @@ class CriticModel(TrainedModel):
                 "sums": token_sums(loss, metrics_T, mask_T, batch.num_tokens)
             }
 
-        return self._optimizer_step(microbatches, output, num_tokens)
+        return self._optimizer_step(self._rank_batches(microbatches), output, num_tokens)
+
+
+def _value_places(batch: RankBatch, lens_N: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+    """Return (the token that has the value after each local one, twins_T), as gather_tokens asks.
+
+    It is the token that follows, and after a sequence's last token its first one, in which no other
+    value would lie. Sequences that share their first tokens each have a value of their own there.
+
+        tokens              a b c | d e
+        value after them    b c a | e d
+    """
+    first_N = torch.tensor((0, *lens_N)).cumsum(0)[:-1]
+    is_last_T = (batch.sources_T >= 0) & (batch.targets_T < 0)
+    places_T = torch.where(is_last_T, first_N[batch.sequences_T], batch.targets_T)
+    if batch.twins_T is None:
+        return places_T, None
+    twins_T = batch.twins_T.clone()
+    twins_T[first_N] = first_N
+    return places_T, twins_T

@@ -243,7 +243,13 @@ def _fields_of_targets(batch: TrainBatch, targets_T: Tensor, lens_N: tuple[int, 
         for name, value in batch.token_fields().items()
         if value.dim() == 1
     }
-    return TrainBatch(lens_N=lens_N, is_filler=batch.is_filler, **values)
+    return TrainBatch(
+        lens_N=lens_N,
+        sample_N=batch.sample_N,
+        sums_from=batch.sums_from,
+        is_filler=batch.is_filler,
+        **values,
+    )
 
 
 def fields_on_device(batch: TrainBatch) -> TrainBatch:

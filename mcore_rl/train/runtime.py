@@ -11,9 +11,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.device import dist_backend, set_local_device, setup_device
+from mcore_rl.device.rng import default_generators
 from mcore_rl.process.meeting_store import make_meeting_store
 from mcore_rl.process.network import is_loopback, stay_on_loopback
 from mcore_rl.train.coordinate import RankCoordinate
+from mcore_rl.train.rng import seed_generators
 
 
 def init_distributed(
@@ -29,8 +31,9 @@ def init_distributed(
     """Join the other ranks and make the process groups of the layout `parallel`.
 
     The rank uses the GPU in `gpu_ids`; without, ranks take those of their node in turn. A process
-    that has joined before only gets new groups. Every collective raises after `timeout_s` on the
-    ranks that wait. Raises ValueError if the layout needs another number of ranks.
+    that has joined before only gets new groups. All generators are seeded from `seed`. Every
+    collective raises after `timeout_s` on the ranks that wait. Raises ValueError if the layout
+    needs another number of ranks.
     """
     if world_size != parallel.world_size:
         sizes = f"{parallel.tp} * {parallel.pp} * {parallel.cp} * {parallel.dp_size}"
@@ -50,7 +53,8 @@ def init_distributed(
         )
     assert dist.get_world_size() == world_size, (dist.get_world_size(), world_size)
     _make_groups(parallel, timeout_s)
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    seed_generators(default_generators(), seed + 100 * ps.get_pipeline_model_parallel_rank())
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)  # a GPU's generator and the tracker
     return rank_coordinate()
 
 

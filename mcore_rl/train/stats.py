@@ -45,7 +45,8 @@ def reduce_sums(
 ) -> tuple[float, dict[str, float]]:
     """Return (loss, metrics) of the step from the last stage's `token_sums`; a collective.
 
-    Metrics are means over the tokens of the loss mask, or maxima if named "*_max". `num_tokens` is
+    Metrics are means over the tokens of the loss mask, or maxima if named "*_max"; all are 0 if no
+    token is on the mask, as where every response of a step was cut off. `num_tokens` is
     the number by which the loss was scaled; it must equal the tokens of all ranks.
     """
     group = ps.get_data_parallel_group(with_context_parallel=True)
@@ -59,12 +60,15 @@ def reduce_sums(
         f"the step was scaled for {num_tokens} tokens, but its ranks had {counted:.0f}"
     )
     loss = total.pop("loss")
-    count = max(total.pop("num_masked"), 1.0)
+    num_masked = total.pop("num_masked")
+    count = max(num_masked, 1.0)
     metrics = {name: value / count for name, value in total.items()}
     if peaks:
         maxima = torch.stack([_column(reports, name).amax() for name in peaks])
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        metrics |= dict(zip(peaks, maxima.tolist(), strict=True))
+        # Without a token of the loss mask there is no maximum; a mean is 0 then, too.
+        found = maxima.tolist() if num_masked else [0.0] * len(peaks)
+        metrics |= dict(zip(peaks, found, strict=True))
     return loss, metrics
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from mcore_rl.process.disk import rename_whole
 from mcore_rl.slices.hf.checksums import (
     FileSums,
     read_manifest,
@@ -85,11 +86,13 @@ def make_empty(folder: Path) -> None:
 
 
 def commit_checkpoint(staging: Path, folder: Path) -> None:
-    """Write the checksums of a complete checkpoint and give its folder the final name."""
+    """Write the checksums of a complete checkpoint and give its folder the final name.
+
+    All of it is on the disk before. A checkpoint of the same step keeps its name until then.
+    """
     sums: dict[str, FileSums] = {}
     for path in sorted(staging.glob(f"*{FILE_MANIFEST}")):
         sums |= read_manifest(staging, path.name) or {}
         path.unlink()
     write_manifest(staging, sums | sum_small_files(staging, sums))
-    shutil.rmtree(folder, ignore_errors=True)
-    staging.rename(folder)
+    rename_whole(staging, folder)

@@ -193,7 +193,7 @@ class TrainedModel:
 
     def _optimizer_step(
         self,
-        microbatches: Sequence[TrainBatch],
+        batches: Sequence[RankBatch],
         output: OutputFn,
         num_tokens: int,
         *,
@@ -208,7 +208,7 @@ class TrainedModel:
         num_tokens   tokens of the whole step, over all data-parallel ranks
         replay       send tokens to the experts that the micro-batches name
         """
-        assert microbatches, "a step without micro-batches"
+        assert batches, "a step without micro-batches"
         forget_peak()
         self._checkpointer.maybe_finish()
         for chunk in self.chunks:
@@ -216,7 +216,6 @@ class TrainedModel:
         self.optimizer.zero_grad()
         rate = learning_rate(self._optimizer_config, self.step, self._total_steps)
         set_learning_rate(self.optimizer, rate)
-        batches = self._rank_batches(microbatches)
         reports, records = self._run(batches, output, forward_only=False, replay=replay)
         succeeded, grad_norm, _ = self.optimizer.step()
         assert succeeded, f"optimizer step {self.step} was skipped: gradient norm {grad_norm}"

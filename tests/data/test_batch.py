@@ -76,11 +76,13 @@ def test_every_sequence_is_in_one_step_of_each_epoch(
 
 
 def test_a_filler_has_two_tokens_and_no_weight() -> None:
-    batch = with_loss_weights(make_train_batch([make_sample((1, 2), (3,))]), "token_mean", 8)
+    """Also where the second token of the batch is trained, after a prompt of one."""
+    batch = with_loss_weights(make_train_batch([make_sample((1,), (2, 3))]), "token_mean", 8)
+    assert batch.loss_mask_T.tolist() == [False, True, True]
     filler = make_filler(batch)
     assert filler.lens_N == (2,) and filler.is_filler
     assert filler.token_ids_T.tolist() == [1, 2]
-    assert not filler.loss_mask_T.any()
+    assert filler.loss_mask_T.tolist() == [False, False]
     assert filler.loss_weights_T is not None and not filler.loss_weights_T.any()
 
 

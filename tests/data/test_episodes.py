@@ -1,6 +1,7 @@
 """Episodes in stores give the batches that they give when held here, in any cut into rows."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -171,6 +172,19 @@ def test_numbers_by_sample_reach_all_rows() -> None:
     assert isinstance(batch, StoredBatch) and batch.sample_N is not None
     values = by_sequence(batch, np.arange(len(rows), dtype=np.float32))
     assert values.tolist() == [float(n) for n, row in enumerate(rows) for _ in row.rows]
+
+
+def test_ranks_learn_which_rows_are_of_a_sample_and_where_sums_over_it_come_from() -> None:
+    stores, rows = stored(make_episodes(7), 1)
+    batch = make_batch(rows)
+    assert isinstance(batch, StoredBatch) and batch.sample_N is not None
+    order = list(reversed(range(len(batch.lens_N))))
+    ordered = in_parts(replace(batch, sums_from="old"), [order[:2], [], order[2:]])
+    first, filler, last = assemble_parts(ordered, stores.read)
+    numbers = [int(n) for n in reversed(batch.sample_N)]
+    assert first.sample_N == tuple(numbers[:2]) and last.sample_N == tuple(numbers[2:])
+    assert {part.sums_from for part in (first, filler, last)} == {"old"}
+    assert filler.is_filler and not filler.loss_mask_T.any() and filler.sample_N == (0,)
 
 
 def test_turn_rewards_lie_at_the_last_token_of_a_turn() -> None:

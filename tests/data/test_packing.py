@@ -4,7 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.data.packing import _first_fit, plan_microbatches, plan_shared_microbatches
+from mcore_rl.data.packing import (
+    _first_fit,
+    _pieces,
+    plan_microbatches,
+    plan_shared_microbatches,
+)
 from mcore_rl.data.shared_prefixes import Sharing
 
 
@@ -45,6 +50,91 @@ def test_as_many_bins_as_first_fit_decreasing_opens(lens_N: list[int]) -> None:
 def test_no_more_micro_batches_than_needed() -> None:
     plan = plan_microbatches([10] * 12, dp_size=2, max_tokens=30)
     assert [len(rank) for rank in plan] == [2, 2]
+
+
+def quadratic(num_tokens: int) -> float:
+    """n + n^2 / 10."""
+    return num_tokens + num_tokens**2 / 10
+
+
+def works_of(plan: list[list[list[int]]], lens_N: list[int]) -> list[list[float]]:
+    """Return the work of each micro-batch, by rank."""
+    return [[sum(quadratic(lens_N[i]) for i in part) for part in rank] for rank in plan]
+
+
+@given(
+    st.lists(st.integers(1, 64), min_size=1, max_size=80),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+)
+def test_work_is_balanced_within_the_tokens_of_a_micro_batch(
+    lens_N: list[int], dp_size: int, multiple_of: int
+) -> None:
+    plan = plan_microbatches(lens_N, dp_size, 64, multiple_of, quadratic)
+    assert sorted(i for rank in plan for part in rank for i in part) == list(range(len(lens_N)))
+    assert all(sum(lens_N[i] for i in part) <= 64 for rank in plan for part in rank)
+    by_tokens = plan_microbatches(lens_N, dp_size, 64, multiple_of)
+    assert {len(rank) for rank in plan} == {len(rank) for rank in by_tokens}, "more micro-batches"
+    works = works_of(plan, lens_N)
+    totals = [sum(rank) for rank in works]
+    assert max(totals) - min(totals) <= max(map(max, works)) + 1e-9, "ranks differ by more than one"
+
+
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=60), st.integers(1, 8))
+def test_the_most_work_is_within_grahams_bound(lens_N: list[int], num_bins: int) -> None:
+    """List scheduling, Graham 1969: at most the mean and the largest but for its own share.
+
+    The token cap is out of the way; the number of micro-batches is a multiple of `num_bins`.
+    """
+    [parts] = plan_microbatches(lens_N, 1, sum(lens_N), num_bins, quadratic)
+    assert len(parts) == num_bins
+    [works] = works_of([parts], lens_N)
+    largest = max(map(quadratic, lens_N))
+    assert max(works) <= sum(works) / num_bins + largest * (1 - 1 / num_bins) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("lens_N", "max_tokens", "by_tokens", "by_work"),
+    [
+        # 80 tokens are 720 of work, 40 are 200, 10 are 20.
+        ([80, 40, 40, *[10] * 16], 240, [880, 560], [720, 720]),
+        ([80, 40, 40, *[10] * 16], 200, [880, 560], [800, 640]),  # 200 tokens leave no more room
+        ([40, 40, *[10] * 8], 240, [280, 280], [280, 280]),
+        ([60, *[20] * 3, *[10] * 6], 150, [480, 240], [420, 300]),
+    ],
+)
+def test_a_mix_of_long_and_short_sequences_is_balanced_by_work(
+    lens_N: list[int], max_tokens: int, by_tokens: list[float], by_work: list[float]
+) -> None:
+    for work, expected in ((float, by_tokens), (quadratic, by_work)):
+        plan = plan_microbatches(lens_N, 2, max_tokens, 1, work)
+        totals = sorted((sum(rank) for rank in works_of(plan, lens_N)), reverse=True)
+        assert totals == pytest.approx(expected), work
+
+
+def test_where_work_finds_no_room_tokens_are_balanced_before_there_are_more() -> None:
+    """Two micro-batches of 10 tokens hold these exactly: 7 + 3 and 5 + 3 + 2."""
+    lens_N = [7, 5, 3, 3, 2]
+    plan = plan_microbatches(lens_N, 1, 10, 1, quadratic)
+    assert [sum(lens_N[i] for i in part) for part in plan[0]] == [10, 10]
+
+
+def test_each_round_is_dealt_in_the_reverse_order_of_the_last() -> None:
+    """Each micro-batch has one sequence: 9 8 | 7 6 | 5 4 -> 9 + 6 + 5 and 8 + 7 + 4."""
+    lens_N = [4, 5, 6, 7, 8, 9]
+    plan = plan_microbatches(lens_N, 2, 9)
+    dealt = [[lens_N[i] for part in rank for i in part] for rank in plan]
+    assert dealt == [[9, 6, 5], [8, 7, 4]]
+
+
+def test_what_a_sequence_takes_over_from_another_is_no_work() -> None:
+    """The prompt of 10 tokens is computed once; both responses of 20 see it."""
+    sharing = Sharing((-1, 0), (0, 9), (0, 1))
+    [piece] = _pieces([30, 30], sharing, 100)
+    assert piece.num_tokens([30, 30]) == 30 + 21
+    assert piece.work([30, 30], quadratic) == pytest.approx(120 + 120 - (9 + 8.1))
+    apart = _pieces([30, 30], sharing, 40)
+    assert [part.work([30, 30], quadratic) for part in apart] == [120, 120]
 
 
 def test_ranks_are_balanced() -> None:

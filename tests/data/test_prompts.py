@@ -65,3 +65,26 @@ def test_prompts_are_the_same_from_the_cache(tmp_path: Path, rows: list[dict]) -
     for _ in range(2):
         assert load_prompts(files, make_tokenizer(), 64, "error", cache) == plain
     assert len(list(cache.iterdir())) == 1
+
+
+def test_mappings_may_be_written_as_json(tmp_path: Path, rows: list[dict]) -> None:
+    written = [
+        {**row, "reward_model": json.dumps(row["reward_model"]), "extra_info": '{"index": 3}'}
+        for row in rows
+    ]
+    write_parquet(written, tmp_path / "p.parquet")
+    prompts = load_prompts([str(tmp_path / "p.parquet")], make_tokenizer(), 64, "error")
+    assert [p.ground_truth for p in prompts] == ["0", "1", "2"]
+    assert [p.extra_info for p in prompts] == [{"index": 3}] * 3
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("reward_model", "72"), ("reward_model", [1]), ("extra_info", "a note")]
+)
+def test_columns_of_other_types_are_named_by_row(
+    tmp_path: Path, rows: list[dict], column: str, value: object
+) -> None:
+    rows[1][column] = value
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=rf"p.jsonl line 2: `{column}` is the .* write an object"):
+        load_prompts([str(tmp_path / "p.jsonl")], make_tokenizer(), 64, "error")

@@ -3,12 +3,22 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.data.files import write_parquet
-from mcore_rl.data.rows import load_rows, messages_of, refuse_images, required
+from mcore_rl.data.rows import (
+    ground_truth_of,
+    load_rows,
+    mapping_of,
+    messages_of,
+    python_rows,
+    refuse_images,
+    required,
+)
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
@@ -90,3 +100,65 @@ def test_messages_of_another_column() -> None:
     assert messages_of(row, "row 0", "messages") == ({"role": "user", "content": "hi"},)
     with pytest.raises(ValueError, match="row 0: `messages` is 'hi', not a list of chat messages"):
         messages_of({"messages": "hi"}, "row 0", "messages")
+
+
+def test_parquet_maps_are_mappings_at_every_depth(tmp_path: Path) -> None:
+    texts = pa.map_(pa.string(), pa.string())
+    table = pa.table(
+        {
+            "reward_model": pa.array([[("ground_truth", "7"), ("style", "rule")]], texts),
+            "extra_info": pa.array([{"tools": [("a", "b")]}], pa.struct([("tools", texts)])),
+        }
+    )
+    pq.write_table(table, tmp_path / "x.parquet")
+    [(where, row)] = load_rows([str(tmp_path / "x.parquet")])
+    assert ground_truth_of(row, where) == "7"
+    assert mapping_of(row, "extra_info", where) == {"tools": {"a": "b"}}
+    twice = pa.table({"reward_model": pa.array([[("a", "7"), ("a", "8")]], texts)})
+    with pytest.raises(ValueError, match=r"data file x.parquet: a map in it has a key twice"):
+        python_rows(twice, "x.parquet")
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, '{"a": 1}', ' {"a":\n1}'])
+def test_a_mapping_may_be_written_as_json(value: object) -> None:
+    assert mapping_of({"extra_info": value}, "extra_info", "row 0") == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "row", [{}, *({"extra_info": value} for value in (None, {}, "", [], "{}"))]
+)
+def test_no_mapping_is_an_empty_one(row: dict) -> None:
+    assert mapping_of(row, "extra_info", "row 0") == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("72", "str '72'"),
+        ("{oops", "str '{oops'"),
+        ("[1]", r"str '\[1\]'"),
+        ([{"ground_truth": "72"}], r"list \[\{"),
+        ([["ground_truth", "72"]], r"list \[\["),
+        (72, "int 72"),
+        (0, "int 0"),
+        (True, "bool True"),
+    ],
+)
+@pytest.mark.parametrize("column", ["reward_model", "extra_info"])
+def test_another_type_than_a_mapping_is_named_with_place_and_remedy(
+    value: object, told: str, column: str
+) -> None:
+    with pytest.raises(
+        ValueError,
+        match=f"^x.jsonl line 3: `{column}` is the {told}.*, not a mapping: write an object .*"
+        "or its JSON text$",
+    ):
+        mapping_of({column: value}, column, "x.jsonl line 3")
+
+
+def test_a_ground_truth_is_required() -> None:
+    assert ground_truth_of({"reward_model": '{"ground_truth": "72"}'}, "row 0") == "72"
+    with pytest.raises(ValueError, match="row 0 lacks `reward_model`"):
+        ground_truth_of({"reward_model": None}, "row 0")
+    with pytest.raises(ValueError, match="row 0: `reward_model` lacks `ground_truth`; it has a"):
+        ground_truth_of({"reward_model": {"a": 1}}, "row 0")

@@ -23,11 +23,23 @@ def test_samples_are_summarized() -> None:
     )
     assert metrics["reward/mean"] == 0.75
     assert metrics["reward/groups_without_signal"] == 0.5
-    assert metrics["reward/part/form"] == 1.0 and metrics["reward/errors"] == 0.0
+    assert metrics["reward/part/form"] == 1.0
     assert metrics["rollout/response_len"] == 5.0
     assert metrics["rollout/response_len_max"] == 8.0
     assert metrics["rollout/truncated_share"] == 0.25
     assert metrics["rollout/tokens_per_second"] == 10.0
+
+
+def test_groups_have_signal_by_rewards_before_penalties_within_a_role() -> None:
+    samples = [make_sample(i // 2, 2, "stop") for i in range(4)]
+    scores = Scores(
+        [1.0, 0.5, 1.0, 0.0], {"is_test": [0.0, 0.0, 0.0, 1.0]}, unpenalized_N=[1.0, 1.0, 1.0, 0.0]
+    )
+    shares = [
+        summarize_samples(samples, scores, 1.0, role)["reward/groups_without_signal"]
+        for role in ("", "is_test")
+    ]
+    assert shares == [0.5, 1.0]
 
 
 def test_steps_are_merged_by_the_kind_of_metric() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.train.actor import Actor
+from mcore_rl.train.finite import NotFiniteError
 from mcore_rl.types import LogprobOptions
 from tests.support.distributed import run_ranks
 from tests.support.tiny_training import (
@@ -65,6 +66,29 @@ def test_reference_and_export(tmp_path: Path) -> None:
             names += list(file.keys())
     assert len(list(out_dir.glob("*.safetensors"))) == 2
     assert len(names) == len(set(names))
+
+
+def score_with_nan(rank: int, world_size: int, port: int, path: str) -> list[str]:
+    """Return what the ranks say of a policy, and of its reference, of which one weight is NaN."""
+    actor = make_actor(rank, world_size, port, ModelConfig(path=path), ParallelConfig())
+    with torch.no_grad():
+        for parameter in actor.chunks[0].parameters():
+            parameter.fill_(float("nan"))
+    actor.snapshot_reference()
+    said = []
+    for reference in (False, True):
+        try:
+            logprobs_of(actor, reference=reference)
+        except NotFiniteError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.gloo
+def test_log_probs_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    [(own, reference)] = run_ranks(score_with_nan, 1, str(write_hf_model(tmp_path)))
+    assert "the trainer's log-probs of micro-batch 0 are not finite" in own
+    assert "the reference's log-probs of micro-batch 0 are not finite" in reference
 
 
 def step_variants(rank: int, world_size: int, port: int, path: str) -> list[Any]:

@@ -23,7 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mcore_rl.slices.hf.checksums import MANIFEST, sum_file, write_manifest
+from mcore_rl.slices.megatron_files import bounded
 from mcore_rl.train.checkpoint_check import check_checkpoint, only_safe_pickles
+from tests.support.hostile_files import dict_with_nested_key, write_zip_bomb
 
 assert megatron.core
 FILE = "__0_0.distcp"
@@ -183,3 +185,27 @@ def test_the_load_itself_builds_no_other_classes(
     assert not (tmp_path / "ran").exists()
     assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_file_that_the_list_lacks_is_not_loaded(tmp_path: Path, verify: bool) -> None:
+    folder = write_checkpoint(tmp_path / "step")
+    names = (".metadata", "common.pt")
+    write_manifest(folder, {name: sum_file(folder / name) for name in names})
+    with pytest.raises(ValueError, match=rf"{FILE} is not in {MANIFEST}: "):
+        check_checkpoint(folder, verify=verify)
+
+
+def test_files_that_take_for_ever_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded, "DEADLINE_S", 5.0)
+    folder = write_checkpoint(tmp_path / "step")
+    common = (folder / "common.pt").read_bytes()
+    write_zip_bomb(folder / "common.pt", 50 << 20)
+    with pytest.raises(ValueError, match=r"common\.pt is damaged: .* is compressed"):
+        check_checkpoint(folder, verify=False)
+    (folder / "common.pt").write_bytes(common)
+    (folder / ".metadata").write_bytes(dict_with_nested_key())
+    with pytest.raises(ValueError, match=r"\.metadata cannot be read within 5 s"):
+        check_checkpoint(folder, verify=False)

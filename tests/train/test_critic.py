@@ -11,10 +11,13 @@ from torch import Tensor
 
 from mcore_rl.algo.values import value_loss
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from mcore_rl.train.critic import CriticModel
+from mcore_rl.train.critic import CriticModel, _value_places
+from mcore_rl.train.finite import NotFiniteError
+from mcore_rl.train.gather import gather_tokens
+from mcore_rl.train.packing import make_rank_batch
 from mcore_rl.train.runtime import init_distributed
 from mcore_rl.types import StepStats, TrainBatch
-from tests.support.distributed import run_ranks
+from tests.support.distributed import run_alone, run_ranks
 from tests.support.gradients import boxed_gradients, check_gradients, whole_gradients
 from tests.support.tiny_training import NUM_TOKENS, make_batches, my_batches, write_hf_model
 
@@ -84,6 +87,24 @@ def test_layouts_agree_and_the_export_is_a_reward_model_of_transformers(tmp_path
                 torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
+def value_with_nan(rank: int, world_size: int, port: int, path: str) -> str:
+    critic = make_critic(rank, world_size, port, path, {})
+    with torch.no_grad():
+        for parameter in critic.chunks[0].parameters():
+            parameter.fill_(float("nan"))
+    try:
+        critic.compute_values(my_batches(batches()))
+    except NotFiniteError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.gloo
+def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    [said] = run_ranks(value_with_nan, 1, str(write_hf_model(tmp_path)))
+    assert "the critic's values of micro-batch 0 are not finite" in said
+
+
 def start_again(rank: int, world_size: int, port: int, reward_model: str, folder: str) -> list[Any]:
     """Return values of a critic that starts from a reward model, and of its resumed checkpoint.
 
@@ -120,7 +141,9 @@ def test_starts_from_a_reward_model_and_goes_on_from_a_checkpoint_in_another_lay
 
 
 def transformers_values(hf_dir: Path) -> list[Tensor]:
-    """Return the values of `make_batches()`: the model's at the preceding token, 0 at the first."""
+    """Return the values of `make_batches()`: the model's at the preceding token, at the first that
+    of the whole sequence.
+    """
     from transformers import AutoModelForSequenceClassification
 
     model: Any = AutoModelForSequenceClassification.from_pretrained(hf_dir, dtype=torch.float32)
@@ -130,6 +153,37 @@ def transformers_values(hf_dir: Path) -> list[Tensor]:
         for tokens in batch.token_ids_T.split(list(batch.lens_N)):
             with torch.no_grad():
                 hidden = model.model(tokens[None]).last_hidden_state[0]
-                parts += [torch.zeros(1), model.score(hidden)[:-1, 0]]
+                parts.append(model.score(hidden)[:, 0].roll(1))
         values.append(torch.cat(parts))
     return values
+
+
+@pytest.mark.parametrize(("cp", "tp"), [(1, 1), (2, 1), (2, 2)])
+def test_each_value_has_a_token_of_its_own_in_its_sequence(cp: int, tp: int) -> None:
+    """That of a sequence's last token lies at its first, in which nothing is drawn."""
+    batch = TrainBatch(torch.arange(1, 10), torch.ones(9).bool(), (5, 1, 3))
+    values_after = {}
+    for rank in range(cp):
+        part = make_rank_batch(batch, rank, cp, tp)
+        places_T, twins_T = _value_places(part, batch.lens_N)
+        assert twins_T is None
+        for source, place in zip(part.sources_T.tolist(), places_T.tolist(), strict=True):
+            assert (place < 0) == (source < 0), "padding has a value"
+            if source >= 0:
+                values_after[source] = place
+    assert values_after == {0: 1, 1: 2, 2: 3, 3: 4, 4: 0, 5: 5, 6: 7, 7: 8, 8: 6}
+
+
+def gather_shared() -> Tensor:
+    """Return values of two sequences with a common beginning; each value is the last token seen."""
+    tokens_T = torch.tensor([7, *range(1, 40), 50, 51, 7, *range(1, 40), 60])
+    batch = TrainBatch(tokens_T, tokens_T >= 50, (42, 41))
+    part = make_rank_batch(batch, 0, 1, 1, share=True)
+    assert part.num_tokens == 83 > len(part.tokens_T), "nothing is shared"
+    places_T, twins_T = _value_places(part, batch.lens_N)
+    return gather_tokens([part.tokens_T.float()], [places_T], [83], [twins_T])[0]
+
+
+def test_sequences_that_share_tokens_have_last_values_of_their_own() -> None:
+    values_T = run_alone(gather_shared).tolist()
+    assert values_T == [51, 7, *range(1, 40), 50, 60, 7, *range(1, 40)]

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mcore_rl.algo.sequences import samples_of_tokens
 from mcore_rl.device.attention import zigzag_positions
 from mcore_rl.train.packing import local_sources, make_rank_batch, padded_lens
 from mcore_rl.types import OwnExperts, TrainBatch
@@ -84,6 +85,17 @@ def test_every_rank_gets_a_multiple_of_the_rows_that_its_products_take(
     batch = make_batch((5, 3))
     for rank in range(cp):
         assert len(make_rank_batch(batch, rank, cp, tp, rows=16).tokens_T) // tp % 16 == 0
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_tokens_are_summed_by_the_sample_of_their_sequence(cp: int) -> None:
+    batch = replace(make_batch((5, 3, 4)), sample_N=(7, 2, 7), sums_from="old")
+    sums = torch.zeros(8)
+    for rank in range(cp):
+        targets = make_rank_batch(batch, rank, cp, 1).batch
+        assert targets.sums_from == "old"
+        sums.index_add_(0, samples_of_tokens(targets), targets.loss_mask_T.float())
+    assert sums.tolist() == [0, 0, 2, 0, 0, 0, 0, 4 + 3], "all tokens but the first of a sequence"
 
 
 def test_experts_belong_to_the_token_itself_and_padding_has_none() -> None:

@@ -41,3 +41,16 @@ def test_metrics_are_means_or_maxima_over_micro_batches() -> None:
 def test_a_step_scaled_for_another_number_of_tokens_is_noticed() -> None:
     with pytest.raises(AssertionError, match="scaled for 9 tokens, but its ranks had 8"):
         run_alone(reduce, 9)
+
+
+def reduce_nothing(num_tokens: int) -> tuple[float, dict[str, float]]:
+    """Sums of a micro-batch whose tokens are all off the loss mask."""
+    value_T = torch.tensor([2.0, 5.0])
+    mask_T = torch.zeros(2, dtype=torch.bool)
+    report = token_sums(torch.tensor(0.0), {"nll": value_T, "nll_max": value_T}, mask_T, 2)
+    return reduce_sums([report], num_tokens)
+
+
+def test_without_a_token_on_the_mask_metrics_are_zero() -> None:
+    """A maximum of nothing would be minus infinity, which metrics.jsonl cannot hold."""
+    assert run_alone(reduce_nothing, 2) == (0.0, {"nll": 0.0, "nll_max": 0.0})

@@ -1,6 +1,9 @@
 """Where a rank sees the run folder nothing is moved; a checkpoint gets its name with its sums."""
 
+import os
 from pathlib import Path
+
+import pytest
 
 from mcore_rl.slices.hf.checksums import read_manifest, sum_file, write_manifest
 from mcore_rl.train.storage import FILE_MANIFEST, SHARED, commit_checkpoint, make_empty
@@ -38,3 +41,35 @@ def test_a_checkpoint_gets_one_manifest_and_its_name(tmp_path: Path) -> None:
     sums = read_manifest(folder)
     assert sums is not None and sums["a.distcp"] == sum_file(folder / "a.distcp", [3])
     assert sums["common.pt"].num_bytes == 5
+
+
+def test_a_save_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files and folder are forced to the disk, then comes the rename, then the folder above."""
+    events: list[str] = []
+    force, rename = os.fsync, Path.rename
+
+    def note_force(descriptor: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        force(descriptor)
+
+    def note_rename(path: Path, target: Path) -> Path:
+        events.append(f"{path.name} -> {target.name}")
+        return rename(path, target)
+
+    staging = tmp_path / "step_1.incomplete"
+    make_empty(staging)
+    make_empty(tmp_path / "step_1")
+    (staging / "common.pt").write_text("small")
+    monkeypatch.setattr(os, "fsync", note_force)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    commit_checkpoint(staging, tmp_path / "step_1")
+    assert events == [
+        "checksums.json.part -> checksums.json",
+        *("common.pt", "checksums.json", "step_1.incomplete"),
+        "step_1 -> step_1.deleted",
+        "step_1.incomplete -> step_1",
+        tmp_path.name,
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]

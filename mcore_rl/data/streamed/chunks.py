@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from mcore_rl.data.rows import Row, parse_line
+from mcore_rl.data.rows import Row, parse_line, python_rows
 from mcore_rl.data.streamed.index import RowIndex, open_parquet, unreadable
 from mcore_rl.types import Array
 
@@ -32,7 +32,7 @@ class _ParquetRows:
     table: pa.Table
 
     def rows(self, numbers: Sequence[int]) -> list[tuple[str, Row | None]]:
-        rows = self.table.take(pa.array(numbers)).to_pylist()
+        rows = python_rows(self.table.take(pa.array(numbers)), self.file)
         return [
             (f"{self.file} row {self.first_row + number}", row)
             for number, row in zip(numbers, rows, strict=True)

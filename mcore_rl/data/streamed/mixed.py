@@ -50,10 +50,12 @@ class MixedPrompts:
         sources: Sequence[MixedSource],
         seed: int,
         curriculum: Curriculum,
-        are_right: Callable[[Scores], Sequence[bool]],
+        are_right: Callable[[Scores], Sequence[bool | None]],
         close: Callable[[], None],
     ) -> None:
-        """`are_right` says which samples count as solved; `close` ends what the sources share."""
+        """`are_right` says which samples count as solved, None where nobody knows; `close` ends
+        what the sources share.
+        """
         self._sources = sources
         self._seed = seed
         self._mixing = Mixing([source.weight for source in sources])
@@ -110,13 +112,13 @@ class MixedPrompts:
         """
         if not self._curriculum.learns:
             return
-        errors = scores.errors or [""] * len(scores.rewards_N)
         are_right = self._are_right(scores)
         group_size = len(scores.rewards_N) // len(prompts)
         with self._lock:
             for i, prompt in enumerate(prompts):
-                group = range(i * group_size, (i + 1) * group_size)
-                self._curriculum.note(prompt.index, [are_right[n] for n in group if not errors[n]])
+                group = are_right[i * group_size : (i + 1) * group_size]
+                known = [right for right in group if right is not None]
+                self._curriculum.note(prompt.index, known)
 
     def first(self, count: int) -> list[Prompt]:
         """Return up to `count` prompts of the first source's first rows, which stay to be drawn."""

@@ -34,12 +34,12 @@ def open_prompts(
     config: DataConfig,
     seed: int,
     make_tokenizer: MakeTokenizer,
-    are_right: Callable[[Scores], Sequence[bool]],
+    are_right: Callable[[Scores], Sequence[bool | None]],
 ) -> MixedPrompts:
     """Return the stream of the recipe's prompts.
 
     make_tokenizer   can be pickled; workers call it
-    are_right        says which samples are right, for curricula by pass rate
+    are_right        says which samples are right, for curricula by pass rate; None: nobody knows
 
     Raises ValueError naming the option or file if one cannot be used.
     """

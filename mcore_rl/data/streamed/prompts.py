@@ -2,12 +2,11 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mcore_rl.data.prompts import make_prompt
-from mcore_rl.data.rows import Row, messages_of, required
+from mcore_rl.data.rows import Row, mapping_of, messages_of, required
 from mcore_rl.data.streamed.windows import RawRow, Windows
 from mcore_rl.data.streamed.workers import Result, TokenWorkers
 from mcore_rl.types import Prompt
@@ -38,7 +37,10 @@ class RowRules:
         """Raise ValueError if a file's columns lack one that is needed."""
         needed = [*COLUMNS, self.difficulty] if self.difficulty else COLUMNS
         for name in needed:
-            if name not in names:
+            # A column of another type, such as JSON text, is looked into row by row.
+            column = name.partition(".")[0]
+            is_opened = any(other.startswith(f"{column}.") for other in names)
+            if (name if is_opened else column) not in names:
                 option = " (data.curriculum.column)" if name == self.difficulty else ""
                 raise ValueError(
                     f"{where} lacks `{name}`{option}; it has {', '.join(sorted(names))}"
@@ -165,11 +167,11 @@ class StreamedPrompts:
 
 def _number(row: Row, column: str, where: str) -> float:
     """Return the number in a column, which may lie in mappings ("extra_info.difficulty")."""
-    value: Any = row
-    for name in column.split("."):
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{where} lacks `{column}`: `{name}` is looked up in {value!r:.100}")
-        value = required(value, name, where)
+    *parents, last = column.split(".")
+    for name in parents:
+        required(row, name, where)
+        row = mapping_of(row, name, where)
+    value = required(row, last, where)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(
             f"{where}: data.curriculum.column={column} is {value!r:.100}, not a finite number;"

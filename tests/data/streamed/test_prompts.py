@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.data.arithmetic import make_tokenizer
@@ -89,7 +91,9 @@ def test_a_difficulty_that_is_no_number_is_refused(
     with pytest.raises(ValueError, match=message):
         read_all(open_source(lines(make_row(0), row), BY_DIFFICULTY, shuffle=False))
     flat = {**make_row(1), "extra_info": 5}
-    with pytest.raises(ValueError, match=r"line 2 lacks `extra_info.difficulty`: `difficulty` is"):
+    with pytest.raises(
+        ValueError, match=r"line 2: `extra_info` is the int 5, not a mapping: write"
+    ):
         read_all(open_source(lines(make_row(0), flat), BY_DIFFICULTY, shuffle=False))
 
 
@@ -99,7 +103,7 @@ def test_a_difficulty_that_is_no_number_is_refused(
         ({"prompt": None}, r"x.jsonl line 3 lacks `prompt`"),
         ({"prompt": "2 + 2 ?"}, r"x.jsonl line 3: `prompt` is '2 \+ 2 \?', not a list of chat"),
         ({"prompt": [{"role": "user"}]}, r"x.jsonl line 3: the chat template cannot render"),
-        ({"reward_model": {}}, r"x.jsonl line 3 lacks `ground_truth`"),
+        ({"reward_model": {}}, r"x.jsonl line 3: `reward_model` lacks `ground_truth`"),
     ],
 )
 def test_a_row_that_is_no_prompt_is_named(lines: Any, change: dict[str, Any], message: str) -> None:
@@ -115,3 +119,24 @@ def test_an_overlong_prompt_is_refused_if_the_recipe_says_so(tmp_path: Path) -> 
         ValueError, match=r"0.parquet row 4: its prompt has \d+ tokens, more than .*=64: raise it"
     ):
         read_all(source)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_mappings_may_be_written_as_json_or_maps(tmp_path: Path, kind: str) -> None:
+    rows = [make_row(number) for number in range(5)]
+    for row in rows:
+        row["extra_info"] = json.dumps(row["extra_info"])
+    path = tmp_path / f"x.{kind}"
+    if kind == "parquet":
+        truths = [list(row["reward_model"].items()) for row in rows]
+        table = pa.Table.from_pylist(rows).drop_columns("reward_model")
+        column = pa.array(truths, pa.map_(pa.string(), pa.string()))
+        pq.write_table(table.append_column("reward_model", column), path)
+    else:
+        for row in rows:
+            row["reward_model"] = json.dumps(row["reward_model"])
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = read_all(open_source([str(path)], BY_DIFFICULTY, shuffle=False))
+    assert [row.prompt.ground_truth for row in read] == ["0", "1", "2", "3", "4"]
+    assert [row.difficulty for row in read] == [0.0, 0.1, 0.2, 0.3, 0.4]
+    assert read[4].prompt.extra_info["difficulty"] == 0.4

@@ -1,6 +1,7 @@
 """The gradient of episodes is the same however their turns are cut into rows, in every layout.
 
-It is also the same where what rows have in common at their beginning is computed once.
+It is also the same where what rows have in common at their beginning is computed once. For losses
+over whole samples see test_whole_samples.py.
 """
 
 import random
@@ -50,7 +51,8 @@ def make_batch(number: int, cut: Cut) -> TrainBatch:
     of_sample = torch.tensor([generator.uniform(-1, 1) for _ in samples])
     of_row = of_sample[torch.tensor(batch.sample_N)]
     advantages_T = of_row.repeat_interleave(torch.tensor(batch.lens_N)) * batch.loss_mask_T
-    return TrainBatch(**{**vars(batch), "advantages_T": advantages_T})
+    # The loss takes no sums over samples, so there is no pass for them.
+    return TrainBatch(**{**vars(batch), "advantages_T": advantages_T, "sums_from": "rows"})
 
 
 def gradients(

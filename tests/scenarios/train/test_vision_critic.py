@@ -192,7 +192,9 @@ def tower_names(tensors: dict[str, Tensor]) -> list[str]:
 
 
 def transformers_values(export: Path, folder: Path) -> list[Tensor]:
-    """Return the values of all tokens: the model's at the preceding token, 0 at the first."""
+    """Return the values of all tokens: the model's at the preceding token, at the first that of the
+    whole sequence.
+    """
     model = load_vision_model(export)
     getattr(model, "text", model).lm_head = nn.Identity()
     files = [load_file(file) for file in export.glob("*.safetensors")]
@@ -205,6 +207,6 @@ def transformers_values(export: Path, folder: Path) -> list[Tensor]:
             more = {"mm_token_type_ids": kinds, **images} if images else {}
             with torch.no_grad():
                 hidden_TH = model(ids_T[None], **more).logits[0]
-            parts += [torch.zeros(1), (hidden_TH @ score_1H[0])[:-1]]
+            parts.append((hidden_TH @ score_1H[0]).roll(1))
         values.append(torch.cat(parts))
     return values

@@ -1,0 +1,300 @@
+"""Steps of losses over whole samples are those of one process and one row, in every layout.
+
+The rows of an episode lie in several micro-batches and on several ranks. The loop itself takes two
+optimizer steps, so that ratios leave 1 and the second step starts from what the first made. Every
+entry of the registries of losses, corrections, KL estimators and aggregations then takes one step
+from log-probs that differ from the current ones.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_rl.agents.turn_tree import Cut, TurnTree, at_leaves, at_turns
+from mcore_rl.algo.aggregation import AGGREGATIONS
+from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.correction import REJECTIONS, WEIGHTS
+from mcore_rl.algo.covariance import with_held_back
+from mcore_rl.algo.kl import KL_ESTIMATORS
+from mcore_rl.algo.registry import losses
+from mcore_rl.algo.sample_sums import choose_sums
+from mcore_rl.config import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    CorrectionConfig,
+    KLConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from mcore_rl.data.batch import make_train_batch, rows_of_samples, with_loss_weights
+from mcore_rl.data.summary import summarize_steps
+from mcore_rl.loops.training import StepOptions, add_logprobs, mini_batches, train_policy
+from mcore_rl.players.trainer import PackedTrainer, Packing
+from mcore_rl.roles import Roles
+from mcore_rl.run_folder import RunFolder
+from mcore_rl.train.actor import Actor
+from mcore_rl.types import Prompt, StepStats, SumsFrom, TrainBatch
+from tests.support.calls_together import CallsTogether
+from tests.support.distributed import run_each, run_ranks
+from tests.support.gradients import Boxed, boxed_gradients, check_gradients, whole_gradients
+from tests.support.tiny_training import VOCAB, make_actor, write_hf_model
+from tests.support.turn_trees import random_tree, sample_of
+
+LAYOUTS = [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp": 2, "ep": 1}, {"ep": 2}]
+PLACES = [(layout, False) for layout in LAYOUTS] + [({"dp": 2, "ep": 1}, True)]
+"""(layout, whether what rows have in common at their beginning is computed once)."""
+SEED = 3
+MAX_TOKENS = 64
+NUM_CHOSEN = 4
+"""Episodes of the steps of `choices`."""
+OPTIMIZER = OptimizerConfig(lr=3e-2, eps=1e-2, clip_grad=0.0)
+"""With this eps a gradient's rounding moves weights by no more than rounding."""
+STANDING = replace(OPTIMIZER, lr=1e-30)
+"""With this rate weights in float32 stay as they are, so that one model serves many steps."""
+COMPARED = ("loss/", "clip/", "correction/", "kl/", "ratio/")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe, and where the sums of its two steps must come from if samples have many rows."""
+
+    algorithm: AlgorithmConfig
+    mini_batches: int
+    sums_from: tuple[SumsFrom, ...]
+
+
+CASES = [
+    Case(
+        AlgorithmConfig(
+            loss="gspo",
+            aggregation="sequence_mean",
+            clip_low=0.02,
+            clip_high=0.02,
+            correction=CorrectionConfig(weight="sequence", high=1.5),
+        ),
+        2,
+        ("old", "current"),
+    ),
+    Case(
+        AlgorithmConfig(
+            loss="ppo_clip",
+            correction=CorrectionConfig(weight="geometric", reject="sequence", reject_above=0.022),
+        ),
+        1,
+        ("current",),
+    ),
+]
+
+
+def choices() -> list[AlgorithmConfig]:
+    """Return recipes in which each entry of the registries occurs.
+
+    Every loss has no correction, and one of the KL estimators and aggregations in turn. Every
+    weight and rejection of a correction occurs with a loss of tokens and with one of samples.
+    """
+    base = AlgorithmConfig(clip_low=0.1, clip_high=0.15, tau_positive=1.2, tau_negative=1.7)
+    kls = [KLConfig(0.1, name) for name in KL_ESTIMATORS.names]
+    recipes = [
+        replace(base, loss=loss, kl=kl, aggregation=aggregation)
+        for loss, kl, aggregation in zip_cycled(losses.names, kls, AGGREGATIONS.names)
+    ]
+    for weight, reject in zip_cycled(WEIGHTS.names, REJECTIONS.names):
+        bounds: dict[str, Any] = {"low": 0.3, "high": 1.3, "reject_above": 0.03}
+        correction = CorrectionConfig(weight=weight, reject=reject, **bounds)
+        recipes += [replace(base, loss=x, correction=correction) for x in ("ppo_clip", "gspo")]
+    return recipes
+
+
+def zip_cycled(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return as many tuples as the longest list has items; the others begin anew."""
+    return list(islice(zip(*map(cycle, lists), strict=False), max(map(len, lists))))
+
+
+def make_batch(cut: Cut, num_episodes: int = 10) -> TrainBatch:
+    """Return episodes whose turns continue one another: one row each if they are cut at leaves."""
+    generator = random.Random(SEED)
+    samples = []
+    for i in range(num_episodes):
+        tree = TurnTree()
+        while not tree.turns or len(at_leaves(tree)) > 1:
+            tree = random_tree(generator, generator.randint(2, 6), VOCAB, with_experts=False)
+        samples.append(sample_of(tree, Prompt(0, (1,), (), "unit", None), i, cut))
+    batch = make_train_batch(samples)
+    assert batch.sample_N is not None
+    of_sample = torch.tensor([generator.uniform(-1, 1) for _ in samples])
+    of_row = of_sample[torch.tensor(batch.sample_N)]
+    return replace(batch, advantages_T=of_row.repeat_interleave(torch.tensor(batch.lens_N)))
+
+
+class Noting(PackedTrainer):
+    """Notes where sums come from; with `of_rows`, takes them from each row alone."""
+
+    sums_from: tuple[SumsFrom, ...] = ()
+    of_rows = False
+
+    def train_step(self, batch: Any) -> StepStats:
+        self.sums_from += (batch.sums_from,)
+        return super().train_step(replace(batch, sums_from="rows") if self.of_rows else batch)
+
+
+Step = tuple[Boxed, dict[str, float], tuple[SumsFrom, ...]]
+"""(gradient, metrics, sources of sums); of several steps, the gradient of the last."""
+
+
+def take_steps(
+    rank: int,
+    world_size: int,
+    port: int,
+    model: ModelConfig,
+    jobs: list[tuple[Case, Cut, bool]],
+    place: tuple[dict[str, Any], bool],
+) -> tuple[list[Step], list[Step]]:
+    """Return the steps of each job, and a step of each of `choices`.
+
+    A job is (recipe, cut of the episodes, whether sums are taken from each row alone).
+    """
+    layout, shares = place
+    parallel = ParallelConfig(**layout)
+    options: dict[str, Any] = {"router_aux_loss_coef": 0.0, "share_prefixes": shares}
+    found = []
+    for case, cut, of_rows in jobs:
+        actor = make_actor(rank, world_size, port, model, parallel, OPTIMIZER, **options)
+        train = TrainConfig(
+            mini_batches=case.mini_batches,
+            max_tokens_per_microbatch=MAX_TOKENS,
+            share_prefixes=shares,
+        )
+        trainer = make_trainer(actor, case.algorithm, Packing.of(parallel, train))
+        trainer.of_rows = of_rows
+        config = Config(algorithm=case.algorithm, train=train)
+        step_options = StepOptions.of(config, needs_of(case.algorithm))
+        batch = make_batch(cut)
+        # Engine and trainer differ by up to 0.3 nats, by a number that goes with the token.
+        logprobs_T = trainer.compute_logprobs(batch).logprobs_T
+        batch = replace(batch, rollout_logprobs_T=logprobs_T + noise(batch, 0.3))
+        fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
+        roles = Roles(**{**fields, "trainer": trainer})
+        batch = add_logprobs(step_options, trainer, batch)
+        metrics = train_policy(step_options, roles, batch, SEED)
+        compared = {name: x for name, x in metrics.items() if name.startswith(COMPARED)}
+        found.append((boxed_gradients(actor), compared, trainer.sums_from))
+    actor = make_actor(rank, world_size, port, model, parallel, STANDING, **options)
+    packing = Packing(parallel.dp_size, 1, MAX_TOKENS, shares)
+    cut = at_leaves if world_size == 1 else at_turns
+    return found, take_chosen_steps(actor, packing, make_batch(cut, NUM_CHOSEN))
+
+
+def take_chosen_steps(actor: Actor, packing: Packing, batch: TrainBatch) -> list[Step]:
+    """Return a step of each of `choices` from old, engine's and reference log-probs of its own."""
+    logprobs_T = make_trainer(actor, AlgorithmConfig(), packing).compute_logprobs(batch).logprobs_T
+    batch = replace(
+        batch,
+        old_logprobs_T=logprobs_T + noise(batch, 0.15),
+        rollout_logprobs_T=logprobs_T + noise(batch, 0.3, 11.0),
+        ref_logprobs_T=logprobs_T + noise(batch, 0.4, 13.0),
+    )
+    found: list[Step] = []
+    for algorithm in choices():
+        trainer = make_trainer(actor, algorithm, packing)
+        step = replace(batch, sums_from=choose_sums(algorithm, batch, is_first=False))
+        if (pick := needs_of(algorithm).held_back) is not None:
+            step, _ = with_held_back(step, algorithm, pick, SEED)
+        stats = trainer.train_step(with_loss_weights(step, algorithm.aggregation, 16))
+        metrics = summarize_steps([stats])
+        compared = {key: x for key, x in metrics.items() if key.startswith(COMPARED)}
+        found.append((boxed_gradients(actor), compared, trainer.sums_from))
+    return found
+
+
+def make_trainer(actor: Actor, algorithm: AlgorithmConfig, packing: Packing) -> Noting:
+    return Noting(
+        CallsTogether(actor, algorithm),
+        RunFolder("unused"),
+        packing=packing,
+        temperature=1.0,
+        checkpoint=CheckpointConfig(),
+    )
+
+
+def noise(batch: TrainBatch, scale: float, frequency: float = 7.0) -> Tensor:
+    """Return numbers of up to `scale` that go with the token and its turn, [T]."""
+    assert batch.turn_T is not None
+    return scale * torch.sin(frequency * batch.token_ids_T + batch.turn_T)
+
+
+def test_rows_of_a_sample_lie_in_several_micro_batches_and_on_both_ranks() -> None:
+    """Else the test below would show nothing."""
+    packing = Packing(dp_size=2, multiple_of=1, max_tokens=MAX_TOKENS)
+    for part in mini_batches(make_batch(at_turns), 2, 1, SEED):
+        plan = packing.plan(part)
+        place = {
+            row: (rank, number)
+            for rank, microbatches in enumerate(plan)
+            for number, rows in enumerate(microbatches)
+            for row in rows
+        }
+        places = [{place[row] for row in rows} for rows in rows_of_samples(part)]
+        assert any(len({rank for rank, _ in of_sample}) == 2 for of_sample in places)
+        assert any(len({number for _, number in of_sample}) > 1 for of_sample in places)
+    assert make_batch(at_leaves).sample_N == tuple(range(10))
+
+
+@pytest.mark.gloo
+def test_steps_over_whole_samples_are_those_of_one_row_in_every_layout(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(write_hf_model(tmp_path / "model")))
+    jobs = [(case, cut, False) for case in CASES for cut in (at_leaves, at_turns)]
+    wrong_jobs = [(case, at_turns, True) for case in CASES]
+    [(alone, chosen)] = run_ranks(
+        take_steps, 1, model, [*jobs, *wrong_jobs], ({}, False), timeout_s=300
+    )
+    wanted = {id(case): alone[2 * i] for i, case in enumerate(CASES)}
+    for case, (boxed, *_) in zip(CASES, alone[len(jobs) :], strict=True):
+        right = whole_gradients(wanted[id(case)][0])
+        with pytest.raises(AssertionError):  # sums of rows are something else
+            check_gradients([boxed], right, case, 1e-2)
+    per_place = run_each(take_steps, 2, PLACES, model, jobs, timeout_s=300)
+    check(({}, False), jobs, [alone[: len(jobs)]], wanted)
+    for place, of_ranks in zip(PLACES, per_place, strict=True):
+        check(place, jobs, [steps for steps, _ in of_ranks], wanted)
+        check_chosen(place, [steps for _, steps in of_ranks], chosen)
+
+
+def check_chosen(
+    place: tuple[dict[str, int], bool], of_ranks: list[list[Step]], chosen: list[Step]
+) -> None:
+    for algorithm, wanted, *answers in zip(choices(), chosen, *of_ranks, strict=True):
+        where = (place, algorithm)
+        right = whole_gradients(wanted[0])
+        assert any((gradient != 0).any() for gradient in right.values())
+        check_gradients([answer[0] for answer in answers], right, where, 3e-6)
+        source = "current" if losses.needs(algorithm.loss).whole_samples else "old"
+        source = source if needs_of(algorithm).whole_samples else "rows"
+        for _, found, sums_from in answers:
+            assert found == pytest.approx(wanted[1], rel=1e-6, abs=5e-6), where
+            assert sums_from == (source,), where
+
+
+def check(
+    place: tuple[dict[str, int], bool],
+    jobs: list[Any],
+    of_ranks: list[Any],
+    wanted: dict[int, Any],
+) -> None:
+    for (case, cut, _), *answers in zip(jobs, *of_ranks, strict=True):
+        where = (place, case.algorithm.loss, cut.__name__)
+        boxed, metrics, _ = wanted[id(case)]
+        check_gradients([answer[0] for answer in answers], whole_gradients(boxed), where, 3e-6)
+        for _, found, sums_from in answers:
+            assert found == pytest.approx(metrics, abs=5e-6), where
+            sources = case.sums_from if cut is at_turns else ("rows",) * case.mini_batches
+            assert sums_from == sources, where
