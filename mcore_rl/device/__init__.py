@@ -2,7 +2,7 @@
 
 Without CUDA, `setup_device()` patches megatron-core to run on CPU tensors over gloo. Transformer
 Engine is replaced by torch modules with the same module tree and parameter names. Nothing above
-this package needs a CPU variant; docs/cpu.md lists every patch and stand-in.
+this package needs a CPU variant; docs/patches.md lists every patch, docs/cpu.md every stand-in.
 """
 
 import os
@@ -17,6 +17,8 @@ from mcore_rl.device.environment import local_indices
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _PINNED_THRESHOLD = "pinned_max_round_threshold_mb"
+_FIRST_WITH_THRESHOLD = (2, 13)
+"""An older torch refuses the setting at its first allocation, which ends the process."""
 _EXACT_FROM_MIB = 64
 """Smaller pinned blocks are rounded up to powers of two, which lets torch use them again."""
 PEAK_FLOPS = {
@@ -75,12 +77,21 @@ def set_local_device(rank: int, gpu_ids: Sequence[str] = ()) -> None:
         torch.cuda.set_device(own[0])
 
 
+def can_pin_exactly() -> bool:
+    """Return whether this torch has the setting by which large blocks are pinned exactly."""
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= _FIRST_WITH_THRESHOLD
+
+
 def exact_pinning(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variable that lets torch pin large blocks at their exact size.
 
     By default it takes the next power of two, so offloaded state could take twice its size. Set it
-    before torch allocates. A threshold that `environ` has already stays.
+    before torch allocates. A threshold that `environ` has already stays. Nothing is returned where
+    torch is older than 2.13, which does not know the setting.
     """
+    if not can_pin_exactly():
+        return {}
     name = next((name for name in _ALLOCATOR_SETTINGS if name in environ), _ALLOCATOR_SETTINGS[0])
     settings = [setting for setting in environ.get(name, "").split(",") if setting]
     if not any(setting.startswith(f"{_PINNED_THRESHOLD}:") for setting in settings):

@@ -3,7 +3,7 @@
 torch.cpu implements the interface of torch.cuda (streams, events, synchronize) as no-ops. Every
 torch.cuda entry point that megatron-core reaches is replaced by its torch.cpu or default-generator
 counterpart. tests/device/test_cpu_patches.py has a test per patch that fails once megatron-core
-works without it, and docs/cpu.md lists them.
+works without it, and docs/patches.md lists them.
 """
 
 import contextlib

@@ -9,6 +9,8 @@ could not read the memory of another (CUDA IPC), and weights would take NCCL wit
 
 from collections.abc import Mapping, Sequence
 
+from mcore_rl.process.rotated_output import ROTATE_BYTES
+
 AGREED = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """Variables that all processes must have alike, and their defaults: those that SGLang takes
 (sglang/srt/entrypoints/engine.py)."""
@@ -18,6 +20,7 @@ FORWARDED = (
     "DEEP_EP_",
     "GLOO_",
     "HF_",
+    ROTATE_BYTES,
     "NCCL_",
     "NVSHMEM_",
     "NVTE_",

@@ -9,8 +9,13 @@ from typing import Any
 
 from torch import distributed
 
-_NEVER = timedelta(days=1)
-"""NCCL's own timeout, which only logs. Callers wait with much shorter deadlines of their own."""
+_LEFT_TO_CALLERS = timedelta(days=1)
+"""The age at which torch gives a pending operation up and has it raise to whoever polls it.
+
+Nobody waits that long: callers poll operations until deadlines of their own, and then abort the
+group, which ends them. It lies above every such deadline, so that the error is the caller's, which
+names the peer and what was waited for.
+"""
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment_lock = Lock()
 
@@ -23,7 +28,7 @@ def make_group(store: Any, rank: int, size: int, max_ctas: int | None = None) ->
     """
     group_type: Any = distributed.ProcessGroupNCCL  # exists only in CUDA builds of torch
     options = group_type.Options()
-    options._timeout = _NEVER
+    options._timeout = _LEFT_TO_CALLERS
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
     with _environment(_ERROR_HANDLING, "0"):  # torch reads it when a group is made

@@ -64,9 +64,30 @@ def test_compile_leaves_functions_as_they_are(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_large_pinned_blocks_keep_their_size_and_settings_stay(
-    before: dict[str, str], after: dict[str, str]
+    before: dict[str, str], after: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
     assert device.exact_pinning(before) == after
+
+
+@pytest.mark.parametrize(
+    ("version", "knows_it"),
+    [
+        ("2.9.1", False),
+        ("2.11.0+cu130", False),
+        ("2.12.1", False),
+        ("2.13.0a0+git1234567", True),
+        ("2.14.1+cu130", True),
+        ("3.0.0", True),
+    ],
+)
+def test_a_torch_that_does_not_know_the_threshold_is_not_given_it(
+    version: str, knows_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    expected = {"PYTORCH_CUDA_ALLOC_CONF": "pinned_max_round_threshold_mb:64"} if knows_it else {}
+    assert device.exact_pinning({}) == expected
+    assert device.can_pin_exactly() is knows_it
 
 
 def test_an_optimizer_imports_no_compiler() -> None:

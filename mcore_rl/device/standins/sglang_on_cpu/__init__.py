@@ -1,8 +1,9 @@
 """Patches that let SGLang serve on CPU. Each of its processes calls `apply_patches()`.
 
 Each patch is one function in PATCHES whose docstring says why it is needed. No patch changes what
-SGLang computes on a GPU. docs/cpu.md lists them, and tests/scenarios/device/test_sglang_on_cpu.py
-has a test for each that fails once SGLang works without it.
+SGLang computes on a GPU. docs/patches.md lists them, and
+tests/scenarios/device/test_sglang_on_cpu.py has a test for each that fails once SGLang works
+without it.
 """
 
 from collections.abc import Callable

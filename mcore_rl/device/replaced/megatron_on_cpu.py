@@ -1,0 +1,215 @@
+"""Patches of megatron-core and torch that training ranks without CUDA need, in their order."""
+
+from mcore_rl.device.replaced.entry import Patch
+
+_CORE = "megatron.core"
+_CPU = "mcore_rl.device.cpu_patches"
+_GLOO = "mcore_rl.device.gloo_patches"
+_KERNELS = "mcore_rl.device.kernel_patches"
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
+_TEST = "tests/device/test_cpu_patches.py"
+_FAILS = f"{_TEST}::test_training_fails_without_the_patch"
+_COMPILER = "CC=none"
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        f"{_CPU}:alias_streams",
+        tuple(
+            f"torch.cuda.{name}"
+            for name in (
+                *("current_device", "set_device", "device_count", "synchronize"),
+                *("current_stream", "default_stream", "stream", "Stream", "Event"),
+            )
+        ),
+        by="`torch.cuda` streams, events and devices by `torch.cpu`'s no-ops",
+        reason="megatron-core calls `torch.cuda` without asking whether it is there",
+        on_gpu="real streams: overlap and its races exist only there",
+        test=_FAILS,
+    ),
+    Patch(
+        f"{_CPU}:alias_rng",
+        (
+            *("torch.cuda.manual_seed", "torch.cuda.manual_seed_all"),
+            *("torch.cuda.get_rng_state", "torch.cuda.random.get_rng_state"),
+            *("torch.cuda.set_rng_state", "torch.cuda.random.set_rng_state"),
+            f"{_CORE}.tensor_parallel.random._set_cuda_rng_state",
+        ),
+        by="CUDA's random generator by the default one",
+        reason="torch defers calls on the CUDA generator until an initialization that never comes",
+        on_gpu="other random numbers, of which no weights are drawn; checkpoints hold both"
+        " generators of a rank (`device/rng.py`)",
+        test=_FAILS,
+    ),
+    Patch(
+        f"{_CPU}:alias_factories",
+        (
+            *(f"torch.{name}" for name in (*_FACTORIES, "empty_like", "zeros_like")),
+            *("torch.Tensor.cuda", "torch.nn.Module.cuda"),
+        ),
+        by='`device="cuda"` in tensor factories by the CPU; `.cuda()` does nothing',
+        reason="megatron-core names the device by hand",
+        on_gpu="tensors on the GPU",
+        test=_FAILS,
+    ),
+    Patch(
+        f"{_CPU}:alias_tensor_type",
+        ("torch.Tensor.type",),
+        by="the name of `tensor.type()` by `torch.cuda.*`",
+        reason="the optimizers accept only parameters of such types",
+        on_gpu="no difference",
+        test=_FAILS,
+    ),
+    Patch(
+        f"{_CPU}:convert_alltoall_splits",
+        (f"{_CORE}.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",),
+        by="the expert dispatcher's split sizes by numpy arrays",
+        reason="they are converted only on the way from a GPU to the host",
+        on_gpu="converted by megatron-core",
+        test=_FAILS,
+    ),
+    Patch(
+        f"{_GLOO}:uneven_collectives",
+        (
+            f"{_CORE}.tensor_parallel.mappings._gather_along_first_dim",
+            f"{_CORE}.tensor_parallel.mappings._reduce_scatter_along_first_dim",
+        ),
+        by="all-gather and reduce-scatter of uneven parts by all-to-all",
+        reason="gloo only takes even parts; expert tensor parallelism has uneven ones",
+        on_gpu="NCCL's own collectives",
+        test=_FAILS,
+    ),
+    Patch(
+        f"{_GLOO}:contiguous_collectives",
+        ("torch.distributed.scatter", "torch.distributed.broadcast"),
+        by="strided tensors in scatter and broadcast by contiguous copies",
+        reason="gloo silently ignores strides",
+        on_gpu="NCCL takes contiguous tensors only, and says so",
+        test="tests/device/test_gloo_patches.py::test_contiguous_collectives",
+    ),
+    Patch(
+        f"{_GLOO}:buckets_in_place",
+        tuple(
+            f"{_CORE}.distributed.param_and_grad_buffer.{name}"
+            for name in ("_coalescing_manager", "dist_all_gather_func", "dist_reduce_scatter_func")
+        ),
+        by="all-gather and reduce-scatter of a distributed optimizer's buckets by broadcasts and"
+        " sums in place",
+        reason="gloo copies all of them to fresh memory and back, even for a single rank",
+        on_gpu="NCCL works in place",
+        test="tests/device/test_gloo_patches.py::test_buckets_in_place",
+    ),
+    Patch(
+        f"{_CPU}:define_router_gemm",
+        (f"{_CORE}.transformer.moe.moe_utils.te_general_gemm",),
+        by="the undefined `te_general_gemm` of `moe_utils` by None",
+        reason="the name is read, but defined only with Transformer Engine",
+        on_gpu="the router's product runs in Transformer Engine",
+        test=f"{_TEST}::test_define_router_gemm",
+    ),
+    Patch(
+        f"{_CPU}:report_missing_te_to_latent_attention",
+        (f"{_CORE}.transformer.multi_latent_attention.HAVE_TE",),
+        by="`HAVE_TE` in `multi_latent_attention` by False",
+        reason="its import succeeds with a mock, for which `isinstance` raises TypeError",
+        on_gpu="no difference without fp8",
+        test=f"{_TEST}::test_report_missing_te_to_latent_attention",
+    ),
+    Patch(
+        f"{_CPU}:recompute_without_fp8",
+        (f"{_CORE}.tensor_parallel.random.CheckpointWithoutOutput.__init__",),
+        by="the default `fp8=False` of `CheckpointWithoutOutput` by None",
+        reason="it tests `fp8 is not None` and would enter Transformer Engine's fp8 context",
+        on_gpu="no difference without fp8",
+        test=f"{_TEST}::test_recompute_without_fp8",
+    ),
+    Patch(
+        f"{_CPU}:use_fused_adam",
+        (
+            *(f"{_CORE}.optimizer.Adam", f"{_CORE}.optimizer.distrib_optimizer.Adam"),
+            f"{_CORE}.optimizer.USING_PYTORCH_OPTIMIZER",
+            f"{_CORE}.optimizer.distrib_optimizer.HAVE_APEX_OR_TE",
+            f"{_CORE}.optimizer.distrib_optimizer.USING_APEX_OPTIMIZER",
+        ),
+        by="Adam by `device/adam.py`",
+        reason="the distributed optimizer expects Transformer Engine's state layout",
+        on_gpu="Transformer Engine's FusedAdam, same checkpoint layout",
+        test=_FAILS,
+    ),
+    Patch(
+        f"{_CPU}:allow_precision_aware_adam",
+        (
+            f"{_CORE}.optimizer.is_te_min_version",
+            f"{_CORE}.optimizer.optimizer_config.is_te_min_version",
+            f"{_CORE}.optimizer.OptimizerConfig.__post_init__",
+        ),
+        by='the version checks of the optimizer\'s options by "older"',
+        reason="they compare Transformer Engine's version, which is None",
+        on_gpu="Transformer Engine's FusedAdam holds the moments",
+        test=f"{_TEST}::test_allow_precision_aware_adam",
+    ),
+    Patch(
+        f"{_CPU}:use_te_workalike",
+        (
+            f"{_CORE}.models.gpt.gpt_layer_specs.TESpecProvider",
+            f"{_CORE}.models.gpt.moe_module_specs.TESpecProvider",
+            f"{_CORE}.models.gpt.gpt_layer_specs.TENorm",
+            f"{_CORE}.transformer.transformer_block.LayerNormImpl",
+        ),
+        by="Transformer Engine's modules by `device/te_workalike.py` and `device/attention.py`",
+        reason="Transformer Engine needs CUDA",
+        on_gpu="fused kernels: other rounding, same module tree and parameter names",
+        test=_FAILS,
+    ),
+    Patch(
+        "mcore_rl.device:leave_compiler_out",
+        ("torch.compile", "torch.compiler.disable"),
+        by="compiled functions by the functions themselves; torch's compiler is not even imported",
+        reason="compilation needs a C++ compiler and minutes, the import half a second of a rank",
+        on_gpu="compiled",
+        test=f"{_TEST}::test_run_eagerly",
+    ),
+    Patch(
+        f"{_KERNELS}:fuse_rotary",
+        (f"{_CORE}.models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd",),
+        by="the rotary embedding of packed sequences by one pass of compiled code",
+        reason="torch makes several passes over memory",
+        on_gpu="Transformer Engine's fused kernel",
+        switch=_COMPILER,
+        test="tests/device/test_kernel_patches.py::test_rotary_embedding",
+    ),
+    Patch(
+        f"{_KERNELS}:fuse_swiglu",
+        (
+            f"{_CORE}.transformer.moe.experts.weighted_bias_swiglu_impl",
+            f"{_CORE}.transformer.mlp.weighted_bias_swiglu_impl",
+            f"{_CORE}.transformer.mlp.bias_swiglu_impl",
+            f"{_CORE}.transformer.moe.shared_experts.bias_swiglu_impl",
+        ),
+        by="SwiGLU of experts and dense layers by one pass of compiled code",
+        reason="torch makes several passes over memory",
+        on_gpu="megatron-core's fused function",
+        switch=_COMPILER,
+        test="tests/device/test_kernel_patches.py::test_swiglu",
+    ),
+    Patch(
+        f"{_KERNELS}:fuse_permutation",
+        tuple(
+            f"{_CORE}.transformer.moe.token_dispatcher.{name}"
+            for name in ("permute", "unpermute", "sort_chunks_by_idxs")
+        ),
+        by="the way of rows to experts and back by copies of whole rows",
+        reason="torch computes an index for each of their elements",
+        on_gpu="Transformer Engine's fused permutation",
+        switch=_COMPILER,
+        test="tests/device/test_kernel_patches.py::test_permutation",
+    ),
+    Patch(
+        f"{_KERNELS}:use_faster_library",
+        (f"{_CORE}.tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce",),
+        by="large products of linear layers by numpy's OpenBLAS, where it is faster",
+        reason="torch's MKL is slower on AMD's processors",
+        on_gpu="cuBLAS",
+        switch=_COMPILER,
+        test="tests/device/test_kernel_patches.py::test_linear_layers",
+    ),
+)

@@ -1,0 +1,254 @@
+"""Patches that a run with GPUs has: those of GPUs alone, and those of every machine."""
+
+from mcore_rl.device.replaced.entry import Patch, Scope, Times
+
+_CORE = "megatron.core"
+_ON_A_GPU = "status.md#on-a-gpu"
+_OTHER_MODEL = "a model of another family"
+
+TRAINING: tuple[Patch, ...] = (
+    Patch(
+        "mcore_rl.device.adam_in_parts:use_adam_in_parts",
+        (f"{_CORE}.optimizer.Adam", f"{_CORE}.optimizer.distrib_optimizer.Adam"),
+        by="Transformer Engine's Adam by one whose step updates 64 M elements at a time, and whose"
+        " state is begun with the argument that megatron-core leaves out",
+        reason="with moments in less than float32 a step copies all of them, 8 bytes per parameter,"
+        " and the optimizer cannot be made",
+        scope=Scope.GPU,
+        runs=Times.IN_STEPS,
+        switch="moments in float32, the default: the step is Transformer Engine's own",
+        opt_in=True,
+        measured=_ON_A_GPU,
+        test="tests/device/test_adam_in_parts.py"
+        "::test_megatron_begins_a_state_without_saying_what_remains_of_weights",
+    ),
+    Patch(
+        "mcore_rl.train.model:_make_spec",
+        (
+            f"{_CORE}.transformer.moe.moe_layer.MoESubmodules.router",
+            f"{_CORE}.transformer.spec_utils.ModuleSpec.module",
+            f"{_CORE}.transformer.attention.SelfAttentionSubmodules.q_layernorm",
+            f"{_CORE}.transformer.attention.SelfAttentionSubmodules.k_layernorm",
+            f"{_CORE}.transformer.attention.SelfAttentionSubmodules.core_attention",
+            f"{_CORE}.transformer.mlp.MLPSubmodules.linear_fc1",
+        ),
+        by="in megatron-core's layer specification, the router by one that takes given experts and"
+        " weights tokens; for families that need it, the layer (Qwen3-VL), the norms of queries and"
+        " keys (OLMoE, MiniMax-M2), attention with sinks and the experts' first product (gpt-oss)."
+        " The router alone ran in a model on a GPU",
+        reason="replay of routing and balance losses over trained tokens have no option upstream,"
+        " and neither have these families",
+        scope=Scope.BOTH,
+        runs=Times.IN_STEPS,
+        switch="a dense model of a family that megatron-core has",
+        measured=_ON_A_GPU,
+        required="balance losses would count padding, replay would do nothing, and those families"
+        " would have other log-probs",
+        test="tests/train/test_router.py::test_without_given_experts_the_best_are_taken",
+    ),
+    Patch(
+        "mcore_rl.train.model:_make_chunk",
+        (f"{_CORE}.models.gpt.gpt_model.GPTModel.output_layer",),
+        by="the output layer of a critic by a head with one value per token",
+        reason="megatron-core has no critic",
+        scope=Scope.BOTH,
+        runs=Times.IN_STEPS,
+        switch="a recipe without a critic",
+        opt_in=True,
+        required="there would be no values",
+        test="tests/train/test_model.py::test_a_value_head_is_never_tied",
+    ),
+    Patch(
+        "mcore_rl.train.vision.tower:_of_transformers",
+        ("torch.nn.Module.rotary_pos_emb",),
+        by="the rotary frequencies of transformers' vision towers by the same in float32",
+        reason="a tower in bfloat16 would round them",
+        scope=Scope.BOTH,
+        runs=Times.IN_STEPS,
+        switch=_OTHER_MODEL,
+        required="positions of patches would be rounded, and log-probs would not be the engine's",
+        test="tests/train/vision/test_tower.py::test_a_tower_keeps_its_frequencies_in_float32",
+    ),
+    Patch(
+        "mcore_rl.train.optimizer_state:write_whole_parameters",
+        (
+            f"{_CORE}.optimizer.distrib_optimizer.DistributedOptimizer"
+            ".sharded_param_state_fully_reshardable",
+        ),
+        by="the optimizer's state in a checkpoint by one in which the rank that owns a parameter"
+        " writes it whole",
+        reason="megatron-core gathers all states on every rank, and takes those behind a padded"
+        " bucket from the wrong place",
+        scope=Scope.BOTH,
+        runs=Times.APART,
+        required="tied embeddings over pipeline stages would resume with wrong moments",
+        test="tests/train/test_optimizer_state.py"
+        "::test_states_are_those_of_one_process_and_each_rank_writes_its_share",
+    ),
+    Patch(
+        "mcore_rl.device.checkpoint_io:keep_write_results_in_process",
+        (f"{_CORE}.dist_checkpointing.strategies.filesystem_async._results_queue",),
+        by="the manager process for results of checkpoint writes by a queue of this process",
+        reason="the manager takes seconds to start and outlives a killed rank",
+        scope=Scope.BOTH,
+        runs=Times.APART,
+        test="tests/device/test_checkpoint_io.py::test_results_stay_in_the_process",
+    ),
+)
+
+ENGINES: tuple[Patch, ...] = (
+    Patch(
+        "mcore_rl.rollout.shared_prompts:compute_prompts_once",
+        ("sglang.srt.managers.scheduler.Scheduler.get_prefill_adder_class",),
+        by="SGLang's rule of admission by one that holds samples back while another computes their"
+        " prompt",
+        reason="samples of a prompt are admitted together, and each would compute all of it",
+        scope=Scope.BOTH,
+        runs=Times.IN_STEPS,
+        switch="`rollout.share_prompts=false`, the default with GPUs",
+        opt_in=True,
+        test="tests/rollout/test_shared_prompts.py"
+        "::test_samples_wait_for_the_one_that_computes_their_prompt",
+    ),
+    Patch(
+        "mcore_rl.rollout.first_experts:keep_first_experts",
+        (
+            "sglang.srt.managers.schedule_batch.release_req",
+            "sglang.srt.managers.scheduler_components.batch_result_processor"
+            ".SchedulerBatchResultProcessor._maybe_collect_routed_experts",
+        ),
+        by="the experts that a request reports by those of the pass that drew each token",
+        reason="a request that was retracted reports the experts of a later pass",
+        scope=Scope.BOTH,
+        runs=Times.IN_STEPS,
+        switch="`drift.routed_experts=false` with `train.router_replay` other than engine",
+        required="experts of later weights would be replayed",
+        test="tests/scenarios/rollout/test_first_experts.py"
+        "::test_tokens_keep_the_experts_that_drew_them",
+    ),
+    Patch(
+        "mcore_rl.rollout.scheduler_setup:set_schedulers_up",
+        ("sglang.srt.entrypoints.http_server.launch_server",),
+        by="the function that starts SGLang's server by the same with another scheduler process",
+        reason="the two above are to be applied in processes that SGLang spawns, whose output is to"
+        " follow its file when that is rotated",
+        scope=Scope.BOTH,
+        runs=Times.APART,
+        test="tests/rollout/test_scheduler_setup.py"
+        "::test_a_scheduler_is_set_up_in_order_and_gets_sglangs_arguments",
+    ),
+    Patch(
+        "mcore_rl.rollout.server:load_package",
+        ("sglang.srt.models.registry.ModelRegistry.models",),
+        by="SGLang's classes for reward models of Qwen, Kimi-VL and GLM-4.5V by"
+        " `rollout/reward_heads` and `rollout/vision_models`",
+        reason="SGLang computes them otherwise than their authors, and the trainer, do",
+        scope=Scope.BOTH,
+        runs=Times.IN_STEPS,
+        switch=_OTHER_MODEL,
+        required="scores and log-probs would not be those of the trainer",
+        test="tests/rollout/test_server.py::test_our_classes_serve_the_models_that_need_them",
+    ),
+    Patch(
+        "mcore_rl.rollout.server:leave_freezing_to_the_starter",
+        ("sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup",),
+        by="the request to freeze objects that SGLang sends to itself by nothing;"
+        " `rollout/engine.py` sends it once the server is healthy",
+        reason="SGLang sends it before it listens where it does not warm up, and waits in vain",
+        scope=Scope.BOTH,
+        runs=Times.APART,
+    ),
+)
+
+EVERYWHERE: tuple[Patch, ...] = (
+    Patch(
+        "mcore_rl.process.meeting_store:bind_meetings_to_their_host",
+        ("torch.distributed.rendezvous._create_c10d_store",),
+        by="the store at which torch's `tcp://` groups meet by one that listens at its own address"
+        " only",
+        reason="torch's listens on all interfaces, and asks nobody for a key",
+        scope=Scope.BOTH,
+        runs=Times.APART,
+        required="whoever reaches the machine could read and write its values",
+        test="tests/process/test_meeting_store.py::test_ranks_meet_and_listen_on_loopback_only",
+    ),
+    Patch(
+        "mcore_rl.process.shared_names:start_resource_tracker",
+        (
+            "multiprocessing.resource_tracker._resource_tracker._fd",
+            "multiprocessing.resource_tracker._resource_tracker._pid",
+        ),
+        by="Python's resource tracker by one in a session of its own",
+        reason="a SIGKILL to the process group would end it before it has emptied /dev/shm",
+        scope=Scope.BOTH,
+        runs=Times.APART,
+        test="tests/process/test_shared_names.py::test_pythons_own_tracker_dies_with_the_group",
+    ),
+    Patch(
+        "mcore_rl.data.tokenizer:import_auto_tokenizer",
+        ("transformers.generation.GenerationMixin",),
+        by="`GenerationMixin` by an empty class, while AutoTokenizer is imported",
+        reason="the import of torch's compiler that comes with it takes a second of each process",
+        scope=Scope.BOTH,
+        runs=Times.APART,
+        test="tests/data/test_tokenizer.py::test_a_tokenizer_comes_without_what_models_need",
+    ),
+    Patch(
+        "mcore_rl.cluster.session:ray_session",
+        ("ray._private.worker._worker_logs_enabled",),
+        by="Ray's own report of a dead worker by none",
+        reason="the error of the run names the rank and says why it died",
+        scope=Scope.BOTH,
+        runs=Times.APART,
+    ),
+    Patch(
+        "mcore_rl.cluster.session:_ray_on_loopback",
+        ("ray._private.ray_constants.ENABLE_RAY_CLUSTER",),
+        by="the machine's outward address of a Ray that a run starts by 127.0.0.1",
+        reason="on Linux Ray's servers listen on all interfaces",
+        scope=Scope.BOTH,
+        runs=Times.APART,
+        switch="`cluster.address`: a Ray that is there already",
+        required="ports of a run on one machine would be open to the network",
+        test="tests/e2e/test_doors.py::test_nothing_of_a_run_on_one_machine_listens_beyond_it",
+    ),
+    Patch(
+        "mcore_rl.cluster.small_ray:small_ray",
+        (
+            "ray._private.node.Node.start_api_server",
+            "ray._private.node.Node.start_log_monitor",
+            "ray._private.node.Node.start_monitor",
+            "ray._private.node.Node.start_raylet",
+            "ray._private.utils.get_dashboard_dependency_error",
+        ),
+        by="dashboard, log monitor and autoscaler of a Ray that a run starts by nothing",
+        reason="a run does not use them, and they keep a core busy for two seconds",
+        scope=Scope.BOTH,
+        runs=Times.APART,
+        switch="`cluster.dashboard=true`",
+        test="tests/cluster/test_small_ray.py::test_ray_is_as_before_afterwards",
+    ),
+    Patch(
+        "mcore_rl.cluster.breakpoints:_stop_for_debugpy",
+        ("builtins.breakpoint",),
+        by="debugpy's `breakpoint()` by ours, once debugpy has put its own there",
+        reason="debugpy's would not say where it waits, nor go on when nobody comes",
+        scope=Scope.BOTH,
+        runs=Times.APART,
+        switch="code without `breakpoint()`, or `RAY_DEBUG=legacy`",
+        opt_in=True,
+        test="tests/e2e/test_debuggers.py::test_a_debug_adapter_attaches_where_the_dashboard_shows",
+    ),
+    Patch(
+        "mcore_rl.agents.environments.verifiers_env:share_certificates",
+        ("verifiers.v1.clients.eval.build_async_httpx",),
+        by="a TLS context for each client of verifiers by one for all",
+        reason="reading all certificates for each episode took most of a worker's time",
+        scope=Scope.BOTH,
+        runs=Times.APART,
+        switch="another `agents.environment`",
+        opt_in=True,
+        test="tests/agents/environments/test_verifiers_env.py"
+        "::test_an_episode_leaves_neither_connections_nor_certificates_in_its_worker",
+    ),
+)

@@ -1,0 +1,223 @@
+"""Patches of SGLang that engines without CUDA need, in their order."""
+
+from mcore_rl.device.replaced.entry import Patch
+
+_SRT = "sglang.srt"
+_BACKEND = f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_CHECKS = "tests/scenarios/device/test_sglang_on_cpu.py::test_sglang_on_cpu"
+
+
+def _patch(
+    module: str,
+    function: str,
+    names: tuple[str, ...],
+    by: str,
+    reason: str,
+    on_gpu: str,
+    **more: str,
+) -> Patch:
+    return Patch(
+        f"sglang_on_cpu.{module}:{function}",
+        names,
+        by,
+        reason,
+        on_gpu=on_gpu,
+        test=f"{_CHECKS}[check_{function}]",
+        **more,  # type: ignore[arg-type]
+    )
+
+
+PATCHES: tuple[Patch, ...] = (
+    _patch(
+        "processes",
+        "fork_workers",
+        (f"{_SRT}.entrypoints.engine._set_envs_and_config",),
+        "spawned scheduler and detokenizer processes by forked ones",
+        "each spawned process imports SGLang again, 7 core-seconds",
+        "spawned: CUDA does not survive a fork",
+    ),
+    _patch(
+        "processes",
+        "leave_megatron_out",
+        ("sys.modules.megatron",),
+        "`import megatron` in SGLang's debug dumper by a failure",
+        "half a core-second per rank",
+        "imported if installed",
+    ),
+    _patch(
+        "processes",
+        "keep_load_snapshots_in_temp_dir",
+        (f"{_SRT}.managers.load_snapshot.shm_path_for",),
+        "the place of load files, /dev/shm, by the engine's temporary folder",
+        "they would stay when an engine is killed",
+        "/dev/shm",
+    ),
+    _patch(
+        "models",
+        "import_models_when_asked",
+        (f"{_SRT}.models.registry.ModelRegistry.models",),
+        "the import of all 200 model files by that of one",
+        "half a core-second per rank",
+        "all are imported",
+    ),
+    _patch(
+        "models",
+        "import_few_image_processors",
+        (
+            f"{_SRT}.managers.tokenizer_manager.import_processors",
+            f"{_SRT}.managers.multimodal_processor.PROCESSOR_MAPPING",
+        ),
+        "the import of all image processors by those of families here",
+        "many need packages that are missing",
+        "all are imported",
+    ),
+    _patch(
+        "processes",
+        "sleep_while_paused",
+        (f"{_SRT}.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine",),
+        "polling by waiting, while generation is paused",
+        "a paused engine takes a whole core",
+        "polls",
+    ),
+    _patch(
+        "attention",
+        "batch_attention",
+        tuple(
+            f"{_BACKEND}.{name}"
+            for name in (
+                *("init_forward_metadata", "_run_sdpa_forward_extend", "_run_sdpa_forward_decode"),
+                *("forward_extend", "forward_decode"),
+            )
+        ),
+        "torch_native's loop over requests by a call per group of requests; adds sinks",
+        "the loop is 60 % of a decode step at 256 requests; gpt-oss needs sinks",
+        "flashinfer or FlashAttention: other rounding",
+    ),
+    _patch(
+        "attention",
+        "absorb_latents",
+        (f"{_SRT}.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry",),
+        "the form of latent attention in prefill by the one that reads the latent cache",
+        "torch_native keeps no expanded keys and values",
+        "chosen by the backend",
+    ),
+    _patch(
+        "attention",
+        "rotate_without_yarn",
+        (f"{_SRT}.layers.rotary_embedding.factory.get_rope_cpu",),
+        "the missing rotary embedding of latent attention without scaling by the plain one",
+        "SGLang's CPU embeddings include yarn only; Moonlight has no scaling",
+        "SGLang's own",
+    ),
+    _patch(
+        "attention",
+        "admit_torch_native",
+        (f"{_SRT}.arg_groups.model_hook.attention_backends_of",),
+        "gpt-oss's list of attention backends by one with torch_native",
+        "`batch_attention` gives torch_native sinks",
+        "a backend with sinks",
+    ),
+    _patch(
+        "kernels",
+        "gate_shared_expert",
+        ("sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",),
+        "a triton kernel of Qwen2-MoE by torch",
+        "SGLang has no CPU path",
+        "the triton kernel",
+    ),
+    _patch(
+        "data_parallel",
+        "pad_batches",
+        (f"{_BACKEND}.get_cpu_graph_seq_len_fill_value",),
+        "the missing fill length of padded batches by 1",
+        "torch_native lacks the method",
+        "each backend's own",
+    ),
+    _patch(
+        "data_parallel",
+        "reduce_without_nccl",
+        (f"{_SRT}.distributed.parallel_state.GroupCoordinator.reduce_scatterv",),
+        "NCCL's reduce-scatter by all-reduce",
+        "SGLang calls NCCL on every device",
+        "NCCL, less traffic",
+    ),
+    _patch(
+        "data_parallel",
+        "wait_for_requests",
+        (f"{_SRT}.managers.data_parallel_controller.sock_recv",),
+        "polling by waiting, in the data-parallel controller",
+        "polling takes a whole core",
+        "polls",
+    ),
+    _patch(
+        "experts",
+        "group_experts",
+        (f"{_SRT}.layers.moe.fused_moe_native.moe_forward_native",),
+        "the native expert layer by two grouped products of its own rank's experts",
+        "five calls per expert; other ranks' experts are marked -1, which SGLang uses as an index",
+        "fused expert kernels",
+    ),
+    _patch(
+        "experts",
+        "keep_routed_experts_in_plain_memory",
+        (f"{_SRT}.mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS",),
+        "the buffer of routed experts by plain memory",
+        "SGLang registers it with the CUDA driver",
+        "registered memory",
+    ),
+    _patch(
+        "sampling",
+        "allow_seeded_sampling",
+        (f"{_SRT}.batch_invariant_ops.enable_batch_invariant_mode",),
+        "the refusal of deterministic inference with torch_native by acceptance",
+        "seeds per request need it",
+        "batch-invariant triton kernels",
+    ),
+    _patch(
+        "sampling",
+        "sample_in_one_pass",
+        (
+            f"{_SRT}.layers.sampler.multinomial_with_seed",
+            f"{_SRT}.layers.sampler.sampling_from_probs_torch",
+        ),
+        "sampling, with seeds and without, by compiled code, if there is a C compiler",
+        "20 and 36 ms a step for 32 requests and 50,000 tokens, now 0.7 and 1 ms; with seeds the"
+        " tokens are the same",
+        "torch and a triton kernel",
+        switch="rollout.compiled=false",
+    ),
+    _patch(
+        "native_forward",
+        "run_in_compiled_code",
+        (
+            f"{_SRT}.model_executor.model_runner.ModelRunner.load_model",
+            f"{_SRT}.models.llama.LlamaModel.forward",
+            f"{_SRT}.layers.logits_processor.LogitsProcessor._compute_lm_head",
+        ),
+        "the forward pass and output layer of Llama, Qwen2, Qwen3 and Qwen3-MoE by compiled code,"
+        " if there is a C compiler",
+        "the small torch calls of a layer cost more than what they compute",
+        "SGLang's layers",
+        switch="rollout.compiled=false",
+    ),
+    _patch(
+        "kernels",
+        "normalize_projections",
+        (
+            f"{_SRT}.models.minimax_m2.rms_sumsq_serial",
+            f"{_SRT}.models.minimax_m2.rms_apply_serial",
+        ),
+        "two triton kernels of MiniMax-M2, which normalize queries and keys, by torch;"
+        " `import_models_when_asked` applies it with the model",
+        "SGLang has no CPU path",
+        "the triton kernels",
+    ),
+    Patch(
+        "import_standin:",
+        ("sys.meta_path",),
+        by="the import of submodules of stand-in packages by stand-ins",
+        reason="SGLang imports many names of CUDA packages that it does not use on a CPU",
+        on_gpu="the packages themselves",
+        test=f"{_CHECKS}[check_any_name_can_be_imported_from_a_stand_in]",
+    ),
+)
