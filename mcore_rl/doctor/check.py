@@ -47,6 +47,11 @@ class Stage:
     checks: tuple[Check, ...]
 
 
+def full_name(stage: Stage, check: Check) -> str:
+    """Return the name by which --checks chooses a check."""
+    return f"{stage.name}:{check.name}"
+
+
 @dataclass(frozen=True)
 class Result:
     """A line of the report. outcome: ok, failed or skipped; `why` is empty if it is ok."""

@@ -1,22 +1,27 @@
 """Runs one check, by its names, in a process of its own, and writes its outcome as JSON.
 
-    python -m mcore_rl.doctor.child <stage> <check> <file for the outcome>
+    python -m mcore_rl.doctor.child <stage> <check>
+
+The outcome goes to the file OUTCOME in the check's folder.
 
 A check may crash its process, or leave a GPU's context broken, without harm to the next.
 """
 
 import json
 import sys
-from pathlib import Path
 
 from mcore_rl.doctor.check import Check, Figures, MissedTarget, SkipCheck
+from mcore_rl.doctor.check_folder import own_folder
 from mcore_rl.doctor.stages import find_check
+
+OUTCOME = "outcome.json"
 
 
 def main() -> None:
-    stage, name, path = sys.argv[1:]
+    stage, name = sys.argv[1:]
     outcome, why, figures = run(find_check(stage, name))
-    Path(path).write_text(json.dumps({"outcome": outcome, "why": why, "figures": figures}))
+    told = json.dumps({"outcome": outcome, "why": why, "figures": figures})
+    (own_folder() / OUTCOME).write_text(told)
 
 
 def run(check: Check) -> tuple[str, str, Figures]:

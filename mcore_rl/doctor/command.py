@@ -1,7 +1,6 @@
 """Checks this machine, several machines against one another, or what a GPU can do (the kit)."""
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -9,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mcore_rl.doctor.kit_command import add_kit, is_for_kit, run_kit
 from mcore_rl.doctor.machine.needs import (
     CONTAINER_RUNTIMES,
     MachineNeeds,
     NamedModel,
     read_recipe,
 )
+from mcore_rl.process.command_line import parse_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_machine(parser.add_argument_group("checks of this machine"))
     _add_nodes(parser.add_argument_group("checks of several machines, started once on each"))
-    _add_kit(parser.add_argument_group("the kit: real processes, minutes; instead of the checks"))
+    add_kit(parser.add_argument_group("the kit: real processes, minutes; instead of the checks"))
 
 
 def _add_machine(group: "argparse._ArgumentGroup") -> None:
@@ -54,47 +55,12 @@ def _add_nodes(group: "argparse._ArgumentGroup") -> None:
     )
 
 
-def _add_kit(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--gpu", action="store_true", help="the kit on this machine's GPU")
-    group.add_argument(
-        "--stages", default="", help="comma-separated, or all; without --gpu they run on the CPU"
-    )
-    group.add_argument("--wheels", type=Path, help="folder of wheels to use, without a network")
-    group.add_argument(
-        "--logs", type=Path, default=Path("runs/doctor"), help="folder for output (%(default)s)"
-    )
-
-
 def run_doctor(args: argparse.Namespace) -> None:
     """Raise ValueError if nothing can be checked as asked, RuntimeError if a check failed."""
-    if args.gpu or args.stages:
-        _run_kit(args)
+    if is_for_kit(args):
+        run_kit(args)
         return
-    if args.wheels:
-        raise ValueError(f"--wheels={args.wheels} is read by the kit: add --gpu or --stages all")
     _check_machines(args)
-
-
-def _run_kit(args: argparse.Namespace) -> None:
-    if args.rendezvous or args.only:
-        raise ValueError("--gpu and --stages run the kit, which takes no --only and nodes")
-    if not args.gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks, here and in the checks
-    from mcore_rl.device import has_cuda
-    from mcore_rl.doctor.run_checks import RUN, SETTINGS
-    from mcore_rl.doctor.runner import run_stages
-    from mcore_rl.doctor.stages import choose_stages
-    from mcore_rl.doctor.wheels import wheels_installed
-
-    if args.gpu and not has_cuda():
-        raise ValueError("--gpu: torch sees no GPU here; --stages all runs the kit on the CPU")
-    stages = choose_stages("" if args.stages == "all" else args.stages)
-    if args.settings and RUN not in stages:
-        raise ValueError(f"{args.settings[0]}: the kit takes settings for its stage run alone")
-    os.environ[SETTINGS] = json.dumps(args.settings)  # for the check's process
-    with wheels_installed(args.wheels):
-        if not run_stages(stages, args.logs):
-            raise RuntimeError(f"checks failed; what they printed lies in {args.logs}")
 
 
 def _check_machines(args: argparse.Namespace) -> None:
@@ -173,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mcore-rl doctor", description=__doc__)
     add_arguments(parser)
     try:
-        run_doctor(parser.parse_args(argv))
+        run_doctor(parse_arguments(parser, argv))
     except (ValueError, RuntimeError) as error:
         print(f"mcore-rl doctor: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

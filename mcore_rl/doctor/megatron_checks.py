@@ -4,14 +4,13 @@ The model is a Qwen3-MoE: on a GPU with 1.4 billion parameters in bfloat16, on a
 Torch modules stand in for Transformer Engine on both, so speed says nothing here.
 """
 
-import tempfile
 import time
-from pathlib import Path
 
 import torch
 
 from mcore_rl.device import forget_peak, peak_bytes, synchronize, use_torch_modules_on_cuda
 from mcore_rl.doctor.check import Check, Figures, Stage, expect
+from mcore_rl.doctor.check_folder import own_folder
 from mcore_rl.doctor.lone_rank import (
     LoneRank,
     compare_with_plan,
@@ -24,21 +23,20 @@ from mcore_rl.doctor.lone_rank import (
 NEEDED = ("megatron", "zlib_ng")
 
 
-def _rank(folder: Path, dtype: str | None = None) -> LoneRank:
+def _rank(dtype: str | None = None) -> LoneRank:
     use_torch_modules_on_cuda()
-    return LoneRank(folder, qwen3_moe(), dtype)
+    return LoneRank(own_folder() / "model", qwen3_moe(), dtype)
 
 
 def steps() -> Figures:
     """Ten steps on one batch: its negative log-likelihood falls, gradients are finite."""
-    with tempfile.TemporaryDirectory() as folder:
-        rank = _rank(Path(folder))
-        first = rank.step()
-        synchronize()
-        began_s = time.monotonic()
-        stats = [rank.step() for _ in range(9)]
-        synchronize()
-        seconds = (time.monotonic() - began_s) / len(stats)
+    rank = _rank()
+    first = rank.step()
+    synchronize()
+    began_s = time.monotonic()
+    stats = [rank.step() for _ in range(9)]
+    synchronize()
+    seconds = (time.monotonic() - began_s) / len(stats)
     norms = [first.grad_norm, *(step.grad_norm for step in stats)]
     expect(all(0 < norm < float("inf") for norm in norms), f"gradient norms {norms}")
     expect(stats[-1].loss < first.loss - 0.1, f"loss from {first.loss} to {stats[-1].loss}")
@@ -52,9 +50,8 @@ def steps() -> Figures:
 
 def same_logprobs_as_transformers() -> Figures:
     """In float32, log-probs of an exported model are those of transformers."""
-    with tempfile.TemporaryDirectory() as folder:
-        rank = _rank(Path(folder, "model"), dtype="float32")
-        difference = difference_from_transformers(rank, Path(folder, "hf"))
+    rank = _rank(dtype="float32")
+    difference = difference_from_transformers(rank, own_folder() / "hf")
     expect(difference.largest < 1e-2, f"log-probs differ by {difference.largest}")
     expect(difference.mean < 1e-4, f"in the mean by {difference.mean}")
     return difference.figures
@@ -62,28 +59,28 @@ def same_logprobs_as_transformers() -> Figures:
 
 def checkpoint() -> Figures:
     """After a save and a load all is there bit for bit, and a step is the one taken before."""
-    with tempfile.TemporaryDirectory() as folder:
-        rank = _rank(Path(folder, "model"))
-        rank.step()
-        state, before = rank.state(), rank.weights()
-        began_s = time.monotonic()
-        rank.actor.save(Path(folder, "saved"), {})
-        stopped_s = time.monotonic() - began_s
-        rank.actor.finish_save()
-        saved_s = time.monotonic() - began_s
-        rank.step()
-        expected = rank.weights()
-        forget_peak()
-        began_s = time.monotonic()
-        rank.actor.load(Path(folder, "saved"))
-        loaded_s = time.monotonic() - began_s
-        loading_gib = peak_bytes() / 2**30
-        expect_same(rank.state(), state)
-        rank.step()
-        share = expect_same_step(rank.weights(), expected, before)
-        saved = sum(file.stat().st_size for file in Path(folder, "saved").rglob("*.distcp"))
+    saved = own_folder() / "saved"
+    rank = _rank()
+    rank.step()
+    state, before = rank.state(), rank.weights()
+    began_s = time.monotonic()
+    rank.actor.save(saved, {})
+    stopped_s = time.monotonic() - began_s
+    rank.actor.finish_save()
+    saved_s = time.monotonic() - began_s
+    rank.step()
+    expected = rank.weights()
+    forget_peak()
+    began_s = time.monotonic()
+    rank.actor.load(saved)
+    loaded_s = time.monotonic() - began_s
+    loading_gib = peak_bytes() / 2**30
+    expect_same(rank.state(), state)
+    rank.step()
+    share = expect_same_step(rank.weights(), expected, before)
+    num_bytes = sum(file.stat().st_size for file in saved.rglob("*.distcp"))
     return {
-        "gib": round(saved / 2**30, 3),
+        "gib": round(num_bytes / 2**30, 3),
         "training_stopped_s": round(stopped_s, 2),
         "saved_s": round(saved_s, 2),
         "loaded_s": round(loaded_s, 2),
@@ -94,22 +91,21 @@ def checkpoint() -> Figures:
 
 def offload() -> Figures:
     """Everything moves to host memory and back; the next step is that of a rank that stayed."""
-    with tempfile.TemporaryDirectory() as folder:
-        rank = _rank(Path(folder))
-        rank.step()
-        before = rank.weights()
-        rank.actor.hold(())
-        rank.actor.hold(("weights", "training"))  # host memory is allocated the first time
-        synchronize()
-        began_s = time.monotonic()
-        rank.actor.hold(())
-        out_s = time.monotonic() - began_s
-        began_s = time.monotonic()
-        rank.actor.hold(("weights", "training"))
-        in_s = time.monotonic() - began_s
-        expect_same(rank.weights(), before)
-        rank.step()
-        after = rank.weights()
+    rank = _rank()
+    rank.step()
+    before = rank.weights()
+    rank.actor.hold(())
+    rank.actor.hold(("weights", "training"))  # host memory is allocated the first time
+    synchronize()
+    began_s = time.monotonic()
+    rank.actor.hold(())
+    out_s = time.monotonic() - began_s
+    began_s = time.monotonic()
+    rank.actor.hold(("weights", "training"))
+    in_s = time.monotonic() - began_s
+    expect_same(rank.weights(), before)
+    rank.step()
+    after = rank.weights()
     changed = any(not torch.equal(after[name], before[name]) for name in before)
     expect(changed, "a step after the return changed nothing")
     gigabytes = rank.actor.held_bytes / 1e9
@@ -122,11 +118,10 @@ def offload() -> Figures:
 
 def planned_memory() -> Figures:
     """Compare the largest memory of a step with that of `mcore-rl plan`."""
-    with tempfile.TemporaryDirectory() as folder:
-        rank = _rank(Path(folder))
-        for _ in range(3):
-            rank.step()
-        return compare_with_plan(rank)
+    rank = _rank()
+    for _ in range(3):
+        rank.step()
+    return compare_with_plan(rank)
 
 
 MEGATRON = Stage(

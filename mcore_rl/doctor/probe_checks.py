@@ -6,12 +6,10 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from mcore_rl.device import exact_pinning, probes
+from mcore_rl.device import can_pin_exactly, exact_pinning, probes
 from mcore_rl.doctor.check import Check, Figures, SkipCheck, Stage, expect
 
 ODD_BYTES = int(1.1 * 2**30)
-LEAST_TORCH = (2, 13)
-"""The first torch with the threshold that `exact_pinning` sets."""
 
 
 def nccl_max_ctas() -> Figures:
@@ -34,7 +32,7 @@ def nccl_abort() -> Figures:
 
 def pinned_rounding() -> Figures:
     """How much host memory a pinned block takes, by default and with a threshold set."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) < LEAST_TORCH:
+    if not can_pin_exactly():
         raise SkipCheck(f"torch {torch.__version__} always rounds up, and refuses the setting")
     taken = {"default": _pinned_bytes({}), "set": _pinned_bytes(exact_pinning({}))}
     figures = {f"{name}_gib": round(num_bytes / 2**30, 3) for name, num_bytes in taken.items()}

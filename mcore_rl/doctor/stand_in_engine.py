@@ -48,9 +48,16 @@ class StandInEngine(KeepsSamples):
         return self._answer()
 
     def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        *,
+        greedy: bool,
+        seed: int,
+        for_eval: bool = False,
     ) -> list[Sample]:
         """Return `num_samples` responses to each prompt; plays roles.Generator."""
+        assert not for_eval, "this policy is not evaluated"
         token_ids = [prompt.token_ids for prompt in prompts]
         self._pipe.send(("generate", (token_ids, num_samples, greedy, seed)))
         answers = self._answer()

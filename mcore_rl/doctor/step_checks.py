@@ -4,7 +4,7 @@ Sampling, rewards, advantages, log-probs, optimizer step and weight sync are tho
 SGLang and Ray are missing. On a GPU the weights go through memory that both processes share.
 """
 
-import tempfile
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -26,10 +26,13 @@ from mcore_rl.config import (
 )
 from mcore_rl.device import has_cuda, has_transformer_engine, use_torch_modules_on_cuda
 from mcore_rl.doctor.check import Check, Figures, Stage, expect
+from mcore_rl.doctor.check_folder import own_folder
 from mcore_rl.doctor.lone_rank import LoneRank, qwen3_moe
 from mcore_rl.doctor.stand_in_engine import MAX_NEW_TOKENS, StandInEngine
 from mcore_rl.doctor.sync_checks import GPU_BUCKET_MIB
 from mcore_rl.scores import Scores
+from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.slices.hf.flops import ModelFlops
 from mcore_rl.types import (
     LogprobOptions,
     Prompt,
@@ -102,6 +105,7 @@ class StandInSync:
             *("engine", "127.0.0.1", self._store.port, self._store.key),
             *(1, 1, bucket_bytes, TIMEOUT_S),
         )
+        self._store.keep(self._link)
         engine.begin("connect", self._link)
         for report in (self._sender.connect(self._link), engine.finish()):
             expect(report.error is None, f"{report.rank}: {report.error}")
@@ -121,24 +125,29 @@ class StandInSync:
 
     def _difference(self, probe: TrainBatch) -> float:
         from mcore_rl.data.batch import select, split_by_lens
-        from mcore_rl.players.canary import mean_difference
+        from mcore_rl.players.canary_tolerance import EngineDifference
 
         few = select(probe, range(2))
         options = LogprobOptions(temperature=1.0)
         ours = split_by_lens(self._trainer.compute_logprobs(few, options).logprobs_T, few.lens_N)
         sequences = [ids.tolist() for ids in split_by_lens(few.token_ids_T, few.lens_N)]
-        return mean_difference([own.cpu()[1:] for own in ours], self._engine.score(sequences))
+        wanted = [own.cpu()[1:] for own in ours]
+        masks = [torch.ones(len(own), dtype=torch.bool) for own in wanted]
+        return EngineDifference.measure(wanted, self._engine.score(sequences), masks).mean
 
 
 class Rows:
-    """A log that keeps the metrics of each step; plays roles.Log."""
+    """A log that keeps the metrics of each step, also in a file; plays roles.Log."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path) -> None:
         self.by_step: dict[int, dict[str, float]] = {}
+        self._file = file
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add to the metrics of a step."""
         self.by_step.setdefault(step, {}).update(metrics)
+        with self._file.open("a") as file:
+            print(json.dumps({"step": step, **metrics}), file=file)
 
     def log_samples(
         self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train"
@@ -161,6 +170,14 @@ def _prompts(vocab_size: int) -> list[Prompt]:
     return prompts
 
 
+def pack_as_a_run(config: Config) -> Any:
+    """Return the players.trainer.Packing of a run: by the work of sequences, not their tokens."""
+    from mcore_rl.players.trainer import Packing
+
+    flops = ModelFlops.of(ModelFacts.read(config.model.path))
+    return Packing.of(config.parallel, config.train, flops)
+
+
 def _config(rank: LoneRank) -> Config:
     return replace(
         rank.recipe,
@@ -178,40 +195,39 @@ def grpo() -> Figures:
     """Ten steps of GRPO: engine and trainer agree after each, and the reward rises."""
     from mcore_rl.data.source import ShuffledStream
     from mcore_rl.loops.rl import train
-    from mcore_rl.players.trainer import PackedTrainer, Packing
+    from mcore_rl.players.trainer import PackedTrainer
     from mcore_rl.roles import Roles
     from mcore_rl.run_folder import RunFolder
 
     if not has_transformer_engine():
         use_torch_modules_on_cuda()
-    log = Rows()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        optimizer = OptimizerConfig(lr=LEARNING_RATE[has_cuda()])
-        rank = LoneRank(folder / "model", qwen3_moe(), optimizer=optimizer)
-        config = _config(rank)
-        trainer = PackedTrainer(
-            LocalRank(rank, config),
-            RunFolder(folder / "run"),
-            packing=Packing.of(config.parallel, config.train),
-            temperature=1.0,
-            checkpoint=config.checkpoint,
+    folder = own_folder()
+    log = Rows(folder / "metrics.jsonl")
+    optimizer = OptimizerConfig(lr=LEARNING_RATE[has_cuda()])
+    rank = LoneRank(folder / "model", qwen3_moe(), optimizer=optimizer)
+    config = _config(rank)
+    trainer = PackedTrainer(
+        LocalRank(rank, config),
+        RunFolder(folder / "run"),
+        packing=pack_as_a_run(config),
+        temperature=1.0,
+        checkpoint=config.checkpoint,
+    )
+    prompts = _prompts(qwen3_moe()["vocab_size"])
+    with closing(StandInEngine(folder / "model", config.model.dtype, TIMEOUT_S)) as engine:
+        weights = StandInSync(rank, engine, trainer)
+        first = weights.sync(WeightVersion(0), rank.batch)
+        roles = Roles(
+            prompts=ShuffledStream(prompts, 0),
+            held_out=[],
+            generator=engine,
+            reward=share_of_even_tokens,
+            advantages=Advantages(config.algorithm),
+            trainer=trainer,
+            weights=weights,
+            log=log,
         )
-        prompts = _prompts(qwen3_moe()["vocab_size"])
-        with closing(StandInEngine(folder / "model", config.model.dtype, TIMEOUT_S)) as engine:
-            weights = StandInSync(rank, engine, trainer)
-            first = weights.sync(WeightVersion(0), rank.batch)
-            roles = Roles(
-                prompts=ShuffledStream(prompts, 0),
-                held_out=[],
-                generator=engine,
-                reward=share_of_even_tokens,
-                advantages=Advantages(config.algorithm),
-                trainer=trainer,
-                weights=weights,
-                log=log,
-            )
-            train(config, roles)
+        train(config, roles)
     return {**_figures(log, first), "sync_gb_per_s": round(weights.gb_per_s, 2)}
 
 

@@ -34,6 +34,7 @@ def run_scene(scene: Scene) -> SceneOutcome:
     context.set_forkserver_preload(["torch", "mcore_rl.doctor.sync_ranks"])
     store = LinkStore.serve("127.0.0.1", scene.timeout_s)
     link = make_link(scene, store)
+    store.keep(link)
     pipes = []
     processes = []
     num_ranks = scene.num_senders + scene.num_receivers

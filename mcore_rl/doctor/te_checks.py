@@ -4,11 +4,9 @@ On a CPU the same checks run with the torch modules that take its place there.
 """
 
 import gc
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from mcore_rl.device import (
     synchronize,
 )
 from mcore_rl.doctor.check import Check, Figures, MissedTarget, SkipCheck, Stage, expect
+from mcore_rl.doctor.check_folder import own_folder
 from mcore_rl.doctor.lone_rank import (
     LEARNING_RATE,
     LoneRank,
@@ -59,17 +58,16 @@ BFLOAT16_MOMENTS = {
 def _rank(hf_config: Mapping[str, Any], **options: Any) -> Iterator[LoneRank]:
     if has_cuda() and not has_transformer_engine():
         raise SkipCheck("Transformer Engine is not installed")
-    with tempfile.TemporaryDirectory() as folder:
-        rank = LoneRank(Path(folder, "model"), hf_config, **options)
-        try:
-            yield rank
-        finally:
-            rank.free()
+    rank = LoneRank(own_folder() / "model", hf_config, **options)
+    try:
+        yield rank
+    finally:
+        rank.free()
 
 
 def _logprobs(hf_config: Mapping[str, Any]) -> Figures:
-    with _rank(hf_config) as rank, tempfile.TemporaryDirectory() as folder:
-        difference = difference_from_transformers(rank, Path(folder, "hf"))
+    with _rank(hf_config) as rank:
+        difference = difference_from_transformers(rank, own_folder() / "hf")
     limit = MOST_ROUNDING * difference.rounding if has_cuda() else 1e-4
     why = f"log-probs differ by {difference.mean} in the mean, target {limit}"
     expect(difference.mean < limit, why)
@@ -152,16 +150,17 @@ def _memory(rank: LoneRank, name: str, figures: Figures) -> list[str]:
 def bfloat16_moments() -> Figures:
     """Moments in bfloat16 train, move to host memory and come back from a checkpoint."""
     optimizer = OptimizerConfig(lr=LEARNING_RATE, megatron=BFLOAT16_MOMENTS)
-    with _rank(qwen3_moe(), optimizer=optimizer) as rank, tempfile.TemporaryDirectory() as folder:
+    saved = own_folder() / "saved"
+    with _rank(qwen3_moe(), optimizer=optimizer) as rank:
         first = rank.step().loss
         state, before = rank.state(), rank.weights()
         rank.actor.hold(())
-        rank.actor.save(Path(folder, "saved"), {})
+        rank.actor.save(saved, {})
         rank.actor.finish_save()
         rank.actor.hold(("weights", "training"))
         rank.step()
         expected = rank.weights()
-        rank.actor.load(Path(folder, "saved"))
+        rank.actor.load(saved)
         expect_same(rank.state(), state)
         forget_peak()
         rank.step()

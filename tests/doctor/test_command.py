@@ -1,4 +1,4 @@
-"""`mcore-rl doctor`: machine checks by default, the kit by option; wrong input is refused."""
+"""`mcore-rl doctor`: machine checks by default; wrong input is refused."""
 
 import argparse
 from pathlib import Path
@@ -6,18 +6,12 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli import main as mcore_rl
-from mcore_rl.device import has_cuda
 from mcore_rl.doctor.command import add_arguments, main, read_needs
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--stages", "nope"], "--stages=nope: no stage 'nope'; there are sync, "),
-        (["--stages=all", "--wheels=/nowhere"], "--wheels=/nowhere: there is no .whl file"),
-        (["--wheels", "/nowhere"], "--wheels=/nowhere is read by the kit: add --gpu or --stages"),
-        (["--gpu", "--only", "ports"], "--gpu and --stages run the kit, which takes no --only"),
-        (["--stages=sync", "run.steps=1"], "run.steps=1: the kit takes settings for its stage run"),
         (["--only", "nope"], "--only=nope: no check 'nope'; there are python, "),
         (["--ports", "80,x"], "--ports=80,x: 'x' is no port; give numbers from 1 to 65535"),
         (["run.dir=x"], "run.dir=x: give one recipe=<name>"),
@@ -34,21 +28,6 @@ def test_wrong_arguments_are_one_line_and_status_2(
     assert message in capsys.readouterr().err
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith(f"mcore-rl doctor: {message}")
-
-
-@pytest.mark.skipif(has_cuda(), reason="needs a machine without a GPU")
-def test_a_gpu_that_is_not_there_is_not_checked(capsys) -> None:
-    assert mcore_rl(["doctor", "--gpu"]) == 2
-    assert "--gpu: torch sees no GPU here" in capsys.readouterr().err
-
-
-def test_a_failed_check_is_status_1(
-    capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("mcore_rl.doctor.runner.run_stages", lambda stages, logs: False)
-    assert mcore_rl(["doctor", "--stages", "all", "--logs", str(tmp_path)]) == 1
-    assert f"checks failed; what they printed lies in {tmp_path}" in capsys.readouterr().err
 
 
 def test_without_options_the_machine_is_checked_and_shown_as_a_table(capsys) -> None:

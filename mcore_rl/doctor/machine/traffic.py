@@ -24,6 +24,7 @@ import torch
 from torch import distributed
 
 from mcore_rl.device import device, dist_backend, set_local_device, synchronize
+from mcore_rl.process.safe_path import safe_module
 
 TcpStore: Any = distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 MIB = 32
@@ -81,7 +82,7 @@ def measure_traffic(spec: TrafficSpec) -> TrafficFigures:
     with tempfile.TemporaryDirectory(prefix="doctor_") as folder:
         out = Path(folder, "figures.json")
         arguments = [json.dumps(asdict(spec)), str(out)]
-        command = [sys.executable, "-m", "mcore_rl.doctor.machine.traffic", *arguments]
+        command = [*safe_module("mcore_rl.doctor.machine.traffic"), *arguments]
         try:
             done = subprocess.run(
                 command,
