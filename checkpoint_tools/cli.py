@@ -60,10 +60,11 @@ def make_parser() -> argparse.ArgumentParser:
     _add_upcycle(commands)
     _add_inspect(commands)
     _add_verify(commands)
-    command = commands.add_parser(
-        "checksums", help="rewrite checksums.json for the files as they are"
-    )
+    summary = "rewrite checksums.json for the files as they are"
+    command = commands.add_parser("checksums", help=summary)
     command.add_argument("checkpoint", type=Path)
+    changed = "a file that was changed on purpose; others must agree with their checksums"
+    command.add_argument("--changed", action="append", default=[], metavar="FILE", help=changed)
     command.set_defaults(run=_checksums)
     return parser
 
@@ -286,7 +287,7 @@ def _checksums(args: argparse.Namespace) -> int:
     from checkpoint_tools.files import write_checksums
     from checkpoint_tools.opening import open_checkpoint
 
-    print(write_checksums(open_checkpoint(args.checkpoint, use_sums=False)))
+    print(write_checksums(open_checkpoint(args.checkpoint, use_sums=False), args.changed))
     return 0
 
 

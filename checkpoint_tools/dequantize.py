@@ -7,7 +7,6 @@ import torch  # noqa: F401  (imported before the workers fork, so that they shar
 
 from checkpoint_tools.assembly import whole
 from checkpoint_tools.hf import open_hf
-from checkpoint_tools.hf_model import with_dtype
 from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.options import Effort
 from checkpoint_tools.output import Made
@@ -15,7 +14,7 @@ from checkpoint_tools.packed import find_packed, stored_names
 from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.staging import refuse_existing
 from mcore_rl.slices.families.settings import unquantized
-from mcore_rl.slices.hf.config import parse_hf_config
+from mcore_rl.slices.hf.config import parse_hf_config, with_dtype
 from mcore_rl.slices.hf.folder import write_small_files
 
 HALVES = ("bfloat16", "float16")

@@ -1,7 +1,7 @@
 """Compares a checkpoint's files with its checksums.json and names the file that is damaged."""
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from checkpoint_tools.stored import Checkpoint
@@ -60,8 +60,30 @@ def check_whole_files(checkpoint: Checkpoint) -> int:
     return count
 
 
-def write_checksums(checkpoint: Checkpoint) -> Path:
-    """Write checksums.json for the files as they are now, and return its path."""
+def _differing_files(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield the files that checksums.json lists and that differ, or do not exist any more."""
+    folder = checkpoint.folder
+    for name, entry in (read_manifest(folder) or {}).items():
+        path = folder / name
+        is_same = path.is_file() and path.stat().st_size == entry.num_bytes
+        if not is_same or find_damage(folder, name, entry.spans) is not None:
+            yield name
+
+
+def write_checksums(checkpoint: Checkpoint, changed: Collection[str] = ()) -> Path:
+    """Write checksums.json for the files as they are now, and return its path.
+
+    changed   files that may differ from the list that is there, by name
+    Raises ValueError with the files that differ and are not among `changed`: a new list would make
+    damage look whole.
+    """
+    differing = sorted({*_differing_files(checkpoint)} - {*changed})
+    if differing:
+        raise ValueError(
+            f"{checkpoint.folder / MANIFEST}: {', '.join(differing)} no longer agree with it. Copy"
+            " damaged files again from where they came; those that you changed yourself, name:"
+            f" {' '.join(f'--changed {name}' for name in differing)}"
+        )
     edges: dict[str, list[int]] = defaultdict(list)
     for tensor in checkpoint.tensors.values():
         for chunk in tensor.chunks:

@@ -3,7 +3,6 @@
 Index, files and config.json must agree.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from checkpoint_tools.files import check_manifest
 from checkpoint_tools.hf_model import check_against_config
 from checkpoint_tools.safetensors_file import read_header
 from checkpoint_tools.stored import Checkpoint, StoredTensor
-from mcore_rl.slices.hf.checksums import MANIFEST
-from mcore_rl.slices.hf.folder import INDEX
+from mcore_rl.slices.hf.checksums import MANIFEST, read_json
+from mcore_rl.slices.hf.folder import INDEX, other_format
 
 
 def open_hf(folder: Path, use_sums: bool = True, *, either_way: bool = False) -> Checkpoint:
@@ -52,7 +51,7 @@ def _safetensors_files(folder: Path) -> list[str]:
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:
         raise ValueError(
-            f"{folder} has no .safetensors files and no .metadata: it is not a checkpoint"
+            f"{folder} has no .safetensors files and no .metadata{other_format(folder)}"
         )
     return names
 
@@ -63,7 +62,7 @@ def read_index(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        index = json.loads(path.read_text())
+        index = read_json(path)
         weight_map = index["weight_map"]
         for file in weight_map.values():
             if not isinstance(file, str) or Path(file).name != file:

@@ -12,6 +12,7 @@ from mcore_rl.slices.families.settings import unquantized
 from mcore_rl.slices.families.table import HfConfig, Shape
 from mcore_rl.slices.hf.config import named_dtype, parse_hf_config, read_hf_config
 from mcore_rl.slices.hf.nested import with_text_settings
+from mcore_rl.slices.hf.tied_head import refuse_untied_head
 
 WRONG_SETTING = (LookupError, TypeError, AttributeError, ArithmeticError)
 """Exceptions that a family's functions may raise on settings of a wrong type or size."""
@@ -122,6 +123,7 @@ def _compare(
             raise ValueError(
                 f"{where} has dtype {tensor.dtype}, by config.json it should be {dtypes[name]}"
             )
+    refuse_untied_head({key: Path(t.chunks[0].path) for key, t in tensors.items()}, config)
     missing = sorted(shapes.keys() - tensors.keys())
     if missing:
         raise ValueError(
@@ -130,9 +132,12 @@ def _compare(
         )
 
 
-def with_dtype(config: HfConfig, dtype: str) -> dict[str, Any]:
-    """Return config.json of the same model in another dtype, without the older key torch_dtype."""
-    settings = dict(config)
-    settings.pop("torch_dtype", None)
-    settings["dtype"] = dtype
-    return settings
+def tied_heads(folder: Path) -> Mapping[str, str]:
+    """Return the output layers that config.json ties -> their embeddings; {} if none is known."""
+    if not (folder / "config.json").is_file():
+        return {}
+    config = with_text_settings(parse_hf_config(folder))
+    if (config.get("architectures") or [None])[0] not in FAMILIES:
+        return {}
+    family = family_of(config)
+    return {head: family.tied[head] for head in family.left_out(config)}

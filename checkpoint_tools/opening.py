@@ -5,6 +5,7 @@ from pathlib import Path
 from checkpoint_tools.hf import open_hf
 from checkpoint_tools.stored import Checkpoint
 from checkpoint_tools.torch_dist import is_torch_dist, open_torch_dist
+from mcore_rl.slices.hf.config import download_remedy
 
 
 def open_checkpoint(folder: Path, use_sums: bool = True) -> Checkpoint:
@@ -14,7 +15,7 @@ def open_checkpoint(folder: Path, use_sums: bool = True) -> Checkpoint:
     that is wrong.
     """
     if not folder.exists():
-        raise ValueError(f"{folder} does not exist")
+        raise ValueError(f"{folder} does not exist{download_remedy(folder)}")
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")
     if is_torch_dist(folder):

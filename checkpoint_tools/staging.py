@@ -17,7 +17,7 @@ from zlib_ng import zlib_ng
 
 from checkpoint_tools.output import Done, OutputFile, Unit
 from checkpoint_tools.reader import ReadRecord
-from mcore_rl.process.disk import reporting_full_disk, reserve_space
+from mcore_rl.process.disk import rename_whole, reporting_full_disk, reserve_space
 from mcore_rl.slices.hf.checksums import ByteSpan, FileSums, sum_ranges
 
 PARTIAL = ".partial"
@@ -72,9 +72,9 @@ class StagedOutput:
         return sums
 
     def commit(self) -> None:
-        """Give the folder its final name."""
+        """Give the folder its final name, with all of it on the disk."""
         (self.folder / JOURNAL).unlink()
-        self.folder.rename(self.out)
+        rename_whole(self.folder, self.out)
 
     def _lock(self) -> None:
         deadline = time.monotonic() + LOCK_WAIT_S

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from checkpoint_tools.assembly import Assembly, whole
 from checkpoint_tools.hf import open_hf, read_index
-from checkpoint_tools.hf_model import read_config, with_dtype
+from checkpoint_tools.hf_model import read_config
 from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.megatron_model import config_of, hf_assemblies
 from checkpoint_tools.optimizer import optimizer_to_hf
@@ -16,6 +16,7 @@ from checkpoint_tools.stored import Checkpoint
 from checkpoint_tools.torch_dist import model_tensors, open_torch_dist
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.slices.hf.config import with_dtype
 from mcore_rl.slices.hf.folder import write_small_files
 
 

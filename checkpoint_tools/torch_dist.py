@@ -3,7 +3,6 @@
 Reads only .metadata and the small files, without torch.distributed, Megatron or a process group.
 """
 
-import json
 import re
 import zipfile
 from collections import defaultdict
@@ -15,7 +14,8 @@ from checkpoint_tools.files import check_manifest
 from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint, Chunk, Item, StoredTensor
 from checkpoint_tools.tiling import check_boxes
 from mcore_rl.slices.families.table import Shape
-from mcore_rl.slices.hf.checksums import FileSums
+from mcore_rl.slices.hf.checksums import FileSums, read_json
+from mcore_rl.slices.megatron_files.bounded import check_archive, check_bounded
 from mcore_rl.slices.megatron_files.metadata import (
     COMMON,
     METADATA,
@@ -48,6 +48,7 @@ def open_torch_dist(folder: Path, use_sums: bool = True) -> Checkpoint:
     path = folder / METADATA
     if not path.is_file():
         raise ValueError(f"{path} does not exist: the checkpoint was not written to its end")
+    check_bounded(folder)
     metadata = read_metadata(path.read_bytes(), path)
     try:
         places = read_places(metadata)
@@ -76,7 +77,7 @@ def _check_backend(folder: Path) -> None:
             " (choose a step's folder, such as <run.dir>/checkpoints/step_000050)"
         )
     try:
-        backend = json.loads(path.read_text())
+        backend = read_json(path)
         found = {key: backend.get(key) for key in BACKEND}
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
@@ -97,7 +98,7 @@ def _read_tensors(
     path_of = {file: str(folder / file) for file in files}
     for key, entry in entries.items():
         if not isinstance(key, str):
-            raise ValueError(f"a key is {key!r}, not a name")
+            raise ValueError(f"a key is a {type(key).__name__}, not a name")
         if "size" not in entry.__dict__:
             place = _take_place(places, key, None)
             items.append(Item(key, place.file, place.start, place.num_bytes))
@@ -198,6 +199,7 @@ def _check_common(folder: Path) -> None:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: the checkpoint was not written to its end")
     try:
+        check_archive(path, path.stat().st_size)
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except READ_ERRORS as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from checkpoint_tools.assembly import Assembly, joined, whole
 from checkpoint_tools.compare import Compared, Comparer, Difference, Pair
 from checkpoint_tools.files import check_whole_files
-from checkpoint_tools.hf_model import read_config
+from checkpoint_tools.hf_model import read_config, tied_heads
 from checkpoint_tools.ledger import Ledger
 from checkpoint_tools.megatron_model import config_of, hf_assemblies
 from checkpoint_tools.opening import open_checkpoint
@@ -101,7 +101,7 @@ def _sides(
     """Return each checkpoint's tensors by name, by HuggingFace's names if their kinds differ."""
     kinds = Counter(checkpoint.kind for checkpoint in checkpoints)
     if len(kinds) == 1:
-        return [
+        sides = [
             {
                 key: joined(key, tensor.dtype, tensor.shape, tensor.chunks)
                 for key, tensor in checkpoint.tensors.items()
@@ -109,9 +109,27 @@ def _sides(
             }
             for checkpoint in checkpoints
         ]
+        if len(sides) == 2 and "hf" in kinds:
+            _share_tied_heads(checkpoints, sides)
+        return sides
     hf = next(checkpoint for checkpoint in checkpoints if checkpoint.kind == "hf")
     config = read_config(source_hf or hf.folder)
     return [_in_hf_names(checkpoint, config) for checkpoint in checkpoints]
+
+
+def _share_tied_heads(checkpoints: list[Checkpoint], sides: list[dict[str, Assembly]]) -> None:
+    """Give a directory with tied embeddings an output layer if the other has one of its own.
+
+    If both are tied, neither needs one: a stored copy is equal to the embeddings.
+    """
+    tied = [tied_heads(checkpoint.folder) for checkpoint in checkpoints]
+    for checkpoint, side, own, others, other_side in zip(
+        checkpoints, sides, tied, reversed(tied), reversed(sides), strict=True
+    ):
+        for head, embedding in own.items():
+            side.pop(head, None)
+            if head in other_side and head not in others and embedding in checkpoint.tensors:
+                side[head] = whole(checkpoint.tensors[embedding].chunks[0], name=head)
 
 
 def _in_hf_names(checkpoint: Checkpoint, config: HfConfig) -> dict[str, Assembly]:

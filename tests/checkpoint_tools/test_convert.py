@@ -85,7 +85,9 @@ def test_changed_on_purpose_then_summed_anew(tmp_path: Path, command: Any, capsy
     (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
     assert command("verify", folder) == 2
     assert "config.json has" in capsys.readouterr().err
-    assert command("checksums", folder) == 0
+    assert command("checksums", folder) == 2  # or it would bless damage
+    assert "--changed config.json" in capsys.readouterr().err
+    assert command("checksums", folder, "--changed", "config.json") == 0
     assert command("verify", folder) == 0
 
 

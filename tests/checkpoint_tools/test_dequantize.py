@@ -67,7 +67,8 @@ def test_fp8_values_times_scales(
     assert_same_bits(found["bias"], tensors["bias"], "bias")
     assert_same_bits(found["norm.weight"], tensors["norm.weight"].to(to), "norm.weight")
     config = json.loads((out / "config.json").read_text())
-    assert config == {"architectures": ["SomebodysForCausalLM"], "dtype": dtype}
+    dtypes = {"dtype": dtype, "torch_dtype": dtype}
+    assert config == {"architectures": ["SomebodysForCausalLM"], **dtypes}
     assert (out / "tokenizer.json").is_file() and (out / MANIFEST).is_file()
 
 

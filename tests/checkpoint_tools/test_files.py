@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from checkpoint_tools.files import check_manifest, check_whole_files, write_checksums
 from checkpoint_tools.opening import open_checkpoint
 from mcore_rl.slices.hf.checksums import MANIFEST, read_manifest
+from tests.support.checkpoint_folders import flip_byte
 
 DATA = "model.safetensors"
 
@@ -54,3 +55,23 @@ def test_a_damaged_header_is_named(folder: Path) -> None:
     (folder / DATA).write_bytes(content)
     with pytest.raises(ValueError, match=r"model\.safetensors: byte 0 does not agree"):
         check_whole_files(checkpoint)
+
+
+@pytest.mark.parametrize("name", [DATA, "tokenizer.json"])
+def test_new_checksums_do_not_make_damage_whole(folder: Path, name: str) -> None:
+    before = (folder / MANIFEST).read_bytes()
+    flip_byte(folder / name)
+    checkpoint = open_checkpoint(folder, use_sums=False)
+    with pytest.raises(ValueError, match=rf"{name} no longer agree .* name: --changed {name}$"):
+        write_checksums(checkpoint)
+    assert (folder / MANIFEST).read_bytes() == before
+    write_checksums(checkpoint, [name])
+    assert check_manifest(folder, [DATA]) is not None
+
+
+def test_new_files_get_checksums(folder: Path) -> None:
+    (folder / "README.md").write_text("a model")
+    with pytest.raises(ValueError, match=r"README\.md is not in checksums\.json"):
+        check_manifest(folder, [DATA])
+    write_checksums(open_checkpoint(folder, use_sums=False))
+    assert check_manifest(folder, [DATA]) is not None

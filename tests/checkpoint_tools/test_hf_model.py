@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint_tools.hf_model import check_against_config, model_dtype, read_config, with_dtype
+from checkpoint_tools.hf_model import check_against_config, model_dtype, read_config
 from checkpoint_tools.safetensors_file import read_header
 from checkpoint_tools.stored import Chunk, StoredTensor
 from tests.support.megatron_layout import model_config
@@ -83,9 +83,3 @@ def test_the_dtype_is_that_of_config_json_or_of_most_tensors() -> None:
     assert model_dtype(model_config(), tensors) == "float16"
     with pytest.raises(ValueError, match=r"dtype='float3' in config\.json is not among float64"):
         model_dtype(model_config(dtype="float3"), tensors)
-
-
-def test_another_dtype_replaces_the_older_key_too() -> None:
-    config = {"torch_dtype": "float16", "hidden_size": 8}
-    assert with_dtype(config, "float32") == {"dtype": "float32", "hidden_size": 8}
-    assert config["torch_dtype"] == "float16"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from checkpoint_tools.cli import main
 from checkpoint_tools.listing import as_json, print_listing
 from checkpoint_tools.opening import open_checkpoint
 
@@ -42,3 +43,17 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty" / ".metadata").write_bytes(b"")
     with pytest.raises(ValueError, match="is not a complete Megatron distributed checkpoint"):
         open_checkpoint(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "from-hf", "to-fp8", "dequantize"])
+def test_a_name_of_the_hub_is_refused_with_the_command_that_downloads_it(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writes = command not in ("inspect", "verify")
+    name = "Qwen/Qwen3-0.6B"
+    assert main([command, name, *([str(tmp_path / "out")] if writes else [])]) == 2
+    error = capsys.readouterr().err
+    remedy = f"to download a model of the hub: hf download {name} --local-dir <directory>"
+    assert error.endswith(f"{remedy}\n")
+    assert main(["inspect", "a/b/c"]) == 2
+    assert "hf download" not in capsys.readouterr().err

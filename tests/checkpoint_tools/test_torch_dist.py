@@ -14,6 +14,8 @@ from checkpoint_tools.torch_dist import (
     open_torch_dist,
     read_common,
 )
+from mcore_rl.slices.megatron_files import bounded
+from tests.support.hostile_files import dict_with_nested_key, write_zip_bomb
 from tests.support.tiny_models import write_model
 
 DATA = "__0_0.distcp"
@@ -91,3 +93,20 @@ def test_a_damaged_common_state_is_refused(tmp_path: Path) -> None:
 )
 def test_keys_of_the_optimizer_are_told_apart(key: str, expected: bool) -> None:
     assert is_of_optimizer(key) is expected
+
+
+def test_a_common_file_that_unpacks_without_end_is_refused(original: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(original, tmp_path / "step")
+    write_zip_bomb(folder / "common.pt", 50 << 20)
+    with pytest.raises(ValueError, match=r"common\.pt is damaged: .* is compressed"):
+        open_torch_dist(folder, use_sums=False)
+
+
+def test_a_key_whose_hash_takes_for_ever_is_refused(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded, "DEADLINE_S", 5.0)
+    folder = shutil.copytree(original, tmp_path / "step")
+    (folder / ".metadata").write_bytes(dict_with_nested_key())
+    with pytest.raises(ValueError, match=r"\.metadata cannot be read within 5 s"):
+        open_torch_dist(folder, use_sums=False)

@@ -1,10 +1,12 @@
 """Checkpoints of either kind are compared tensor by tensor, and with their own checksums."""
 
+import json
 from pathlib import Path
 from zlib import crc32
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint_tools.files import write_checksums
@@ -12,6 +14,7 @@ from checkpoint_tools.from_hf import from_hf
 from checkpoint_tools.opening import open_checkpoint
 from checkpoint_tools.verify import Verdict, verify
 from tests.support.small_hf import LARGE, ONE_WORKER, write_hf, write_small_model
+from tests.support.tiny_models import write_model
 
 
 def compare(first: Path, second: Path | None = None) -> Verdict:
@@ -75,3 +78,39 @@ def test_kinds_are_compared_by_huggingface_names(tmp_path: Path) -> None:
     assert verdict.equal
     assert verdict.crc32.keys() == open_checkpoint(source).tensors.keys()
     assert verdict.crc32 == compare(source).crc32
+
+
+def write_headed(folder: Path, tied: bool, head: float | None) -> Path:
+    """Write a model whose output layer is its embeddings plus `head`, if it is stored at all."""
+    write_model("qwen3", folder, tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    if head is not None:
+        tensors["lm_head.weight"] = (tensors["model.embed_tokens.weight"] + head).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": tied}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "differs"),
+    [
+        ((True, None), (True, None), False),
+        ((True, None), (True, 0.0), False),
+        ((True, None), (False, 0.0), False),
+        ((True, 0.0), (False, 0.0), False),
+        ((True, None), (False, 1.0), True),
+        ((False, 0.0), (False, 1.0), True),
+    ],
+)
+def test_a_tied_output_layer_is_that_of_the_embeddings(
+    tmp_path: Path,
+    first: tuple[bool, float | None],
+    second: tuple[bool, float | None],
+    differs: bool,
+) -> None:
+    folders = [write_headed(tmp_path / "first", *first), write_headed(tmp_path / "second", *second)]
+    for one, other in (folders, folders[::-1]):
+        lines = compare(one, other).differences
+        assert [line.partition(":")[0] for line in lines] == ["lm_head.weight"] * differs

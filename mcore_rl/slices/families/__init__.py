@@ -13,8 +13,9 @@ from mcore_rl.slices.families import (
     qwen3_vl,
     softmax_moe,
 )
+from mcore_rl.slices.families.counts import refuse_counts
 from mcore_rl.slices.families.refused import REFUSED
-from mcore_rl.slices.families.settings import refuse_quantized, rope_of
+from mcore_rl.slices.families.settings import refuse_quantized, rope_of, rope_refusal
 from mcore_rl.slices.families.table import Family, HfConfig, Shape
 from mcore_rl.slices.families.value_head import classifier_of
 
@@ -71,12 +72,15 @@ def refuse_unsupported(hf_config: HfConfig, file: object = "config.json") -> Non
 
     Raises ValueError naming the setting and `file`.
     """
+    refuse_counts(hf_config, file)
     family = family_of(hf_config)
     refuse_quantized(hf_config, file)
     for key, values in family.supported.items():
         if key in hf_config and hf_config[key] not in values:
             supported = " or ".join(map(repr, values))
             raise ValueError(f"{key}={hf_config[key]!r} in {file}: only {supported} is supported")
+    if refusal := rope_refusal(hf_config):
+        raise ValueError(f"{file} cannot be carried: {refusal}")
     rope_type = rope_of(hf_config)["rope_type"]
     if rope_type not in family.rope_types:
         supported = " or ".join(map(repr, family.rope_types))
@@ -84,6 +88,12 @@ def refuse_unsupported(hf_config: HfConfig, file: object = "config.json") -> Non
     refusal = family.refusal(hf_config)
     if refusal:
         raise ValueError(f"{file} cannot be carried: {refusal}")
+    for key in family.explicit:
+        if key not in hf_config:
+            raise ValueError(
+                f"{file} lacks {key!r}, for which {family.architecture} has a default of its own in"
+                " transformers: write the value that the model has"
+            )
     # Both raise ValueError for a setting that is missing.
     family.sizes(hf_config)
     family.options(hf_config)

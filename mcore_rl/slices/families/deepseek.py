@@ -74,6 +74,13 @@ V3 = Family(
     rope_types=("default", "yarn"),
     refusal=lambda config: group_refusal(config, scored_by=2),
     carried=_carried,
+    explicit=(
+        "first_k_dense_replace",
+        "n_group",
+        "n_shared_experts",
+        "q_lora_rank",
+        "routed_scaling_factor",
+    ),
 )
 
 V2 = Family(
@@ -98,4 +105,5 @@ V2 = Family(
     refusal=lambda config: (
         group_refusal(config, scored_by=1) if config.get("topk_method") != "greedy" else ""
     ),
+    explicit=("n_shared_experts", "q_lora_rank"),
 )

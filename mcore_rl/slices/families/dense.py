@@ -68,6 +68,6 @@ def _dense(
     )
 
 
-QWEN3 = _dense("Qwen3ForCausalLM", qk_norm="head")
-QWEN2 = _dense("Qwen2ForCausalLM", qkv_bias=True)
+QWEN3 = _dense("Qwen3ForCausalLM", qk_norm="head", explicit=("num_key_value_heads", "head_dim"))
+QWEN2 = _dense("Qwen2ForCausalLM", qkv_bias=True, explicit=("num_key_value_heads",))
 LLAMA = _dense("LlamaForCausalLM", rope_types=("default", "llama3"), refusal=_llama_refusal)

@@ -58,6 +58,7 @@ FAMILY = Family(
     options,
     {**PLAIN_SETTINGS, "attention_bias": (False, True), "norm_topk_prob": (True,)},
     refusal=lambda config: group_refusal(config, scored_by=2),
+    explicit=("num_key_value_heads", "first_k_dense_replace", "n_shared_experts"),
     carried=mtp_names,
     rotary_share=lambda config: partial_rotary_share(config, default=0.5),
 )

@@ -97,5 +97,6 @@ FAMILY = Family(
     rope_types=("default", "mrope"),
     refusal=refusal,
     rotary_share=_rotary_share,
+    explicit=glm4_moe.FAMILY.explicit,
     tied={"lm_head.weight": tower.LANGUAGE + "embed_tokens.weight"},
 )

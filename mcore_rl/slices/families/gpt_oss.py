@@ -114,4 +114,5 @@ FAMILY = Family(
     rope_types=("yarn",),
     refusal=_refusal,
     alternating=True,
+    explicit=("num_key_value_heads", "head_dim"),
 )

@@ -123,5 +123,6 @@ FAMILY = Family(
     deepseek.V3.options,
     OF_LANGUAGE,
     refusal=refusal,
+    explicit=deepseek.V3.explicit,
     carried=_carried,
 )

@@ -75,4 +75,5 @@ FAMILY = Family(
     },
     refusal=_refusal,
     rotary_share=_rotary_share,
+    explicit=("num_key_value_heads", "head_dim"),
 )

@@ -46,4 +46,5 @@ FAMILY = Family(
     PLAIN_SETTINGS,
     rope_types=("default", "mrope"),
     refusal=refusal,
+    explicit=("num_key_value_heads",),
 )

@@ -60,4 +60,5 @@ FAMILY = Family(
     sparse_layers,
     options,
     PLAIN_SETTINGS,
+    explicit=("num_key_value_heads",),
 )

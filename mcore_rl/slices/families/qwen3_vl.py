@@ -194,6 +194,7 @@ def _family(
         options=partial(_options, text=text.options, experts=experts),
         rope_types=("default", "mrope"),
         refusal=partial(_refusal, sizes=sizes),
+        explicit=text.explicit,
         tied={"lm_head.weight": tower.LANGUAGE + "embed_tokens.weight"},
         **more,
     )

@@ -19,6 +19,9 @@ PLAIN_SETTINGS: Mapping[str, tuple[Any, ...]] = {
 }
 """Settings that no family here supports in another value; see `Family.supported`."""
 
+LENGTHENED = ("llama3", "yarn", "longrope")
+"""Kinds of rotary embedding that know the length which the model was first trained for."""
+
 DEQUANTIZABLE = ("fp8", "mxfp4")
 """The quant_method values that `mcore-rl-ckpt dequantize` converts."""
 DEQUANTIZE_REMEDY = (
@@ -226,7 +229,7 @@ def group_refusal(config: HfConfig, scored_by: int) -> str:
 
 def after_dense_layers(config: HfConfig, layer: int) -> bool:
     """Return whether a layer has experts if the first `first_k_dense_replace` layers are dense."""
-    return layer >= config.get("first_k_dense_replace", 0)
+    return layer >= (config.get("first_k_dense_replace") or 0)
 
 
 def sparse_layers(config: HfConfig, layer: int) -> bool:
@@ -234,7 +237,7 @@ def sparse_layers(config: HfConfig, layer: int) -> bool:
     return (
         layer not in (config.get("mlp_only_layers") or ())
         and need(config, "num_experts", "num_local_experts") > 0
-        and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+        and (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
     )
 
 
@@ -257,17 +260,35 @@ def mtp_names(config: HfConfig) -> str:
 def rope_of(config: HfConfig) -> dict[str, Any]:
     """Return the rotary embedding's settings, with at least rope_type and rope_theta.
 
-    HuggingFace writes them as rope_parameters, in older files as rope_scaling.
+    HuggingFace writes them as rope_parameters, in older files as rope_scaling. Of two, transformers
+    reads rope_scaling as a whole (convert_rope_params_to_dict in its modeling_rope_utils.py), and
+    an original_max_position_embeddings beside them before one in them.
     """
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope = dict(_rope_in(config))
     rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    if rope["rope_type"] in LENGTHENED:
+        beside = config.get("original_max_position_embeddings")
+        if beside is not None:
+            rope["original_max_position_embeddings"] = beside
     return rope
+
+
+def _rope_in(config: HfConfig) -> Mapping[str, Any]:
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def rope_refusal(config: HfConfig) -> str:
+    """Return why rotary settings cannot be read: each kind of layer has some of its own."""
+    nested = [key for key, value in _rope_in(config).items() if isinstance(value, Mapping)]
+    if nested:
+        return f"its rotary settings differ by kind of layer: {', '.join(sorted(nested))}"
+    return ""
 
 
 def rope_theta_refusal(config: HfConfig) -> str:
     """Return why a model without rope_theta is refused: in its family the default is not 10000."""
-    if "rope_theta" in (config.get("rope_parameters") or ()) or config.get("rope_theta"):
+    if "rope_theta" in _rope_in(config) or config.get("rope_theta"):
         return ""
     return "it lacks 'rope_theta'"
 

@@ -53,6 +53,7 @@ QWEN3_MOE = Family(
     sparse_layers,
     partial(_options, qk_norm="head", expert_ffn="moe_intermediate_size"),
     PLAIN_SETTINGS,
+    explicit=("num_key_value_heads",),
 )
 
 MIXTRAL = Family(
@@ -63,6 +64,7 @@ MIXTRAL = Family(
     partial(_options, qk_norm="none", expert_ffn="intermediate_size", always_normalized=True),
     {**PLAIN_SETTINGS, "sliding_window": (None,)},
     refusal=rope_theta_refusal,
+    explicit=("num_key_value_heads",),
 )
 
 OLMOE = Family(

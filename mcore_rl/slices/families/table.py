@@ -103,6 +103,8 @@ class Family:
     rotary_share   share of a head's width that the rotary embedding rotates
     alternating    whether the rows of an expert's linear_fc1 alternate (gate, up, gate, up) instead
                    of being halves
+    explicit       keys that config.json has to have: without one, transformers takes a default of
+                   the family's own
     tied           HF tensors that a model with tied embeddings leaves out -> those used instead
     """
 
@@ -117,6 +119,7 @@ class Family:
     carried: Callable[[HfConfig], str] = lambda config: ""
     rotary_share: Callable[[HfConfig], float] = lambda config: 1.0
     alternating: bool = False
+    explicit: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(
         default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"}
     )

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf.files import CarriedFile
+from mcore_rl.slices.hf.files import CarriedFile, save_tensors
 from mcore_rl.slices.hf.folder import TEMPORARY, checkpoint_files
 
 
@@ -42,7 +41,7 @@ def write_carried(
     batches = _batches(carried_tensors(hf_dir, config), max_file_bytes)
     for number, batch in enumerate(batches, start=1):
         filename = f"carried-{number:05d}.safetensors"
-        save_file(batch, out_dir / (filename + TEMPORARY), metadata={"format": "pt"})
+        save_tensors(batch, out_dir / (filename + TEMPORARY))
         written.append(CarriedFile(filename, tuple(batch), _num_bytes(batch)))
     return written
 

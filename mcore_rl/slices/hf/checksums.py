@@ -19,7 +19,8 @@ from pathlib import Path
 
 from zlib_ng import zlib_ng
 
-MANIFEST = "checksums.json"
+from mcore_rl.process.file_list import MANIFEST, is_inside, listable_files, read_json
+
 ALGORITHM = "crc32"
 _READ_BYTES = 4 << 20
 
@@ -119,9 +120,12 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, FileSums] | N
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         if content["algorithm"] != ALGORITHM:
             raise ValueError(f"algorithm is {content['algorithm']!r}, only {ALGORITHM!r} is known")
+        outside = [file for file in content["files"] if not is_inside(file)]
+        if outside:
+            raise ValueError(f"it names {outside[0]!r}, which is not a file of the folder")
         return {file: _file_sums(entry) for file, entry in content["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -136,18 +140,23 @@ def _file_sums(entry: Mapping[str, object]) -> FileSums:
     if not isinstance(num_bytes, int) or not isinstance(spans, list):
         raise ValueError("bytes or spans of a file are missing")
     return FileSums(
-        num_bytes, tuple(ByteSpan(int(at), int(count), int(crc, 16)) for at, count, crc in spans)
+        num_bytes, tuple(ByteSpan(int(at), int(count), _parse_crc(crc)) for at, count, crc in spans)
     )
 
 
+def _parse_crc(text: str) -> int:
+    """Return the number of eight hexadecimal digits; nothing else is a CRC-32 of a list."""
+    crc = int(text, 16)
+    if text != f"{crc:08x}":
+        raise ValueError(f"{text!r} is no CRC-32 in eight hexadecimal digits")
+    return crc
+
+
 def sum_small_files(folder: Path, known: Iterable[str]) -> dict[str, FileSums]:
-    """Return the checksums of the files in `folder` that are not `known`.
+    """Return the checksums of the files in `folder`, and in its folders, that are not `known`.
 
     These are the configuration, the tokenizer and other metadata.
     """
-    skipped = {*known, MANIFEST}
-    return {
-        path.name: sum_file(path)
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.name not in skipped and not path.name.endswith(".part")
-    }
+    skipped = set(known)
+    names = (name for name in listable_files(folder) if name not in skipped)
+    return {name: sum_file(folder / name) for name in names}

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mcore_rl.process.disk import force_to_disk
 from mcore_rl.slices.box import Box, Shard, itemsize
 from mcore_rl.slices.families.settings import DEQUANTIZE_REMEDY
 from mcore_rl.slices.families.table import HfConfig, Shape
@@ -27,6 +28,7 @@ from mcore_rl.slices.hf.checksums import (
     sum_small_files,
     write_manifest,
 )
+from mcore_rl.slices.hf.config import with_dtype
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.folder import (
     INDEX,
@@ -36,6 +38,7 @@ from mcore_rl.slices.hf.folder import (
     write_small_files,
 )
 from mcore_rl.slices.hf.fp8 import scaled_name
+from mcore_rl.slices.hf.tied_head import refuse_untied_head
 from mcore_rl.slices.strides import contiguous_strides
 
 PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
@@ -53,15 +56,20 @@ def open_hf_dir(model: ModelFacts) -> dict[str, Path]:
     expected = family.shapes(config)
     files = checkpoint_files(model.path)
     file_of: dict[str, Path] = {}
+    tied: dict[str, Path] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                if name in family.left_out(config) or family.is_carried(config, name):
+                if name in family.left_out(config):
+                    tied[name] = path
+                    continue
+                if family.is_carried(config, name):
                     continue
                 stored = file.get_slice(name)
                 _check_dtype(path, name, stored.get_dtype())
                 _check_tensor(path, name, tuple(stored.get_shape()), expected, file_of)
                 file_of[name] = path
+    refuse_untied_head(file_of | tied, config)
     missing = sorted(expected.keys() - file_of.keys())
     if missing:
         raise ValueError(
@@ -196,8 +204,17 @@ def write_export_file(out_dir: Path, file: ExportFile, tensors: Mapping[str, Ten
     out_dir.mkdir(parents=True, exist_ok=True)
     chosen = {shard.tensor: tensors[shard.tensor] for shard in file.shards}
     path = out_dir / (file.filename + TEMPORARY)
-    save_file(chosen, path, metadata={"format": "pt"})
+    save_tensors(chosen, path)
     return sum_safetensors(path)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file with the permissions that umask gives; save_file sets 0600."""
+    path.unlink(missing_ok=True)
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def commit_export(
@@ -236,7 +253,8 @@ def commit_export(
     total_bytes += sum(file.num_bytes for file in carried)
     weight_map = {shard.box.name: file.filename for file in files for shard in file.shards}
     weight_map |= {name: file.filename for file in carried for name in file.names}
-    config = {**hf_config, "dtype": dtype}
+    config = with_dtype(hf_config, dtype)
+    force_to_disk(out_dir)
     write_small_files(out_dir, config, weight_map, total_bytes, side_files_from)
     known = sums or {}
     weight_sums = {name: known.get(name) or sum_safetensors(out_dir / name) for name in filenames}

@@ -7,10 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.process.file_list import listable_files, read_json
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf.checksums import MANIFEST
+from mcore_rl.slices.hf.config import without_absent_mtp
 from mcore_rl.slices.hf.nested import without_text_settings
 
+WEIGHT_SUFFIXES = (
+    *(".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".onnx_data"),
+    *(".ot", ".npz", ".distcp", ".tflite", ".mlmodel", ".pkl", ".nemo", ".part"),
+)
+"""Ends of the names of files with weights, in any format."""
+OWN_FOLDER = ("config.json", ".metadata", "metadata.json")
+"""Files that make a folder a model or a checkpoint of its own."""
 INDEX = "model.safetensors.index.json"
 TEMPORARY = ".part"
 """Suffix of a file that is not complete yet."""
@@ -23,17 +31,39 @@ def checkpoint_files(hf_dir: Path) -> list[Path]:
     """
     index = hf_dir / INDEX
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = _names_in_index(index)
     else:
         names = sorted(path.name for path in hf_dir.glob("*.safetensors"))
     if not names:
-        raise ValueError(f"{hf_dir} has no .safetensors files: save the model in that format")
+        raise ValueError(f"{hf_dir} has no .safetensors files{other_format(hf_dir)}")
     for name in names:
         if not (hf_dir / name).is_file():
             raise ValueError(
                 f"{hf_dir / name}, named in {INDEX}, does not exist: download it again"
             )
     return [hf_dir / name for name in names]
+
+
+def other_format(hf_dir: Path) -> str:
+    """Return what to do about a directory without safetensors files; it names one with weights."""
+    found = [path.name for path in sorted(hf_dir.iterdir()) if path.name.endswith(WEIGHT_SUFFIXES)]
+    if not found:
+        return ": it is not a checkpoint; download the model, or save it in that format"
+    return (
+        f", only {found[0]}: load and save it with transformers, which writes safetensors:"
+        f" AutoModelForCausalLM.from_pretrained({str(hf_dir)!r}, dtype='auto')"
+        ".save_pretrained(<directory>), and the tokenizer likewise"
+    )
+
+
+def _names_in_index(index: Path) -> list[str]:
+    try:
+        names = set(read_json(index)["weight_map"].values())
+        if not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise ValueError("weight_map names files that are not in the directory")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is damaged: {error!r}") from error
+    return sorted(names)
 
 
 def deal_out(sizes: Mapping[str, int], num_files: int) -> list[list[str]]:
@@ -60,7 +90,8 @@ def write_small_files(
     """Copy tokenizer files from `side_files_from`, write config.json, and write the index last."""
     if side_files_from is not None:
         _copy_side_files(side_files_from, out_dir)
-    _write_json(out_dir / "config.json", without_text_settings(config))
+    whole = without_absent_mtp(config, weight_map)
+    _write_json(out_dir / "config.json", without_text_settings(whole))
     write_index(out_dir, weight_map, total_bytes)
 
 
@@ -71,12 +102,42 @@ def write_index(out_dir: Path, weight_map: Mapping[str, str], total_bytes: int) 
     )
 
 
+def side_files(source: Path) -> tuple[list[str], list[str]]:
+    """Return the files of a model directory that go into exports, and those that are left out.
+
+    Both are paths relative to `source`. Weights of any format, their indexes and checkpoints in
+    folders are left out; hidden files are in neither list.
+    """
+    kept: list[str] = []
+    left: list[str] = []
+    for name in listable_files(source):
+        if name != "config.json":
+            (left if _is_weights(source, name) else kept).append(name)
+    return kept, left
+
+
+def _is_weights(source: Path, name: str) -> bool:
+    *folders, file = Path(name).parts
+    above = (source.joinpath(*folders[: i + 1]) for i in range(len(folders)))
+    return (
+        ".safetensors" in file
+        or file.endswith(WEIGHT_SUFFIXES)
+        or (file.endswith(".index.json") and "model" in file)
+        or any((folder / mark).exists() for folder in above for mark in OWN_FOLDER)
+    )
+
+
 def _copy_side_files(source: Path, out_dir: Path) -> None:
-    for path in sorted(source.iterdir()):
-        is_weights = ".safetensors" in path.name or path.suffix in {".bin", ".pt", ".pth"}
-        is_side_file = path.is_file() and not is_weights and path.name != MANIFEST
-        if is_side_file and path.parent.resolve() != out_dir.resolve():
-            shutil.copy(path, out_dir / path.name)
+    """Copy what belongs to the model beside its weights; print the files and what is left out."""
+    if source.resolve() == out_dir.resolve():
+        return
+    kept, left = side_files(source)
+    for name in kept:
+        (out_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, out_dir / name)  # permissions are those of new files
+    others = [name for name in left if ".safetensors" not in name]  # those are converted
+    omitted = f"; left out: {', '.join(others)}" if others else ""
+    print(f"copied from {source}: {', '.join(kept) or 'nothing'}{omitted}")
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -16,6 +16,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.hf.fp8 import FP8, SCALE_DTYPE, num_blocks, scale_name
+from mcore_rl.slices.layouts.loader_error import (
+    LOADER_ERRORS,
+    LoaderFailedError,
+    UntraceableError,
+    describe_loader_error,
+)
 from mcore_rl.slices.layouts.local_tensors import LocalTensors
 from mcore_rl.slices.layouts.strided import shards_of_view
 from mcore_rl.slices.layouts.tracers import Joined, Tracer, is_uniform
@@ -28,9 +34,6 @@ CAST = {aten._to_copy.default, aten.clone.default}
 """Operations that keep a tracer's place in its HF tensor; they may change its dtype."""
 FILL = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 """Operations that may write a constant to a parameter: padding."""
-
-LOADER_ERRORS = (RuntimeError, TypeError, AttributeError, KeyError, IndexError, AssertionError)
-"""Errors that an engine's loader may raise when it gets a tracer instead of a real tensor."""
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], object]
 
@@ -51,8 +54,10 @@ class CopyRecorder(TorchDispatchMode):
         """
         return False
 
-    def __init__(self, local: LocalTensors) -> None:
+    def __init__(self, local: LocalTensors, rest: Callable[[], bool] | None = None) -> None:
+        """`rest` is called between tensors; it returns whether parameters got new memory in it."""
         super().__init__()
+        self._rest = rest
         self.local = local
         self.shards: list[Shard] = []
         self.fills: dict[Padding, Callable[[], object]] = {}
@@ -75,15 +80,17 @@ class CopyRecorder(TorchDispatchMode):
     def run(self, load_weights: LoadWeights, hf_tensors: HfTensors, names: Iterable[str]) -> None:
         """Run `load_weights` on tracers of the tensors `names` of `hf_tensors`.
 
-        Raises ValueError naming the tensor and the operation that cannot be traced.
+        Raises UntraceableError for an operation that cannot be traced, and LoaderFailedError for
+        the loader's own error. Both are ValueErrors that name the tensor, the device of the
+        parameters and the line of the loader.
         """
         with self:
             try:
                 load_weights(self._tracers(hf_tensors, names))
             except LOADER_ERRORS as error:
-                raise ValueError(
-                    f"load_weights failed while tracing {self._current!r}: {error}"
-                ) from error
+                text = describe_loader_error(error, self._current, self.device)
+                is_ours = isinstance(error, UntraceableError)
+                raise (UntraceableError if is_ours else LoaderFailedError)(text) from error
         self.local.check_unchanged()
         # SGLang's Qwen3-VL loads a tied embedding twice: also as the output layer.
         self.shards = list(dict.fromkeys(self.shards))
@@ -102,6 +109,8 @@ class CopyRecorder(TorchDispatchMode):
             yield scales, self._tracer(scales, tuple(map(num_blocks, shape)), scale_dtype)
 
     def _tracer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tracer:
+        if self._rest is not None and self.given and self._rest():
+            self.local.refresh()
         self.given.append(name)
         meta = self._metas.get(shape)
         if meta is None:
@@ -121,7 +130,7 @@ class CopyRecorder(TorchDispatchMode):
                 place = self.local.locate(target)
                 if place is not None:
                     if func not in FILL and not self._copies_constant(func, args):
-                        raise ValueError(
+                        raise UntraceableError(
                             f"load_weights writes to parameter {place[0]!r} by {func}, which cannot"
                             " be traced"
                         )
@@ -147,7 +156,7 @@ class CopyRecorder(TorchDispatchMode):
     def on_tracer(self, tracer: Tracer, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what `func` gives for a tracer: another tracer for views and casts.
 
-        A copy into a parameter is recorded. Raises ValueError for any other operation.
+        A copy into a parameter is recorded. Raises UntraceableError for any other operation.
         """
         if func is aten.copy_.default and not isinstance(args[0], Tracer):
             self._on_copy(args[0], tracer)
@@ -160,7 +169,7 @@ class CopyRecorder(TorchDispatchMode):
         if func in JOIN and all(isinstance(part, Tracer) or is_uniform(part) for part in args[0]):
             return self._join(*args, **kwargs)
         if not func.is_view or func is aten.view.dtype:
-            raise ValueError(
+            raise UntraceableError(
                 f"load_weights applies {func} to {tracer.hf_name!r}, which cannot be traced"
             )
         views = func(*map(_meta, args), **{name: _meta(value) for name, value in kwargs.items()})
@@ -176,7 +185,7 @@ class CopyRecorder(TorchDispatchMode):
     def on_joined(self, joined: Joined, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what `func` gives for joined tracers; a copy or cast is one of each part.
 
-        Raises ValueError for any other operation.
+        Raises UntraceableError for any other operation.
         """
         if (
             func is aten.copy_.default
@@ -189,7 +198,7 @@ class CopyRecorder(TorchDispatchMode):
             return args[0]
         if func in CAST:
             return joined.cast(kwargs.get("dtype") or joined.dtype)
-        raise ValueError(
+        raise UntraceableError(
             f"load_weights applies {func} to {joined.hf_name!r}, which cannot be traced"
         )
 
@@ -197,7 +206,7 @@ class CopyRecorder(TorchDispatchMode):
         """Record a copy of a tracer, or of padding beside one, into a parameter."""
         label = repr(source.hf_name) if isinstance(source, Tracer) else "padding"
         if target.shape != source.shape:
-            raise ValueError(
+            raise UntraceableError(
                 f"load_weights copies {label} of shape {tuple(source.shape)} to shape"
                 f" {tuple(target.shape)}: broadcasting cannot be traced"
             )
@@ -205,7 +214,7 @@ class CopyRecorder(TorchDispatchMode):
             return
         place = self.local.locate(target)
         if place is None:
-            raise ValueError(
+            raise UntraceableError(
                 f"load_weights copies {label} to a tensor of shape {tuple(target.shape)}"
                 " that is no parameter, which cannot be traced"
             )

@@ -32,17 +32,21 @@ class TracedLoad:
     shards         the elements that it takes from HF tensors, in the order that it does
     fill_padding   sets the others, the padding, to the constants that it gives them
     padded         names of the parameters with padding
+    is_sampled     some tensors were not traced, because they are like others
     """
 
     shards: list[Shard]
     fill_padding: Callable[[], None]
     padded: frozenset[str]
+    is_sampled: bool = False
 
 
 def trace_load_weights(
     load_weights: LoadWeights,
     hf_tensors: HfTensors,
     local_tensors: Mapping[str, Tensor],
+    *,
+    every: bool = False,
 ) -> TracedLoad:
     """Return the effect of `load_weights` on `local_tensors`, whose padding is filled.
 
@@ -52,12 +56,13 @@ def trace_load_weights(
     local_tensors   name -> contiguous parameter of this rank. Elements that the loader sets to a
                     constant (`fill_`, `zero_`, a copy of it) are padding: they are filled once
                     tracing has succeeded, and never sent
+    every           trace every tensor, also of layers that are alike
 
     Raises ValueError naming the tensor and the operation that cannot be traced, or the parameter
     element that is not loaded from exactly one place.
     """
     layers = RepeatedLayers(hf_tensors, local_tensors)
-    if layers.example_of:
+    if layers.example_of and not every:
         traced = _trace_examples(load_weights, hf_tensors, local_tensors, layers)
         if traced is not None:
             return traced
@@ -99,7 +104,52 @@ def _trace_examples(
     fills += repeated_fills(layers.example_of, trace.fills, local_tensors)
     padded = frozenset(padding.tensor for padding in trace.fills)
     padded |= {name for name in local_tensors if layers.example_name(name) in padded}
-    return _filled(TracedLoad(shards, partial(_run, fills), padded))
+    return _filled(TracedLoad(shards, partial(_run, fills), padded, is_sampled=True))
+
+
+def record_all(
+    load_weights: LoadWeights,
+    hf_tensors: HfTensors,
+    local_tensors: Mapping[str, Tensor],
+    rest: Callable[[], bool],
+) -> CopyRecorder:
+    """Trace every tensor, and write nothing.
+
+    rest   called between two tensors; returns whether `local_tensors` got new memory in it
+
+    Raises ValueError as CopyRecorder.run does.
+    """
+    trace = CopyRecorder(LocalTensors(local_tensors), rest)
+    trace.run(load_weights, hf_tensors, hf_tensors)
+    return trace
+
+
+def find_unlike(
+    sampled: TracedLoad, trace: CopyRecorder, local_tensors: Mapping[str, Tensor]
+) -> str | None:
+    """Return how a trace of every tensor differs from `sampled`, or None.
+
+    Reads only the sizes of `local_tensors`, so their memory may change meanwhile. Raises ValueError
+    naming the parameter element that is not loaded from exactly one place.
+    """
+    check_coverage(trace.shards, trace.fills, _numels(local_tensors))
+    wrong = set(sampled.shards) ^ set(trace.shards)
+    if not wrong:
+        return None
+    names = sorted({shard.box.name for shard in wrong})
+    whole = _places(names[0], trace.shards)
+    derived = _places(names[0], sampled.shards)
+    return (
+        f"load_weights treats {len(names)} tensors otherwise than a sample of their like told, such"
+        f" as {names[0]}: it goes to {whole}, not to {derived}; the weights sent so far are wrong"
+        " there. Set sync.trace=full"
+    )
+
+
+def _places(name: str, shards: Iterable[Shard]) -> str:
+    """Say where a HF tensor lies in a rank's parameters."""
+    own = [f"{s.tensor} at element {s.offset}" for s in shards if s.box.name == name]
+    return ", ".join(own[:3]) + (" and more" if len(own) > 3 else "") if own else "nowhere"
 
 
 def _filled(traced: TracedLoad) -> TracedLoad:

@@ -18,6 +18,10 @@ class LocalTensors:
 
     def __init__(self, local_tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(local_tensors)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Find the tensors where they lie now, after someone gave them new memory."""
         self._storages = {name: tensor.untyped_storage() for name, tensor in self._tensors.items()}
         self._names: dict[int, list[str]] = {}
         """Memory block -> local tensors that lie in it."""

@@ -8,22 +8,21 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mcore_rl.slices.hf.checksums import MANIFEST, ByteSpan, FileSums, sum_ranges
+from mcore_rl.process.file_list import find_difference
+from mcore_rl.slices.hf.checksums import ByteSpan, FileSums, sum_ranges
 
-REMEDY = "if it was changed on purpose, write the checksums anew: mcore-rl-ckpt checksums <folder>"
+REMEDY = (
+    "the checkpoint is damaged or was changed: copy it again from where it came, or resume from the"
+    " one before it (run.resume=newest_whole); a file that you changed yourself is accepted by name"
+    " (mcore-rl-ckpt checksums <folder> --changed <file>)"
+)
 
 
 def check_sizes(folder: Path, sums: Mapping[str, FileSums]) -> None:
-    """Raise ValueError with the path of a file that is missing or has another size."""
-    for name, entry in sorted(sums.items()):
-        path = folder / name
-        if not path.is_file():
-            raise ValueError(f"{path}, named in {MANIFEST}, does not exist: {REMEDY}")
-        size = path.stat().st_size
-        if size != entry.num_bytes:
-            raise ValueError(
-                f"{path} has {size} bytes, by {MANIFEST} it should have {entry.num_bytes}: {REMEDY}"
-            )
+    """Raise ValueError with the path of a file that is missing, unlisted or of another size."""
+    difference = find_difference(folder, {name: entry.num_bytes for name, entry in sums.items()})
+    if difference:
+        raise ValueError(f"{difference}: {REMEDY}")
 
 
 def spans_of_rank(

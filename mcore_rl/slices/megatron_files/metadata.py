@@ -148,6 +148,8 @@ def read_places(metadata: Record) -> dict[tuple[str, Shape | None], Place]:
     places: dict[tuple[str, Shape | None], Place] = {}
     for index, info in metadata.get("storage_data").items():
         key = index.get("fqn")
+        if not isinstance(key, str):
+            raise ValueError(f"a key is a {type(key).__name__}, not a name")
         offset = index.__dict__.get("offset")
         if offset is not None:
             offset = read_shape(offset)
@@ -185,5 +187,6 @@ def read_shape(value: Any) -> Shape:
     """Return a shape or an offset as a tuple. Raises ValueError unless it is made of sizes."""
     shape = tuple(value)
     if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise ValueError(f"{shape} is not a shape or offset")
+        kinds = sorted({type(size).__name__ for size in shape})
+        raise ValueError(f"a shape or offset is made of {', '.join(kinds)} instead of sizes")
     return shape

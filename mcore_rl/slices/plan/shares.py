@@ -13,6 +13,7 @@ rank computes only its own moves, and both ends of a move compute the same stret
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from mcore_rl.slices.layouts.ranks import Ranks
@@ -30,6 +31,10 @@ class Topology(Protocol):
     def source_host(self, rank: int) -> int: ...
 
     def target_host(self, rank: int) -> int: ...
+
+    def sources_on(self, host: int) -> Sequence[int]:
+        """Return the source ranks on a host, ascending."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,10 @@ class RegularHosts:
     def target_host(self, rank: int) -> int:
         return self.first_target_host + rank // self.target_ranks_per_host
 
+    def sources_on(self, host: int) -> Sequence[int]:
+        first = host * self.source_ranks_per_host
+        return range(first, first + self.source_ranks_per_host)
+
 
 @dataclass(frozen=True)
 class ListedHosts:
@@ -63,18 +72,26 @@ class ListedHosts:
     def target_host(self, rank: int) -> int:
         return self.targets[rank]
 
+    def sources_on(self, host: int) -> Sequence[int]:
+        return self._sources_by_host.get(host, ())
+
+    @cached_property
+    def _sources_by_host(self) -> dict[int, list[int]]:
+        return _by_host(range(len(self.sources)), self.source_host)
+
 
 class Shares:
     """How a region is divided between its sources and its targets."""
 
     def __init__(self, sources: Ranks, targets: Sequence[int], topology: Topology) -> None:
-        sources_on = _by_host(sources, topology.source_host)
+        # Never goes through all sources: a tensor may have thousands of replicas.
         self._groups: list[tuple[Sequence[int], Sequence[int]]] = []
         """(sources, targets): each of these targets takes the whole region from these sources."""
         remote_targets: list[int] = []
         for host, members in _by_host(targets, topology.target_host).items():
-            if host in sources_on:
-                self._groups.append((sources_on[host], members))
+            near = [rank for rank in topology.sources_on(host) if _index(sources, rank) is not None]
+            if near:
+                self._groups.append((near, members))
             else:
                 remote_targets += members
         self._groups.append((sources, sorted(remote_targets)))

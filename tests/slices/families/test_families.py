@@ -91,7 +91,7 @@ def test_missing_settings_are_named():
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'.*only 'silu'"),
         (
             "llama",
-            {"rope_parameters": {"rope_type": "llama3"}},
+            {"rope_scaling": {"rope_type": "llama3"}},
             "low_freq_factor=None.*1.0 built in",
         ),
         (

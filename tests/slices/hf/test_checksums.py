@@ -73,3 +73,33 @@ def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345")
     with pytest.raises(ValueError, match=r"file ends at byte 5 of at least 9"):
         sum_ranges(tmp_path / "file", [(2, 9)])
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname"])
+def test_a_list_that_names_files_elsewhere_is_damaged(tmp_path: Path, name: str) -> None:
+    (tmp_path / MANIFEST).write_text(json.dumps({"algorithm": "crc32", "files": {name: {}}}))
+    with pytest.raises(ValueError, match=r"checksums.json is damaged .* not a file of the folder"):
+        read_manifest(tmp_path)
+
+
+def test_a_list_that_is_nested_deeply_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"checksums.json is damaged .*nested too deeply"):
+        read_manifest(tmp_path)
+
+
+def test_files_in_folders_are_listed_and_hidden_ones_are_not(tmp_path: Path) -> None:
+    for name in ("a", "below/b", ".git/c", "below/.d", "e.part", ".metadata"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert sum_small_files(tmp_path, ()).keys() == {"a", "below/b", ".metadata"}
+
+
+@pytest.mark.parametrize("crc", [" 24af614", "+24af614", "024AF614", "24af614", "0_4af614"])
+def test_a_number_that_was_written_otherwise_is_damage(tmp_path: Path, crc: str) -> None:
+    """A flipped bit may leave a number that Python reads, even the same one."""
+    entry = {"bytes": 3, "spans": [[0, 3, crc]]}
+    content = {"algorithm": "crc32", "files": {"config.json": entry}}
+    (tmp_path / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"checksums.json is damaged .*no CRC-32 in eight"):
+        read_manifest(tmp_path)

@@ -14,6 +14,8 @@ from mcore_rl.slices.hf.config import (
     padded_vocab_size,
     parse_hf_config,
     read_hf_config,
+    with_dtype,
+    without_absent_mtp,
 )
 from tests.support.megatron_layout import model_config
 
@@ -81,3 +83,51 @@ def test_the_padded_vocabulary_is_the_smallest_that_divides(vocab_size: int, tp:
 
 def test_layers_with_experts_are_ones() -> None:
     assert moe_layers(model_config()) == [1, 0, 1]
+
+
+def test_a_file_that_is_nested_deeply_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"config\.json is not JSON: .* nested too deeply"):
+        read_hf_config(tmp_path)
+
+
+def test_all_keys_say_the_dtype_of_an_export() -> None:
+    config = {
+        "torch_dtype": "float32",
+        "dtype": "float16",
+        "text_config": {"dtype": "float32", "hidden_size": 8},
+        "vision_config": {"torch_dtype": "float32"},
+        "quantization_config": {"bits": 4},
+    }
+    assert with_dtype(config, "bfloat16") == {
+        "torch_dtype": "bfloat16",
+        "dtype": "bfloat16",
+        "text_config": {"dtype": "bfloat16", "hidden_size": 8},
+        "vision_config": {"torch_dtype": "bfloat16"},
+        "quantization_config": {"bits": 4},
+    }
+    assert with_dtype({"hidden_size": 8}, "float32") == {"dtype": "float32", "hidden_size": 8}
+    assert config["dtype"] == "float16"
+
+
+MTP = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        (["model.layers.1.w"], 0),
+        (["model.layers.2.eh_proj.weight"], 1),
+        (["model.language_model.layers.2.w"], 1),
+        (["mtp.fc.weight"], 1),
+        (["model.layers.3.w", "model.layers.20.w"], 0),
+    ],
+)
+def test_layers_without_weights_are_not_promised(
+    names: list[str], kept: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = without_absent_mtp({**MTP, "text_config": dict(MTP)}, names)
+    assert made["num_nextn_predict_layers"] == kept
+    assert made["text_config"] == {**MTP, "num_nextn_predict_layers": kept}
+    said = "the source has no weights of them: the result says num_nextn_predict_layers=0"
+    assert (said in capsys.readouterr().out) == (kept == 0)

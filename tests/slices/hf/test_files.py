@@ -1,6 +1,7 @@
 """Slices of HuggingFace directories: what transformers saves loads here, and exports load there."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from mcore_rl.slices.hf.files import (
     load_into,
     open_hf_dir,
     plan_export,
+    save_tensors,
     write_export_file,
 )
 from mcore_rl.slices.hf.folder import INDEX
@@ -185,3 +187,16 @@ def test_tied_output_weights_in_a_file_are_passed_over(tmp_path):
     path = broken(tmp_path, lambda weights: None)
     (path / "config.json").write_text(json.dumps(model_config(tie_word_embeddings=True)))
     assert "lm_head.weight" not in open_hf_dir(ModelFacts.read(path))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, "0o644"), (0o077, "0o600"), (0o002, "0o664")])
+def test_umask_decides_who_may_read_weights(tmp_path: Path, umask: int, mode: str) -> None:
+    path = tmp_path / "model.safetensors"
+    before = os.umask(umask)
+    try:
+        for _ in range(2):
+            save_tensors({"w": torch.ones(3)}, path)
+    finally:
+        os.umask(before)
+    assert oct(path.stat().st_mode & 0o777) == mode
+    assert torch.equal(load_file(path)["w"], torch.ones(3))

@@ -66,3 +66,21 @@ def test_missing_and_resized_files_are_named(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ValueError, match=r"file, named in checksums\.json, does not exist"):
         check_sizes(tmp_path, sums)
+
+
+@pytest.mark.parametrize("name", ["more", "below/more"])
+def test_a_file_that_is_not_listed_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    sums = {"file": sum_file(tmp_path / "file")}
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=rf"{name} is not in checksums\.json: .*--changed <file>"):
+        check_sizes(tmp_path, sums)
+
+
+def test_hidden_files_need_no_entry_but_the_metadata_do(tmp_path: Path) -> None:
+    (tmp_path / ".nfs0001").touch()
+    check_sizes(tmp_path, {})
+    (tmp_path / ".metadata").touch()
+    with pytest.raises(ValueError, match=r"\.metadata is not in checksums\.json"):
+        check_sizes(tmp_path, {})

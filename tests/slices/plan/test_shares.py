@@ -1,6 +1,7 @@
 """Shares of a region: both ends agree, each target gets all of it, and sources send alike."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
@@ -92,3 +93,23 @@ def test_regular_hosts_are_filled_in_the_order_of_the_ranks(
     hosts = RegularHosts(source_ranks_per_host=8, target_ranks_per_host=4, first_target_host=2)
     assert hosts.source_host(rank) == source
     assert hosts.target_host(rank) == target
+
+
+class _Unlisted(Ranks):
+    """Ranks of which nobody may go through all."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("went through all ranks")
+
+
+@pytest.mark.parametrize(("target", "stretch"), [(0, (0, 4, 4)), (4, (0, 2, 1000))])
+def test_a_rank_does_not_go_through_the_replicas_of_a_slice(
+    target: int, stretch: tuple[int, int, int]
+) -> None:
+    # Targets 0-3 are on host 1 with sources 4-7, targets 4 and 5 on a host without sources.
+    sources = _Unlisted(Ranks.grid(0, (1000, 1)).grids)
+    hosts = ListedHosts(tuple(rank // 4 for rank in range(1000)), (1, 1, 1, 1, 300, 300))
+    shares = Shares(sources, range(6), hosts)
+    peer, first = next(shares.recvs(target))
+    assert (peer, first) == (4 if target == 0 else 0, stretch)
+    assert (target, first) in shares.sends(peer)
