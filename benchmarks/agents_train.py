@@ -73,7 +73,8 @@ def make_batch(args: argparse.Namespace, vocab_size: int, cut: Cut) -> TrainBatc
     of_sample = torch.tensor([generator.uniform(-1, 1) for _ in samples])
     of_row = of_sample[torch.tensor(batch.sample_N)]
     advantages_T = of_row.repeat_interleave(torch.tensor(batch.lens_N)) * batch.loss_mask_T
-    return TrainBatch(**{**vars(batch), "advantages_T": advantages_T})
+    # The loss takes no sums over samples, so there is no pass for them.
+    return TrainBatch(**{**vars(batch), "advantages_T": advantages_T, "sums_from": "rows"})
 
 
 def make_episode(

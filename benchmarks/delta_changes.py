@@ -3,7 +3,9 @@
     python benchmarks/delta_changes.py --png docs/delta_changes.png
 
 Models train in bfloat16 with Adam at a learning rate of reinforcement learning, on random tokens.
-The difference is that of a rank's weights before and after a step. The last line is JSON.
+The difference is that of a rank's weights before and after a step. SmolLM2's weights are
+dequantized from 4 bits, so its shares may not be those of the published bfloat16 weights. The last
+line is JSON.
 """
 
 import argparse
@@ -27,7 +29,7 @@ MIXTURE = "mixture"
 SMOLLM2 = "smollm2"
 TITLES = {
     MIXTURE: "a mixture of experts of two layers, random weights",
-    SMOLLM2: "SmolLM2-135M-Instruct",
+    SMOLLM2: "SmolLM2-135M-Instruct, dequantized from 4 bits",
 }
 
 

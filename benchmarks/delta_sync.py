@@ -200,6 +200,7 @@ def open_links(args: argparse.Namespace) -> tuple[list[LinkStore], dict[str, Lin
             store = stores[-1]
             made = Link("engine", args.host, store.port, store.key, 1, 1, BUCKET_BYTES, DEADLINE_S)
             links[way] = replace(made, delta=way)
+            store.keep(links[way])
         unfinished = args.links.with_suffix(".part")
         unfinished.write_text(json.dumps({way: asdict(link) for way, link in links.items()}))
         unfinished.rename(args.links)

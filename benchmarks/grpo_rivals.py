@@ -22,10 +22,16 @@ _VERL_REQUIREMENTS = ROOT / "requirements" / "bench_verl.txt"
 _CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 
+_KEEPS_MEMORY = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=0x3fffffffffffffff"
+_ALLOCATOR = {"GLIBC_TUNABLES": f"{_KEEPS_MEMORY}:glibc.malloc.top_pad=0x4000000"}
+"""The settings of mcore_rl/device/host_allocator.py, for processes that do not import it."""
+
+
 @dataclass(frozen=True)
 class Resources:
-    """How a rival runs: its compute threads, and the sequences of a micro-batch."""
+    """How a rival runs: data-parallel processes, threads and sequences of a micro-batch of each."""
 
+    processes: int
     threads: int
     micro_batch: int
 
@@ -39,11 +45,21 @@ class Rival:
 
     install: Callable[[], None]
     run: Callable[[Workload, Path, int, Resources], dict[str, Any]]
+    is_data_parallel: bool
 
 
-def run_script(python: Path | str, name: str, options: Sequence[str], **environment: str) -> Any:
-    """Return the last line of a script of this folder, decoded."""
-    command = [str(python), str(ROOT / "benchmarks" / name), *options]
+def run_script(
+    python: Path | str,
+    name: str,
+    options: Sequence[str],
+    launcher: Sequence[str] = (),
+    **environment: str,
+) -> Any:
+    """Return the last line of a script of this folder, decoded.
+
+    launcher   arguments of Python that start the script in several processes
+    """
+    command = [str(python), *launcher, str(ROOT / "benchmarks" / name), *options]
     return json.loads(output_of(command, **environment).strip().splitlines()[-1])
 
 
@@ -51,11 +67,15 @@ def _run_trl(
     workload: Workload, folder: Path, num_steps: int, resources: Resources
 ) -> dict[str, Any]:
     options = ["--workload", workload.name, *_options(folder, num_steps, resources)]
-    threads = str(resources.threads)
-    site = str(_TRL_SITE)
-    return run_script(
-        sys.executable, "grpo_trl.py", options, OMP_NUM_THREADS=threads, PYTHONPATH=site
-    )
+    environment = _ALLOCATOR | {
+        "OMP_NUM_THREADS": str(resources.threads),
+        "PYTHONPATH": str(_TRL_SITE),
+    }
+    if resources.processes == 1:
+        return run_script(sys.executable, "grpo_trl.py", options, **environment)
+    launcher = ["-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(resources.processes)]
+    return run_script(sys.executable, "grpo_trl.py", options, launcher, **environment)
 
 
 def _run_verl(
@@ -69,7 +89,7 @@ def _run_verl(
     }
     options = [str(word) for pair in sizes.items() for word in pair]
     options += _options(folder, num_steps, resources)
-    return run_script(_VERL_VENV / "bin" / "python", "grpo_verl.py", options)
+    return run_script(_VERL_VENV / "bin" / "python", "grpo_verl.py", options, **_ALLOCATOR)
 
 
 def _options(folder: Path, num_steps: int, resources: Resources) -> list[str]:
@@ -109,4 +129,7 @@ def _make_verl_environment() -> None:
     pip_install(python, "-r", str(_VERL_REQUIREMENTS))
 
 
-RIVALS = {"trl": Rival(_install_trl, _run_trl), "verl": Rival(_install_verl, _run_verl)}
+RIVALS = {
+    "trl": Rival(_install_trl, _run_trl, is_data_parallel=True),
+    "verl": Rival(_install_verl, _run_verl, is_data_parallel=False),
+}

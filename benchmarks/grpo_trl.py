@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -34,12 +35,13 @@ class StepClock(TrainerCallback):
 
 
 def make_config(workload: Workload, folder: Path, num_steps: int, micro_batch: int) -> GRPOConfig:
-    assert workload.num_samples % micro_batch == 0, f"{workload.num_samples} / {micro_batch}"
+    samples = workload.num_samples // count_processes()
+    assert samples % micro_batch == 0, f"{samples} / {micro_batch}"
     return GRPOConfig(
         output_dir=str(folder / "trl"),
         max_steps=num_steps,
         per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=workload.num_samples // micro_batch,
+        gradient_accumulation_steps=samples // micro_batch,
         generation_batch_size=workload.num_samples,
         num_generations=workload.samples_per_prompt,
         max_completion_length=workload.max_len,
@@ -49,6 +51,8 @@ def make_config(workload: Workload, folder: Path, num_steps: int, micro_batch: i
         beta=0.0,
         gradient_checkpointing=False,
         use_cpu=True,
+        ddp_backend="gloo" if count_processes() > 1 else None,
+        ddp_find_unused_parameters=True,  # experts that got no token
         bf16=False,
         dataloader_pin_memory=False,
         report_to=[],
@@ -59,8 +63,12 @@ def make_config(workload: Workload, folder: Path, num_steps: int, micro_batch: i
     )
 
 
+def count_processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 class Scorer:
-    """The reward, which also counts the tokens of each step's responses."""
+    """The reward, which also counts the tokens of each step's responses in this process."""
 
     __name__ = "score"
 
@@ -103,7 +111,12 @@ def main() -> None:
     )
     trainer.train()
     assert len(score.tokens) == args.steps, f"{len(score.tokens)} rewards in {args.steps} steps"
-    print(json.dumps({"seconds": clock.seconds(), "tokens": score.tokens[1:]}))
+    tokens = torch.tensor(score.tokens[1:])
+    if count_processes() > 1:
+        torch.distributed.all_reduce(tokens)
+        torch.distributed.destroy_process_group()
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps({"seconds": clock.seconds(), "tokens": tokens.tolist()}))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,10 @@ layers, with the layouts recorded, as in a run, and with layouts that the ranks 
 another. One sync after the last link binds the buckets to the tensors. CPU seconds are those of the
 engine and of the trainer ranks together, which other work on the machine leaves as they are. The
 last line is JSON.
+
+With --ranks 2048,512 stand-ins for so many trainer ranks and engine ranks link in this machine's
+processes, all engines at once: everything but the trace and the weights (stand_in_ranks.py). CPU
+seconds of the controller, of all trainer ranks and of all engine ranks are apart.
 """
 
 import argparse
@@ -14,16 +18,20 @@ import json
 import os
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import psutil
 
 from cpu_time import cpu_seconds, with_children
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.stream.controller.engine_control import LOADER
 from mcore_rl.stream.controller.sync import SyncController
+from stand_in_ranks import StandInEngines, StandIns, StandInTrainers
 from sync_model import SHAPES, make_config, record_layouts
 from sync_trainer import BenchRanks
 
@@ -37,7 +45,14 @@ def main() -> None:
     parser.add_argument("--layers", default="4,15,29,58", help="58 have DeepSeek-V3's experts")
     parser.add_argument("--kind", default="tiny", choices=SHAPES)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ranks", help="trainer ranks, engine ranks of all engines: 2048,512")
+    parser.add_argument("--engine-ranks", type=int, default=32, help="of one engine, with --ranks")
     args = parser.parse_args()
+    if args.ranks:
+        trainer_ranks, engine_ranks = map(int, args.ranks.split(","))
+        sizes = StandIns(trainer_ranks, args.engine_ranks, int(args.layers.split(",")[0]))
+        print(json.dumps(measure_stand_ins(sizes, engine_ranks // args.engine_ranks, args.repeats)))
+        return
     figures = {}
     for layers in map(int, args.layers.split(",")):
         with tempfile.TemporaryDirectory(prefix="link_") as folder:
@@ -45,6 +60,47 @@ def main() -> None:
         figures[f"{layers} layers"] = measured
         print(f"{layers} layers: {measured}", flush=True)
     print(json.dumps(figures))
+
+
+def measure_stand_ins(sizes: StandIns, num_engines: int, repeats: int) -> dict[str, Any]:
+    """Return seconds and CPU seconds of linking all engines, the medians of `repeats` links.
+
+    The first link of a process imports modules and computes plans that later links find ready.
+    """
+    trainers = StandInTrainers(sizes)
+    engines = StandInEngines(sizes, num_engines)
+    pids = {"controller": [os.getpid()], "trainers": trainers.pids, "engines": engines.pids}
+    layouts = sizes.recorded()
+    controller = SyncController(trainers, timeout_s=TIMEOUT_S, record=lambda _: layouts)
+    figures: dict[str, list[float]] = defaultdict(list)
+    try:
+        for _ in range(repeats):
+            before = {name: _used_of(own) for name, own in pids.items()}
+            began_s = time.perf_counter()
+            asyncio.run(controller.connect(engines.urls))
+            figures["all_engines_s"].append(time.perf_counter() - began_s)
+            for name, own in pids.items():
+                figures[f"{name}_cpu_s"].append(_used_of(own) - before[name])
+            print({name: round(values[-1], 2) for name, values in figures.items()}, flush=True)
+        began_s = time.perf_counter()
+        asyncio.run(controller.connect(engines.urls[:1]))
+        figures["one_engine_s"].append(time.perf_counter() - began_s)
+    finally:
+        trainers.stop()
+        engines.stop()
+    first_s = figures["all_engines_s"][0]
+    return {
+        "trainer_ranks": sizes.trainer_ranks,
+        "engines": num_engines,
+        "ranks_per_engine": sizes.engine_ranks,
+        "first_s": round(first_s, 3),
+        **{name: round(median(values), 3) for name, values in figures.items()},
+    }
+
+
+def _used_of(pids: Sequence[int]) -> float:
+    """Return the CPU time that the processes have used, without those they started."""
+    return sum(cpu_seconds(psutil.Process(pid)) for pid in pids)
 
 
 def measure(folder: Path, kind: str, layers: int, repeats: int) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.slices.strides import contiguous_strides
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_store import LinkStore
-from mcore_rl.stream.placed_bucket import holdings
 from mcore_rl.stream.plan_handshake import PlanHandshake
 from mcore_rl.stream.wire import Link
 from sync_model import DTYPE, make_config
@@ -102,6 +101,8 @@ def link(
         layouts=recorded.encode(),
     )
 
+    store.keep(joined)
+
     def act(rank: int) -> Callable[[], float]:
         end = LinkEnd.open(joined, rank, torch.device("cpu"))
         return lambda: plan(end, shards[rank])
@@ -113,10 +114,8 @@ def link(
 
 def plan(end: LinkEnd, shards: Sequence[Shard]) -> float:
     began_s = time.thread_time()
-    made = PlanHandshake(end).run(lambda _: shards)
+    made = PlanHandshake(end, lambda _: shards).run()
     assert made.digest.startswith("recorded"), made.digest
-    for bucket in made.buckets:
-        holdings(bucket, made.shards)
     return time.thread_time() - began_s
 
 

@@ -1,8 +1,9 @@
-"""Compares a weight sync with other systems' ways on equal terms: one host, all work counted.
+"""Compares a weight sync with other systems' ways on equal terms: one host, gloo, no GPU.
 
-Trainer ranks with TP = EP and one SGLang engine, as separate processes. The ways take turns, and
-the weights change before each: every turn but the first two must leave exactly what SGLang's own
-loader makes of a checkpoint of the weights as they are then.
+All work counts, gathers included. What is fast over shared memory of one host says nothing about
+GPUs or about several hosts. Trainer ranks with TP = EP and one SGLang engine, as separate
+processes. The ways take turns, and the weights change before each: every turn but the first two
+must leave exactly what SGLang's own loader makes of a checkpoint of the weights as they are then.
 
 this                      slices by shared memory, summed on both sides, staged
 gather, each tensor       gathered on rank 0 with asynchronous calls and broadcast one by one, as
@@ -118,7 +119,10 @@ class Scene:
             self._start(name, lambda m=method: max(self._ranks.call(m, url)), groups_s, before)
         before = self._memory()
         began_s = time.perf_counter()
-        controller = SyncController(self._ranks, timeout_s=TIMEOUT_S, record=self._record)
+        # Everything is traced before, so that no trace runs beside the syncs that are timed.
+        controller = SyncController(
+            self._ranks, timeout_s=TIMEOUT_S, record=self._record, trace_all=True
+        )
         asyncio.run(controller.connect([url]))
 
         def sync() -> float:

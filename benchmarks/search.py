@@ -2,20 +2,19 @@
 
 Passages have words drawn by rank as Zipf has it; among them are those of a generated encyclopedia,
 whose questions give recall@3: both passages of a question are among the three best of the queries
-that ask for them. At a smaller size the same passages go through the index and through rank_bm25,
-the plain way in Python (pip install rank_bm25; without it there is no comparison). Each number
-comes from a process of its own. The last line is JSON.
+that ask for them. At a smaller size the same words go through the index and through the package
+bm25s as it comes, SQLite's FTS5 and Tantivy. Each number comes from a process of its own. The last
+line is JSON.
 """
 
 import argparse
-import importlib.util
 import json
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from mcore_rl.search.index import PassageIndex
 from mcore_rl.search.layout import IndexOptions
 from mcore_rl.search.passages import read_lines
 from mcore_rl.search.words import words_of
+from search_rivals import RIVALS, install_tantivy
 
 DEADLINE_S = 7200.0
 VOCABULARY = 200_000
@@ -45,13 +45,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as temporary:
         results = {"passages": args.passages, **at_size(args, Path(temporary), args.passages)}
-    has_plain = importlib.util.find_spec("rank_bm25") is not None
-    if has_plain and args.plain_passages:
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            ours = at_size(args, folder, args.plain_passages)
-            plain = run(args, "plain", folder)
-        results |= compare(args.plain_passages, ours, plain)
+    if args.rivals:
+        results |= {"rival_passages": args.rival_passages, "rivals": compare(args)}
     print(json.dumps(results))
     if results["recall_at_3"] < 0.95:
         sys.exit(f"recall@3 is {results['recall_at_3']:.3f}, below 0.95")
@@ -61,12 +56,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--passages", type=int, default=1_000_000)
     parser.add_argument(
-        "--plain-passages", type=int, default=100_000, help="of the comparison; 0: none"
+        "--rivals", nargs="*", choices=tuple(RIVALS), default=tuple(RIVALS), help="other engines"
     )
+    parser.add_argument("--rival-passages", type=int, default=100_000, help="of the comparison")
     parser.add_argument("--seconds", type=float, default=10.0, help="of queries")
     parser.add_argument("--shard-len", type=int, default=IndexOptions.shard_len)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--measure", choices=("build", "query", "plain"), help=argparse.SUPPRESS)
+    parser.add_argument("--measure", choices=tuple(MEASURES), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -80,14 +76,18 @@ def at_size(args: argparse.Namespace, folder: Path, num_passages: int) -> dict[s
     return {**results["build"], **results["query"]}
 
 
-def compare(num_passages: int, ours: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "plain_passages": num_passages,
-        **{f"plain_{name}": value for name, value in plain.items()},
-        "build_ratio": plain["build_s"] / ours["build_s"],
-        "query_ratio": ours["queries_per_s"] / plain["queries_per_s"],
-        "memory_ratio": plain["build_peak_mib"] / ours["build_peak_mib"],
-    }
+def compare(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return the figures of this index and of the others, over the same passages and queries."""
+    if "tantivy" in args.rivals:
+        install_tantivy()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        figures = {"ours": at_size(args, folder, args.rival_passages)}
+        for name in args.rivals:
+            figures[name] = run(args, name, folder)
+            print(f"{name}: {figures[name]}")
+    kept = ("build_s", "build_peak_mib", "queries_per_s", "recall_at_3")
+    return {name: {kind: found[kind] for kind in kept} for name, found in figures.items()}
 
 
 def run(args: argparse.Namespace, measure: str, folder: Path) -> dict[str, Any]:
@@ -144,17 +144,53 @@ def measure_build(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure_query(args: argparse.Namespace) -> dict[str, Any]:
     index = PassageIndex(args.folder / "index")
-    queries = make_queries()
-    index.retrieve(queries[:20], TOPK)
-    num_done, began_s = 0, time.monotonic()
-    while (took_s := time.monotonic() - began_s) < args.seconds:
-        index.retrieve([queries[num_done % len(queries)]], TOPK)
-        num_done += 1
+
+    def retrieve(query: str) -> list[Any]:
+        return [hit.document["id"] for hit in index.retrieve([query], TOPK)[0]]
+
     return {
-        "queries_per_s": num_done / took_s,
-        "recall_at_3": recall(index),
+        "queries_per_s": count_queries(retrieve, args.seconds),
+        "recall_at_3": recall(retrieve),
         "query_private_mib": psutil.Process().memory_full_info().uss / 2**20,
     }
+
+
+def measure_rival(args: argparse.Namespace) -> dict[str, Any]:
+    """Build and ask the engine that `--measure` names."""
+    folder = args.folder / args.measure
+    folder.mkdir()
+    began_s = time.monotonic()
+    ids: list[Any] = []
+
+    def read_passages() -> Iterator[list[str]]:
+        for line in read_lines(args.folder / "corpus.jsonl"):
+            ids.append(line.row["id"])
+            yield words_of(line.row["contents"])
+
+    ask = RIVALS[args.measure](read_passages(), folder)
+    build_s = time.monotonic() - began_s
+
+    def retrieve(query: str) -> list[Any]:
+        return [ids[number] for number in ask(words_of(query), TOPK)]
+
+    return {
+        "build_s": build_s,
+        "build_peak_mib": peak_mib(),
+        "queries_per_s": count_queries(retrieve, args.seconds),
+        "recall_at_3": recall(retrieve),
+    }
+
+
+def count_queries(retrieve: Callable[[str], object], seconds: float) -> float:
+    """Return the queries a second that `retrieve` answers, one after another."""
+    queries = make_queries()
+    for query in queries[:20]:
+        retrieve(query)
+    num_done, began_s = 0, time.monotonic()
+    while (took_s := time.monotonic() - began_s) < seconds:
+        retrieve(queries[num_done % len(queries)])
+        num_done += 1
+    return num_done / took_s
 
 
 def make_queries() -> list[str]:
@@ -166,39 +202,17 @@ def make_queries() -> list[str]:
     ]
 
 
-def recall(index: PassageIndex) -> float:
+def recall(retrieve: Callable[[str], list[Any]]) -> float:
     """Return the share of questions whose passages are both found."""
     book = make_encyclopedia(seed=0)
     questions = split_questions(book, random.Random(1))[1][:256]
     num_found = 0
     for question in questions:
         hops = book.hops(question)
-        found = index.retrieve([query_of(*hop) for hop in hops], TOPK)
         num_found += all(
-            f"{person}/{kind}" in [hit.document["id"] for hit in hits]
-            for (kind, person), hits in zip(hops, found, strict=True)
+            f"{person}/{kind}" in retrieve(query_of(kind, person)) for kind, person in hops
         )
     return num_found / len(questions)
-
-
-def measure_plain(args: argparse.Namespace) -> dict[str, Any]:
-    from rank_bm25 import BM25Okapi  # pyright: ignore[reportMissingImports]
-
-    began_s = time.monotonic()
-    lines = read_lines(args.folder / "corpus.jsonl")
-    index = BM25Okapi([words_of(line.row["contents"]) for line in lines])
-    build_s = time.monotonic() - began_s
-    queries = make_queries()
-    num_done, began_s = 0, time.monotonic()
-    while (took_s := time.monotonic() - began_s) < args.seconds or not num_done:
-        scores = index.get_scores(words_of(queries[num_done % len(queries)]))
-        np.argpartition(scores, -TOPK)[-TOPK:]
-        num_done += 1
-    return {
-        "build_s": build_s,
-        "build_peak_mib": peak_mib(),
-        "queries_per_s": num_done / took_s,
-    }
 
 
 def peak_mib() -> float:
@@ -207,7 +221,11 @@ def peak_mib() -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
-MEASURES = {"build": measure_build, "query": measure_query, "plain": measure_plain}
+MEASURES = {
+    "build": measure_build,
+    "query": measure_query,
+    **dict.fromkeys(RIVALS, measure_rival),
+}
 
 if __name__ == "__main__":
     main()

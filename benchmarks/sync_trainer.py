@@ -22,7 +22,7 @@ from mcore_rl.slices.box import Shard
 from mcore_rl.slices.families.softmax_moe import QWEN3_MOE
 from mcore_rl.slices.layouts.training import training_shards
 from mcore_rl.stream.sender import WeightSender
-from mcore_rl.stream.wire import Link, Report
+from mcore_rl.stream.wire import Report
 from sync_model import local_tensors
 
 BROADCAST_GROUP = "weight_update_group"
@@ -66,8 +66,14 @@ class BenchRanks:
         )
         return await asyncio.gather(*calls)
 
-    async def connect(self, link: Link) -> Sequence[Report]:
-        return await self.call_async("connect", link)
+    async def describe(self) -> Sequence[bytes]:
+        return await self.call_async("describe")
+
+    async def plan_links(self, offers: Any) -> Sequence[Sequence[bytes]]:
+        return await self.call_async("plan_links", offers)
+
+    async def open_links(self, verdicts: Any) -> Sequence[Sequence[Report]]:
+        return await self.call_async("open_links", verdicts)
 
     async def send(
         self, version: int, engines: Sequence[str], timeout_s: float
@@ -106,7 +112,8 @@ def _serve(
         except EOFError:
             return
         try:
-            answer = (True, getattr(served, method)(*args))
+            callee = served if hasattr(served, method) else served.sender
+            answer = (True, getattr(callee, method)(*args))
         except (RuntimeError, ValueError, OSError) as error:
             answer = (False, repr(error))
         pipe.send_bytes(pickle.dumps(answer))
@@ -120,14 +127,8 @@ class BenchRank:
         self._layouts = [local_tensors(config, other, world_size) for other in range(world_size)]
         self._tensors = {t.part.tensor: t.make() for t in self._layouts[rank]}
         shards = training_shards([t.part for t in self._layouts[rank]], QWEN3_MOE, config)
-        self._sender = WeightSender(shards, self._tensors, rank)
+        self.sender = WeightSender(shards, self._tensors, rank)
         self._hf: dict[str, Tensor] = {}
-
-    def connect(self, link: Link) -> Report:
-        return self._sender.connect(link)
-
-    def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
-        return self._sender.send(version, engines, timeout_s)
 
     def flip_sign(self) -> None:
         """Change every weight, as a training step would."""

@@ -4,6 +4,7 @@ import ast
 import re
 import tomllib
 from collections import defaultdict
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,10 @@ BRITISH = re.compile(
     r"|(?<!\.)\b\w*(cance|channe|labe|leve|mode|signa|tota|trave|tunne)ll(ed|ing|er|ers)\b",
     re.IGNORECASE,
 )
+REPLACED = {"megatron-core", "ray", "sglang", "transformer-engine", "transformers"}
+AS_SGLANG_ASKS = {
+    *("apache-tvm-ffi", "openai", "openai-harmony", "sentencepiece", "soundfile", "tokenizers"),
+}
 FORMER_NAME = "dequantise"
 FORMER_NAME_IN = (
     "CHANGELOG.md",
@@ -192,6 +197,47 @@ def test_pins_in_pyproject_agree_with_the_requirements_files() -> None:
             if not requirement.specifier.contains(locked.get(_normalized(requirement.name), "0"))
         ]
         assert not differ, f"pyproject.toml and requirements/{first}.txt: {differ}"
+
+
+def test_ranges_begin_at_a_version_that_is_tested_and_end() -> None:
+    """Exact are packages whose names are replaced, and those that SGLang asks for exactly."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    locked = {name: _pins(_lines(f"requirements/{name}.txt")) for name in ("cpu", "dev", "gpu")}
+    wrong, exact = [], set()
+    lines = [*project["dependencies"], *(line for lines in extras.values() for line in lines)]
+    for requirement in map(Requirement, lines):
+        bounds = {each.operator: each.version for each in requirement.specifier}
+        name = _normalized(requirement.name)
+        if bounds.keys() == {"=="}:
+            exact.add(name)
+        elif bounds.keys() != {">=", "<"}:
+            wrong.append(f"{requirement}: no range with both ends")
+        elif bounds[">="] not in {pins.get(name) for pins in locked.values()} - {None} and any(
+            name in pins for pins in locked.values()
+        ):
+            wrong.append(f"{requirement}: no lock file has its first version")
+    assert not wrong, "\n".join(wrong)
+    assert exact == {*REPLACED, *AS_SGLANG_ASKS, "torch"}
+
+
+def test_sglang_asks_for_these_versions_exactly() -> None:
+    asked = [Requirement(line) for line in metadata.requires("sglang") or ()]
+    fixed = {_normalized(each.name) for each in asked if str(each.specifier).startswith("==")}
+    assert fixed >= AS_SGLANG_ASKS
+
+
+def test_hydra_and_math_verify_have_one_antlr_and_agents_another_without_hydra() -> None:
+    """hydra and omegaconf read with antlr 4.9 alone; math-verify reads with any of three."""
+    antlr = "antlr4-python3-runtime"
+    for name in ("cpu", "gpu"):
+        pins = _pins(_lines(f"requirements/{name}.txt"))
+        assert pins[antlr] == "4.9.3" and {"hydra-core", "omegaconf", "math-verify"} <= pins.keys()
+    agents = _pins(_lines("requirements/agents.txt"))
+    assert agents[antlr] == "4.13.2" and "math-verify" in agents
+    assert not {"hydra-core", "omegaconf"} & agents.keys()
+    for name in ("hydra-core", "omegaconf"):
+        assert f"{antlr}==4.9.*" in (metadata.requires(name) or ())
 
 
 @pytest.mark.parametrize(

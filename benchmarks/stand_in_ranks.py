@@ -1,0 +1,227 @@
+"""Stand-ins for thousands of trainer ranks and for the engines that link to them.
+
+They do what ranks do to link: the real senders, handshake, store, plan and transports, called by
+the real controller. They hold no weights, trace no loader, and each tells of a GPU of its own on
+one of many hosts. So their messages would go by NCCL, which connects with the first sync.
+"""
+
+import asyncio
+import base64
+import multiprocessing as mp
+import pickle
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from mcore_rl.slices.box import Shard
+from mcore_rl.slices.layouts.layout import Layout, boxes_of
+from mcore_rl.slices.layouts.megatron import MegatronSizes
+from mcore_rl.slices.layouts.recorded import RecordedLayouts
+from mcore_rl.slices.layouts.sglang_models import SGLangSizes
+from mcore_rl.slices.strides import contiguous_strides
+from mcore_rl.stream.connection import Connection
+from mcore_rl.stream.controller.engine_control import LOADER
+from mcore_rl.stream.link_end import LinkEnd
+from mcore_rl.stream.link_keeper import FACTS
+from mcore_rl.stream.meeting import with_roster
+from mcore_rl.stream.reporting import publish_report, report_outcome
+from mcore_rl.stream.roster import RankFacts
+from mcore_rl.stream.routes.choice import make_routed_transport
+from mcore_rl.stream.sender import WeightSender
+from mcore_rl.stream.verify import ROWS
+from mcore_rl.stream.wire import Link, Report, decode_command
+from sync_model import DTYPE, make_config
+
+RANKS_PER_HOST = 8
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """Sizes of both sides; `layers` of 256 experts each, which trainer ranks hold by EP = 64."""
+
+    trainer_ranks: int
+    engine_ranks: int
+    layers: int
+
+    def recorded(self) -> RecordedLayouts:
+        heads = {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 16}
+        config = {**make_config("tiny", self.layers), **heads}
+        ep = min(64, self.trainer_ranks)
+        return RecordedLayouts(
+            config,
+            str(DTYPE).removeprefix("torch."),
+            MegatronSizes(config["vocab_size"], dp=self.trainer_ranks, ep=ep),
+            SGLangSizes(1, self.engine_ranks, self.engine_ranks, 1, 1),
+        )
+
+
+class StandInTrainers:
+    """The TrainerRanks that the controller calls, in two processes for all of them."""
+
+    def __init__(self, sizes: StandIns) -> None:
+        self.world_size = sizes.trainer_ranks
+        context = mp.get_context("spawn")
+        half = sizes.trainer_ranks // 2
+        self._pipes, self._processes = [], []
+        for ranks in (range(half), range(half, sizes.trainer_ranks)):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve_trainers, args=(theirs, sizes, ranks), daemon=True
+            )
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        for pipe in self._pipes:
+            pipe.recv()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self._processes]
+
+    async def describe(self) -> Sequence[bytes]:
+        return await self._call("describe")
+
+    async def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> Sequence[Sequence[bytes]]:
+        return await self._call("plan_links", offers)
+
+    async def open_links(self, verdicts: Sequence[tuple[str, str]]) -> Sequence[Sequence[Report]]:
+        return await self._call("open_links", verdicts)
+
+    async def send(self, version: int, engines: Sequence[str], timeout_s: float) -> Any:
+        raise RuntimeError("stand-ins hold no weights")
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    async def _call(self, *call: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send(call)
+        halves = await asyncio.gather(*(asyncio.to_thread(pipe.recv) for pipe in self._pipes))
+        return [answer for half in halves for answer in half]
+
+
+def _serve_trainers(pipe: Any, sizes: StandIns, ranks: range) -> None:
+    torch.set_num_threads(1)
+    recorded = sizes.recorded()
+    source = recorded.source()
+    alike: dict[int, list[Shard]] = {}
+    senders = []
+    for rank in ranks:
+        kind = rank % recorded.trainer.ep
+        if kind not in alike:
+            alike[kind] = _shards_of(source, rank)
+        senders.append(WeightSender(alike[kind], {"none": torch.zeros(1)}, rank))
+    pipe.send("ready")
+    while True:
+        method, *args = pipe.recv()
+        if method == "describe":
+            pipe.send([_facts_of("trainer", rank).encode() for rank in ranks])
+        else:
+            # One rank after another, as no rank waits for another in these calls.
+            pipe.send([getattr(sender, method)(*args) for sender in senders])
+
+
+class StandInEngines:
+    """Engines behind HTTP servers with SGLang's paths, in one process for all of them."""
+
+    def __init__(self, sizes: StandIns, num_engines: int) -> None:
+        context = mp.get_context("spawn")
+        pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve_engines, args=(theirs, sizes, num_engines), daemon=True
+        )
+        self._process.start()
+        self.urls: list[str] = pipe.recv()
+
+    @property
+    def pids(self) -> list[int]:
+        return [self._process.pid or 0]
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _serve_engines(pipe: Any, sizes: StandIns, num_engines: int) -> None:
+    torch.set_num_threads(1)
+    target = sizes.recorded().target()
+    shards = [_shards_of(target, rank) for rank in range(sizes.engine_ranks)]
+    threads = ThreadPoolExecutor(num_engines * sizes.engine_ranks)
+
+    async def serve() -> None:
+        urls = []
+        for index in range(num_engines):
+            engine = _StandInEngine(index, shards, threads)
+            application = web.Application()
+            application.router.add_route("*", "/{path:.*}", engine.answer)
+            runner = web.AppRunner(application)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            urls.append("http://{}:{}".format(*runner.addresses[0][:2]))
+        pipe.send(urls)
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+class _StandInEngine:
+    def __init__(
+        self, index: int, shards: Sequence[Sequence[Shard]], threads: ThreadPoolExecutor
+    ) -> None:
+        self._index = index
+        self._shards = shards
+        self._threads = threads
+        self._connections: list[Connection | None] = [None] * len(shards)
+
+    async def answer(self, request: web.Request) -> web.Response:
+        num_ranks = len(self._shards)
+        if request.path == "/server_info":
+            sizes = {"tp_size": num_ranks, "ep_size": num_ranks, "pp_size": 1, "attn_dp_size": 1}
+            return web.json_response({"custom_weight_loader": [LOADER], **sizes})
+        if request.path == "/update_weights_from_tensor":
+            payloads = (await request.json())["serialized_named_tensors"]
+            ((_, command_u8),) = pickle.loads(base64.b64decode(payloads[0]))
+            link = decode_command(command_u8).link
+            loop = asyncio.get_running_loop()
+            ranks = range(num_ranks)
+            await asyncio.gather(
+                *(loop.run_in_executor(self._threads, self._connect, link, r) for r in ranks)
+            )
+        return web.json_response({"success": True})
+
+    def _connect(self, link: Link, receiver: int) -> None:
+        rank = link.num_senders + receiver
+        end = LinkEnd.open(link, rank, HOST)
+
+        def act() -> Report:
+            facts = _facts_of("engine", self._index * len(self._shards) + receiver)
+            end.store.publish(FACTS, rank, facts.encode())
+            met = with_roster(end)
+            connection = Connection.meet(
+                met, lambda _: self._shards[receiver], make_routed_transport
+            )
+            self._connections[receiver] = connection
+            return Report(end.name, connection.digest, connection.num_bytes)
+
+        publish_report(end.store, "connect", rank, report_outcome(end.name, act))
+
+
+def _facts_of(side: str, rank: int) -> RankFacts:
+    machine = f"{side} host {rank // RANKS_PER_HOST} with a boot id of thirty-six characters"
+    gpus = tuple(f"GPU-{side}-{machine}-{i}" for i in range(RANKS_PER_HOST))
+    return RankFacts(machine, (ROWS,), gpus[rank % RANKS_PER_HOST], gpus)
+
+
+def _shards_of(layout: Layout, rank: int) -> list[Shard]:
+    """Return the shards of a rank that holds every box in a tensor of its own."""
+    return [
+        Shard(box, box.name, 0, contiguous_strides(box.shape), dtype)
+        for box, dtype in boxes_of(layout, rank)
+    ]

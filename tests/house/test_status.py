@@ -1,0 +1,152 @@
+"""Claims of docs/status.md name tests that exist, with their speed and their bounds."""
+
+import ast
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.support.policy import ROOT, read
+
+HEADING = "Proven by tests on two CPU cores"
+TEST = re.compile(r"`([\w/.]+\.py)::(test_\w+)`(?: \*\((slow|some slow)\)\*)?")
+BOUND = re.compile(r"\b\d+(?:\.\d+)?e-\d+\b")
+
+
+def claims(text: str) -> list[str]:
+    """Return the bullets of the section of proven claims, each on one line."""
+    section = re.split(r"^## ", text.split(f"## {HEADING}\n")[1], flags=re.MULTILINE)[0]
+    bullets = re.findall(r"^\* .*(?:\n  .*)*", section, re.MULTILINE)
+    return [" ".join(bullet.split()) for bullet in bullets]
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(read(path))
+
+
+def find_speed(path: Path, name: str) -> str:
+    """Return "slow", "some slow" (parameters of it) or "" for a test; fails if there is none."""
+    body = parse(path).body
+    functions = [
+        node
+        for node in body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
+    ]
+    assert functions, f"{path} has no {name}"
+    values = {
+        target.id: node.value
+        for node in body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    of_file = [values["pytestmark"]] if "pytestmark" in values else []
+    marked = [*functions[0].decorator_list, *of_file]
+    if any(is_slow(node, values) for node in marked):
+        return "slow"
+    return "some slow" if any(mentions_slow(node, values) for node in marked) else ""
+
+
+def is_slow(node: ast.expr, values: Mapping[str, ast.expr]) -> bool:
+    """Whether `node`, a mark, a list of marks or the name of either, marks the whole test."""
+    if isinstance(node, ast.Name) and node.id in values:
+        return is_slow(values[node.id], values)
+    if isinstance(node, ast.List | ast.Tuple):
+        return any(is_slow(element, values) for element in node.elts)
+    return isinstance(node, ast.Attribute) and node.attr == "slow"
+
+
+def mentions_slow(node: ast.AST, values: Mapping[str, ast.expr]) -> bool:
+    """Whether a mark of `node`'s parameters is slow, also if these stand in a list beside it."""
+    return any(
+        (isinstance(part, ast.Attribute) and part.attr == "slow")
+        or (
+            isinstance(part, ast.Name)
+            and part.id in values
+            and part.id != "pytestmark"
+            and mentions_slow(values[part.id], {k: v for k, v in values.items() if k != part.id})
+        )
+        for part in ast.walk(node)
+    )
+
+
+def find_bounds(path: Path, name: str, seen: set[tuple[Path, str]] | None = None) -> set[float]:
+    """Return the numbers in a test, and in what it uses of its file and of tests/support."""
+    seen = set() if seen is None else seen
+    found: set[float] = set()
+    if (path, name) in seen:
+        return found
+    seen.add((path, name))
+    here, elsewhere = defined_names(path)
+    if name in elsewhere:
+        return find_bounds(*elsewhere[name], seen)
+    for node in here.get(name, ()):
+        for part in ast.walk(node):
+            if isinstance(part, ast.Constant) and isinstance(part.value, float | int):
+                found.add(float(part.value))
+            used = part.id if isinstance(part, ast.Name) else getattr(part, "arg", None)
+            if isinstance(used, str) and used != name:  # an argument may be a fixture
+                found |= find_bounds(path, used, seen)
+    return found
+
+
+@cache
+def defined_names(path: Path) -> tuple[dict[str, list[ast.stmt]], dict[str, tuple[Path, str]]]:
+    """Return the statements that define each name of a file, and those that it imports."""
+    here: dict[str, list[ast.stmt]] = {}
+    elsewhere: dict[str, tuple[Path, str]] = {}
+    for node in parse(path).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            here.setdefault(node.name, []).append(node)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                for part in ast.walk(target):
+                    if isinstance(part, ast.Name):
+                        here.setdefault(part.id, []).append(node)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
+            file = Path(*(node.module or "").split(".")).with_suffix(".py")
+            if (ROOT / file).is_file():
+                elsewhere |= {a.asname or a.name: (file, a.name) for a in node.names}
+    return here, elsewhere
+
+
+def check(claim: str) -> None:
+    """Fails unless the claim names tests that exist, with their speed and its bounds."""
+    named = TEST.findall(claim)
+    assert named, f"no test is named for: {claim}"
+    bounds: set[float] = set()
+    for file, name, speed in named:
+        path = Path("tests") / file
+        assert (ROOT / path).is_file(), f"no file {path}, named by: {claim}"
+        actual = find_speed(path, name)
+        assert speed == actual, f"{file}::{name} is marked {speed!r}, is {actual!r}: {claim}"
+        bounds |= find_bounds(path, name)
+    for bound in BOUND.findall(TEST.sub("", claim)):
+        assert float(bound) in bounds, f"{bound} stands in no test that is named by: {claim}"
+
+
+def test_claims_name_tests_that_hold_their_bounds() -> None:
+    found = claims(read(Path("docs/status.md")))
+    assert len(found) > 40
+    for claim in found:
+        check(claim)
+
+
+def test_a_claim_beyond_its_test_is_found() -> None:
+    """The check fails on a missing test, on a missing file, on another bound and another speed."""
+    file = "scenarios/train/test_layouts.py"
+    test = f"`{file}::test_layouts_agree_with_one_process`"
+    check(f"* within 1e-6. Test: {test}.")
+    for wrong, message in [
+        ("* Layouts agree.", "no test is named"),
+        (f"* Layouts agree. Test: `{file}::test_of_nothing`.", "has no test_of_nothing"),
+        ("* Layouts agree. Test: `scenarios/train/test_none.py::test_x`.", "no file"),
+        (f"* within 1.25e-9. Test: {test}.", "1.25e-9 stands in no test"),
+        (f"* within 1e-6. Test: {test} *(slow)*.", "is marked 'slow'"),
+    ]:
+        with pytest.raises(AssertionError, match=re.escape(message)):
+            check(wrong)
