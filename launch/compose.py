@@ -8,9 +8,11 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from launch.options import LaunchOptions
 from launch.targets import TARGETS
+from mcore_rl.config.overrides import quote, to_hydra
 from mcore_rl.config.shipped import RECIPES_DIR
 
 
@@ -32,25 +34,34 @@ def load_launch(name: str, overrides: Sequence[str]) -> LaunchOptions:
         raise ValueError(f"launch={name}: no file {path}; there are {known}, or give a YAML file")
     try:
         return _checked(_compose(path, overrides))
+    except YAMLError as error:
+        raise ValueError(f"launch={name}: no YAML that is read here: {error}") from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ValueError(f"launch={name}: {_first_line(error)}") from None
 
 
 def _compose(path: Path, overrides: Sequence[str]) -> DictConfig:
-    shipped = f"hydra.searchpath=[file://{(RECIPES_DIR / 'launch').resolve()}]"
-    changes = [f"++{override.removeprefix('launch.')}" for override in overrides]
+    folder = quote(f"file://{(RECIPES_DIR / 'launch').resolve()}")
+    shipped = f"hydra.searchpath=[{folder}]"
     with initialize_config_dir(str(path.resolve().parent), version_base="1.3"):
-        return compose(path.stem, overrides=[shipped, *changes])
+        as_given = compose(path.stem, overrides=[shipped])
+        options = _options_class(as_given)
+        changes = [f"++{override.removeprefix('launch.')}" for override in overrides]
+        readable = [to_hydra(change, options) for change in changes]
+        return compose(path.stem, overrides=[shipped, *readable])
 
 
 def _checked(tree: DictConfig) -> LaunchOptions:
+    structure = OmegaConf.structured(_options_class(tree))
+    options: Any = OmegaConf.to_object(OmegaConf.merge(structure, tree))
+    return options
+
+
+def _options_class(tree: DictConfig) -> type[LaunchOptions]:
     target = tree.get("target")
     if target not in TARGETS:
         raise ValueError(f"target={target}: expected one of {', '.join(TARGETS)}")
-    options: Any = OmegaConf.to_object(
-        OmegaConf.merge(OmegaConf.structured(TARGETS[target].options), tree)
-    )
-    return options
+    return TARGETS[target].options
 
 
 def _first_line(error: BaseException) -> str:

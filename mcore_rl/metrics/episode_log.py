@@ -12,12 +12,15 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from mcore_rl.metrics.rows import RowFile, read_rows
+from mcore_rl.metrics.rows import RowFile, iter_rows_backward
 from mcore_rl.process.redaction import redact
+from mcore_rl.process.text import shorten
 from mcore_rl.types import AnySample, Prompt
 
 ABORTED = "aborted"
 DROPPED_STALE = "dropped_stale"
+_DETAIL_CHARS = 500
+"""Most of one error, which may end all groups that are open."""
 
 
 class EpisodeLog:
@@ -27,10 +30,13 @@ class EpisodeLog:
     killed, is ended as aborted.
     """
 
-    def __init__(self, path: Path | None = None, last_step: int | None = None) -> None:
+    def __init__(
+        self, path: Path | None = None, last_step: int | None = None, rotate_bytes: int = 0
+    ) -> None:
         """Keep nothing without a path.
 
-        last_step   step of the checkpoint that the run continues from; None starts the file over
+        last_step      step of the checkpoint that the run continues from; None starts the file over
+        rotate_bytes   see RowFile
         """
         self.step = (last_step or 0) + 1
         """The step under way, which rows tell."""
@@ -42,9 +48,9 @@ class EpisodeLog:
         self._file: RowFile | None = None
         if path is None:
             return
-        self._file = RowFile(path, None if last_step is None else sys.maxsize)
+        self._file = RowFile(path, None if last_step is None else sys.maxsize, rotate_bytes)
         if last_step is not None:
-            self._take_over(read_rows(path), last_step)
+            self._take_over(iter_rows_backward(path), last_step)
 
     def begin(self, prompt: Prompt, num_episodes: int, *, greedy: bool = False) -> int:
         """Note that episodes of a prompt begin; return the number of their group."""
@@ -55,7 +61,7 @@ class EpisodeLog:
                 return group
             self._open[group] = num_episodes
             fields = {"prompt_index": prompt.index, "episodes": num_episodes, "greedy": greedy}
-            self._write(group, fields)
+            self._write(group, {**fields, "oldest_open": min(self._open)})
         return group
 
     def end(self, group: int, reasons: Sequence[str], detail: str = "") -> None:
@@ -100,15 +106,24 @@ class EpisodeLog:
             if self._file is not None:
                 self._file.close()
 
-    def _take_over(self, rows: Sequence[dict[str, Any]], last_step: int) -> None:
-        """Go on after an earlier launch."""
-        for row in rows:
-            if "episodes" in row:
-                self._open[row["group"]] = row["episodes"]
-                self._next = row["group"] + 1
-            elif "ends" in row:
-                del self._open[row["group"]]
-        for group in list(self._open):
+    def _take_over(self, rows_backward: Iterator[dict[str, Any]], last_step: int) -> None:
+        """Go on after an earlier launch, whose rows come from the last one on.
+
+        Rows are read back to the oldest group that was open when the last one began.
+        """
+        ended: set[int] = set()
+        oldest = 0
+        for row in rows_backward:
+            if "ends" in row:
+                ended.add(row["group"])
+            elif "episodes" in row:
+                if row["group"] not in ended:
+                    self._open[row["group"]] = row["episodes"]
+                self._next = max(self._next, row["group"] + 1)
+                oldest = max(oldest, row.get("oldest_open", 0))
+                if row["group"] <= oldest:
+                    break
+        for group in sorted(self._open):
             self.end_all(group, ABORTED, "the run was killed")
         assert self._file is not None
         self._file.write({"step": self.step, "resumed_after": last_step})
@@ -123,4 +138,4 @@ def reasons_of(samples: Sequence[AnySample]) -> list[str]:
 
 
 def _detail(text: str) -> dict[str, str]:
-    return {"detail": redact(text)} if text else {}
+    return {"detail": shorten(redact(text), _DETAIL_CHARS)} if text else {}

@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,12 +17,19 @@ from mcore_rl.metrics.rows import RowFile
 from mcore_rl.metrics.thumbnails import Thumbnails
 from mcore_rl.metrics.trackers import MLflow, TensorBoard, Tracker, WandB
 from mcore_rl.process.redaction import redact
+from mcore_rl.process.text import shorten
 from mcore_rl.scores import Scores
 from mcore_rl.types import Sample, TurnRecord
 
 _log = logging.getLogger(__name__)
 SAMPLES_PER_LOG = 64
 """Rows of samples.jsonl per call: all samples of a large run would outgrow its checkpoints."""
+FAILED_PER_LOG = 16
+"""Further rows per call, of samples whose reward failed: in an outage all fail alike."""
+ERROR_CHARS = 2000
+"""Most characters of an error in a row."""
+_SHOWN_ERRORS = 3
+_SHOWN_CHARS = 300
 
 
 class MetricsLogger:
@@ -45,10 +53,12 @@ class MetricsLogger:
         config: Mapping[str, Any] | None = None,
         read: Callable[[Sequence[Any]], list[Sample]] = list,
         with_episodes: bool = False,
+        rotate_bytes: int = 0,
     ) -> None:
         """`read` brings the samples that are logged here, if they lie in stores.
 
         with_episodes   keep episodes.jsonl, too
+        rotate_bytes    size at which a file of rows becomes a segment (RowFile); 0: never
         """
         self._read = read
         self.run_dir = Path(run_dir)
@@ -60,11 +70,11 @@ class MetricsLogger:
             self._trackers.append(WandB(self.run_dir, last_step, wandb_project, config or {}))
         if mlflow_uri:
             self._trackers.append(MLflow(self.run_dir, last_step, mlflow_uri, config or {}))
-        self._metrics = RowFile(self.run_dir / "metrics.jsonl", last_step)
-        self._samples = RowFile(self.run_dir / "samples.jsonl", last_step)
+        self._metrics = RowFile(self.run_dir / "metrics.jsonl", last_step, rotate_bytes)
+        self._samples = RowFile(self.run_dir / "samples.jsonl", last_step, rotate_bytes)
         self._thumbnails = Thumbnails(self.run_dir)
         path = self.run_dir / "episodes.jsonl" if with_episodes else None
-        self.episodes = EpisodeLog(path, last_step)
+        self.episodes = EpisodeLog(path, last_step, rotate_bytes)
         """For those that draw samples."""
         self._console = (
             make_console(sys.stdout, self.run_dir.name, total_steps) if console else None
@@ -85,16 +95,19 @@ class MetricsLogger:
     def log_samples(
         self, step: int, samples: Sequence[Any], scores: Scores, split: str = "train"
     ) -> None:
-        """Write the first SAMPLES_PER_LOG samples and all whose reward failed.
+        """Write the first SAMPLES_PER_LOG samples, and FAILED_PER_LOG others whose reward failed.
 
-        `split` says where their prompts come from, "train" or "eval".
+        Where more failed than rows tell, a warning counts them by their errors. `split` says where
+        their prompts come from, "train" or "eval".
         """
         if split == "train":
             self.episodes.step = step + 1
         errors = scores.errors or [""] * len(samples)
         rows = list(zip(samples, scores.rewards_N, errors, strict=True))
         failed = [row for row in rows[SAMPLES_PER_LOG:] if row[2]]
-        rows = rows[:SAMPLES_PER_LOG] + failed
+        if len(failed) > FAILED_PER_LOG:
+            _log.warning("step %d, %s: %s", step, split, summarize_errors(errors))
+        rows = rows[:SAMPLES_PER_LOG] + failed[:FAILED_PER_LOG]
         self._samples.write(
             *(
                 {**_sample_row(step, split, *row), **self._images_of(row[0])}
@@ -157,8 +170,25 @@ def _sample_row(step: int, split: str, sample: Sample, reward: float, error: str
     }
     if sample.episode is not None:
         row["turns"] = [_turn_row(turn) for turn in sample.episode.turns]
-        row["detail"] = redact(sample.episode.detail)
-    return {**row, "reward_error": redact(error)} if error else row
+        row["detail"] = shorten(redact(sample.episode.detail), ERROR_CHARS)
+    return {**row, "reward_error": shorten(redact(error), ERROR_CHARS)} if error else row
+
+
+def summarize_errors(errors: Sequence[str]) -> str:
+    """Return one line: how many rewards failed, and the most frequent errors, shortened.
+
+    `errors` has an entry per sample, empty where its reward did not fail.
+    """
+    shortened: Counter[str] = Counter()
+    for error, count in Counter(filter(None, errors)).items():
+        shortened[shorten(redact(error), _SHOWN_CHARS)] += count
+    shown = [f"{count} with {error}" for error, count in shortened.most_common(_SHOWN_ERRORS)]
+    others = len(shortened) - len(shown)
+    return (
+        f"{shortened.total()} rewards of {len(errors)} failed, {'; '.join(shown)}"
+        + (f"; and {others} other errors" if others else "")
+        + "; samples.jsonl has the first of them"
+    )
 
 
 def _turn_row(turn: TurnRecord) -> dict[str, Any]:

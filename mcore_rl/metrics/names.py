@@ -6,9 +6,10 @@ METRICS: Mapping[str, Mapping[str, str]] = {
     "Rewards": {
         "reward/mean": "mean reward of the samples the step trains on",
         "reward/std": "their standard deviation, over all samples",
-        "reward/groups_without_signal": "share of groups whose rewards are all equal",
+        "reward/groups_without_signal": "share of groups with equal rewards before penalties",
         "reward/part/<name>": "mean of one number that rewards are made of",
-        "reward/errors": "samples whose reward failed and counts as reward.error_value",
+        "reward/errors": "samples drawn for the step whose reward failed (rewards.md)",
+        "reward/failed_share": "share of the samples drawn whose reward failed",
     },
     "Sampling": {
         "rollout/samples": "samples the step trains on",
@@ -100,6 +101,10 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "logprob_diff/stale_share": "share of tokens sampled from other weights",
         "logprob_diff/router_flip_share": "share of tokens with different experts in some layer",
         "sync/canary_diff": "|trainer - engine| right after a weight sync, nats, worst engine",
+        "sync/canary_typical": "its median over tokens, divided by 1 - p: rounding per logit, nats",
+        "sync/canary_overall": "its sum divided by the sum of 1 - p, nats",
+        "sync/canary_typical_limit": "sync/canary_typical above which an engine is left out",
+        "sync/canary_overall_limit": "sync/canary_overall above which an engine is left out",
     },
     "Experts": {
         "router/aux_loss": "load-balance loss; 1 is perfect balance",
@@ -119,6 +124,8 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "sync/saved_mib": "MiB of it that did not travel because it was as before (sync.delta)",
         "sync/trainer_mib": "MiB of it sent by the trainer, the rest by engines to each other",
         "sync/engines_failed": "engines without the weights",
+        "sync/engines_verified": "engines whose live parameters were read back (sync.verify)",
+        "sync/changed_share": "share of slices that are other bytes than before, worst engine",
     },
     "Time": {
         "time/<phase>": "wall seconds of rollout, reward, teacher, logprobs, train, pause, sync"
@@ -128,11 +135,13 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "idle/engines": "share of the step in which an engine has no request, mean over engines",
     },
     "Evaluation": {
-        "eval/greedy_accuracy": "share of greedy responses that are right (rewards.md)",
-        "eval/greedy_reward": "mean reward of greedy responses",
+        "eval/greedy_accuracy": "share of scored greedy responses that are right (rewards.md)",
+        "eval/greedy_reward": "mean reward of scored greedy responses, before penalties",
         "eval/prompts": "held-out prompts",
-        "eval/reward_errors": "greedy responses whose reward failed",
-        "eval/pass_at_<k>": "unbiased estimate of pass@k from eval.pass_k samples",
+        "eval/reward_errors": "responses, greedy or not, whose reward failed: they are left out",
+        "eval/avg_at_<n>": "share of n samples of a prompt that are right, mean over prompts",
+        "eval/pass_at_<k>": "unbiased estimate of pass@k, for k = 1 and eval.pass_k",
+        "eval/prompts_at_<k>": "prompts with at least k scored samples, which it is the mean over",
     },
 }
 """Section -> name -> meaning; <...> in a name stands for any text."""
@@ -162,6 +171,18 @@ A run of episodes has `episodes.jsonl`, too, with two rows for each group. The f
 when the group begins: `step`, `group`, `prompt_index`, `episodes` (how many) and `greedy`. The
 second has `step`, `group`, `ends` (a reason for each episode) and, where they were aborted,
 `detail`. A resume takes no row back, and adds one with `resumed_after`, the step of its checkpoint.
+The first row of a group also has `oldest_open`, the first group that had not ended by then; a
+resume reads no rows before it.
+
+A file of rows that reaches `log.rotate_mib` becomes a segment, `metrics.000001.jsonl` and so on,
+and a new file begins. No segment is deleted or written again. All rows, in order, are those of
+
+```bash
+cat metrics.0*.jsonl metrics.jsonl
+```
+
+`mcore_rl.metrics.rows.iter_rows("metrics.jsonl")` yields them too, one at a time. A resume cuts
+rows beyond its checkpoint off the end, and reads no more of the files than that.
 
 This page is made from the list in `mcore_rl/metrics/names.py`:
 

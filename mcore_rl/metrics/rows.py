@@ -1,43 +1,61 @@
 """Appends rows to files of JSON lines and reads them. Every row is flushed, and a row torn by a
 kill is ignored.
+
+    metrics.000001.jsonl  metrics.000002.jsonl  metrics.jsonl
+    |--- rotated: whole rows, never written again ---|  rows are appended here
+
+A row never has a smaller step than the row before, so what a resume takes back is the end.
 """
 
 import json
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mcore_rl.process.disk import reporting_full_disk
+from mcore_rl.process.log_segments import find_segments, number_of, rotate, segment_path
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_BLOCK_BYTES = 1 << 20
+"""Read at once from the end of a file; rows longer than that are read block by block."""
+
+Row = dict[str, Any]
 
 
 class RowFile:
     """Appends rows that have a `step`. Rows beyond `last_step`, left by a resumed run, go first.
 
     With last_step=None the file starts over: an existing <name>.jsonl becomes
-    <name>.previous.jsonl.
+    <name>.previous.jsonl, and its segments likewise.
     """
 
-    def __init__(self, path: Path, last_step: int | None) -> None:
-        """Raises DiskFullError if the disk is full, ValueError if an existing row is no JSON."""
+    def __init__(self, path: Path, last_step: int | None, rotate_bytes: int = 0) -> None:
+        """Raises DiskFullError if the disk is full, ValueError if an existing row is no JSON.
+
+        rotate_bytes   once the file is that long, its rows become a segment; 0: never
+        """
         self._path = path
+        self._rotate_bytes = rotate_bytes
         with reporting_full_disk(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():
-                if last_step is None:
-                    path.replace(path.with_suffix(".previous.jsonl"))
-                else:
-                    _cut_after(path, last_step)
-            self._file = path.open("a", encoding="utf-8")
+            if last_step is None:
+                _set_aside(path)
+            else:
+                _cut_after(path, last_step)
+            self._file = path.open("ab")
 
     def write(self, *rows: Mapping[str, Any]) -> None:
         """Append `rows` and flush them. Raises DiskFullError if the disk is full."""
         with reporting_full_disk(self._path):
-            self._file.writelines(_to_line(row) for row in rows)
+            self._file.writelines(_to_line(row).encode() for row in rows)
             self._file.flush()
+            if self._rotate_bytes and self._file.tell() >= self._rotate_bytes:
+                self._file.close()
+                rotate(self._path)
+                self._file = self._path.open("ab")
 
     def close(self) -> None:
         """Close the file. Raises DiskFullError if a row that failed to be written fails again."""
@@ -45,35 +63,143 @@ class RowFile:
             self._file.close()
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return all rows except a torn last one. Raises ValueError naming a line that is no JSON row.
+def read_rows(path: Path) -> list[Row]:
+    """Return all rows, those of the segments first; see `iter_rows`."""
+    return list(iter_rows(path))
+
+
+def has_rows(path: Path) -> bool:
+    """Return whether the file or a segment of it is there."""
+    return path.exists() or bool(find_segments(path))
+
+
+def iter_rows(path: Path) -> Iterator[Row]:
+    """Yield all rows in order, those of the segments first, except a torn last one.
+
+    Raises ValueError naming a line that is no JSON row. One row is in memory at a time.
 
     Only "\\n" ends a line: str.splitlines would also cut at U+0085, U+2028 and U+2029, which JSON
     leaves unescaped in a string. Bytes are split, as a kill can tear the last row inside a
     character.
     """
-    rows = []
-    *lines, torn = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:  # no JSON, or no UTF-8
-            raise ValueError(f"{path}:{number}: not a JSON row: {_shown(line)!r}") from error
+    for part in _parts(path):
+        with part.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                is_whole = line.endswith(b"\n")
+                try:
+                    row = json.loads(line)
+                except ValueError as error:  # no JSON, or no UTF-8
+                    if is_whole:
+                        raise ValueError(
+                            f"{part}:{number}: not a JSON row: {_shown(line)!r}"
+                        ) from error
+                else:
+                    yield row
+
+
+def iter_rows_backward(path: Path) -> Iterator[Row]:
+    """Yield all rows, the last one first, except a torn last one.
+
+    Files are read from their ends, as far as rows are taken. Raises ValueError naming a byte at
+    which there is no JSON row.
+    """
+    for part in reversed(_parts(path)):
+        with part.open("rb") as file:
+            for start, line in _lines_backward(file):
+                row = _parse(part, start, line)
+                if row is not None:
+                    yield row
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return the files that hold the rows, in order."""
+    current = [path] if path.exists() else []  # a kill may come between a rotation's two steps
+    return [*find_segments(path), *current]
+
+
+def _lines_backward(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield (first byte, line with its newline) from the last line to the first."""
+    start = file.seek(0, os.SEEK_END)
+    pieces: list[bytes] = []
+    """Parts of one line, the last part first; its beginning is not read yet."""
+    while start > 0:
+        size = min(_BLOCK_BYTES, start)
+        start -= size
+        file.seek(start)
+        block = file.read(size)
+        stop = len(block)
+        while (newline := block.rfind(b"\n", 0, stop)) >= 0:
+            pieces.append(block[newline + 1 : stop])
+            line = b"".join(reversed(pieces))
+            if line:
+                yield start + newline + 1, line
+            pieces = [b"\n"]
+            stop = newline
+        pieces.append(block[:stop])
+    line = b"".join(reversed(pieces))
+    if line:
+        yield 0, line
+
+
+def _parse(path: Path, start: int, line: bytes) -> Row | None:
+    """Return the row of a line, None of a torn one. Raises ValueError if it is no row."""
     try:
-        return [*rows, json.loads(torn)]
-    except ValueError:
-        return rows
+        return json.loads(line)
+    except ValueError as error:
+        if not line.endswith(b"\n"):
+            return None
+        raise ValueError(f"{path}: byte {start}: not a JSON row: {_shown(line)!r}") from error
 
 
 def _shown(line: bytes) -> str:
-    return line[:80].decode(errors="replace")
+    return line[:80].decode(errors="replace").removesuffix("\n")
 
 
 def _cut_after(path: Path, last_step: int) -> None:
-    kept = [_to_line(row) for row in read_rows(path) if row["step"] <= last_step]
-    shorter = path.with_suffix(".tmp")
-    shorter.write_text("".join(kept), encoding="utf-8")
-    shorter.replace(path)
+    """Take back rows beyond `last_step`, and a torn one, from the end on.
+
+    Files are cut in place, the newest first: whenever this is killed, the rows that are left are
+    the first ones, and the next call goes on.
+    """
+    for part in reversed(_parts(path)):
+        with part.open("rb+") as file:
+            start, line = _last_kept(part, file, last_step)
+            file.truncate(start + len(line))
+            if line and not line.endswith(b"\n"):
+                file.seek(0, os.SEEK_END)
+                file.write(b"\n")
+        if line:
+            return
+        if part != path:
+            part.unlink()
+
+
+def _last_kept(path: Path, file: BinaryIO, last_step: int) -> tuple[int, bytes]:
+    """Return (first byte, line) of the last row that a resume keeps; (0, b"") if it keeps none."""
+    for start, line in _lines_backward(file):
+        row = _parse(path, start, line)
+        if row is not None and row["step"] <= last_step:
+            return start, line
+    return 0, b""
+
+
+def _set_aside(path: Path) -> None:
+    """Rename the file and its segments to those of <name>.previous, which they replace.
+
+    If this is killed, the next call renames the rest.
+    """
+    previous = path.with_suffix(".previous.jsonl")
+    segments = find_segments(path)
+    if not path.exists() and not segments:
+        return
+    if path.exists():
+        path.replace(previous)
+    numbers = [number_of(segment) for segment in segments]
+    for segment, number in zip(segments, numbers, strict=True):
+        segment.replace(segment_path(previous, number))
+    for older in find_segments(previous):
+        if number_of(older) > max(numbers, default=0):
+            older.unlink()
 
 
 def _to_line(row: Mapping[str, Any]) -> str:

@@ -1,7 +1,16 @@
 """Checks of a recipe's sizes against one another and the model; errors name both and a remedy."""
 
+from collections.abc import Mapping
+
 from mcore_rl.algo.choice import needs_of
-from mcore_rl.config import Config, DataConfig, ParallelConfig, RolloutConfig, TrainConfig
+from mcore_rl.config import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    ParallelConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from mcore_rl.planning.deployment import engine_sizes
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.layouts.check import check_layout, check_sharing
@@ -57,6 +66,7 @@ def check_engines(config: Config, policy: ModelFacts) -> None:
             " stages reports the experts that the first stage chose, and no others; set"
             " drift.routed_experts=false"
         )
+    check_eval_lens(config.data, rollout, config.eval, policy)
     try:
         refuse_unserved(policy.config, engine_sizes(rollout), config.model.dtype)
     except ValueError as error:
@@ -110,12 +120,32 @@ def check_lens(
     data: DataConfig, rollout: RolloutConfig, train: TrainConfig, policy: ModelFacts
 ) -> None:
     """Raise ValueError if prompt and response together exceed what has to hold them."""
-    max_len = data.max_prompt_len + rollout.max_response_len
     limits = {
         "train.max_tokens_per_microbatch": train.max_tokens_per_microbatch,
         "rollout.kv_cache_len": rollout.kv_cache_len,
     }
-    lens = f"data.max_prompt_len + rollout.max_response_len = {max_len}"
+    _check_len(data, "rollout", rollout.max_response_len, limits, policy)
+
+
+def check_eval_lens(
+    data: DataConfig, rollout: RolloutConfig, evaluation: EvalConfig, policy: ModelFacts
+) -> None:
+    """Raise ValueError if prompts and responses of evaluations exceed what engines hold."""
+    if evaluation.data and evaluation.max_response_len:
+        limits = {"rollout.kv_cache_len": rollout.kv_cache_len}
+        _check_len(data, "eval", evaluation.max_response_len, limits, policy)
+
+
+def _check_len(
+    data: DataConfig,
+    group: str,
+    max_response_len: int,
+    limits: Mapping[str, int],
+    policy: ModelFacts,
+) -> None:
+    """Check the responses whose length an option `group`.max_response_len bounds."""
+    max_len = data.max_prompt_len + max_response_len
+    lens = f"data.max_prompt_len + {group}.max_response_len = {max_len}"
     for name, limit in limits.items():
         if max_len > limit:
             raise ValueError(f"{lens} exceeds {name}={limit}: raise the latter")

@@ -30,6 +30,8 @@ def engine_uses(config: Config, policy: ModelFacts) -> list[Uses]:
     kv_size = 1 if is_fp8 else size
     num_links = engine_links(rollout.engines, relays(config))
     buffers = num_links * sync_buffer_bytes(config)
+    if config.sync.verify == "destination":
+        buffers += largest_message_bytes(int(config.sync.bucket_mib * 2**20))
     stages = []
     for stage in range(rollout.pp):
         first_rank = stage * rollout.tp

@@ -11,8 +11,8 @@ from rich.text import Text
 from mcore_rl.process.disk import reporting_full_disk
 from mcore_rl.process.text import make_encodable
 from mcore_rl.report.curve import draw_reward_curve
-from mcore_rl.report.rows import Row, load_metrics, load_samples, pick_samples
-from mcore_rl.report.summary import Summary, summarize
+from mcore_rl.report.rows import Row, load_last_samples, load_metrics, pick_samples
+from mcore_rl.report.summary import Summary, is_summarized, summarize
 
 
 def make_report(run_dir: str | Path) -> Summary:
@@ -22,7 +22,7 @@ def make_report(run_dir: str | Path) -> Summary:
     if the folder has no metrics of a training run, DiskFullError if the disk is full.
     """
     run_dir = Path(run_dir)
-    rows = load_metrics(run_dir)
+    rows = load_metrics(run_dir, is_summarized)
     summary = summarize(rows)
     summary_file = run_dir / "summary.json"
     with reporting_full_disk(summary_file):
@@ -32,7 +32,7 @@ def make_report(run_dir: str | Path) -> Summary:
         draw_reward_curve(rows, curve_file)
     console = Console(highlight=False)
     console.print(_make_table(summary))
-    for row in pick_samples(load_samples(run_dir)):
+    for row in pick_samples(load_last_samples(run_dir)):
         console.print(_make_panel(row, console.encoding))
     console.print("in the run folder: reward_curve.png, summary.json, samples.jsonl")
     print(f"run folder: {make_encodable(str(run_dir), console.encoding)}", flush=True)

@@ -8,6 +8,14 @@ from mcore_rl.report.rows import Row, series
 Summary = dict[str, float | int | None]
 
 
+_NAMES = {"reward/mean", "time/step", "sync/seconds", "rollout/samples", "logprob_diff/mean"}
+
+
+def is_summarized(name: str) -> bool:
+    """Return whether a report of a run looks at numbers of that name."""
+    return name in _NAMES or name.startswith("eval/")
+
+
 def summarize(rows: Sequence[Row]) -> Summary:
     """Return the numbers of summary.json; None if the run did not log what a number needs.
 

@@ -104,6 +104,7 @@ class Calibration:
             critic=costs.critic and replace(costs.critic, factor=self.train),
             sync_s=costs.sync_s * self.sync,
             swap_s=costs.swap_s * self.sync,
+            read_back_s=costs.read_back_s * self.sync,
             canary_s=costs.canary_s * self.sync,
             other_s=self.other_s,
             of_idle=True,

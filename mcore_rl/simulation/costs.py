@@ -23,6 +23,8 @@ RECOMPUTED = {"mlp": 0.4, "moe": 0.6, "core_attn": 0.2, "mla_up_proj": 0.1, "ful
 """Share of a forward pass that is computed again in the backward pass, by train.recompute."""
 LOGPROB_BYTES = 8
 """Bytes of a token and its log-prob as ranks read them from the stores."""
+READ_BACK_CPU_S_PER_GB = 0.13
+"""Seconds in which a core packs and sums a GB of live parameters (docs/sync.md)."""
 Lengths = Sequence[Sequence[Sequence[int]]]
 """Lengths of sequences, by data-parallel coordinate and micro-batch."""
 Images = Sequence[Sequence[int]]
@@ -54,7 +56,11 @@ def engine_speed(
     # Each attention group has a KV cache of its own for its share of the requests.
     groups = rollout.attention_dp
     per_context_s = per_token / groups / memory
-    return EngineSpeed(fixed, per_context_s, prefill_s, rollout.kv_cache_len * groups)
+    capacity = rollout.kv_cache_len * groups
+    shares_prompts = rollout.share_prompts
+    if shares_prompts is None:
+        shares_prompts = config.simulate.gpu == "cpu"
+    return EngineSpeed(fixed, per_context_s, prefill_s, capacity, shares_prompts)
 
 
 def _decode_s(
@@ -273,3 +279,14 @@ def swap_s(config: Config, facts: ModelFacts, gpu: GpuRates, shares: ReachedShar
     """Return the seconds for which an engine pauses to swap weights that it has received."""
     weights = max(stage["weights"] for stage in engine_uses(config, facts))
     return shares.pause_s + 2 * weights / (gpu.memory * shares.memory)
+
+
+def read_back_s(config: Config, facts: ModelFacts, gpu: GpuRates, shares: ReachedShares) -> float:
+    """Return the seconds for which a pause is longer if the sync is read back.
+
+    It takes as long as to copy a rank's weights once (docs/sync.md).
+    """
+    weights = max(stage["weights"] for stage in engine_uses(config, facts))
+    if config.simulate.gpu == "cpu":
+        return READ_BACK_CPU_S_PER_GB * weights / 1e9
+    return 2 * weights / (gpu.memory * shares.memory)

@@ -60,7 +60,7 @@ class SimulatedEngine:
         """When its prefill ends, on the clock."""
         self._context_len = 0.0
         """Tokens that the running requests attend to."""
-        self._kv = KvCache(speed.kv_capacity)
+        self._kv = KvCache(speed.kv_capacity, speed.share_prompts)
         self._is_paused = False
         self._is_gone = False
         self._timer: Alarm | None = None
@@ -212,7 +212,7 @@ class SimulatedEngine:
 
     def _admit(self) -> bool:
         """Let in a batch of requests for prefill; return whether there was room for one."""
-        room = self._kv.room(self._running.values(), self._steps)
+        room = self._kv.begin_batch(self._running.values(), self._steps)
         num_before = len(self._running)
         while self._waiting and len(self._running) < self._speed.max_running:
             request = self._waiting[0]

@@ -15,12 +15,14 @@ class EngineSpeed:
     fixed_s         seconds of a decode step apart from its context, by number of running requests
     per_context_s   seconds of a decode step for each token of context
     prefill_s       seconds to compute a prompt of so many tokens
+    share_prompts   samples of a prompt wait until it is computed (rollout.share_prompts)
     """
 
     fixed_s: Sequence[float]
     per_context_s: float
     prefill_s: Callable[[int], float]
     kv_capacity: int
+    share_prompts: bool = True
 
     def slowed(self, times: float) -> "EngineSpeed":
         """Return the speed of an engine that takes so many times longer."""

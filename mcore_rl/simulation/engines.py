@@ -37,7 +37,7 @@ class SimulatedTransport:
     async def sample(self, engine: EngineAddress, request: Request, sampling: Sampling) -> Sample:
         prompt = request.prompt
         num_tokens, reason = self._workload.finish(
-            prompt.index, request.sample_index, sampling.seed or 0
+            prompt.index, request.sample_index, sampling.seed or 0, sampling.max_response_len
         )
         begun = request.begun.versions if request.begun else ()
         try:

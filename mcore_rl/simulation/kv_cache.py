@@ -25,8 +25,12 @@ CACHED_PROMPTS = 4096
 class KvCache:
     """Tokens of the running requests, each prompt once, and the prompts that are still cached."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, share_prompts: bool = True) -> None:
+        """`share_prompts`: see EngineSpeed."""
         self._capacity = capacity
+        self._share_prompts = share_prompts
+        self._in_batch: set[int] = set()
+        """Prompts of the requests that are let in together, which the cache does not have yet."""
         self._used = 0.0
         self._prompts: Counter[int] = Counter()
         """Running requests by prompt."""
@@ -48,11 +52,20 @@ class KvCache:
     def grow(self, num_tokens: float) -> None:
         self._used += num_tokens
 
+    def begin_batch(self, running: Collection[EngineRequest], steps: float) -> float:
+        """Begin to let in requests together; return the tokens that they may take, as `room` does.
+
+        The cache has the prompts that were let in before.
+        """
+        self._in_batch.clear()
+        return self.room(running, steps)
+
     def enter(self, request: EngineRequest) -> int:
         """Take in a request that begins to run; return the tokens whose keys are to be computed."""
         computed = request.num_generated
-        if request.prompt not in self._cached or request.prompt_len <= SHORT_PROMPT_LEN:
+        if not self._has(request.prompt) or request.prompt_len <= SHORT_PROMPT_LEN:
             computed += request.prompt_len
+            self._in_batch.add(request.prompt)
         self._cached[request.prompt] = None
         self._cached.move_to_end(request.prompt)
         if len(self._cached) > CACHED_PROMPTS:
@@ -62,6 +75,10 @@ class KvCache:
         self._prompts[request.prompt] += 1
         self._used += request.num_generated
         return round(computed)
+
+    def _has(self, prompt: int) -> bool:
+        """Return whether a request need not compute the keys of its prompt."""
+        return prompt in self._cached and (self._share_prompts or prompt not in self._in_batch)
 
     def leave(self, request: EngineRequest) -> None:
         self._used -= request.num_generated

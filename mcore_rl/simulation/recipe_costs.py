@@ -7,7 +7,7 @@ from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.memory import critic_uses, trainer_uses
 from mcore_rl.planning.models import RecipeModels
 from mcore_rl.planning.sync import predict_sync
-from mcore_rl.simulation.costs import ModelState, TrainCosts, engine_speed, swap_s
+from mcore_rl.simulation.costs import ModelState, TrainCosts, engine_speed, read_back_s, swap_s
 from mcore_rl.simulation.engine_request import EngineSpeed
 from mcore_rl.simulation.hardware import GPUS, ReachedShares
 from mcore_rl.simulation.tower_costs import TowerCosts
@@ -26,6 +26,7 @@ class RecipeCosts:
     other_s    seconds of a step for what is not simulated
     of_idle    whether the seconds of sync and canary are those of idle engines, as a run in
                rollout.mode=sync has them; engines that sample meanwhile finish a step before
+    read_back_s   by which the swap takes longer in a sync that is read back
     """
 
     engine: EngineSpeed
@@ -37,6 +38,7 @@ class RecipeCosts:
     canary_s: float = CANARY_S
     other_s: float = 0.0
     of_idle: bool = False
+    read_back_s: float = 0.0
 
     @staticmethod
     def of(config: Config, models: RecipeModels, shares: ReachedShares) -> "RecipeCosts":
@@ -65,4 +67,5 @@ class RecipeCosts:
             plan.seconds / shares.network,
             swap_s(config, policy, gpu, shares),
             plan.model_bytes,
+            read_back_s=read_back_s(config, policy, gpu, shares),
         )

@@ -18,6 +18,7 @@ from mcore_rl.algo.estimator import Advantages
 from mcore_rl.config import Config
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.loops.rl import train
+from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.players.advantages import StoredAdvantages
 from mcore_rl.players.background import BackgroundSampler
 from mcore_rl.players.canary import Canary
@@ -29,7 +30,7 @@ from mcore_rl.players.colocation import (
     SharingCritic,
     SharingTrainer,
 )
-from mcore_rl.players.generator import EngineGenerator
+from mcore_rl.players.generator import EngineGenerator, rollout_of_evaluations
 from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.players.weight_sync import EngineSync
 from mcore_rl.roles import Critic, Roles, Samples, in_turn
@@ -52,6 +53,7 @@ from mcore_rl.simulation.weights import (
     SimulatedEngineMemory,
     SimulatedLinks,
     SimulatedModel,
+    link_seconds_of,
 )
 from mcore_rl.simulation.workload import Workload
 from mcore_rl.types import Prompt, StoredBatch, StoredColumn, StoredSample, WeightVersion
@@ -134,24 +136,22 @@ class SimulatedRun:
     def train(self, prompts: ShuffledStream[Prompt], log: StepLog) -> None:
         """Run the loop to its end. Raises RunLostError if the run is lost before."""
         config = self._config
-        weights = self._make_sync()
+        weights = self.make_sync()
         weights.sync(WeightVersion(self._start_step), None)
         with self._sample_in_background(prompts, weights) as background:
             packed = PackedTrainer(
                 self.trainer,
                 self._folder,
-                packing=Packing.of(config.parallel, config.train),
+                packing=Packing.of(config.parallel, config.train, self._costs.trainer.flops),
                 temperature=config.rollout.temperature,
                 checkpoint=config.checkpoint,
             )
-            watched = self._clock.watched
-            generator = EngineGenerator(self._pool, config.rollout, watched, weights.revive)
             advantages = Advantages(config.algorithm, config.reward.part_weights)
             roles = Roles(
                 prompts=prompts,
                 held_out=[],
-                generator=generator,
-                reward=lambda samples: watched(self._score(samples)),
+                generator=self.make_generator(weights),
+                reward=lambda samples: self._clock.watched(self._score(samples)),
                 advantages=_AfterOtherWork(
                     self._costs.other_s,
                     self._clock,
@@ -169,13 +169,20 @@ class SimulatedRun:
             )
             train(config, roles, self._start_step)
 
+    def make_generator(self, weights: EngineSync) -> EngineGenerator:
+        """Return what draws samples, those of evaluations by their own options."""
+        rollout = self._config.rollout
+        own = rollout_of_evaluations(rollout, self._config.eval)
+        watched = self._clock.watched
+        return EngineGenerator(self._pool, rollout, watched, weights.revive, evaluation=own)
+
     def end(self) -> None:
         """End all tasks, as the end of the processes does."""
         self.failures.end()
         tasks = asyncio.all_tasks(self._clock.loop)
-        for task in tasks:
-            task.cancel()
         if tasks:
+            for task in tasks:
+                task.cancel()
             self._clock.loop.run_until_complete(asyncio.wait(tasks))
 
     def _make_engines(self) -> dict[str, SimulatedEngine]:
@@ -221,18 +228,17 @@ class SimulatedRun:
         return gpus
 
     def _make_critic(self) -> Critic | None:
-        if self.critic is None:
+        costs = self._costs.critic
+        if self.critic is None or costs is None:
             return None
         config = self._config
+        packing = Packing.of(config.critic.parallel, config.train, costs.flops)
         critic = PackedCritic(
-            self.critic,
-            self._folder,
-            packing=Packing.of(config.critic.parallel, config.train),
-            checkpoint=config.checkpoint,
+            self.critic, self._folder, packing=packing, checkpoint=config.checkpoint
         )
         return SharingCritic(critic, self._gpus) if config.critic.colocated else critic
 
-    def _make_sync(self) -> EngineSync:
+    def make_sync(self) -> EngineSync:
         costs = self._costs
         links = SimulatedLinks(
             self.engines,
@@ -240,24 +246,29 @@ class SimulatedRun:
             costs.swap_s,
             costs.sync_bytes,
             staged=self._config.rollout.stage_weights,
+            link_s=link_seconds_of(self._config),
             send=self._placement.trainer.work,
             waits=costs.of_idle,
+            read_back_s=costs.read_back_s,
+            verify_every=self._config.sync.reads_back_every,
         )
 
         async def look() -> None:
             """Do nothing: failures are noted as they happen."""
 
         busy = self.engines if costs.of_idle else None
-        canary = SimulatedCanary(self._on_trainer, costs.canary_s, busy)
-        watched = self._clock.watched
-        return EngineSync(links, cast(Canary, canary), self._health, look, watched, self._gpus)
+        canary = cast(Canary, SimulatedCanary(self._on_trainer, costs.canary_s, busy))
+        return EngineSync(
+            *(links, canary, self._health, look, self._clock.watched, self._gpus),
+            count_steps=lambda: 0,  # simulated weights have no bytes that could be the same
+        )
 
     def _sample_in_background(self, prompts: ShuffledStream[Prompt], weights: EngineSync) -> Any:
         config = self._config
         if config.rollout.mode == "sync":
             return nullcontext()
         return BackgroundSampler(
-            config.rollout,
+            SamplingOptions.of(config, self._needs),
             config.run.seed,
             WeightVersion(self._start_step),
             prompts,
@@ -266,13 +277,11 @@ class SimulatedRun:
             self._clock.watched,
             cast(Any, self._clock.loop.create_task),
             weights.revive,
-            with_greedy=self._needs.greedy_baseline,
         )
 
     async def _score(self, samples: Samples) -> Scores:
-        context = context_of("collectors")
-        task = self._clock.loop.create_task(self._score_beside_engines(samples), context=context)
-        return await task
+        score = self._score_beside_engines(samples)
+        return await self._clock.loop.create_task(score, context=context_of("collectors"))
 
     async def _score_beside_engines(self, samples: Samples) -> Scores:
         await asyncio.sleep(self._config.simulate.reward_s)

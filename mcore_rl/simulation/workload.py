@@ -71,10 +71,16 @@ class Workload:
         draw = random.Random(hash((self._seed, prompt, sample, seed)))
         return max(1, round(draw.lognormvariate(center, self._within)))
 
-    def finish(self, prompt: int, sample: int, seed: int = 0) -> tuple[int, str]:
-        """Return the tokens of a response, and why it ends."""
+    def finish(
+        self, prompt: int, sample: int, seed: int = 0, longest: int | None = None
+    ) -> tuple[int, str]:
+        """Return the tokens of a response, and why it ends.
+
+        longest   tokens that it is cut at; None: rollout.max_response_len
+        """
         wanted = self.response_len(prompt, sample, seed)
-        return (wanted, "stop") if wanted <= self._longest else (self._longest, "length")
+        bound = self._longest if longest is None else longest
+        return (wanted, "stop") if wanted <= bound else (bound, "length")
 
     def scores(self, samples: Sequence[AnySample]) -> Scores:
         return Scores([self._reward(s.prompt.index, s.sample_index) for s in samples])

@@ -26,7 +26,7 @@ SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 OWN_ENVIRONMENT = "write it as an environment or a program of its own (docs/agents.md)"
 OWN_REWARD = "write it as a reward, reward.path, or for whole batches (docs/rewards.md)"
 COLUMNS = "write the columns prompt, data_source, reward_model and extra_info (docs/recipes.md)"
-GREEDY = "held-out answers are greedy; those of eval.pass_k are drawn as for training"
+GREEDY = "held-out answers are greedy; those of eval.samples are drawn with rollout.top_k"
 ENGINES_RUN = "a recipe starts its own engines"
 WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
     "--input-key": ("prompt", COLUMNS),
@@ -46,9 +46,7 @@ WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
     "--custom-generate-function-path": (None, OWN_ENVIRONMENT),
     "--eval-function-path": (None, OWN_ENVIRONMENT),
     "--eval-config": (None, "set eval.data, a list of files"),
-    "--eval-temperature": (None, GREEDY),
     "--eval-top-k": (None, GREEDY),
-    "--eval-max-response-len": (None, "held-out answers have rollout.max_response_len, too"),
     "--eval-max-prompt-len": (None, "held-out prompts have data.max_prompt_len, too"),
     "--eval-max-context-len": (None, "held-out answers have the lengths of training"),
     "--eval-min-new-tokens": (None, "held-out answers may be as short as they are"),
@@ -130,9 +128,13 @@ def _held_out(options: ForeignOptions) -> Found:
     number = options.take("--n-samples-per-eval-prompt", 1)
     if number > 1:
         yield RecipeLine("eval.pass_k", number, ("--n-samples-per-eval-prompt",))
-    share = options.take("--eval-top-p", 1)
-    if share != 1:
-        yield Decision("--eval-top-p", share, GREEDY)
+    given = {name: options.take(f"--eval-{name}", None) for name in ("temperature", "top-p")}
+    sampled = {name: value for name, value in given.items() if value}
+    if sampled:
+        yield RecipeLine("eval.samples", number, ("--n-samples-per-eval-prompt",))
+    for name, value in sampled.items():
+        yield RecipeLine(f"eval.{name.replace('-', '_')}", value, (f"--eval-{name}",))
+    yield from renamed(options, {"--eval-max-response-len": ("eval.max_response_len", None)})
 
 
 def translate_sampling(options: ForeignOptions) -> Found:

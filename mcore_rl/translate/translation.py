@@ -44,6 +44,7 @@ def account(
     reason_of   name of an option -> why a recipe does without it; None: it does not
     """
     items = list(found)
+    items += _choose_correction([item for item in items if isinstance(item, RecipeLine)])
     lines = [item for item in items if isinstance(item, RecipeLine)]
     decisions = [item for item in items if isinstance(item, Decision)]
     refusals = _refusals(lines)
@@ -70,6 +71,22 @@ def account(
     ]
     kept = [line for line in lines if refusals[id(line)] is None]
     return Translation(tuple(kept), tuple(decisions), tuple(unneeded))
+
+
+def _choose_correction(lines: Sequence[RecipeLine]) -> list[RecipeLine | Decision]:
+    """Return the choice of no correction, which a recipe has to name where samples are stale."""
+    values = {line.key: line.value for line in lines}
+    chosen = {"algorithm.correction.weight", "algorithm.correction.bypass"} & values.keys()
+    if values.get("rollout.mode", "sync") == "sync" or chosen:
+        return []
+    advice = (
+        "nothing there corrects for samples of older weights, so algorithm.correction.weight is"
+        " none; token is the usual choice (docs/async.md)"
+    )
+    return [
+        RecipeLine("algorithm.correction.weight", "none"),
+        Decision("correction for stale samples", None, advice),
+    ]
 
 
 def _sources(item: RecipeLine | Decision) -> Sequence[str]:

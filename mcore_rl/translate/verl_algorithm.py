@@ -209,8 +209,8 @@ def translate_critic(options: ForeignOptions) -> Found:
     clip = options.take("critic.cliprange_value", 0.5)
     yield RecipeLine("critic.value_clip", clip, ("critic.cliprange_value",))
     warmup = options.take("trainer.critic_warmup", 0)
-    if warmup:
-        yield RecipeLine("critic.warmup_steps", warmup, ("trainer.critic_warmup",))
+    if warmup:  # verl counts steps from 1, and the policy trains in the step of this number
+        yield RecipeLine("critic.warmup_steps", warmup - 1, ("trainer.critic_warmup",))
     if is_megatron(options):
         yield from layout_of(options, "critic.megatron", "critic.parallel")
     else:

@@ -91,12 +91,17 @@ def translate_sampling(options: ForeignOptions) -> Found:
 
 
 def _evaluation(options: ForeignOptions) -> Found:
-    several = options.take(f"{ROLLOUT}.val_kwargs.n", 1)
+    group = f"{ROLLOUT}.val_kwargs"
+    several = options.take(f"{group}.n", 1)
     if several > 1:
-        yield RecipeLine("eval.pass_k", several, (f"{ROLLOUT}.val_kwargs.n",))
-    if options.take(f"{ROLLOUT}.val_kwargs.do_sample", False):
-        advice = "held-out answers are greedy; those of eval.pass_k are drawn as for training"
-        yield Decision(f"{ROLLOUT}.val_kwargs.do_sample", True, advice)
+        yield RecipeLine("eval.pass_k", several, (f"{group}.n",))
+    if not options.take(f"{group}.do_sample", False):
+        return
+    yield RecipeLine("eval.samples", several, (f"{group}.do_sample", f"{group}.n"))
+    for name, default in {"temperature": 0, "top_p": 1.0}.items():
+        value = options.take(f"{group}.{name}", default)
+        if value:
+            yield RecipeLine(f"eval.{name}", value, (f"{group}.{name}",))
 
 
 def translate_turns(options: ForeignOptions) -> Found:

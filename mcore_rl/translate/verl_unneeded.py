@@ -61,7 +61,7 @@ UNNEEDED: Mapping[str, str] = {
     "actor_rollout_ref.rollout.scheduling_policy": "SGLang's default",
     "actor_rollout_ref.rollout.skip_": "tokens are never decoded and encoded again",
     "actor_rollout_ref.rollout.trace": "samples.jsonl has conversations and tokens",
-    "actor_rollout_ref.rollout.val_kwargs": "evaluation is greedy, and pass@k by eval.pass_k",
+    "actor_rollout_ref.rollout.val_kwargs": "evaluation is greedy unless it is told to sample",
     "actor_rollout_ref.rollout.mtp": "see the model's",
     "actor_rollout_ref.rollout._target_": "classes are not chosen by name",
     "actor_rollout_ref.rollout.cudagraph_capture_sizes": "rollout.sglang.cuda_graph_bs",

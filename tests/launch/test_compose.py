@@ -11,10 +11,11 @@ from launch.options import SlurmOptions
 def test_a_file_of_ones_own_builds_on_a_shipped_one(tmp_path: Path) -> None:
     own = tmp_path / "our_cluster.yaml"
     own.write_text("defaults: [slurm, _self_]\npartition: h100\nenvironment: {A: '1'}\n")
-    options = load_launch(str(own), ["launch.account=ml", "launch.environment.B=two words"])
+    overrides = ["launch.account=ml", "launch.environment.B=two words, é=1"]
+    options = load_launch(str(own), overrides)
     assert isinstance(options, SlurmOptions)
     assert (options.partition, options.account, options.time_limit) == ("h100", "ml", "24:00:00")
-    assert options.environment == {"A": "1", "B": "two words"}
+    assert options.environment == {"A": "1", "B": "two words, é=1"}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Every episode that began has exactly one reason in episodes.jsonl, whatever ends the run."""
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -25,10 +26,14 @@ def test_rows_say_what_began_and_how_it_ended(tmp_path: Path) -> None:
     log.step = 2
     log.end(first, ["done", "max_turns"])
     log.end_all(second, DROPPED_STALE, "too old")
+    log.end_all(log.begin(prompt(6), 1), ABORTED, "z" * 10_000)
     log.close()
-    assert read_rows(path) == [
-        {"step": 1, "group": 0, "prompt_index": 4, "episodes": 2, "greedy": False},
-        {"step": 1, "group": 1, "prompt_index": 5, "episodes": 1, "greedy": True},
+    begun = {"step": 1, "oldest_open": 0}
+    *rows, _, long = read_rows(path)
+    assert long["detail"] == "z" * 500 + "... (9500 more characters)"
+    assert rows == [
+        {**begun, "group": 0, "prompt_index": 4, "episodes": 2, "greedy": False},
+        {**begun, "group": 1, "prompt_index": 5, "episodes": 1, "greedy": True},
         {"step": 2, "group": 0, "ends": ["done", "max_turns"]},
         {"step": 2, "group": 1, "ends": ["dropped_stale"], "detail": "too old"},
     ]
@@ -75,27 +80,32 @@ def test_an_end_has_a_reason_for_each_episode() -> None:
 
 
 @given(
-    launches=st.lists(st.lists(st.sampled_from(["begin", "end"]), max_size=8), min_size=1),
+    launches=st.lists(
+        st.lists(st.sampled_from(["begin", "end", "end last"]), max_size=8), min_size=1
+    ),
     torn=st.integers(0, 20),
+    rotate_bytes=st.sampled_from([0, 1, 150]),
 )
 def test_killed_launches_leave_one_reason_each(
-    tmp_path_factory: pytest.TempPathFactory, launches: list[list[str]], torn: int
+    tmp_path_factory: pytest.TempPathFactory,
+    launches: list[list[str]],
+    torn: int,
+    rotate_bytes: int,
 ) -> None:
     """A launch that is killed writes nothing more, and may tear its last row."""
     path = tmp_path_factory.mktemp("log") / "episodes.jsonl"
     EpisodeLog(path).begin(prompt(0), 1)
     for step, calls in enumerate(launches):
-        whole = path.read_bytes()
-        *_, last = whole.splitlines(keepends=True)
-        if torn < len(last):
-            path.write_bytes(whole + last[:torn])
-        log = EpisodeLog(path, last_step=step)
+        with path.open("ab") as file:
+            file.write(b'{"step": 1, "group": 0, "ends": ["done"]}'[:torn])
+        log = EpisodeLog(path, step, rotate_bytes)
         open_groups: list[int] = []
         for call in calls:
             if call == "begin":
                 open_groups.append(log.begin(prompt(step), 2))
             elif open_groups:
-                log.end(open_groups.pop(0), ["done", "env_error"])
+                at = 0 if call == "end" else -1
+                log.end(open_groups.pop(at), ["done", "env_error"])
     EpisodeLog(path, last_step=len(launches)).close()
     rows = read_rows(path)
     begun = {row["group"]: row["episodes"] for row in rows if "episodes" in row}
@@ -103,3 +113,21 @@ def test_killed_launches_leave_one_reason_each(
     assert ended == dict.fromkeys(begun, 1)
     assert {g: len(ends) for g, ends in reasons_by_group(path).items()} == begun
     assert sum("resumed_after" in row for row in rows) == len(launches) + 1
+
+
+def test_a_resume_reads_back_to_the_oldest_open_group_alone(tmp_path: Path) -> None:
+    """Rows before the first that is needed are no JSON here, so reading them would fail."""
+    path = tmp_path / "episodes.jsonl"
+    log = EpisodeLog(path)
+    for _ in range(5):
+        log.end_all(log.begin(prompt(0), 1), "done")
+    path.write_text("nonsense\n" * 5)
+    slow = log.begin(prompt(1), 2)
+    for _ in range(3):
+        log.end_all(log.begin(prompt(2), 1), "done")
+    EpisodeLog(path, last_step=4).close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()[5:]]
+    assert [row["ends"] for row in rows if row.get("group") == slow and "ends" in row] == [
+        [ABORTED] * 2
+    ]
+    assert rows[-1] == {"step": 5, "resumed_after": 4}

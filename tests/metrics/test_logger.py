@@ -7,8 +7,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcore_rl.lost_samples import SamplesLost
-from mcore_rl.metrics import MetricsLogger
-from mcore_rl.metrics.logger import SAMPLES_PER_LOG
+from mcore_rl.metrics.logger import (
+    ERROR_CHARS,
+    FAILED_PER_LOG,
+    SAMPLES_PER_LOG,
+    MetricsLogger,
+    summarize_errors,
+)
 from mcore_rl.metrics.rows import read_rows
 from mcore_rl.scores import Scores
 from mcore_rl.types import Sample, StoredSample
@@ -86,12 +91,43 @@ def test_samples_whose_reward_failed_are_always_kept_and_say_why(tmp_path: Path)
     errors = ["" if i < num - 1 else "ValueError: no" for i in range(num)]
     with MetricsLogger(tmp_path, console=False) as log:
         log.log_samples(
-            1, [make_sample(i, "") for i in range(num)], Scores([0.0] * num, {}, errors)
+            1,
+            [make_sample(i, "") for i in range(num)],
+            Scores([0.0] * (num - 1) + [float("nan")], {}, errors),
         )
     rows = read_rows(tmp_path / "samples.jsonl")
     assert len(rows) == SAMPLES_PER_LOG + 1
     assert rows[-1]["prompt_index"] == num - 1 and rows[-1]["reward_error"] == "ValueError: no"
+    assert rows[-1]["reward"] is None, "no number, as JSON has no NaN"
     assert "reward_error" not in rows[0]
+
+
+def test_an_outage_of_a_judge_is_a_few_rows_and_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All samples fail, most with an error that repeats a long request."""
+    num = 1000
+    errors = ["TimeoutError: judge, " + "x" * 100_000] * 900 + ["ValueError: no"] * 100
+    with MetricsLogger(tmp_path, console=False) as log:
+        scores = Scores([0.0] * num, {}, errors)
+        log.log_samples(7, [make_sample(i, "") for i in range(num)], scores)
+    rows = read_rows(tmp_path / "samples.jsonl")
+    assert [row["prompt_index"] for row in rows] == list(range(SAMPLES_PER_LOG + FAILED_PER_LOG))
+    assert all(len(row["reward_error"]) < ERROR_CHARS + 50 for row in rows)
+    assert rows[0]["reward_error"].endswith("x... (98021 more characters)")
+    [record] = caplog.records
+    message = record.getMessage()
+    assert len(message) < 1000
+    assert message.startswith("step 7, train: 1000 rewards of 1000 failed, 900 with TimeoutError: ")
+    assert "; 100 with ValueError: no; samples.jsonl has the first of them" in message
+
+
+def test_a_summary_of_errors_shows_the_most_frequent() -> None:
+    errors = ["", "a", "b", "b", "c", "c", "c", "d", "e"]
+    assert summarize_errors(errors) == (
+        "8 rewards of 9 failed, 3 with c; 2 with b; 1 with a; and 2 other errors; samples.jsonl has"
+        " the first of them"
+    )
 
 
 def test_samples_that_are_lost_are_left_out(

@@ -2,13 +2,16 @@
 
 import json
 import os
+import shutil
+import tracemalloc
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.metrics.rows import RowFile, _to_line, read_rows
+from mcore_rl.metrics import rows as rows_module
+from mcore_rl.metrics.rows import RowFile, _to_line, iter_rows_backward, read_rows
 from mcore_rl.process.disk import DiskFullError
 
 
@@ -121,3 +124,136 @@ def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path) -> None:
             write()
         assert str(caught.value).startswith(f"cannot write {path}: ")
         assert "\n" not in str(caught.value)
+
+
+SEGMENT_BYTES = 120
+"""A segment of the tests has five rows or so."""
+
+
+def write_rotated(path: Path, last_step: int | None, steps: list[int]) -> None:
+    """Write each row by itself, as a run does."""
+    file = RowFile(path, last_step, SEGMENT_BYTES)
+    for step in steps:
+        file.write({"step": step, "text": "½" * (step % 3)})
+    file.close()
+
+
+def files_of(path: Path) -> list[str]:
+    return sorted(each.name for each in path.parent.iterdir())
+
+
+def test_a_full_file_becomes_a_segment_and_rows_keep_their_order(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    write_rotated(path, None, list(range(20)))
+    assert files_of(path)[:3] == ["m.000001.jsonl", "m.000002.jsonl", "m.000003.jsonl"]
+    for segment in tmp_path.glob("m.0*.jsonl"):
+        assert SEGMENT_BYTES <= segment.stat().st_size < 2 * SEGMENT_BYTES
+    assert steps_in(path) == list(range(20))
+    assert [row["step"] for row in iter_rows_backward(path)] == list(range(19, -1, -1))
+    write_rotated(path, 19, list(range(20, 30)))
+    assert steps_in(path) == list(range(30))
+
+
+def test_starting_over_keeps_the_previous_segments_and_none_before_them(tmp_path: Path) -> None:
+    path, previous = tmp_path / "m.jsonl", tmp_path / "m.previous.jsonl"
+    for num_steps in (30, 12, 3):
+        write_rotated(path, None, list(range(num_steps)))
+    assert steps_in(path) == [0, 1, 2]
+    assert steps_in(previous) == list(range(12))
+    write_rotated(path, None, [7])
+    assert steps_in(previous) == [0, 1, 2] and steps_in(path) == [7]
+    assert files_of(path) == ["m.jsonl", "m.previous.jsonl"]
+
+
+def test_a_start_over_that_was_killed_goes_on(tmp_path: Path) -> None:
+    """The file was renamed, and the first of three segments: both belong to the previous rows."""
+    path, previous = tmp_path / "m.jsonl", tmp_path / "m.previous.jsonl"
+    write_rotated(path, None, list(range(20)))
+    assert (tmp_path / "m.000003.jsonl").exists()
+    path.rename(previous)
+    (tmp_path / "m.000001.jsonl").rename(tmp_path / "m.previous.000001.jsonl")
+    write_rotated(path, None, [0])
+    assert steps_in(previous) == list(range(20)) and steps_in(path) == [0]
+
+
+@given(
+    num_steps=st.integers(1, 40),
+    last_step=st.integers(0, 40),
+    cut_bytes=st.integers(0, 150),
+    num_gone=st.integers(0, 8),
+    block_bytes=st.integers(1, 64),
+)
+def test_whatever_moment_a_run_is_killed_at_a_resume_leaves_one_row_per_step(
+    tmp_path_factory: pytest.TempPathFactory,
+    num_steps: int,
+    last_step: int,
+    cut_bytes: int,
+    num_gone: int,
+    block_bytes: int,
+) -> None:
+    """Killed in a write (its rows are cut), in a rotation, or in the resume before this one, which
+    had taken back the newest files already.
+    """
+    last_step = min(last_step, num_steps - 1)
+    path = tmp_path_factory.mktemp("rows") / "m.jsonl"
+    write_rotated(path, None, list(range(num_steps)))
+    end = max(0, path.stat().st_size - cut_bytes)
+    os.truncate(path, end)
+    if end == 0:
+        path.unlink()
+    for segment in sorted(path.parent.glob("m.0*.jsonl"), reverse=True)[:num_gone]:
+        if json.loads(segment.read_text().split("\n")[0])["step"] > last_step:
+            segment.unlink()
+            path.unlink(missing_ok=True)
+    kept = [step for step in steps_in(path) if step <= last_step]
+    assert kept == list(range(len(kept)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows_module, "_BLOCK_BYTES", block_bytes)
+        write_rotated(path, last_step, list(range(len(kept), num_steps + 3)))
+        assert [row["step"] for row in iter_rows_backward(path)] == list(range(num_steps + 3))[::-1]
+    assert steps_in(path) == list(range(num_steps + 3))
+
+
+def test_a_whole_row_without_its_newline_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    write_steps(path, 2, 3)
+    assert steps_in(path) == [1, 2, 3]
+
+
+def test_a_resume_reads_the_end_alone(tmp_path: Path) -> None:
+    """It takes back a tenth of 100 MiB of rows, and does not even look at the first ones."""
+    path = tmp_path / "samples.jsonl"
+    row = json.dumps({"step": 100, "text": "x" * 20_000}) + "\n"
+    num_rows = (100 << 20) // len(row)
+    with path.open("w") as file:
+        file.write("nonsense\n" * 1000)
+        for i in range(num_rows):
+            file.write(row.replace("100", str(100 + i // 100), 1))
+    last_step = 100 + num_rows * 9 // 10 // 100
+    tracemalloc.start()
+    try:
+        write_steps(path, last_step, last_step + 1)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 8 << 20, f"{peak_bytes} bytes at once"
+    first_two = [row["step"] for row, _ in zip(iter_rows_backward(path), range(2), strict=False)]
+    assert first_two == [last_step + 1, last_step]
+    kept_bytes = len("nonsense\n" * 1000) + len(row) * 100 * (last_step - 99)
+    assert path.stat().st_size - kept_bytes < 100
+    with pytest.raises(ValueError, match=r"samples.jsonl: byte 8991: not a JSON row: 'nonsense'"):
+        list(iter_rows_backward(path))
+
+
+def test_a_kill_inside_a_character_of_a_segment_loses_that_row_alone(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    write_rotated(path, None, list(range(9)))
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for number in range(1, path.stat().st_size):
+        for each in tmp_path.glob("m*.jsonl"):
+            shutil.copy(each, copy)
+        os.truncate(copy / path.name, path.stat().st_size - number)
+        steps = steps_in(copy / path.name)
+        assert steps == list(range(len(steps)))

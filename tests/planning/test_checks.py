@@ -10,7 +10,13 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.config import RolloutConfig
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.checks import check_engine_sizes, check_engines, check_lens, check_sizes
+from mcore_rl.planning.checks import (
+    check_engine_sizes,
+    check_engines,
+    check_eval_lens,
+    check_lens,
+    check_sizes,
+)
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.layouts.check import check_sharing
 from tests.support.recipes import LARGE
@@ -125,6 +131,22 @@ def test_a_sequence_of_the_full_length_must_fit() -> None:
     check_lens(*groups, replace(QWEN, config={"max_position_embeddings": 512}))
     with pytest.raises(ValueError, match=r"= 512 exceeds max_position_embeddings=511"):
         check_lens(*groups, replace(QWEN, config={"max_position_embeddings": 511}))
+
+
+def test_a_response_of_an_evaluation_must_fit_engines_but_no_micro_batch() -> None:
+    options = ["rollout.max_response_len=64", "eval.data=[x]", "eval.max_response_len=4000"]
+    sizes = ["train.max_tokens_per_microbatch=1024", "rollout.kv_cache_len=4096"]
+    config = load_recipe("tiny_moe_grpo", ["data.max_prompt_len=96", *options, *sizes])
+    groups = config.data, config.rollout
+    long = replace(QWEN, config={"max_position_embeddings": 4096})
+    check_eval_lens(*groups, config.eval, long)
+    with pytest.raises(ValueError, match=r"eval.max_response_len = 4096 exceeds max_position_emb"):
+        check_eval_lens(
+            *groups, config.eval, replace(QWEN, config={"max_position_embeddings": 4095})
+        )
+    longer = replace(config, eval=replace(config.eval, max_response_len=4001))
+    with pytest.raises(ValueError, match=r"eval.max_response_len = 4097 exceeds rollout.kv_cache"):
+        check_engines(longer, replace(long, config={**QWEN.config, **long.config}))
 
 
 def test_a_run_that_cannot_share_beginnings_is_refused_before_it_starts() -> None:

@@ -45,6 +45,12 @@ def test_the_head_of_an_attention_group_is_cut_by_its_ranks() -> None:
     )
 
 
+def test_reading_slices_back_takes_one_more_bucket() -> None:
+    without = uses_of("sync.verify=transfer")["sync buffers"]
+    bucket = sync_buffer_bytes(load_recipe(DEEPSEEK, [])) // 4
+    assert uses_of("sync.verify=destination")["sync buffers"] == without + bucket
+
+
 def test_buffers_of_a_link_are_four_with_padding_and_header() -> None:
     buffers = sync_buffer_bytes(load_recipe(DEEPSEEK, ["sync.bucket_mib=2"]))
     padded = 4 * 2 * 2**20 * 9 / 8

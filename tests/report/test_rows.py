@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.metrics.rows import RowFile
-from mcore_rl.report.rows import load_metrics, load_samples, pick_samples, series
+from mcore_rl.report.rows import load_last_samples, load_metrics, pick_samples, series
 
 
 def write(path: Path, *rows: dict[str, Any]) -> None:
@@ -30,10 +30,30 @@ def test_metrics_need_a_completed_step(tmp_path: Path) -> None:
     assert load_metrics(tmp_path) == rows
 
 
+def test_numbers_that_nobody_wants_are_left_out_of_all_segments(tmp_path: Path) -> None:
+    file = RowFile(tmp_path / "metrics.jsonl", None, rotate_bytes=50)
+    for step in range(1, 8):
+        file.write({"step": step, "reward/mean": 0.5, "other": 1.0})
+    file.close()
+    assert (tmp_path / "metrics.000002.jsonl").exists()
+    assert load_metrics(tmp_path, lambda name: name == "reward/mean") == [
+        {"step": step, "reward/mean": 0.5} for step in range(1, 8)
+    ]
+
+
 def test_samples_may_be_missing(tmp_path: Path) -> None:
-    assert load_samples(tmp_path) == []
+    assert load_last_samples(tmp_path) == []
     write(tmp_path / "samples.jsonl", sample(1, "train", 0, "a\u2028b"))
-    assert load_samples(tmp_path) == [sample(1, "train", 0, "a\u2028b")]
+    assert load_last_samples(tmp_path) == [sample(1, "train", 0, "a\u2028b")]
+
+
+def test_samples_of_the_last_step_are_read_wherever_they_lie(tmp_path: Path) -> None:
+    file = RowFile(tmp_path / "samples.jsonl", None, rotate_bytes=50)
+    for step in (1, 2):
+        for prompt_index in range(3):
+            file.write(sample(step, "train", prompt_index))
+    file.close()
+    assert load_last_samples(tmp_path) == [sample(2, "train", i) for i in range(3)]
 
 
 def test_a_series_leaves_out_what_is_not_finite() -> None:
@@ -45,13 +65,12 @@ def test_a_series_leaves_out_what_is_not_finite() -> None:
     ("rows", "expected"),
     [
         ([], []),
-        ([sample(1, "train", 0), sample(2, "train", 1)], [(2, "train", 1)]),
+        ([sample(2, "train", 1)], [(2, "train", 1)]),
         ([sample(2, "train", 1), sample(2, "eval", 5)], [(2, "eval", 5)]),
-        ([sample(1, "eval", 5), sample(2, "train", 1)], [(2, "train", 1)]),
         ([sample(2, "train", i // 2) for i in range(9)], [(2, "train", i) for i in range(3)]),
     ],
 )
-def test_samples_of_the_last_step_are_shown_one_per_prompt(
+def test_samples_of_a_step_are_shown_one_per_prompt(
     rows: list[dict[str, Any]], expected: list[tuple[int, str, int]]
 ) -> None:
     picked = pick_samples(rows)

@@ -37,6 +37,7 @@ def slower(costs: RecipeCosts) -> RecipeCosts:
         trainer=replace(costs.trainer, factor=3.0),
         sync_s=costs.sync_s * 5,
         swap_s=costs.swap_s * 5,
+        read_back_s=costs.read_back_s * 5,
         canary_s=costs.canary_s * 5,
         other_s=7.0,
     )

@@ -7,8 +7,9 @@ import pytest
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
+from mcore_rl.planning.engine_memory import engine_uses
 from mcore_rl.planning.models import read_models
-from mcore_rl.simulation.costs import ModelState, TrainCosts, engine_speed, swap_s
+from mcore_rl.simulation.costs import ModelState, TrainCosts, engine_speed, read_back_s, swap_s
 from mcore_rl.simulation.hardware import GPUS, ReachedShares
 from mcore_rl.simulation.tower_costs import TowerCosts
 from mcore_rl.slices.hf.flops import ModelFlops
@@ -112,6 +113,18 @@ def test_a_swap_takes_longer_for_more_weights() -> None:
     assert SHARES.pause_s < swap_s(small, facts, gpu, SHARES) < swap_s(large, facts, gpu, SHARES)
 
 
+def test_a_read_back_copies_the_weights_of_a_rank_once() -> None:
+    config = recipe()
+    facts = read_models(config).policy
+    gpu = GPUS["h100"]
+    swap = swap_s(config, facts, gpu, SHARES)
+    assert read_back_s(config, facts, gpu, SHARES) == pytest.approx(swap - SHARES.pause_s)
+    on_cpu = recipe("simulate.gpu=cpu")
+    weights = max(stage["weights"] for stage in engine_uses(on_cpu, facts))
+    seconds = read_back_s(on_cpu, facts, GPUS["cpu"], SHARES)
+    assert seconds == pytest.approx(0.13 * weights / 1e9)
+
+
 def test_the_tower_takes_its_time_in_the_first_stage_alone() -> None:
     """Its time is hidden behind longer layers of another stage, and not cut by layouts."""
     tower = TowerCosts(forward_s=0.5, step_s=1.5, prefill_s=0.1)
@@ -139,3 +152,17 @@ def test_an_engine_runs_its_tower_with_each_prompt() -> None:
     assert tower is not None and TowerCosts.of(text, facts, GPUS["h100"], SHARES) is None
     assert after.prefill_s(1000) == pytest.approx(before.prefill_s(1000) + tower.prefill_s)
     assert after.prefill_s(100) == before.prefill_s(100)
+
+
+def test_an_engine_computes_prompts_as_often_as_the_recipe_says() -> None:
+    cases = {
+        (): False,
+        ("simulate.gpu=cpu",): True,
+        ("rollout.share_prompts=true",): True,
+        ("rollout.share_prompts=false", "simulate.gpu=cpu"): False,
+    }
+    for overrides, expected in cases.items():
+        config = recipe(*overrides)
+        speed = engine_speed(config, read_models(config).policy, GPUS["h100"], SHARES)
+        assert speed.share_prompts is expected
+        assert speed.slowed(2.0).share_prompts is expected

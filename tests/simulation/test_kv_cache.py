@@ -26,6 +26,15 @@ def test_samples_of_a_short_prompt_compute_it_each() -> None:
     assert cache.free == 1000 - SHORT_PROMPT_LEN, "they keep it once"
 
 
+def test_where_samples_do_not_wait_those_let_in_together_compute_their_prompt_each() -> None:
+    cache = KvCache(1000, share_prompts=False)
+    assert [cache.enter(request(1)) for _ in range(3)] == [50, 50, 50]
+    assert cache.free == 950, "they keep it once"
+    running = [request(1, max_len=100)]
+    assert cache.begin_batch(running, 0) == cache.room(running, 0)
+    assert [cache.enter(request(prompt)) for prompt in (1, 2, 2)] == [0, 50, 50]
+
+
 def test_a_prompt_counts_once_and_its_keys_are_computed_once() -> None:
     cache = KvCache(1000)
     assert cache.needed(request(1)) == 150

@@ -21,6 +21,7 @@ from mcore_rl.simulation.step_log import StepLog
 from mcore_rl.simulation.virtual_loop import VirtualLoop
 from mcore_rl.simulation.virtual_time import VirtualTime
 from mcore_rl.simulation.workload import SimulatedPrompts
+from mcore_rl.types import WeightVersion
 
 
 @pytest.fixture
@@ -61,3 +62,30 @@ def test_engines_of_a_host_have_one_collector(clock: VirtualTime, tmp_path: Path
         run = run_of(clock, tmp_path, 0, setting)
         assert len(run.collectors) == num_collectors, "four engines of four GPUs"
         run.end()
+
+
+def test_evaluations_draw_by_their_own_options(clock: VirtualTime, tmp_path: Path) -> None:
+    lens = ["simulate.response_len=500", "eval.data=[unused.parquet]", "eval.max_response_len=20"]
+    run = run_of(clock, tmp_path, 0, *lens)
+    weights = run.make_sync()
+    weights.sync(WeightVersion(0), None)
+    generator = run.make_generator(weights)
+    prompts = [SimulatedPrompts(9)[i] for i in range(4)]
+    for for_eval in (False, True):
+        samples = generator.generate(prompts, 2, greedy=False, seed=0, for_eval=for_eval)
+        assert (max(sample.response_len for sample in samples) == 20) == for_eval
+    run.end()
+
+
+def test_the_first_sync_of_each_run_is_read_back(clock: VirtualTime, tmp_path: Path) -> None:
+    pauses = {}
+    for verify in ("destination", "transfer"):
+        run = run_of(clock, tmp_path, 0, f"sync.verify={verify}")
+        metrics = run.make_sync().sync(WeightVersion(0), None)
+        assert metrics["sync/engines_verified"] == (4 if verify == "destination" else 0)
+        pauses[verify] = metrics["sync/pause_s"]
+        run.end()
+    config = recipe()
+    read_back_s = RecipeCosts.of(config, read_models(config), ReachedShares()).read_back_s
+    assert read_back_s > 0
+    assert pauses["destination"] == pytest.approx(pauses["transfer"] + read_back_s)

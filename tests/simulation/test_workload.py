@@ -21,6 +21,7 @@ def test_lengths_have_the_mean_and_the_cut_that_the_recipe_says() -> None:
     assert stdev(lens) == pytest.approx(1000 * (2.718**0.25 - 1) ** 0.5, rel=0.1)
     short = Workload(replace(CONFIG, rollout=replace(CONFIG.rollout, max_response_len=900)))
     ended = [short.finish(p, 0) for p in range(200)]
+    assert ended == [workload.finish(p, 0, longest=900) for p in range(200)]
     assert {reason for _, reason in ended} == {"stop", "length"}
     assert all((num == 900) == (reason == "length") for num, reason in ended if num >= 900)
 

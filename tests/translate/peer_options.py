@@ -6,6 +6,8 @@ peers/slime_0_3_1_examples.json     script -> the command line that it runs
 peers/nemo_rl_0_7_0_options.json    option -> default: of the configurations of GRPO and of PPO, and
                                     further ones of other examples and of the declared types
 peers/nemo_rl_0_7_0_examples.json   configuration -> what it changes in that of GRPO
+
+Each file begins with its source and license, which NOTICE names, too.
 """
 
 import json
@@ -18,10 +20,19 @@ from mcore_rl.translate.slime import translate_slime
 from mcore_rl.translate.translation import Translation
 
 PEERS = Path(__file__).with_name("peers")
-SLIME: dict[str, dict[str, Any]] = json.loads((PEERS / "slime_0_3_1_options.json").read_text())
-SCRIPTS: dict[str, list[str]] = json.loads((PEERS / "slime_0_3_1_examples.json").read_text())
-NEMO: dict[str, dict[str, Any]] = json.loads((PEERS / "nemo_rl_0_7_0_options.json").read_text())
-CONFIGS: dict[str, dict[str, Any]] = json.loads((PEERS / "nemo_rl_0_7_0_examples.json").read_text())
+
+
+def _read(name: str) -> dict[str, Any]:
+    """Return what a file holds besides the line that says where it comes from."""
+    held = json.loads((PEERS / name).read_text())
+    del held["source"]
+    return held
+
+
+SLIME: dict[str, dict[str, Any]] = _read("slime_0_3_1_options.json")
+SCRIPTS: dict[str, list[str]] = _read("slime_0_3_1_examples.json")
+NEMO: dict[str, dict[str, Any]] = _read("nemo_rl_0_7_0_options.json")
+CONFIGS: dict[str, dict[str, Any]] = _read("nemo_rl_0_7_0_examples.json")
 
 
 def slime(program: str = "train.py", /, **given: Any) -> Translation:

@@ -36,6 +36,10 @@ def test_engines_with_gpus_of_their_own() -> None:
     found = of(**CLUSTER, **apart, **asynchronous)
     assert found["rollout.mode"] == "async" and found["rollout.max_staleness"] == 3
     assert found["rollout.partial"] == "continue"
+    assert found["algorithm.correction.weight"] == "none"
+    corrected = {"loss_fn__use_importance_sampling_correction": True}
+    found = of(**CLUSTER, **apart, **asynchronous, **corrected)
+    assert found["algorithm.correction.weight"] == "token"
     assert "grpo.async_grpo.enabled" in decided(nemo(**asynchronous))
 
 

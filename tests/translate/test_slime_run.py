@@ -20,6 +20,9 @@ def test_held_out_files_are_pairs_and_may_be_cut() -> None:
     assert "--eval-prompt-data" in decided(translation)
     assert of(eval_prompt_data="/a.jsonl", eval_interval=5)["eval.every_steps"] == 5
     assert of(n_samples_per_eval_prompt=16)["eval.pass_k"] == 16
+    own = of(n_samples_per_eval_prompt=16, eval_temperature=0.6, eval_max_response_len=256)
+    assert (own["eval.samples"], own["eval.temperature"]) == (16, 0.6)
+    assert own["eval.max_response_len"] == 256 and "eval.top_p" not in own
 
 
 def test_prompts_have_what_the_context_leaves() -> None:
@@ -42,6 +45,15 @@ def test_the_program_says_how_rollouts_and_training_alternate(
 ) -> None:
     translation = slime(program, rollout_function_path=path)
     assert values(translation)["rollout.mode"] == mode
+    weight = None if mode == "sync" else "none"
+    assert values(translation).get("algorithm.correction.weight") == weight
+    assert ("correction for stale samples" in decided(translation)) == (mode != "sync")
+    corrected = slime(program, rollout_function_path=path, use_tis=True)
+    assert values(corrected)["algorithm.correction.weight"] == "token"
+    assert "correction for stale samples" not in decided(corrected)
+    bypassed = values(slime(program, rollout_function_path=path, use_rollout_logprobs=True))
+    assert bypassed["algorithm.correction.bypass"] is True
+    assert "algorithm.correction.weight" not in bypassed
     together = slime(program, rollout_function_path=path, colocate=True)
     assert ("--colocate" in decided(together)) == (mode != "sync")
 

