@@ -13,8 +13,11 @@ from mcore_rl.cluster.worker_forks import worker_forks
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.rollout.engine_forks import engine_forks
 from tests.support import models_table
+from tests.support.policy import ROOT
 from tests.support.sglang_parsers import ParserProcess
 
+# Processes of the package leave the working folder out, which has the tests.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 # An example may wait for a busy machine; pytest's own limit holds for a whole test.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
@@ -93,3 +96,13 @@ def sglang(parser_process: ParserProcess) -> ParserProcess:
     """The parsers, with nothing asked yet."""
     parser_process.asked.clear()
     return parser_process
+
+
+@pytest.fixture(autouse=True)
+def _environment_is_as_before() -> Iterator[None]:
+    """Take back the variables that a test sets, as commands that run in this process do."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)

@@ -11,16 +11,18 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from mcore_rl.config import Config
+from mcore_rl.config import Config, LogConfig
 from mcore_rl.process.disk import DiskFullError
+from mcore_rl.process.log_segments import find_segments
 from mcore_rl.run_folder import RunFolder
+from tests.support.checkpoint_folders import write_checkpoint
 
 
 def test_only_complete_checkpoints_count_and_the_oldest_are_pruned(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.newest_checkpoint() is None
     for step in (2, 4, 10):
-        folder.checkpoint(step).mkdir(parents=True)
+        write_checkpoint(folder.checkpoint(step))
     (folder.checkpoints / "step_000012.incomplete").mkdir()
     (folder.checkpoints / "step_000001.deleted").mkdir()
     assert folder.newest_checkpoint() == folder.checkpoint(10)
@@ -29,14 +31,56 @@ def test_only_complete_checkpoints_count_and_the_oldest_are_pruned(tmp_path: Pat
     assert left == ["step_000004", "step_000010", "step_000012.incomplete"]
 
 
+def test_an_empty_folder_is_no_checkpoint_and_costs_no_whole_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = RunFolder(tmp_path)
+    whole = write_checkpoint(folder.checkpoint(8))
+    folder.checkpoint(9).mkdir()
+    assert folder.newest_checkpoint() == whole
+    assert f"{folder.checkpoint(9)} has neither checksums.json nor .metadata" in caplog.text
+    folder.prune(keep=1)
+    assert whole.exists() and folder.checkpoint(9).exists()
+
+
+@pytest.mark.parametrize("spoil", ["resize", "remove", "add", "cut list"])
+def test_a_checkpoint_that_its_list_disproves_costs_no_whole_one(
+    tmp_path: Path, spoil: str
+) -> None:
+    folder = RunFolder(tmp_path)
+    whole, spoiled = (write_checkpoint(folder.checkpoint(step)) for step in (8, 9))
+    if spoil == "resize":
+        (spoiled / "common.pt").write_text("")
+    elif spoil == "remove":
+        (spoiled / "common.pt").unlink()
+    elif spoil == "add":
+        (spoiled / "__9_9.distcp").touch()
+    else:
+        (spoiled / "checksums.json").write_text('{"files"')
+    assert folder.newest_checkpoint() == spoiled, "a resume names what is wrong with it"
+    folder.prune(keep=1)
+    assert whole.exists() and spoiled.exists()
+
+
+def test_a_checkpoint_of_an_older_version_counts_without_a_list(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    (write_checkpoint(folder.checkpoint(3)) / "checksums.json").unlink()
+    assert folder.newest_checkpoint() == folder.checkpoint(3)
+    (folder.checkpoint(3) / "common.pt").unlink()
+    assert folder.newest_checkpoint() is None
+
+
 def test_starting_over_moves_old_checkpoints_aside(tmp_path: Path) -> None:
     folder, config = RunFolder(tmp_path), Config()
-    folder.checkpoint(5).mkdir(parents=True)
+    write_checkpoint(folder.checkpoint(5))
+    folder.canary.write_text("{}")
     assert folder.prepare(config) == folder.checkpoint(5)
+    assert folder.canary.exists()
     config.run.resume = False
     assert folder.prepare(config) is None
     assert folder.newest_checkpoint() is None
     assert len(list(tmp_path.glob("checkpoints.before_*/step_000005"))) == 1
+    assert not folder.canary.exists(), "what the canary of an earlier run has learned"
 
 
 def test_configuration_and_log_are_kept(tmp_path: Path) -> None:
@@ -126,6 +170,23 @@ def test_the_log_takes_any_text_and_reports_a_full_disk_once(
     logger.warning("second")
     printed = capsys.readouterr().err
     assert printed.count("no space left on device") == 1 and "Traceback" not in printed
+
+
+def test_the_log_is_rotated_and_no_line_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("mcore_rl"), "propagate", False)
+    config = Config(log=LogConfig(rotate_mib=1))
+    folder = RunFolder(tmp_path)
+    folder.prepare(config)
+    for number in range(300):
+        logging.getLogger("mcore_rl.unit").warning("%d %s", number, "y" * 10_000)
+    log = folder.logs / "controller.log"
+    segments = find_segments(log)
+    assert [part.name for part in segments] == ["controller.000001.log", "controller.000002.log"]
+    assert all(0 <= part.stat().st_size - (1 << 20) < 20_000 for part in segments)
+    lines = [line for part in (*segments, log) for line in part.read_text().splitlines()]
+    assert [int(line.split(": ")[1].split()[0]) for line in lines] == list(range(300))
 
 
 @pytest.fixture(autouse=True)

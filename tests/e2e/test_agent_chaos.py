@@ -23,7 +23,12 @@ NOTICED_S = 15.0
 """How much later an episode may give its last sign of life on a busy machine."""
 MODES = {
     "sync": ["rollout.mode=sync"],
-    "async": ["rollout.mode=async", "rollout.stale=drop", "rollout.max_staleness=1"],
+    "async": [
+        "rollout.mode=async",
+        "algorithm.correction.weight=token",
+        "rollout.stale=drop",
+        "rollout.max_staleness=1",
+    ],
 }
 
 
@@ -64,6 +69,7 @@ def base(folder: Path) -> list[str]:
         "rollout.max_response_len=80",
         "rollout.restarts=20",
         "reward.noise=1.0",
+        "reward.max_failed_share=1",
         f"agents.deadline_s={DEADLINE_S}",
         "agents.workers=2",
         "agents.episodes_per_worker=16",

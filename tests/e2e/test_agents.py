@@ -83,6 +83,7 @@ def test_tokens_of_all_turns_train_as_they_were_sampled(
     environment = f"agents.environment={tmp_path / 'three.py'}:ThreeQuestions"
     unread = ["agents.options.functions=null", "agents.options.reward=null"]
     options = [environment, *unread, "rollout.max_response_len=80", "run.steps=3"]
+    options.append("algorithm.correction.weight=none")
     options.append(f"train.share_prefixes={'true' if mode == 'sync' else 'false'}")
     run = begin(*settings(calculator), *options, f"rollout.mode={mode}")
     assert run.finish() == 0, run.tail()

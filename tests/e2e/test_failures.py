@@ -45,7 +45,11 @@ def test_a_run_that_samples_beside_training_is_killed_again_and_again(
         ("raylet", "train"),
         ("interrupted", "sync"),
     ]
-    more = ("rollout.mode=async", "rollout.deterministic=false")
+    more = (
+        "rollout.mode=async",
+        "algorithm.correction.weight=token",
+        "rollout.deterministic=false",
+    )
     # A step takes half a second: on a busy machine ten are over before a victim is found.
     survive(start, tmp_path / "run", deaths, *more, num_steps=20)
 

@@ -57,7 +57,13 @@ def test_a_collector_that_dies_costs_its_samples_only(start: Start) -> None:
 
 @pytest.mark.slow
 def test_samples_that_wait_for_their_step_are_sampled_again(start: Start) -> None:
-    run = start("train", *SETTINGS, "run.steps=6", "rollout.mode=one_step_off")
+    run = start(
+        "train",
+        *SETTINGS,
+        "run.steps=6",
+        "rollout.mode=one_step_off",
+        "algorithm.correction.weight=token",
+    )
     run.wait_for("step 3: train", poll_s=0.002)
     run.find_one(COLLECTOR).kill()
     assert run.finish() == 0, run.tail()

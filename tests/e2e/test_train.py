@@ -35,7 +35,6 @@ DAPO = [
     "rollout.dynamic_sampling=true",
     "rollout.oversampling=1.5",
     "rollout.max_rounds=2",
-    "algorithm.filter_overlong=true",
     "reward.workers=1",
     "reward.overlong_buffer_len=4",
 ]

@@ -80,7 +80,10 @@ def settings(zoom: Path) -> list[str]:
     "more",
     [
         pytest.param(("parallel.pp=2", "rollout.mode=sync"), id="sync", marks=pytest.mark.slow),
-        pytest.param(("rollout.mode=async", "train.vision=all"), id="async"),
+        pytest.param(
+            ("rollout.mode=async", "algorithm.correction.weight=token", "train.vision=all"),
+            id="async",
+        ),
     ],
 )
 def test_pieces_of_pictures_train_as_they_were_seen(

@@ -49,7 +49,7 @@ def test_a_ground_truth_without_tests_is_an_error() -> None:
 
 
 def test_an_error_costs_its_sample_alone() -> None:
-    with Scorer(RewardConfig(path="recipes/rewards/code.py", error_value=-1.0), 100) as scorer:
+    with Scorer(RewardConfig(path="recipes/rewards/code.py"), 100) as scorer:
         scores = scorer([make_sample_of(ADD, {"answer": 1}), make_sample_of(ADD, CALLS)])
-    assert scores.rewards_N == [-1.0, 1.0]
+    assert scores.has_outcome_N == [False, True] and scores.outcomes() == [1.0]
     assert "no tests" in scores.errors[0] and scores.errors[1] == ""

@@ -64,4 +64,4 @@ def test_a_comparison_without_end_costs_its_sample_alone() -> None:
             [make_sample_of(tower, r"\sum_{k=1}^{99999999} k!"), make_sample_of(r"\boxed{3}", "3")]
         )
     assert "no answer within reward.timeout_s=5" in scores.errors[0] and not scores.errors[1]
-    assert scores.rewards_N == [0.0, 1.0]
+    assert scores.has_outcome_N == [False, True] and scores.outcomes() == [1.0]

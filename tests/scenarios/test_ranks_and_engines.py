@@ -177,9 +177,7 @@ def test_samples_are_scored_by_judge_and_reward_model(run: Run, tmp_path: Path) 
     template = tmp_path / "template.jinja"
     template.write_text("{{ response }}")
     asked = JudgeConfig(template=str(template), verdict=r"^()", words={"": 0.5}, max_tokens=4)
-    config = RewardConfig(
-        parts=["judge", "reward_model"], weights=[2.0, 1.0], judge=asked, error_value=-9.0
-    )
+    config = RewardConfig(parts=["judge", "reward_model"], weights=[2.0, 1.0], judge=asked)
     texts = ("12 + 5 = 17", "17", "17 " * 600)
     samples = [make_sample(text) for text in texts]
     with Scorer(config, 100, {"judge": JudgeScorer(asked), "reward_model": question}) as scorer:
@@ -193,7 +191,7 @@ def test_samples_are_scored_by_judge_and_reward_model(run: Run, tmp_path: Path) 
     assert scores.parts["reward_model"][:2] == pytest.approx(expected, abs=1e-4)
     assert abs(expected[0] - expected[1]) > 1e-2
     assert scores.rewards_N[:2] == pytest.approx([1.0 + score for score in expected], abs=1e-4)
-    assert scores.rewards_N[2] == -9.0
+    assert scores.has_outcome_N == [True, True, False]
     assert re.search(
         r"ServedRequestError: (judge|reward_model), engine http://.* HTTP 400", scores.errors[2]
     )

@@ -11,13 +11,15 @@ from mcore_rl.config import AlgorithmConfig
 from mcore_rl.train.actor import Actor
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 
+POLICY_GRADIENT = AlgorithmConfig(loss="policy_gradient")
+
 
 class CallsTogether:
     """RankCalls played by every rank: all make the same calls and gather each other's answers."""
 
-    def __init__(self, actor: Actor) -> None:
+    def __init__(self, actor: Actor, algorithm: AlgorithmConfig = POLICY_GRADIENT) -> None:
         self._actor = actor
-        self._loss = make_policy_loss(AlgorithmConfig(loss="policy_gradient"))
+        self._loss = make_policy_loss(algorithm)
 
     def compute_logprobs(
         self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions

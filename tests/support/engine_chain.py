@@ -44,6 +44,8 @@ class EngineChain:
         self._faults = faults
         self.stores = [LinkStore.serve("127.0.0.1", TIMEOUT_S) for _ in range(num_engines)]
         self.links = [_make_link(i, store) for i, store in enumerate(self.stores)]
+        for store, link in zip(self.stores, self.links, strict=True):
+            store.keep(link)
         self.relay_stores: list[LinkStore] = []
         self._senders = []
         self._sources = []
@@ -68,13 +70,15 @@ class EngineChain:
         """A new relay link from engine `i` to the next one."""
         self.relay_stores.append(LinkStore.serve("127.0.0.1", TIMEOUT_S))
         store = self.relay_stores[-1]
-        return replace(
+        link = replace(
             self.links[i + 1],
             store_port=store.port,
             store_key=store.key,
             num_senders=NUM_RANKS,
             relay=f"engine-{i}",
         )
+        store.keep(link)
+        return link
 
     def move(
         self, version: int, requests: Mapping[int, StageRequest]

@@ -48,7 +48,10 @@ def main(hf_dir: str, sizes: dict[str, Any], rank: int) -> None:
             else:
                 version = request.get("version")
                 command = Command(
-                    Link(**request["link"]), "receive" if version else "connect", version
+                    Link(**request["link"]),
+                    "receive" if version else "connect",
+                    version,
+                    verify=version is not None,
                 )
                 answer = asdict(receiver.handle(command, rank, load_weights, tensors))
             print(json.dumps(answer), file=answers, flush=True)

@@ -31,11 +31,11 @@ ARGUMENTS = st.one_of(
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> Message:
+def answers(draw: st.DrawFn, ids: str = "call") -> Message:
     """Draw a message of the assistant: text, reasoning and parallel calls, each maybe empty."""
     arguments = draw(st.lists(ARGUMENTS, max_size=3))
     name = draw(st.sampled_from(["look", "search_ü"]))
-    calls = [tool_call(f"call_{i}", name, text) for i, text in enumerate(arguments)]
+    calls = [tool_call(f"{ids}_{i}", name, text) for i, text in enumerate(arguments)]
     return assistant_message(draw(TEXTS), draw(TEXTS), calls)
 
 

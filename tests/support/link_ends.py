@@ -29,6 +29,7 @@ def make_link(
         bucket_bytes=bucket_bytes,
         timeout_s=timeout_s,
     )
+    store.keep(link)
     return store, link
 
 

@@ -125,6 +125,15 @@ class _MegatronRank:
     def finish_save(self) -> None:
         self._actor.finish_save()
 
+    def describe(self) -> bytes:
+        return self._sender.describe()
+
+    def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> list[bytes]:
+        return self._sender.plan_links(offers)
+
+    def open_links(self, verdicts: Sequence[tuple[str, str]]) -> list[Report]:
+        return self._sender.open_links(verdicts)
+
     def connect(self, link: Link) -> Report:
         return self._sender.connect(link)
 

@@ -26,6 +26,7 @@ from mcore_rl.doctor.step_checks import share_of_even_tokens
 from mcore_rl.loops.rl import train
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.players.canary import Canary, make_probe
+from mcore_rl.players.canary_tolerance import CanaryTolerance
 from mcore_rl.players.colocation import EngineMemory, SharedGpus
 from mcore_rl.players.generator import EngineGenerator
 from mcore_rl.players.trainer import PackedTrainer, Packing
@@ -147,6 +148,7 @@ class MegatronRun:
             timeout_s=TIMEOUT_S,
             record=partial(record_layouts, config, self._policy),
             keys=KEYS,
+            verify_every=1,
         )
         self.trainer = PackedTrainer(
             ranks,
@@ -164,12 +166,15 @@ class MegatronRun:
         canary = Canary(
             self.trainer,
             self.config.canary,
-            self.config.model.dtype,
+            CanaryTolerance(self.config.canary, self.config.model.dtype),
             TIMEOUT_S,
             gpus.for_rollout,
             KEYS,
         )
-        weights = EngineSync(self.sync_controller, canary, health, self._look, watched, gpus)
+        weights = EngineSync(
+            *(self.sync_controller, canary, health, self._look, watched, gpus),
+            count_steps=lambda: self.trainer.num_steps,
+        )
         probe = make_probe(make_prompts(), self.config.canary.sequences)
         weights.sync(WeightVersion(start_step), probe)
         roles = Roles(

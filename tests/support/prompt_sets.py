@@ -17,6 +17,7 @@ from mcore_rl.data.streamed.mixed import MixedPrompts, MixedSource
 from mcore_rl.data.streamed.prompts import RowRules, StreamedPrompts
 from mcore_rl.data.streamed.windows import Windows
 from mcore_rl.data.streamed.workers import TokenWorkers
+from mcore_rl.loops.evaluation import Correctness
 from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt
 
@@ -97,8 +98,8 @@ def open_mixed(
     return MixedPrompts(sources, seed, rule, are_right, close=lambda: None)
 
 
-def are_right(scores: Scores) -> list[bool]:
-    return [reward > 0 for reward in scores.rewards_N]
+def are_right(scores: Scores) -> list[bool | None]:
+    return Correctness("", 1.0).are_correct(scores)
 
 
 def numbers_of(prompts: Sequence[Prompt]) -> list[int]:

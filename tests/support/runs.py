@@ -1,7 +1,6 @@
 """Starts runs of the command line in their own process, follows them, finds all their processes."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
+
+from mcore_rl.metrics.rows import read_rows
 
 MARK = "MCORE_RL_TEST_RUN"
 SMALL = (
@@ -79,7 +80,7 @@ class Run:
 
     def metrics(self, subfolder: str = ".") -> list[dict[str, float]]:
         path = self.run_dir / subfolder / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return read_rows(path)
 
     def log(self) -> str:
         """Return what this command, not an earlier one, wrote to the controller's log."""

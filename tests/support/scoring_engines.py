@@ -71,6 +71,8 @@ class OneWeightLinks:
         self._trainer = trainer
         self._engines = {engine.url: engine for engine in engines}
         self._versions: dict[str, int | None] = {}
+        self._sent: dict[str, float] = {}
+        self.verifies = True
         self.corrupt: set[str] = set()
         self.unreachable: set[str] = set()
 
@@ -84,15 +86,27 @@ class OneWeightLinks:
         return tuple(url for url, version in self._versions.items() if version == newest)
 
     async def connect(self, urls: Sequence[str]) -> None:
+        failed = {}
         for url in urls:
             self._versions.pop(url, None)
             if url in self.unreachable:
-                raise SyncError(f"engine {url} cannot be linked")
-            self._versions[url] = None
+                failed[url] = f"engine {url} cannot be linked"
+            else:
+                self._versions[url] = None
+        if failed:
+            raise SyncError("; ".join(failed.values()), failed)
 
     async def sync(self, version: int, urls: Sequence[str] | None = None) -> SyncReport:
         chosen = self.linked if urls is None else tuple(urls)
+        results = []
         for url in chosen:
+            before = None if self._versions[url] is None else self._sent[url]
+            changed = None if before is None else int(before != self._trainer.weight)
+            self._sent[url] = self._trainer.weight
             self._engines[url].weight = self._trainer.weight + 0.5 * (url in self.corrupt)
             self._versions[url] = version
-        return SyncReport(version, 0.1, tuple(EngineSyncResult(url) for url in chosen))
+            is_verified = self.verifies and url not in self.corrupt
+            results.append(
+                EngineSyncResult(url, verified=is_verified, num_slices=1, num_changed=changed)
+            )
+        return SyncReport(version, 0.1, tuple(results))

@@ -1,6 +1,5 @@
 """Submits runs by the command line and follows their jobs."""
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import psutil
 
 from launch.jobs import SubmittedJob, find_job
 from launch.targets import TARGETS
+from mcore_rl.metrics.rows import read_rows
 
 MARK = "MCORE_RL_TEST_JOB"
 Settings = Sequence[str]
@@ -76,7 +76,7 @@ class SubmittedRun:
 
     def metrics(self) -> list[dict[str, float]]:
         path = self.run_dir / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        return read_rows(path)
 
     def processes(self) -> list[psutil.Process]:
         """Return the live processes of the job, in whatever session they are."""

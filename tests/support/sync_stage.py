@@ -86,7 +86,9 @@ def open_stage(folder: Path, engine_sizes: Sequence[int], timeout_s: float) -> I
         ranks.load(checkpoints[0])
         for engine in engines:
             engine.wait_healthy()
-        sync_controller = SyncController(ranks, bucket_mib=0.0625, timeout_s=timeout_s, keys=KEYS)
+        sync_controller = SyncController(
+            ranks, bucket_mib=0.0625, timeout_s=timeout_s, keys=KEYS, verify_every=1
+        )
         asyncio.run(sync_controller.connect([engine.url for engine in engines]))
         yield Stage(checkpoints, engines, ranks, sync_controller)
     finally:

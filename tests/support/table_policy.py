@@ -57,6 +57,8 @@ class TablePolicy(KeepsSamples):
     calls: list[str] = field(default_factory=list)
     saved: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     batches: list[TrainBatch] = field(default_factory=list)
+    for_eval: list[bool] = field(default_factory=list)
+    """The argument of each call of `generate`."""
 
     def __post_init__(self) -> None:
         self.reference = self.weights.clone()
@@ -106,9 +108,16 @@ class TablePolicy(KeepsSamples):
         return {"sync/version": float(version)}
 
     def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        *,
+        greedy: bool,
+        seed: int,
+        for_eval: bool = False,
     ) -> list[Sample]:
         self.calls.append("greedy" if greedy else "sample")
+        self.for_eval.append(for_eval)
         generator = torch.Generator().manual_seed(seed)
         return [
             self._sample(prompt, i, greedy, generator)

@@ -20,7 +20,7 @@ from aiohttp import web
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.doctor.sync_ranks import FaultyTransport
 from mcore_rl.doctor.sync_scene import Fault
-from mcore_rl.doctor.toy_engine import FusedEngine, expert_cut, make_tensors
+from mcore_rl.doctor.toy_engine import TINY, FusedEngine, ToySizes, expert_cut, make_tensors
 from mcore_rl.stream.controller.engine_control import LOADER
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.receiver import WeightReceiver
@@ -49,8 +49,8 @@ class ThreadEngine:
     def holds(self, version: int) -> bool:
         """Whether each parameter is what the engine's loader makes of the weights of `version`."""
         for rank, model in enumerate(self.models):
-            expected = FusedEngine(rank, len(self.models), torch.float32)
-            expected.load_weights(make_tensors(seed=version).items())
+            expected = FusedEngine(rank, len(self.models), model.norm.dtype, model.sizes)
+            expected.load_weights(make_tensors(version, model.sizes).items())
             for name, wanted in expected.named_parameters():
                 if not torch.equal(model.get_parameter(name), wanted):
                     return False
@@ -97,35 +97,44 @@ class ThreadEngine:
 class ThreadTrainers:
     """The TrainerRanks that a SyncController calls; the experts are dealt out to them."""
 
-    def __init__(self, num_ranks: int, faults: FaultsByLink) -> None:
+    def __init__(self, num_ranks: int, faults: FaultsByLink, sizes: ToySizes = TINY) -> None:
         self.world_size = num_ranks
+        self._sizes = sizes
+        self.calls: list[str] = []
+        """Methods of which a call went to all ranks."""
         self._tensors = []
         self._senders = []
         for rank in range(num_ranks):
-            shards, tensors = expert_cut(make_tensors(seed=0), rank, num_ranks, "float32")
+            shards, tensors = expert_cut(make_tensors(0, sizes), rank, num_ranks, "float32")
             self._tensors.append(tensors)
             self._senders.append(WeightSender(shards, tensors, rank, _faulty(faults)))
 
     def load(self, version: int) -> None:
         """Give the trainer ranks the weights of `version`, as a training step would."""
         for rank, tensors in enumerate(self._tensors):
-            newer = expert_cut(make_tensors(seed=version), rank, self.world_size, "float32")[1]
+            hf = make_tensors(version, self._sizes)
+            newer = expert_cut(hf, rank, self.world_size, "float32")[1]
             for name, tensor in tensors.items():
                 tensor.copy_(newer[name])
 
-    async def connect(self, link: Link) -> Sequence[Report]:
-        return await asyncio.gather(
-            *(asyncio.to_thread(sender.connect, link) for sender in self._senders)
-        )
+    async def describe(self) -> Sequence[bytes]:
+        return await self._call_all("describe")
+
+    async def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> Sequence[Sequence[bytes]]:
+        return await self._call_all("plan_links", offers)
+
+    async def open_links(self, verdicts: Sequence[tuple[str, str]]) -> Sequence[Sequence[Report]]:
+        return await self._call_all("open_links", verdicts)
 
     async def send(
         self, version: int, engines: Sequence[str], timeout_s: float
     ) -> Sequence[Mapping[str, Report]]:
+        return await self._call_all("send", version, engines, timeout_s)
+
+    async def _call_all(self, method: str, *args: Any) -> list[Any]:
+        self.calls.append(method)
         return await asyncio.gather(
-            *(
-                asyncio.to_thread(sender.send, version, engines, timeout_s)
-                for sender in self._senders
-            )
+            *(asyncio.to_thread(getattr(sender, method), *args) for sender in self._senders)
         )
 
     def disconnect(self, engine: str) -> None:
@@ -160,19 +169,24 @@ class ThreadStage:
 
 
 @contextmanager
-def open_thread_stage(*engine_sizes: int, num_trainers: int = 2) -> Iterator[ThreadStage]:
-    """Serve an engine of so many ranks for each of `engine_sizes`."""
+def open_thread_stage(
+    *engine_sizes: int,
+    num_trainers: int = 2,
+    dtype: torch.dtype = torch.float32,
+    sizes: ToySizes = TINY,
+) -> Iterator[ThreadStage]:
+    """Serve an engine of so many ranks for each of `engine_sizes`; trainers hold float32."""
     faults: FaultsByLink = {}
     engines = []
     for num_ranks in engine_sizes:
-        models = [FusedEngine(rank, num_ranks, torch.float32) for rank in range(num_ranks)]
+        models = [FusedEngine(rank, num_ranks, dtype, sizes) for rank in range(num_ranks)]
         receivers = [WeightReceiver(_faulty(faults)) for _ in range(num_ranks)]
         engines.append(ThreadEngine(models, receivers))
     loop = asyncio.new_event_loop()
     runners = [loop.run_until_complete(serve(engine)) for engine in engines]
     thread = Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    stage = ThreadStage(ThreadTrainers(num_trainers, faults), engines, faults)
+    stage = ThreadStage(ThreadTrainers(num_trainers, faults, sizes), engines, faults)
     try:
         yield stage
     finally:

@@ -51,8 +51,14 @@ class ProcessRanks:
         """Have the fault happen on its rank over the next link to `engine`."""
         asyncio.run(self._call_all("inject", engine, fault))
 
-    async def connect(self, link: Link) -> Sequence[Report]:
-        return await self._call_all("connect", link)
+    async def describe(self) -> Sequence[bytes]:
+        return await self._call_all("describe")
+
+    async def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> Sequence[Sequence[bytes]]:
+        return await self._call_all("plan_links", offers)
+
+    async def open_links(self, verdicts: Sequence[tuple[str, str]]) -> Sequence[Sequence[Report]]:
+        return await self._call_all("open_links", verdicts)
 
     async def send(
         self, version: int, engines: Sequence[str], timeout_s: float
@@ -101,9 +107,17 @@ class _Rank:
     def inject(self, engine: str, fault: Fault) -> None:
         self._faults[engine] = fault
 
-    def connect(self, link: Link) -> Report:
+    def describe(self) -> bytes:
         assert self._sender is not None
-        return self._sender.connect(link)
+        return self._sender.describe()
+
+    def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> list[bytes]:
+        assert self._sender is not None
+        return self._sender.plan_links(offers)
+
+    def open_links(self, verdicts: Sequence[tuple[str, str]]) -> list[Report]:
+        assert self._sender is not None
+        return self._sender.open_links(verdicts)
 
     def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
         assert self._sender is not None

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 def assert_defect(patch: str, defect: object) -> None:
     """Fail unless `defect`, a sign that upstream without the patch is still defective, is true."""
-    assert defect, f"upstream works without {patch}: delete it and its row in docs/cpu.md"
+    assert defect, f"upstream works without {patch}: delete it and its entry in device/replaced"
 
 
 @contextmanager
