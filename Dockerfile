@@ -48,7 +48,7 @@ RUN git clone --depth 1 --branch $DEEPEP_REF https://github.com/deepseek-ai/Deep
     rm -rf /tmp/deepep
 
 WORKDIR /opt/mcore_rl
-COPY pyproject.toml setup.py README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE NOTICE ./
 COPY mcore_rl mcore_rl
 COPY checkpoint_tools checkpoint_tools
 COPY launch launch

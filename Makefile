@@ -5,6 +5,11 @@ PYTHON ?= python3.11
 VENV := .venv
 DOCS_VENV := .venv-docs
 AGENTS_VENV := .venv-agents
+MUTANTS_VENV := .venv-mutants
+NEWEST_VENV := .venv-newest
+NEWEST := megatron-core ray transformers
+# What meets upstream's names and files first: patches and stand-ins, options, layouts, loaders, training.
+NEWEST_TESTS ?= tests/house/test_patches.py tests/device tests/scenarios/device tests/config tests/slices tests/train tests/rollout tests/data
 BIN := $(VENV)/bin
 UV ?= $(shell command -v uv 2>/dev/null)
 MAKE_VENV = $(if $(UV),$(UV) venv -q --clear --python $(PYTHON),$(PYTHON) -m venv)
@@ -14,6 +19,7 @@ INSTALL = $(call install,$(VENV))
 TORCH := $(shell sed -n 's/^torch==/&/p' requirements/cpu.txt)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SEED ?= 0
+MINUTES ?= 60
 # Two keep two cores busy, and three are no faster. The tests of a file stay together, as they share sessions and engines.
 TEST_WORKERS ?= 2
 RUN ?= runs/quickstart_seed$(SEED)
@@ -23,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow quickstart gpu-check gpu-wheels gpu-lock docs agents-venv bench clean
+.PHONY: help venv lint test test-slow quickstart gpu-check warm-start gpu-lock docs agents-venv bench clean patches mutants-venv mutants newest
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -57,7 +63,7 @@ lint: venv ## ruff, pyright, import-linter
 
 # Tests start some hundred processes; each would compile this package's modules anew without bytecode on disk.
 test: export PYTHONDONTWRITEBYTECODE =
-test: lint agents-venv $(VENV)/triton ## everything CI runs: lint, then all tests but those that need a GPU or hours
+test: lint agents-venv mutants-venv $(VENV)/triton ## everything CI runs: lint, then all tests but those that need a GPU or hours
 	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: venv ## what takes longer, up to two hours: every part of a run killed in every phase
@@ -68,17 +74,30 @@ quickstart: venv ## train a small mixture-of-experts model with GRPO and show it
 	$(BIN)/mcore-rl sft recipe=tiny_moe_grpo model.init=random run.seed=$(SEED) run.dir=$(RUN)/warm_start
 	$(BIN)/mcore-rl train recipe=tiny_moe_grpo model.path=$(RUN)/warm_start/hf run.seed=$(SEED) run.dir=$(RUN)
 
-gpu-check: ## what a run needs from this machine's GPU, checked without a network: STAGES=sync,probes WHEELS=<folder>
-	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m mcore_rl.doctor --gpu $(if $(STAGES),--stages $(STAGES)) $(if $(WHEELS),--wheels $(WHEELS))
+gpu-check: ## what a run needs from this machine's GPU, checked without a network: STAGES=sync,probes or CHECKS=te:speed
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m mcore_rl.doctor --gpu $(if $(STAGES),--stages $(STAGES)) $(if $(CHECKS),--checks '$(CHECKS)')
 
-gpu-wheels: venv ## what gpu-check needs besides torch, into wheels/, for a machine with Python 3.12 and no network
-	$(BIN)/python -m pip download -q --no-deps --only-binary :all: --python-version 3.12 -d wheels $(shell grep -iE '^(megatron-core|zlib-ng|omegaconf|rich|markdown-it-py|mdurl|orjson|pybase64|pygments|pyyaml)==' requirements/cpu.txt) torch_memory_saver==0.0.10
-	$(BIN)/python -m pip wheel -q --no-deps -w wheels $(shell grep -E '^antlr4-python3-runtime==' requirements/cpu.txt)
+warm-start: venv ## data/warm_start: a small model that learns within 40 steps, made here for gpu-check elsewhere
+	$(BIN)/python -m mcore_rl.doctor.warm_start
 
-gpu-lock: venv ## requirements/gpu.txt: every version that a GPU node installs, from the pins in pyproject.toml
-	@sed -n '/^#/p' requirements/gpu.txt > requirements/gpu.txt.new
-	$(BIN)/uv pip compile -q pyproject.toml --extra gpu --extra tracking --python-version 3.12 --python-platform x86_64-manylinux_2_34 --no-header --no-annotate >> requirements/gpu.txt.new
-	@mv requirements/gpu.txt.new requirements/gpu.txt
+patches: venv ## docs/patches.md: every name of other packages that is replaced
+	$(BIN)/python -m mcore_rl.device.replaced > docs/patches.md
+
+# uv keeps the versions of the file that it finds, as long as they lie in the ranges of pyproject.toml.
+gpu-lock: venv ## requirements/gpu.txt: every version that a GPU node installs; UPGRADE=1 takes the newest in the ranges
+	@cp requirements/gpu.txt requirements/gpu.txt.new
+	$(BIN)/uv pip compile -q pyproject.toml --extra gpu --extra tracking --python-version 3.12 --python-platform x86_64-manylinux_2_34 --no-header --no-annotate $(if $(UPGRADE),--upgrade) -o requirements/gpu.txt.new > /dev/null
+	@(sed -n '/^#/p' requirements/gpu.txt; sed '/^#/d' requirements/gpu.txt.new) > requirements/gpu.txt.made
+	@mv requirements/gpu.txt.made requirements/gpu.txt && rm requirements/gpu.txt.new
+
+# The locked environment with the newest of the packages that are pinned exactly. SGLang comes without its requirements,
+# which name CUDA wheels; of the others, only what they need is upgraded.
+newest: ## the newest sglang, megatron-core, ray and transformers in .venv-newest, and the tests that fail with them
+	@$(MAKE) venv VENV=$(NEWEST_VENV)
+	$(NEWEST_VENV)/bin/uv pip install -q --python $(NEWEST_VENV)/bin/python $(foreach name,$(NEWEST),--upgrade-package $(name)) $(NEWEST)
+	$(NEWEST_VENV)/bin/uv pip install -q --python $(NEWEST_VENV)/bin/python --no-deps --upgrade sglang
+	@$(NEWEST_VENV)/bin/uv pip list --python $(NEWEST_VENV)/bin/python | grep -iE '^(sglang|megatron-core|ray|transformers|tokenizers|huggingface-hub|torch) '
+	$(NEWEST_VENV)/bin/python -m pytest -q -m "not gpu and not slow and not e2e" -rfE --tb=line $(NEWEST_TESTS)
 
 docs: $(DOCS_VENV)/.installed ## the documentation site with an API reference, into site/; fails on a dead link
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build -q
@@ -99,9 +118,19 @@ $(AGENTS_VENV)/.installed: requirements/agents.txt requirements/verl.txt
 	@$(call install,$(AGENTS_VENV)) --no-deps --target $(AGENTS_VENV)/verl -r requirements/verl.txt
 	@touch $@
 
+mutants-venv: $(MUTANTS_VENV)/.installed ## .venv-mutants with cosmic-ray, for the next target and its test
+
+$(MUTANTS_VENV)/.installed: $(VENV)/.installed requirements/mutants.txt
+	@rm -rf $(MUTANTS_VENV)
+	@$(INSTALL) --no-deps --target $(MUTANTS_VENV) -r requirements/mutants.txt
+	@touch $@
+
+mutants: venv mutants-venv ## plant small faults and list those that no test notices: MINUTES=60, goes on where it stopped
+	$(BIN)/python benchmarks/mutants.py --minutes $(MINUTES)
+
 bench: venv ## tokens per second of a GRPO step, beside TRL's
 	$(BIN)/python benchmarks/grpo_step.py
 
 clean: ## remove what make and the runs made, .venv included
-	rm -rf $(VENV) $(DOCS_VENV) $(AGENTS_VENV) site benchmarks/.trl runs data .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(DOCS_VENV) $(AGENTS_VENV) $(MUTANTS_VENV) .mutants $(NEWEST_VENV) site benchmarks/.trl runs data .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,11 +1,9 @@
 """Runs the mcore-rl command: takes a recipe's name and overrides, and fills a run folder."""
 
-import _thread
 import argparse
 import logging
 import os
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,8 +12,15 @@ import launch.cli
 from mcore_rl import __version__
 from mcore_rl.cluster.worker_forks import worker_forks
 from mcore_rl.config.recipe import list_recipes
+from mcore_rl.process.command_line import parse_arguments
+from mcore_rl.process.cores import check_threads
+from mcore_rl.process.fork_signals import keep_interrupts
+from mcore_rl.process.home import keep_home_usable
 from mcore_rl.process.lazy_imports import without_collector
+from mcore_rl.process.proxies import bypass_proxies
 from mcore_rl.process.redaction import redact, remember_environment
+from mcore_rl.process.safe_path import keep_path_safe
+from mcore_rl.process.short_folder import keep_sockets_short
 from mcore_rl.process.stop_request import EXIT_STATUS, StoppedEarly, watch_for_stop_requests
 from mcore_rl.rollout.engine_forks import engine_forks
 from mcore_rl.run.agent_command import add_arguments as add_agent_arguments
@@ -41,11 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns its exit status: 0 done, 1 failed, 2 wrong input, 75 saved and stopped on request (the
     same command continues), 130 interrupted.
     """
-    args = make_parser().parse_args(argv)
+    args = parse_arguments(make_parser(), argv)
     keep_interrupts()
     remember_environment()
+    keep_path_safe()
+    os.environ.update(bypass_proxies(os.environ))
     _show_data_counts()
     try:
+        keep_sockets_short()
+        keep_home_usable()
+        check_threads(os.environ)
         args.run(args)
     except ValueError as error:
         return _fail(error, 2)
@@ -56,19 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     return 0
-
-
-def keep_interrupts() -> None:
-    """Raise a Ctrl-C again if it hit a callback whose exceptions Python drops, as around a fork."""
-
-    def raise_again(dropped: "sys.UnraisableHookArgs") -> None:
-        if not issubclass(dropped.exc_type, KeyboardInterrupt):
-            sys.__unraisablehook__(dropped)
-            return
-        # Not from here: an exception of this hook would be dropped as well.
-        threading.Timer(0.05, _thread.interrupt_main).start()
-
-    sys.unraisablehook = raise_again
 
 
 def _show_data_counts() -> None:
@@ -164,7 +161,17 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     for name in ("tp", "ep", "pp"):
         command.add_argument(f"--{name}", type=int, default=1, help="size in SGLang (%(default)s)")
-    command.add_argument("--dtype", default="auto", help="auto: as in config.json (%(default)s)")
+    command.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="auto: as in config.json (%(default)s)",
+    )
+    command.add_argument(
+        "--grammar-backend",
+        choices=("none", "xgrammar"),
+        help="honor response_format and forced tool calls (on a GPU xgrammar, otherwise none)",
+    )
     command.add_argument("--kv-cache-len", type=int, default=65536, help="tokens (%(default)s)")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     command.add_argument("--port", type=int, default=30000, help="(%(default)s)")
@@ -249,6 +256,7 @@ def _serve(args: argparse.Namespace) -> None:
     from checkpoint_tools.options import Effort
     from checkpoint_tools.to_hf import to_hf
     from mcore_rl.rollout.engine_spec import EngineSpec
+    from mcore_rl.rollout.served_dtype import find_dtype
     from mcore_rl.run.serving import find_model, run_server, serving_keys
 
     if args.once and not args.ask:
@@ -258,10 +266,11 @@ def _serve(args: argparse.Namespace) -> None:
         effort = Effort(2 << 30, min(8, os.cpu_count() or 1))
         return to_hf(checkpoint, source_hf, out, None, None, 4 << 30, effort)[0]
 
+    model = find_model(args.checkpoint, args.source_hf, merge)
     spec = EngineSpec(
-        model_path=str(find_model(args.checkpoint, args.source_hf, merge)),
+        model_path=str(model),
         log_path=str(args.log),
-        dtype=args.dtype,
+        dtype=find_dtype(args.dtype, model, "--dtype"),
         tp=args.tp,
         ep=args.ep,
         pp=args.pp,
@@ -270,6 +279,7 @@ def _serve(args: argparse.Namespace) -> None:
         host=args.host,
         port=args.port,
         keys=serving_keys(args.key_file, args.host),
+        extra_args=("--grammar-backend", args.grammar_backend) if args.grammar_backend else (),
     )
     run_server(spec, args.ask, args.once, args.startup_timeout_s)
 

@@ -33,9 +33,18 @@ ScoreLater = Callable[[Samples], Awaitable[Scores]]
 
 class Generator(Protocol):
     def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        *,
+        greedy: bool,
+        seed: int,
+        for_eval: bool = False,
     ) -> list[Any]:
-        """Return `num_samples` samples of each prompt, in the order of the prompts."""
+        """Return `num_samples` samples of each prompt, in the order of the prompts.
+
+        for_eval   draw them by the options of evaluations, where these differ from training's
+        """
         ...
 
     def idle_share(self) -> float:

@@ -6,10 +6,14 @@ config.yaml      the recipe with all overrides and defaults, without secrets
 checkpoints/     step_000010, critic_000010, ...; an incomplete one has another name
 hf/, critic_hf/  the exported policy and critic
 profile/         captures of steps, if the recipe asks for them
+canary.json      rounding between trainer and engines, as the canary has learned it
 metrics.jsonl, samples.jsonl, episodes.jsonl, tensorboard/, summary.json, reward_curve.png
+
+A log that reaches log.rotate_mib becomes a segment, such as metrics.000001.jsonl.
 """
 
 import logging
+import os
 import re
 import shutil
 import sys
@@ -17,16 +21,26 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from mcore_rl.config import Config
 from mcore_rl.config.secrets import written_config
-from mcore_rl.process.disk import describe_full_disk, is_disk_full, reporting_full_disk
+from mcore_rl.process.disk import (
+    DELETED,
+    describe_full_disk,
+    is_disk_full,
+    reporting_full_disk,
+)
+from mcore_rl.process.file_list import MANIFEST, find_fault
 from mcore_rl.process.file_lock import LockedError, holding_lock
+from mcore_rl.process.log_segments import rotate
 from mcore_rl.process.redaction import RedactingFormatter
 
-DELETED = ".deleted"
+DAMAGED = ".damaged"
+"""Suffix of a checkpoint that was found damaged when a run resumed."""
+_log = logging.getLogger(__name__)
 
 
 class RunFolder:
@@ -38,6 +52,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "hf"
         self.critic_export = self.path / "critic_hf"
+        self.canary = self.path / "canary.json"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -62,16 +77,19 @@ class RunFolder:
         """Create the folder, keep the configuration in it, and log this process to its file.
 
         Returns the checkpoint to continue from. With run.resume=false there is none: checkpoints of
-        an earlier run are moved aside, so that a later resume does not mistake them for this run's.
+        an earlier run are moved aside, so that a later resume does not mistake them for this run's,
+        and what its canary has learned is deleted.
         """
         with _refusing_run_dir(self.path):
             if self.checkpoints.exists() and not config.run.resume:
                 self.checkpoints.rename(
                     self.path / f"checkpoints.before_{time.strftime('%Y%m%d_%H%M%S')}"
                 )
+            if not config.run.resume:
+                self.canary.unlink(missing_ok=True)
             self.logs.mkdir(parents=True, exist_ok=True)
             OmegaConf.save(OmegaConf.create(written_config(config)), self.path / "config.yaml")
-            handler = _LogFile(self.logs / "controller.log")
+            handler = _LogFile(self.logs / "controller.log", config.log.rotate_bytes)
         handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         package = logging.getLogger("mcore_rl")
         package.setLevel(logging.INFO)
@@ -85,33 +103,59 @@ class RunFolder:
         return self.checkpoints / f"critic_{step:06d}"
 
     def newest_checkpoint(self) -> Path | None:
-        """Return the complete checkpoint of the highest step, or None."""
-        steps = self._complete_steps()
-        return self.checkpoint(max(steps)) if steps else None
+        """Return the complete checkpoint of the highest step, or None.
+
+        A damaged one counts here, as `complete_steps` says, so that a resume refuses it by name.
+        """
+        steps = self.complete_steps()
+        return self.checkpoint(steps[-1]) if steps else None
+
+    def parts_of(self, step: int) -> list[Path]:
+        """Return the folders that make up the checkpoint of a step."""
+        parts = [self.checkpoint(step), self.critic_checkpoint(step)]
+        return parts if self._has_critic else parts[:1]
+
+    def move_damaged(self, step: int) -> None:
+        """Rename the checkpoint of a step, so that it counts no longer and is not deleted."""
+        for path in self.parts_of(step):
+            aside = path.with_name(path.name + DAMAGED)
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
     def prune(self, keep: int) -> None:
-        """Delete all complete checkpoints except the newest `keep`.
+        """Delete all whole checkpoints except the newest `keep`.
 
-        They are renamed first: a checkpoint that is half deleted must not look complete.
+        A checkpoint that is not what its list of files proves is neither counted nor deleted.
+        The others are renamed first: a checkpoint that is half deleted must not look complete.
         """
-        for step in sorted(self._complete_steps())[:-keep]:
+        whole = [
+            step for step in self.complete_steps() if not any(map(find_fault, self.parts_of(step)))
+        ]
+        for step in whole[:-keep]:
             for path in (self.checkpoint(step), self.critic_checkpoint(step)):
                 if path.exists():
                     path.rename(path.with_name(path.name + DELETED))
         for path in self.checkpoints.glob(f"*{DELETED}"):
             shutil.rmtree(path)
 
-    def _complete_steps(self) -> set[int]:
-        """Return the steps whose checkpoints have all their parts."""
-        parts = ("step", "critic") if self._has_critic else ("step",)
-        return set.intersection(*(self._saved_steps(part) for part in parts))
+    def complete_steps(self) -> list[int]:
+        """Return, in order, the steps whose checkpoints have all their parts, each with its list.
 
-    def _saved_steps(self, part: str) -> set[int]:
-        names = (
-            re.fullmatch(part + r"_(\d{6})", path.name)
-            for path in self.checkpoints.glob(f"{part}_*")
-        )
-        return {int(name[1]) for name in names if name}
+        The list of files is written last. A folder without it counts if it has the files of a
+        checkpoint, as older versions left them.
+        """
+        found = (re.fullmatch(r"step_(\d{6,})", p.name) for p in self.checkpoints.glob("step_*"))
+        steps = sorted(int(name[1]) for name in found if name)
+        return [step for step in steps if all(map(_counts, self.parts_of(step)))]
+
+
+def _counts(folder: Path) -> bool:
+    if (folder / MANIFEST).is_file():
+        return True
+    fault = find_fault(folder)
+    if fault and folder.exists():
+        _log.warning("%s: it is not a checkpoint and does not count", fault)
+    return not fault
 
 
 @contextmanager
@@ -127,11 +171,28 @@ def _refusing_run_dir(path: Path) -> Iterator[None]:
 
 
 class _LogFile(logging.FileHandler):
-    """A log that takes any text and reports a full disk once, as the run can do without it."""
+    """A log that takes any text and reports a full disk once, as the run can do without it.
 
-    def __init__(self, path: Path) -> None:
+    Once it has `rotate_bytes`, it becomes a segment and a new one begins; 0: never.
+    """
+
+    def __init__(self, path: Path, rotate_bytes: int = 0) -> None:
         super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        self._rotate_bytes = rotate_bytes
         self._is_full = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        stream: Any = self.stream
+        if not self._rotate_bytes or stream is None:
+            return
+        try:
+            if os.fstat(stream.fileno()).st_size >= self._rotate_bytes:
+                stream.close()
+                self.stream: Any = None  # the next record opens it
+                rotate(Path(self.baseFilename))
+        except OSError:
+            self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
