@@ -23,7 +23,7 @@ class TempDir:
     def __init__(self, parent: str = "") -> None:
         """`parent` empty: the system's folder for temporary files, or a shorter one for sockets."""
         parent = parent or str(find_short_root(_BELOW))
-        sweep(parent=parent)
+        sweep(parent)
         self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
         self._lock = os.open(self.path, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -36,9 +36,9 @@ class TempDir:
             self._lock = -1
 
 
-def sweep(min_age_s: float = _MIN_AGE_S, parent: str = "") -> None:
+def sweep(parent: str, min_age_s: float = _MIN_AGE_S) -> None:
     """Remove folders older than `min_age_s` in `parent` that nobody has locked."""
-    for path in Path(parent or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for path in Path(parent).glob(f"{_PREFIX}*"):
         with contextlib.suppress(FileNotFoundError, PermissionError):
             if time.time() - path.stat().st_mtime > min_age_s and not _is_locked(path):
                 shutil.rmtree(path, ignore_errors=True)

@@ -2,23 +2,20 @@
 
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from mcore_rl.process.temp_dir import TempDir, sweep
 
 OWN_A_FOLDER = """
-import os, signal, sys, tempfile
-tempfile.tempdir = sys.argv[1]
+import os, signal, sys
 from mcore_rl.process.temp_dir import TempDir
-folder = TempDir()
+folder = TempDir(sys.argv[1])
 print(folder.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_only_folders_without_an_owner_are_swept(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_only_folders_without_an_owner_are_swept(tmp_path):
     killed = subprocess.run(
         [sys.executable, "-c", OWN_A_FOLDER, str(tmp_path)],
         capture_output=True,
@@ -26,10 +23,10 @@ def test_only_folders_without_an_owner_are_swept(tmp_path, monkeypatch):
         timeout=60,
     )
     left = Path(killed.stdout.strip())
-    mine, other = TempDir(), tmp_path / "not_ours"
+    mine, other = TempDir(str(tmp_path)), tmp_path / "not_ours"
     other.mkdir()
     assert left.is_dir(), "too young to be swept"
-    sweep(min_age_s=0.0)
+    sweep(str(tmp_path), min_age_s=0.0)
     assert not left.exists()
     assert Path(mine.path).is_dir() and other.is_dir()
     mine.remove()
