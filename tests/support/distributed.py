@@ -4,6 +4,7 @@ A failure raises with every rank's traceback. The processes are forks of a serve
 torch and megatron-core once, so that a launch is cheap.
 """
 
+import contextlib
 import gc
 import multiprocessing as mp
 import os
@@ -33,7 +34,7 @@ def run_ranks(
     port = find_free_port("127.0.0.1")
     ranks = []
     for rank in range(world_size):
-        ours, theirs = context.Pipe(duplex=False)
+        ours, theirs = context.Pipe()
         process = context.Process(
             target=_rank_main, args=(theirs, fn, rank, world_size, port, args), daemon=True
         )
@@ -43,6 +44,8 @@ def run_ranks(
     try:
         return _collect([ours for _, ours in ranks], timeout_s)
     finally:
+        for _, ours in ranks:
+            ours.close()
         for process, _ in ranks:
             process.join(timeout=5)
             if process.is_alive():
@@ -133,4 +136,6 @@ def _rank_main(
         answer = (False, traceback.format_exc())
     # plain pickle sends tensors by value; multiprocessing's would share their memory
     connection.send_bytes(pickle.dumps(answer))
+    with contextlib.suppress(EOFError):  # rank 0 holds the store that slower ranks still ask
+        connection.recv_bytes()
     connection.close()
