@@ -1,4 +1,4 @@
-"""Keeps folders of which every user knows the names, such as caches below /tmp, to one user."""
+"""Keeps caches below /tmp, and other folders with well-known names, to one user."""
 
 import os
 import stat
