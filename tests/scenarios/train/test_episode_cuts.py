@@ -28,6 +28,8 @@ NUM_TREES = 100
 NUM_BATCHES = 10
 LAYOUTS = [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp": 2, "ep": 1}, {"ep": 2}]
 SHARING_LAYOUTS = [layout for layout in LAYOUTS if "cp" not in layout]
+TOLERANCE = 2e-6
+"""Of the largest gradient. Rounding alone moves one by 1.04e-6 without AVX-512."""
 
 
 def one_more(tree: TurnTree) -> list[int]:
@@ -116,11 +118,11 @@ def test_any_cut_gives_the_same_gradient_in_every_layout(tmp_path: Path) -> None
         first = first or wanted
         assert max(g.abs().max().item() for g in wanted.values()) > 1e-3
         for boxed, cut in zip(of_batch, CUTS, strict=True):
-            check_gradients([boxed], wanted, (number, cut))
+            check_gradients([boxed], wanted, (number, cut), TOLERANCE)
         for boxed, cut in zip(shared[here], CUTS, strict=True):
-            check_gradients([boxed], wanted, (number, cut, "shared"))
+            check_gradients([boxed], wanted, (number, cut, "shared"), TOLERANCE)
     for layouts, share_prefixes in ((LAYOUTS, False), (SHARING_LAYOUTS, True)):
         per_rank = run_ranks(in_layouts, 2, model, layouts, share_prefixes, timeout_s=300)
         for layout, *of_ranks in zip(layouts, *per_rank, strict=True):
             for cut, *boxed in zip(CUTS, *of_ranks, strict=True):
-                check_gradients(boxed, first, (layout, cut, share_prefixes), 2e-6)
+                check_gradients(boxed, first, (layout, cut, share_prefixes), TOLERANCE)
