@@ -31,6 +31,8 @@ from ray._raylet import getproctitle  # type: ignore[attr-defined]
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_put
 from ray.util import rpdb
 
+from mcore_rl.process.variables import set_variables
+
 _log = logging.getLogger(__name__)
 
 NAMESPACE = "mcore_rl"
@@ -99,17 +101,13 @@ def answered_in_controller(wait_s: float) -> Iterator[None]:
     Without a terminal it waits `wait_s` for a debugger. If none comes, the process goes on and
     passes over all further breakpoints: a run that nobody looks at must not stand still for ever.
     """
-    before = os.environ.get(_VARIABLE)
-    os.environ[_VARIABLE] = _HOOK
     _patience.wait_s = wait_s
     _patience.is_over = False
     try:
-        yield
+        with set_variables({_VARIABLE: _HOOK}):
+            yield
     finally:
         _patience.wait_s = None
-        os.environ.pop(_VARIABLE, None)
-        if before is not None:
-            os.environ[_VARIABLE] = before
 
 
 def stop() -> None:

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from mcore_rl.process.variables import set_variables
+
 _log = logging.getLogger(__name__)
 _BY_USER = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _PATH = "RAY_AUTH_TOKEN_PATH"
@@ -29,14 +31,8 @@ def own_token(folder: Path) -> Iterator[None]:
         return
     path = folder / "token"
     _write(path)
-    before = os.environ.get(_PATH)
-    os.environ[_PATH] = str(path)
-    try:
+    with set_variables({_PATH: str(path)}):
         yield
-    finally:
-        del os.environ[_PATH]
-        if before is not None:
-            os.environ[_PATH] = before
 
 
 def _keep_at_home() -> bool:

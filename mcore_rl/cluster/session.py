@@ -27,6 +27,7 @@ from mcore_rl.cluster.small_ray import small_ray
 from mcore_rl.config import ClusterConfig
 from mcore_rl.device import has_cuda
 from mcore_rl.process.fork_signals import handle_outside_forks
+from mcore_rl.process.variables import set_variables
 
 _log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 10.0
@@ -196,14 +197,8 @@ def _few_tries() -> Iterator[None]:
 
     The head's port answers by now, so a refusal is one for good.
     """
-    before = os.environ.get(_TRIES)
-    os.environ[_TRIES] = before or str(JOIN_TRIES)
-    try:
+    with set_variables({_TRIES: os.environ.get(_TRIES) or str(JOIN_TRIES)}):
         yield
-    finally:
-        os.environ.pop(_TRIES)
-        if before is not None:
-            os.environ[_TRIES] = before
 
 
 def _exit_on_sigterm() -> None:

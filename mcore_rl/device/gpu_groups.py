@@ -1,13 +1,12 @@
 """NCCL communicators that are independent of the process's default group."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from threading import Lock
 from typing import Any
 
 from torch import distributed
+
+from mcore_rl.process.variables import set_variables
 
 _LEFT_TO_CALLERS = timedelta(days=1)
 """The age at which torch gives a pending operation up and has it raise to whoever polls it.
@@ -31,19 +30,6 @@ def make_group(store: Any, rank: int, size: int, max_ctas: int | None = None) ->
     options._timeout = _LEFT_TO_CALLERS
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
-    with _environment(_ERROR_HANDLING, "0"):  # torch reads it when a group is made
+    # torch reads it when a group is made
+    with _environment_lock, set_variables({_ERROR_HANDLING: "0"}):
         return group_type(store, rank, size, options)
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    with _environment_lock:
-        before = os.environ.get(name)
-        os.environ[name] = value
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = before

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.process.log_segments import rotate
+from mcore_rl.process.variables import set_variables
 
 ROTATE_BYTES = "MCORE_RL_ROTATE_LOG_BYTES"
 """The variable that tells the processes of a run at which size to rotate their logs."""
@@ -27,14 +28,8 @@ _LOOK_EVERY_S = 2.0
 @contextlib.contextmanager
 def rotating_logs(rotate_bytes: int) -> Iterator[None]:
     """Have processes that start in the block rotate logs of `rotate_bytes`; 0: none does."""
-    before = os.environ.get(ROTATE_BYTES)
-    os.environ[ROTATE_BYTES] = str(rotate_bytes)
-    try:
+    with set_variables({ROTATE_BYTES: str(rotate_bytes)}):
         yield
-    finally:
-        del os.environ[ROTATE_BYTES]
-        if before is not None:
-            os.environ[ROTATE_BYTES] = before
 
 
 def rotate_output(look_every_s: float = _LOOK_EVERY_S) -> None:

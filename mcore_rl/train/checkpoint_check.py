@@ -7,7 +7,6 @@ both are read by restricted unpicklers first, and the load runs with the restric
 
 import io
 import logging
-import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_rl.process.variables import set_variables
 from mcore_rl.slices.hf.checksums import MANIFEST, ByteSpan, read_manifest
 from mcore_rl.slices.megatron_files.bounded import check_archive, check_bounded
 from mcore_rl.slices.megatron_files.integrity import (
@@ -61,16 +61,11 @@ def only_safe_pickles() -> Iterator[None]:
     Beside the classes that torch and megatron-core allow, `bytes` is allowed: an empty BytesIO is
     pickled with it.
     """
-    previous = {name: os.environ.pop(name, None) for name in (_FORCE_SAFE, _FORCE_UNSAFE)}
-    os.environ[_FORCE_SAFE] = "1"
-    try:
-        with torch.serialization.safe_globals([bytes]):
-            yield
-    finally:
-        del os.environ[_FORCE_SAFE]
-        for name, value in previous.items():
-            if value is not None:
-                os.environ[name] = value
+    with (
+        set_variables({_FORCE_SAFE: "1", _FORCE_UNSAFE: None}),
+        torch.serialization.safe_globals([bytes]),
+    ):
+        yield
 
 
 def _on_all_ranks(check: Callable[[Path], None], folder: Path) -> None:

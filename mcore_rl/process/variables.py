@@ -1,0 +1,24 @@
+"""Sets environment variables of this process, and so of those that it starts, for a block."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+
+@contextmanager
+def set_variables(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Give the variables these values within the block, None for not set; then those of before."""
+    before = {name: os.environ.get(name) for name in values}
+    _apply(values)
+    try:
+        yield
+    finally:
+        _apply(before)
+
+
+def _apply(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
