@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from mcore_rl.slices.megatron_files.metadata import Place, read_metadata, read_places, read_shape
 
@@ -44,6 +45,28 @@ def test_tensors_and_places_are_read_in_every_protocol(protocol: int) -> None:
     }
 
 
+def test_members_of_enums_are_read_as_the_first_releases_of_3_11_pickle_them() -> None:
+    member = Named(getattr, WriteItemType, "TENSOR")
+    metadata = read_metadata(pickled({}, 4, planner_data=member), "file")
+    assert metadata.get("planner_data").args == ("TENSOR",)
+
+
+@pytest.mark.parametrize(
+    ("holder", "name"),
+    [
+        (WriteItemType, "__class__"),
+        (WriteItemType, 3),
+        (Metadata, "TENSOR"),
+        (torch.Size, "COUNT"),
+        ("text", "UPPER"),
+    ],
+)
+def test_attributes_of_anything_else_are_not(holder: Any, name: Any) -> None:
+    content = pickled({}, 4, planner_data=Named(getattr, holder, name))
+    with pytest.raises(ValueError, match=r"names builtins\.getattr of what is no enum: not loaded"):
+        read_metadata(content, "file")
+
+
 class Named:
     """Pickles as a call of any callable."""
 
@@ -64,7 +87,7 @@ class Named:
     ],
 )
 def test_other_names_are_refused(function: Any, name: str) -> None:
-    content = pickled({}, protocol=4, planner_data=Named(function, "x"))
+    content = pickled({}, protocol=4, planner_data=Named(function, "x", "y"))
     with pytest.raises(ValueError, match=rf"^file is damaged .* names {name}"):
         read_metadata(content, "file")
 
