@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mcore_rl.cluster import watchdog
-from mcore_rl.process.own_folder import compile_cache
+from mcore_rl.process.own_folder import compile_caches
 from mcore_rl.process.short_folder import find_short_root
 
 TEMP_PREFIX = "mcore_rl_ray_"
@@ -33,7 +33,7 @@ def marked_processes(session: str) -> Iterator[None]:
     watchdog_process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     before = dict(os.environ)
     os.environ[watchdog.MARK] = os.environ["TMPDIR"] = session
-    os.environ.update(compile_cache())
+    os.environ.update(compile_caches())
     try:
         yield
     finally:

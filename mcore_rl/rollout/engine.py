@@ -13,7 +13,7 @@ import psutil
 
 from mcore_rl.process.log_segments import read_tail
 from mcore_rl.process.network import loopback_interfaces, zmq_peers
-from mcore_rl.process.own_folder import compile_cache
+from mcore_rl.process.own_folder import compile_caches
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.process.proxies import bypass_proxies, open_directly
 from mcore_rl.process.server_keys import bearer
@@ -154,7 +154,7 @@ def make_environment(spec: EngineSpec, temp_dir: str) -> dict[str, str]:
     """
     environment = {**os.environ, "TMPDIR": temp_dir, "PYTHONUNBUFFERED": "1"}
     environment |= bypass_proxies(environment, [spec.host, *spec.node_addresses])
-    environment |= compile_cache()
+    environment |= compile_caches()
     variables = zmq_peers(spec.host, spec.node_addresses)
     if spec.is_local:
         variables |= loopback_interfaces()

@@ -84,7 +84,7 @@ def test_the_caches_have_a_place_under_any_user_id() -> None:
         "cache().mkdir(parents=True); print(cache())"
     )
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        os.chmod(folder, 0o777)
+        os.chmod(folder, 0o1777)
         done = subprocess.run(
             [sys.executable, "-c", code],
             env={"PYTHONPATH": os.environ["PYTHONPATH"], "TMPDIR": folder},

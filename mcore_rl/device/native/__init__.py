@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_rl.process.own_folder import make_own_folder
+
 FLAGS = (
     "-O3",
     "-march=native",
@@ -62,18 +64,12 @@ def find_compiler() -> list[str] | None:
 
 
 def library_dir() -> Path:
-    """Return mcore_rl/native in $XDG_CACHE_HOME or ~/.cache, or a new folder if that is not ours.
+    """Return mcore_rl/native in $XDG_CACHE_HOME or ~/.cache, or a new folder if others write there.
 
     A library that another user wrote would run with this user's rights.
     """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "mcore_rl" / "native"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="mcore_rl_native_"))
-    is_ours = folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK)
-    return folder if is_ours else Path(tempfile.mkdtemp(prefix="mcore_rl_native_"))
+    return make_own_folder(Path(base) / "mcore_rl" / "native")
 
 
 def _version(compiler: Sequence[str]) -> str:

@@ -72,6 +72,14 @@ def test_a_compiler_that_fails_is_quoted(cache: Path, monkeypatch, tmp_path) -> 
     assert not list(cache.iterdir())
 
 
+def test_a_cache_that_others_write_to_is_replaced(cache: Path) -> None:
+    assert library_dir() == cache and cache.stat().st_mode & 0o777 == 0o700
+    cache.chmod(0o770)
+    folder = library_dir()
+    assert folder != cache and folder.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
+
+
 def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
