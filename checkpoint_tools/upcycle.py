@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from checkpoint_tools.assembly import whole
 from checkpoint_tools.hf import open_hf
@@ -25,6 +24,7 @@ from checkpoint_tools.stored import Checkpoint, Chunk
 from mcore_rl.process.disk import reporting_full_disk
 from mcore_rl.slices.families import FAMILIES, family_of, refuse_unsupported
 from mcore_rl.slices.families.table import Family, HfConfig
+from mcore_rl.slices.hf.files import save_tensors
 from mcore_rl.slices.hf.folder import TEMPORARY, write_small_files
 
 EXPERTS_OF = {"LlamaForCausalLM": "MixtralForCausalLM", "Qwen3ForCausalLM": "Qwen3MoeForCausalLM"}
@@ -140,7 +140,7 @@ def _make_routers(path: Path, settings: HfConfig, source: Checkpoint, seed: int)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + TEMPORARY)
         with reporting_full_disk(temporary):
-            save_file(weights, temporary)
+            save_tensors(weights, temporary)
         temporary.rename(path)
     tensors: Mapping[str, Any] = read_header(path)
     return Checkpoint("hf", path.parent, tensors, (), None)

@@ -2,7 +2,7 @@
 
 import logging
 import os
-import tempfile
+import uuid
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -73,11 +73,11 @@ def _write(path: Path, rows: Sequence[Sequence[int]]) -> None:
     lens = np.array([len(row) for row in rows], dtype=np.int64)
     ids = np.fromiter((value for row in rows for value in row), dtype=np.int32, count=lens.sum())
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-        try:
+    temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("xb") as file:  # umask decides who may read it
             np.savez(file, ids=ids, lens=lens)
-            file.close()
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

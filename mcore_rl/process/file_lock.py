@@ -50,7 +50,7 @@ class _LockFile:
         self._path = path
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            self._fd = os.open(path, flags, 0o644)
+            self._fd = os.open(path, flags, 0o666)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
