@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from checkpoint_tools.options import Effort, parse_bytes, show_bytes
+from mcore_rl.process.refused_files import explain_refusal
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_HELP = "dtype of the result (as in the source)"
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except (ValueError, OSError) as error:
-        return _fail(error, 2)
+        return _fail(explain_refusal(error), 2)
     except RuntimeError as error:
         return _fail(error, 1)
     except KeyboardInterrupt:

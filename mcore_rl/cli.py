@@ -19,6 +19,7 @@ from mcore_rl.process.home import keep_home_usable
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.process.proxies import bypass_proxies
 from mcore_rl.process.redaction import redact, remember_environment
+from mcore_rl.process.refused_files import explain_refusal, is_refused
 from mcore_rl.process.safe_path import keep_path_safe
 from mcore_rl.process.short_folder import keep_sockets_short
 from mcore_rl.process.stop_request import EXIT_STATUS, StoppedEarly, watch_for_stop_requests
@@ -61,6 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     except RuntimeError as error:
         return _fail(error, 1)
+    except OSError as error:
+        if not is_refused(error):
+            raise
+        return _fail(explain_refusal(error), 2)
     except StoppedEarly as stopped:
         return _fail(stopped, EXIT_STATUS)
     except KeyboardInterrupt:

@@ -7,6 +7,7 @@ from importlib import import_module
 
 from mcore_rl.doctor.machine.finding import Finding, failed
 from mcore_rl.doctor.machine.needs import MachineNeeds
+from mcore_rl.process.refused_files import explain_refusal
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,9 @@ def run_check(check: MachineCheck, needs: MachineNeeds) -> list[Finding]:
         except ModuleNotFoundError as error:
             remedy = f"pip install {(error.name or '').partition('.')[0]}"
             found.append(failed(check.name, f"{error.name} is not installed", remedy))
+        except PermissionError as error:
+            path, _, remedy = explain_refusal(error).partition("; ")
+            found.append(failed(check.name, path, remedy))
         except Exception as error:  # a check that breaks must not hide what the others find
             text = f"the check itself failed: {type(error).__name__}: {error}"
             remedy = "report it, with this line; --only leaves this check out"

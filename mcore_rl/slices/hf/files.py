@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_rl.process.disk import force_to_disk
+from mcore_rl.process.refused_files import check_readable
 from mcore_rl.slices.box import Box, Shard, itemsize
 from mcore_rl.slices.families.settings import DEQUANTIZE_REMEDY
 from mcore_rl.slices.families.table import HfConfig, Shape
@@ -58,6 +59,7 @@ def open_hf_dir(model: ModelFacts) -> dict[str, Path]:
     file_of: dict[str, Path] = {}
     tied: dict[str, Path] = {}
     for path in files:
+        check_readable(path)  # safetensors says that such a file does not exist
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 if name in family.left_out(config):
