@@ -1,6 +1,7 @@
 """Answers requests whose fields are out of bounds with 400, before SGLang's application sees them.
 
 body --> read whole --> parsed --> checked by request_fields --> handed on as it came, or 400
+                               --> chat_history makes empty arguments of tool calls `{}`
 """
 
 import json
@@ -9,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from mcore_rl.rollout.chat_history import mend_history
 from mcore_rl.rollout.field_checks import FieldError
 from mcore_rl.rollout.grammar_fields import refuse_grammars
 from mcore_rl.rollout.key_gate import Application, Receive, Scope, Send
@@ -48,24 +50,23 @@ class FieldGate:
         if data is None:
             await _answer(send, 413, f"the body is larger than {MOST_BODY_BYTES >> 20} MiB")
             return
-        refusal = self._refusal(scope["path"], data)
-        if refusal is not None:
-            await _answer(send, 400, refusal)
+        try:
+            admitted = self._admit(scope["path"], data)
+        except FieldError as error:
+            await _answer(send, 400, str(error))
             return
-        await self._app(scope, _replay(data, receive), send)
+        await self._app(_with_length(scope, admitted), _replay(admitted, receive), send)
 
-    def _refusal(self, path: str, data: bytes) -> str | None:
-        """Return why a body is refused, or None."""
+    def _admit(self, path: str, data: bytes) -> bytes:
+        """Return the body for SGLang. Raises FieldError if it must not get there."""
         try:
             body = orjson.loads(data)
-            check_request(path, body, self._bounds())
-            if not self._has_grammar:
-                refuse_grammars(body)
         except orjson.JSONDecodeError as error:
-            return f"the body is no JSON: {error}"
-        except FieldError as error:
-            return str(error)
-        return None
+            raise FieldError(f"the body is no JSON: {error}") from None
+        check_request(path, body, self._bounds())
+        if not self._has_grammar:
+            refuse_grammars(body)
+        return orjson.dumps(body) if mend_history(path, body) else data
 
 
 async def _read(receive: Receive) -> bytes | None:
@@ -82,6 +83,12 @@ async def _read(receive: Receive) -> bytes | None:
             return None
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+def _with_length(scope: Scope, data: bytes) -> Scope:
+    """Return the scope with the length of a body that replaces the one that came."""
+    others = [header for header in scope.get("headers", ()) if header[0] != b"content-length"]
+    return {**scope, "headers": [*others, (b"content-length", str(len(data)).encode())]}
 
 
 def _replay(data: bytes, receive: Receive) -> Receive:

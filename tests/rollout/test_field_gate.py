@@ -70,6 +70,16 @@ def test_an_admitted_body_arrives_as_it_was_sent() -> None:
     assert send("/health_generate", b"\xff") == (200, b"\xff")
 
 
+def test_empty_arguments_of_a_call_arrive_as_an_empty_object() -> None:
+    def body(arguments: str) -> bytes:
+        call = {"function": {"name": "look", "arguments": arguments}}
+        return json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}, {}]}).encode()
+
+    status, reached = send(CHAT, body(""))
+    assert status == 200 and json.loads(reached) == json.loads(body("{}"))
+    assert send(CHAT, body("7"))[0] == 400
+
+
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b'{"top_p": NaN}', b'{"temperature": Infinity}', b"[" * 100000, b"\xff\xfe{\0}\0"],

@@ -7,6 +7,7 @@ import orjson
 
 from mcore_rl.agents.gateway.errors import BadRequest
 from mcore_rl.agents.messages import Message, Tool
+from mcore_rl.process.json_body import read_call_arguments
 
 UNREADABLE = "unparsed_arguments"
 """Key of a tool call's arguments, where an object is needed and they are none."""
@@ -79,22 +80,14 @@ def read_arguments(place: str, call_id: str, given: Any, known: Mapping[str, str
 
     given, known   as exact_arguments takes them; `given` may also be None
     """
-    if given is not None and not isinstance(given, str | dict):
-        raise BadRequest(place, f"must be a string of JSON, not {type(given).__name__}")
-    text = exact_arguments(call_id, "" if given is None else given, known)
-    if text == known.get(call_id):
-        return text
-    if not text.strip():
-        return "{}"
+    if given is None or isinstance(given, str | dict):
+        given = exact_arguments(call_id, "" if given is None else given, known)
+        if given == known.get(call_id):
+            return given
     try:
-        value: Any = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise BadRequest(
-            place, f"must be an object of JSON, but {text[:40]!r} is no JSON: {error}"
-        ) from None
-    if not isinstance(value, dict):
-        raise BadRequest(place, f"must be an object of JSON, as templates want, not {text[:40]!r}")
-    return text
+        return read_call_arguments(given)
+    except ValueError as error:
+        raise BadRequest(place, str(error)) from None
 
 
 def exact_arguments(call_id: str, given: Any, known: Mapping[str, str]) -> str:

@@ -77,6 +77,30 @@ def test_a_field_out_of_bounds_is_refused_and_the_engine_answers_on(
     assert engine.is_alive()
 
 
+def history(*arguments: Any) -> dict[str, Any]:
+    """Return a request whose call has these arguments, or none at all."""
+    function = {"name": "look", **({"arguments": arguments[0]} if arguments else {})}
+    call = {"id": "c", "type": "function", "function": function}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    tool = {"role": "tool", "tool_call_id": "c", "content": "seen"}
+    return {"messages": [*MESSAGES, answer, tool], "max_tokens": 1}
+
+
+def test_histories_are_read_as_in_the_gateway(engine: EngineProcess) -> None:
+    answers = [ask(engine, CHAT, history(*given)) for given in (["{}"], [""], [None], [])]
+    lens = [body["usage"]["prompt_tokens"] for status, body in answers if status == 200]
+    assert len(lens) == 4 and len(set(lens)) == 1, answers
+    done = [*MESSAGES, {"role": "assistant", "content": "done"}]
+    for body, message in (
+        (history("[1]"), "messages[1].tool_calls[0].function.arguments: must be an object of JSON"),
+        ({"messages": done}, "messages: the last message must not be the assistant's"),
+    ):
+        status, answer = ask(engine, CHAT, body)
+        assert status == 400 and answer["error"]["message"].startswith(message)
+    going_on = {"messages": done, "continue_final_message": True, "max_tokens": 1}
+    assert ask(engine, CHAT, going_on)[0] == 200
+
+
 def test_a_grammar_holds_where_the_server_was_started_with_one(engine: EngineProcess) -> None:
     body = {"messages": MESSAGES, "max_tokens": 64, "temperature": 0, "response_format": FORMAT}
     status, answer = ask(engine, CHAT, body)
