@@ -6,7 +6,12 @@ import tempfile
 from pathlib import Path
 
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
-_DEFAULTS = {"TRITON_CACHE_DIR": ".triton/cache", "TORCH_EXTENSIONS_DIR": ".cache/torch_extensions"}
+_DEFAULTS = {
+    "SGLANG_CACHE_DIR": ".cache/sglang",
+    "TORCH_EXTENSIONS_DIR": ".cache/torch_extensions",
+    "TRITON_CACHE_DIR": ".triton/cache",
+    "TVM_FFI_CACHE_DIR": ".cache/tvm-ffi",
+}
 """Variable -> where the cache lies in the home without it."""
 
 
@@ -29,8 +34,8 @@ def make_own_folder(path: Path) -> Path:
 def compile_caches() -> dict[str, str]:
     """Return variables that name the user's caches of compiled code, for all runs together.
 
-    Those of Triton and of torch's extensions stay where these put them, and have no variable here,
-    unless others could write there. Variables that are set already are kept.
+    Those in the home stay where compilers put them, and have no variable here, unless others could
+    write there. Variables that are set already are kept.
     """
     folder = Path(tempfile.gettempdir()) / f"mcore_rl_inductor_{os.getuid()}"
     caches = {} if INDUCTOR in os.environ else {INDUCTOR: str(make_own_folder(folder))}

@@ -10,7 +10,12 @@ from torch.utils.cpp_extension import get_default_build_root
 from mcore_rl.process.own_folder import INDUCTOR, compile_caches, make_own_folder
 
 MODES = {"open": 0o777, "group's": 0o770}
-DEFAULTS = {"TRITON_CACHE_DIR": ".triton/cache", "TORCH_EXTENSIONS_DIR": ".cache/torch_extensions"}
+DEFAULTS = {
+    "SGLANG_CACHE_DIR": ".cache/sglang",
+    "TORCH_EXTENSIONS_DIR": ".cache/torch_extensions",
+    "TRITON_CACHE_DIR": ".triton/cache",
+    "TVM_FFI_CACHE_DIR": ".cache/tvm-ffi",
+}
 
 
 def test_a_new_folder_is_for_this_user_alone_and_shared_by_runs(tmp_path: Path) -> None:
