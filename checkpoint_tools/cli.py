@@ -61,8 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_upcycle(commands)
     _add_inspect(commands)
     _add_verify(commands)
-    summary = "rewrite checksums.json for the files as they are"
-    command = commands.add_parser("checksums", help=summary)
+    command = commands.add_parser("checksums", help="rewrite checksums.json for files as they are")
     command.add_argument("checkpoint", type=Path)
     changed = "a file that was changed on purpose; others must agree with their checksums"
     command.add_argument("--changed", action="append", default=[], metavar="FILE", help=changed)
