@@ -1,5 +1,6 @@
 """Cached token ids: what is put in comes out, and damaged entries are made anew."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,17 @@ def test_rows_come_back(tmp_path_factory: pytest.TempPathFactory, rows: list[lis
     cache = TokenCache(tmp_path_factory.mktemp("cache"))
     assert cache.get("key", len(rows), lambda: rows) == rows
     assert cache.get("key", len(rows), not_called) == rows
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_umask_decides_who_may_read_them(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        TokenCache(tmp_path / "cache").get("key", len(ROWS), lambda: ROWS)
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "cache").rglob("*.npz")}
+    assert modes == {0o666 & ~umask}
 
 
 def flip_a_bit(path: Path) -> None:

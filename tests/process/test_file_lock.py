@@ -116,3 +116,14 @@ def test_a_link_is_refused_and_its_file_left_alone(tmp_path: Path) -> None:
     ):
         pass
     assert precious.read_text() == "data"
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o022, 0o027, 0o077])
+def test_umask_decides_who_may_take_the_lock(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        with holding_lock(tmp_path / "lock"):
+            pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o666 & ~umask

@@ -36,6 +36,16 @@ def test_a_check_that_hangs_is_left_at_its_deadline(tmp_path) -> None:
     assert time.monotonic() - began_s < 2
 
 
+def test_a_file_that_this_user_may_not_read_is_named_with_the_remedy() -> None:
+    class Closed(MachineCheck):
+        def find(self, needs: MachineNeeds):
+            raise PermissionError(13, "Permission denied", "/model/model.safetensors")
+
+    [finding] = run_check(Closed("model", "", ""), MachineNeeds())
+    assert finding.text.startswith("/model/model.safetensors: no permission for user ")
+    assert finding.remedy == "have its owner give it (chmod), or name another"
+
+
 @pytest.mark.parametrize(
     ("module", "function", "text"),
     [
