@@ -26,8 +26,8 @@ from tests.support.rough_places import PLACES, Start, open_ground
 
 TOGETHER = "together"
 WALK_S, COMMAND_S = 300.0, 240.0
-RISKY = ("ordinary_user", "no_home", "shadows")
-"""Places that have a test of their own besides the one of all places together."""
+RISKY = ("shadows",)
+"""Tried alone in each test run, as the user of the tests; all together are tried as another one."""
 
 
 @pytest.fixture(scope="module")
