@@ -22,7 +22,7 @@ COMMANDS = {
     "mcore-rl": "import sys; from mcore_rl.cli import main; sys.exit(main())",
     "mcore-rl-ckpt": "import sys; from checkpoint_tools.cli import main; sys.exit(main())",
 }
-"""What the installed commands do."""
+"""Name of an installed command -> the code that it runs."""
 CKPT = "ckpt "
 """How names of commands of mcore-rl-ckpt begin."""
 NO_PERMISSION = "no permission for user "
