@@ -21,14 +21,16 @@ from mcore_rl.slices.hf.dtypes import ITEMSIZE
 if TYPE_CHECKING:
     from torch import Tensor
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class Box:
     """The elements [start, stop) on each axis of the HF tensor `name`; never empty."""
 
     name: str
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
+    start: Shape
+    stop: Shape
 
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop) or not all(map(lt, self.start, self.stop)):
@@ -37,12 +39,12 @@ class Box:
             )
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         return tuple(map(sub, self.stop, self.start))
 
     @property
     def numel(self) -> int:
-        return prod(map(sub, self.stop, self.start))
+        return count_elements(self.start, self.stop)
 
     def intersect(self, other: "Box") -> "Box | None":
         """Return the box of the elements in both boxes, or None if they share none."""
@@ -50,11 +52,22 @@ class Box:
             return None
         if self.start == other.start and self.stop == other.stop:
             return self
-        start = tuple(map(max, self.start, other.start))
-        stop = tuple(map(min, self.stop, other.stop))
-        if not all(map(lt, start, stop)):
-            return None
-        return Box(self.name, start, stop)
+        common = find_common(self.start, self.stop, other.start, other.stop)
+        return None if common is None else Box(self.name, *common)
+
+
+def count_elements(start: Shape, stop: Shape) -> int:
+    """Return the number of elements in [start, stop)."""
+    return prod(map(sub, stop, start))
+
+
+def find_common(
+    start: Shape, stop: Shape, other_start: Shape, other_stop: Shape
+) -> tuple[Shape, Shape] | None:
+    """Return the start and stop of what [start, stop) shares with another box, None if nothing."""
+    latest = tuple(map(max, start, other_start))
+    first = tuple(map(min, stop, other_stop))
+    return (latest, first) if all(map(lt, latest, first)) else None
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:

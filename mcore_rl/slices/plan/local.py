@@ -17,7 +17,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from mcore_rl.slices.box import Box
+import numpy as np
+
+from mcore_rl.slices.box import Box, Shape, count_elements, find_common
 from mcore_rl.slices.layouts.layout import Layout, Placement
 from mcore_rl.slices.layouts.quantized import (
     check_blocks,
@@ -29,12 +31,14 @@ from mcore_rl.slices.layouts.quantized import (
 )
 from mcore_rl.slices.layouts.ranks import Ranks
 from mcore_rl.slices.plan.shared_region import BoxSpan, SharedRegion, Slice, SplitGranularity
-from mcore_rl.slices.plan.shares import Move, Shares, Stretch, Topology
+from mcore_rl.slices.plan.shares import Shares, Stretch, Topology
 
 DEFAULT_GRANULARITY = SplitGranularity()
 
-PlacedBox = tuple[Box, Ranks, Ranks, str]
-"""(box, sources that hold it, targets that need it, dtype it travels in)"""
+PlacedBox = tuple[Shape, Shape, Ranks, Ranks, str]
+"""(start, stop, sources that hold it, targets that need it, dtype it travels in)"""
+Part = tuple[int, tuple[Slice, ...]]
+"""(peer, slices of one region that travel between it and the rank)"""
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,7 @@ def plan_sends(
     """Return what trainer rank `rank` sends, one flow per engine rank, in their order."""
     names = source.names(rank)
     regions = shared_regions(names, source, target, granularity, source_rank=rank)
-    return _flows(
-        (region, Shares(region.sources, region.targets, topology).sends(rank)) for region in regions
-    )
+    return _flows(sent for region in regions for sent in _sends(region, rank, topology))
 
 
 def plan_recvs(
@@ -92,9 +94,7 @@ def plan_recvs(
     """
     names = target.names(rank)
     regions = shared_regions(names, source, target, granularity, target_rank=rank)
-    return _flows(
-        (region, Shares(region.sources, region.targets, topology).recvs(rank)) for region in regions
-    )
+    return _flows(received for region in regions for received in _recvs(region, rank, topology))
 
 
 def shared_regions(
@@ -112,21 +112,23 @@ def shared_regions(
     them.
     """
     spans_of: dict[tuple[Ranks, Ranks, str], list[BoxSpan]] = defaultdict(list)
-    boxes_by_placement: dict[tuple[Placement, Placement], list[tuple[Box, list[BoxSpan]]]] = {}
+    placed: dict[tuple[Placement, Placement], list[tuple[Shape, Shape, list[BoxSpan]]]] = {}
     """Computed once per pair of placements, which many tensors share; their names don't matter."""
     for name in names:
         if travels_with_matrix(name, target):
             continue
         pair = source.placement(name), target.placement(name)
-        if pair not in boxes_by_placement:
-            placed = _placed_boxes(name, *pair, source_rank, target_rank)
-            boxes_by_placement[pair] = [
-                (box, spans_of[sources, targets, dtype]) for box, sources, targets, dtype in placed
+        if pair not in placed:
+            placed[pair] = [
+                (start, stop, spans_of[sources, targets, dtype])
+                for start, stop, sources, targets, dtype in _placed_boxes(
+                    name, *pair, source_rank, target_rank
+                )
             ]
             if is_quantized(pair[1]):
                 check_scales(name, target)
-        for box, spans in boxes_by_placement[pair]:
-            spans.append((name, box.start, box.stop))
+        for start, stop, spans in placed[pair]:
+            spans.append((name, start, stop))
     regions = [SharedRegion(*key, spans, granularity) for key, spans in spans_of.items() if spans]
     return sorted(regions, key=lambda region: region.sort_key)
 
@@ -147,40 +149,52 @@ def _placed_boxes(
     shape = shape_of(source, target) if is_quantized(target) else None
     if shape is not None:
         source, target = join_rows(source), join_rows(target)
-    held = [
-        (Box(name, piece.start, piece.stop), piece)
-        for piece in source.pieces
-        if source_rank is None or source_rank in piece.ranks
-    ]
+    held = [piece for piece in source.pieces if source_rank is None or source_rank in piece.ranks]
     for piece in target.pieces:
         if target_rank is not None and target_rank not in piece.ranks:
             continue
-        needed = Box(name, piece.start, piece.stop)
-        num_missing = needed.numel
-        for box, holding in held:
-            common = needed.intersect(box)
+        num_missing = count_elements(piece.start, piece.stop) if source_rank is None else 0
+        for holding in held:
+            common = find_common(piece.start, piece.stop, holding.start, holding.stop)
             if common is not None:
                 if shape is not None:
-                    check_blocks(common, shape, holding, piece)
-                num_missing -= common.numel
-                yield common, holding.ranks, piece.ranks, piece.dtype
-        if num_missing and source_rank is None:
+                    check_blocks(Box(name, *common), shape, holding, piece)
+                if source_rank is None:
+                    num_missing -= count_elements(*common)
+                yield *common, holding.ranks, piece.ranks, piece.dtype
+        if num_missing:
             raise ValueError(
-                f"target rank {piece.ranks[0]} needs {needed}, but no source rank holds"
-                f" {num_missing} elements"
+                f"target rank {piece.ranks[0]} needs {Box(name, piece.start, piece.stop)}, but no"
+                f" source rank holds {num_missing} elements"
             )
 
 
-def _flows(moves: Iterable[tuple[SharedRegion, Iterable[Move]]]) -> tuple[Flow, ...]:
+def _sends(region: SharedRegion, rank: int, topology: Topology) -> Iterator[Part]:
+    """Yield what source `rank` sends of a region."""
+    slices_of: dict[Stretch, tuple[Slice, ...]] = {}
+    for peer, stretch in Shares(region.sources, region.targets, topology).sends(rank):
+        if stretch not in slices_of:
+            first, last, count = stretch
+            slices_of[stretch] = region.slices(region.cut(first, count), region.cut(last, count))
+        if slices_of[stretch]:
+            yield peer, slices_of[stretch]
+
+
+def _recvs(region: SharedRegion, rank: int, topology: Topology) -> Iterator[Part]:
+    """Yield what target `rank` receives of a region.
+
+    Most of thousands of replicas send nothing of a small region: their cuts are equal.
+    """
+    for dealt in Shares(region.sources, region.targets, topology).recvs(rank):
+        cuts = region.cut_all(dealt.edges, dealt.parts)
+        for i in np.flatnonzero((cuts[1:] != cuts[:-1]).any(axis=1)).tolist():
+            begin, end = map(tuple, cuts[i : i + 2].tolist())
+            yield dealt.sources[dealt.first + i], region.slices(begin, end)
+
+
+def _flows(moved: Iterable[Part]) -> tuple[Flow, ...]:
     """Return one flow per peer, in the order of the peers' ranks."""
     parts: dict[int, list[tuple[Slice, ...]]] = defaultdict(list)
-    for region, region_moves in moves:
-        slices_of: dict[Stretch, tuple[Slice, ...]] = {}
-        for peer, stretch in region_moves:
-            if stretch not in slices_of:
-                first, last, count = stretch
-                slices = region.slices(region.cut(first, count), region.cut(last, count))
-                slices_of[stretch] = slices
-            if slices_of[stretch]:
-                parts[peer].append(slices_of[stretch])
+    for peer, slices in moved:
+        parts[peer].append(slices)
     return tuple(Flow(peer, tuple(parts[peer])) for peer in sorted(parts))

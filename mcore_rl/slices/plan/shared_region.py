@@ -13,14 +13,19 @@ slices.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import lcm, prod
+from operator import sub
 
-from mcore_rl.slices.box import Box, itemsize
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_rl.slices.box import Box, Shape, itemsize
 from mcore_rl.slices.hf.fp8 import BLOCK, FP8, SCALE_BYTES, SCALE_DTYPE, num_blocks, scale_box
 from mcore_rl.slices.layouts.ranks import Ranks
 
-BoxSpan = tuple[str, tuple[int, ...], tuple[int, ...]]
+BoxSpan = tuple[str, Shape, Shape]
 """(HF name, start, stop): a box of the region, as a plain tuple because there are so many."""
 
 Cut = tuple[int, int]
@@ -61,6 +66,36 @@ class Slice:
         return self.box.numel * itemsize(self.dtype) + (0 if scales is None else scales.num_bytes)
 
 
+_PAST_INT64 = 2**63
+
+
+@dataclass(frozen=True)
+class _SpanSize:
+    """Rows of a span, and what they take.
+
+    scale_row_bytes  bytes of the scales of one row of blocks
+    """
+
+    num_rows: int
+    row_bytes: int
+    scale_row_bytes: int
+
+    @staticmethod
+    def of(start: Shape, stop: Shape, dtype: str) -> "_SpanSize":
+        row_shape = tuple(map(sub, stop[1:], start[1:]))
+        scale_bytes = SCALE_BYTES * num_blocks(*row_shape) if dtype == FP8 else 0
+        num_rows = stop[0] - start[0] if start else 1
+        return _SpanSize(num_rows, itemsize(dtype) * prod(row_shape), scale_bytes)
+
+    def bytes_of(self, rows: int) -> int:
+        """Return the bytes of the first `rows` rows."""
+        return rows * self.row_bytes + num_blocks(rows) * self.scale_row_bytes
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return self.bytes_of(self.num_rows)
+
+
 class SharedRegion:
     """The spans of one set of sources and one set of targets, in the order of name and start.
 
@@ -81,18 +116,15 @@ class SharedRegion:
         self._spans = sorted(spans)
         self._granularity = granularity
         self._multiple = lcm(granularity.rows, BLOCK) if dtype == FP8 else granularity.rows
-        self._num_rows: list[int] = []
-        self._row_bytes: list[int] = []
-        self._scale_row_bytes: list[int] = []
-        """Per span: bytes of the scales of one row of blocks."""
+        sizes: dict[tuple[Shape, Shape], _SpanSize] = {}
+        """Computed once for all tensors that are cut alike."""
+        self._sizes: list[_SpanSize] = []
         for _, start, stop in self._spans:
-            row_shape = tuple(b - a for a, b in zip(start[1:], stop[1:], strict=True))
-            self._num_rows.append(stop[0] - start[0] if start else 1)
-            self._row_bytes.append(itemsize(dtype) * prod(row_shape))
-            scale_bytes = SCALE_BYTES * num_blocks(*row_shape) if dtype == FP8 else 0
-            self._scale_row_bytes.append(scale_bytes)
-        span_bytes = map(self._num_bytes, range(len(self._spans)), self._num_rows)
-        self._ends = list(accumulate(span_bytes, initial=0))
+            size = sizes.get((start, stop))
+            if size is None:
+                size = sizes[start, stop] = _SpanSize.of(start, stop, dtype)
+            self._sizes.append(size)
+        self._ends = list(accumulate((size.num_bytes for size in self._sizes), initial=0))
         """Bytes before each span, and last the bytes of all."""
 
     @property
@@ -118,17 +150,30 @@ class SharedRegion:
         if span_bytes < self._granularity.min_bytes or not start:
             return span, 0
         first = start[0]
-        row = first + (position - self._ends[span]) * self._num_rows[span] // span_bytes
+        row = first + (position - self._ends[span]) * self._sizes[span].num_rows // span_bytes
         return span, max(0, row - row % self._multiple - first)
+
+    def cut_all(self, first_parts: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
+        """Return `cut` of each of `first_parts`, int64 [cuts]: int64 [cuts, (span, row)]."""
+        if max(size.num_bytes * size.num_rows for size in self._sizes) >= _PAST_INT64:
+            return np.array([self.cut(part, parts) for part in first_parts.tolist()])
+        whole, rest = divmod(self.num_bytes, parts)  # so that no product overflows
+        positions = first_parts * whole + first_parts * rest // parts
+        ends = np.array(self._ends)
+        spans = np.searchsorted(ends, positions, side="right") - 1
+        at = np.minimum(spans, len(self._spans) - 1)
+        first_rows = np.array([start[0] if start else 0 for _, start, _ in self._spans])[at]
+        num_rows = np.array([size.num_rows for size in self._sizes])[at]
+        span_bytes = ends[at + 1] - ends[at]
+        rows = first_rows + (positions - ends[at]) * num_rows // span_bytes
+        rows = np.maximum(0, rows - rows % self._multiple - first_rows)
+        is_whole = (span_bytes < self._granularity.min_bytes) | (spans > at)
+        return np.stack([spans, np.where(is_whole, 0, rows)], axis=1)
 
     def bytes_before(self, cut: Cut) -> int:
         """Return the bytes of the region before a cut."""
         span, row = cut
-        return self._ends[span] + (self._num_bytes(span, row) if row else 0)
-
-    def _num_bytes(self, span: int, rows: int) -> int:
-        """Return the bytes of the first `rows` rows of a span."""
-        return rows * self._row_bytes[span] + num_blocks(rows) * self._scale_row_bytes[span]
+        return self._ends[span] + (self._sizes[span].bytes_of(row) if row else 0)
 
     def slices(self, begin: Cut, end: Cut) -> tuple[Slice, ...]:
         """Return the boxes between two cuts."""

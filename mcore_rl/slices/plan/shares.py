@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mcore_rl.slices.layouts.ranks import Ranks
 
 Stretch = tuple[int, int, int]
@@ -23,6 +26,18 @@ Stretch = tuple[int, int, int]
 
 Move = tuple[int, Stretch]
 """(rank of the peer, stretch that travels)"""
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A region in stretches from successive sources: number `first + i` of `sources` sends what
+    lies between edges[i] / parts and edges[i + 1] / parts of its bytes.
+    """
+
+    sources: Sequence[int]
+    first: int
+    edges: NDArray[np.int64]
+    parts: int
 
 
 class Topology(Protocol):
@@ -73,7 +88,11 @@ class ListedHosts:
         return self.targets[rank]
 
     def sources_on(self, host: int) -> Sequence[int]:
-        return self._sources_by_host.get(host, ())
+        return self._sources_by_host[host] if host in self._source_hosts else ()
+
+    @cached_property
+    def _source_hosts(self) -> frozenset[int]:
+        return frozenset(self.sources)
 
     @cached_property
     def _sources_by_host(self) -> dict[int, list[int]]:
@@ -107,16 +126,17 @@ class Shares:
                 before = target * num_sources
                 yield targets[target], (first - before, last - before, num_sources)
 
-    def recvs(self, rank: int) -> Iterator[Move]:
+    def recvs(self, rank: int) -> Iterator[Dealt]:
         """Yield what target `rank` receives, and from which sources."""
         for sources, targets in self._groups:
             num_sources = len(sources)
             target = _index(targets, rank)
             if target is None:
                 continue
-            before = target * num_sources
-            for source, first, last in _overlaps(target, len(targets), num_sources):
-                yield sources[source], (first - before, last - before, num_sources)
+            num_targets = len(targets)
+            first, last = _overlapping(target, num_targets, num_sources)
+            edges = np.arange(first, last + 1) * num_targets - target * num_sources
+            yield Dealt(sources, first, edges.clip(0, num_sources), num_sources)
 
 
 def _by_host(ranks: Iterable[int], host_of: Callable[[int], int]) -> dict[int, list[int]]:
@@ -134,10 +154,15 @@ def _index(ranks: Sequence[int], rank: int) -> int | None:
     return ranks.index(rank) if rank in ranks else None
 
 
+def _overlapping(i: int, n: int, m: int) -> tuple[int, int]:
+    """Return the range of those of m equal parts of [0, 1) that overlap part i of n."""
+    return i * m // n, -(-(i + 1) * m // n)
+
+
 def _overlaps(i: int, n: int, m: int) -> Iterator[tuple[int, int, int]]:
     """Cut [0, 1) into n and into m equal parts, and yield the m-ths that overlap part i of n.
 
     Each is (k, first, last): part k of m overlaps from first / (n * m) to last / (n * m).
     """
-    for k in range(i * m // n, -(-(i + 1) * m // n)):
+    for k in range(*_overlapping(i, n, m)):
         yield k, max(i * m, k * n), min((i + 1) * m, (k + 1) * n)

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,3 +93,27 @@ def test_parts_adjoin_and_hold_every_element_once(
     before = [whole.bytes_before(whole.cut(part, parts)) for part in range(parts + 1)]
     sizes = [sum(piece.num_bytes for piece in part) for part in parts_of(whole, parts)]
     assert [b - a for a, b in pairwise(before)] == sizes
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 10**6), st.integers(1, 9)), min_size=1),
+    st.sampled_from(["float32", FP8]),
+    st.sampled_from([1, 3, 2048, 10**5]),
+    st.sampled_from([SplitGranularity(), SplitGranularity(min_bytes=1, rows=5)]),
+)
+def test_many_cuts_at_a_time_are_the_single_ones(
+    shapes: list[tuple[int, int, int]], dtype: str, parts: int, granularity: SplitGranularity
+) -> None:
+    spans: list[BoxSpan] = [("scalar", (), ())] if dtype != FP8 else []
+    for i, (first, num_rows, width) in enumerate(shapes):
+        spans.append((f"w{i}", (first, 0), (first + num_rows, width)))
+    whole = region(spans, dtype, granularity)
+    numbers = np.unique(np.linspace(0, parts, 50, dtype=np.int64))
+    expected = [list(whole.cut(part, parts)) for part in numbers.tolist()]
+    assert whole.cut_all(numbers, parts).tolist() == expected
+
+
+def test_many_cuts_of_a_tensor_whose_products_pass_int64() -> None:
+    whole = region([("flat", (0,), (2**33,))])
+    cuts = whole.cut_all(np.arange(4), 3).tolist()
+    assert cuts == [[0, 0], [0, 2**33 // 3], [0, 2 * 2**33 // 3], [1, 0]]

@@ -3,13 +3,21 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.slices.layouts.ranks import Ranks
-from mcore_rl.slices.plan.shares import ListedHosts, RegularHosts, Shares, Stretch, Topology
+from mcore_rl.slices.plan.shares import (
+    ListedHosts,
+    Move,
+    RegularHosts,
+    Shares,
+    Stretch,
+    Topology,
+)
 
 Sent = dict[tuple[int, int], list[Stretch]]
 
@@ -24,12 +32,19 @@ def sends(sources: Ranks, targets: list[int], topology: Topology) -> Sent:
     return moves
 
 
+def recvs_of(shares: Shares, target: int) -> Iterator[Move]:
+    """Yield (source, stretch) of what a target receives."""
+    for dealt in shares.recvs(target):
+        for i, (first, last) in enumerate(pairwise(dealt.edges.tolist())):
+            yield dealt.sources[dealt.first + i], (first, last, dealt.parts)
+
+
 def recvs(sources: Ranks, targets: list[int], topology: Topology) -> Sent:
     """(source, target) -> stretches, as the targets see them."""
     shares = Shares(sources, targets, topology)
     moves: Sent = defaultdict(list)
     for target in targets:
-        for source, stretch in shares.recvs(target):
+        for source, stretch in recvs_of(shares, target):
             moves[source, target].append(stretch)
     return moves
 
@@ -110,6 +125,6 @@ def test_a_rank_does_not_go_through_the_replicas_of_a_slice(
     sources = _Unlisted(Ranks.grid(0, (1000, 1)).grids)
     hosts = ListedHosts(tuple(rank // 4 for rank in range(1000)), (1, 1, 1, 1, 300, 300))
     shares = Shares(sources, range(6), hosts)
-    peer, first = next(shares.recvs(target))
+    peer, first = next(recvs_of(shares, target))
     assert (peer, first) == (4 if target == 0 else 0, stretch)
     assert (target, first) in shares.sends(peer)
