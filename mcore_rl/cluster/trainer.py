@@ -67,7 +67,7 @@ class TrainerWorker(ModelWorker):
     def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> list[bytes]:
         return self._sender.plan_links(offers)
 
-    def open_links(self, verdicts: Sequence[tuple[str, str]]) -> list[Report]:
+    def open_links(self, verdicts: Sequence[tuple[str, str]]) -> list[str | Report]:
         return self._sender.open_links(verdicts)
 
     def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
@@ -140,7 +140,9 @@ class TrainerGroup(ModelGroup):
     async def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> Sequence[Sequence[bytes]]:
         return await self._call_async("plan_links", offers)
 
-    async def open_links(self, verdicts: Sequence[tuple[str, str]]) -> Sequence[Sequence[Report]]:
+    async def open_links(
+        self, verdicts: Sequence[tuple[str, str]]
+    ) -> Sequence[Sequence[str | Report]]:
         return await self._call_async("open_links", verdicts)
 
     async def send(

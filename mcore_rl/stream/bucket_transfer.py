@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import torch
@@ -24,6 +25,7 @@ from mcore_rl.stream.placed_bucket import Holding, PlacedBucket
 from mcore_rl.stream.routes.choice import MakeTransport
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.verified_buckets import VerifiedBuckets
+from mcore_rl.stream.verify import WORD_BYTES
 
 NUM_SLOTS = 4
 """Buckets in flight, at most: per pair of ranks on one machine, per rank between machines."""
@@ -46,9 +48,10 @@ class BucketTransfer:
     """One rank's buckets, the memory they travel in, and the transport that moves them.
 
     Memory: NUM_SLOTS buckets for each pair of ranks that share memory, and NUM_SLOTS for all other
-    peers together; one bucket for all peers of which one writes into the other's tensors. A bucket
-    whose message cannot lie on `end.device` is packed and verified in scratch memory there and
-    takes one more copy.
+    peers together; one bucket for all peers of which one writes into the other's tensors. What is
+    not shared is taken with the first version, which may never come over this link. A bucket whose
+    message cannot lie on `end.device` is packed and verified in scratch memory there and takes one
+    more copy.
     """
 
     def __init__(
@@ -68,26 +71,18 @@ class BucketTransfer:
         self._name = end.name
         self._store = end.store
         self._buckets = buckets
+        self._device = end.device
         self._sums = sums
         peers = {own.peer for own in buckets}
         servers = {peer: server for peer, server in (direct or {}).items() if peer in peers}
         self._direct = DirectWrites(end, servers, self._can_be_written)
-        offsets, shared_words = plan_slots(buckets, self._direct.peers)
+        self._offsets, shared_words = plan_slots(buckets, self._direct.peers)
         self._stream = DeviceStream(end.device)
         with torch.inference_mode(False), self._stream.running():
             self._transport = make_transport(end, shared_words, self._stream)
             for peer in self._direct.peers:
                 if self._transport.memory(peer) is None:
                     self._direct.drop(peer)
-            self._messages_W = self._allocate_messages(offsets)
-            elsewhere = [
-                own.bucket.num_words
-                for own, words in zip(buckets, self._messages_W, strict=True)
-                if own.peer in self._direct.peers or words.device != end.device
-            ]
-            self._scratch_W = torch.zeros(
-                max(elsewhere, default=0), dtype=torch.int64, device=end.device
-            )
         are_direct = all(own.peer in self._direct.peers for own in buckets)
         self._most_pending = len(buckets) if are_direct else NUM_SLOTS - 1
         """Messages that a sender may leave unread while it packs another."""
@@ -184,11 +179,22 @@ class BucketTransfer:
             what = _describe(version, buckets[i])
             self._transport.recv(buckets[i].message_u8, peer, what, buckets[i].bucket.index)
 
-    def _allocate_messages(self, offsets: Sequence[int]) -> list[Tensor]:
-        """Return the int64 words in which each bucket travels, shared with its peer if possible."""
+    @cached_property
+    def _scratch_W(self) -> Tensor:
+        """Int64 words for the largest bucket that is not packed and verified in its message."""
+        elsewhere = [
+            own.bucket.num_words
+            for own, words in zip(self._buckets, self._messages_W, strict=True)
+            if own.peer in self._direct.peers or words.device != self._device
+        ]
+        return _allocate_words(max(elsewhere, default=0), self._device)
+
+    @cached_property
+    def _messages_W(self) -> list[Tensor]:
+        """The int64 words in which each bucket travels, shared with its peer if possible."""
         messages: list[Tensor | None] = []
         own_by_device: dict[torch.device, list[int]] = defaultdict(list)
-        for i, (own, offset) in enumerate(zip(self._buckets, offsets, strict=True)):
+        for i, (own, offset) in enumerate(zip(self._buckets, self._offsets, strict=True)):
             shared_W = self._transport.memory(own.peer)
             if shared_W is None:
                 own_by_device[self._transport.device(own.peer)].append(i)
@@ -198,10 +204,7 @@ class BucketTransfer:
                 messages.append(shared_W[offset : offset + num_words])
         for device, indices in own_by_device.items():
             most_words = max(self._buckets[i].bucket.num_words for i in indices)
-            slots = [
-                torch.zeros(most_words, dtype=torch.int64, device=device)
-                for _ in indices[:NUM_SLOTS]
-            ]
+            slots = [_allocate_words(most_words, device) for _ in indices[:NUM_SLOTS]]
             for turn, i in enumerate(indices):
                 messages[i] = slots[turn % NUM_SLOTS][: self._buckets[i].bucket.num_words]
         return [words_W for words_W in messages if words_W is not None]
@@ -248,6 +251,16 @@ class _Bound:
     number: int
     addresses: list[int]
     buckets: list[PlacedBucket]
+
+
+def _allocate_words(num_words: int, device: torch.device) -> Tensor:
+    """Return int64 words of zeros. Raises TransferError if `device` has no memory for them."""
+    try:
+        with torch.inference_mode(False):
+            return torch.zeros(num_words, dtype=torch.int64, device=device)
+    except RuntimeError as error:
+        num_mib = num_words * WORD_BYTES / 2**20
+        raise TransferError(f"no memory for messages of {num_mib:.1f} MiB: {error}") from error
 
 
 def _describe(version: int, placed: PlacedBucket) -> str:

@@ -7,8 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from mcore_rl.process.garbage import collections_paused
-from mcore_rl.stream.bucket_transfer import BucketTransfer, RankBucket
-from mcore_rl.stream.buckets import Bucket
+from mcore_rl.stream.bucket_transfer import BucketTransfer
 from mcore_rl.stream.destination import DestinationCheck, SentSums
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.plan_handshake import MakeShards, PlanHandshake
@@ -35,11 +34,8 @@ class Connection:
         self.end = end
         self._make_transport = make_transport
         self.digest = plan.digest
-        self.num_bytes = sum(planned.bucket.num_bytes for planned in plan.buckets)
-        self._buckets = [
-            RankBucket(planned.bucket, self._peer_of(planned.bucket), planned.held)
-            for planned in plan.buckets
-        ]
+        self.num_bytes = sum(own.bucket.num_bytes for own in plan.buckets)
+        self._buckets = plan.buckets
         self._sums = plan.sums
         self._sent: SentSums | None = None
         """Those of the version received last."""
@@ -63,11 +59,6 @@ class Connection:
         with collections_paused():
             plan = handshake.run()
         return Connection(handshake.end, plan, make_transport)
-
-    def _peer_of(self, bucket: Bucket) -> int:
-        if self.end.is_sender:
-            return self.end.link.num_senders + bucket.target_rank
-        return bucket.source_rank
 
     @property
     def name(self) -> str:

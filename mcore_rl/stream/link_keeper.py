@@ -9,12 +9,14 @@ So each rank publishes once and reads once per topic, whatever the number of ran
 publishes the last value also joins all of them: nobody polls.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from mcore_rl.stream.roster import RankFacts, make_roster
 from mcore_rl.stream.routes.transport import TransferError
+from mcore_rl.stream.store.messages import LENGTH
 from mcore_rl.stream.store.values import Values
 from mcore_rl.stream.wire import Link
 
@@ -25,8 +27,10 @@ DATA = b"D"
 ERROR = b"E"
 """First byte of a published value: either data or the error that kept a rank from publishing data.
 """
+_PAIR = np.dtype([("peer", "<u4"), ("digest", ">u8")])
+"""What a rank tells of each of its pairs: 64 bits of a digest tell plans apart."""
 _DIGEST_LEN = 16
-"""Hex digits of a pair's digest that are compared: 64 bits tell plans apart."""
+"""Their hex digits."""
 
 Join = Callable[[Sequence[bytes]], bytes]
 
@@ -36,23 +40,32 @@ class PlanAnswer:
     """A rank's answer once it has planned its part.
 
     problem  why the recorded layouts don't hold for the rank; empty if they do
-    digests  peer -> digest of the slices that travel between it and the rank
+    pairs    _PAIR [peers]: each peer, and digest of the slices that travel between it and the rank
     """
 
     problem: str
-    digests: Mapping[int, str]
+    pairs: bytes = b""
 
     @staticmethod
     def of(digests: Mapping[int, str]) -> "PlanAnswer":
-        return PlanAnswer("", {peer: digest[:_DIGEST_LEN] for peer, digest in digests.items()})
+        """Return the answer of a rank, given peer -> digest in hex."""
+        pairs = [(peer, int(digest[:_DIGEST_LEN], 16)) for peer, digest in digests.items()]
+        return PlanAnswer("", np.array(pairs, _PAIR).tobytes())
+
+    @property
+    def digests(self) -> dict[int, str]:
+        """Peer -> the first hex digits of the digest."""
+        pairs: list[tuple[int, int]] = np.frombuffer(self.pairs, _PAIR).tolist()
+        return {peer: f"{digest:0{_DIGEST_LEN}x}" for peer, digest in pairs}
 
     def encode(self) -> bytes:
-        return json.dumps([self.problem, self.digests]).encode()
+        problem = self.problem.encode()
+        return LENGTH.pack(len(problem)) + problem + self.pairs
 
     @staticmethod
     def decode(data: bytes) -> "PlanAnswer":
-        problem, digests = json.loads(data)
-        return PlanAnswer(problem, {int(peer): digest for peer, digest in digests.items()})
+        at = LENGTH.size + LENGTH.unpack_from(data)[0]
+        return PlanAnswer(data[LENGTH.size : at].decode(), data[at:])
 
 
 def rank_key(topic: str, rank: int) -> str:
@@ -89,23 +102,41 @@ def join_answers(answers: Sequence[PlanAnswer], names: Sequence[str]) -> str:
     Raises TransferError, which names both ranks of a pair that planned different slices.
     """
     problems = [
-        f"{name}: {answer.problem}"
-        for name, answer in zip(names, answers, strict=True)
-        if answer.problem
+        f"{names[rank]}: {answer.problem}" for rank, answer in enumerate(answers) if answer.problem
     ]
     if problems:
         more = f"; and {len(problems) - 4} more ranks" if len(problems) > 4 else ""
         return "; ".join(problems[:4]) + more
-    for rank, answer in enumerate(answers):
-        for peer, digest in answer.digests.items():
-            theirs = answers[peer].digests.get(rank)
-            if theirs != digest:
-                first, second = sorted((rank, peer))
-                raise TransferError(
-                    f"{names[first]} and {names[second]} made different plans for their pair:"
-                    f" {answers[first].digests.get(second)}, {answers[second].digests.get(first)}"
-                )
-    return ""
+    if _are_agreed(answers):
+        return ""
+    digests = [answer.digests for answer in answers]
+    for rank, peer in ((rank, peer) for rank, own in enumerate(digests) for peer in own):
+        first, second = sorted((rank, peer))
+        of_first, of_second = digests[first].get(second), digests[second].get(first)
+        if of_first != of_second:
+            raise TransferError(
+                f"{names[first]} and {names[second]} made different plans for their pair:"
+                f" {of_first}, {of_second}"
+            )
+    raise AssertionError("digests differ, but not those of a pair")
+
+
+def _are_agreed(answers: Sequence[PlanAnswer]) -> bool:
+    """Return whether both ranks of each pair gave the same digest."""
+    told = np.frombuffer(b"".join(answer.pairs for answer in answers), _PAIR)
+    counts = [len(answer.pairs) // _PAIR.itemsize for answer in answers]
+    ranks = np.repeat(np.arange(len(answers)), counts)
+    peers = told["peer"].astype(np.int64)
+    pairs = np.minimum(ranks, peers) * len(answers) + np.maximum(ranks, peers)
+    order = np.lexsort((ranks, pairs))
+    if len(order) % 2:
+        return False
+    firsts, seconds = order[::2], order[1::2]
+    return bool(
+        (pairs[firsts] == pairs[seconds]).all()
+        and (ranks[firsts] != ranks[seconds]).all()
+        and (told["digest"][firsts] == told["digest"][seconds]).all()
+    )
 
 
 def _join_topic(values: Values, topic: str, names: Sequence[str], join: Join) -> None:
@@ -119,9 +150,9 @@ def _join_topic(values: Values, topic: str, names: Sequence[str], join: Join) ->
 
 
 def _join(published: Sequence[bytes], names: Sequence[str], join: Join) -> bytes:
-    for name, value in zip(names, published, strict=True):
+    for rank, value in enumerate(published):
         if value[:1] == ERROR:
-            return ERROR + f"{name} failed: {value[1:].decode()}".encode()
+            return ERROR + f"{names[rank]} failed: {value[1:].decode()}".encode()
     try:
         return DATA + join([value[1:] for value in published])
     except (TransferError, ValueError, KeyError) as error:

@@ -92,9 +92,13 @@ class LinkStore:
         """Publish this rank's `data` on `topic` to all ranks of the link."""
         self.client.set(rank_key(topic, rank), DATA + data)
 
-    def publish_tagged(self, topic: str, rank: int, value: bytes) -> None:
-        """Publish what a rank would: DATA and its data, or ERROR and a message."""
-        self.client.set(rank_key(topic, rank), value)
+    def publish_tagged(self, topic: str, values: Sequence[bytes]) -> None:
+        """Publish what the first ranks would: DATA and a rank's data each, or ERROR and a message.
+
+        For the process that serves.
+        """
+        keyed = {rank_key(topic, rank): value for rank, value in enumerate(values)}
+        self._served.values.set_all(keyed)
 
     def publish_error(self, topic: str, rank: int, name: str, message: str) -> None:
         """Publish that rank `name` failed, in place of its data; no rank waits for others then."""

@@ -8,7 +8,7 @@ several parts.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -43,13 +43,12 @@ def holdings(bucket: Bucket, shards: Mapping[str, Sequence[Shard]]) -> list[Hold
     Scales that this rank computes while packing lie nowhere yet and are left out.
     """
     computed = {scale_box(piece.box) for piece in bucket.pieces if piece.dtype == FP8}
-    whole = cache(_whole)
     held = []
     for i, piece in enumerate(bucket.pieces):
         box = piece.box
         candidates = shards.get(box.name, ())
         if len(candidates) == 1 and candidates[0].box == box:
-            held.append(Holding(i, whole(box.start, box.stop), candidates[0]))
+            held.append(Holding(i, _whole(box.start, box.stop), candidates[0]))
             continue
         if not candidates and box in computed:
             continue
@@ -68,6 +67,7 @@ def holdings(bucket: Bucket, shards: Mapping[str, Sequence[Shard]]) -> list[Hold
     return held
 
 
+@lru_cache(maxsize=1024)
 def _whole(start: tuple[int, ...], stop: tuple[int, ...]) -> tuple[slice, ...]:
     """Return all of a box from `start` to `stop`, counted from its own start."""
     return tuple(slice(0, last - first) for first, last in zip(start, stop, strict=True))

@@ -12,13 +12,14 @@ for any rank, all ranks list their shards for one another instead.
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from mcore_rl.slices.box import Shard
-from mcore_rl.slices.layouts.layout import Layout, check_rank
+from mcore_rl.slices.layouts.layout import HfTensors, Layout, check_rank
 from mcore_rl.slices.layouts.listed import ListedLayout
-from mcore_rl.slices.layouts.recorded import RecordedLayouts, hf_tensors
+from mcore_rl.slices.layouts.megatron import MegatronLayout
+from mcore_rl.slices.layouts.recorded import RecordedLayouts
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_keeper import LISTED_PLAN, RECORDED_PLAN, PlanAnswer
 from mcore_rl.stream.meeting import publish_facts, with_roster
@@ -29,8 +30,6 @@ _log = logging.getLogger(__name__)
 _LISTS = "layout"
 """Topic of the ranks' lists of shards."""
 
-HfTensors = Mapping[str, tuple[tuple[int, ...], str]]
-"""HF name -> shape, torch name of the dtype"""
 MakeShards = Callable[[HfTensors], Sequence[Shard]]
 """Returns a rank's own shards; an engine rank traces the tensors that the trainer ranks hold."""
 
@@ -75,21 +74,20 @@ class PlanHandshake:
         end = self.end
         publish_facts(end)
         with end.store.errors_published(RECORDED_PLAN, end.rank, end.name):
-            answer = self.answer()
-            end.store.publish(RECORDED_PLAN, end.rank, answer.encode())
+            end.store.publish(RECORDED_PLAN, end.rank, self.answer())
         return self.conclude(end.wait_joined(RECORDED_PLAN).decode())
 
-    def answer(self) -> PlanAnswer:
-        """Plan by the recorded layouts; return the answer to the other ranks.
+    def answer(self) -> bytes:
+        """Plan by the recorded layouts; return the encoded PlanAnswer to the other ranks.
 
         An engine rank traces its loader before it waits for the roster. Raises TransferError,
         which names ranks that did not publish their facts by end.deadline_s.
         """
         found = self._find_draft()
         if isinstance(found, str):
-            return PlanAnswer(found, {})
+            return PlanAnswer(found).encode()
         self._draft = found
-        return PlanAnswer.of(found.pairs)
+        return found.answer
 
     def conclude(self, problems: str) -> RankPlan:
         """Return the plan; ranks list their shards if the recorded layouts have `problems`."""
@@ -124,7 +122,7 @@ class PlanHandshake:
         except ValueError as error:
             self.end = with_roster(end)
             return str(error)
-        shards = self._make_shards({} if end.is_sender else hf_tensors(source))
+        shards = self._make_shards({} if end.is_sender else source.hf_tensors())
         self.end = with_roster(end)
         digest = hashlib.sha256(end.link.layouts.encode()).hexdigest()
         try:
@@ -139,7 +137,7 @@ class PlanHandshake:
         layouts = self._exchange_lists()
         with end.store.errors_published(LISTED_PLAN, end.rank, end.name):
             draft = Draft(end, layouts)
-            end.store.publish(LISTED_PLAN, end.rank, PlanAnswer.of(draft.pairs).encode())
+            end.store.publish(LISTED_PLAN, end.rank, draft.answer)
         end.wait_joined(LISTED_PLAN)
         return draft.finish(end)
 
@@ -150,7 +148,7 @@ class PlanHandshake:
         with end.store.errors_published(_LISTS, end.rank, end.name):
             sources = [] if end.is_sender else end.collect(_LISTS, range(num_senders))
             held = ListedLayout([decode_shards(data) for data in sources])
-            shards = self._make_shards(hf_tensors(held))
+            shards = self._make_shards(held.hf_tensors())
             end.store.publish(_LISTS, end.rank, encode_shards(shards))
         encoded = end.collect(_LISTS)
         digests = [hashlib.sha256(data).digest() for data in encoded]
@@ -162,7 +160,7 @@ class PlanHandshake:
 
 
 @lru_cache(maxsize=4)
-def _layouts_of(recorded: str) -> tuple[Layout, Layout]:
+def _layouts_of(recorded: str) -> tuple[MegatronLayout, Layout]:
     """Return both sides' layouts, which remember the placements that they computed.
 
     Raises ValueError if the sizes do not divide the model.

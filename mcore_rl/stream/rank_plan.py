@@ -9,9 +9,11 @@ from functools import cached_property
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.layouts.layout import Layout
 from mcore_rl.slices.plan.local import Flow, plan_recvs, plan_sends
+from mcore_rl.stream.bucket_transfer import RankBucket
 from mcore_rl.stream.buckets import Bucket, plan_buckets
 from mcore_rl.stream.link_end import LinkEnd
-from mcore_rl.stream.placed_bucket import Holding, holdings
+from mcore_rl.stream.link_keeper import PlanAnswer
+from mcore_rl.stream.placed_bucket import holdings
 from mcore_rl.stream.roster import Roster
 from mcore_rl.stream.verify import XXH3
 
@@ -31,14 +33,6 @@ class Layouts:
 
 
 @dataclass(frozen=True)
-class PlannedBucket:
-    """A bucket that a rank sends or receives, and where it lies in the rank's tensors."""
-
-    bucket: Bucket
-    held: Sequence[Holding]
-
-
-@dataclass(frozen=True)
 class RankPlan:
     """One rank's part of the plan.
 
@@ -52,16 +46,13 @@ class RankPlan:
     """
 
     digest: str
-    buckets: Sequence[PlannedBucket]
+    buckets: Sequence[RankBucket]
     sums: str
     direct: Mapping[int, str]
 
 
 class Draft:
-    """A rank's part of the plan before its peers were heard.
-
-    pairs    peer, counted over the link -> sha256 of the slices that travel between it and the rank
-    """
+    """A rank's part of the plan before its peers were heard."""
 
     def __init__(self, end: LinkEnd, layouts: Layouts) -> None:
         assert end.roster is not None, "a rank plans with the roster"
@@ -75,11 +66,17 @@ class Draft:
         hosts = end.roster.listed_hosts(link.num_senders)
         sides = end.side_rank, layouts.source, layouts.target, hosts
         self._flows: dict[int, Flow]
+        """By peer, counted over the link."""
         if end.is_sender:
             self._flows = {link.num_senders + flow.peer: flow for flow in plan_sends(*sides)}
         else:
             self._flows = {flow.peer: flow for flow in plan_recvs(*sides)}
-        self.pairs = {peer: flow.digest for peer, flow in self._flows.items()}
+
+    @cached_property
+    def answer(self) -> bytes:
+        """The rank's encoded PlanAnswer."""
+        digests = {peer: flow.digest for peer, flow in self._flows.items()}
+        return PlanAnswer.of(digests).encode()
 
     @cached_property
     def digest(self) -> str:
@@ -88,7 +85,7 @@ class Draft:
         return f"{self._layouts.kind} {digest.hexdigest()}"
 
     @cached_property
-    def buckets(self) -> list[PlannedBucket]:
+    def buckets(self) -> list[RankBucket]:
         """The slices of all pairs, cut into buckets."""
         own: dict[str, list[Shard]] = defaultdict(list)
         for shard in self._layouts.shards:
@@ -96,7 +93,7 @@ class Draft:
         slices = {self._pair(peer): flow.slices for peer, flow in self._flows.items()}
         link = self._link
         buckets = plan_buckets(slices, link.num_receivers, link.bucket_bytes)
-        return [PlannedBucket(bucket, holdings(bucket, own)) for bucket in buckets]
+        return [RankBucket(each, self._peer_of(each), holdings(each, own)) for each in buckets]
 
     def finish(self, end: LinkEnd) -> RankPlan:
         """Return the plan for the link of `end`, once its ranks agreed."""
@@ -111,6 +108,12 @@ class Draft:
         if self._is_sender:
             return self._side_rank, peer - self._link.num_senders
         return peer, self._side_rank
+
+    def _peer_of(self, bucket: Bucket) -> int:
+        """Return the bucket's other rank, counted over the link."""
+        if self._is_sender:
+            return self._link.num_senders + bucket.target_rank
+        return bucket.source_rank
 
 
 def find_direct_peers(roster: Roster, num_senders: int, rank: int) -> dict[int, str]:

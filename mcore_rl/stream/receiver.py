@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from mcore_rl.device.gpu_memory import common_device
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.layouts.engine_trace import trace_load_weights
+from mcore_rl.slices.layouts.layout import HfTensors
 from mcore_rl.stream.background_stager import start_background_stager
 from mcore_rl.stream.connection import Connection
 from mcore_rl.stream.full_trace import FullTrace
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_store import LinkStore
-from mcore_rl.stream.plan_handshake import HfTensors
 from mcore_rl.stream.reporting import publish_report, report_outcome
 from mcore_rl.stream.routes.choice import MakeTransport, make_routed_transport
 from mcore_rl.stream.routes.open_memory import OpenMemory

@@ -15,6 +15,7 @@ from base64 import b64decode, b64encode
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 from itertools import accumulate, groupby
 
 from mcore_rl.slices.plan.shares import ListedHosts
@@ -46,7 +47,9 @@ class RankFacts:
         return json.dumps(astuple(self)).encode()
 
     @staticmethod
+    @lru_cache(maxsize=1 << 14)
     def decode(data: bytes) -> "RankFacts":
+        """Controllers decode the facts of the same trainer ranks for each engine."""
         machine, sums, gpu, readable, memory, writes = json.loads(data)
         return RankFacts(machine, tuple(sums), gpu, tuple(readable), memory, writes)
 
@@ -132,13 +135,10 @@ def make_roster(facts: Sequence[RankFacts], link: Link) -> Roster:
     both = set(hosts[:num_senders]) & set(hosts[num_senders:])
     met = {rank: each for rank, each in enumerate(facts) if hosts[rank] in both}
     on_gpu = tuple(each.gpu != "" for each in facts)
-    places = [
-        RankLocation(str(host), SOME_GPU if gpu else "")
-        for host, gpu in zip(hosts, on_gpu, strict=True)
-    ]
+    places = list(zip(hosts, on_gpu, strict=True))
     gloo = needs_gloo(
-        set(places[:num_senders]),
-        set(places[num_senders:]),
+        _locations(places[:num_senders]),
+        _locations(places[num_senders:]),
         through_hosts=link.delta == "always",
     )
     sums = _common_kind(link.names, [each.sums for each in facts])
@@ -146,6 +146,11 @@ def make_roster(facts: Sequence[RankFacts], link: Link) -> Roster:
     near = [host if host in both else None for host in hosts[num_senders:]]
     alike = hashlib.sha256(repr((hosts[:num_senders], near, sums)).encode()).hexdigest()
     return Roster(Runs.of(hosts), Runs.of(on_gpu), sums, gloo, alike, met)
+
+
+def _locations(places: Iterable[tuple[int, bool]]) -> list[RankLocation]:
+    """Return the different ones of some ranks, given (host, whether on a GPU) of each."""
+    return [RankLocation(str(host), SOME_GPU if gpu else "") for host, gpu in dict.fromkeys(places)]
 
 
 def _common_kind(names: Sequence[str], kinds: Sequence[Sequence[str]]) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,12 +16,18 @@ from mcore_rl.stream.link_keeper import DATA, ERROR
 from mcore_rl.stream.meeting import describe_rank
 from mcore_rl.stream.plan_handshake import Drafts, PlanHandshake
 from mcore_rl.stream.roster import Roster
-from mcore_rl.stream.routes.choice import MakeTransport, make_routed_transport
+from mcore_rl.stream.routes.choice import (
+    MakeTransport,
+    make_routed_transport,
+    waits_for_peers,
+)
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.wire import Link, Report
 
 _MOST_AT_ONCE = 4
-"""Links that a rank opens at a time: an engine that does not come holds up no other."""
+"""Links that a rank opens at a time if it waits for engines: one that does not come holds up no
+other.
+"""
 
 
 class WeightSender:
@@ -54,15 +61,27 @@ class WeightSender:
         Waits for no other rank. Drops earlier links to the same engines.
         """
         with collections_paused():
-            return [self._plan(link, Roster.decode(encoded)) for link, encoded in offers]
+            decode = cache(Roster.decode)  # that of engines which share no host with trainers
+            return [self._plan(link, decode(encoded)) for link, encoded in offers]
 
-    def open_links(self, verdicts: Sequence[tuple[str, str]]) -> list[Report]:
+    def open_links(self, verdicts: Sequence[tuple[str, str]]) -> list[str | Report]:
         """Connect by the plans of plan_links, given (engine, problems of the recorded layouts).
 
-        A link that fails has the error in its report and does not affect the others.
+        Returns the digest of the plan for each link that is open, else the report of its error,
+        which does not affect the other links.
         """
-        with ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="links") as pool:
-            return list(pool.map(lambda verdict: self._open(*verdict), verdicts))
+        opened: dict[str, str | Report] = {}
+        waiting: list[tuple[str, str]] = []
+        with collections_paused():
+            for engine, problems in verdicts:
+                if problems or waits_for_peers(self._handshakes[engine].end):
+                    waiting.append((engine, problems))
+                else:
+                    opened[engine] = self._open(engine, problems)
+            with ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="links") as pool:
+                reports = pool.map(lambda verdict: self._open(*verdict), waiting)
+                opened |= zip((engine for engine, _ in waiting), reports, strict=True)
+        return [opened[engine] for engine, _ in verdicts]
 
     def connect(self, link: Link) -> Report:
         """Join the link's other ranks at its store, without a controller that calls this rank.
@@ -81,18 +100,19 @@ class WeightSender:
         handshake = PlanHandshake(end, lambda _: self._shards, self._drafts)
         self._handshakes[link.engine] = handshake
         try:
-            return DATA + handshake.answer().encode()
+            return DATA + handshake.answer()
         except (RuntimeError, ValueError) as error:
             return ERROR + str(error).encode()
 
-    def _open(self, engine: str, problems: str) -> Report:
+    def _open(self, engine: str, problems: str) -> str | Report:
         handshake = self._handshakes.pop(engine)
 
         def connect() -> Connection:
             plan = handshake.conclude(problems)
             return Connection(handshake.end, plan, self._make_transport)
 
-        return self._report(handshake.end.link, connect)
+        report = self._report(handshake.end.link, connect)
+        return report.digest if report.error is None else report
 
     def _report(self, link: Link, connect: Callable[[], Connection]) -> Report:
         try:

@@ -7,7 +7,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -65,15 +65,31 @@ class Link:
         return self.num_senders + self.num_receivers
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """A readable name for each rank, senders first."""
-        return tuple(map(self.name_of, range(self.num_ranks)))
+    def names(self) -> Sequence[str]:
+        """A readable name for each rank, senders first; only an error makes them."""
+        return _Names(self)
 
     def name_of(self, rank: int) -> str:
         """Return the readable name of a rank, counted over the link."""
         if rank >= self.num_senders:
             return f"rank {rank - self.num_senders} of engine {self.engine}"
         return f"rank {rank} of engine {self.relay}" if self.relay else f"trainer rank {rank}"
+
+
+@dataclass(frozen=True)
+class _Names(Sequence[str]):
+    link: Link
+
+    def __len__(self) -> int:
+        return self.link.num_ranks
+
+    @overload
+    def __getitem__(self, rank: int) -> str: ...
+    @overload
+    def __getitem__(self, rank: slice) -> Sequence[str]: ...
+    def __getitem__(self, rank: int | slice) -> str | Sequence[str]:
+        ranks = range(len(self))[rank]
+        return self.link.name_of(ranks) if isinstance(ranks, int) else [self[r] for r in ranks]
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,20 @@ def test_a_sender_that_does_not_send_is_named_with_the_bucket_at_the_deadline() 
         receiver.receive(3, {"param": torch.zeros(NUMEL)}, time.monotonic() + 0.05)
 
 
+def test_a_link_that_carries_nothing_takes_no_memory_for_messages() -> None:
+    _store, link = make_link()
+    huge = Shard(Box("w", (0,), (2**50,)), "param", 0, (1,), "float32")
+    (bucket,) = plan_buckets({(0, 0): [Slice(huge.box, "float32")]}, 1, 2**60)
+
+    def opening(end: LinkEnd) -> Callable[[], BucketTransfer]:
+        own = [RankBucket(bucket, 1 - end.rank, holdings(bucket, {"w": [huge]}))]
+        return lambda: BucketTransfer(end, own, make_gloo_transport, XXH3)
+
+    sender, _ = run_ranks([opening(end) for end in open_ends(link)])
+    with pytest.raises(TransferError, match=r"^no memory for messages of \d+\.\d MiB: "):
+        sender.send(0, {"param": torch.zeros(1)}, soon())
+
+
 @given(
     peers=st.lists(st.integers(0, 3), min_size=1, max_size=20),
     sizes=st.lists(st.integers(1, 300), min_size=20, max_size=20),

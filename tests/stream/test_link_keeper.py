@@ -18,7 +18,8 @@ from mcore_rl.stream.store.values import Values
 from mcore_rl.stream.wire import Link
 
 LINK = Link("e", "", 0, "", 2, 1, 1, 1.0)
-AGREED = [PlanAnswer("", {2: "a"}), PlanAnswer("", {2: "b"}), PlanAnswer("", {0: "a", 1: "b"})]
+A, B, C = ("a" * 16, "b" * 16, "c" * 16)
+AGREED = [PlanAnswer.of({2: A}), PlanAnswer.of({2: B}), PlanAnswer.of({0: A, 1: B})]
 
 
 def test_ranks_agree_if_both_ends_of_each_pair_planned_the_same() -> None:
@@ -28,24 +29,26 @@ def test_ranks_agree_if_both_ends_of_each_pair_planned_the_same() -> None:
 @pytest.mark.parametrize(
     ("rank", "digests", "message"),
     [
-        (2, {0: "a", 1: "c"}, "trainer rank 1 and rank 0 of engine e made .* pair: b, c$"),
-        (2, {0: "a"}, "trainer rank 1 and rank 0 of engine e made .* pair: b, None$"),
-        (0, {}, "trainer rank 0 and rank 0 of engine e made .* pair: None, a$"),
+        (2, {0: A, 1: C}, f"trainer rank 1 and rank 0 of engine e made .* pair: {B}, {C}$"),
+        (2, {0: A}, f"trainer rank 1 and rank 0 of engine e made .* pair: {B}, None$"),
+        (0, {}, f"trainer rank 0 and rank 0 of engine e made .* pair: None, {A}$"),
+        (2, {}, f"trainer rank 0 and rank 0 of engine e made .* pair: {A}, None$"),
+        (0, {1: A}, f"trainer rank 0 and trainer rank 1 made .* pair: {A}, None$"),
     ],
 )
 def test_both_ranks_of_a_pair_that_differs_are_named(
     rank: int, digests: dict[int, str], message: str
 ) -> None:
     answers = list(AGREED)
-    answers[rank] = PlanAnswer("", digests)
+    answers[rank] = PlanAnswer.of(digests)
     with pytest.raises(TransferError, match=message):
         join_answers(answers, LINK.names)
 
 
 def test_problems_of_recorded_layouts_are_told_by_rank_and_bounded() -> None:
-    answers = [AGREED[0], PlanAnswer("no layer 3", {}), AGREED[2]]
+    answers = [AGREED[0], PlanAnswer("no layer 3"), AGREED[2]]
     assert join_answers(answers, LINK.names) == "trainer rank 1: no layer 3"
-    many = join_answers([PlanAnswer("no", {})] * 6, [f"rank {rank}" for rank in range(6)])
+    many = join_answers([PlanAnswer("no")] * 6, [f"rank {rank}" for rank in range(6)])
     assert many == "rank 0: no; rank 1: no; rank 2: no; rank 3: no; and 2 more ranks"
 
 
@@ -63,7 +66,7 @@ def test_listed_plans_are_compared_once_the_recorded_layouts_have_problems() -> 
     values = Values()
     keep_link(values, LINK)
     for rank in range(3):
-        values.set(rank_key(RECORDED_PLAN, rank), DATA + PlanAnswer("no", {}).encode())
+        values.set(rank_key(RECORDED_PLAN, rank), DATA + PlanAnswer("no").encode())
     assert values.get(joined_key(RECORDED_PLAN)) == DATA + (
         b"trainer rank 0: no; trainer rank 1: no; rank 0 of engine e: no"
     )

@@ -179,7 +179,7 @@ def test_a_rank_reuses_its_draft_for_a_link_with_equal_layouts_hosts_and_sums() 
         found.append((answer, handshake.conclude("").buckets))
     away, elsewhere, shared, again = found
     assert away[1] is elsewhere[1] is again[1] is not shared[1]
-    assert away[0] == elsewhere[0] == again[0] != shared[0]
+    assert away[0] is elsewhere[0] is again[0] != shared[0]
 
 
 def test_a_rank_whose_shards_cannot_be_had_is_named_at_all_ranks() -> None:
@@ -210,8 +210,8 @@ def test_a_peer_that_planned_otherwise_is_named_at_all_ranks_before_a_byte_moves
     def answer_otherwise() -> None:
         publish_facts(receiver)
         for topic, answer in (
-            (RECORDED_PLAN, PlanAnswer("none", {})),
-            (LISTED_PLAN, PlanAnswer("", {0: "otherwise"})),
+            (RECORDED_PLAN, PlanAnswer("none")),
+            (LISTED_PLAN, PlanAnswer.of({0: "0" * 64})),
         ):
             receiver.store.publish(topic, 1, answer.encode())
         lists = encode_shards(column_cut(HF, 0, 1, "bfloat16")[0])
@@ -226,7 +226,7 @@ def test_a_peer_that_planned_otherwise_is_named_at_all_ranks_before_a_byte_moves
     error, _ = run_ranks([run, answer_otherwise])
     assert error is not None and re.fullmatch(
         r"trainer rank 0 and rank 0 of engine engine-0 made different plans for their pair:"
-        r" [0-9a-f]{16}, otherwise",
+        r" [0-9a-f]{16}, 0{16}",
         error,
     )
 

@@ -75,12 +75,12 @@ def test_reports() -> None:
 
 
 def test_ranks_are_named_by_what_they_are() -> None:
-    assert replace(LINK, num_receivers=1).names == (
+    assert tuple(replace(LINK, num_receivers=1).names) == (
         "trainer rank 0",
         "trainer rank 1",
         "rank 0 of engine http://10.0.0.1:30000",
     )
-    assert replace(RELAY_LINK, num_senders=1, num_receivers=1).names == (
+    assert tuple(replace(RELAY_LINK, num_senders=1, num_receivers=1).names) == (
         "rank 0 of engine http://10.0.0.1:30000",
         "rank 0 of engine b",
     )

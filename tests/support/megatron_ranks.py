@@ -131,7 +131,7 @@ class _MegatronRank:
     def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> list[bytes]:
         return self._sender.plan_links(offers)
 
-    def open_links(self, verdicts: Sequence[tuple[str, str]]) -> list[Report]:
+    def open_links(self, verdicts: Sequence[tuple[str, str]]) -> list[str | Report]:
         return self._sender.open_links(verdicts)
 
     def connect(self, link: Link) -> Report:

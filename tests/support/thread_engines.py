@@ -123,7 +123,9 @@ class ThreadTrainers:
     async def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> Sequence[Sequence[bytes]]:
         return await self._call_all("plan_links", offers)
 
-    async def open_links(self, verdicts: Sequence[tuple[str, str]]) -> Sequence[Sequence[Report]]:
+    async def open_links(
+        self, verdicts: Sequence[tuple[str, str]]
+    ) -> Sequence[Sequence[str | Report]]:
         return await self._call_all("open_links", verdicts)
 
     async def send(

@@ -57,7 +57,9 @@ class ProcessRanks:
     async def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> Sequence[Sequence[bytes]]:
         return await self._call_all("plan_links", offers)
 
-    async def open_links(self, verdicts: Sequence[tuple[str, str]]) -> Sequence[Sequence[Report]]:
+    async def open_links(
+        self, verdicts: Sequence[tuple[str, str]]
+    ) -> Sequence[Sequence[str | Report]]:
         return await self._call_all("open_links", verdicts)
 
     async def send(
@@ -115,7 +117,7 @@ class _Rank:
         assert self._sender is not None
         return self._sender.plan_links(offers)
 
-    def open_links(self, verdicts: Sequence[tuple[str, str]]) -> list[Report]:
+    def open_links(self, verdicts: Sequence[tuple[str, str]]) -> list[str | Report]:
         assert self._sender is not None
         return self._sender.open_links(verdicts)
 

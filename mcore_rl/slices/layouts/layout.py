@@ -10,7 +10,7 @@ placement.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Protocol
@@ -38,6 +38,10 @@ class Placement:
 
 NOWHERE = Placement()
 """The placement of a tensor that no rank holds."""
+
+
+HfTensors = Mapping[str, tuple[tuple[int, ...], str]]
+"""HF name -> shape, torch name of the dtype"""
 
 
 class Layout(Protocol):

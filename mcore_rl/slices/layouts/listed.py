@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 from mcore_rl.slices.box import Box, Shard, subtract
-from mcore_rl.slices.layouts.layout import NOWHERE, PlacedPiece, Placement
+from mcore_rl.slices.layouts.layout import NOWHERE, HfTensors, PlacedPiece, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
 
 
@@ -44,6 +44,14 @@ class ListedLayout:
 
     def all_names(self) -> Iterator[str]:
         return iter(self._ranks_of)
+
+    def hf_tensors(self) -> HfTensors:
+        """Return HF name -> (shape, dtype) of every tensor, as far as its boxes reach."""
+        dtypes = self._dtypes
+        return {
+            name: (tuple(map(max, zip(*(box.stop for box in boxes), strict=True))), dtypes[name])
+            for name, boxes in self._ranks_of.items()
+        }
 
     def _placement(self, name: str) -> Placement:
         if name not in self._ranks_of:

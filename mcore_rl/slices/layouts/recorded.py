@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mcore_rl.slices.families import family_of
-from mcore_rl.slices.layouts.layout import Layout, Placement
+from mcore_rl.slices.layouts.layout import Layout
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.slices.layouts.quantized import QuantizedLayout
 from mcore_rl.slices.layouts.sglang import SGLangLayout
@@ -55,17 +55,3 @@ class RecordedLayouts:
         return RecordedLayouts(
             fields["hf_config"], fields["dtype"], trainer, engines, fields["fp8"]
         )
-
-
-def hf_tensors(layout: Layout) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return HF name -> (shape, dtype) of every tensor that the layout's ranks hold."""
-    tensors = {}
-    described: dict[Placement, tuple[tuple[int, ...], str]] = {}
-    for name in layout.all_names():
-        placement = layout.placement(name)
-        if placement not in described:
-            stops = (piece.stop for piece in placement.pieces)
-            shape = tuple(map(max, zip(*stops, strict=True)))
-            described[placement] = shape, placement.pieces[0].dtype
-        tensors[name] = described[placement]
-    return tensors

@@ -13,7 +13,7 @@ from functools import cache
 from math import prod
 
 from mcore_rl.slices.families.table import Shape
-from mcore_rl.slices.layouts.layout import NOWHERE, Placement
+from mcore_rl.slices.layouts.layout import NOWHERE, HfTensors, Placement
 from mcore_rl.slices.layouts.tensors import Entry, Tensors
 
 
@@ -70,6 +70,16 @@ class StagedLayout(ABC):
             yield entry.tensor.name
         for layer in range(self._tensors.num_layers):
             yield from self._names_in_layer(layer, range(self._tensors.num_experts))
+
+    def hf_tensors(self) -> HfTensors:
+        """Return HF name -> (shape, dtype) of every tensor, without placing any."""
+        entries = self._tensors.model_entries
+        described = {entry.tensor.name: (entry.shape, entry.dtype) for entry in entries}
+        experts = range(self._tensors.num_experts)
+        for layer in range(self._tensors.num_layers):
+            for name, entry, _ in self._tensors.of_layer(layer, experts):
+                described[name] = entry.shape, entry.dtype
+        return described
 
     def _names_in_layer(self, layer: int, experts: Iterable[int]) -> Iterator[str]:
         for name, entry, expert in self._tensors.of_layer(layer, experts):

@@ -20,13 +20,15 @@ from mcore_rl.stream.controller.engine_control import EngineCallError, EngineCon
 from mcore_rl.stream.controller.linked_engine import LinkedEngine
 from mcore_rl.stream.controller.strategy import TrainerRanks
 from mcore_rl.stream.controller.sync_report import root_error
-from mcore_rl.stream.link_keeper import FACTS, RECORDED_PLAN
+from mcore_rl.stream.link_keeper import DATA, FACTS, RECORDED_PLAN
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.wire import Report
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 T = TypeVar("T")
+Opened = str | Report
+"""As WeightSender.open_links returns it."""
 
 
 class LinkError(RuntimeError):
@@ -37,7 +39,7 @@ class EngineLinker:
     """Has the ranks of engines meet the trainer ranks, whose published facts are `facts`."""
 
     def __init__(self, trainers: TrainerRanks, facts: Sequence[bytes]) -> None:
-        self._facts = facts
+        self._facts = [DATA + each for each in facts]
         turn = asyncio.Lock()
         self._plan = JoinedCalls(trainers.plan_links, turn)
         self._open = JoinedCalls(trainers.open_links, turn)
@@ -60,16 +62,14 @@ class EngineLinker:
             received = engine.take_reports("connect")
         return _judge(sent, received, answer)
 
-    async def _join_trainers(self, engine: LinkedEngine, deadline_s: float) -> Sequence[Report]:
-        """Play the trainer ranks' part at the store; return their reports."""
+    async def _join_trainers(self, engine: LinkedEngine, deadline_s: float) -> Sequence[Opened]:
+        """Play the trainer ranks' part at the store; return what became of the link at each."""
         link = engine.link
         store = engine.store
-        for rank, facts in enumerate(self._facts):
-            store.publish(FACTS, rank, facts)
+        store.publish_tagged(FACTS, self._facts)
         roster = await store.wait_joined_async(FACTS, link.names, "the controller", deadline_s)
         answers = await _of_trainers(self._plan.ask((link, roster)))
-        for rank, answer in enumerate(answers):
-            store.publish_tagged(RECORDED_PLAN, rank, answer)
+        store.publish_tagged(RECORDED_PLAN, answers)
         problems = await store.wait_joined_async(
             RECORDED_PLAN, link.names, "the controller", deadline_s
         )
@@ -142,7 +142,7 @@ async def _tell_failure(engine: LinkedEngine, work: Awaitable[T]) -> T:
 
 
 def _judge(
-    sent: Sequence[Report] | BaseException,
+    sent: Sequence[Opened] | BaseException,
     received: Sequence[Report],
     answer: BaseException | None,
 ) -> str:
@@ -158,7 +158,9 @@ def _judge(
         failed = [report for report in received if report.error and not report.missing]
         message = root_error(failed, answer) if failed or answer else str(sent)
         raise LinkError(message) from sent
-    message = root_error([*sent, *received], answer)
+    failed = [each for each in sent if isinstance(each, Report)]
+    opened = {each for each in sent if isinstance(each, str)}
+    message = root_error([*failed, *received], answer, opened)
     if message is not None:
         raise LinkError(message)
-    return sent[0].digest
+    return received[0].digest

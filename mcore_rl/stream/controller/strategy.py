@@ -33,8 +33,10 @@ class TrainerRanks(Protocol):
         """Return for each rank what it publishes of each link."""
         ...
 
-    async def open_links(self, verdicts: Sequence[tuple[str, str]]) -> Sequence[Sequence[Report]]:
-        """Return for each rank its report on each link."""
+    async def open_links(
+        self, verdicts: Sequence[tuple[str, str]]
+    ) -> Sequence[Sequence[str | Report]]:
+        """Return for each rank and each link what WeightSender.open_links returns."""
         ...
 
     async def send(

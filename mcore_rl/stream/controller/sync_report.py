@@ -1,6 +1,6 @@
 """Turns the ranks' reports of a weight sync into one result per engine and into metrics."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.stream.wire import Report
@@ -81,12 +81,14 @@ class SyncReport:
         }
 
 
-def root_error(reports: Sequence[Report], answer: BaseException | None = None) -> str | None:
+def root_error(
+    reports: Sequence[Report], answer: BaseException | None = None, digests: Collection[str] = ()
+) -> str | None:
     """Return None if all ranks and the engine succeeded with one plan, else the error nearest the
     cause.
 
-    `answer` is the engine's own error, if any. A rank that lost a peer is farther from the cause
-    than one with an error of its own.
+    `answer` is the engine's own error, if any; `digests` are those of ranks without a report. A
+    rank that lost a peer is farther from the cause than one with an error of its own.
     """
     failed = sorted((r for r in reports if r.error is not None), key=lambda r: r.peer_lost)
     if failed:
@@ -94,8 +96,8 @@ def root_error(reports: Sequence[Report], answer: BaseException | None = None) -
         return f"{failed[0].rank}: {failed[0].error}{more}"
     if answer is not None:
         return str(answer)
-    digests = {report.digest for report in reports}
-    return None if len(digests) == 1 else f"ranks followed different plans: {sorted(digests)}"
+    plans = {*digests, *(report.digest for report in reports)}
+    return None if len(plans) == 1 else f"ranks followed different plans: {sorted(plans)}"
 
 
 def summarize(url: str, received: Sequence[Report], error: str | None) -> EngineSyncResult:

@@ -10,7 +10,6 @@ Over a link with differences, gloo carries them (delta.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.meeting import publish_facts, with_roster
+from mcore_rl.stream.roster import Roster
 from mcore_rl.stream.routes.channel import (
     Channel,
     SegmentSpec,
@@ -113,6 +113,12 @@ def make_routed_transport(
     return RoutedTransport(transports, by_peer)
 
 
+def waits_for_peers(end: LinkEnd) -> bool:
+    """Return whether make_routed_transport may wait for other ranks of the link."""
+    assert end.roster is not None, "a rank connects with the roster"
+    return end.roster.gloo or end.rank in end.roster.met or not end.link.staged
+
+
 def make_gloo_transport(
     end: LinkEnd, shared_words: Mapping[int, int], stream: DeviceStream
 ) -> GlooTransport:
@@ -142,19 +148,27 @@ def _introduced(end: LinkEnd) -> LinkEnd:
 
 def _routes_of(end: LinkEnd, peers: Mapping[int, int]) -> dict[int, Route]:
     """Return peer -> route of the messages between it and this rank."""
-    own = _location(end, end.rank)
-    choose = partial(choose_route, through_hosts=end.link.delta == "always")
-    theirs = {peer: _location(end, peer) for peer in peers}
-    if end.is_sender:
-        return {peer: choose(own, location) for peer, location in theirs.items()}
-    return {peer: choose(location, own) for peer, location in theirs.items()}
-
-
-def _location(end: LinkEnd, rank: int) -> RankLocation:
-    """Return where a rank runs; its GPU has a name only where ranks of both sides run."""
     assert end.roster is not None, "a rank connects with the roster"
-    host, on_gpu = end.roster.hosts[rank], end.roster.on_gpu[rank]
-    facts = end.roster.met.get(rank)
+    roster = end.roster
+    own = _location(roster, end.rank)
+    through_hosts = end.link.delta == "always"
+    routes: dict[int, Route] = {}
+    chosen: dict[tuple[int, int], Route] = {}
+    """By a peer's host and whether it is on a GPU, where no facts are told."""
+    for peer in peers:
+        place = roster.hosts[peer], roster.on_gpu[peer]
+        if peer in roster.met or place not in chosen:
+            their = _location(roster, peer)
+            sides = (own, their) if end.is_sender else (their, own)
+            chosen[place] = choose_route(*sides, through_hosts=through_hosts)
+        routes[peer] = chosen[place]
+    return routes
+
+
+def _location(roster: Roster, rank: int) -> RankLocation:
+    """Return where a rank runs; its GPU has a name only where ranks of both sides run."""
+    host, on_gpu = roster.hosts[rank], roster.on_gpu[rank]
+    facts = roster.met.get(rank)
     if facts is None:
         return RankLocation(str(host), SOME_GPU if on_gpu else "")
     return RankLocation(str(host), facts.gpu, facts.readable_gpus)

@@ -130,6 +130,8 @@ class GpuPairTransport:
         started = self._started
         self._groups = {}
         self._started = []
+        if not groups:
+            return
         aborting = Thread(target=_abort, args=(groups, started), name="gpu-abort", daemon=True)
         aborting.start()
         aborting.join(_ABORT_S)

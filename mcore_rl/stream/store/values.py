@@ -2,7 +2,7 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 class _Waiter:
@@ -25,6 +25,14 @@ class Values:
     def set(self, key: str, value: bytes) -> None:
         with self._lock:
             done = self._put(key, value)
+        _call_all(done)
+
+    def set_all(self, values: Mapping[str, bytes]) -> None:
+        """Set many keys."""
+        done = []
+        with self._lock:
+            for key, value in values.items():
+                done += self._put(key, value)
         _call_all(done)
 
     def get(self, key: str) -> bytes | None:

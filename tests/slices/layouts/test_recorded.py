@@ -4,7 +4,7 @@ from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.layouts.megatron import MegatronSizes
-from mcore_rl.slices.layouts.recorded import RecordedLayouts, hf_tensors
+from mcore_rl.slices.layouts.recorded import RecordedLayouts
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from tests.support.megatron_layout import model_config
 
@@ -17,7 +17,7 @@ def test_layouts_in_a_few_numbers() -> None:
     assert again == recorded
     assert again.encode() == recorded.encode()
     shapes = {name: (shape, "bfloat16") for name, shape in family_of(config).shapes(config).items()}
-    assert hf_tensors(again.source()) == shapes == hf_tensors(again.target())
+    assert again.source().hf_tensors() == shapes
 
 
 def test_shapes_are_those_that_the_boxes_reach() -> None:
@@ -25,4 +25,4 @@ def test_shapes_are_those_that_the_boxes_reach() -> None:
     right = Shard(Box("a", (0, 4), (2, 8)), "fused", 12, (4, 1), "bfloat16")
     norm = Shard(Box("b", (0,), (7,)), "norm", 0, (1,), "float32")
     layout = ListedLayout([[left, norm], [right, norm]])
-    assert hf_tensors(layout) == {"a": ((2, 8), "bfloat16"), "b": ((7,), "float32")}
+    assert layout.hf_tensors() == {"a": ((2, 8), "bfloat16"), "b": ((7,), "float32")}

@@ -33,6 +33,12 @@ def test_the_error_nearest_the_cause_is_told(
     assert root_error(reports, answer) == error
 
 
+def test_ranks_that_tell_their_digest_alone_must_follow_the_same_plan() -> None:
+    assert root_error([FINE], digests={"listed 1"}) is None
+    different = "ranks followed different plans: ['listed 1', 'listed 2']"
+    assert root_error([FINE], digests={"listed 1", "listed 2"}) == different
+
+
 def test_an_engine_took_the_bytes_of_all_its_ranks_and_the_time_of_the_slowest() -> None:
     received = [
         Report("a", num_bytes=10, num_buckets=1, seconds=0.5),

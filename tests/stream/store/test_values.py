@@ -16,6 +16,17 @@ def test_values_are_those_set_last() -> None:
     assert values.count() == 0
 
 
+def test_values_set_together_wake_whoever_waits_for_the_last_of_them() -> None:
+    values = Values()
+    taken: list[list[bytes]] = []
+    values.when_present(["a", "b", "c"], lambda: taken.append(values.take_all(["c", "a", "b"])))
+    values.set_all({"a": b"1", "b": b"2"})
+    assert taken == []
+    values.set_all({"c": b"3", "d": b"4"})
+    assert taken == [[b"3", b"1", b"2"]]
+    assert values.count() == 1
+
+
 def test_compare_set_does_what_torchs_stores_do() -> None:
     values = Values()
     assert values.compare_set("a", b"other", b"new") == b"other"
