@@ -9,7 +9,9 @@ last line is JSON.
 
 With --ranks 2048,512 stand-ins for so many trainer ranks and engine ranks link in this machine's
 processes, all engines at once: everything but the trace and the weights (stand_in_ranks.py). CPU
-seconds of the controller, of all trainer ranks and of all engine ranks are apart.
+seconds of the controller, of all trainer ranks and of all engine ranks are apart, and so are those
+of the slowest rank of each side: in a run each rank has a core of its own, so the controller and
+the slowest rank together (critical_cpu_s) are what the machines of a run have to wait for.
 """
 
 import argparse
@@ -37,6 +39,7 @@ from sync_trainer import BenchRanks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 NUM_RANKS = 2
+SIDES = ("trainer", "engine")
 TIMEOUT_S = 300.0
 
 
@@ -81,6 +84,10 @@ def measure_stand_ins(sizes: StandIns, num_engines: int, repeats: int) -> dict[s
             figures["all_engines_s"].append(time.perf_counter() - began_s)
             for name, own in pids.items():
                 figures[f"{name}_cpu_s"].append(_used_of(own) - before[name])
+            figures["slowest_trainer_rank_cpu_s"].append(asyncio.run(trainers.slowest_cpu_s()))
+            figures["slowest_engine_rank_cpu_s"].append(engines.slowest_cpu_s())
+            slowest_s = max(figures[f"slowest_{side}_rank_cpu_s"][-1] for side in SIDES)
+            figures["critical_cpu_s"].append(figures["controller_cpu_s"][-1] + slowest_s)
             print({name: round(values[-1], 2) for name, values in figures.items()}, flush=True)
         began_s = time.perf_counter()
         asyncio.run(controller.connect(engines.urls[:1]))

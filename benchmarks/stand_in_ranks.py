@@ -2,17 +2,22 @@
 
 They do what ranks do to link: the real senders, handshake, store, plan and transports, called by
 the real controller. They hold no weights, trace no loader, and each tells of a GPU of its own on
-one of many hosts. So their messages would go by NCCL, which connects with the first sync.
+one of many hosts. So their messages would go by NCCL, which connects with the first sync. Their
+processes look for no garbage: one collection would go through the objects of a thousand ranks.
 """
 
 import asyncio
 import base64
+import gc
+import json
 import multiprocessing as mp
 import pickle
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from urllib.request import urlopen
 
 import torch
 from aiohttp import web
@@ -89,7 +94,9 @@ class StandInTrainers:
     async def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> Sequence[Sequence[bytes]]:
         return await self._call("plan_links", offers)
 
-    async def open_links(self, verdicts: Sequence[tuple[str, str]]) -> Sequence[Sequence[Report]]:
+    async def open_links(
+        self, verdicts: Sequence[tuple[str, str]]
+    ) -> Sequence[Sequence[str | Report]]:
         return await self._call("open_links", verdicts)
 
     async def send(self, version: int, engines: Sequence[str], timeout_s: float) -> Any:
@@ -99,6 +106,10 @@ class StandInTrainers:
         for process in self._processes:
             process.kill()
             process.join()
+
+    async def slowest_cpu_s(self) -> float:
+        """Return the most CPU seconds that a rank used since the last call."""
+        return max(await self._call("take_cpu_s"))
 
     async def _call(self, *call: Any) -> list[Any]:
         for pipe in self._pipes:
@@ -118,14 +129,24 @@ def _serve_trainers(pipe: Any, sizes: StandIns, ranks: range) -> None:
         if kind not in alike:
             alike[kind] = _shards_of(source, rank)
         senders.append(WeightSender(alike[kind], {"none": torch.zeros(1)}, rank))
+    gc.disable()
     pipe.send("ready")
+    cpu_s = [0.0] * len(senders)
     while True:
         method, *args = pipe.recv()
         if method == "describe":
             pipe.send([_facts_of("trainer", rank).encode() for rank in ranks])
+        elif method == "take_cpu_s":
+            pipe.send(cpu_s)
+            cpu_s = [0.0] * len(senders)
         else:
+            answers = []
             # One rank after another, as no rank waits for another in these calls.
-            pipe.send([getattr(sender, method)(*args) for sender in senders])
+            for i, sender in enumerate(senders):
+                before_s = time.process_time()
+                answers.append(getattr(sender, method)(*args))
+                cpu_s[i] += time.process_time() - before_s
+            pipe.send(answers)
 
 
 class StandInEngines:
@@ -144,6 +165,14 @@ class StandInEngines:
     def pids(self) -> list[int]:
         return [self._process.pid or 0]
 
+    def slowest_cpu_s(self) -> float:
+        """Return the most CPU seconds that a rank used to link last."""
+        answers = []
+        for url in self.urls:
+            with urlopen(f"{url}/slowest_cpu_s") as answer:
+                answers.append(json.load(answer))
+        return max(answers)
+
     def stop(self) -> None:
         self._process.kill()
         self._process.join()
@@ -154,6 +183,8 @@ def _serve_engines(pipe: Any, sizes: StandIns, num_engines: int) -> None:
     target = sizes.recorded().target()
     shards = [_shards_of(target, rank) for rank in range(sizes.engine_ranks)]
     threads = ThreadPoolExecutor(num_engines * sizes.engine_ranks)
+
+    gc.disable()
 
     async def serve() -> None:
         urls = []
@@ -179,12 +210,15 @@ class _StandInEngine:
         self._shards = shards
         self._threads = threads
         self._connections: list[Connection | None] = [None] * len(shards)
+        self._cpu_s = [0.0] * len(shards)
 
     async def answer(self, request: web.Request) -> web.Response:
         num_ranks = len(self._shards)
         if request.path == "/server_info":
             sizes = {"tp_size": num_ranks, "ep_size": num_ranks, "pp_size": 1, "attn_dp_size": 1}
             return web.json_response({"custom_weight_loader": [LOADER], **sizes})
+        if request.path == "/slowest_cpu_s":
+            return web.json_response(max(self._cpu_s))
         if request.path == "/update_weights_from_tensor":
             payloads = (await request.json())["serialized_named_tensors"]
             ((_, command_u8),) = pickle.loads(base64.b64decode(payloads[0]))
@@ -197,6 +231,7 @@ class _StandInEngine:
         return web.json_response({"success": True})
 
     def _connect(self, link: Link, receiver: int) -> None:
+        before_s = time.thread_time()
         rank = link.num_senders + receiver
         end = LinkEnd.open(link, rank, HOST)
 
@@ -211,6 +246,7 @@ class _StandInEngine:
             return Report(end.name, connection.digest, connection.num_bytes)
 
         publish_report(end.store, "connect", rank, report_outcome(end.name, act))
+        self._cpu_s[receiver] = time.thread_time() - before_s
 
 
 def _facts_of(side: str, rank: int) -> RankFacts:

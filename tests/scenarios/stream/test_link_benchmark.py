@@ -22,3 +22,6 @@ def test_stand_ins_for_many_ranks_link_to_all_engines() -> None:
     assert (figures["trainer_ranks"], figures["engines"]) == (16, 2)
     assert figures["all_engines_s"] > 0 and figures["one_engine_s"] > 0
     assert figures["trainers_cpu_s"] > 0 and figures["engines_cpu_s"] > 0
+    slowest = [figures[f"slowest_{side}_rank_cpu_s"] for side in ("trainer", "engine")]
+    assert min(slowest) > 0
+    assert figures["critical_cpu_s"] >= figures["controller_cpu_s"] + min(slowest)
