@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from checkpoint_tools.options import Effort, parse_bytes, show_bytes
+from mcore_rl.process.disk import naming_full_disk
 from mcore_rl.process.refused_files import explain_refusal
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -34,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     gc.disable()  # a plan is many small objects, none of them in cycles
     try:
-        return args.run(args)
+        with naming_full_disk():
+            return args.run(args)
     except (ValueError, OSError) as error:
         return _fail(explain_refusal(error), 2)
     except RuntimeError as error:
@@ -199,18 +201,15 @@ def _to_hf(args: argparse.Namespace) -> int:
         args.max_file_bytes,
         _effort(args),
     )
-    for report in reports:
-        print(report)
+    print(*reports, sep="\n")
     return 0
 
 
 def _from_hf(args: argparse.Namespace) -> int:
     from checkpoint_tools.from_hf import from_hf  # imports torch
 
-    report = from_hf(
-        args.source_hf, args.out, args.dtype, args.optimizer, args.max_file_bytes, _effort(args)
-    )
-    print(report)
+    rest = (args.dtype, args.optimizer, args.max_file_bytes, _effort(args))
+    print(from_hf(args.source_hf, args.out, *rest))
     return 0
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mcore_rl.process.disk import write_whole
+
 JOB_FILE = "job.json"
 WAITING = "waiting"
 RUNNING = "running"
@@ -33,7 +35,7 @@ class State:
 
 
 def remember(job: SubmittedJob) -> None:
-    (Path(job.folder) / JOB_FILE).write_text(json.dumps(asdict(job)) + "\n")
+    write_whole(Path(job.folder) / JOB_FILE, json.dumps(asdict(job)) + "\n")
 
 
 def find_job(run_dir: Path, folder_name: str) -> SubmittedJob:

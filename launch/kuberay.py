@@ -24,6 +24,7 @@ from launch.kuberay_pod import FILES, JOB_SCRIPT, LOG_SCRIPT, RECIPE, STOP_SCRIP
 from launch.options import KubeRayOptions
 from launch.submission import Submission
 from launch.text import dump_yaml, render
+from mcore_rl.process.disk import write_whole
 
 MANIFEST = "kuberay.yaml"
 CHART_VALUES = "values.yaml"
@@ -192,7 +193,7 @@ def _mark(folder: Path) -> None:
     """
     objects = yaml_objects(folder)
     objects[0]["data"][SUBMISSION] = uuid.uuid4().hex
-    (folder / MANIFEST).write_text(dump_yaml(*objects))
+    write_whole(folder / MANIFEST, dump_yaml(*objects))
 
 
 def _kubectl(folder: Path) -> list[str]:

@@ -15,6 +15,7 @@ from launch.targets import TARGETS
 from mcore_rl.config import Config
 from mcore_rl.config.secrets import written_config
 from mcore_rl.planning.run_size import COMMANDS
+from mcore_rl.process.disk import write_whole
 from mcore_rl.process.redaction import is_secret_name, redact
 
 RECIPE = "recipe.yaml"
@@ -37,10 +38,8 @@ def submit(
     submission = make_submission(command, settings, config, options)
     target = TARGETS[options.target]
     files = target.make_files(submission, options)
-    submission.folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (submission.folder / name).write_text(text)
-    OmegaConf.save(written_config(config), submission.folder / RECIPE)
+    for name, text in {**files, RECIPE: OmegaConf.to_yaml(written_config(config))}.items():
+        write_whole(submission.folder / name, text)
     print(_describe(submission, files))
     if dry_run:
         print(f"submit it with: {shlex.join(target.submit_command(submission))}")

@@ -14,8 +14,10 @@ from mcore_rl.cluster.worker_forks import worker_forks
 from mcore_rl.config.recipe import list_recipes
 from mcore_rl.process.command_line import parse_arguments
 from mcore_rl.process.cores import check_threads
+from mcore_rl.process.disk import naming_full_disk
 from mcore_rl.process.fork_signals import keep_interrupts
 from mcore_rl.process.home import keep_home_usable
+from mcore_rl.process.lasting_output import keep_output_lasting
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.process.proxies import bypass_proxies
 from mcore_rl.process.redaction import redact, remember_environment
@@ -54,10 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(bypass_proxies(os.environ))
     _show_data_counts()
     try:
-        keep_sockets_short()
-        keep_home_usable()
-        check_threads(os.environ)
-        args.run(args)
+        with naming_full_disk():
+            keep_sockets_short()
+            keep_home_usable()
+            check_threads(os.environ)
+            args.run(args)
     except ValueError as error:
         return _fail(error, 2)
     except RuntimeError as error:
@@ -225,6 +228,7 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _run_recipe(args: argparse.Namespace) -> None:
+    keep_output_lasting()
     watch_for_stop_requests()
     recipe, overrides = read_recipe(args.settings)
     with ExitStack() as forks:
@@ -266,6 +270,7 @@ def _serve(args: argparse.Namespace) -> None:
 
     if args.once and not args.ask:
         raise ValueError("--once ends after the answer to a question: give --ask")
+    keep_output_lasting()
 
     def merge(checkpoint: Path, source_hf: Path, out: Path) -> object:
         effort = Effort(2 << 30, min(8, os.cpu_count() or 1))

@@ -29,7 +29,7 @@ from mcore_rl.config import Config
 from mcore_rl.config.secrets import written_config
 from mcore_rl.process.disk import (
     DELETED,
-    describe_full_disk,
+    explain_loss,
     is_disk_full,
     reporting_full_disk,
 )
@@ -171,7 +171,7 @@ def _refusing_run_dir(path: Path) -> Iterator[None]:
 
 
 class _LogFile(logging.FileHandler):
-    """A log that takes any text and reports a full disk once, as the run can do without it.
+    """A log that takes any text and says once that it cannot be written: a run does without it.
 
     Once it has `rotate_bytes`, it becomes a segment and a new one begins; 0: never.
     """
@@ -179,7 +179,7 @@ class _LogFile(logging.FileHandler):
     def __init__(self, path: Path, rotate_bytes: int = 0) -> None:
         super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self._rotate_bytes = rotate_bytes
-        self._is_full = False
+        self._was_told = False
 
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
@@ -196,8 +196,9 @@ class _LogFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
-        if error is None or not is_disk_full(error):
+        if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._is_full:
-            self._is_full = True
-            print(describe_full_disk(self.baseFilename, error), file=sys.stderr)
+        elif not self._was_told:
+            self._was_told = True
+            told = explain_loss(self.baseFilename, error)
+            print(f"the run goes on, its log is lost: {told}", file=sys.stderr)

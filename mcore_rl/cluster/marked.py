@@ -11,12 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mcore_rl.cluster import watchdog
+from mcore_rl.process.disk import reporting_full_disk, reserve_space
 from mcore_rl.process.own_folder import compile_caches
 from mcore_rl.process.short_folder import find_short_root
 
 TEMP_PREFIX = "mcore_rl_ray_"
 OPEN = "r"
 """The folder in it that Ray opens to all users (0777): they cannot pass the one above."""
+_SESSION_BYTES = 32 << 20
+"""Space that Ray's logs and what ranks and engines write to their TMPDIR need at least."""
 _BELOW = len(f"/{TEMP_PREFIX}xxxxxxxx/{OPEN}") + 64
 """Bytes of a socket's path below the folder for temporary files; Ray appends 64 of them:
 /session_2026-01-31_12-00-00_123456_1234567/sockets/plasma_store (ray/_private/node.py)."""
@@ -59,10 +62,12 @@ def uninterrupted() -> Iterator[None]:
 def ray_temp_dir() -> Iterator[Path]:
     """Make a folder of mode 0700, in which Ray's is to be OPEN; its sockets' paths must be short.
 
-    Raises ValueError if there is no place for sockets.
+    Raises ValueError if there is no place for sockets, DiskFullError if there is no space.
     """
     path = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=find_short_root(_BELOW)))
     try:
+        with reporting_full_disk(path), tempfile.TemporaryFile(dir=path) as file:
+            reserve_space(file.fileno(), _SESSION_BYTES)
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)

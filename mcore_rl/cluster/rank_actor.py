@@ -22,6 +22,8 @@ import mcore_rl
 from mcore_rl.cluster.breakpoints import answer_in_rank
 from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.process.cores import THREADS, take_cores
+from mcore_rl.process.disk import is_disk_full, name_full_disk
+from mcore_rl.process.lasting_output import keep_output_lasting
 from mcore_rl.process.lazy_imports import collect_from_here
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.process.proxies import bypass_proxies
@@ -145,6 +147,8 @@ class RankActor:
         except Exception as error:
             # The process boundary: the controller raises it again, naming the rank.
             sys.stderr.write(redact(traceback.format_exc()))
+            if is_disk_full(error):
+                error = name_full_disk(error)
             return Raised(summary_of(error), short_traceback(error))
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -166,6 +170,7 @@ def redirect_output(path: Path) -> None:
     # Both stay open as long as the process lives.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    keep_output_lasting()
     faulthandler.enable(file=2)
     remember_environment()
     handler = logging.StreamHandler()

@@ -7,6 +7,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mcore_rl.process.disk import PART, reporting_full_disk
+
 
 def prompt_row(
     question: str, answer: str, data_source: str, split: str, index: int
@@ -34,7 +36,8 @@ def write_prompts(
 
 def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Write the rows, under a temporary name first, so that a file at `path` is always complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), temporary)
-    temporary.replace(path)
+    temporary = path.with_name(path.name + PART)
+    with reporting_full_disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), temporary)
+        temporary.replace(path)

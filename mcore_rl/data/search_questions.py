@@ -22,6 +22,7 @@ from typing import Any
 
 from mcore_rl.data.files import prompt_row, write_parquet
 from mcore_rl.data.tiny_model import SPECIAL_TOKENS, write_tiny_model
+from mcore_rl.process.disk import write_whole
 
 NUM_PEOPLE = 200
 NUM_VALUES = 30
@@ -127,10 +128,9 @@ def prepare_search(out_dir: Path, seed: int = 0) -> None:
     book = make_encyclopedia(seed)
     rng = random.Random(seed + 1)
     train, held_out = split_questions(book, rng)
-    out_dir.mkdir(parents=True, exist_ok=True)
     passages = book.passages()
     lines = "".join(json.dumps(passage) + "\n" for passage in passages)
-    (out_dir / "corpus.jsonl").write_text(lines)
+    write_whole(out_dir / "corpus.jsonl", lines)
     for name, questions in (("train", train), ("heldout", held_out[:NUM_HELD_OUT])):
         rows = [question_row(book, asked, name, i) for i, asked in enumerate(questions)]
         write_parquet(rows, out_dir / f"{name}.parquet")

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.process.disk import reporting_full_disk, write_whole
+
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
@@ -97,7 +99,7 @@ def write_tiny_model(
 
     `sizes` replaces or adds entries of config.json, see qwen3_moe_config.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     config = qwen3_moe_config(len(vocabulary), **sizes)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    make_word_tokenizer(vocabulary, chat_template, roles).save_pretrained(folder)
+    write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    with reporting_full_disk(folder):
+        make_word_tokenizer(vocabulary, chat_template, roles).save_pretrained(folder)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.data.tiny_model import SPECIAL_TOKENS, make_word_tokenizer
+from mcore_rl.process.disk import reporting_full_disk, write_whole
 
 START, END, PLACEHOLDER = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
 IMAGE_TOKENS = (START, END, PLACEHOLDER)
@@ -61,13 +62,13 @@ def write_tiny_vision_model(
     Weights are drawn by `model.init=random`. There are about 0.5 million: 4 layers, and a tower of
     2 blocks.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     vocabulary = [*SPECIAL_TOKENS, *IMAGE_TOKENS, *roles, *words]
     config = qwen2_5_vl_config(vocabulary)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR, indent=2) + "\n")
+    write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_whole(folder / "preprocessor_config.json", json.dumps(PROCESSOR, indent=2) + "\n")
     tokenizer = make_word_tokenizer(vocabulary, chat_template, (*IMAGE_TOKENS, *roles))
-    tokenizer.save_pretrained(folder)
+    with reporting_full_disk(folder):
+        tokenizer.save_pretrained(folder)
 
 
 def qwen2_5_vl_config(vocabulary: Sequence[str]) -> dict[str, Any]:

@@ -8,17 +8,19 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from mcore_rl.device import has_cuda, synchronize
+from mcore_rl.process.disk import reporting_full_disk
 
 
 @contextmanager
 def torch_trace(path: Path) -> Iterator[None]:
     """Write a trace of the block to `path` (.json.gz), in the format that Perfetto opens."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if has_cuda() else [])
-    path.parent.mkdir(parents=True, exist_ok=True)
     with profile(activities=activities) as trace:
         yield
         synchronize()
-    trace.export_chrome_trace(str(path))
+    with reporting_full_disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trace.export_chrome_trace(str(path))
 
 
 @contextmanager

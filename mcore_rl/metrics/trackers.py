@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from mcore_rl.process.disk import reporting_full_disk
+from mcore_rl.process.disk import reporting_full_disk, write_whole
 
 
 class Tracker(Protocol):
@@ -52,7 +52,7 @@ class WandB:
             id=_kept_id(run_dir / "wandb_id", last_step),
             resume="allow",
         )
-        (run_dir / "wandb_id").write_text(self._run.id)
+        write_whole(run_dir / "wandb_id", self._run.id)
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -92,7 +92,7 @@ class MLflow:
         run_id = self._client.create_run(experiment_id, run_name=run_dir.name).info.run_id
         for name, value in _flatten(config).items():
             self._client.log_param(run_id, name, value[:500])
-        (run_dir / "mlflow_id").write_text(run_id)
+        write_whole(run_dir / "mlflow_id", run_id)
         return run_id
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config import CanaryConfig
+from mcore_rl.process.disk import write_whole
 
 _log = logging.getLogger(__name__)
 
@@ -157,9 +158,7 @@ class CanaryTolerance:
         self._learned.append((typical, median(each.overall for each in enough)))
         if self._file is not None:
             kept = {"made_by": self._made_by, "learned": list(self._learned)}
-            new = self._file.with_suffix(".new")
-            new.write_text(json.dumps(kept))
-            new.replace(self._file)
+            write_whole(self._file, json.dumps(kept))
 
     @property
     def limits(self) -> dict[str, tuple[float, float]]:

@@ -1,5 +1,5 @@
 """Takes space for a file before it is written, and turns a full disk into one line that names the
-file and the remedy.
+file, its free space and the remedy.
 """
 
 import ctypes
@@ -7,6 +7,8 @@ import errno
 import os
 import re
 import shutil
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +17,12 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EINTR)
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """Answers of filesystems that have no fsync, or none for folders."""
+PART = ".part"
+"""Suffix of a file that is not whole yet."""
 DELETED = ".deleted"
 """Suffix of a folder that no longer counts and is being deleted."""
+_FULL_BYTES = 1 << 20
+"""A filesystem that has less free space counts as full, where no error says which one it is."""
 _NO_SPACE_TEXT = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b")
 """How libraries that swallow errno (safetensors, torch's file writer) report the same error."""
 
@@ -39,6 +45,63 @@ def reporting_full_disk(path: str | Path) -> Iterator[None]:
         if not is_disk_full(error):
             raise
         raise DiskFullError(describe_full_disk(path, error)) from error
+
+
+@contextmanager
+def naming_full_disk() -> Iterator[None]:
+    """Raise DiskFullError if the body fails because of a full disk that no code within has named.
+
+    A process puts it around all that it does. The message has the file if the error knows it,
+    otherwise a filesystem that is full. What was printed is written before the block ends.
+    """
+    try:
+        yield
+        _flush_output()
+    except DiskFullError:
+        raise
+    except Exception as error:  # only those that report a full disk are replaced
+        if not is_disk_full(error):
+            raise
+        raise name_full_disk(error) from error
+
+
+def _flush_output() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush at exit
+        raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all, in a folder that is made if it is missing.
+
+    Raises DiskFullError if the disk is full; the file that was there before stays.
+    """
+    part = path.with_name(path.name + PART)
+    with reporting_full_disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_text(text)
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def name_full_disk(error: BaseException) -> DiskFullError:
+    """Return the DiskFullError of an error that reports a full disk, wherever it comes from."""
+    if isinstance(error, DiskFullError):
+        return error
+    named = (getattr(each, "filename", None) for each in _chain(error))
+    path = next((name for name in named if isinstance(name, str)), None)
+    if path is not None:
+        return DiskFullError(describe_full_disk(path, error))
+    full = [folder for folder in _written_folders() if _is_full(folder)] or [os.getcwd()]
+    described = describe_full_disk(full[0], error, "a file below ")
+    text = str(error).strip() or type(error).__name__
+    # Several lines may name an engine and the end of its log.
+    return DiskFullError(f"{text}\n{described}" if "\n" in text else f"{described} ({text})")
 
 
 def reserve_space(descriptor: int, num_bytes: int) -> None:
@@ -94,27 +157,68 @@ def _force(path: Path) -> None:
 
 def is_disk_full(error: BaseException) -> bool:
     """Return True if `error`, or an error it was raised from, reports a full disk or quota."""
+    return any(
+        each.errno in _NO_SPACE
+        if isinstance(each, OSError) and each.errno
+        else _NO_SPACE_TEXT.search(_text_of(each)) is not None
+        for each in _chain(error)
+    )
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of an exception of the user's
+        return ""
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error, the one that it was raised from, and so on."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
-        if isinstance(cause, OSError) and cause.errno in _NO_SPACE:
-            return True
-        if _NO_SPACE_TEXT.search(str(cause)):
-            return True
+        yield cause
         seen.add(id(cause))
         cause = cause.__cause__ or cause.__context__
-    return False
 
 
-def describe_full_disk(path: str | Path, error: BaseException) -> str:
-    """Return one line: the file, its filesystem, the space that is free, and what to do."""
-    is_quota = isinstance(error, OSError) and error.errno == errno.EDQUOT
+def describe_full_disk(path: str | Path, error: BaseException, what: str = "") -> str:
+    """Return one line: the file, its filesystem, the space that is free, and what to do.
+
+    `what` stands before the path, where that is only a folder above the file.
+    """
+    is_quota = any(isinstance(e, OSError) and e.errno == errno.EDQUOT for e in _chain(error))
     reason = "the disk quota is used up" if is_quota else "no space left on device"
     return (
-        f"cannot write {path}: {reason}; {describe_filesystem(Path(path).absolute())}. Free some"
-        " space (old checkpoints and runs, checkpoint.keep) or write to another filesystem, then"
-        " run the same command again; a training run continues from its newest checkpoint"
+        f"cannot write {what}{path}: {reason}; {describe_filesystem(Path(path).absolute())}. Free"
+        " some space (old checkpoints and runs, checkpoint.keep) or write to another filesystem,"
+        " then run the same command again; a training run continues from its newest checkpoint"
     )
+
+
+def explain_loss(path: str | Path, error: OSError) -> str:
+    """Return why a log cannot be written any more, on a full disk with what to do."""
+    return describe_full_disk(path, error) if is_disk_full(error) else f"{path}: {error}"
+
+
+def _written_folders() -> Iterator[str]:
+    """Yield places that this process may have written to: its output, and where temporary files,
+    caches and results usually go.
+    """
+    for descriptor in (1, 2):
+        path = os.path.realpath(f"/proc/self/fd/{descriptor}")
+        if os.path.isfile(path):
+            yield path
+    yield from (os.getcwd(), tempfile.gettempdir(), "/dev/shm", os.path.expanduser("~"))
+
+
+def _is_full(path: str) -> bool:
+    try:
+        stats = os.statvfs(path)
+    except OSError:
+        return False
+    has_no_inode = bool(stats.f_files) and not stats.f_favail
+    return has_no_inode or stats.f_bavail * stats.f_frsize < _FULL_BYTES
 
 
 def describe_filesystem(path: Path) -> str:

@@ -66,5 +66,5 @@ def read_tail(path: Path, num_lines: int, most_bytes: int = 1 << 16) -> list[str
         if part.exists():
             with part.open("rb") as file:
                 file.seek(max(0, part.stat().st_size - most_bytes))
-                lines = file.read().decode(errors="replace").splitlines() + lines
+                lines = file.read(most_bytes).decode(errors="replace").splitlines() + lines
     return lines[-num_lines:]

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mcore_rl.process.disk import reporting_full_disk
 from mcore_rl.process.log_segments import read_tail
 from mcore_rl.process.proxies import open_directly
 from mcore_rl.process.safe_path import safe_module
@@ -65,8 +66,9 @@ class SupervisedServer:
         self._why_failed = ""
         self._stopping = threading.Event()
         try:
-            spec.log_path.parent.mkdir(parents=True, exist_ok=True)
-            spec.log_path.touch()
+            with reporting_full_disk(spec.log_path):
+                spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+                spec.log_path.touch()
         except OSError as error:
             raise ValueError(f"the log of {spec.name}: {error}") from None
         self._thread = threading.Thread(target=self._supervise, name=spec.name, daemon=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.process.cores import THREADS
+from mcore_rl.process.lasting_output import keep_output_lasting
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.process.meeting_store import bind_meetings_to_their_host
 from mcore_rl.process.rotated_output import follow_output, rotate_output
@@ -81,6 +82,7 @@ def serve(arguments: list[str]) -> None:
     sharing = arguments[:1] if arguments[:1] in ([SHARE_PROMPTS], [SHARE_PROMPTS_ON_CPU]) else []
     arguments = arguments[len(sharing) :]
     forks_die_with_their_parents()
+    keep_output_lasting()
     rotate_output()
     start_resource_tracker()
 
@@ -102,7 +104,7 @@ def serve(arguments: list[str]) -> None:
     if package is not None:
         load_package(package)
     take_patches(server_args.model_path)
-    set_ups: list[SetUp] = [follow_output]
+    set_ups: list[SetUp] = [keep_output_lasting, follow_output]
     if sharing and may_share_prompts(sharing[0], has_cuda()):
         set_ups.append(compute_prompts_once)
     if server_args.enable_return_routed_experts:

@@ -9,6 +9,7 @@ from mcore_rl.data.arithmetic import prepare_arithmetic
 from mcore_rl.data.shapes import prepare_shapes, vocabulary
 from mcore_rl.data.tiny_model import SPECIAL_TOKENS
 from mcore_rl.data.tiny_vision_model import END, IMAGE_TOKENS, PLACEHOLDER, PROCESSOR, START
+from mcore_rl.process.disk import write_whole
 from mcore_rl.slices.families import family_of, refuse_unsupported
 from mcore_rl.slices.families.tower import PLACEHOLDERS, vision_settings
 from mcore_rl.slices.hf.nested import with_text_settings
@@ -57,7 +58,7 @@ def write_inputs(tiny: Mapping[str, Any], folder: Path) -> Path:
         prepare_arithmetic(folder)
     path = folder / "model" / "config.json"
     refuse_unsupported(with_text_settings(tiny), path)
-    path.write_text(json.dumps(tiny, indent=2) + "\n")
+    write_whole(path, json.dumps(tiny, indent=2) + "\n")
     return folder
 
 
@@ -89,7 +90,7 @@ def write_image_inputs(tiny: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     prepare_shapes(folder)
     processor = PROCESSORS.get(family_of(tiny).architecture, PROCESSOR)
     path = folder / "model" / "preprocessor_config.json"
-    path.write_text(json.dumps(processor, indent=2) + "\n")
+    write_whole(path, json.dumps(processor, indent=2) + "\n")
     return nested_config(tiny, [*SPECIAL_TOKENS, *IMAGE_TOKENS, *vocabulary()])
 
 

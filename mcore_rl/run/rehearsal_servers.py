@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mcore_rl.config import Config, SandboxConfig, SearchConfig
+from mcore_rl.process.disk import write_whole
 from mcore_rl.search.build import build_index
 from mcore_rl.search.layout import IndexOptions
 
@@ -29,6 +30,6 @@ def _write_index(folder: Path) -> Path:
     rows = (json.dumps({"id": i, "contents": text}) for i, text in enumerate(_PASSAGES))
     text = "".join(f"{row}\n" for row in rows)
     if not corpus.exists() or corpus.read_text() != text:
-        corpus.write_text(text)
+        write_whole(corpus, text)
     build_index(corpus, folder / "index", IndexOptions(), None)
     return folder / "index"

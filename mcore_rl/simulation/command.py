@@ -13,6 +13,7 @@ from mcore_rl.config import Config
 from mcore_rl.config.recipe import require
 from mcore_rl.planning.checks import check_engines, check_sizes
 from mcore_rl.planning.models import read_models
+from mcore_rl.process.disk import reporting_full_disk, write_whole
 from mcore_rl.simulation.calibration import Calibration
 from mcore_rl.simulation.hardware import ReachedShares
 from mcore_rl.simulation.recipe_costs import RecipeCosts
@@ -117,16 +118,18 @@ def checked(config: Config) -> Config:
 
 def write(result: SimulationResult, config: Config, folder: Path) -> None:
     """Write timeline.png, trace.json (for ui.perfetto.dev) and result.json."""
-    folder.mkdir(parents=True, exist_ok=True)
     summary = result.summary
     title = (
         f"{Path(config.model.path).name}, {summary['gpus']} x {config.simulate.gpu},"
         f" {config.rollout.mode}: {summary['step_s']:.1f} s a step"
     )
-    result.timeline.draw(folder / "timeline.png", title)
+    picture = folder / "timeline.png"
+    with reporting_full_disk(picture):
+        folder.mkdir(parents=True, exist_ok=True)
+        result.timeline.draw(picture, title)
     result.timeline.write_trace(folder / "trace.json")
     numbers = {"summary": summary, "steps": result.steps}
-    (folder / "result.json").write_text(json.dumps(numbers, indent=1))
+    write_whole(folder / "result.json", json.dumps(numbers, indent=1))
 
 
 def _table(result: SimulationResult, config: Config) -> Table:

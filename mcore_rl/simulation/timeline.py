@@ -7,6 +7,8 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
+from mcore_rl.process.disk import write_whole
+
 SHOWN_ENGINES = 32
 """More would make the trace too large to open."""
 INTERVAL_S = 0.5
@@ -78,7 +80,7 @@ class Timeline:
             {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
             for pid, name in names.items()
         ]
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def draw(self, path: Path, title: str) -> None:
         """Write a PNG: the ranks' work above, the engines' running requests below."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_rl.process.disk import write_whole
 from mcore_rl.translate.foreign import Unneeded
 
 NAMES = ("verl", "slime", "nemo-rl")
@@ -44,7 +45,7 @@ def run_translate(args: argparse.Namespace) -> None:
     if args.out is None:
         print(text, end="")
     else:
-        args.out.write_text(text)
+        write_whole(args.out, text)
     _tell(translation.unneeded, options.is_whole)
     print(
         f"{len(translation.lines)} options, {len(translation.decisions)} to decide on (at the top),"

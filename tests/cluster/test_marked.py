@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 from ray._common.utils import try_to_create_directory
 
+from mcore_rl.cluster import marked
 from mcore_rl.cluster.marked import OPEN, TEMP_PREFIX, marked_processes, ray_temp_dir, uninterrupted
 from mcore_rl.cluster.watchdog import MARK
+from mcore_rl.process.disk import DiskFullError
 from mcore_rl.process.short_folder import LONGEST_PATH
+from tests.support.small_disks import mounted
 
 
 def test_a_process_that_left_its_session_ends_with_the_block() -> None:
@@ -47,6 +50,17 @@ def test_a_process_that_does_not_end_leaves_no_shared_memory() -> None:
         assert shared.exists()
     assert started.wait(5) != 0
     assert not shared.exists()
+
+
+def test_a_place_without_room_for_ray_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m") as small:
+        monkeypatch.setattr(marked, "find_short_root", lambda below: small)
+        refused = pytest.raises(DiskFullError, match=f"cannot write {small}/.* of 1 MiB free")
+        with refused, ray_temp_dir():
+            pass
+        assert list(small.iterdir()) == []
 
 
 def test_an_interrupt_waits_for_an_orderly_end() -> None:

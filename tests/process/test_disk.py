@@ -5,7 +5,6 @@ import os
 import pickle
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,12 @@ import pytest
 from mcore_rl.process.disk import (
     DiskFullError,
     is_disk_full,
+    naming_full_disk,
     reporting_full_disk,
     reserve_space,
+    write_whole,
 )
+from tests.support.small_disks import mounted
 
 
 @pytest.fixture
@@ -23,18 +25,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 64 KiB."""
     with mounted(tmp_path / "small disk", "-t", "tmpfs", "-o", "size=64k") as folder:
         yield folder
-
-
-@contextmanager
-def mounted(folder: Path, *options: str) -> Iterator[Path]:
-    folder.mkdir()
-    mount = ["mount", *options, "none", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("only root can mount a filesystem")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_filesystem_is_named_with_its_free_space(small_disk: Path) -> None:
@@ -135,3 +125,39 @@ def test_what_counts_as_a_full_disk(error: Exception, expected: bool) -> None:
     wrapped = RuntimeError("the save failed")
     wrapped.__cause__ = error
     assert is_disk_full(wrapped) is expected
+
+
+def test_what_nobody_named_is_named_by_the_file_or_by_what_is_full(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        pytest.raises(DiskFullError, match="cannot write /some/file: no space"),
+        naming_full_disk(),
+    ):
+        raise RuntimeError("the save failed") from OSError(errno.ENOSPC, "full", "/some/file")
+    (small_disk / "filler").write_bytes(bytes(64 << 10))
+    monkeypatch.chdir(small_disk)
+    with pytest.raises(DiskFullError) as caught, naming_full_disk():
+        raise RuntimeError("No space left on device")
+    message = str(caught.value)
+    assert message.startswith(f"cannot write a file below {small_disk}: no space left on device; ")
+    assert "has 0 bytes of 64 KiB free" in message and "\n" not in message
+    died = "engine http://a (log b) died; its last lines:\n  | No space left on device"
+    told = pytest.raises(DiskFullError, match=r"^engine http://a .*\n.*\ncannot write a file below")
+    with told, naming_full_disk():
+        raise RuntimeError(died)
+    with pytest.raises(DiskFullError, match="quota is used up"), naming_full_disk():
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    with pytest.raises(ValueError, match="as it was"), naming_full_disk():
+        raise ValueError("as it was")
+
+
+def test_a_file_that_does_not_fit_leaves_the_one_before(small_disk: Path) -> None:
+    path = small_disk / "made" / "canary.json"
+    write_whole(path, "first")
+    with pytest.raises(DiskFullError, match=f"cannot write {path}: no space"):
+        write_whole(path, "x" * (1 << 20))
+    assert path.read_text() == "first"
+    assert [file.name for file in path.parent.iterdir()] == ["canary.json"]
+    write_whole(path, "second")
+    assert path.read_text() == "second"

@@ -15,6 +15,7 @@ from typing import Any
 
 from mcore_rl.agents.environments.host import Host, describe
 from mcore_rl.agents.environments.wire import encode, read_frame
+from mcore_rl.process.lasting_output import keep_output_lasting
 from mcore_rl.process.rotated_output import rotate_output
 from mcore_rl.process.tied import die_with_parent
 
@@ -76,6 +77,7 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_args(arguments)
     die_with_parent(given.keeper_pid)
     os.set_inheritable(given.socket_fd, False)
+    keep_output_lasting()
     rotate_output()
     asyncio.run(serve(socket.socket(fileno=given.socket_fd)))
 

@@ -10,14 +10,16 @@ from pathlib import Path
 
 from mcore_rl.cluster.node_agent.agent import run_node
 from mcore_rl.cluster.node_agent.job import Job
+from mcore_rl.process.disk import DiskFullError, naming_full_disk
 
 
 def main(arguments: Sequence[str]) -> int:
     try:
-        return run_node(parse(arguments))
-    except ValueError as error:
+        with naming_full_disk():
+            return run_node(parse(arguments))
+    except (ValueError, DiskFullError) as error:
         print(f"mcore-rl: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ValueError) else 1
 
 
 def parse(arguments: Sequence[str]) -> Job:

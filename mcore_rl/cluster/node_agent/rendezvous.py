@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.process.disk import write_whole
+
 STARTED = "started"
 FAILED = "failed"
 LEFT = "left"
@@ -76,10 +78,7 @@ class Rendezvous:
         return content and content["status"]
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
-        path = self.folder / name
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(content))
-        partial.rename(path)
+        write_whole(self.folder / name, json.dumps(content))
 
     def _read(self, name: str) -> Any:
         # A listing makes clients of network file systems look at the server again.

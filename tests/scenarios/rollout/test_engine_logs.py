@@ -1,4 +1,4 @@
-"""The log of an SGLang server is rotated while its processes write to it."""
+"""The log of an SGLang server is rotated while its processes write to it, and may be lost."""
 
 import os
 import time
@@ -42,3 +42,13 @@ def test_server_and_scheduler_turn_to_the_newest_log(tmp_path: Path) -> None:
         segments = find_segments(log)
         assert "Prefill batch" in "".join(p.read_text() for p in segments[1:]), "the scheduler's"
         assert engine.tail(500).count("\n") > len(log.read_text().splitlines())
+
+
+def test_an_engine_whose_log_cannot_be_written_serves(tmp_path: Path) -> None:
+    save_model("qwen3", tmp_path / "model")
+    log = tmp_path / "engine.log"
+    log.symlink_to("/dev/full")
+    with EngineProcess(EngineSpec(str(tmp_path / "model"), str(log))) as engine:
+        for _ in range(3):
+            generate(engine.url, [[5, 6, 7]] * 4, logprob_start_len=-1)
+        assert engine.is_alive() and engine.is_healthy()
