@@ -15,6 +15,7 @@ from mcore_rl.config.recipe import list_recipes
 from mcore_rl.process.command_line import parse_arguments
 from mcore_rl.process.cores import check_threads
 from mcore_rl.process.disk import naming_full_disk
+from mcore_rl.process.errors import describe_error
 from mcore_rl.process.fork_signals import keep_interrupts
 from mcore_rl.process.home import keep_home_usable
 from mcore_rl.process.lasting_output import keep_output_lasting
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.run(args)
     except ValueError as error:
         return _fail(error, 2)
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         return _fail(error, 1)
     except OSError as error:
         if not is_refused(error):
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StoppedEarly as stopped:
         return _fail(stopped, EXIT_STATUS)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return _fail(KeyboardInterrupt("interrupted"), 130)
     return 0
 
 
@@ -294,8 +295,8 @@ def _serve(args: argparse.Namespace) -> None:
     run_server(spec, args.ask, args.once, args.startup_timeout_s)
 
 
-def _fail(error: object, status: int) -> int:
-    print(redact(f"mcore-rl: {error}"), file=sys.stderr)
+def _fail(error: BaseException, status: int) -> int:
+    print(redact(f"mcore-rl: {str(error) or describe_error(error)}"), file=sys.stderr)
     return status
 
 

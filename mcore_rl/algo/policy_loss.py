@@ -19,6 +19,7 @@ from mcore_rl.algo.sequences import Sequences, SequenceSum, sequence_sum
 from mcore_rl.algo.user_file import UserFile
 from mcore_rl.algo.values import value_loss
 from mcore_rl.config import AlgorithmConfig, CriticConfig
+from mcore_rl.process.errors import describe_error
 from mcore_rl.types import TrainBatch
 
 
@@ -62,7 +63,7 @@ def make_policy_loss(config: AlgorithmConfig) -> TokenLoss:
         raise
     except Exception as error:  # the user's code may raise anything
         raise ValueError(
-            f"algorithm.loss={config.loss}: {type(error).__name__}: {error}; a loss is registered"
+            f"algorithm.loss={config.loss}: {describe_error(error)}; a loss is registered"
             " as a function that takes the options of algorithm and returns the loss"
         ) from error
     if not callable(loss):
@@ -92,7 +93,7 @@ def _try_out(loss: PolicyLoss, config: AlgorithmConfig) -> None:
         loss(tokens)
     except Exception as error:  # the user's code may raise anything
         raise ValueError(
-            f"algorithm.loss={config.loss}, tried on two tokens: {type(error).__name__}: {error}"
+            f"algorithm.loss={config.loss}, tried on two tokens: {describe_error(error)}"
         ) from error
 
 

@@ -23,6 +23,7 @@ from mcore_rl.cluster.breakpoints import answer_in_rank
 from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.process.cores import THREADS, take_cores
 from mcore_rl.process.disk import is_disk_full, name_full_disk
+from mcore_rl.process.errors import describe_error
 from mcore_rl.process.lasting_output import keep_output_lasting
 from mcore_rl.process.lazy_imports import collect_from_here
 from mcore_rl.process.ports import find_free_port
@@ -179,7 +180,9 @@ def redirect_output(path: Path) -> None:
 
 
 def summary_of(error: BaseException) -> str:
-    """Return `ValueError: message`, as in the last line of a traceback."""
+    """Return `ValueError: message`, as in the last line of a traceback; it is never empty."""
+    if not str(error).strip():
+        return describe_error(error)
     return "".join(traceback.format_exception_only(error)).strip()
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_rl.device import device
+from mcore_rl.process.errors import describe_error
 from mcore_rl.roles import KeepsSamples
 from mcore_rl.stream.receiver import WeightReceiver
 from mcore_rl.stream.wire import Action, Command, Link, Report
@@ -103,7 +104,7 @@ def _serve(pipe: Connection, folder: str, dtype: str) -> None:
         try:
             pipe.send(("returned", getattr(engine, name)(*arguments)))
         except Exception as error:  # goes to the other process
-            pipe.send(("raised", f"{type(error).__name__}: {error}"))
+            pipe.send(("raised", describe_error(error)))
 
 
 MAX_NEW_TOKENS = 16

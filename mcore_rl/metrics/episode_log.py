@@ -13,6 +13,7 @@ from threading import Lock
 from typing import Any
 
 from mcore_rl.metrics.rows import RowFile, iter_rows_backward
+from mcore_rl.process.errors import describe_error
 from mcore_rl.process.redaction import redact
 from mcore_rl.process.text import shorten
 from mcore_rl.types import AnySample, Prompt
@@ -91,7 +92,7 @@ class EpisodeLog:
             yield samples
         except BaseException as error:
             for group in groups:
-                self.end_all(group, ABORTED, f"{type(error).__name__}: {error}")
+                self.end_all(group, ABORTED, describe_error(error))
             raise
         for place, group in enumerate(groups):
             own = samples[place * num_episodes : (place + 1) * num_episodes]

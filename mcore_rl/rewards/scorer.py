@@ -13,11 +13,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from mcore_rl.config import RewardConfig
+from mcore_rl.process.errors import describe_error
 from mcore_rl.process.text import shorten
 from mcore_rl.rewards.function_calls import FunctionCalls
 from mcore_rl.rewards.model_scorers import ModelScorer, Post, ask
 from mcore_rl.rewards.noise import noise_of
-from mcore_rl.rewards.user_function import Answer, Fields, describe_error, load_function
+from mcore_rl.rewards.user_function import Answer, Fields, load_function
 from mcore_rl.scores import ENVIRONMENT, Scores
 from mcore_rl.types import Sample, has_outcome
 

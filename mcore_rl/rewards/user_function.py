@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from mcore_rl.config.shipped import HOME
+from mcore_rl.process.errors import describe_error
 from mcore_rl.process.text import make_encodable
 from mcore_rl.process.user_files import import_file
 
@@ -137,7 +138,7 @@ def _import_file(path: str) -> ModuleType:
         reraise_interrupt(error)
         line = _last_line_in(file, error)
         raise ValueError(
-            f"reward.path={path}: importing it failed{line}: {describe_error(error)}"
+            f"reward.path={path}: importing it failed{line}: {describe_failure(error)}"
         ) from error
 
 
@@ -208,7 +209,7 @@ def answer_of(call: Callable[[], Any]) -> Answer:
         return numbers_of(call())
     except BaseException as error:
         reraise_interrupt(error)
-        return describe_error(error)
+        return describe_failure(error)
 
 
 async def answer_of_async(result: Awaitable[Any]) -> Answer:
@@ -223,10 +224,10 @@ async def answer_of_async(result: Awaitable[Any]) -> Answer:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        return describe_error(error)
+        return describe_failure(error)
     except BaseException as error:
         reraise_interrupt(error)
-        return describe_error(error)
+        return describe_failure(error)
 
 
 def reraise_interrupt(error: BaseException) -> None:
@@ -241,21 +242,14 @@ def reraise_interrupt(error: BaseException) -> None:
         raise error
 
 
-def describe_error(error: BaseException) -> str:
-    """Return one text that names the error, whatever its own __str__ does."""
-    name = type(error).__name__
-    if isinstance(error, SystemExit):
-        return f"{name}: the function tried to end the process with status {error.code!r}"
-    try:
-        return f"{name}: {error}{_remedy(error)}"
-    except BaseException as second:
-        reraise_interrupt(second)
-        return f"{name}, which has no text: its __str__ raised {type(second).__name__}"
+def describe_failure(error: BaseException) -> str:
+    """Return describe_error, and what to do about an error that comes of where a function runs."""
+    return f"{describe_error(error)}{_remedy(error)}"
 
 
 def _remedy(error: BaseException) -> str:
     """Return what to do about an error that comes of where the function runs, or ""."""
-    if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
+    if type(error) is ValueError and "signal only works in main thread" in str(error):
         return (
             ": set reward.workers=1 or more, whose processes call a function of one sample in their"
             " main thread"

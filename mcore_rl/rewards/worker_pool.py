@@ -16,7 +16,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from mcore_rl.rewards.user_function import Answer, describe_error
+from mcore_rl.process.errors import describe_error
+from mcore_rl.rewards.user_function import Answer
 
 START_S = 120.0
 """Deadline for a worker to start and import what it needs."""

@@ -20,6 +20,7 @@ from mcore_rl.data.episodes import metrics_of
 from mcore_rl.data.sample_store import SampleStore
 from mcore_rl.data.shared_prefixes import find_sharing, first_of
 from mcore_rl.process.clock import now_s
+from mcore_rl.process.errors import describe_error
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine_health import EngineHealth, Rotation
 from mcore_rl.rollout.request import Sampling
@@ -223,7 +224,7 @@ class Collector:
             self._news.failed.append(GroupFailure(request.group, str(error), may_retry=True))
         except Exception as error:  # handed on: the controller raises it
             _log.exception("group %d of prompt %d", request.group, request.prompt.index)
-            message = str(error) if isinstance(error, ValueError) else repr(error)
+            message = str(error) if isinstance(error, ValueError) else describe_error(error)
             self._news.failed.append(GroupFailure(request.group, message, may_retry=False))
         else:
             self._store.put(request.group, samples)

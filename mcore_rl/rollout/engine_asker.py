@@ -5,6 +5,7 @@ from typing import Any
 
 import aiohttp
 
+from mcore_rl.process.errors import describe_error
 from mcore_rl.process.server_keys import user_headers
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
@@ -32,7 +33,8 @@ class EngineAsker:
             try:
                 return await self._post(engine, path, body)
             except (aiohttp.ClientError, TimeoutError) as failure:
-                failures.append(f"{engine}: {type(failure).__name__}: {failure}")
+                silent = f"no answer within {self._http.timeout.total} s"
+                failures.append(f"{engine}: {describe_error(failure, silent)}")
         raise RolloutError(f"no engine answers {path}: {'; '.join(failures) or 'none serves'}")
 
     def _in_turn(self) -> list[EngineAddress]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import aiohttp
 
+from mcore_rl.process.errors import describe_error
 from mcore_rl.process.http import open_session
 from mcore_rl.rollout.finite import find_not_finite
 from mcore_rl.rollout.image_request import PATH, pack_request
@@ -69,9 +70,8 @@ async def score_tokens(
                 raise kind(f"engine {url} scored nothing: HTTP {response.status}: {text[:500]}")
             answer = await response.json()
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise UnreachableError(
-            f"engine {url} scored nothing: {type(error).__name__}: {error}"
-        ) from error
+        told = describe_error(error, f"no answer within {http.timeout.total} s")
+        raise UnreachableError(f"engine {url} scored nothing: {told}") from error
     # The token ids beside the log-probs can't be checked: SGLang reports the vocabulary's last one
     # as 0.
     entries = answer["meta_info"]["input_token_logprobs"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 
+from mcore_rl.process.errors import describe_error
 from mcore_rl.process.http import open_session
 from mcore_rl.process.log_throttle import LogThrottle
 from mcore_rl.rollout.engine_spec import EngineAddress
@@ -86,7 +87,7 @@ class ServedClient:
             try:
                 return await self._post(session, path, body)
             except (aiohttp.ClientError, _Transient) as failure:
-                reasons.append(f"{type(failure).__name__}: {failure}")
+                reasons.append(describe_error(failure))
             if self._throttle.is_due():
                 _log.info(
                     "%s: a request failed with %s%s; trying again",

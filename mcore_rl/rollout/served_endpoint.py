@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_rl.config import ServedModelConfig
+from mcore_rl.process.errors import describe_error
 from mcore_rl.process.proxies import open_directly
 from mcore_rl.process.server_keys import bearer
 from mcore_rl.rollout.engine_health import EngineHealth
@@ -94,6 +95,5 @@ def _listed_models(url: str, role: str, config: ServedModelConfig, key: str) -> 
             return [str(entry["id"]) for entry in json.load(response)["data"]]
     except (urllib.error.URLError, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{role}.url={config.url}: GET {url} does not list models:"
-            f" {type(error).__name__}: {error}"
+            f"{role}.url={config.url}: GET {url} does not list models: {describe_error(error)}"
         ) from None

@@ -13,6 +13,7 @@ import orjson
 from mcore_rl.config import RolloutConfig
 from mcore_rl.data.images.batch import join_patches
 from mcore_rl.data.images.shared_patches import SharedPatches, map_patches
+from mcore_rl.process.errors import describe_error
 from mcore_rl.process.http import open_session
 from mcore_rl.process.server_keys import admin_headers, user_headers
 from mcore_rl.rollout.engine_room import ask_free_kv
@@ -124,7 +125,8 @@ class HttpTransport:
             else:
                 answer = await self._post(engine, "/generate", orjson.dumps(body))
         except (aiohttp.ClientError, TimeoutError) as failure:
-            raise TransientError(f"{type(failure).__name__}: {failure}") from None
+            silent = f"no answer within rollout.request_timeout_s={self._options.timeout_s:g}"
+            raise TransientError(describe_error(failure, silent)) from None
         _refuse_not_finite(engine, request, answer["meta_info"])
         experts_shape = self._options.experts_shape if supported.routed_experts else None
         reason = answer["meta_info"]["finish_reason"]

@@ -17,6 +17,7 @@ from mcore_rl.cluster.run import engine_spec
 from mcore_rl.config import Config
 from mcore_rl.data.decoding import make_decode
 from mcore_rl.players.generator import make_sampling
+from mcore_rl.process.errors import describe_error
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.http import open_session
 from mcore_rl.process.server_keys import ServerKeys
@@ -60,7 +61,7 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
             servers.wait_healthy()
             samples = loop.run(_play(config, policy, tokenizer, engine, prompts, greedy))
         except TimeoutError as error:
-            raise RuntimeError(str(error)) from error
+            raise RuntimeError(str(error) or describe_error(error)) from error
         finally:
             loop.close()
             engine.stop()

@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from mcore_rl.process.errors import describe_error
 from mcore_rl.process.network import refuse_open_door
 from mcore_rl.process.proxies import open_directly
 from mcore_rl.process.server_keys import ServerKeys, read_key_file, user_headers
@@ -81,7 +82,7 @@ def run_server(spec: EngineSpec, question: str, once: bool, startup_timeout_s: f
                 )
             time.sleep(_POLL_S)
     except TimeoutError as error:
-        raise RuntimeError(str(error)) from error
+        raise RuntimeError(str(error) or describe_error(error)) from error
     finally:
         engine.stop()
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from mcore_rl.process.errors import describe_error
 from mcore_rl.process.server_keys import bearer
 from mcore_rl.search.passages import Hit
 from mcore_rl.search.wire import parse_response
@@ -57,7 +58,7 @@ def ask_json(ask: Ask) -> Any:
         try:
             status, data = _exchange(ask, left_s)
         except (OSError, http.client.HTTPException) as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem = describe_error(error)
         else:
             if status == 200:
                 return _parse(data, ask.url)

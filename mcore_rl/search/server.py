@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from mcore_rl.process.errors import describe_error
 from mcore_rl.process.json_body import parse_json
 from mcore_rl.process.network import refuse_open_door, url_of
 from mcore_rl.process.server_keys import is_bearer
@@ -143,7 +144,7 @@ class SearchServer:
         except SearchUnavailableError as error:
             return _refusal(502, str(error))
         except (ValueError, RuntimeError, OSError) as error:
-            return _refusal(500, f"{type(error).__name__}: {error}")
+            return _refusal(500, describe_error(error))
         return web.json_response(make_response(found, request.return_scores))
 
     def _leave(self, work: "asyncio.Future[list[list[Hit]]]") -> None:

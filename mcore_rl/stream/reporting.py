@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from mcore_rl.process.errors import describe_error
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.wire import Action, Report
@@ -25,7 +26,7 @@ def report_outcome(name: str, act: Callable[[], Report]) -> Report:
         peer_lost = error.peer_lost
     except Exception as error:
         _log.exception("weight sync failed on %s", name)
-        message = f"{type(error).__name__}: {error}"
+        message = describe_error(error)
         peer_lost = False
     return Report(name, seconds=time.monotonic() - began_s, error=message, peer_lost=peer_lost)
 

@@ -117,6 +117,15 @@ def test_every_module_says_what_it_is_for() -> None:
     assert not silent, f"no module docstring: {silent}"
 
 
+def test_errors_are_told_by_one_function() -> None:
+    """Others print nothing for an error without a text, such as asyncio's TimeoutError."""
+    own = re.compile(r"type\((\w+)\)\.__name__\}: \{\1\b|raise TimeoutError(\(\)|$)", re.MULTILINE)
+    paths = [str(path) for path in python_files() if str(path).startswith(("mcore_rl", "launch"))]
+    found = [path for path in paths if own.search(read(Path(path)))]
+    assert not found, f"use mcore_rl.process.errors.describe_error in {found}"
+    assert own.search('f"{type(error).__name__}: {error}"') and own.search("raise TimeoutError()")
+
+
 def test_no_two_public_classes_share_a_name() -> None:
     """Stand-ins keep the names of what they stand for."""
     places: dict[str, list[str]] = defaultdict(list)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.rewards.user_function import describe_error, load_function, numbers_of
+from mcore_rl.rewards.user_function import describe_failure, load_function, numbers_of
 
 
 @pytest.mark.parametrize(
@@ -97,5 +97,5 @@ def test_notes_are_left_out_but_are_no_score(value: object, kind: str) -> None:
 
 
 def test_an_error_is_named_with_its_text() -> None:
-    assert describe_error(ValueError("no")) == "ValueError: no"
-    assert describe_error(SystemExit(2)).endswith("with status 2")
+    assert describe_failure(ValueError("no")) == "ValueError: no"
+    assert describe_failure(SystemExit(2)).endswith("with status 2")

@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rl.config import RewardConfig
 from mcore_rl.rewards.function_calls import FunctionCalls
-from mcore_rl.rewards.user_function import describe_error, load_function
+from mcore_rl.rewards.user_function import describe_failure, load_function
 from mcore_rl.rewards.user_signals import CALLS, refuse_signals
 
 HEADS = {
@@ -68,7 +68,7 @@ def test_other_uses_of_the_module_and_other_modules_are_taken(tmp_path: Path) ->
 
 def test_an_alarm_inside_a_library_is_told_with_the_remedy() -> None:
     error = ValueError("signal only works in main thread of the main interpreter")
-    assert describe_error(error).endswith(
+    assert describe_failure(error).endswith(
         ": set reward.workers=1 or more, whose processes call"
         " a function of one sample in their main thread"
     )

@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.agents.messages import ConversationError, Message, Tool
+from mcore_rl.process.errors import describe_error
 
 MARK = "q7Zk3Wv9"
 """Text of the trial messages that no template contains."""
@@ -77,7 +78,7 @@ class ChatTemplate:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise RenderError(
                 f"the chat template cannot render a conversation of {len(messages)} messages"
-                f" ({roles}): {type(error).__name__}: {error}; change the messages that the"
+                f" ({roles}): {describe_error(error)}; change the messages that the"
                 " environment gives, or the tokenizer's chat template"
             ) from error
 

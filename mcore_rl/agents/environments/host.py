@@ -10,6 +10,7 @@ from typing import Any
 
 from mcore_rl.agents.environments.adapters import load
 from mcore_rl.agents.environments.environment import ProgramResult, Start, Step
+from mcore_rl.process.errors import describe_error
 
 _TRACEBACK_LEN = 4000
 
@@ -144,7 +145,7 @@ def describe(error: BaseException) -> dict[str, str]:
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     return {
         "kind": type(error).__name__,
-        "text": str(error),
+        "text": describe_error(error).removeprefix(f"{type(error).__name__}: "),
         "traceback": "".join(lines)[-_TRACEBACK_LEN:],
     }
 

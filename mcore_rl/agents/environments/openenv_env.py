@@ -13,6 +13,7 @@ from typing import Any
 from mcore_rl.agents.environments.environment import Message, Start, Step
 from mcore_rl.agents.environments.texts import text_of, with_text
 from mcore_rl.data.rows import mapping_of
+from mcore_rl.process.errors import describe_error
 
 _MAX_MESSAGE_BYTES = 100 * 1024 * 1024
 
@@ -85,8 +86,9 @@ class OpenEnvEnvironment:
                 connect(address, max_size=_MAX_MESSAGE_BYTES, proxy=None), limit_s
             )
         except OSError as error:
+            silent = f"no answer within connect_timeout_s={limit_s:g}"
             raise RuntimeError(
-                f"the OpenEnv server at {address} gives no session: {error}"
+                f"the OpenEnv server at {address} gives no session: {describe_error(error, silent)}"
             ) from error
         given = mapping_of(task.get("extra_info") or {}, "reset", "the task's extra_info")
         data = await self._ask("reset", {"seed": task.get("seed"), **given})

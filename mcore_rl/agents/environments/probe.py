@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_rl.agents.environments.adapters import check_options
+from mcore_rl.process.errors import describe_error
 
 MARK = "problems of the environment: "
 OLDEST_PYTHON = (3, 11)
@@ -27,7 +28,7 @@ def problems(kind: str, options: Mapping[str, Any], modules: Sequence[str]) -> l
     try:
         check_options(kind, options)
     except Exception as error:  # a user's own file may raise anything; the caller reports it
-        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, ValueError) else describe_error(error)
         return [text]
     return []
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from mcore_rl.agents.environments.environment import Message
 from mcore_rl.agents.environments.texts import cut
+from mcore_rl.process.errors import describe_error
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class ToolCalls:
                 return ToolOutcome(f"Error: {name} took more than {self._timeout_s:g} s", 0.0, True)
             return call.result()
         except Exception as error:  # the policy reads it; the episode goes on
-            return ToolOutcome(f"Error: {type(error).__name__}: {error}", 0.0, True)
+            return ToolOutcome(f"Error: {describe_error(error, 'it says no more')}", 0.0, True)
         finally:
             call.cancel()
 

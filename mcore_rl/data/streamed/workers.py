@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 from pebble import ProcessExpired, ProcessPool
 
 from mcore_rl.data.tokenization import Messages, Tokenization, Tokenizer
+from mcore_rl.process.errors import describe_error
 
 TIMEOUT_S = 300.0
 """Deadline of a batch of conversations, the start of a worker included."""
@@ -101,7 +102,7 @@ def encode(tokenization: Tokenization, conversations: Sequence[Messages]) -> Enc
             try:
                 encoded += tokenization.encode_now([conversation], add_generation_prompt=True)
             except _RENDER_ERRORS as error:
-                return encoded, f"{type(error).__name__}: {error}"
+                return encoded, describe_error(error)
         raise
 
 

@@ -7,6 +7,7 @@ from importlib import import_module
 
 from mcore_rl.doctor.machine.finding import Finding, failed
 from mcore_rl.doctor.machine.needs import MachineNeeds
+from mcore_rl.process.errors import describe_error
 from mcore_rl.process.refused_files import explain_refusal
 
 
@@ -84,7 +85,7 @@ def run_check(check: MachineCheck, needs: MachineNeeds) -> list[Finding]:
             path, _, remedy = explain_refusal(error).partition("; ")
             found.append(failed(check.name, path, remedy))
         except Exception as error:  # a check that breaks must not hide what the others find
-            text = f"the check itself failed: {type(error).__name__}: {error}"
+            text = f"the check itself failed: {describe_error(error)}"
             remedy = "report it, with this line; --only leaves this check out"
             found.append(failed(check.name, text, remedy))
 

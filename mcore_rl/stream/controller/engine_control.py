@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 from torch import Tensor
 
+from mcore_rl.process.errors import describe_error
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.wire import COMMAND_NAME
 
@@ -119,7 +120,10 @@ class EngineControl:
                         f"engine {self.url} answered {path} with {response.status}: {answer!r:.300}"
                     )
         except TimeoutError as error:
-            raise EngineCallError(f"engine {self.url} did not answer {path} in time") from error
+            waited = f"within {self._http.timeout.total} s"
+            raise EngineCallError(f"engine {self.url} did not answer {path} {waited}") from error
         except aiohttp.ClientError as error:
-            raise EngineCallError(f"engine {self.url} failed in {path}: {error}") from error
+            raise EngineCallError(
+                f"engine {self.url} failed in {path}: {describe_error(error)}"
+            ) from error
         return answer if isinstance(answer, dict) else {}

@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
+from mcore_rl.process.errors import describe_error
 from mcore_rl.stream.controller.engine_control import EngineCallError, EngineControl
 from mcore_rl.stream.controller.linked_engine import LinkedEngine
 from mcore_rl.stream.controller.strategy import TrainerRanks
@@ -137,7 +138,7 @@ async def _tell_failure(engine: LinkedEngine, work: Awaitable[T]) -> T:
         return await work
     except Exception as error:
         named = isinstance(error, TransferError | LinkError | EngineCallError)
-        engine.store.fail(str(error) if named else f"{type(error).__name__}: {error}")
+        engine.store.fail(str(error) if named else describe_error(error))
         raise
 
 

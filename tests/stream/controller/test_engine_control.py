@@ -138,7 +138,7 @@ def test_a_refusal_is_told_with_the_engines_reason(status: int) -> None:
         (web.Response(text="boom", status=500), r"answered /pause_generation with 500: 'boom'"),
         (web.Response(text="fine"), r"answered /pause_generation with 200: 'fine'"),
         (reply({"detail": "none"}, 404), r"answered /pause_generation with 404: .*none"),
-        (1.0, r"did not answer /pause_generation in time"),
+        (1.0, r"did not answer /pause_generation within 0.2 s"),
     ],
 )
 def test_any_other_answer_is_an_error_that_names_engine_and_call(

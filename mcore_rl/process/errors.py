@@ -1,0 +1,41 @@
+"""Puts an error into one text that names its type and is never empty.
+
+This module imports the standard library only, as short programs do.
+"""
+
+import traceback
+
+from mcore_rl.process.disk import is_disk_full, name_full_disk
+
+
+def describe_error(error: BaseException, silent: str = "") -> str:
+    """Return `ValueError: text`.
+
+    silent   text for an error that has none, such as asyncio's TimeoutError; by default it is told
+             by the error that it comes from, or by the place that raised it
+
+    Of a full disk, file, space and remedy are told.
+    """
+    name = type(error).__name__
+    if isinstance(error, SystemExit):
+        return f"{name}: it tried to end the process with status {error.code!r}"
+    try:
+        text = str(error).strip()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as second:  # whatever an exception of the user's does
+        return f"{name}, which has no text: its __str__ raised {type(second).__name__}"
+    if is_disk_full(error):
+        text = str(name_full_disk(error))
+    return f"{name}: {text or silent or _describe_silent(error)}"
+
+
+def _describe_silent(error: BaseException) -> str:
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None and str(cause).strip():
+        return f"without a text, after {type(cause).__name__}: {str(cause).strip()}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "without a text"
+    last = frames[-1]
+    return f"without a text, raised at {last.filename}:{last.lineno} in {last.name}"
