@@ -9,7 +9,7 @@ import concurrent.futures
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from mcore_rl.cluster.rank_actor import NotBuilt, Raised
+from mcore_rl.cluster.rank_states import find_states
 from mcore_rl.lost_samples import SamplesLost, join_losses
 
 GRACE_S = 3.0
@@ -39,8 +40,9 @@ class RankDied(RankError):
 class Rank:
     """A rank as error messages name it.
 
-    place   describes its coordinate; empty until known
-    node    the name of its node; empty if the cluster has no other
+    place     describes its coordinate; empty until known
+    node      the name of its node; empty if the cluster has no other
+    node_id   Ray's, and `pid` a reference to its process id, to ask the node about the process
     """
 
     role: str
@@ -48,9 +50,14 @@ class Rank:
     log_path: Path
     place: str = ""
     node: str = ""
+    node_id: str = field(default="", compare=False)
+    pid: Any = field(default=None, compare=False, repr=False)
 
     def placed(self, place: str) -> "Rank":
         return replace(self, place=place)
+
+    def found(self, node_id: str, pid: Any) -> "Rank":
+        return replace(self, node_id=node_id, pid=pid)
 
     @property
     def name(self) -> str:
@@ -133,7 +140,7 @@ class Answers:
             lines = [_death_message(rank, cause, self._method) for rank, cause in self._died]
             raise RankDied("\n".join(lines), [rank.index for rank, _ in self._died])
         if self._raised:
-            raise RankError(_exception_message(self._raised))
+            raise RankError("\n".join([_exception_message(self._raised), *self._stopped_ranks()]))
         if self._pending:
             raise RankError(self._overdue_message())
         values = [self._values[ref] for ref in self._refs]
@@ -149,7 +156,13 @@ class Answers:
             f" {self._deadline_s:g} s; where they were is at the end of their logs:"
         ]
         lines += [f"  {rank}" for rank in late]
-        return "\n".join(lines)
+        return "\n".join([*self._stopped_ranks(), *lines])
+
+    def _stopped_ranks(self) -> list[str]:
+        """Return a line for each rank without an answer whose process does nothing."""
+        late = [rank for rank in self._pending.values() if rank.pid is not None]
+        states = find_states([(rank.pid, rank.node_id) for rank in late])
+        return [f"{rank} {state}" for rank, state in zip(late, states, strict=True) if state]
 
 
 def cause_of_death(report: str) -> str:

@@ -66,6 +66,10 @@ class RankGroup:
             start_actor(rank, slot, envs.get(rank.index), threads, returns)
             for rank, slot in zip(self.ranks, slots, strict=True)
         ]
+        self.ranks = [
+            rank.found(slot.node, actor.pid.remote())
+            for rank, slot, actor in zip(self.ranks, slots, self._actors, strict=True)
+        ]
         self._failed: BaseException | None = None
         self._dp_ranks: list[int] = []
         self._owners: list[int] = []
@@ -292,6 +296,3 @@ async def guard(work: Awaitable[T], *watches: Awaitable[None]) -> T:
 def _in_words(coordinate: object) -> str:
     parts = [(name, getattr(coordinate, name, None)) for name in ("dp", "tp", "pp", "cp", "ep")]
     return " ".join(f"{name} {value}" for name, value in parts if value is not None)
-
-
-__all__ = ["RankError", "RankGroup", "guard"]

@@ -114,6 +114,21 @@ def test_a_deadline_names_the_late_ranks_and_leaves_their_stacks(make_group) -> 
     assert "workers.py" not in group.ranks[0].log_path.read_text()
 
 
+def test_a_stopped_rank_is_told_as_such(make_group) -> None:
+    group = make_group(2)
+    pid = group.pids()[1]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(RankError) as late:
+            group.call_all("scaled", [1], 3, deadline_s=2)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    first, second, *_ = str(late.value).splitlines()
+    assert first == f"{group.ranks[1]} is stopped (state T; SIGCONT lets it go on)"
+    assert second.startswith("trainer: rank 1 of 2 did not answer scaled within 2 s")
+
+
 def test_start_up_errors_name_the_rank(make_group) -> None:
     with pytest.raises(
         RankError, match=r"^rank 1 \(trainer, log .*\): ValueError: no rank 99 here"
