@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from checkpoint_tools.options import Effort, parse_bytes, show_bytes
 from mcore_rl.process.disk import naming_full_disk
 from mcore_rl.process.refused_files import explain_refusal
+from mcore_rl.slices.megatron_files.integrity import with_remedy
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_HELP = "dtype of the result (as in the source)"
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with naming_full_disk():
             return args.run(args)
     except (ValueError, OSError) as error:
-        return _fail(explain_refusal(error), 2)
+        return _fail(with_remedy(explain_refusal(error)), 2)
     except RuntimeError as error:
         return _fail(error, 1)
     except KeyboardInterrupt:

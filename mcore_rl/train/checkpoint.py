@@ -4,7 +4,7 @@ The folder is written by checkpoint_save.py and checked by checkpoint_check.py b
 it is loaded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,17 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
+from torch import Tensor
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.device import device
 from mcore_rl.device.rng import default_generators
 from mcore_rl.train.checkpoint_check import check_checkpoint, only_safe_pickles
+from mcore_rl.train.checkpoint_faults import naming_damage, refuse_not_finite
 from mcore_rl.train.checkpoint_save import Save, start_save
 from mcore_rl.train.optimizer_state import READABLE, Readable
 from mcore_rl.train.rng import rng_state, set_rng_state
@@ -95,20 +98,22 @@ class Checkpointer:
         """Restore model and optimizer, in the saved layout also generators; return (step, extra).
 
         verify   first compare every byte with checksums.json
-        Raises ValueError if `folder` is not a complete checkpoint, is damaged, or names code to
-        run.
+        Raises ValueError if `folder` is not a complete checkpoint, is damaged, names code to run,
+        or has NaN in it.
         """
         here = self.storage.fetch(folder)
         if not (here / "metadata.json").is_file():
             raise ValueError(f"{folder} is not a complete checkpoint: choose another step's folder")
         check_checkpoint(here, verify=verify)
-        with only_safe_pickles():
+        with only_safe_pickles(), naming_damage(here):
             loaded = self._load(here)
+        refuse_not_finite(tensors_in(loaded), here, loaded["step"])
         dist.barrier()
         self.storage.leave(here)
-        return loaded
+        return loaded["step"], loaded["extra"]
 
-    def _load(self, folder: Path) -> tuple[int, dict[str, Any]]:
+    def _load(self, folder: Path) -> dict[str, Any]:
+        """Return what was loaded, by the names of `save`."""
         state = self._state
         common = dist_checkpointing.load_common_state_dict(str(folder))
         same_layout = common["layout"] == _layout(state.parallel)
@@ -127,7 +132,12 @@ class Checkpointer:
                 state.optimizer.reload_model_params()
         if same_layout:
             set_rng_state(loaded["rng"], default_generators())
-        return loaded["step"], loaded["extra"]
+        return loaded
+
+
+def tensors_in(loaded: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield all tensors of a nested state."""
+    return (value for value in nested_values(loaded) if isinstance(value, Tensor))
 
 
 def _named_chunks(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:

@@ -25,6 +25,7 @@ from mcore_rl.slices.megatron_files.integrity import (
     check_sizes,
     find_damage,
     spans_of_rank,
+    with_remedy,
 )
 from mcore_rl.slices.megatron_files.metadata import (
     COMMON,
@@ -79,7 +80,7 @@ def _on_all_ranks(check: Callable[[Path], None], folder: Path) -> None:
     dist.all_gather_object(messages, message)
     for text in messages:
         if text is not None:
-            raise ValueError(text)
+            raise ValueError(with_remedy(text))
 
 
 def _check_bounded(folder: Path) -> None:
@@ -110,7 +111,7 @@ def _check_sums(folder: Path) -> None:
 def _describe(folder: Path, name: str, span: ByteSpan) -> str:
     """Name the tensor or object at a span of a file, or else its bytes."""
     try:
-        for place in _read_places(folder).values():
+        for place in read_places_of(folder).values():
             if (place.file, place.start) == (name, span.start):
                 return repr(place.key)
     except ValueError:
@@ -124,12 +125,12 @@ def _check_pickles(folder: Path) -> None:
     All ranks read `.metadata`, rank 0 reads the common file, and the objects are divided among
     ranks.
     """
-    places = _read_places(folder)
+    places = read_places_of(folder)
     rank = dist.get_rank()
     if rank == 0:
         _check_listed(folder, {place.file for place in places.values()})
         path = folder / COMMON
-        _load_safely(path, str(path))
+        load_safely(path, str(path))
     objects = {
         (place.file, place.start): place
         for (_, offset), place in sorted(places.items(), key=lambda entry: entry[0][0])
@@ -147,7 +148,8 @@ def _check_listed(folder: Path, files: Collection[str]) -> None:
         raise ValueError(f"{folder / unlisted[0]} is not in {MANIFEST}: {REMEDY}")
 
 
-def _read_places(folder: Path) -> Mapping[Any, Place]:
+def read_places_of(folder: Path) -> Mapping[Any, Place]:
+    """Return where everything is stored, as `read_places`. Raises ValueError with the file."""
     path = folder / METADATA
     metadata = read_metadata(path.read_bytes(), path)
     try:
@@ -161,7 +163,7 @@ def _check_object(folder: Path, place: Place) -> None:
     with path.open("rb") as file:
         file.seek(place.start)
         content = io.BytesIO(file.read(place.num_bytes))
-    value = _load_safely(content, f"{path}: object {place.key!r}")
+    value = load_safely(content, f"{path}: object {place.key!r}")
     if EXTRA_STATE in place.key and _has_bytes(value):
         raise ValueError(
             f"{path}: object {place.key!r} holds a state of Transformer Engine's FP8 modules, which"
@@ -169,7 +171,7 @@ def _check_object(folder: Path, place: Place) -> None:
         )
 
 
-def _load_safely(file: Path | io.BytesIO, where: str) -> Any:
+def load_safely(file: Path | io.BytesIO, where: str) -> Any:
     """Load a file of torch.save by the restricted unpickler. Raises ValueError with `where`."""
     try:
         if isinstance(file, Path):

@@ -22,6 +22,7 @@ from mcore_rl.process.refused_files import check_readable
 from mcore_rl.slices.box import Box, Shard, itemsize
 from mcore_rl.slices.families.settings import DEQUANTIZE_REMEDY
 from mcore_rl.slices.families.table import HfConfig, Shape
+from mcore_rl.slices.finite import count_not_finite
 from mcore_rl.slices.hf.checksums import (
     MANIFEST,
     FileSums,
@@ -122,7 +123,7 @@ def load_into(shards: Sequence[Shard], tensors: Mapping[str, Tensor], model: Mod
     """Fill the shards of the local `tensors` from a model directory, casting as needed.
 
     Only the slices of the shards are read. Raises ValueError as `open_hf_dir` does, and for a shard
-    of an HF tensor that the directory lacks.
+    of an HF tensor that the directory lacks, or that has NaN in it.
     """
     file_of = open_hf_dir(model)
     by_file: dict[Path, list[Shard]] = defaultdict(list)
@@ -135,7 +136,14 @@ def load_into(shards: Sequence[Shard], tensors: Mapping[str, Tensor], model: Mod
         with safe_open(path, framework="pt") as file:
             for shard in members:
                 index = tuple(map(slice, shard.box.start, shard.box.stop))
-                shard.view(tensors).copy_(file.get_slice(shard.box.name)[index])
+                read = file.get_slice(shard.box.name)[index]
+                if num_bad := count_not_finite(read):
+                    raise ValueError(
+                        f"{path}: tensor {shard.box.name!r} has {num_bad} of {read.numel()} values"
+                        f" that are not finite (at {shard.box.start} to {shard.box.stop}): give"
+                        " another model.path"
+                    )
+                shard.view(tensors).copy_(read)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ The bytes are divided among ranks, so that all ranks together read each byte onc
 Peak memory: 4 MiB.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,19 @@ REMEDY = (
     " one before it (run.resume=newest_whole); a file that you changed yourself is accepted by name"
     " (mcore-rl-ckpt checksums <folder> --changed <file>)"
 )
+
+COPY_AGAIN = (
+    "copy it again from where it came, or resume from the checkpoint before it"
+    " (run.resume=newest_whole)"
+)
+_DAMAGE = re.compile(r"damaged|truncated|does not agree|belongs? to nothing|overlaps (an|the)")
+
+
+def with_remedy(message: str) -> str:
+    """Return the message of an error, with what to do if it tells of damage and says nothing."""
+    if _DAMAGE.search(message) is None or "copy it" in message or "newest_whole" in message:
+        return message
+    return f"{message}: {COPY_AGAIN}"
 
 
 def check_sizes(folder: Path, sums: Mapping[str, FileSums]) -> None:

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.slices.hf.checksums import ByteSpan, FileSums, sum_file
-from mcore_rl.slices.megatron_files.integrity import check_sizes, find_damage, spans_of_rank
+from mcore_rl.slices.megatron_files.integrity import (
+    COPY_AGAIN,
+    check_sizes,
+    find_damage,
+    spans_of_rank,
+    with_remedy,
+)
 
 SIZES = st.lists(st.integers(1, 1000), max_size=8)
 
@@ -84,3 +90,20 @@ def test_hidden_files_need_no_entry_but_the_metadata_do(tmp_path: Path) -> None:
     (tmp_path / ".metadata").touch()
     with pytest.raises(ValueError, match=r"\.metadata is not in checksums\.json"):
         check_sizes(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("message", "has_remedy"),
+    [
+        ("/a/common.pt is damaged: Bad magic number for file header", True),
+        ("/a/x.distcp has 5 bytes, 'w' should end at byte 9: it was truncated", True),
+        ("/a/x.distcp: bytes 0 to 4, before 'w', belong to nothing", True),
+        ("/a/x.distcp: 'w' at byte 4 overlaps another item", True),
+        ("/a/checksums.json is damaged: copy it from the original again", False),
+        ("/a is not a folder", False),
+    ],
+)
+def test_damage_is_told_with_what_to_do(message: str, has_remedy: bool) -> None:
+    told = with_remedy(message)
+    assert told == (f"{message}: {COPY_AGAIN}" if has_remedy else message)
+    assert with_remedy(told) == told
