@@ -18,6 +18,7 @@ from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.lost_samples import SamplesLost, join_losses
 from mcore_rl.planning.slots import Slot
+from mcore_rl.process.restart_budget import RestartBudget
 from mcore_rl.rollout.collector import CollectorLost, CollectorNews, Orders
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
@@ -38,7 +39,7 @@ class CollectorLimits:
 
     hold_timeout_s      for requests under way to end
     startup_timeout_s   for a process to be built
-    restarts            of each collector; the next death on a living node ends the run
+    restarts            of each collector in an hour; the next death on a living node ends the run
     """
 
     call_timeout_s: float
@@ -69,7 +70,7 @@ class CollectorGroup:
         self._building: Any = None
         self._spec: CollectorSpec | None = None
         self._connections: list[tuple[Any, ...]] = []
-        self._restarts = [0] * len(self._nodes)
+        self._budgets = [RestartBudget() for _ in self._nodes]
         self._gone: set[int] = set()
         self.stores = StoreHandles(self._group.actors, limits.call_timeout_s)
 
@@ -193,11 +194,14 @@ class CollectorGroup:
     async def _build_anew(self, k: int, first_group: int) -> None:
         rank = self._group.ranks[k]
         limits = self._limits
-        self._restarts[k] += 1
-        if self._restarts[k] > limits.restarts:
+        budget = self._budgets[k]
+        if not budget.take(limits.restarts):
             await asyncio.sleep(NODE_LOSS_SHOWS_S)
-            raise RankError(f"{rank} died {self._restarts[k]} times; see the end of its log")
-        _log.warning("%s died; started again, %d of %d", rank, self._restarts[k], limits.restarts)
+            times = f"{budget.num_recent + 1} times within an hour"
+            raise RankError(f"{rank} died {times}; see the end of its log")
+        counts = (budget.num_recent, limits.restarts)
+        _log.warning("%s died; started again, %d of %d in an hour", rank, *counts)
+        await self._group.wait_for_process(k, limits.startup_timeout_s)
         args = (self._spec, k, first_group)
         await self._group.build_one(k, CollectorWorker, args, limits.startup_timeout_s)
         await self.call(k, "connect", *self._connections[k])

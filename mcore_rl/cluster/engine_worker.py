@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mcore_rl.cluster.rank_actor import ProcessLost, node_address
+from mcore_rl.process.restart_budget import RestartBudget
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineState
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
@@ -37,6 +38,7 @@ class EngineWorker:
         self._startup_timeout_s = startup_timeout_s
         self._max_restarts = max_restarts
         self._num_restarts = 0
+        self._budget = RestartBudget()
         self._is_stopped = False
         self._healthy_until: float | None = None
         """The deadline of a restarted server that is not healthy yet."""
@@ -62,7 +64,7 @@ class EngineWorker:
         A live server is restarted, too, when another server of the same engine was restarted more
         often. It starts when all of them have been stopped: it would meet one that is yet to be
         stopped, and wait for it forever. Raises ProcessLost with the log's last lines if the server
-        used up its restarts or does not get healthy in time.
+        used up its restarts of an hour or does not get healthy in time.
         """
         counts = restarts_of_engines[self._index]
         if self._num_restarts < counts.most:
@@ -79,10 +81,11 @@ class EngineWorker:
 
     def _stop(self, why: str) -> None:
         lost = f"{self._engine.name} {why}; its last lines:\n{self._engine.tail(TAIL_LINES)}"
-        if self._num_restarts >= self._max_restarts:
-            raise ProcessLost(lost)
+        if not self._budget.take(self._max_restarts):
+            raise ProcessLost(f"{lost}\nit has had its {self._max_restarts} restarts of an hour")
         self._num_restarts += 1
-        print(f"{lost}\nstarting it again, {self._num_restarts} of {self._max_restarts}")
+        of_hour = f"{self._budget.num_recent} of {self._max_restarts} restarts in an hour"
+        print(f"{lost}\nstarting it again, {of_hour}")
         self._engine.stop()
         self._is_stopped = True
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import ray
 
 from mcore_rl.cluster.answers import Answers, RankDied
 from mcore_rl.cluster.group import RankGroup
+
+_POLL_S = 0.2
 
 
 class IndependentRanks(RankGroup):
@@ -20,6 +23,23 @@ class IndependentRanks(RankGroup):
         """Make the worker of a process that was started again. Raises RankError."""
         ref = self._actors[rank].build.remote(deadline_s, worker_cls, *args)
         await Answers("start-up", [ref], [self.ranks[rank]], deadline_s).wait_async()
+
+    async def wait_for_process(self, rank: int, deadline_s: float) -> None:
+        """Return once Ray has a process again for a rank that died.
+
+        Calls that come earlier may go to the dead one. Raises RankDied if there is none in time.
+        """
+        until_s = time.monotonic() + deadline_s
+        while True:
+            ref = self._actors[rank].pid.remote()
+            try:
+                await Answers("start-up", [ref], [self.ranks[rank]], deadline_s).wait_async()
+            except RankDied:
+                if time.monotonic() > until_s:
+                    raise
+                await asyncio.sleep(_POLL_S)
+            else:
+                return
 
     async def gather_living(
         self, ranks: Sequence[int], method: str, *args: object, deadline_s: float

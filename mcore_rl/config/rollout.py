@@ -71,7 +71,8 @@ class RolloutConfig(Options, group="rollout"):
     """Receive weights into a second copy while decoding, and pause only to swap: the weights
     take twice the memory."""
     restarts: int = bounded(1, least=0)
-    """How often each engine's server is restarted in a run; 0: a dead engine ends the run."""
+    """How often each engine's server and each collector is restarted in an hour; 0: its death ends
+    the run."""
     min_engines: int = bounded(1, least=1)
     """Engines that must be left for a run to go on when engines are lost with their nodes."""
     store_gib: float = bounded(0.0, least=0)

@@ -32,7 +32,7 @@ class ServedModelConfig(Options):
     """From a request's first try to the end of its last."""
     startup_timeout_s: float = bounded(600.0, above=0)
     restarts: int = bounded(3, least=0)
-    """How often each engine's server is restarted in a run; 0: a dead engine ends the run."""
+    """How often each engine's server is restarted in an hour; 0: a dead engine ends the run."""
     colocated: bool = False
     """Its engines take turns with the trainer ranks on their GPUs; otherwise they have their
     own."""

@@ -114,7 +114,10 @@ def test_an_unknown_sample_is_refused_by_store(scene: Scene) -> None:
     assert isinstance(batch.group_N, np.ndarray)
 
 
-def test_a_collector_that_dies_comes_back_and_costs_its_samples_only(scene: Scene) -> None:
+def test_a_collector_that_dies_comes_back_and_costs_its_samples_only(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scene.group, "_limits", replace(scene.group._limits, restarts=1))
     before = scene.sample()
     batch = make_stored_batch(before, WeightVersion(1))
     [pid] = scene.group._group.pids()
@@ -131,6 +134,7 @@ def test_a_collector_that_dies_comes_back_and_costs_its_samples_only(scene: Scen
 
     samples = scene.run(kill())
     assert len(samples) == 6 and scene.pool.num_lost == 6
+    assert scene.pool.num_losses == 1, "one death counts once"
     assert all(map(scene.pool.is_lost, before)) and not any(map(scene.pool.is_lost, samples))
     assert scene.group._group.pids() != [pid]
     assert scene.run(scene.group.score(samples)).rewards_N == pytest.approx(
@@ -153,5 +157,5 @@ def test_a_collector_that_dies_again_and_again_ends_the_run(
     monkeypatch.setattr(scene.group, "_limits", replace(scene.group._limits, restarts=0))
     [pid] = scene.group._group.pids()
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(RankError, match=r"rank 0 \(collector, log .*died 2 times; see"):
+    with pytest.raises(RankError, match=r"rank 0 \(collector, .*died 2 times within an hour; see"):
         scene.sample()

@@ -12,6 +12,7 @@ import ray
 
 from mcore_rl.cluster.engine_worker import EngineWorker, RestartCounts
 from mcore_rl.cluster.rank_actor import ProcessLost
+from mcore_rl.process.restart_budget import HOUR_S
 from mcore_rl.rollout.engine_forks import FORKS
 from mcore_rl.rollout.engine_health import EngineState
 from mcore_rl.rollout.engine_spec import EngineSpec
@@ -80,7 +81,7 @@ def test_a_healthy_server_is_left_alone(make_worker: Make) -> None:
 
 
 def test_a_dead_server_is_started_again_at_its_address_until_restarts_are_used_up(
-    make_worker: Make, capsys: pytest.CaptureFixture[str]
+    make_worker: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make_worker(max_restarts=1)
     pid, url = worker.pid(), worker.address().url
@@ -90,11 +91,14 @@ def test_a_dead_server_is_started_again_at_its_address_until_restarts_are_used_u
     assert worker.address().keys == KEYS
     printed = capsys.readouterr().out
     assert "died (status -9); its last lines:\n  | begun with model\n" in printed
-    assert "starting it again, 1 of 1" in printed
+    assert "starting it again, 1 of 1 restarts in an hour" in printed
     assert wait_until_healthy(worker) == EngineState(url, restarts=1, healthy=True)
     kill(worker)
-    with pytest.raises(ProcessLost, match=rf"engine {url} .*died \(status -9\); its last lines"):
+    lost = rf"(?s)engine {url} .*died \(status -9\); its last lines.*its 1 restarts of an hour"
+    with pytest.raises(ProcessLost, match=lost):
         worker.check(NO_RESTARTS)
+    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + HOUR_S)
+    assert worker.check(NO_RESTARTS).restarts == 2, "an hour later it may be restarted again"
 
 
 def test_a_server_is_restarted_with_the_others_of_its_engine_once_they_are_stopped(
