@@ -230,7 +230,7 @@ def by_stores(
     from mcore_rl.rollout.collector_pool import CollectorPool
 
     rollout, shape = options(args)
-    limits = CollectorLimits(DEADLINE_S, DEADLINE_S, DEADLINE_S)
+    limits = CollectorLimits(DEADLINE_S, DEADLINE_S, DEADLINE_S, DEADLINE_S)
     collectors = CollectorGroup([engine_slots] * len(engines), logs, limits)
     scorer = partial(Scorer, reward_config(), args.tokens)
     collectors.start_build(CollectorSpec(rollout, (1,), decode, shape, scorer))

@@ -38,12 +38,14 @@ class CollectorLimits:
     """Deadlines and restarts of the collectors.
 
     hold_timeout_s      for requests under way to end
+    score_timeout_s     for the scores of samples
     startup_timeout_s   for a process to be built
     restarts            of each collector in an hour; the next death on a living node ends the run
     """
 
     call_timeout_s: float
     hold_timeout_s: float
+    score_timeout_s: float
     startup_timeout_s: float
     restarts: int = 3
 
@@ -172,6 +174,10 @@ class CollectorGroup:
         return await self._group.call_one_async(k, method, *args, deadline_s=deadline_s)
 
     @property
+    def call_timeout_s(self) -> float:
+        return self._limits.call_timeout_s
+
+    @property
     def hold_timeout_s(self) -> float:
         return self._limits.hold_timeout_s
 
@@ -185,7 +191,8 @@ class CollectorGroup:
 
     async def _of_store(self, store: int, method: str, args: Sequence[Any]) -> Any:
         try:
-            return await self.call(store, method, *args)
+            deadline_s = self._limits.score_timeout_s
+            return await self.call(store, method, *args, deadline_s=deadline_s)
         except RankDied as error:
             return SamplesLost(str(error), [store])
         except SamplesLost as lost:
@@ -223,7 +230,8 @@ class RemoteCollector:
         await self._call("obey", orders)
 
     async def news(self, wait_s: float, gather_s: float) -> CollectorNews:
-        return await self._call("news", wait_s, gather_s)
+        deadline_s = wait_s + gather_s + self._group.call_timeout_s
+        return await self._call("news", wait_s, gather_s, deadline_s=deadline_s)
 
     async def hold(self, session: int, cut_off: bool) -> int:
         return await self._call("hold", session, cut_off, deadline_s=self._group.hold_timeout_s)

@@ -40,10 +40,10 @@ class CriticGroup(ModelGroup):
     worker_cls = CriticWorker
 
     def compute_values(self, per_dp: Sequence[Share]) -> list[list[Any]]:
-        return self._group.dispatch("compute_values", per_dp, deadline_s=self._call_timeout_s)
+        return self._group.dispatch("compute_values", per_dp, deadline_s=self._answer_s)
 
     def train_step(self, per_dp: Sequence[Share], *, num_tokens: int) -> StepStats:
         stats = self._group.dispatch(
-            "train_step", per_dp, deadline_s=self._call_timeout_s, num_tokens=num_tokens
+            "train_step", per_dp, deadline_s=self._answer_s, num_tokens=num_tokens
         )
         return stats[0]

@@ -10,6 +10,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mcore_rl.cluster.rank_actor import ProcessLost, node_address
+from mcore_rl.config.deadlines import STOPPED_S
+from mcore_rl.process.process_state import find_stopped
 from mcore_rl.process.restart_budget import RestartBudget
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineState
@@ -29,11 +31,18 @@ class EngineWorker:
     """Starts one server process and looks after it; the server dies with this process."""
 
     def __init__(
-        self, spec: EngineSpec, engine: int, startup_timeout_s: float, max_restarts: int
+        self,
+        spec: EngineSpec,
+        engine: int,
+        startup_timeout_s: float,
+        max_restarts: int,
+        stopped_s: float = STOPPED_S,
     ) -> None:
         """`engine` is the index of the engine; one that spans machines has a worker on each of
-        them.
+        them. A server is lost if a process of it is stopped for `stopped_s`.
         """
+        self._stopped_s = stopped_s
+        self._stopped_since: float | None = None
         self._index = engine
         self._startup_timeout_s = startup_timeout_s
         self._max_restarts = max_restarts
@@ -58,8 +67,8 @@ class EngineWorker:
         return self._engine.pid
 
     def check(self, restarts_of_engines: Sequence[RestartCounts]) -> EngineState:
-        """Return the server's state; restart it at its address if it is dead, without waiting for
-        it.
+        """Return the server's state; restart it at its address if it is dead or stopped, without
+        waiting for it.
 
         A live server is restarted, too, when another server of the same engine was restarted more
         often. It starts when all of them have been stopped: it would meet one that is yet to be
@@ -71,6 +80,8 @@ class EngineWorker:
             self._stop("must restart because another server of its engine died")
         elif not self._is_stopped and not self._engine.is_alive():
             self._stop(f"died (status {self._engine.exit_status})")
+        elif not self._is_stopped and (mute := self._find_mute()):
+            self._stop(mute)
         if self._is_stopped:
             if self._engine.spec.num_nodes == 1 or counts.fewest >= self._num_restarts:
                 self._start_again()
@@ -78,6 +89,22 @@ class EngineWorker:
             self._check_restarted(self._healthy_until)
         is_healthy = not self._is_stopped and self._healthy_until is None
         return EngineState(self._engine.url, self._num_restarts, is_healthy)
+
+    def _find_mute(self) -> str:
+        """Return which processes have been stopped for too long, or ""; they answer nothing, and
+        nothing but this ends the waits for them.
+        """
+        pids = find_stopped(self._engine.pid)
+        if not pids:
+            self._stopped_since = None
+            return ""
+        now_s = time.monotonic()
+        self._stopped_since = self._stopped_since or now_s
+        if now_s - self._stopped_since < self._stopped_s:
+            return ""
+        self._stopped_since = None
+        names = ", ".join(map(str, pids))
+        return f"was stopped (state T of process {names}) for {self._stopped_s:g} s and is killed"
 
     def _stop(self, why: str) -> None:
         lost = f"{self._engine.name} {why}; its last lines:\n{self._engine.tail(TAIL_LINES)}"

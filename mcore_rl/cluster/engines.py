@@ -14,6 +14,7 @@ from mcore_rl.cluster.answers import Answers, RankDied
 from mcore_rl.cluster.engine_worker import EngineWorker, RestartCounts
 from mcore_rl.cluster.group import WATCH_INTERVAL_S, WATCHED_CALLS
 from mcore_rl.cluster.independent_ranks import IndependentRanks
+from mcore_rl.config.deadlines import STOPPED_S, answer_s
 from mcore_rl.planning.slots import Slot
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
@@ -65,12 +66,13 @@ class EngineGroup:
         timeout_s: float,
         max_restarts: int = 0,
         gpu_ids: Sequence[str] = (),
+        stopped_s: float = STOPPED_S,
     ) -> None:
         """Begin to start the servers, one spec per engine; `wait_built` waits for them.
 
         `gpu_ids` has a GPU for each rank of each engine; if empty, the engines use those that Ray
         assigned to their workers. Each server that dies later is restarted up to `max_restarts`
-        times.
+        times an hour, and so is one of which a process is stopped for `stopped_s`.
         """
         if max(self._nodes_per_engine) > 1:
             meeting_points = self._group.meeting_points(timeout_s)
@@ -79,8 +81,8 @@ class EngineGroup:
         if not gpu_ids and self._has_gpus:
             gpu_ids = list(chain.from_iterable(self._group.gpu_ids(timeout_s)))
         server_specs = plan_servers(specs, self._nodes_per_engine, meeting_points, gpu_ids)
-        args = [(spec, engine, timeout_s, max_restarts) for engine, spec in server_specs]
-        self._building = self._group.start_build(EngineWorker, args, timeout_s)
+        args = [(spec, engine, timeout_s, max_restarts, stopped_s) for engine, spec in server_specs]
+        self._building = self._group.start_build(EngineWorker, args, answer_s(timeout_s))
 
     def wait_built(self) -> list[EngineAddress]:
         """Wait until the engines are healthy; return their addresses in the order of the specs."""

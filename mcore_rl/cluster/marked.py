@@ -32,7 +32,8 @@ def marked_processes(session: str) -> Iterator[None]:
     If this process dies first, a watchdog ends them. Their temporary files go to the session's
     folder and are removed with it; compile caches are kept.
     """
-    command = [sys.executable, "-I", watchdog.__file__, session, str(os.getpid())]
+    arguments = [session, str(os.getpid()), str(watchdog.STOPPED_S)]
+    command = [sys.executable, "-I", watchdog.__file__, *arguments]
     watchdog_process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     before = dict(os.environ)
     os.environ[watchdog.MARK] = os.environ["TMPDIR"] = session

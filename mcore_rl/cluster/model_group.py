@@ -18,6 +18,7 @@ from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.shared_folder import RunFiles
 from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, ProfileConfig, TrainConfig
+from mcore_rl.config.deadlines import answer_s
 from mcore_rl.device import exact_pinning, leave_compiler_out, peak_flops
 from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.planning.slots import Slot
@@ -155,7 +156,8 @@ class ModelWorker:
 class ModelGroup:
     """All ranks of one model.
 
-    Every call raises RankError if a rank raises, dies or does not answer within `call_timeout_s`.
+    Every call raises RankError if a rank raises, dies or does not answer in time. Ranks wait for
+    one another for up to `call_timeout_s`, and calls for ranks ANSWER_MARGIN_S longer.
     """
 
     role: str
@@ -171,6 +173,7 @@ class ModelGroup:
         """Start the processes, without waiting for them; `runtime_envs` has Ray's, by rank."""
         self._group = RankGroup(self.role, slots, log_dir, runtime_envs)
         self._call_timeout_s = call_timeout_s
+        self._answer_s = answer_s(call_timeout_s)
         self._building: Answers | None = None
         self._files: RunFiles | None = None
 
@@ -203,7 +206,7 @@ class ModelGroup:
         """Return once every rank has built its share of the model."""
         assert self._building is not None, "start_build comes first"
         self._group.finish(self._building)
-        self._group.find_coordinates(self._call_timeout_s)
+        self._group.find_coordinates(self._answer_s)
 
     @property
     def world_size(self) -> int:
@@ -215,7 +218,7 @@ class ModelGroup:
 
     async def hold(self, parts: Collection[str]) -> None:
         """Keep these parts of every rank's model in device memory and offload the others."""
-        await self._group.call_all_async("hold", tuple(parts), deadline_s=self._call_timeout_s)
+        await self._group.call_all_async("hold", tuple(parts), deadline_s=self._answer_s)
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
         """Begin to save: the state is copied on return and written while training goes on."""
@@ -241,7 +244,7 @@ class ModelGroup:
 
     async def watch(self) -> None:
         """Never return; raise RankError once a rank's process is gone."""
-        await self._group.watch(call_timeout_s=self._call_timeout_s)
+        await self._group.watch(call_timeout_s=self._answer_s)
 
     def peak_flops(self) -> float | None:
         """Return the operations per second that a rank's GPU can do at most; None on a CPU."""
@@ -249,11 +252,11 @@ class ModelGroup:
 
     def gpu_ids(self) -> list[tuple[str, ...]]:
         """Return, by rank, the GPUs that Ray assigned; may be called before the model is built."""
-        return self._group.gpu_ids(self._call_timeout_s)
+        return self._group.gpu_ids(self._answer_s)
 
     def pids(self) -> list[int]:
         """Return process ids by rank, each on its own machine."""
-        return self._group.pids(self._call_timeout_s)
+        return self._group.pids(self._answer_s)
 
     def _call(self, method: str, *args: object) -> list[Any]:
-        return self._group.call_all(method, *args, deadline_s=self._call_timeout_s)
+        return self._group.call_all(method, *args, deadline_s=self._answer_s)

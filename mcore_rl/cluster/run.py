@@ -29,6 +29,7 @@ from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.shared_folder import run_files
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from mcore_rl.config.deadlines import Deadlines
 from mcore_rl.config.upstream.arguments import server_arguments
 from mcore_rl.planning.critic_training import critic_training
 from mcore_rl.planning.run_size import RunSize
@@ -132,7 +133,9 @@ class RunProcesses:
             max_restarts = config.rollout.restarts
             if config.cluster.colocated:
                 gpu_ids = self._trainer_gpus()
-        self._engines.start_build(specs, config.run.startup_timeout_s, max_restarts, gpu_ids)
+        stopped_s = Deadlines.of(config).stopped
+        startup_s = config.run.startup_timeout_s
+        self._engines.start_build(specs, startup_s, max_restarts, gpu_ids, stopped_s)
         return self._engines
 
     def start_colocated_served(self, role: str) -> list[str]:
@@ -237,13 +240,13 @@ def _start_collectors(
 ) -> CollectorGroup | None:
     if spec is None:
         return None
-    rollout = config.rollout
-    timeout_s = config.run.call_timeout_s
+    deadlines = Deadlines.of(config)
     limits = CollectorLimits(
-        call_timeout_s=timeout_s,
-        hold_timeout_s=rollout.request_timeout_s * (rollout.retries + 1) + timeout_s,
+        call_timeout_s=config.run.call_timeout_s,
+        hold_timeout_s=deadlines.hold,
+        score_timeout_s=deadlines.score,
         startup_timeout_s=config.run.startup_timeout_s,
-        restarts=rollout.restarts,
+        restarts=config.rollout.restarts,
     )
     collectors = CollectorGroup(slots.engines, log_dir, limits)
     collectors.start_build(spec)

@@ -3,9 +3,11 @@
 import logging
 import math
 import os
+import shutil
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -27,11 +29,14 @@ from mcore_rl.cluster.small_ray import small_ray
 from mcore_rl.config import ClusterConfig
 from mcore_rl.device import has_cuda
 from mcore_rl.process.fork_signals import handle_outside_forks
+from mcore_rl.process.process_state import describe_state
 from mcore_rl.process.variables import set_variables
 
 _log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 10.0
 JOIN_TRIES = 2
+SHUTDOWN_S = 30.0
+"""Deadline of Ray's own shutdown, which waits for its GCS (global control service) for ever."""
 _TRIES = "RAY_gcs_server_port_wait_time_s"
 """Also the number of Ray's tries to connect, a second each (ray/_private/node.py)."""
 TOKEN_HINT = (
@@ -65,7 +70,7 @@ def ray_session(
         marked_processes(str(temp_dir)),
         _ray_on_loopback(),
         own_token(temp_dir),
-        _shut_down(),
+        _shut_down(temp_dir),
     ):
         _start(config, num_cpus, temp_dir)
         yield
@@ -214,18 +219,47 @@ def _exit_on_sigterm() -> None:
 
 
 @contextmanager
-def _shut_down() -> Iterator[None]:
+def _shut_down(session: Path | None = None) -> Iterator[None]:
+    """Disconnect from Ray after the block; `session` is the folder of a Ray that was started."""
     try:
         yield
     except RayLost:
         raise
     except BaseException:
-        _disconnect()
+        _disconnect(session)
         raise
-    _disconnect()
+    _disconnect(session)
 
 
-def _disconnect() -> None:
+def _disconnect(session: Path | None) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    with uninterrupted():
+    with uninterrupted(), _exiting_after(SHUTDOWN_S, session):
         ray.shutdown()
+
+
+@contextmanager
+def _exiting_after(seconds: float, session: Path | None) -> Iterator[None]:
+    """Kill the session's processes and exit if the block takes longer, as it does without a GCS."""
+    timer = threading.Timer(seconds, _kill_all, [seconds, session])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _kill_all(seconds: float, session: Path | None) -> None:
+    states = {name: describe_state(pid) for name, pid in watchdog.ray_children(os.getpid()).items()}
+    why = "".join(f"; {name} {state}" for name, state in states.items() if state)
+    told = f"Ray did not shut down within {seconds:g} s{why}: its processes are killed"
+    print(f"mcore-rl: {told}", file=sys.stderr)
+    if session is not None:
+        for child in psutil.Process().children():
+            if watchdog.__file__ in child.cmdline():  # it would tell of the deaths that follow
+                child.kill()
+        watchdog.end_session(str(session))
+        shutil.rmtree(session, ignore_errors=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -116,7 +116,7 @@ class TrainerGroup(ModelGroup):
         self, per_dp: Sequence[Share], options: LogprobOptions
     ) -> list[list[TokenScores]]:
         return self._group.dispatch(
-            "compute_logprobs", per_dp, deadline_s=self._call_timeout_s, options=options
+            "compute_logprobs", per_dp, deadline_s=self._answer_s, options=options
         )
 
     def train_step(
@@ -125,7 +125,7 @@ class TrainerGroup(ModelGroup):
         stats = self._group.dispatch(
             "train_step",
             per_dp,
-            deadline_s=self._call_timeout_s,
+            deadline_s=self._answer_s,
             temperature=temperature,
             num_tokens=num_tokens,
         )
@@ -151,4 +151,4 @@ class TrainerGroup(ModelGroup):
         return await self._call_async("send", version, engines, timeout_s)
 
     async def _call_async(self, method: str, *args: object) -> list[Any]:
-        return await self._group.call_all_async(method, *args, deadline_s=self._call_timeout_s)
+        return await self._group.call_all_async(method, *args, deadline_s=self._answer_s)

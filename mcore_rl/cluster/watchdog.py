@@ -23,6 +23,8 @@ GRACE_S = 2.0
 KILL_TIMEOUT_S = 5.0
 POLL_S = 0.05
 PARENT_POLL_S = 0.5
+STOPPED_S = 30.0
+"""How long a process of Ray may be stopped (SIGSTOP) before it is killed: calls wait for it."""
 _PF_EXITING = 0x4
 """A bit of the flags in /proc/<pid>/stat (linux/sched.h)."""
 
@@ -85,12 +87,12 @@ def ray_lost(name: str) -> str:
     )
 
 
-def wait_for_parent(parent: int) -> str:
+def wait_for_parent(parent: int, stopped_s: float = STOPPED_S) -> str:
     """Return when `parent` is gone, with a message that says who died first.
 
     A process that calls Ray after the raylet died exits silently, so the order of deaths is
     watched. A killed process with many threads takes a while to end, and its children may be gone
-    before it.
+    before it. A process of Ray that is stopped for `stopped_s` is killed.
     """
     killed = (
         f"the controller (process {parent}) was killed, and all that it started is ended."
@@ -103,10 +105,12 @@ def wait_for_parent(parent: int) -> str:
         return killed
     poller.register(parent_fd, select.POLLIN)
     ray_fds: dict[str, int] = {}
+    stopped_since: dict[str, float] = {}
     lost = ""
     while os.getppid() == parent:
         if len(ray_fds) < len(RAY_PROCESSES):
             _watch_ray(parent, ray_fds, poller)
+        _kill_stopped(parent, stopped_since, stopped_s)
         ended = [descriptor for descriptor, _ in poller.poll(PARENT_POLL_S * 1000)]
         gone = [name for name in RAY_PROCESSES if ray_fds.get(name) in ended]
         if gone and not lost:
@@ -126,6 +130,25 @@ def _watch_ray(parent: int, ray_fds: dict[str, int], poller: "select.poll") -> N
             with contextlib.suppress(ProcessLookupError):
                 ray_fds[name] = os.pidfd_open(pid)
                 poller.register(ray_fds[name], select.POLLIN)
+
+
+def _kill_stopped(parent: int, since: dict[str, float], stopped_s: float) -> None:
+    """Kill Ray processes that have been stopped for `stopped_s`; `since` remembers their names."""
+    stopped = {name: pid for name, pid in ray_children(parent).items() if is_stopped(pid)}
+    for name in since.keys() - stopped.keys():
+        del since[name]
+    for name, pid in stopped.items():
+        if time.monotonic() - since.setdefault(name, time.monotonic()) >= stopped_s:
+            what = f"Ray's {name} process was stopped (state T) for {stopped_s:g} s and is killed"
+            print(f"mcore-rl: {what}", file=sys.stderr, flush=True)
+            _kill(pid)
+
+
+def is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def is_ending(pid: int) -> bool:
@@ -160,7 +183,7 @@ def ray_children(parent: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    message = wait_for_parent(int(sys.argv[2]))
+    message = wait_for_parent(int(sys.argv[2]), float(sys.argv[3]))
     end_session(sys.argv[1])
     shutil.rmtree(sys.argv[1], ignore_errors=True)
     print(f"mcore-rl: {message}", file=sys.stderr)

@@ -50,7 +50,9 @@ class Scene:
         (folder / "reward.py").write_text(REWARD)
         scorer = partial(Scorer, RewardConfig(path=str(folder / "reward.py")), 3)
         [slots] = reserve([plan_ranks(1, 0.5, gpus_per_node=0)], timeout_s=20)
-        self.group = CollectorGroup([slots, slots], folder / "logs", CollectorLimits(60, 60, 60))
+        self.group = CollectorGroup(
+            [slots, slots], folder / "logs", CollectorLimits(60, 60, 60, 60)
+        )
         self.group.start_build(CollectorSpec(ROLLOUT, (9,), str, None, scorer))
         self.group.connect([engine.address for engine in self.engines], {})
         self.pool = CollectorPool(

@@ -50,9 +50,7 @@ def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mak
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}])
     workers = []
 
-    def make(
-        max_restarts: int, startup_timeout_s: float = 20.0, node_rank: int = 0
-    ) -> EngineWorker:
+    def make(max_restarts: int, node_rank: int = 0, stopped_s: float = 30.0) -> EngineWorker:
         spec = EngineSpec(
             "model",
             str(tmp_path / "log"),
@@ -61,7 +59,7 @@ def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mak
             dist_init_addr="a:1",
             keys=KEYS,
         )
-        worker = EngineWorker(spec, 1, 20.0, max_restarts)
+        worker = EngineWorker(spec, 1, 20.0, max_restarts, stopped_s)
         workers.append(worker)
         return worker
 
@@ -128,6 +126,27 @@ def test_a_restarted_server_must_get_healthy_in_time(make_worker: Make) -> None:
     worker._healthy_until = time.monotonic() - 1.0
     with pytest.raises(ProcessLost, match="was started again but not healthy after 20 s; its last"):
         worker.check(NO_RESTARTS)
+
+
+def test_a_stopped_server_is_named_killed_and_replaced(
+    make_worker: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = make_worker(max_restarts=1, stopped_s=0.5)
+    pid, url = worker.pid(), worker.address().url
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+    assert worker.check(NO_RESTARTS) == EngineState(url, healthy=True), "not for long enough"
+    os.kill(pid, signal.SIGCONT)
+    os.waitid(os.P_PID, pid, os.WCONTINUED | os.WNOWAIT)
+    time.sleep(0.6)
+    assert worker.check(NO_RESTARTS).restarts == 0, "it goes on"
+    os.kill(pid, signal.SIGSTOP)
+    worker.check(NO_RESTARTS)
+    time.sleep(0.6)
+    assert worker.check(NO_RESTARTS) == EngineState(url, restarts=1, healthy=False)
+    printed = capsys.readouterr().out
+    assert f"was stopped (state T of process {pid}) for 0.5 s and is killed" in printed
+    assert wait_until_healthy(worker) == EngineState(url, restarts=1, healthy=True)
 
 
 def test_a_server_that_does_not_start_is_lost_with_its_log(make_worker: Make) -> None:

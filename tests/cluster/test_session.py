@@ -46,13 +46,13 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.delenv(FORKS, raising=False)  # ranks are to be found below their controller
     started: list[Controller] = []
 
-    def run(then: str) -> Controller:
+    def run(then: str, stopped_s: float = 30.0, shutdown_s: float = 30.0) -> Controller:
         command = [
             sys.executable,
             "-m",
             "tests.support.cluster_controller",
             str(tmp_path / str(len(started))),
-            then,
+            *(then, str(stopped_s), str(shutdown_s)),
         ]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         started.append(subprocess.Popen(command, text=True, process_group=0, **pipes))
@@ -127,6 +127,36 @@ def test_a_lost_ray_is_named_also_where_it_ends_its_controller_in_silence(
     assert process.returncode == (-signal.SIGKILL if silent else 1)
     assert told.startswith(f"mcore-rl: Ray's {name} process died"), told
     assert told.count("\n") == 1, told
+    assert left_of(begun) == []
+
+
+def test_a_stopped_gcs_is_named_and_killed(start) -> None:
+    process = start("sleep_long", stopped_s=1.0)
+    begun = processes_when_ready(process)
+    go_on(process)
+    next(p for p in begun if p.name() == "gcs_server").suspend()
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 1
+    first, second = told.splitlines()
+    assert first == (
+        "mcore-rl: Ray's gcs_server process was stopped (state T) for 1 s and is killed"
+    )
+    assert second.startswith("mcore-rl: Ray's gcs_server process died"), told
+    assert left_of(begun) == []
+
+
+def test_a_shutdown_that_waits_for_a_stopped_gcs_ends_by_force(start) -> None:
+    process = start("sleep_long", stopped_s=1000.0, shutdown_s=2.0)
+    begun = processes_when_ready(process)
+    go_on(process)
+    next(p for p in begun if p.name() == "gcs_server").suspend()
+    os.killpg(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert told.startswith("mcore-rl: Ray did not shut down within 2 s; gcs_server is stopped"), (
+        told
+    )
+    assert told.endswith(": its processes are killed\n") and told.count("\n") == 1
     assert left_of(begun) == []
 
 

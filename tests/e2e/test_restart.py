@@ -1,8 +1,10 @@
 """An engine that dies is restarted, linked again and serves the current weights."""
 
+import contextlib
 import json
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +40,31 @@ def test_one_of_two_engines_dies_in_rollout_and_serves_again(start: Start) -> No
     assert_no_sample_lost(run)
     failed = [line["sync/engines_failed"] for line in run.metrics() if "loss/total" in line]
     assert failed[0] == 0 and failed[1] == 1 and 0 in failed[2:], failed
+
+
+def test_a_stopped_engine_is_killed_and_serves_again(start: Start) -> None:
+    """Its scheduler is stopped in a rollout, its HTTP server in a sync of weights."""
+    run = start("train", *SETTINGS, "rollout.restarts=2", "rollout.request_timeout_s=16")
+    run.wait_for("step 2: rollout", poll_s=0.002)
+    run.find_one("sglang::scheduler").suspend()
+    run.wait_for("serves again")
+    server = run.find_one("mcore_rl.rollout.server")
+    next_step = run.log().count(": sync") + 1
+    run.wait_for(f"step {next_step}: sync", poll_s=0.002)
+    server.suspend()
+    run.wait_until(lambda: run.log().count("serves again") == 2, "second return")
+    run.wait_for(f"step {next_step + 2}: train")
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish(60) == 130, run.tail()
+    run.assert_nothing_left()
+    assert_no_sample_lost(run)
+    log = "".join(path.read_text() for path in (run.run_dir / "logs").glob("engine_rank*.log"))
+    stopped = r"engine http://\S+ \(log \S+\) was stopped \(state T of process \d+\) for 4 s"
+    assert len(re.findall(stopped, log)) == 2, log
+    deadline_s = time.monotonic() + 20
+    while (left := unused_semaphores(run.began_s)) and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    assert not left, left
 
 
 @pytest.mark.slow
@@ -78,6 +105,20 @@ def log_of(run: Run, url: str) -> Path:
     named = re.search(rf"engine {url} \(log (\S+)\) died", told)
     assert named is not None, told
     return Path(named.group(1))
+
+
+def unused_semaphores(since_s: float) -> set[Path]:
+    """Return the named semaphores made since then that no process has in its memory."""
+    maps = ""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            maps += (process / "maps").read_text()
+    unused = set()
+    for path in Path("/dev/shm").glob("sem.*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime >= since_s and str(path) not in maps:
+                unused.add(path)
+    return unused
 
 
 def kill_server_of(run: Run, url: str) -> None:

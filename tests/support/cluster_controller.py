@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from mcore_rl.cluster import session, watchdog
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
@@ -11,7 +12,10 @@ from mcore_rl.planning.bundles import plan_ranks
 from tests.support.cluster_workers import Worker
 
 
-def main(log_dir: Path, then: str) -> None:
+def main(log_dir: Path, then: str, stopped_s: float, shutdown_s: float) -> None:
+    """Carry out `then`; the other two replace constants of the session."""
+    watchdog.STOPPED_S = stopped_s
+    session.SHUTDOWN_S = shutdown_s
     with ray_session(ClusterConfig(object_store_mib=80), num_cpus=3):
         [slots] = reserve([plan_ranks(2, 0.5, gpus_per_node=0)], timeout_s=20)
         group = RankGroup("trainer", slots, log_dir)
@@ -26,6 +30,6 @@ def main(log_dir: Path, then: str) -> None:
 
 if __name__ == "__main__":
     try:
-        main(Path(sys.argv[1]), sys.argv[2])
+        main(Path(sys.argv[1]), sys.argv[2], *map(float, sys.argv[3:]))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,0 +1,74 @@
+"""Derives the deadlines of a run's waits, so that who waits outlasts what it waits for.
+
+    a stopped engine is killed  <  a rank gives up its peers  <  the controller gives up the rank
+
+So an error names the part that is at fault, and not those that waited for it.
+"""
+
+from dataclasses import dataclass
+
+from mcore_rl.config import Config
+
+ANSWER_MARGIN_S = 30.0
+"""How much longer the controller waits for a rank than the rank for others."""
+STOPPED_S = 30.0
+"""How long a process may be stopped, for example by a debugger, before it counts as lost."""
+
+
+def answer_s(waits_s: float) -> float:
+    """Return how long to wait for the answer of a process that may itself wait for `waits_s`."""
+    return waits_s + ANSWER_MARGIN_S
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds that the parts of a run wait for one another.
+
+    stopped    an engine whose processes are stopped, before it is killed
+    peers      a rank for others: in collectives, in links and transfers of weights, for its save
+    request    one request to an engine of the policy
+    requests   a request with all its retries
+    hold       a collector until its requests are held
+    answer     the controller for a rank
+    scored     a reward function, judge, reward model or teacher for one sample
+    score      the controller for the scores of samples
+    """
+
+    stopped: float
+    peers: float
+    request: float
+    requests: float
+    hold: float
+    answer: float
+    scored: float
+    score: float
+
+    @staticmethod
+    def of(config: Config) -> "Deadlines":
+        call_s = config.run.call_timeout_s
+        request_s = config.rollout.request_timeout_s
+        requests_s = request_s * (config.rollout.retries + 1)
+        served = (config.judge, config.reward_model, config.teacher)
+        scored_s = max(config.reward.timeout_s, *(model.request_timeout_s for model in served))
+        return Deadlines(
+            stopped=min(STOPPED_S, call_s / 4, request_s / 4),
+            peers=call_s,
+            request=request_s,
+            requests=requests_s,
+            hold=requests_s + call_s,
+            answer=answer_s(call_s),
+            scored=scored_s,
+            score=scored_s + call_s,
+        )
+
+    @property
+    def pairs(self) -> dict[str, tuple[float, float]]:
+        """By name, (deadline of who waits, deadline of what it waits for)."""
+        return {
+            "answer > peers": (self.answer, self.peers),
+            "peers > stopped": (self.peers, self.stopped),
+            "request > stopped": (self.request, self.stopped),
+            "requests >= request": (self.requests * (1 + 1e-9), self.request),
+            "hold > requests": (self.hold, self.requests),
+            "score > scored": (self.score, self.scored),
+        }
