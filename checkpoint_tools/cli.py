@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from checkpoint_tools.options import Effort, parse_bytes, show_bytes
+from checkpoint_tools.options import add_effort, effort_of, parse_bytes, show_bytes
 from mcore_rl.process.disk import naming_full_disk
 from mcore_rl.process.refused_files import explain_refusal
 from mcore_rl.slices.megatron_files.integrity import with_remedy
@@ -88,6 +88,7 @@ def _add_to_hf(commands: Commands) -> None:
         help="write the optimizer state here, under HuggingFace names",
     )
     command.add_argument("--dtype", choices=DTYPES, help=DTYPE_HELP)
+    _add_leave_out(command)
 
 
 def _add_from_hf(commands: Commands) -> None:
@@ -149,7 +150,8 @@ def _add_verify(commands: Commands) -> None:
     command.add_argument(
         "--json", action="store_true", help="print one JSON object with every tensor's checksum"
     )
-    _add_effort(command)
+    _add_leave_out(command)
+    add_effort(command)
     command.set_defaults(run=_verify)
 
 
@@ -168,26 +170,16 @@ def _add_writer(
         metavar="SIZE",
         help="approximate size of each file (4GiB)",
     )
-    _add_effort(command)
+    add_effort(command)
     command.set_defaults(run=run)
     return command
 
 
-def _add_effort(command: argparse.ArgumentParser) -> None:
+def _add_leave_out(command: argparse.ArgumentParser) -> None:
+    summary = "do without Megatron's tensors whose keys match, such as 'mtp.*'; may be repeated"
     command.add_argument(
-        "--memory-budget",
-        type=parse_bytes,
-        default=512 << 20,
-        metavar="SIZE",
-        help="size of the buffers of all workers together (512MiB)",
+        "--leave-out", action="append", default=[], metavar="PATTERN", help=summary
     )
-    command.add_argument(
-        "--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes (%(default)s)"
-    )
-
-
-def _effort(args: argparse.Namespace) -> Effort:
-    return Effort(args.memory_budget, args.workers)
 
 
 def _to_hf(args: argparse.Namespace) -> int:
@@ -200,7 +192,8 @@ def _to_hf(args: argparse.Namespace) -> int:
         args.dtype,
         args.optimizer,
         args.max_file_bytes,
-        _effort(args),
+        effort_of(args),
+        args.leave_out,
     )
     print(*reports, sep="\n")
     return 0
@@ -209,7 +202,7 @@ def _to_hf(args: argparse.Namespace) -> int:
 def _from_hf(args: argparse.Namespace) -> int:
     from checkpoint_tools.from_hf import from_hf  # imports torch
 
-    rest = (args.dtype, args.optimizer, args.max_file_bytes, _effort(args))
+    rest = (args.dtype, args.optimizer, args.max_file_bytes, effort_of(args))
     print(from_hf(args.source_hf, args.out, *rest))
     return 0
 
@@ -219,14 +212,14 @@ def _rewrite(args: argparse.Namespace) -> int:
     from checkpoint_tools.turn_experts import turn_experts
 
     write = {"to-fp8": to_fp8, "turn-experts": turn_experts}[args.command]
-    print(write(args.source_hf, args.out, args.max_file_bytes, _effort(args)))
+    print(write(args.source_hf, args.out, args.max_file_bytes, effort_of(args)))
     return 0
 
 
 def _dequantize(args: argparse.Namespace) -> int:
     from checkpoint_tools.dequantize import dequantize
 
-    print(dequantize(args.source_hf, args.out, args.dtype, args.max_file_bytes, _effort(args)))
+    print(dequantize(args.source_hf, args.out, args.dtype, args.max_file_bytes, effort_of(args)))
     return 0
 
 
@@ -240,7 +233,7 @@ def _upcycle(args: argparse.Namespace) -> int:
         args.top_k,
         args.seed,
         args.max_file_bytes,
-        _effort(args),
+        effort_of(args),
     )
     print(report)
     return 0
@@ -261,7 +254,9 @@ def _inspect(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from checkpoint_tools.verify import SHOWN, verify  # imports torch
 
-    verdict = verify(args.first, args.second, args.source_hf, args.optimizer, _effort(args))
+    verdict = verify(
+        args.first, args.second, args.source_hf, args.optimizer, effort_of(args), args.leave_out
+    )
     status = 0 if verdict.equal else 1
     if args.json:
         sums = {name: f"{crc32:08x}" for name, crc32 in verdict.crc32.items()}

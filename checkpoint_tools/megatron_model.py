@@ -19,10 +19,11 @@ from checkpoint_tools.assembly import (
     ordered,
     row_of,
 )
+from checkpoint_tools.foreign_keys import part_of, unknown_remedy
 from checkpoint_tools.stored import Chunk, StoredTensor
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.families import family_of
-from mcore_rl.slices.families.table import NUMBERED_BY, HfConfig, Rule, Shape, numbered_key
+from mcore_rl.slices.families.table import NUMBERED_BY, Family, HfConfig, Rule, Shape, numbered_key
 from mcore_rl.slices.families.value_head import with_value_head
 from mcore_rl.slices.hf.config import moe_layers, padded_vocab_size
 from mcore_rl.slices.layouts.training import LocalPart, training_padding, training_shards
@@ -52,15 +53,14 @@ def hf_assemblies(
     Raises ValueError with `where` and the tensor that is unknown, missing, misshapen or incomplete.
     """
     family = family_of(hf_config)
+    num_experts = family.sizes(hf_config)["experts"]
     chunks: list[Chunk] = []
     parts: list[LocalPart] = []
     for tensor in tensors:
         for chunk in tensor.chunks:
-            number = str(len(chunks))
-            parts.append(
-                LocalPart(tensor.key, tensor.shape, chunk.offset, chunk.shape, number, chunk.dtype)
-            )
+            parts.append(part_of(tensor, chunk, num_experts, str(len(chunks))))
             chunks.append(chunk)
+    _check_known(parts, family, where)
     try:
         shards = training_shards(parts, family, hf_config)
         padding = training_padding(parts, family, hf_config)
@@ -85,6 +85,14 @@ def hf_assemblies(
         to = (fixed[name] or dtype) if dtype else ""
         assemblies[name] = _assemble(name, shape, to, by_name[name], skipped, where)
     return assemblies
+
+
+def _check_known(parts: Sequence[LocalPart], family: Family, where: object) -> None:
+    for part in parts:
+        try:
+            family.find(part.key)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}: {unknown_remedy(part.key)}") from error
 
 
 def _check_names(actual: Collection[str], wanted: Collection[str], where: object) -> None:

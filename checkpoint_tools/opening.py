@@ -4,7 +4,7 @@ from pathlib import Path
 
 from checkpoint_tools.hf import open_hf
 from checkpoint_tools.stored import Checkpoint
-from checkpoint_tools.torch_dist import is_torch_dist, open_torch_dist
+from checkpoint_tools.torch_dist import is_torch_dist, open_torch_dist, refuse_other_megatron
 from mcore_rl.slices.hf.config import download_remedy
 
 
@@ -20,4 +20,5 @@ def open_checkpoint(folder: Path, use_sums: bool = True) -> Checkpoint:
         raise ValueError(f"{folder} is not a folder")
     if is_torch_dist(folder):
         return open_torch_dist(folder, use_sums)
+    refuse_other_megatron(folder)
     return open_hf(folder, use_sums)

@@ -1,5 +1,7 @@
 """Memory budget, workers and progress bar of the commands that read tensors."""
 
+import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -37,6 +39,25 @@ class Effort:
     @property
     def worker_bytes(self) -> int:
         return self.memory_bytes // self.num_workers
+
+
+def add_effort(command: argparse.ArgumentParser) -> None:
+    """Add the options that `effort_of` reads."""
+    command.add_argument(
+        "--memory-budget",
+        type=parse_bytes,
+        default=512 << 20,
+        metavar="SIZE",
+        help="size of the buffers of all workers together (512MiB)",
+    )
+    command.add_argument(
+        "--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes (%(default)s)"
+    )
+
+
+def effort_of(args: argparse.Namespace) -> Effort:
+    """Return the effort that the parsed options name. Raises ValueError for less than a worker."""
+    return Effort(args.memory_budget, args.workers)
 
 
 def parse_bytes(text: str) -> int:

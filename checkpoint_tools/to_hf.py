@@ -1,9 +1,11 @@
 """Merges a Megatron distributed checkpoint into a HuggingFace directory, tensor by tensor."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from checkpoint_tools.assembly import Assembly, whole
+from checkpoint_tools.foreign_keys import without
 from checkpoint_tools.hf import open_hf, read_index
 from checkpoint_tools.hf_model import read_config
 from checkpoint_tools.hf_output import make_hf
@@ -28,19 +30,21 @@ def to_hf(
     optimizer: Path | None,
     max_file_bytes: int,
     effort: Effort,
+    leave_out: Sequence[str] = (),
 ) -> list[ConversionReport]:
     """Merge the model of `checkpoint` into `out`, and its optimizer's state into `optimizer`, if
     given.
 
     source_hf   directory the run began from, for config.json, tokenizer and untrained tensors
     dtype       of the model; None: as stored
+    leave_out   shell patterns of Megatron's keys that are not merged
     Returns a report per folder written. Raises ValueError with the file or tensor that is wrong.
     """
     refuse_existing(out)
     if optimizer is not None:
         refuse_existing(optimizer)
     config = read_config(source_hf)
-    source = open_torch_dist(checkpoint)
+    [source] = without([open_torch_dist(checkpoint)], leave_out)
     tensors = {tensor.key: tensor for tensor in model_tensors(source)}
     config = config_of(tensors, config)
     assemblies = hf_assemblies(tensors.values(), config, dtype, checkpoint)

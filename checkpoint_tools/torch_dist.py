@@ -28,6 +28,10 @@ from mcore_rl.slices.megatron_files.metadata import (
 )
 
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+REWRITE = (
+    "Load it there once more and write it as torch_dist: Megatron-LM's options"
+    " --ckpt-convert-format torch_dist --ckpt-convert-save <folder> do both"
+)
 OPTIMIZER = "optimizer."
 """Prefix of the keys of the optimizer's state."""
 SHARED = "_extra_state/shard_"
@@ -68,8 +72,24 @@ def open_torch_dist(folder: Path, use_sums: bool = True) -> Checkpoint:
     return Checkpoint("torch_dist", folder, tensors, tuple(items), sums)
 
 
+def refuse_other_megatron(folder: Path) -> None:
+    """Raise ValueError for Megatron-LM's legacy format, and for a folder of several checkpoints."""
+    if next(folder.glob("mp_rank_*"), None) is not None:
+        raise ValueError(
+            f"{folder} is in Megatron-LM's legacy format torch (mp_rank_*/), which only the layout"
+            f" that saved it can read. {REWRITE}"
+        )
+    steps = sorted(path.name for path in folder.glob("iter_*") if path.is_dir())
+    if steps:
+        raise ValueError(
+            f"{folder} holds {len(steps)} checkpoints: name the folder of one, such as"
+            f" {folder / steps[-1]}"
+        )
+
+
 def _check_backend(folder: Path) -> None:
     """Raise ValueError unless metadata.json names the format that is read here."""
+    refuse_other_megatron(folder)
     path = folder / "metadata.json"
     if not path.is_file():
         raise ValueError(
@@ -82,7 +102,7 @@ def _check_backend(folder: Path) -> None:
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if found != BACKEND:
-        raise ValueError(f"{path}: {found} cannot be read, only {BACKEND}")
+        raise ValueError(f"{path}: {found} cannot be read, only {BACKEND}. {REWRITE}")
 
 
 def _read_tensors(

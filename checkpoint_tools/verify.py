@@ -1,7 +1,7 @@
 """Compares one checkpoint with its checksums, or two checkpoints with each other."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,6 +9,7 @@ from pathlib import Path
 from checkpoint_tools.assembly import Assembly, joined, whole
 from checkpoint_tools.compare import Compared, Comparer, Difference, Pair
 from checkpoint_tools.files import check_whole_files
+from checkpoint_tools.foreign_keys import without
 from checkpoint_tools.hf_model import read_config, tied_heads
 from checkpoint_tools.ledger import Ledger
 from checkpoint_tools.megatron_model import config_of, hf_assemblies
@@ -48,16 +49,23 @@ class Verdict:
 
 
 def verify(
-    first: Path, second: Path | None, source_hf: Path | None, optimizer: bool, effort: Effort
+    first: Path,
+    second: Path | None,
+    source_hf: Path | None,
+    optimizer: bool,
+    effort: Effort,
+    leave_out: Sequence[str] = (),
 ) -> Verdict:
     """Read every tensor of a checkpoint; compare it with its checksums or with another checkpoint.
 
     source_hf   directory whose config.json relates Megatron's tensors to HuggingFace's; None: that
                 of the HuggingFace checkpoint
     optimizer   also compare the optimizer's state, if both checkpoints are Megatron's
+    leave_out   shell patterns of keys of tensors that are not compared
     Raises ValueError with the file or tensor that is damaged.
     """
-    checkpoints = [open_checkpoint(path) for path in (first, second) if path is not None]
+    opened = [open_checkpoint(path) for path in (first, second) if path is not None]
+    checkpoints = without(opened, leave_out)
     notes = [
         f"{checkpoint.folder} came without checksums: only its structure was checked, and the"
         " checksums inside archives"

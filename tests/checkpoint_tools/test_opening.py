@@ -1,5 +1,6 @@
 """A folder is opened by its kind; what is not a checkpoint is refused."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from safetensors.torch import save_file
 from checkpoint_tools.cli import main
 from checkpoint_tools.listing import as_json, print_listing
 from checkpoint_tools.opening import open_checkpoint
+from tests.support.megatron_layout import model_config
 
 
 def test_a_huggingface_directory_is_opened_and_listed(
@@ -43,6 +45,24 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty" / ".metadata").write_bytes(b"")
     with pytest.raises(ValueError, match="is not a complete Megatron distributed checkpoint"):
         open_checkpoint(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "to-hf"])
+def test_a_checkpoint_in_the_legacy_format_is_refused_with_the_remedy(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in ("iter_0000050", "iter_0000100"):
+        for rank in ("mp_rank_00_000", "mp_rank_01_000"):
+            (tmp_path / step / rank).mkdir(parents=True)
+            torch.save({"model": {}}, tmp_path / step / rank / "model_optim_rng.pt")
+    more = [str(tmp_path / "out"), "--source-hf", str(tmp_path)] if command == "to-hf" else []
+    (tmp_path / "config.json").write_text(json.dumps(model_config()))
+    assert main([command, str(tmp_path / "iter_0000100"), *more]) == 2
+    error = capsys.readouterr().err
+    assert "iter_0000100 is in Megatron-LM's legacy format torch" in error
+    assert "--ckpt-convert-format torch_dist --ckpt-convert-save" in error
+    assert main([command, str(tmp_path), *more]) == 2
+    assert f"name the folder of one, such as {tmp_path}/iter_0000100" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "from-hf", "to-fp8", "dequantize"])
