@@ -16,6 +16,7 @@ import random
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -26,10 +27,10 @@ import torch
 from agents_train import make_batch as make_episodes
 from mcore_rl.agents.turn_tree import at_turns
 from mcore_rl.algo.policy_loss import make_policy_loss
-from mcore_rl.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from mcore_rl.config import AlgorithmConfig, OptimizerConfig, TrainConfig
 from mcore_rl.data.batch import select_each, with_loss_weights
 from mcore_rl.doctor.lone_rank import LoneRank, qwen3_moe
-from mcore_rl.players.trainer import Packing
+from mcore_rl.doctor.step_checks import pack_as_a_run
 from mcore_rl.types import TrainBatch
 
 WAYS = {"separate": False, "shared": True}
@@ -65,7 +66,7 @@ def step(batch: TrainBatch, microbatch: int, share: bool) -> dict[str, float]:
     """Take an optimizer step on this process's rank."""
     train = TrainConfig(max_tokens_per_microbatch=microbatch, share_prefixes=share)
     began_s = time.perf_counter()
-    [parts] = Packing.of(ParallelConfig(), train).plan(batch)
+    [parts] = pack_as_a_run(replace(_rank.recipe, train=train)).plan(batch)
     stats = _rank.actor.train_step(
         select_each(batch, parts),
         make_policy_loss(AlgorithmConfig(loss="policy_gradient")),

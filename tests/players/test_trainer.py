@@ -19,8 +19,11 @@ from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.threads import at_once
 from mcore_rl.run_folder import RunFolder
+from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.slices.hf.flops import ModelFlops
 from mcore_rl.types import Images, LogprobOptions, StepStats, TokenScores, TrainBatch
 from tests.support.checkpoint_folders import write_checkpoint
+from tests.support.policy import ROOT
 
 
 @pytest.fixture
@@ -112,6 +115,18 @@ def test_rows_that_share_a_beginning_count_it_once_in_a_micro_batch() -> None:
     train = TrainConfig(max_tokens_per_microbatch=13, share_prefixes=True)
     packing = Packing.of(ParallelConfig(), train)
     assert packing.plan(batch) == [[[0, 1, 2]]]
+
+
+def test_a_runs_packing_balances_work_not_tokens() -> None:
+    lens_N = (80_000, 40_000, 40_000, 40_000, 40_000)
+    long = TrainBatch(torch.ones(240_000, dtype=torch.int64), torch.ones(240_000).bool(), lens_N)
+    train = TrainConfig(max_tokens_per_microbatch=240_000)
+    parallel = ParallelConfig(dp=2)
+    flops = ModelFlops.of(ModelFacts.read(str(ROOT / "recipes/model/qwen3_30b_a3b")))
+    by_work = Packing.of(parallel, train, flops).plan(long)
+    assert by_work == [[[1, 2, 3, 4]], [[0]]], "80k tokens cost 3.0, four times 40k cost 3.5"
+    by_tokens = Packing.of(parallel, train).plan(long)
+    assert sorted(len(part) for [part] in by_tokens) == [2, 3]
 
 
 @pytest.mark.parametrize(("asked", "used"), [(None, 0.7), (1.0, 1.0)])
