@@ -114,6 +114,8 @@ def _explain(error: BaseException) -> str:
             "; overrides have the form key=value, texts in lists and mappings may be quoted, as in"
             " \"key=['a,b','c']\""
         )
+    if first_line.startswith("Ambiguous value"):
+        first_line += ": lists have brackets, as key=[a,b], texts with commas quotes: key='a,b'"
     if key and key not in leaves():
         return f"unknown key {key!r}.{_nearest(key, leaves())}"
     return f"{key}: {first_line}" if key else first_line

@@ -80,6 +80,12 @@ def test_what_hydra_cannot_read_is_told_with_the_quoted_form() -> None:
         load_recipe("tiny_moe_grpo", ["data.train=[a'b,c"])
 
 
+@pytest.mark.parametrize("override", ["data.train=a,b.jsonl", "run.seed=1,2"])
+def test_several_values_without_brackets_are_told_with_both_forms(override: str) -> None:
+    with pytest.raises(ValueError, match=rf"{override}': .* key=\[a,b\], .* key='a,b'"):
+        load_recipe("tiny_moe_grpo", [override])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
