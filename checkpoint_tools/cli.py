@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from checkpoint_tools.options import add_effort, effort_of, parse_bytes, show_bytes
+from mcore_rl.process.cores import THREADS, check_threads
 from mcore_rl.process.disk import naming_full_disk
 from mcore_rl.process.refused_files import explain_refusal
 from mcore_rl.slices.megatron_files.integrity import with_remedy
@@ -32,10 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 done or equal; 1 different, or the command failed; 2 wrong or damaged input; 130 interrupted
     """
     args = make_parser().parse_args(argv)
-    # torch reads this when it is imported; each worker takes one core.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     gc.disable()  # a plan is many small objects, none of them in cycles
     try:
+        check_threads(os.environ)
+        # torch reads this when it is imported; each worker takes one core.
+        os.environ.setdefault(THREADS, "1")
         with naming_full_disk():
             return args.run(args)
     except (ValueError, OSError) as error:

@@ -16,6 +16,7 @@ from mcore_rl.doctor.machine.needs import (
     read_recipe,
 )
 from mcore_rl.process.command_line import parse_arguments
+from mcore_rl.process.cores import check_threads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mcore-rl doctor", description=__doc__)
     add_arguments(parser)
     try:
+        check_threads(os.environ)
         run_doctor(parse_arguments(parser, argv))
     except (ValueError, RuntimeError) as error:
         print(f"mcore-rl doctor: {error}", file=sys.stderr)

@@ -10,6 +10,7 @@ A machine without a GPU makes it, in minutes; the check "reward rises" of the ki
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.process.command_line import parse_arguments
+from mcore_rl.process.cores import check_threads
 from mcore_rl.process.safe_path import keep_path_safe, safe_module
 
 SIZES = {"head_dim": 64, "moe_intermediate_size": 128}
@@ -71,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(parser, argv)
     keep_path_safe()
     try:
+        check_threads(os.environ)
         make_warm_start(args.out, args.settings)
     except (ValueError, RuntimeError) as error:
         print(f"warm_start: {error}", file=sys.stderr)

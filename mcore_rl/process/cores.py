@@ -6,7 +6,11 @@ from collections.abc import Mapping
 import psutil
 
 THREADS = "OMP_NUM_THREADS"
-_COUNTS = (THREADS, "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_COUNTS = (
+    THREADS,
+    *("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"),
+    "RAYON_NUM_THREADS",  # of tokenizers
+)
 _LEAST_BOUND = 64
 _PER_CPU = 4
 _WAIT_POLICY = "OMP_WAIT_POLICY"
@@ -35,14 +39,14 @@ def quiet_threads(environment: Mapping[str, str]) -> dict[str, str]:
 def check_threads(environment: Mapping[str, str]) -> None:
     """Raise ValueError if a variable asks for more threads than a process can have, or for none.
 
-    Each is read by a library of some process of a run; thousands of threads end it with SIGSEGV.
+    Each is read by a library of some process; thousands of threads end it with SIGSEGV or a panic.
     """
     most = max(_LEAST_BOUND, _PER_CPU * (os.cpu_count() or 1))
     for name in _COUNTS:
         text = environment.get(name, "")
         if text and not (text.isascii() and text.isdigit() and 0 < int(text) <= most):
             raise ValueError(
-                f"{name}={text}: it is for each process of a run, and must be a number from 1 to"
+                f"{name}={text}: it is for each process, and must be a number from 1 to"
                 f" {most} on this machine of {os.cpu_count()} CPUs; unset it, and the processes"
                 " share the cores"
             )

@@ -7,7 +7,6 @@ import sys
 import psutil
 import pytest
 
-from mcore_rl.cli import main
 from mcore_rl.process.cores import check_threads, num_cores, take_cores
 
 
@@ -63,12 +62,12 @@ def test_torch_reads_it() -> None:
 
 
 @pytest.mark.parametrize("text", ["4096", "0", "-1", "4,2", "many", "\u0664"])
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"])
 def test_more_threads_than_a_process_can_have_are_refused(
     name: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 32)
-    expected = f"{name}={text}: it is for each process of a run, and must be a number from 1 to 128"
+    expected = f"{name}={text}: it is for each process, and must be a number from 1 to 128"
     with pytest.raises(ValueError, match=expected):
         check_threads({name: text})
 
@@ -84,9 +83,24 @@ def test_as_many_threads_as_are_of_use_are_taken(
         check_threads({"OMP_NUM_THREADS": str(most + 1)})
 
 
-def test_every_command_refuses_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1000000")
-    assert main(["report", "/nowhere"]) == 2
-    assert "mcore-rl: OMP_NUM_THREADS=1000000: it is for each process" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("mcore_rl.cli", ["report", "/nowhere"]),
+        ("mcore_rl.cli", ["doctor", "--json"]),
+        ("checkpoint_tools.cli", ["inspect", "/nowhere"]),
+        ("checkpoint_tools.cli", ["from-hf", "/nowhere", "/nowhere/out"]),
+        ("mcore_rl.doctor", ["--json"]),
+        ("mcore_rl.doctor.warm_start", ["--out", "/nowhere"]),
+    ],
+)
+def test_every_command_refuses_them(module: str, words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1000000"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "OMP_NUM_THREADS=1000000: it is for each process, and must be" in done.stderr
