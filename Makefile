@@ -29,7 +29,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow quickstart gpu-check warm-start gpu-lock docs agents-venv bench clean patches mutants-venv mutants newest
+.PHONY: help venv lint test test-slow quickstart gpu-check warm-start gpu-lock docs agents-venv bench clean patches published-steps mutants-venv mutants newest
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -82,6 +82,9 @@ warm-start: venv ## data/warm_start: a small model that learns within 40 steps, 
 
 patches: venv ## docs/patches.md: every name of other packages that is replaced
 	$(BIN)/python -m mcore_rl.device.replaced > docs/patches.md
+
+published-steps: venv ## the table of published and simulated step times in docs/simulate.md
+	$(BIN)/python benchmarks/published_steps.py --write
 
 # uv keeps the versions of the file that it finds, as long as they lie in the ranges of pyproject.toml.
 gpu-lock: venv ## requirements/gpu.txt: every version that a GPU node installs; UPGRADE=1 takes the newest in the ranges
