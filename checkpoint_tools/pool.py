@@ -75,7 +75,7 @@ class Pool(Generic[T, R]):
             connection.close()
             process.kill()
         for process, _ in self._workers:
-            process.join()
+            process.join(5.0)
 
     def __enter__(self) -> "Pool[T, R]":
         return self

@@ -4,6 +4,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -117,7 +118,10 @@ def show_logs(run_dir: Path, follow: bool) -> None:
         if follow:
             time.sleep(_POLL_S)  # the last lines
             shown.terminate()
-        shown.wait()
+            with suppress(subprocess.TimeoutExpired):
+                shown.wait(_POLL_S)
+        else:
+            shown.wait()  # as long as it prints
     finally:
         shown.kill()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mcore_rl.cluster import watchdog
 from mcore_rl.process.disk import reporting_full_disk, reserve_space
+from mcore_rl.process.killed import wait_killed
 from mcore_rl.process.own_folder import compile_caches
 from mcore_rl.process.short_folder import find_short_root
 
@@ -44,7 +45,7 @@ def marked_processes(session: str) -> Iterator[None]:
         with uninterrupted():
             watchdog.end_session(session)
             watchdog_process.kill()
-            watchdog_process.wait()
+            wait_killed(watchdog_process, "the watchdog")
         os.environ.clear()
         os.environ.update(before)
 

@@ -8,6 +8,7 @@ import torch
 
 from mcore_rl.device import can_pin_exactly, exact_pinning, probes
 from mcore_rl.doctor.check import Check, Figures, SkipCheck, Stage, expect
+from mcore_rl.process.killed import wait_killed
 
 ODD_BYTES = int(1.1 * 2**30)
 
@@ -56,7 +57,7 @@ def _pinned_bytes(environment: dict[str, str]) -> int:
         return ours.recv()
     finally:
         process.kill()
-        process.join()
+        wait_killed(process, "the process of the probe")
 
 
 def _tell_pinned_bytes(pipe: Connection) -> None:

@@ -18,6 +18,7 @@ from mcore_rl.device import describe_device, has_cuda
 from mcore_rl.doctor.check import Check, Result, Stage, full_name
 from mcore_rl.doctor.check_folder import FOLDER, make_empty, remove_large_files
 from mcore_rl.doctor.child import OUTCOME
+from mcore_rl.process.killed import wait_killed
 from mcore_rl.process.safe_path import safe_module
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -142,7 +143,7 @@ def _killing_session(child: "subprocess.Popen[bytes]") -> Iterator[None]:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        wait_killed(child, "the process of a check")
 
 
 def _environment() -> Mapping[str, str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mcore_rl.device import device
 from mcore_rl.process.errors import describe_error
+from mcore_rl.process.killed import wait_killed
 from mcore_rl.roles import KeepsSamples
 from mcore_rl.stream.receiver import WeightReceiver
 from mcore_rl.stream.wire import Action, Command, Link, Report
@@ -82,7 +83,7 @@ class StandInEngine(KeepsSamples):
     def close(self) -> None:
         """Kill the process."""
         self._process.kill()
-        self._process.join()
+        wait_killed(self._process, "the stand-in engine")
 
     def _answer(self) -> Any:
         if not self._pipe.poll(self._timeout_s):

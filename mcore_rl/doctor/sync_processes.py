@@ -8,6 +8,7 @@ from typing import Any
 
 from mcore_rl.doctor.sync_ranks import run_rank
 from mcore_rl.doctor.sync_scene import Scene, SceneOutcome
+from mcore_rl.process.killed import wait_killed
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.wire import Action, Link
 
@@ -62,7 +63,7 @@ def run_scene(scene: Scene) -> SceneOutcome:
             answers.setdefault(scene.fault.rank, None)
     for process in processes:
         process.kill()
-        process.join()
+        wait_killed(process, "a rank of the check")
     if len(answers) < len(pipes):
         raise RuntimeError(f"only ranks {sorted(answers)} answered")
     results = [answers[rank] for rank in range(len(pipes))]

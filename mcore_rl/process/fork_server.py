@@ -22,6 +22,7 @@ from typing import Any, Never
 from mcore_rl.process.cores import quiet_threads
 from mcore_rl.process.fork_request import FORKED, GO, PID_BYTES, READY, STATUS_BYTES
 from mcore_rl.process.identity import ForkRequest, become
+from mcore_rl.process.killed import wait_killed
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.process.safe_path import safe_module
 from mcore_rl.process.short_folder import find_short_root
@@ -93,7 +94,7 @@ def fork_server(variable: str, module: str) -> Iterator[None]:
         finally:
             os.environ.pop(variable, None)
             process.kill()
-            process.wait()
+            wait_killed(process, f"the fork server {module}")
 
 
 def serve_forks(arguments: list[str], prepare: Callable[[], bool]) -> ForkRequest | None:

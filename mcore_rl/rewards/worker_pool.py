@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from mcore_rl.process.errors import describe_error
+from mcore_rl.process.killed import wait_killed
 from mcore_rl.rewards.user_function import Answer
 
 START_S = 120.0
@@ -130,7 +131,7 @@ class _Worker:
             os.killpg(pid, signal.SIGKILL)
         self._process.kill()  # if it did not lead its group yet
         with _lock:
-            self._process.join()
+            wait_killed(self._process, "a reward's worker")
 
     def _receive(self, timeout_s: float, late: str) -> Any:
         deadline_s = time.monotonic() + timeout_s

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_rl.process.killed import wait_killed
 from mcore_rl.sandbox.cgroups import Cgroup, make_cgroup
 from mcore_rl.sandbox.limits import MIB, Limits, SandboxError
 from mcore_rl.sandbox.messages import Message, make_pair, receive, send, wait_readable
@@ -152,7 +153,7 @@ class Worker:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_S)
         self._process.kill()
-        self._process.wait()
+        wait_killed(self._process, "the warden of a sandbox")
         if self.cgroup is not None:
             self.cgroup.remove()
 

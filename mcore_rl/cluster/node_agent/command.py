@@ -4,6 +4,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
+from mcore_rl.process.killed import wait_killed
 from mcore_rl.process.safe_path import safe_module
 from mcore_rl.process.stop_request import SIGNAL
 
@@ -31,7 +32,7 @@ class RunCommand:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()
+        wait_killed(self._process, "the node's command")
 
     def status(self) -> int | None:
         """Return the exit status as a shell gives it, or None while the command runs."""

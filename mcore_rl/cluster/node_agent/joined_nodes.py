@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_rl.process.killed import wait_killed
 from mcore_rl.process.safe_path import safe_module
 
 
@@ -32,4 +33,4 @@ class JoinedNodes:
 
     def end(self) -> None:
         self._process.kill()
-        self._process.wait()
+        wait_killed(self._process, "the watcher of joined nodes")

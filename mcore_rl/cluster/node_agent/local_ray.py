@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.cluster.labels import NAME_LABEL, ORDER_LABEL
+from mcore_rl.process.killed import wait_killed
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.process.safe_path import safe_module
 
@@ -77,7 +78,7 @@ class LocalRay:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            wait_killed(self._process, "Ray")
 
     def keep_logs(self) -> None:
         """Copy the logs of Ray's own processes beside `log_path`; Ray's folder is removed."""
