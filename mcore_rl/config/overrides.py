@@ -33,7 +33,7 @@ def to_hydra(override: str, cls: type) -> str:
     mappings = mappings_under(cls)
     is_free = name in mappings or any(name.startswith(f"{mapping}.") for mapping in mappings)
     start = "++" if is_free else prefix.group()
-    return f"{start}{name}={_quote_value(value, _find_type(cls, name))}"
+    return f"{start}{name}={_quote_value(value, find_type(cls, name))}"
 
 
 def quote(text: str) -> str:
@@ -47,9 +47,9 @@ def _quote_value(value: str, kind: Any) -> str:
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if value == "null" or (bool in kinds and value.lower() in ("true", "false")):
         return value
-    if any(_is_text(inner) for inner in kinds):
+    if any(is_text(inner) for inner in kinds):
         return value if _QUOTED.fullmatch(value) else _quote_text(value)
-    if any(get_origin(inner) in (list, tuple) and _is_text(get_args(inner)[0]) for inner in kinds):
+    if any(get_origin(inner) in (list, tuple) and is_text(get_args(inner)[0]) for inner in kinds):
         return _quote_elements(value)
     return value
 
@@ -74,18 +74,19 @@ def _quote_elements(value: str) -> str:
     return f"[{','.join(_quote_text(element.strip()) for element in inside.split(','))}]"
 
 
-def _is_text(kind: Any) -> bool:
+def is_text(kind: Any) -> bool:
+    """Return whether a type is str, or a choice of texts."""
     if get_origin(kind) is Literal:
         return all(isinstance(choice, str) for choice in get_args(kind))
     return kind is str
 
 
-def _find_type(cls: type, name: str) -> Any:
+def find_type(cls: type, name: str) -> Any:
     """Return the type of an option by its dotted name, None if the class has no such option."""
     first, _, rest = name.partition(".")
     kind, _ = options_of(cls).get(first, (None, None))
     if not rest:
         return kind
     if is_group(kind):
-        return _find_type(kind, rest)
+        return find_type(kind, rest)
     return get_args(kind)[1] if get_origin(kind) is dict else None

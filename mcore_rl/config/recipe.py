@@ -14,6 +14,7 @@ from yaml import YAMLError
 from mcore_rl.config import Config
 from mcore_rl.config.bounds import check_bounds
 from mcore_rl.config.overrides import quote, to_hydra
+from mcore_rl.config.recipe_texts import check_texts
 from mcore_rl.config.secrets import remember_secrets
 from mcore_rl.config.shipped import RECIPES_DIR, shipped_path
 from mcore_rl.config.tree import leaves_under, mappings_under, value_of
@@ -37,6 +38,7 @@ def load_recipe(recipe: str, overrides: list[str], recipes_dir: Path = RECIPES_D
             f"recipe={recipe}: no file {path}.{_nearest(recipe, known)} Recipes: {', '.join(known)}"
         )
     try:
+        check_texts(path, Config)
         return make_config(_compose(path, overrides, recipes_dir))
     except YAMLError as error:
         raise ValueError(f"recipe {recipe}: no YAML that is read here: {error}") from None
