@@ -174,18 +174,15 @@ class Log(Protocol):
     ) -> None: ...
 
 
-OnTokens = Callable[
-    [Callable[[TrainBatch], tuple[TrainBatch, dict[str, float]]], Batch],
-    tuple[Batch, dict[str, float]],
-]
-"""Returns the batch with the fields that a function of its tokens sets, and its metrics."""
+TokenWork = Callable[[TrainBatch], tuple[TrainBatch, Any]]
+"""Sets fields of a batch with its tokens, and returns something small beside it."""
+OnTokens = Callable[[Sequence[tuple[TokenWork, Batch]]], list[tuple[Batch, Any]]]
+"""Calls each function on its batch; returns batches with the fields that are set, and the rest."""
 
 
-def on_tokens_here(
-    function: Callable[[TrainBatch], tuple[TrainBatch, dict[str, float]]], batch: Batch
-) -> tuple[Batch, dict[str, float]]:
-    """Call the function in this process; the batch must be a TrainBatch."""
-    return function(batch)
+def on_tokens_here(works: Sequence[tuple[TokenWork, Batch]]) -> list[tuple[Batch, Any]]:
+    """Call the functions in this process; the batches must be TrainBatches."""
+    return [function(batch) for function, batch in works]
 
 
 def in_turn(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
@@ -200,7 +197,7 @@ class Roles:
     background   draws samples while the trainer trains; None if each step draws its own
     teacher      returns another model's log-probs of the response tokens of samples; of none, if
                  the samples' stores keep them
-    on_tokens    computes fields of a batch where its tokens are
+    on_tokens    computes fields of batches where their tokens are
     both         runs trainer and critic: in turn, or at the same time if each has its own GPUs
     """
 

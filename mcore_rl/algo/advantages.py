@@ -1,7 +1,8 @@
 """Turns outcomes of samples into an advantage per response token. One function per algorithm.
 
-Each function returns advantages_R, float32. Axes: N samples, R response tokens of all samples end
-to end, M tokens of the longest sample of a group; see outcomes.py.
+Each function returns advantages_R, float32; float64 if they are yet to be normalized over a step.
+Axes: N samples, R response tokens of all samples end to end, M tokens of the longest sample of a
+group; see outcomes.py.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mcore_rl.algo.moments import Moments, standardize
 from mcore_rl.algo.outcomes import Groups, Outcomes
 from mcore_rl.algo.preferences import Likelihoods, pairs_of_groups, preference_weights
 from mcore_rl.algo.registry import Needs, advantages
@@ -18,13 +20,11 @@ from mcore_rl.config import AlgorithmConfig, PreferenceConfig
 
 STD_EPS = 1e-6
 """Added to the standard deviation of a group."""
-VARIANCE_EPS = 1e-8
-"""Added to the variance of a batch."""
 WEIGHT_EPS = 1e-8
 """Added to a sum of weights."""
 
 
-@advantages.register("grpo", reads=(), by_sample=True)
+@advantages.register("grpo", reads=(), sees="samples")
 def grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-6) within each group.
 
@@ -34,13 +34,13 @@ def grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.spread(_standardized(Groups.of(outcomes.group_N), outcomes.scores_N))
 
 
-@advantages.register("dr_grpo", reads=(), by_sample=True)
+@advantages.register("dr_grpo", reads=(), sees="samples")
 def dr_grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = r_i - mean(r) within each group; Dr. GRPO, arXiv:2503.20783, section 3.2."""
     return outcomes.spread(Groups.of(outcomes.group_N).centered(outcomes.scores_N))
 
 
-@advantages.register("rloo", reads=(), by_sample=True)
+@advantages.register("rloo", reads=(), sees="samples")
 def rloo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = r_i - mean of the group's other rewards; RLOO, arXiv:2402.14740, section 3.2.
 
@@ -53,7 +53,7 @@ def rloo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     )
 
 
-@advantages.register("opo", reads=(), by_sample=True)
+@advantages.register("opo", reads=(), sees="samples")
 def opo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = r_i - sum(l r) / sum(l) within each group, l the lengths.
 
@@ -64,7 +64,7 @@ def opo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.spread(groups.centered(outcomes.scores_N, outcomes.lens_N.double()))
 
 
-@advantages.register("gpg", reads=(), by_sample=True)
+@advantages.register("gpg", reads=(), sees="samples")
 def gpg(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = N / (samples in groups with unequal rewards) * (r_i - mean(r)).
 
@@ -77,7 +77,7 @@ def gpg(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.spread(centered_N * len(centered_N) / num_with_signal)
 
 
-@advantages.register("grpo_pass_k", reads=(), by_sample=True)
+@advantages.register("grpo_pass_k", reads=(), sees="samples")
 def grpo_pass_k(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """The best of each group gets (r_best - r_second) / (std(r) + 1e-6), the others 0.
 
@@ -97,16 +97,18 @@ def grpo_pass_k(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.spread(advantages_N / (groups.std(groups.centered(scores_N)) + STD_EPS))
 
 
-@advantages.register("reinforce_plus_plus", reads=("algorithm.gamma",))
+@advantages.register(
+    "reinforce_plus_plus", reads=("algorithm.gamma",), sees="groups", normalized=True
+)
 def reinforce_plus_plus(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """The rewards to go, discounted by `algorithm.gamma`, normalized over all tokens of the batch.
+    """The rewards to go, discounted by `algorithm.gamma`; normalized over all tokens of the step.
 
     REINFORCE++, arXiv:2501.03262, section 3.2: no critic and no group.
     """
-    return normalize(outcomes.rewards_to_go(config.gamma))
+    return outcomes.rewards_to_go(config.gamma)
 
 
-@advantages.register("reinforce_plus_plus_baseline", reads=(), by_sample=True)
+@advantages.register("reinforce_plus_plus_baseline", reads=(), sees="samples")
 def reinforce_plus_plus_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """r_i - mean(r) in each group, normalized over all tokens; arXiv:2501.03262, section 3.3."""
     centered_N = Groups.of(outcomes.group_N).centered(outcomes.scores_N)
@@ -117,17 +119,20 @@ def reinforce_plus_plus_baseline(outcomes: Outcomes, config: AlgorithmConfig) ->
     "gae",
     Needs(critic=True),
     reads=("algorithm.gamma", "algorithm.gae_lambda", "algorithm.bootstrap_truncated"),
+    sees="groups",
+    normalized=True,
 )
 def gae(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """Generalized advantage estimates, normalized over all tokens; PPO, arXiv:1707.06347, eq. 11.
+    """Generalized advantage estimates; normalized over all tokens of the step.
 
-    The estimate (algo/values.py) uses `algorithm.gamma`, `algorithm.gae_lambda` and, with
-    `algorithm.bootstrap_truncated`, the values of the last states of samples that were cut off.
+    PPO, arXiv:1707.06347, eq. 11. The estimate (algo/values.py) uses `algorithm.gamma`,
+    `algorithm.gae_lambda` and, with `algorithm.bootstrap_truncated`, the values of the last states
+    of samples that were cut off.
     """
-    return normalize(generalized(outcomes, config.gamma, config.gae_lambda))
+    return generalized(outcomes, config.gamma, config.gae_lambda)
 
 
-@advantages.register("gdpo", Needs(parts=True), reads=(), by_sample=True)
+@advantages.register("gdpo", Needs(parts=True), reads=(), sees="samples")
 def gdpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """The weighted sum of each part's own GRPO advantages, normalized over all tokens.
 
@@ -145,7 +150,7 @@ def gdpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.spread(_normalized_over_tokens(advantages_N, outcomes.lens_N))
 
 
-@advantages.register("remax", Needs(greedy_baseline=True), reads=())
+@advantages.register("remax", Needs(greedy_baseline=True), reads=(), sees="groups")
 def remax(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """The rewards to go minus the reward of the greedy response.
 
@@ -156,7 +161,7 @@ def remax(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return (outcomes.rewards_to_go(1.0) - outcomes.spread(outcomes.greedy_N.double())).float()
 
 
-@advantages.register("optimal_token_baseline", Needs(sum_squares=True), reads=())
+@advantages.register("optimal_token_baseline", Needs(sum_squares=True), reads=(), sees="groups")
 def optimal_token_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """G_t - sum(G_t W_t) / sum(W_t) over the samples of the group that reach token t.
 
@@ -194,7 +199,7 @@ def _optimal_baseline(to_go: Sequence[Tensor], energy: Sequence[Tensor]) -> Tens
     return torch.where(num_reaching_M > 1, baseline_M, 0.0)
 
 
-@advantages.register("dpo", Needs(pairs=True, old_logprobs=True), reads=())
+@advantages.register("dpo", Needs(pairs=True, old_logprobs=True), reads=(), sees="samples")
 def dpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """Minus the gradient of the pairs' loss by each response's log-prob.
 
@@ -210,21 +215,20 @@ def weights_of_groups(
     outcomes: Outcomes, config: PreferenceConfig
 ) -> tuple[Tensor, dict[str, float]]:
     """Return (weights_N, metrics) of the pairs within each group, as preference_weights does."""
-    if outcomes.logprobs_R is None:
+    logprobs_N = outcomes.sum_of("logprobs_R")
+    if logprobs_N is None:
         raise ValueError("algorithm.advantage=dpo needs log-probs of the policy")
-    ref_R = outcomes.ref_logprobs_R
-    likelihoods = Likelihoods(
-        outcomes.sums_N(outcomes.logprobs_R),
-        outcomes.lens_N,
-        None if ref_R is None else outcomes.sums_N(ref_R),
-    )
+    likelihoods = Likelihoods(logprobs_N, outcomes.lens_N, outcomes.sum_of("ref_logprobs_R"))
     return preference_weights(
         likelihoods, pairs_of_groups(outcomes.scores_N, outcomes.group_N), config
     )
 
 
 @advantages.register(
-    "distillation", Needs(teacher=True, old_logprobs=True), reads=("algorithm.reward_coef",)
+    "distillation",
+    Needs(teacher=True, old_logprobs=True),
+    reads=("algorithm.reward_coef",),
+    sees="groups",
 )
 def distillation(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """log teacher - log policy of each token, plus `algorithm.reward_coef` times GRPO's advantage.
@@ -254,17 +258,9 @@ def _standardized(groups: Groups, values_N: Tensor) -> Tensor:
 
 def normalize(values_R: Tensor) -> Tensor:
     """float32 (x - mean) / sqrt(var + 1e-8), var divided by R - 1. Equal values get exactly 0."""
-    above_R = values_R - values_R.amin() if len(values_R) else values_R
-    centered_R = above_R - above_R.mean()
-    variance = centered_R.square().sum() / max(len(values_R) - 1, 1)
-    return (centered_R / (variance + VARIANCE_EPS).sqrt()).float()
+    return standardize(values_R, Moments.of(values_R)).float()
 
 
 def _normalized_over_tokens(values_N: Tensor, lens_N: Tensor) -> Tensor:
     """float64 [N], `normalize` of the tokens that all have the value of their sample."""
-    weights_N = lens_N.double()
-    num_tokens = weights_N.sum().clamp(min=1)
-    above_N = values_N - values_N[lens_N > 0].amin() if lens_N.any() else torch.zeros_like(values_N)
-    centered_N = above_N - (weights_N * above_N).sum() / num_tokens
-    variance = (weights_N * centered_N.square()).sum() / (num_tokens - 1).clamp(min=1)
-    return centered_N / (variance + VARIANCE_EPS).sqrt()
+    return standardize(values_N, Moments.of(values_N, lens_N.double()))

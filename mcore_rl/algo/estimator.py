@@ -1,25 +1,73 @@
-"""Adds advantages, computed from a step's scores, to its batch; with a critic, also returns."""
+"""Adds advantages, computed from a step's scores, to its batch; with a critic, also returns.
+
+of_tokens (a part of the step, where its tokens are)  ->  batch and PartSums
+join_sums (all parts)  ->  of_samples (no tokens), or normalize (each part again)
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_rl.algo.advantages import teacher_log_ratio, weights_of_groups
+from mcore_rl.algo.batch_outcomes import (
+    SampleShapes,
+    at_tokens,
+    kl_of_tokens,
+    outcomes_of_scores,
+    with_last_values,
+    with_tokens,
+    with_turn_rewards,
+)
 from mcore_rl.algo.choice import adopt_user_file, advantage_of, needs_of, user_file_of
-from mcore_rl.algo.correction import old_policy
-from mcore_rl.algo.diagnostics import log_ratio
-from mcore_rl.algo.kl import KL_ESTIMATORS
+from mcore_rl.algo.moments import Moments, join_moments, standardize
 from mcore_rl.algo.outcomes import Outcomes
-from mcore_rl.algo.registry import advantages
-from mcore_rl.algo.sequences import trained_in_order
+from mcore_rl.algo.registry import Sees, advantages
 from mcore_rl.algo.user_file import UserFile
 from mcore_rl.algo.values import explained_variance, generalized
 from mcore_rl.config import AlgorithmConfig, KLConfig
 from mcore_rl.scores import ENVIRONMENT, Scores
-from mcore_rl.types import CUT_OFF, AnySample, TrainBatch
+from mcore_rl.types import AnySample, TrainBatch
+
+SUMMED = ("token_rewards_R", "logprobs_R", "ref_logprobs_R")
+"""Fields of Outcomes whose sums by sample an advantage may see in place of tokens."""
+
+
+@dataclass(frozen=True)
+class PartSums:
+    """Sums over the tokens of a part of a step, which make up those of the step.
+
+    by_sample   float64 [n] by field of Outcomes, sums over the tokens of the part's n samples
+    moments     of numbers by token: advantages, kl, teacher, returns, errors
+    """
+
+    by_sample: Mapping[str, Tensor] = field(default_factory=dict)
+    moments: Mapping[str, Moments] = field(default_factory=dict)
+
+
+NO_SUMS = PartSums()
+
+
+def join_sums(
+    parts: Sequence[PartSums], places: Sequence[Sequence[int]], num_samples: int
+) -> PartSums:
+    """Return the sums of a step; `places` are those of each part's samples in it.
+
+    Samples of no part have no token.
+    """
+    by_sample: dict[str, Tensor] = {}
+    for part, own in zip(parts, places, strict=True):
+        for name, sums_n in part.by_sample.items():
+            empty_N = torch.zeros(num_samples, dtype=torch.float64)
+            by_sample.setdefault(name, empty_N)[list(own)] = sums_n
+    names = {name: None for part in parts for name in part.moments}
+    moments = {
+        name: join_moments(part.moments[name] for part in parts if name in part.moments)
+        for name in names
+    }
+    return PartSums(by_sample, moments)
 
 
 class Advantages:
@@ -64,53 +112,106 @@ class Advantages:
         `batch` was made of `samples`, in their order. Advantages and returns are 0 off its loss
         mask.
         """
-        batch, metrics = self.estimate(batch, SampleShapes.of(samples), scores)
+        shapes = SampleShapes.of(samples)
+        batch, sums = self.of_tokens(batch, shapes, scores)
+        metrics = self.summarize(scores, samples, sums)
+        if self.sees == "samples":
+            advantages_N = self.of_samples(scores, samples, sums)
+            advantages_R = advantages_N.repeat_interleave(shapes.lens_N)
+            batch = replace(batch, advantages_T=at_tokens(batch, advantages_R, self._config))
+        elif self.are_normalized:
+            batch, _ = self.normalize(batch, sums)
         self.steer(metrics, len(samples))
         return batch, metrics
 
     @property
-    def are_by_sample(self) -> bool:
-        """Return whether rewards, groups and lengths suffice; see `of_samples`."""
-        config = self._config
-        has_token_rewards = config.kl.in_reward and bool(config.kl.coef)
-        needs_tokens = has_token_rewards or self._needs.critic or self._needs.teacher
-        return advantages.is_by_sample(config.advantage) and not needs_tokens
+    def sees(self) -> Sees:
+        """Return what the advantage must see at once."""
+        return advantages.entry(self._config.advantage).sees
 
-    def of_samples(self, scores: Scores, samples: Sequence[AnySample]) -> Tensor:
+    @property
+    def are_normalized(self) -> bool:
+        """Return whether `normalize` comes after `of_tokens`."""
+        return advantages.entry(self._config.advantage).normalized
+
+    @property
+    def need_tokens(self) -> bool:
+        """Return whether `of_tokens` tells more than rewards, groups and lengths do."""
+        own = advantages.needs(self._config.advantage)
+        return (
+            self.sees != "samples"
+            or self._has_kl_in_reward
+            or own.old_logprobs
+            or own.reference
+            or self._needs.critic
+            or self._needs.teacher
+        )
+
+    def of_tokens(
+        self, batch: TrainBatch, shapes: SampleShapes, scores: Scores
+    ) -> tuple[TrainBatch, PartSums]:
+        """Return the batch with what its own tokens tell of advantages and returns, and its sums.
+
+        The batch has all samples of some prompts, or of the step if `sees` says so. Advantages
+        that are normalized are float64 yet; an advantage that sees samples is left to `of_samples`.
+        """
+        outcomes = outcomes_of_scores(scores, shapes, self._config, self._part_weights)
+        outcomes = with_tokens(outcomes, scores, batch, self._config)
+        moments: dict[str, Moments] = {}
+        if self._has_kl_in_reward:
+            kl_R = kl_of_tokens(batch, self._config)
+            moments["kl"] = Moments.of(kl_R)
+            outcomes = replace(outcomes, token_rewards_R=-self._kl_coef * kl_R)
+        if outcomes.teacher_logprobs_R is not None:
+            moments["teacher"] = Moments.of(teacher_log_ratio(outcomes))
+        by_sample = sum_by_sample(outcomes) if self._reads_sums else {}
+        outcomes = with_turn_rewards(outcomes, batch, self._part_weights.get(ENVIRONMENT, 1.0))
+        if self._config.bootstrap_truncated:
+            outcomes = with_last_values(outcomes, batch, shapes)
+        if self.sees != "samples":
+            batch, moments["advantages"] = self._with_advantages(batch, outcomes)
+        if outcomes.values_R is not None:
+            batch, of_returns = self._with_returns(batch, outcomes, outcomes.values_R)
+            moments |= of_returns
+        return batch, PartSums(by_sample, moments)
+
+    def normalize(self, batch: TrainBatch, sums: PartSums) -> tuple[TrainBatch, PartSums]:
+        """Normalize the advantages of a part by those of the step; its own sums are none."""
+        assert batch.advantages_T is not None, "of_tokens comes first"
+        normal_T = standardize(batch.advantages_T, sums.moments["advantages"]).float()
+        normal_T = normal_T.masked_fill_(~batch.loss_mask_T, 0.0)
+        return replace(batch, advantages_T=normal_T), PartSums()
+
+    def of_samples(
+        self, scores: Scores, samples: Sequence[AnySample], sums: PartSums = NO_SUMS
+    ) -> Tensor:
         """Return float32 [N], the advantage of each sample at all of its tokens."""
-        outcomes = Outcomes(**self._of_rewards(scores, SampleShapes.of(samples)), by_sample=True)
-        advantages_N = self._function(outcomes, self._config)
+        advantages_N = self._function(self._without_tokens(scores, samples, sums), self._config)
         if advantages_N.shape != (len(samples),):
             raise ValueError(
                 f"algorithm.advantage={self._config.advantage} returned shape"
                 f" {tuple(advantages_N.shape)} for {len(samples)} samples: registered with"
-                " by_sample=True, it must return Outcomes.spread(...) of a number per sample"
+                " sees='samples', it must return Outcomes.spread(...) of a number per sample"
             )
         return advantages_N.float()
 
-    def estimate(
-        self, batch: TrainBatch, shapes: "SampleShapes", scores: Scores
-    ) -> tuple[TrainBatch, dict[str, float]]:
-        """Do as `__call__` without a change of state: `steer` comes after it."""
-        kl_R = None
+    def summarize(
+        self, scores: Scores, samples: Sequence[AnySample], sums: PartSums
+    ) -> dict[str, float]:
+        """Return the metrics of a step from the sums of its tokens."""
         metrics: dict[str, float] = {}
-        if self._config.kl.in_reward and self._config.kl.coef:
-            kl_R = kl_of_tokens(batch, self._config)
-            metrics = {"kl/reward": float(kl_R.mean()), "kl/coef": self._kl_coef}
-        outcomes = self._outcomes(scores, shapes, batch, kl_R)
+        moments = sums.moments
+        if "kl" in moments:
+            metrics |= {"kl/reward": moments["kl"].mean, "kl/coef": self._kl_coef}
+        if "teacher" in moments:
+            metrics["kl/teacher"] = -moments["teacher"].mean
+        if "returns" in moments:
+            explained = explained_variance(moments["errors"], moments["returns"])
+            metrics["critic/explained_variance"] = explained
         if self._needs.pairs:
-            _, pair_metrics = weights_of_groups(outcomes, self._config.preference)
-            metrics |= pair_metrics
-        if outcomes.teacher_logprobs_R is not None:
-            metrics["kl/teacher"] = -float(teacher_log_ratio(outcomes).mean())
-        advantages_R = self._function(outcomes, self._config)
-        batch = replace(batch, advantages_T=self._at_tokens(batch, advantages_R))
-        if outcomes.values_R is not None:
-            estimate_R = generalized(outcomes, self._config.gamma, self._return_lambda)
-            returns_R = estimate_R + outcomes.values_R
-            batch = replace(batch, returns_T=self._at_tokens(batch, returns_R.float()))
-            metrics["critic/explained_variance"] = explained_variance(outcomes.values_R, returns_R)
-        return batch, metrics
+            outcomes = self._without_tokens(scores, samples, sums)
+            metrics |= weights_of_groups(outcomes, self._config.preference)[1]
+        return metrics
 
     def steer(self, metrics: Mapping[str, float], num_samples: int) -> None:
         """Adapt the coefficient of a KL in the reward to the KL of a step."""
@@ -124,119 +225,44 @@ class Advantages:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self._kl_coef = state["kl_coef"]
 
-    def _outcomes(
-        self, scores: Scores, shapes: "SampleShapes", batch: TrainBatch, kl_R: Tensor | None
+    @property
+    def _has_kl_in_reward(self) -> bool:
+        return self._config.kl.in_reward and self._config.kl.coef != 0
+
+    @property
+    def _reads_sums(self) -> bool:
+        return self.sees == "samples" or self._needs.pairs
+
+    def _without_tokens(
+        self, scores: Scores, samples: Sequence[AnySample], sums: PartSums
     ) -> Outcomes:
-        """Gather rewards and log-probs; `kl_R` times its coefficient is subtracted from rewards.
+        shapes = SampleShapes.of(samples)
+        outcomes = outcomes_of_scores(scores, shapes, self._config, self._part_weights)
+        return replace(outcomes, by_sample=True, sums=sums.by_sample)
 
-        Rewards of an episode's turns come with the last tokens of the turns, and the rest of the
-        episode's reward with its last token.
-        """
-        rewards = self._of_rewards(scores, shapes)
-        token_rewards_R = None if kl_R is None else -self._kl_coef * kl_R
-        turn_rewards_R = _trained(batch, batch.turn_rewards_T)
-        if turn_rewards_R is not None:
-            turn_rewards_R = self._part_weights.get(ENVIRONMENT, 1.0) * turn_rewards_R.double()
-            of_turns_N = torch.segment_reduce(turn_rewards_R, "sum", lengths=shapes.lens_N)
-            rewards["rewards_N"] = rewards["rewards_N"] - of_turns_N
-            token_rewards_R = turn_rewards_R + (0.0 if token_rewards_R is None else token_rewards_R)
-        teacher_T = batch.teacher_logprobs_T
-        if scores.teacher_N:
-            mask_T = batch.loss_mask_T
-            teacher_R = torch.tensor([value for row in scores.teacher_N for value in row])
-            teacher_T = torch.zeros(len(mask_T)).masked_scatter_(mask_T, teacher_R)
-        return Outcomes(
-            **rewards,
-            token_rewards_R=token_rewards_R,
-            energy_R=_energy(batch),
-            logprobs_R=_trained(batch, old_policy(batch, self._config)),
-            ref_logprobs_R=_trained(batch, batch.ref_logprobs_T),
-            teacher_logprobs_R=_trained(batch, teacher_T),
-            values_R=_trained(batch, batch.values_T),
-            last_values_N=self._last_values(shapes, batch),
-        )
+    def _with_advantages(self, batch: TrainBatch, outcomes: Outcomes) -> tuple[TrainBatch, Moments]:
+        """Return the batch with the function's advantages, and their moments if they matter."""
+        advantages_R = self._function(outcomes, self._config)
+        advantages_R = advantages_R.double() if self.are_normalized else advantages_R.float()
+        batch = replace(batch, advantages_T=at_tokens(batch, advantages_R, self._config))
+        return batch, Moments.of(advantages_R) if self.are_normalized else Moments()
 
-    def _last_values(self, shapes: "SampleShapes", batch: TrainBatch) -> Tensor | None:
-        """Return Outcomes.last_values_N; None unless cut-off samples are bootstrapped."""
-        if not self._config.bootstrap_truncated or batch.values_T is None:
-            return None
-        rows = range(len(batch.lens_N))
-        last_rows = dict(zip(batch.sample_N or rows, rows, strict=True))
-        first_T = torch.tensor((0, *batch.lens_N)).cumsum(0)[list(last_rows.values())]
-        # Samples without a token have no row; `last_rows` counts the others.
-        with_rows = shapes.lens_N.nonzero()[:, 0][list(last_rows)]
-        last_values_N = torch.zeros(len(shapes.lens_N))
-        last_values_N[with_rows] = batch.values_T[first_T]
-        return last_values_N * shapes.is_cut_off_N
-
-    def _of_rewards(self, scores: Scores, shapes: "SampleShapes") -> dict[str, Any]:
-        """Return the fields of Outcomes that need no token."""
-        parts = [
-            (weight, torch.tensor(scores.parts[name]))
-            for name, weight in self._part_weights.items()
-        ]
-        return {
-            "rewards_N": torch.tensor(scores.rewards_N, dtype=torch.float64),
-            "group_N": groups_by_role(shapes.group_N, scores, self._config.role_part),
-            "lens_N": shapes.lens_N,
-            "parts": parts,
-            "greedy_N": torch.tensor(scores.greedy_N, dtype=torch.float64)
-            if scores.greedy_N
-            else None,
-        }
-
-    def _at_tokens(self, batch: TrainBatch, values_R: Tensor) -> Tensor:
-        """Spread values_R over the batch's tokens. Raises ValueError if they are not one per
-        trained token.
-
-        A user's advantage may return another shape or dtype.
-        """
-        trained_R = trained_in_order(batch)
-        num_trained = len(trained_R)
-        if values_R.shape != (num_trained,):
-            raise ValueError(
-                f"algorithm.advantage={self._config.advantage} returned shape"
-                f" {tuple(values_R.shape)}"
-                f" for {num_trained} response tokens: expected one number per token"
-            )
-        return torch.zeros(len(batch.loss_mask_T)).index_copy_(0, trained_R, values_R.float())
+    def _with_returns(
+        self, batch: TrainBatch, outcomes: Outcomes, values_R: Tensor
+    ) -> tuple[TrainBatch, dict[str, Moments]]:
+        """Return the batch with returns, and the moments of the critic's errors and of returns."""
+        errors_R = generalized(outcomes, self._config.gamma, self._return_lambda)
+        moments = {"errors": Moments.of(errors_R)}
+        returns_R = errors_R.add_(values_R)
+        moments["returns"] = Moments.of(returns_R)
+        returns_T = at_tokens(batch, returns_R.float(), self._config)
+        return replace(batch, returns_T=returns_T), moments
 
 
-def groups_by_role(group_N: Tensor, scores: Scores, part: str) -> Tensor:
-    """Return int64 [N], equal for samples of one group that have the same number `part`.
-
-    An empty `part` leaves groups as they are. Raises ValueError if rewards lack the number.
-    """
-    if not part:
-        return group_N
-    if part not in scores.parts:
-        raise ValueError(
-            f"algorithm.role_part={part}: the reward function gives no such number, only"
-            f" {', '.join(sorted(scores.parts)) or 'none'}"
-        )
-    pairs_N2 = torch.stack([group_N.double(), torch.tensor(scores.parts[part]).double()], dim=1)
-    return pairs_N2.unique(dim=0, return_inverse=True)[1]
-
-
-@dataclass(frozen=True)
-class SampleShapes:
-    """Group and length of each sample, and whether a bound cut it off.
-
-    group_N, lens_N   int64; equal numbers are one group
-    is_cut_off_N      bool
-    """
-
-    group_N: Tensor
-    lens_N: Tensor
-    is_cut_off_N: Tensor
-
-    @staticmethod
-    def of(samples: Sequence[AnySample]) -> "SampleShapes":
-        return SampleShapes(
-            torch.tensor([sample.prompt.index for sample in samples], dtype=torch.int64),
-            torch.tensor([sample.response_len for sample in samples], dtype=torch.int64),
-            torch.tensor([sample.finish_reason in CUT_OFF for sample in samples]),
-        )
+def sum_by_sample(outcomes: Outcomes) -> dict[str, Tensor]:
+    """Return the sums by sample of those fields of SUMMED that are there, float64 [N] by name."""
+    sums = {name: outcomes.sum_of(name) for name in SUMMED}
+    return {name: sums_N for name, sums_N in sums.items() if sums_N is not None}
 
 
 def _restored(
@@ -261,32 +287,3 @@ def steered(coef: float, kl: float, num_samples: int, config: KLConfig) -> float
         return coef
     error = min(max(kl / config.target - 1, -0.2), 0.2)
     return coef * (1 + error * num_samples / config.horizon)
-
-
-def kl_of_tokens(batch: TrainBatch, config: AlgorithmConfig) -> Tensor:
-    """Return KL(old || reference) of each trained token, float64 [R], in their order.
-
-    InstructGPT, arXiv:2203.02155, eq. 2, subtracts it from the reward. Raises ValueError without
-    log-probs of both policies.
-    """
-    old_logprobs_T = old_policy(batch, config)
-    if old_logprobs_T is None or batch.ref_logprobs_T is None:
-        raise ValueError(
-            "algorithm.kl.in_reward needs log-probs of the old policy and of the reference"
-        )
-    log_ratio_T = log_ratio(
-        old_logprobs_T.double(), batch.ref_logprobs_T.double(), batch.loss_mask_T
-    )
-    return KL_ESTIMATORS[config.kl.estimator](log_ratio_T)[trained_in_order(batch)]
-
-
-def _trained(batch: TrainBatch, values_T: Tensor | None) -> Tensor | None:
-    return None if values_T is None else values_T[trained_in_order(batch)]
-
-
-def _energy(batch: TrainBatch) -> Tensor | None:
-    """Return 1 - 2 p + sum(p^2) of each trained token; None if the sums are unknown."""
-    if batch.sum_squares_T is None or batch.old_logprobs_T is None:
-        return None
-    energy_T = 1 - 2 * batch.old_logprobs_T.double().exp() + batch.sum_squares_T.double()
-    return energy_T[trained_in_order(batch)]

@@ -5,8 +5,8 @@ which they were sampled, G groups; in a block of samples: n samples, K tokens of
 tokens of all.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -35,6 +35,8 @@ class Outcomes:
                       log-probs by the policy that the step starts from, the reference and the
                       teacher
     by_sample         advantages are wanted by sample, not by token
+    sums              float64 [N] by field name, sums over the tokens of each sample of fields that
+                      are not here
     """
 
     rewards_N: Tensor
@@ -50,6 +52,7 @@ class Outcomes:
     ref_logprobs_R: Tensor | None = None
     teacher_logprobs_R: Tensor | None = None
     by_sample: bool = False
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         shapes = [tuple(t.shape) for t in (self.rewards_N, self.group_N, self.lens_N)]
@@ -69,15 +72,20 @@ class Outcomes:
     @property
     def scores_N(self) -> Tensor:
         """float64 [N], the reward of each sample plus the rewards of its tokens."""
-        if self.token_rewards_R is None:
-            return self.rewards_N.double()
-        return self.rewards_N.double() + self.sums_N(self.token_rewards_R)
+        of_tokens_N = self.sum_of("token_rewards_R")
+        rewards_N = self.rewards_N.double()
+        return rewards_N if of_tokens_N is None else rewards_N + of_tokens_N
 
     def spread(self, values_N: Tensor) -> Tensor:
         """float32 [R], the value of each sample at all of its tokens; [N] with `by_sample`."""
         if self.by_sample:
             return values_N.float()
         return values_N.repeat_interleave(self.lens_N).float()
+
+    def sum_of(self, field_R: str) -> Tensor | None:
+        """float64 [N], the sum of a field over each sample's tokens; None if nothing is known."""
+        values_R = getattr(self, field_R)
+        return self.sums.get(field_R) if values_R is None else self.sums_N(values_R)
 
     def sums_N(self, values_R: Tensor) -> Tensor:
         """float64 [N], the sum over each sample's tokens; 0 without any."""

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
 
 from torch import Tensor
 
@@ -58,18 +58,29 @@ class Needs:
 
 F = TypeVar("F", bound=Callable)
 
+Sees = Literal["samples", "groups", "step"]
+"""The part of a step that an advantage must see at once.
+
+samples  a number of each sample: its reward, group and length, and sums over its tokens; it is the
+         same at all tokens of a sample
+groups   all tokens of the samples of a prompt; what it finds of them depends on no other prompt
+step     all tokens of the step, which one process then holds
+"""
+
 
 @dataclass(frozen=True)
 class Registration(Generic[F]):
     """A registered function, the things it needs, and the options it reads (None: unknown).
 
-    by_sample   an advantage that is the same at all tokens of a sample, and needs none of them
+    sees         what an advantage must see at once
+    normalized   an advantage is yet to be normalized over all trained tokens of the step
     """
 
     function: F
     needs: Needs
     reads: tuple[str, ...] | None
-    by_sample: bool
+    sees: Sees
+    normalized: bool
 
 
 class Registry(Generic[F]):
@@ -85,45 +96,64 @@ class Registry(Generic[F]):
         needs: Needs | None = None,
         reads: tuple[str, ...] | None = None,
         *,
-        by_sample: bool = False,
+        sees: Sees = "step",
+        normalized: bool = False,
     ) -> Callable[[F], F]:
-        """Decorate a function to make it a choice. Raises ValueError if `name` is taken.
+        """Decorate a function to make it a choice.
+
+        Raises ValueError if `name` is taken, or `normalized` contradicts `sees`.
 
         `reads` names the options that the function reads and other choices may not. A recipe with
         this choice is refused if it sets an option that only other choices read. None: unknown, so
-        no option is refused. `by_sample`: an advantage that returns Outcomes.spread of values that
-        it computed of rewards, groups and lengths alone; tokens then stay where they were sampled.
+        no option is refused.
+
+        sees         of an advantage: `samples` if it returns Outcomes.spread of values that it
+                     computed of numbers by sample alone, `groups` if it treats each prompt by
+                     itself; tokens then stay where they were sampled
+        normalized   of an advantage that sees groups or the step: it returns float64, which is
+                     then normalized over the step's trained tokens, to mean 0 and variance 1
         """
+        choice = f"{self.option}={name!r}"
+        if sees not in get_args(Sees):
+            raise ValueError(f"{choice}: sees={sees!r}, expected one of {get_args(Sees)}")
+        if normalized and sees == "samples":
+            raise ValueError(
+                f"{choice}: normalized=True with sees='samples': no token is there to normalize"
+                " over; normalize by sample in the function, or set sees='groups'"
+            )
 
         def add(function: F) -> F:
             if name in self._entries:
                 owner = getattr(self._entries[name].function, "__module__", "another module")
-                raise ValueError(
-                    f"{self.option}={name!r} is registered already, by {owner}: choose another name"
-                )
-            self._entries[name] = Registration(function, needs or Needs(), reads, by_sample)
+                raise ValueError(f"{choice} is registered already, by {owner}: choose another name")
+            self._entries[name] = Registration(function, needs or Needs(), reads, sees, normalized)
             return function
 
         return add
 
     def __getitem__(self, name: str) -> F:
         """Raise ValueError naming the option, the nearest and all names if `name` is unknown."""
-        return self._entry(name).function
+        return self.entry(name).function
+
+    def entry(self, name: str) -> Registration[F]:
+        """Return what `name` was registered with. Raises ValueError like `[]`."""
+        if name not in self._entries:
+            near = difflib.get_close_matches(name, self._entries, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            choices = ", ".join(map(repr, self.names))
+            raise ValueError(f"{self.option}={name!r}{hint}: expected one of {choices}")
+        return self._entries[name]
 
     def needs(self, name: str) -> Needs:
         """Return what `name` was registered with. Raises ValueError like `[]`."""
-        return self._entry(name).needs
-
-    def is_by_sample(self, name: str) -> bool:
-        """Return whether `name` was registered with by_sample. Raises ValueError like `[]`."""
-        return self._entry(name).by_sample
+        return self.entry(name).needs
 
     def unread_by(self, name: str) -> dict[str, list[str]]:
         """Return each option that other choices read and `name` does not, with those choices.
 
         Raises ValueError like `[]`.
         """
-        own = self._entry(name).reads
+        own = self.entry(name).reads
         if own is None:
             return {}
         readers: dict[str, list[str]] = {}
@@ -141,14 +171,6 @@ class Registry(Generic[F]):
         failed.
         """
         self._entries = {name: entry for name, entry in self._entries.items() if name in names}
-
-    def _entry(self, name: str) -> Registration[F]:
-        if name not in self._entries:
-            near = difflib.get_close_matches(name, self._entries, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            choices = ", ".join(map(repr, self.names))
-            raise ValueError(f"{self.option}={name!r}{hint}: expected one of {choices}")
-        return self._entries[name]
 
 
 Advantage = Callable[[Outcomes, AlgorithmConfig], Tensor]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algo.loss_tokens import Metrics
+from mcore_rl.algo.moments import Moments
 from mcore_rl.algo.outcomes import Outcomes, discount_
 from mcore_rl.types import TrainBatch
 
@@ -60,16 +61,12 @@ def value_loss(values_T: Tensor, batch: TrainBatch, *, clip: float) -> tuple[Ten
     return 0.5 * squared_T, metrics
 
 
-def explained_variance(values_R: Tensor, returns_R: Tensor) -> float:
+def explained_variance(errors: Moments, returns: Moments) -> float:
     """1 - var(R - V) / var(R): 1 for a perfect critic, 0 for one that does no better than a
     constant.
 
-    0 for fewer than two returns, or if all are equal.
+    0 for fewer than two returns, or if all are equal. `errors` are those of R - V.
     """
-    if len(returns_R) < 2:
+    if not returns.variance > 0:
         return 0.0
-    returns_R = returns_R.double()
-    variance = returns_R.var()
-    if not variance > 0:
-        return 0.0
-    return float(1 - (returns_R - values_R.double()).var() / variance)
+    return 1 - errors.variance / returns.variance

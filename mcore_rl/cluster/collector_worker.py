@@ -16,9 +16,9 @@ from mcore_rl.cluster.episode_spec import EpisodeSpec
 from mcore_rl.cluster.node_images import NodeImages, PatchMaker
 from mcore_rl.cluster.node_servers import NodeServers, NodeServersSpec
 from mcore_rl.cluster.rank_actor import ProcessLost
-from mcore_rl.cluster.stores import StoreHandles
+from mcore_rl.cluster.stores import StoreHandles, StoresBeside
 from mcore_rl.config import RolloutConfig
-from mcore_rl.data.assembly import column_of
+from mcore_rl.data.assembly import apply_to_stored
 from mcore_rl.data.decoding import Decode
 from mcore_rl.data.episodes import LOSS_MASK, TOKEN_IDS
 from mcore_rl.data.images.batch import GroupRow
@@ -30,23 +30,16 @@ from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.http import open_session
 from mcore_rl.process.redaction import remember_secret
+from mcore_rl.roles import TokenWork
 from mcore_rl.rollout.collector import CollectorNews, Orders
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.scores import Scores
-from mcore_rl.types import (
-    Array,
-    Sample,
-    StoredBatch,
-    StoredColumn,
-    TrainBatch,
-)
+from mcore_rl.types import Array, Sample, StoredBatch, StoredColumn
 
 if TYPE_CHECKING:
     from mcore_rl.rollout.engine_health import EngineHealth
-
-TokenWork = Callable[[TrainBatch], tuple[TrainBatch, dict[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -249,24 +242,16 @@ class CollectorWorker:
             self._store.write(group_N, index_N, columns)
 
     def apply(
-        self, function: TokenWork, batch: StoredBatch
-    ) -> tuple[dict[str, StoredColumn], dict[str, float]]:
-        """Call `function` on the batch with its tokens, and keep the fields that it sets.
+        self, works: Sequence[tuple[TokenWork, StoredBatch]]
+    ) -> list[tuple[dict[str, StoredColumn], Any]]:
+        """Call each function on its batch with its tokens, and keep the fields that it sets.
 
         Routed experts, which are nearly all bytes of a batch, are not read for it. Returns these
-        fields' columns, and the function's metrics.
+        fields' columns, and what else the function returns.
         """
         assert self._stores is not None, "connect comes first"
-        whole = self._stores.assemble(replace(batch, routed_experts_TLK=None))
-        made, metrics = function(whole)
-        changed = {
-            name: value
-            for name, value in made.token_fields().items()
-            if value is not getattr(whole, name)
-        }
-        columns = {column_of(name): value for name, value in changed.items()}
-        self._stores.scatter(batch, columns)
-        return {name: StoredColumn(column_of(name)) for name in changed}, metrics
+        stores = StoresBeside(self._stores, self._number, self.read, self.write)
+        return [apply_to_stored(work, batch, stores.read, stores.write) for work, batch in works]
 
     def _found(self, group_N: Sequence[int], index_N: Sequence[int]) -> list[Sample]:
         with self._naming_lost():

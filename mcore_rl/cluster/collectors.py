@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.cluster.answers import RankDied, RankError
-from mcore_rl.cluster.collector_worker import CollectorSpec, CollectorWorker, TokenWork
+from mcore_rl.cluster.collector_worker import CollectorSpec, CollectorWorker
 from mcore_rl.cluster.independent_ranks import IndependentRanks
 from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.cluster.stores import StoreHandles
+from mcore_rl.data.step_parts import home_of
 from mcore_rl.lost_samples import SamplesLost, join_losses
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.restart_budget import RestartBudget
+from mcore_rl.roles import TokenWork
 from mcore_rl.rollout.collector import CollectorLost, CollectorNews, Orders
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
@@ -153,12 +155,23 @@ class CollectorGroup:
         return [found[i] for i in order]
 
     async def apply(
-        self, function: TokenWork, batch: StoredBatch
-    ) -> tuple[StoredBatch, dict[str, float]]:
-        """Return the batch with the fields that `function` sets, where its tokens are."""
-        store = int(batch.store_N[0])
-        [(columns, metrics)] = await self._of_stores("apply", {store: (function, batch)})
-        return replace(batch, **columns), metrics
+        self, works: Sequence[tuple[TokenWork, StoredBatch]]
+    ) -> list[tuple[StoredBatch, Any]]:
+        """Return the batches with the fields that their functions set, and what else those return.
+
+        Each function is called where most tokens of its batch are; a collector calls one after the
+        other, so that it holds the tokens of one batch.
+        """
+        places: dict[int, list[int]] = {}
+        for place, (_, batch) in enumerate(works):
+            places.setdefault(home_of(batch), []).append(place)
+        parts = {store: ([works[i] for i in own],) for store, own in places.items()}
+        answers = await self._of_stores("apply", parts)
+        made: dict[int, tuple[StoredBatch, Any]] = {}
+        for own, answer in zip(places.values(), answers, strict=True):
+            for i, (columns, returned) in zip(own, answer, strict=True):
+                made[i] = (replace(works[i][1], **columns), returned)
+        return [made[i] for i in range(len(works))]
 
     def close(self) -> None:
         """End what the collectors started themselves."""

@@ -4,7 +4,7 @@ Every read and write raises SamplesLost if a store lost its process, once the ot
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,6 @@ from mcore_rl.data.assembly import (
     all_tokens,
     assemble,
     assemble_parts,
-    scatter,
     scatter_parts,
 )
 from mcore_rl.data.images.batch import GroupRow, rows_with_images, with_images
@@ -108,12 +107,8 @@ class StoreHandles:
             }
         return fetched
 
-    def scatter(self, batch: StoredBatch, columns: Mapping[str, Tensor]) -> None:
-        """Bring the values of a batch's tokens, by column, to the stores of its samples."""
-        scatter(batch, columns, self.write)
-
     def scatter_parts(self, batch: StoredBatch, columns: Mapping[str, Sequence[Tensor]]) -> None:
-        """Do as `scatter` with a tensor per micro-batch."""
+        """Bring the values of micro-batches' tokens, by column, to the stores of their samples."""
         scatter_parts(batch, columns, self.write)
 
     def _call(self, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
@@ -129,6 +124,37 @@ class StoreHandles:
         if losses := [a for a in answers.values() if isinstance(a, SamplesLost)]:
             raise join_losses(losses)
         return answers
+
+
+class StoresBeside:
+    """All stores, for the process of one of them, which needs no call for its own."""
+
+    def __init__(
+        self,
+        handles: StoreHandles,
+        own: int,
+        read: Callable[[ReadRequest], Mapping[str, Array]],
+        write: Callable[[Array, Array, Mapping[str, Array]], None],
+    ) -> None:
+        """`read` and `write` are those of store `own`."""
+        self._handles = handles
+        self._own = own
+        self._read = read
+        self._write = write
+
+    def read(self, requests: Mapping[int, ReadRequest]) -> dict[int, Mapping[str, Array]]:
+        """Do as StoreHandles.read."""
+        far = {store: request for store, request in requests.items() if store != self._own}
+        answers = self._handles.read(far)
+        if self._own in requests:
+            answers[self._own] = self._read(requests[self._own])
+        return answers
+
+    def write(self, parts: Mapping[int, tuple[Array, Array, Mapping[str, Array]]]) -> None:
+        """Do as StoreHandles.write."""
+        self._handles.write({store: part for store, part in parts.items() if store != self._own})
+        if self._own in parts:
+            self._write(*parts[self._own])
 
 
 def _mapped_by_digest(

@@ -9,6 +9,7 @@ StoredBatch: sequences 3 0 1 2 of stores 0 1 0 1
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from mcore_rl.data.batch import make_filler, select_each, tokens_of
 from mcore_rl.data.episodes import TOKEN_IDS
 from mcore_rl.data.kept_rows import ROUTED_EXPERTS, STALE, ReadRequest
 from mcore_rl.data.sample_store import ROLLOUT_LOGPROBS
+from mcore_rl.roles import TokenWork
 from mcore_rl.types import Array, OwnExperts, StoredBatch, StoredColumn, TrainBatch
 
 ReadStores = Callable[[Mapping[int, ReadRequest]], Mapping[int, Mapping[str, Array]]]
@@ -83,6 +85,24 @@ def assemble_parts(
             _cut(_made(batch, values), batch.parts), own, experts, strict=True
         )
     ]
+
+
+def apply_to_stored(
+    function: TokenWork, batch: StoredBatch, read: ReadStores, write: WriteStores
+) -> tuple[dict[str, StoredColumn], Any]:
+    """Call a function on a batch without its routed experts; bring what it sets to the stores.
+
+    Returns the columns of the fields that it sets, and what it returns beside the batch.
+    """
+    whole = assemble(replace(batch, routed_experts_TLK=None), read)
+    made, returned = function(whole)
+    changed = {
+        name: value
+        for name, value in made.token_fields().items()
+        if value is not getattr(whole, name)
+    }
+    scatter(batch, {column_of(name): value for name, value in changed.items()}, write)
+    return {name: StoredColumn(column_of(name)) for name in changed}, returned
 
 
 def _of_parts(batch: StoredBatch, choose: OwnTokens) -> tuple[list[Tensor], Tensor]:

@@ -207,7 +207,8 @@ def _with_held_back(options: StepOptions, on_tokens: OnTokens, batch: Batch, see
     if pick is None:
         return batch
     choose = partial(with_held_back, config=options.algorithm, pick=pick, seed=seed)
-    return on_tokens(choose, batch)[0]
+    [(chosen, _)] = on_tokens([(choose, batch)])
+    return chosen
 
 
 def _weighted(options: StepOptions, batch: Batch) -> Batch:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.cluster.collector_worker import CollectorSpec, TokenWork
+from mcore_rl.cluster.collector_worker import CollectorSpec
 from mcore_rl.cluster.collectors import CollectorGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.run import RunProcesses, experts_shape
@@ -19,7 +19,7 @@ from mcore_rl.process.log_throttle import LogThrottle
 from mcore_rl.process.redaction import known_secrets
 from mcore_rl.rewards.of_recipe import make_scorer
 from mcore_rl.rewards.scorer import LOGGED_ERRORS, log_failures
-from mcore_rl.roles import OnTokens, ReadSamples, Reward, ScoreLater
+from mcore_rl.roles import OnTokens, ReadSamples, Reward, ScoreLater, TokenWork
 from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.run.episodes import episode_spec
 from mcore_rl.run.images import patch_maker
@@ -123,8 +123,8 @@ def _rollouts(
     def fetch(batch: StoredBatch) -> TrainBatch:
         return collectors.stores.assemble(batch, with_pixels=True)
 
-    def on_tokens(function: TokenWork, batch: Any) -> tuple[StoredBatch, dict[str, float]]:
-        return watched(collectors.apply(function, batch))
+    def on_tokens(works: Sequence[tuple[TokenWork, Any]]) -> list[tuple[StoredBatch, Any]]:
+        return watched(collectors.apply(works))
 
     def teacher(samples: Sequence[StoredSample]) -> list[tuple[float, ...]]:
         watched(collectors.ask_teacher(samples))

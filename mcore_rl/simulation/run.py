@@ -75,6 +75,8 @@ class _AfterOtherWork(StoredAdvantages):
     ) -> tuple[StoredBatch, dict[str, float]]:
         if self._other_s:
             self._clock.spend("not simulated", lambda: self._other_s)
+        if self._advantages.need_tokens:
+            return self._on_tokens([(None, batch)])[0][0], {}
         return super().__call__(scores, samples, batch)
 
 
@@ -153,11 +155,7 @@ class SimulatedRun:
                 generator=self.make_generator(weights),
                 reward=lambda samples: self._clock.watched(self._score(samples)),
                 advantages=_AfterOtherWork(
-                    self._costs.other_s,
-                    self._clock,
-                    advantages,
-                    self._on_tokens,
-                    has_teacher=self._needs.teacher,
+                    self._costs.other_s, self._clock, advantages, self._on_tokens, has_teacher=False
                 ),
                 trainer=SharingTrainer(packed, self._gpus),
                 weights=weights,
@@ -289,11 +287,11 @@ class SimulatedRun:
         parts = dict.fromkeys(self._config.reward.part_weights, scores.rewards_N)
         return replace(scores, parts=parts)
 
-    def _on_tokens(self, function: Any, batch: StoredBatch) -> tuple[StoredBatch, dict[str, float]]:
+    def _on_tokens(self, works: Any) -> list[tuple[StoredBatch, None]]:
         """Say that fields of tokens are set; plays roles.OnTokens, whose numbers nobody reads."""
-        del function
+        [(_, batch)] = works
         num_tokens = sum(batch.lens_N)
         self._clock.spend("advantages of tokens", lambda: self._costs.trainer.read_s(num_tokens))
         advantages = StoredColumn("advantages")
         returns = StoredColumn("returns") if self._needs.critic else None
-        return replace(batch, advantages_T=advantages, returns_T=returns), {}
+        return [(replace(batch, advantages_T=advantages, returns_T=returns), None)]

@@ -95,7 +95,9 @@ def test_reinforce_plus_plus_is_the_normalized_reward_to_go(
         given_N = [*own[:-1], own[-1] + reward] if own else []
         to_go += [sum(gamma ** (u - t) * given_N[u] for u in range(t, n)) for t in range(n)]
     outcomes = outcomes_of(rows, penalties)
-    advantages_R = advantages["reinforce_plus_plus"](outcomes, AlgorithmConfig(gamma=gamma))
+    advantages_R = normalize(
+        advantages["reinforce_plus_plus"](outcomes, AlgorithmConfig(gamma=gamma))
+    )
     expected = torch.tensor(whitened(to_go), dtype=torch.float32)
     torch.testing.assert_close(advantages_R, expected, rtol=1e-4, atol=1e-4)
 

@@ -1,6 +1,7 @@
 """Functions by name: found with their needs; unknown and taken names are refused."""
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -77,3 +78,16 @@ def test_a_pick_of_tokens_is_kept_when_needs_are_joined() -> None:
     picking = Needs(held_back=lambda covariance_R, options, seed: torch.zeros(0))
     assert Needs(critic=True).joined(picking).held_back is picking.held_back
     assert picking.joined(Needs()).held_back is picking.held_back
+
+
+def test_what_a_function_sees_is_kept_or_refused() -> None:
+    registry = make_registry()
+    registry.register("apart", sees="groups", normalized=True)(double)
+    entry = registry.entry("apart")
+    assert (entry.sees, entry.normalized) == ("groups", True)
+    assert (registry.entry("other").sees, registry.entry("other").normalized) == ("step", False)
+    sees: Any = "group"
+    with pytest.raises(ValueError, match=r"kind='new': sees='group', expected one of \('samples',"):
+        registry.register("new", sees=sees)
+    with pytest.raises(ValueError, match=r"kind='new': normalized=True with sees='samples': no"):
+        registry.register("new", sees="samples", normalized=True)

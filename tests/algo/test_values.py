@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_rl.algo.advantages import normalize
 from mcore_rl.algo.choice import advantages
 from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.moments import Moments
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.values import explained_variance, generalized, value_loss
 from mcore_rl.config import AlgorithmConfig
@@ -54,9 +56,8 @@ def by_loops(given: Outcomes, gamma: float, lam: float) -> list[float]:
 def test_advantages_are_discounted_sums_of_td_errors(gamma: float, lam: float) -> None:
     expected = torch.tensor(by_loops(outcomes(), gamma, lam), dtype=torch.float64)
     torch.testing.assert_close(generalized(outcomes(), gamma, lam), expected, rtol=0, atol=1e-12)
-    got = advantages["gae"](
-        outcomes(), AlgorithmConfig(advantage="gae", gamma=gamma, gae_lambda=lam)
-    )
+    config = AlgorithmConfig(advantage="gae", gamma=gamma, gae_lambda=lam)
+    got = normalize(advantages["gae"](outcomes(), config))
     whitened = (expected - expected.mean()) / (expected.var() + 1e-8).sqrt()
     torch.testing.assert_close(got, whitened.float(), rtol=1e-5, atol=1e-6)
 
@@ -194,9 +195,21 @@ def test_the_critics_loss_and_gradient(clip: float) -> None:
     assert (num_clipped > 0) == (clip > 0)
 
 
+def explained(values_R: Tensor, returns_R: Tensor) -> float:
+    values_R, returns_R = values_R.double(), returns_R.double()
+    return explained_variance(Moments.of(returns_R - values_R), Moments.of(returns_R))
+
+
 def test_explained_variance() -> None:
     returns = torch.tensor([0.0, 1.0, 2.0])
-    assert explained_variance(returns, returns) == 1.0
-    assert explained_variance(torch.full((3,), 7.0), returns) == 0.0
-    assert explained_variance(-returns, returns) == pytest.approx(-3.0)
-    assert explained_variance(returns, torch.ones(3)) == 0.0
+    assert explained(returns, returns) == 1.0
+    assert explained(torch.full((3,), 7.0), returns) == 0.0
+    assert explained(-returns, returns) == pytest.approx(-3.0)
+    assert explained(returns, torch.ones(3)) == 0.0
+
+
+def test_one_return_explains_nothing() -> None:
+    one = torch.tensor([2.0])
+    assert explained(one, one) == 0.0
+    assert explained(torch.empty(0), torch.empty(0)) == 0.0
+    assert explained(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])) == pytest.approx(0.75)

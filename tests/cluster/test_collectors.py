@@ -13,21 +13,25 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_rl.algo.estimator import Advantages
 from mcore_rl.cluster import collectors
 from mcore_rl.cluster.collector_worker import CollectorSpec
 from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
 from mcore_rl.cluster.group import RankError
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
-from mcore_rl.config import ClusterConfig, RewardConfig, RolloutConfig
+from mcore_rl.config import AlgorithmConfig, ClusterConfig, RewardConfig, RolloutConfig
+from mcore_rl.data.step_parts import PART_TOKENS, cut_by_prompts
 from mcore_rl.data.stored_batch import make_stored_batch
 from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.planning.bundles import plan_ranks
+from mcore_rl.players.advantages import StoredAdvantages
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Sampling
+from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, StoredColumn, TrainBatch, WeightVersion
 from tests.support.fake_sglang import FakeSGLang
 
@@ -41,18 +45,20 @@ def reward(*, data_source, solution_str, ground_truth, extra_info):
 
 
 class Scene:
-    """One collector with two engines, which are servers of the test's process."""
+    """One collector with both engines, or two with one each; engines run in the test's process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_collectors: int = 1) -> None:
         self.loop = EventLoop()
         self.run = self.loop.run
         self.engines = [FakeSGLang(self.loop), FakeSGLang(self.loop)]
         (folder / "reward.py").write_text(REWARD)
         scorer = partial(Scorer, RewardConfig(path=str(folder / "reward.py")), 3)
         [slots] = reserve([plan_ranks(1, 0.5, gpus_per_node=0)], timeout_s=20)
-        self.group = CollectorGroup(
-            [slots, slots], folder / "logs", CollectorLimits(60, 60, 60, 60)
-        )
+        engine_slots = [slots, slots]
+        if num_collectors == 2:
+            engine_slots[1] = [replace(slots[0], node="another")]
+        limits = CollectorLimits(60, 60, 60, 60)
+        self.group = CollectorGroup(engine_slots, folder / "logs", limits)
         self.group.start_build(CollectorSpec(ROLLOUT, (9,), str, None, scorer))
         self.group.connect([engine.address for engine in self.engines], {})
         self.pool = CollectorPool(
@@ -67,16 +73,29 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def session() -> Iterator[None]:
     with ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
-        scene = Scene(tmp_path_factory.mktemp("collectors"))
-        yield scene
-        scene.loop.close()
+        yield
 
 
-def doubled(batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
+@pytest.fixture(scope="module")
+def scene(session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    scene = Scene(tmp_path_factory.mktemp("collectors"))
+    yield scene
+    scene.loop.close()
+
+
+@pytest.fixture
+def two_collectors(session: None, tmp_path: Path) -> Iterator[Scene]:
+    scene = Scene(tmp_path, num_collectors=2)
+    yield scene
+    scene.group.close()
+    scene.loop.close()
+
+
+def doubled(batch: TrainBatch) -> tuple[TrainBatch, dict[str, int]]:
     values_T = 2 * batch.token_ids_T.float()
-    return replace(batch, values_T=values_T), {"tokens": float(len(values_T))}
+    return replace(batch, values_T=values_T), {"tokens": len(values_T), "process": os.getpid()}
 
 
 def test_one_collector_serves_the_engines_of_a_node(scene: Scene) -> None:
@@ -100,10 +119,41 @@ def test_tokens_are_read_and_computed_on_where_they_are(scene: Scene) -> None:
     whole = scene.group.stores.assemble(batch)
     assert whole.token_ids_T.tolist()[:5] == [1, 2, 10, 11, 12]
     assert whole.stale_T is not None and whole.stale_T.tolist()[:5] == [False] * 2 + [True] * 3
-    batch, metrics = scene.run(scene.group.apply(doubled, batch))
-    assert batch.values_T == StoredColumn("values") and metrics == {"tokens": 30.0}
+    [(batch, told)] = scene.run(scene.group.apply([(doubled, batch)]))
+    assert batch.values_T == StoredColumn("values") and told["tokens"] == 30
     values_T = scene.group.stores.assemble(batch).values_T
     assert values_T is not None and torch.equal(values_T, 2 * whole.token_ids_T.float())
+
+
+def test_two_collectors_compute_advantages_of_the_tokens_that_they_hold(
+    two_collectors: Scene,
+) -> None:
+    """No call brings a token of one to the other, and advantages are normalized over both."""
+    run, group = two_collectors.run, two_collectors.group
+    samples = two_collectors.sample(4)
+    batch = make_stored_batch(samples)
+    parts = cut_by_prompts(batch, samples, PART_TOKENS)
+    made = run(group.apply([(doubled, part.batch) for part in parts]))
+    assert [set(part.store_N.tolist()) for part, _ in made] in ([{0}, {1}], [{1}, {0}])
+    assert len({told["process"] for _, told in made}) == 2
+    assert sum(told["tokens"] for _, told in made) == sum(batch.lens_N)
+
+    batch = replace(batch, values_T=StoredColumn("values"))
+    here = replace(group.stores.assemble(batch), advantages_T=None)
+    scores = Scores([float(n * n % 7) for n in range(len(samples))])
+    config = AlgorithmConfig(advantage="gae", gamma=0.9, gae_lambda=0.8)
+    expected, metrics = Advantages(config)(scores, samples, here)
+    player = StoredAdvantages(
+        Advantages(config), lambda works: run(group.apply(works)), has_teacher=False
+    )
+    batch, same = player(scores, samples, batch)
+    assert same == pytest.approx(metrics)
+    there = group.stores.assemble(batch)
+    assert expected.advantages_T is not None and there.advantages_T is not None
+    assert expected.advantages_T.any()
+    torch.testing.assert_close(there.advantages_T, expected.advantages_T, rtol=1e-6, atol=1e-6)
+    assert there.returns_T is not None and expected.returns_T is not None
+    assert torch.equal(there.returns_T, expected.returns_T)
 
 
 def test_an_unknown_sample_is_refused_by_store(scene: Scene) -> None:

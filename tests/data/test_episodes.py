@@ -21,20 +21,16 @@ from mcore_rl.data.batch import (
     without_truncated,
 )
 from mcore_rl.data.episodes import metrics_of, spans_of
-from mcore_rl.data.sample_store import SampleStore
 from mcore_rl.data.stored_batch import by_sequence, in_parts, trained_lens
-from mcore_rl.rollout.collector import facts_of
 from mcore_rl.types import (
-    GroupLease,
     Prompt,
     Sample,
     StoredBatch,
-    StoredSample,
     VersionSpan,
     WeightVersion,
 )
-from tests.support.stored import Stores, assert_same, with_all_experts
-from tests.support.turn_trees import NUM_EXPERTS, random_tree, sample_of
+from tests.support.stored import assert_same, put_in_stores, with_all_experts
+from tests.support.turn_trees import random_tree, sample_of
 
 KINDS = ["token_mean", "sequence_mean", "constant", "token_sum"]
 VERSION = WeightVersion(2)
@@ -51,30 +47,6 @@ def make_episodes(seed: int, num_groups: int = 3, size: int = 3) -> list[list[Sa
     return groups
 
 
-def stored(groups: list[list[Sample]], num_stores: int) -> tuple[Stores, list[StoredSample]]:
-    stores = Stores([SampleStore(NUM_EXPERTS) for _ in range(num_stores)])
-    rows = []
-    for group, samples in enumerate(groups):
-        lease = GroupLease(group % num_stores, group)
-        stores.stores[lease.store].put(group, samples)
-        facts = facts_of(group, samples)
-        rows += [
-            StoredSample(
-                sample.prompt,
-                i,
-                facts.response_lens[i],
-                facts.finish_reasons[i],
-                facts.versions[i],
-                facts.has_experts,
-                lease,
-                facts.episode_rows[i],
-                facts.metrics[i],
-            )
-            for i, sample in enumerate(samples)
-        ]
-    return stores, rows
-
-
 @settings(max_examples=30)
 @given(seed=st.integers(0, 10_000), num_stores=st.integers(1, 3), data=st.data())
 def test_stored_episodes_make_the_batch_of_episodes_held_here(
@@ -82,7 +54,7 @@ def test_stored_episodes_make_the_batch_of_episodes_held_here(
 ) -> None:
     groups = make_episodes(seed)
     samples = [sample for group in groups for sample in group]
-    stores, rows = stored(groups, num_stores)
+    stores, rows = put_in_stores(groups, num_stores)
     here = make_train_batch(samples, VERSION)
     there = make_batch(rows, VERSION)
     assert isinstance(there, StoredBatch)
@@ -138,7 +110,7 @@ def test_a_token_weighs_the_same_in_any_cut(seed: int, kind: str) -> None:
 
 def test_rows_of_an_episode_stay_together_in_mini_batches() -> None:
     groups = make_episodes(3)
-    _, rows = stored(groups, 2)
+    _, rows = put_in_stores(groups, 2)
     batch = make_batch(rows)
     of_samples = rows_of_samples(batch)
     assert [len(part) for part in of_samples] == [len(row.rows) for row in rows]
@@ -153,7 +125,7 @@ def test_cut_off_episodes_are_left_out_with_all_rows() -> None:
     [group] = make_episodes(5, num_groups=1)
     cut_off = Sample(**{**vars(group[0]), "finish_reason": "max_turns"})
     samples = [cut_off, *group[1:]]
-    _, rows = stored([samples], 1)
+    _, rows = put_in_stores([samples], 1)
     for batch in (make_train_batch(samples), make_batch(rows)):
         left = without_truncated(batch, samples)
         of_first = rows_of_samples(batch)[0]
@@ -167,7 +139,7 @@ def test_cut_off_episodes_are_left_out_with_all_rows() -> None:
 
 def test_numbers_by_sample_reach_all_rows() -> None:
     groups = make_episodes(7)
-    _, rows = stored(groups, 1)
+    _, rows = put_in_stores(groups, 1)
     batch = make_batch(rows)
     assert isinstance(batch, StoredBatch) and batch.sample_N is not None
     values = by_sequence(batch, np.arange(len(rows), dtype=np.float32))
@@ -175,7 +147,7 @@ def test_numbers_by_sample_reach_all_rows() -> None:
 
 
 def test_ranks_learn_which_rows_are_of_a_sample_and_where_sums_over_it_come_from() -> None:
-    stores, rows = stored(make_episodes(7), 1)
+    stores, rows = put_in_stores(make_episodes(7), 1)
     batch = make_batch(rows)
     assert isinstance(batch, StoredBatch) and batch.sample_N is not None
     order = list(reversed(range(len(batch.lens_N))))

@@ -40,7 +40,7 @@ from mcore_rl.algo.registry import Needs, advantages, losses
 stopped = set()
 
 
-@advantages.register("stopping", Needs(), by_sample=True)
+@advantages.register("stopping", Needs(), sees="samples")
 def stopping_advantage(outcomes, config):
     seen = "an advantage"
     if "advantage" not in stopped:

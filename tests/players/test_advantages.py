@@ -4,51 +4,40 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mcore_rl.algo import choice
 from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.registry import advantages
 from mcore_rl.algo.user_file import register_user_file
 from mcore_rl.config import AlgorithmConfig, KLConfig
-from mcore_rl.data.assembly import assemble, column_of, scatter
+from mcore_rl.data.assembly import assemble, scatter
 from mcore_rl.data.batch import make_train_batch
 from mcore_rl.data.kept_rows import TEACHER_LOGPROBS
 from mcore_rl.data.stored_batch import make_stored_batch
 from mcore_rl.players.advantages import StoredAdvantages
 from mcore_rl.scores import Scores
-from mcore_rl.types import StoredBatch, StoredColumn, TrainBatch
-from tests.support.stored import Stores, make_stored
+from mcore_rl.types import StoredBatch, StoredColumn
+from tests.support.stored import make_stored, work_beside
 
-TokenWork = Callable[[TrainBatch], tuple[TrainBatch, dict[str, float]]]
-BY_SAMPLE = [name for name in advantages.names if advantages.is_by_sample(name)]
+BY_SAMPLE = [
+    name
+    for name in advantages.names
+    if advantages.entry(name).sees == "samples" and not advantages.needs(name).old_logprobs
+]
 
 
-def untouched(function: TokenWork, batch: StoredBatch) -> tuple[StoredBatch, dict[str, float]]:
+def untouched(works: Sequence[Any]) -> list[tuple[StoredBatch, Any]]:
     raise AssertionError("tokens are not needed")
-
-
-def on_tokens_of(stores: Stores) -> Callable[..., tuple[StoredBatch, dict[str, float]]]:
-    """Do as a collector does: see cluster.collector_worker.CollectorWorker.apply."""
-
-    def apply(function: TokenWork, batch: StoredBatch) -> tuple[StoredBatch, dict[str, float]]:
-        whole = assemble(batch, stores.read)
-        made, metrics = function(whole)
-        changed = {
-            name: value
-            for name, value in made.token_fields().items()
-            if value is not getattr(whole, name)
-        }
-        scatter(batch, {column_of(name): value for name, value in changed.items()}, stores.write)
-        columns = {name: StoredColumn(column_of(name)) for name in changed}
-        return replace(batch, **columns), metrics
-
-    return apply
 
 
 def scores_of(number: int) -> Scores:
@@ -86,10 +75,10 @@ def test_a_users_advantage_needs_its_file_in_the_controller_only(tmp_path: Path)
     file = tmp_path / "mine.py"
     file.write_text(
         "from mcore_rl.algo.registry import Needs, advantages\n"
-        "@advantages.register('over_greedy', Needs(greedy_baseline=True), by_sample=True)\n"
+        "@advantages.register('over_greedy', Needs(greedy_baseline=True), sees='samples')\n"
         "def over_greedy(outcomes, config):\n"
         "    return outcomes.spread(outcomes.rewards_N - outcomes.greedy_N)\n"
-        "@advantages.register('forgets_to_spread', by_sample=True)\n"
+        "@advantages.register('forgets_to_spread', sees='samples')\n"
         "def forgets_to_spread(outcomes, config):\n"
         "    return outcomes.rewards_N[:1]\n"
     )
@@ -125,13 +114,13 @@ def test_a_kl_in_the_reward_is_computed_where_tokens_are_and_steers_its_coeffici
     one = Advantages(config)
     here = replace(here, old_logprobs_T=values[0], ref_logprobs_T=values[1])
     expected, metrics = one(scores, samples, here)
-    other = StoredAdvantages(Advantages(config), on_tokens_of(stores), has_teacher=False)
+    other = StoredAdvantages(Advantages(config), partial(work_beside, stores), has_teacher=False)
     batch, same = other(scores, rows, there)
-    assert batch.advantages_T == StoredColumn("advantages") and same == metrics
+    assert batch.advantages_N is not None and same == pytest.approx(metrics)
     made = assemble(batch, stores.read).advantages_T
     assert made is not None and expected.advantages_T is not None
     assert torch.equal(made, expected.advantages_T)
-    assert other.state_dict() == one.state_dict() != {"kl_coef": 0.1}
+    assert other.state_dict() == pytest.approx(one.state_dict()) != {"kl_coef": 0.1}
     other.load_state_dict({"kl_coef": 0.5})
     assert other.state_dict() == {"kl_coef": 0.5}
 
@@ -151,11 +140,12 @@ def test_values_give_returns_beside_advantages(bootstraps: bool) -> None:
     samples = [replace(s, finish_reason=e) for s, e in zip(samples, ENDS, strict=True)]
     rows = [replace(row, finish_reason=end) for row, end in zip(rows, ENDS, strict=True)]
     expected, metrics = Advantages(config)(scores, samples, replace(here, values_T=values_T))
-    player = StoredAdvantages(Advantages(config), on_tokens_of(stores), has_teacher=False)
+    player = StoredAdvantages(Advantages(config), partial(work_beside, stores), has_teacher=False)
     batch, same = player(scores, rows, replace(there, values_T=StoredColumn("values")))
     made = assemble(batch, stores.read)
     assert made.returns_T is not None and expected.returns_T is not None
-    assert torch.equal(made.returns_T, expected.returns_T) and same == metrics
+    assert torch.equal(made.returns_T, expected.returns_T)
+    assert same == pytest.approx(metrics)
 
 
 def test_a_teachers_log_probs_are_read_from_their_column() -> None:
@@ -168,10 +158,36 @@ def test_a_teachers_log_probs_are_read_from_their_column() -> None:
     config = AlgorithmConfig(advantage="distillation", reward_coef=0.5)
     here = replace(here, old_logprobs_T=old_T, teacher_logprobs_T=teacher_T)
     expected, metrics = Advantages(config)(scores, samples, here)
-    player = StoredAdvantages(Advantages(config), on_tokens_of(stores), has_teacher=True)
+    player = StoredAdvantages(Advantages(config), partial(work_beside, stores), has_teacher=True)
     there = replace(there, old_logprobs_T=StoredColumn("old_logprobs"))
     batch, same = player(scores, rows, there)
     made = assemble(batch, stores.read).advantages_T
     assert made is not None and expected.advantages_T is not None
-    assert torch.equal(made, expected.advantages_T) and same == metrics
+    assert torch.equal(made, expected.advantages_T) and same == pytest.approx(metrics)
     assert "kl/teacher" in metrics
+
+
+def test_a_users_advantage_that_sees_the_step_gets_it_whole(own_file_forgotten: None) -> None:
+    """Its result for a token depends on all others, and is not changed afterwards."""
+
+    @advantages.register("rank_of_length")
+    def rank_of_length(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
+        return outcomes.lens_N.argsort().argsort().repeat_interleave(outcomes.lens_N)
+
+    stores, samples, rows = make_stored(seed=7)
+    held: list[int] = []
+
+    def on_tokens(works: Sequence[Any]) -> list[tuple[StoredBatch, Any]]:
+        held.extend(len(batch.lens_N) for _, batch in works)
+        return work_beside(stores, works)
+
+    config = AlgorithmConfig(advantage="rank_of_length")
+    scores = scores_of(len(rows))
+    here = make_train_batch(samples)
+    expected, _ = Advantages(config)(scores, samples, here)
+    player = StoredAdvantages(Advantages(config), on_tokens, has_teacher=False, part_tokens=1)
+    batch, _ = player(scores, rows, make_stored_batch(rows))
+    made = assemble(batch, stores.read).advantages_T
+    assert made is not None and expected.advantages_T is not None and made.dtype == torch.float32
+    assert torch.equal(made, expected.advantages_T) and made.max() > 8
+    assert held == [len(here.lens_N)]

@@ -1,18 +1,22 @@
 """Samples that lie in stores of this process, and the same samples held here."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from mcore_rl.data.assembly import apply_to_stored
 from mcore_rl.data.kept_rows import ReadRequest
 from mcore_rl.data.sample_store import SampleStore
+from mcore_rl.roles import TokenWork
+from mcore_rl.rollout.collector import facts_of
 from mcore_rl.types import (
     GroupLease,
     Prompt,
     Sample,
+    StoredBatch,
     StoredSample,
     TrainBatch,
     VersionSpan,
@@ -37,6 +41,17 @@ class Stores:
     def write(self, parts: Mapping[int, Any]) -> None:
         for k, part in parts.items():
             self.stores[k].write(*part)
+
+
+def work_beside(
+    stores: Stores, works: Sequence[tuple[TokenWork, StoredBatch]]
+) -> list[tuple[StoredBatch, Any]]:
+    """Play roles.OnTokens as collectors do, but in this process."""
+    made = []
+    for function, batch in works:
+        columns, returned = apply_to_stored(function, batch, stores.read, stores.write)
+        made.append((replace(batch, **columns), returned))
+    return made
 
 
 def make_sample(generator: random.Random, prompt: Prompt, index: int, most: int = 6) -> Sample:
@@ -77,6 +92,24 @@ def make_stored(
         pairs += [(sample, stored(sample, lease)) for sample in samples]
     generator.shuffle(pairs)
     return stores, [sample for sample, _ in pairs], [row for _, row in pairs]
+
+
+def put_in_stores(
+    groups: Sequence[Sequence[Sample]], num_stores: int
+) -> tuple[Stores, list[StoredSample]]:
+    """Return (stores that hold the groups in turn, the samples as stored, in their order)."""
+    stores = Stores([SampleStore(NUM_EXPERTS) for _ in range(num_stores)])
+    rows = []
+    for group, samples in enumerate(groups):
+        lease = GroupLease(group % num_stores, group)
+        stores.stores[lease.store].put(group, samples)
+        facts = facts_of(group, samples)
+        for i, sample in enumerate(samples):
+            row = replace(stored(sample, lease), has_experts=facts.has_experts)
+            if facts.episode_rows:
+                row = replace(row, episode_rows=facts.episode_rows[i], metrics=facts.metrics[i])
+            rows.append(row)
+    return stores, rows
 
 
 def stored(sample: Sample, lease: GroupLease) -> StoredSample:

@@ -18,7 +18,7 @@ from mcore_rl.algo.loss_tokens import LossTokens
 from mcore_rl.algo.losses import binary_tv, cispo, clip_cov, dppo, gmpo, kl_cov
 from mcore_rl.algo.preferences import Likelihoods, implicit_rewards, pairs_by_turns
 from mcore_rl.algo.requirements import check_pairs, check_teacher
-from mcore_rl.algo.values import explained_variance, value_loss
+from mcore_rl.algo.values import value_loss
 from mcore_rl.config import (
     AlgorithmConfig,
     KLConfig,
@@ -147,14 +147,6 @@ def test_covariances_are_those_of_float64() -> None:
     assert got.dtype == torch.float64 and got.tolist() == pytest.approx(expected, rel=1e-9, abs=0)
 
 
-def test_one_return_explains_nothing() -> None:
-    one = torch.tensor([2.0])
-    assert explained_variance(one, one) == 0.0
-    assert explained_variance(torch.empty(0), torch.empty(0)) == 0.0
-    two = torch.tensor([1.0, 3.0])
-    assert explained_variance(torch.tensor([1.0, 2.0]), two) == pytest.approx(0.75)
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -170,11 +162,12 @@ def test_one_return_explains_nothing() -> None:
         (AlgorithmConfig(advantage="gae"), False),
         (AlgorithmConfig(advantage="distillation"), False),
         (AlgorithmConfig(advantage="reinforce_plus_plus"), False),
+        (AlgorithmConfig(advantage="dpo"), False),
     ],
     ids=lambda value: getattr(value, "advantage", str(value)),
 )
 def test_which_advantages_need_rewards_alone(config: AlgorithmConfig, expected: bool) -> None:
-    assert Advantages(config).are_by_sample is expected
+    assert Advantages(config).need_tokens is not expected
 
 
 def test_pairs_may_take_one_step_and_no_more() -> None:
