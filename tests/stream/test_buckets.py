@@ -120,6 +120,24 @@ def test_ranks_that_work_through_their_own_buckets_in_order_never_block_each_oth
             recvs[bucket.target_rank].pop(0)
 
 
+def test_a_round_gives_each_sender_a_receiver_of_its_own() -> None:
+    """Sender k begins with receiver k, then k + 1: no two of them wait for the same one."""
+    one = [Slice(Box("w", (0,), (4,)), "float32")]
+    flows = {(source, target): one for target in range(4) for source in range(4)}
+    pairs = [(b.source_rank, b.target_rank) for b in plan_buckets(flows, 4, 1 << 20)]
+    assert pairs[:5] == [(0, 0), (1, 1), (2, 2), (3, 3), (0, 1)]
+    rounds = [pairs[at : at + 4] for at in range(0, 16, 4)]
+    assert all(len({target for _, target in each}) == 4 for each in rounds)
+    assert all([source for source, _ in each] == [0, 1, 2, 3] for each in rounds)
+
+
+def test_a_pairs_second_message_comes_after_every_first_one() -> None:
+    two = [Slice(Box(name, (0,), (4,)), "float32") for name in "ab"]
+    flows = {(source, target): two for target in range(2) for source in range(2)}
+    buckets = plan_buckets(flows, 2, 16)
+    assert [bucket.index for bucket in buckets] == [0] * 4 + [1] * 4
+
+
 def test_fp8_values_and_their_scales_share_a_bucket() -> None:
     matrix = Slice(Box("w", (0, 0), (512, 256)), "float8_e4m3fn")
     buckets = plan_buckets({(0, 0): [matrix]}, 1, 2 * 128 * 256)
