@@ -15,16 +15,20 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algo import choice
+from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.registry import advantages
 from mcore_rl.algo.user_file import register_user_file
-from mcore_rl.config import AlgorithmConfig, KLConfig
+from mcore_rl.config import AlgorithmConfig, Config, KLConfig
 from mcore_rl.data.assembly import assemble, scatter
-from mcore_rl.data.batch import make_train_batch
+from mcore_rl.data.batch import make_train_batch, without_truncated
 from mcore_rl.data.kept_rows import TEACHER_LOGPROBS
 from mcore_rl.data.stored_batch import make_stored_batch
+from mcore_rl.loops.training import StepOptions, prepare_batch
+from mcore_rl.metrics import PhaseTimer
 from mcore_rl.players.advantages import StoredAdvantages
+from mcore_rl.roles import Roles, in_turn
 from mcore_rl.scores import Scores
 from mcore_rl.types import StoredBatch, StoredColumn
 from tests.support.stored import make_stored, work_beside
@@ -146,6 +150,28 @@ def test_values_give_returns_beside_advantages(bootstraps: bool) -> None:
     assert made.returns_T is not None and expected.returns_T is not None
     assert torch.equal(made.returns_T, expected.returns_T)
     assert same == pytest.approx(metrics)
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "reinforce_plus_plus"])
+def test_stored_responses_that_are_cut_off_count_for_others_and_carry_no_loss(name: str) -> None:
+    """DAPO, section 3.4: the mask loses them after advantages are computed with them."""
+    stores, samples, rows = make_stored(seed=8)
+    samples = [replace(s, finish_reason=e) for s, e in zip(samples, ENDS, strict=True)]
+    rows = [replace(row, finish_reason=end) for row, end in zip(rows, ENDS, strict=True)]
+    scores = scores_of(len(rows))
+    config = AlgorithmConfig(advantage=name, loss="policy_gradient", filter_overlong=True)
+    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
+    player = StoredAdvantages(Advantages(config), partial(work_beside, stores), has_teacher=False)
+    roles = Roles(**fields | {"advantages": player, "both": in_turn})
+    options = StepOptions.of(Config(algorithm=config), needs_of(config))
+    _, _, batch, _ = prepare_batch(options, roles, PhaseTimer(1), rows, scores)
+    made = assemble(batch, stores.read)
+    here = make_train_batch(samples)
+    expected, _ = Advantages(config)(scores, samples, here)
+    mask_T = without_truncated(here, samples).loss_mask_T
+    assert torch.equal(made.loss_mask_T, mask_T) and 0 < mask_T.sum() < here.loss_mask_T.sum()
+    assert made.advantages_T is not None and expected.advantages_T is not None
+    torch.testing.assert_close(made.advantages_T[mask_T], expected.advantages_T[mask_T])
 
 
 def test_a_teachers_log_probs_are_read_from_their_column() -> None:
