@@ -161,18 +161,22 @@ def remax(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return (outcomes.rewards_to_go(1.0) - outcomes.spread(outcomes.greedy_N.double())).float()
 
 
+@advantages.register("tir_optimal_token_baseline", Needs(sum_squares=True), reads=(), sees="groups")
 @advantages.register("optimal_token_baseline", Needs(sum_squares=True), reads=(), sees="groups")
 def optimal_token_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """G_t - sum(G_t W_t) / sum(W_t) over the samples of the group that reach token t.
 
     G_t is the reward to go. W_t sums 1 - 2 p + sum(p^2) over the tokens up to t; each term is the
-    squared norm of the gradient of a token's log-prob by the logits. This is the baseline of least
-    variance for each token. A token that only one sample reaches has no baseline. Source: verl's
-    optimal_token_baseline (verl/trainer/ppo/core_algos.py).
+    squared norm of the gradient of a token's log-prob by the logits, times the square of its
+    importance weight, if `algorithm.correction.weight` gives it one. This is the baseline of least
+    variance for each token. A token that only one sample reaches has no baseline.
+
+    arXiv:2602.07078. t counts the tokens that the policy sampled, over all turns, as in verl's
+    tir_optimal_token_baseline (verl/trainer/ppo/core_algos.py), so both names are one function.
     """
     if outcomes.energy_R is None:
         raise ValueError(
-            "algorithm.advantage=optimal_token_baseline needs sums of squared probabilities"
+            f"algorithm.advantage={config.advantage} needs sums of squared probabilities"
         )
     lens = outcomes.lens_N.tolist()
     to_go_R = outcomes.rewards_to_go(1.0)

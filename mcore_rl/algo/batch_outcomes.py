@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mcore_rl.algo.correction import old_policy
+from mcore_rl.algo.correction import old_policy, weights_of_batch
 from mcore_rl.algo.diagnostics import log_ratio
 from mcore_rl.algo.kl import KL_ESTIMATORS
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.sequences import trained_in_order
-from mcore_rl.config import AlgorithmConfig
+from mcore_rl.config import AlgorithmConfig, CorrectionConfig
 from mcore_rl.scores import Scores
 from mcore_rl.types import CUT_OFF, AnySample, TrainBatch
 
@@ -64,7 +64,7 @@ def with_tokens(
     """Add the fields of tokens that the batch has, but for rewards and last values."""
     return replace(
         outcomes,
-        energy_R=_energy(batch),
+        energy_R=_energy(batch, config.correction),
         logprobs_R=_trained(batch, old_policy(batch, config)),
         ref_logprobs_R=_trained(batch, batch.ref_logprobs_T),
         teacher_logprobs_R=_trained(batch, _teacher_logprobs(scores, batch)),
@@ -165,9 +165,13 @@ def _trained(batch: TrainBatch, values_T: Tensor | None) -> Tensor | None:
     return None if values_T is None else values_T[trained_in_order(batch)]
 
 
-def _energy(batch: TrainBatch) -> Tensor | None:
-    """Return 1 - 2 p + sum(p^2) of each trained token; None if the sums are unknown."""
+def _energy(batch: TrainBatch, correction: CorrectionConfig) -> Tensor | None:
+    """Return 1 - 2 p + sum(p^2) of each trained token, times the square of its importance weight,
+    which scales its gradient; None if the sums are unknown.
+    """
     if batch.sum_squares_T is None or batch.old_logprobs_T is None:
         return None
     energy_T = 1 - 2 * batch.old_logprobs_T.double().exp() + batch.sum_squares_T.double()
+    if correction.is_weighted:
+        energy_T *= weights_of_batch(batch, correction).square()
     return energy_T[trained_in_order(batch)]

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 from mcore_rl.algo import advantages as built_in_advantages
 from mcore_rl.algo import losses as built_in_losses
+from mcore_rl.algo import sequence_losses
 from mcore_rl.algo.correction import REJECTIONS, WEIGHTS
 from mcore_rl.algo.preferences import needs_reference
 from mcore_rl.algo.registry import Advantage, Needs, PolicyLossMaker, advantages, losses
 from mcore_rl.algo.user_file import UserFile, read_user_file, register_user_file
 from mcore_rl.config import AlgorithmConfig
 
-BUILT_IN = (built_in_advantages, built_in_losses)
+BUILT_IN = (built_in_advantages, built_in_losses, sequence_losses)
 """The modules that register the built-in functions when they are imported."""
 
 
@@ -51,6 +52,7 @@ def needs_of(config: AlgorithmConfig) -> Needs:
     pairs_need_reference = own.pairs and needs_reference(config.preference)
     return replace(
         own,
+        whole_batch=config.correction.normalize,
         reference=own.reference or has_kl or pairs_need_reference,
         old_logprobs=own.old_logprobs or own.sum_squares or (has_kl and config.kl.in_reward),
     )

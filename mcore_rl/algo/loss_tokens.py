@@ -15,9 +15,10 @@ class LossTokens:
 
     logprobs_T, log_ratio_T   with gradient; 0 off the loss mask
     advantages_T              0 off the loss mask
-    sequence_mean             takes values_T and returns, at each token, their mean over the trained
-                              tokens of the whole sample, whatever rows, micro-batches and ranks
-                              these lie in; without gradient; needs Needs.whole_samples
+    sequence_mean, sequence_sum
+                              take values_T and return, at each token, their mean or sum over the
+                              trained tokens of the whole sample, whatever rows, micro-batches and
+                              ranks these lie in; without gradient; need Needs.whole_samples
     held_back_T               bool, tokens chosen by algo/covariance.py; None unless the loss needs
                               them
     """
@@ -26,4 +27,5 @@ class LossTokens:
     log_ratio_T: Tensor
     advantages_T: Tensor
     sequence_mean: Callable[[Tensor], Tensor]
+    sequence_sum: Callable[[Tensor], Tensor]
     held_back_T: Tensor | None = None

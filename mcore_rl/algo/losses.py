@@ -3,8 +3,7 @@ Nothing is summed here.
 
 `algorithm.loss` names a maker, which takes AlgorithmConfig and returns the loss with its constants
 bound. Notation: w = exp(log_ratio) = policy / old policy, A is the advantage, sg() stops the
-gradient. Losses over whole sequences are written token by token as well; they have the value and
-gradient of the published loss if `algorithm.aggregation` is sequence_mean.
+gradient. Losses with ratios of whole sequences are in sequence_losses.py.
 """
 
 from collections.abc import Callable
@@ -39,7 +38,7 @@ def clipped_surrogate(
 
 @losses.register("ppo_clip", reads=(*CLIPS, "algorithm.dual_clip"))
 def make_ppo_clip(config: AlgorithmConfig) -> PolicyLoss:
-    return partial(ppo_clip, dual_clip=config.dual_clip, **_clips(config))
+    return partial(ppo_clip, dual_clip=config.dual_clip, **clips_of(config))
 
 
 def ppo_clip(
@@ -63,50 +62,9 @@ def ppo_clip(
     return loss_T, metrics
 
 
-@losses.register("gspo", Needs(whole_samples=True), reads=CLIPS)
-def make_gspo(config: AlgorithmConfig) -> PolicyLoss:
-    return partial(gspo, **_clips(config))
-
-
-def gspo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
-    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s the geometric mean of w over the
-    sequence.
-
-    GSPO-token, arXiv:2507.18071, eq. 14: s_t = sg(s) policy / sg(policy). Clip ranges are about
-    3e-4.
-    """
-    mean_T = tokens.sequence_mean(tokens.log_ratio_T.detach())
-    log_ratio_T = mean_T + tokens.log_ratio_T - tokens.log_ratio_T.detach()
-    return clipped_surrogate(log_ratio_T, tokens.advantages_T, clip_low, clip_high)
-
-
-@losses.register("gmpo", Needs(whole_samples=True), reads=CLIPS)
-def make_gmpo(config: AlgorithmConfig) -> PolicyLoss:
-    return partial(gmpo, **_clips(config))
-
-
-def gmpo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
-    """-A times the geometric mean over the sequence of w, each clipped to exp(-clip_low) ..
-    exp(clip_high).
-
-    GMPO, arXiv:2507.20673, eq. 4: clipped on the side where PPO clips. Clip ranges are about 0.4.
-    """
-    log_ratio_T = tokens.log_ratio_T
-    sign_T = tokens.advantages_T.sign()
-    clipped_T = log_ratio_T.clamp(-clip_low, clip_high)
-    kept_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * clipped_T)
-    mean_T = tokens.sequence_mean(kept_T.detach())
-    loss_T = -tokens.advantages_T * (mean_T + kept_T - kept_T.detach()).exp()
-    log_ratio_T = log_ratio_T.detach()
-    return loss_T, {
-        "clip/low_share": ((log_ratio_T < -clip_low) & (sign_T < 0)).float(),
-        "clip/high_share": ((log_ratio_T > clip_high) & (sign_T > 0)).float(),
-    }
-
-
 @losses.register("cispo", reads=CLIPS)
 def make_cispo(config: AlgorithmConfig) -> PolicyLoss:
-    return partial(cispo, **_clips(config))
+    return partial(cispo, **clips_of(config))
 
 
 def cispo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
@@ -148,14 +106,30 @@ def policy_gradient(tokens: LossTokens) -> tuple[Tensor, Metrics]:
     return -tokens.advantages_T * tokens.logprobs_T, {}
 
 
+@losses.register("dro", reads=("algorithm.dro_beta",))
+def make_dro(config: AlgorithmConfig) -> PolicyLoss:
+    return partial(dro, beta=config.dro_beta)
+
+
+def dro(tokens: LossTokens, *, beta: float) -> tuple[Tensor, Metrics]:
+    """-A log policy + beta / 2 (log w)^2: a squared log ratio holds the policy near the old one.
+
+    DRO, arXiv:2405.19107, taken token by token, with the old policy as its reference, and with the
+    advantages of any choice instead of a learned value; as in verl's compute_policy_loss_dro
+    (verl/trainer/ppo/core_algos.py).
+    """
+    penalty_T = beta / 2 * tokens.log_ratio_T.square()
+    return penalty_T - tokens.advantages_T * tokens.logprobs_T, {}
+
+
 @losses.register("dppo_tv", reads=(*CLIPS, "algorithm.max_ratio"))
 def make_dppo_tv(config: AlgorithmConfig) -> PolicyLoss:
-    return partial(dppo, divergence=binary_tv, max_ratio=config.max_ratio, **_clips(config))
+    return partial(dppo, divergence=binary_tv, max_ratio=config.max_ratio, **clips_of(config))
 
 
 @losses.register("dppo_kl", reads=(*CLIPS, "algorithm.max_ratio"))
 def make_dppo_kl(config: AlgorithmConfig) -> PolicyLoss:
-    return partial(dppo, divergence=binary_kl, max_ratio=config.max_ratio, **_clips(config))
+    return partial(dppo, divergence=binary_kl, max_ratio=config.max_ratio, **clips_of(config))
 
 
 def dppo(
@@ -213,7 +187,7 @@ def binary_kl(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
     ),
 )
 def make_clip_cov(config: AlgorithmConfig) -> PolicyLoss:
-    return partial(clip_cov, **_clips(config))
+    return partial(clip_cov, **clips_of(config))
 
 
 def clip_cov(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
@@ -251,5 +225,6 @@ def _held_back(tokens: LossTokens) -> Tensor:
     return tokens.held_back_T
 
 
-def _clips(config: AlgorithmConfig) -> dict[str, float]:
+def clips_of(config: AlgorithmConfig) -> dict[str, float]:
+    """Return both clip ranges by name."""
     return {"clip_low": config.clip_low, "clip_high": config.clip_high}

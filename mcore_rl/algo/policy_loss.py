@@ -86,7 +86,7 @@ def _try_out(loss: PolicyLoss, config: AlgorithmConfig) -> None:
         logprobs_T=logprobs_T,
         log_ratio_T=logprobs_T - logprobs_T.detach(),
         advantages_T=torch.ones(2),
-        sequence_mean=_means(config, Sequences(sequence_sum([2], is_token_T.device), is_token_T)),
+        **_over_samples(config, Sequences(sequence_sum([2], is_token_T.device), is_token_T)),
         held_back_T=is_token_T,
     )
     try:
@@ -130,7 +130,7 @@ def policy_loss(
         logprobs_T=torch.where(mask_T, logprobs_T, 0.0),
         log_ratio_T=log_ratio(logprobs_T, old_logprobs_T, mask_T),
         advantages_T=batch.advantages_T.masked_fill(~mask_T, 0.0),
-        sequence_mean=_means(config, sequences),
+        **_over_samples(config, sequences),
         held_back_T=batch.held_back_T,
     )
     entropy_T = torch.where(mask_T, entropy_T, 0.0)
@@ -150,21 +150,25 @@ def policy_loss(
     return loss_T, metrics
 
 
-def _means(config: AlgorithmConfig, sequences: Sequences) -> Callable[[Tensor], Tensor]:
-    """Return LossTokens.sequence_mean, which raises ValueError where the loss did not ask for it:
-    sums over samples may take a forward pass, so they must be known of before a step.
+def _over_samples(
+    config: AlgorithmConfig, sequences: Sequences
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return LossTokens.sequence_mean and sequence_sum, which raise ValueError where the loss did
+    not ask for them: sums over samples may take a forward pass, so they must be known of before a
+    step.
     """
+    functions = {"sequence_mean": sequences.mean, "sequence_sum": sequences.sum}
     if losses.needs(config.loss).whole_samples:
-        return sequences.mean
+        return functions
 
-    def refuse(values_T: Tensor) -> Tensor:
+    def refuse(values_T: Tensor, name: str) -> Tensor:
         raise ValueError(
-            f"algorithm.loss={config.loss} calls LossTokens.sequence_mean, but did not say that it"
+            f"algorithm.loss={config.loss} calls LossTokens.{name}, but did not say that it"
             f" needs whole samples: register it as losses.register({config.loss!r},"
             " Needs(whole_samples=True))"
         )
 
-    return refuse
+    return {name: partial(refuse, name=name) for name in functions}
 
 
 def _correction(

@@ -32,8 +32,10 @@ class Needs:
                      policy_gradient, the aggregation token_sum, and a rollout takes one optimizer
                      step
     held_back        chooses the tokens that the loss holds back (LossTokens.held_back_T)
-    whole_samples    means over whole samples (LossTokens.sequence_mean), whose rows may lie on
-                     several ranks; a loss that takes one without this is refused
+    whole_samples    means or sums over whole samples (LossTokens.sequence_mean, sequence_sum),
+                     whose rows may lie on several ranks; a loss that takes one without this is
+                     refused
+    whole_batch      means over all samples of an optimizer step, whatever ranks these lie on
     """
 
     critic: bool = False
@@ -46,6 +48,7 @@ class Needs:
     pairs: bool = False
     held_back: Pick | None = None
     whole_samples: bool = False
+    whole_batch: bool = False
 
     def joined(self, other: "Needs") -> "Needs":
         """Everything that either of the two needs."""

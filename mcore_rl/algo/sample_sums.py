@@ -12,6 +12,7 @@ Sums carry no gradient, so the step's gradient is that of a loss which sees all 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -20,9 +21,9 @@ from torch import Tensor
 
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.registry import losses
-from mcore_rl.algo.sequences import SequenceSum
+from mcore_rl.algo.sequences import SequenceSum, sums_at
 from mcore_rl.config import AlgorithmConfig
-from mcore_rl.types import AnyBatch, SumsFrom
+from mcore_rl.types import AnyBatch, StoredBatch, SumsFrom
 
 LossOfPart = tuple[Callable[[SequenceSum], object], Tensor]
 """(runs the loss of a micro-batch with these sums, sample_T: the sample of each of its tokens)."""
@@ -33,13 +34,26 @@ def choose_sums(config: AlgorithmConfig, batch: AnyBatch, *, is_first: bool) -> 
 
     is_first   the weights are still those of the old log-probs
     """
-    if batch.sample_N is None or len(np.unique(batch.sample_N)) == len(batch.lens_N):
-        return "rows"
-    if not needs_of(config).whole_samples:
-        return "rows"
+    needs = needs_of(config)
+    if not needs.whole_batch:
+        if batch.sample_N is None or len(np.unique(batch.sample_N)) == len(batch.lens_N):
+            return "rows"
+        if not needs.whole_samples:
+            return "rows"
     # A correction sums old log-probs, if there are any; only the loss sums current ones.
     old_suffice = is_first or not losses.needs(config.loss).whole_samples
     return "old" if batch.old_logprobs_T is not None and old_suffice else "current"
+
+
+def with_sums(config: AlgorithmConfig, batch: AnyBatch, *, is_first: bool) -> AnyBatch:
+    """Return the batch with `choose_sums`; its samples are then numbered if these are added up."""
+    sums_from = choose_sums(config, batch, is_first=is_first)
+    if sums_from == "rows" or batch.sample_N is not None:
+        return replace(batch, sums_from=sums_from)
+    numbers = np.arange(len(batch.lens_N))
+    if isinstance(batch, StoredBatch):
+        return replace(batch, sums_from=sums_from, sample_N=numbers)
+    return replace(batch, sums_from=sums_from, sample_N=tuple(numbers.tolist()))
 
 
 @torch.no_grad()
@@ -71,14 +85,14 @@ def known_sums(totals: Sequence[Tensor], sample_T: Tensor) -> SequenceSum:
     """Return the sums of a micro-batch as `add_up_samples` found them; for one run of its loss."""
     calls = count()
 
-    def answer(values_T: Tensor) -> Tensor:
+    def answer(values_T: Tensor, *, whole_batch: bool = False) -> Tensor:
         call = next(calls)
         if call >= len(totals):
             raise ValueError(
                 f"a loss takes more sums over samples in its optimizer step than the {len(totals)}"
                 " that it took before it: their number must not depend on values"
             )
-        return totals[call][sample_T].to(values_T.dtype)
+        return sums_at(sample_T, totals[call], whole_batch).to(values_T.dtype)
 
     return answer
 
@@ -90,10 +104,10 @@ def _add_next_sum(totals: Sequence[Tensor], sample_T: Tensor, sums_S1: Tensor) -
     """
     calls = count()
 
-    def answer(values_T: Tensor) -> Tensor:
+    def answer(values_T: Tensor, *, whole_batch: bool = False) -> Tensor:
         call = next(calls)
         if call < len(totals):
-            return totals[call][sample_T].to(values_T.dtype)
+            return sums_at(sample_T, totals[call], whole_batch).to(values_T.dtype)
         if call == len(totals):
             sums_S1.index_add_(0, sample_T, values_T.detach().double())
             sums_S1[-1] += 1

@@ -5,14 +5,21 @@ The tokens of a sample may lie in several rows, and those of a row on several ra
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mcore_rl.types import TrainBatch
 
-SequenceSum = Callable[[Tensor], Tensor]
-"""values_T -> at each token, the sum over its whole sample; without gradient."""
+
+class SequenceSum(Protocol):
+    def __call__(self, values_T: Tensor, *, whole_batch: bool = False) -> Tensor:
+        """Return, at each token, the sum over its whole sample; without gradient.
+
+        whole_batch   the sum over all samples of the optimizer step instead
+        """
+        ...
 
 
 def sequence_sum(
@@ -20,6 +27,8 @@ def sequence_sum(
     device: torch.device,
     reduce: Callable[[Tensor], object] | None = None,
     sample_N: Sequence[int] | None = None,
+    *,
+    is_whole_batch: bool = True,
 ) -> SequenceSum:
     """Return a function that sums token values by sample, where no other rows are of these samples.
 
@@ -27,20 +36,28 @@ def sequence_sum(
     reduce     adds, in place, the sums of the ranks that hold other parts of the sequences; None if
                no rank does
     sample_N   equal for the sequences of one sample; None: each sequence is a sample
+    is_whole_batch   False if the optimizer step has other sequences, too; a sum over the batch is
+                     then refused
     """
     lens = torch.tensor(lens_N, device=device)
     numbers = range(len(lens_N)) if sample_N is None else sample_N
     _, place_N = torch.tensor(numbers, device=device).unique(return_inverse=True)
     index_T = place_N.repeat_interleave(lens)
 
-    def add_up(values_T: Tensor) -> Tensor:
+    def add_up(values_T: Tensor, *, whole_batch: bool = False) -> Tensor:
+        assert is_whole_batch or not whole_batch, "a sum over the batch is taken before the step"
         sums_N = torch.zeros(len(lens_N), dtype=torch.float64, device=device)
         sums_N.index_add_(0, index_T, values_T.detach().double())
         if reduce is not None:
             reduce(sums_N)
-        return sums_N[index_T].to(values_T.dtype)
+        return sums_at(index_T, sums_N, whole_batch).to(values_T.dtype)
 
     return add_up
+
+
+def sums_at(sample_T: Tensor, sums_S: Tensor, whole_batch: bool) -> Tensor:
+    """Return, at each token, the sum of its sample or that of all samples; as `sums_S`."""
+    return sums_S.sum().expand(len(sample_T)) if whole_batch else sums_S[sample_T]
 
 
 def samples_of_tokens(batch: TrainBatch) -> Tensor:
@@ -83,7 +100,21 @@ class Sequences:
 
     def mean(self, values_T: Tensor) -> Tensor:
         """Return, at each token, the mean over its sample, without gradient."""
+        return self.sum(values_T) / self._count_tokens().to(values_T.dtype)
+
+    def batch_mean(self, values_T: Tensor, *, of_samples: bool) -> Tensor:
+        """Return, at each token, the mean over the optimizer step, without gradient.
+
+        of_samples   every sample has the same share, however long it is; else every token
+        """
+        share_T = 1 / self._count_tokens() if of_samples else torch.ones_like(values_T)
+        share_T = share_T.to(values_T.dtype).masked_fill(~self.mask_T, 0.0)
+        shared_T = share_T * values_T.masked_fill(~self.mask_T, 0.0)
+        total_T = self.sums(share_T.double(), whole_batch=True)
+        return (self.sums(shared_T.double(), whole_batch=True) / total_T).to(values_T.dtype)
+
+    def _count_tokens(self) -> Tensor:
         # No cached_property: its lock is one for all threads, and `sums` may wait for other ranks.
         if self._num_tokens_T is None:
             self._num_tokens_T = self.sums(self.mask_T.double()).clamp(min=1)
-        return self.sum(values_T) / self._num_tokens_T.to(values_T.dtype)
+        return self._num_tokens_T

@@ -13,6 +13,7 @@ from mcore_rl.config.algorithm import (
     CovarianceConfig,
     KLConfig,
     PreferenceConfig,
+    VespoConfig,
 )
 from mcore_rl.config.bounds import Options
 from mcore_rl.config.consistency import (
@@ -95,6 +96,7 @@ __all__ = [
     "StageConfig",
     "SyncConfig",
     "TrainConfig",
+    "VespoConfig",
 ]
 
 

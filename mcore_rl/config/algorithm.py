@@ -43,11 +43,18 @@ class CorrectionConfig(Options, group="algorithm.correction"):
     become 0."""
     low: float = bounded(0.0, least=0)
     high: float = bounded(2.0, above=0)
-    reject: str = one_of("none", ("none", "token", "sequence"))
-    """Leave out tokens, or whole sequences (mean over tokens), whose KL(engine || trainer) is
-    too large."""
+    normalize: bool = False
+    """Divide the weights by their mean over the optimizer step: over its tokens (weight=token) or
+    over its samples."""
+    reject: str = one_of("none", ("none", "token", "sequence", "sequence_sum", "sequence_max"))
+    """Leave out tokens, or whole sequences, whose KL(engine || trainer) is too large. sequence: by
+    the mean over its tokens; sequence_sum: by their sum; sequence_max: by its worst token."""
+    reject_estimator: str = one_of("k3", ("k1", "k2", "k3"))
+    """Estimator of that KL (algorithm.kl.estimator); k1 is log engine - log trainer."""
     reject_above: float = bounded(0.0, least=0)
-    """The largest KL that is not rejected, in nats, by the estimator k3."""
+    """The largest KL that is not rejected, in nats."""
+    reject_below: float | None = bounded(None, most=0)
+    """k1, which may be negative: the least that is not rejected, in nats; null: -reject_above."""
     bypass: bool = False
     """Use the engine's log-probs as those of the old policy. This saves the pass for them, and the
     policy loss has a single ratio, policy / engine."""
@@ -71,6 +78,12 @@ class CorrectionConfig(Options, group="algorithm.correction"):
                 f" reject={self.reject}: there is no third policy between engine and trainer; set"
                 " both to none"
             )
+
+    @property
+    def reject_range(self) -> tuple[float, float]:
+        """Return the least and the largest estimate that is not rejected, in nats."""
+        below = -self.reject_above if self.reject_below is None else self.reject_below
+        return below, self.reject_above
 
     @property
     def weight_name(self) -> str:
@@ -113,6 +126,17 @@ class CovarianceConfig(Options, group="algorithm.covariance"):
                 f"algorithm.covariance.low={self.low} is not below"
                 f" algorithm.covariance.high={self.high}"
             )
+
+
+@dataclass
+class VespoConfig(Options, group="algorithm.vespo"):
+    """For algorithm.loss=vespo: a sequence of ratio W has the weight W^power exp(decay (1 - W))."""
+
+    power_positive: float = bounded(2.0, least=0)
+    decay_positive: float = bounded(3.0, above=0)
+    power_negative: float = bounded(3.0, least=0)
+    """Those of tokens with negative advantage."""
+    decay_negative: float = bounded(2.0, above=0)
 
 
 @dataclass
@@ -162,6 +186,8 @@ class AlgorithmConfig(Options, group="algorithm"):
     """sapo: temperature for tokens with positive advantage."""
     tau_negative: float = bounded(1.05, above=0)
     """sapo: temperature for all other tokens."""
+    dro_beta: float = bounded(0.05, above=0)
+    """dro: weight of the squared log ratio."""
     reward_coef: float = bounded(0.0, least=0)
     """distillation: weight of GRPO's advantages beside the teacher's signal."""
     filter_overlong: bool = False
@@ -170,5 +196,6 @@ class AlgorithmConfig(Options, group="algorithm"):
     """Weight of the entropy bonus; a negative one punishes entropy."""
     kl: KLConfig = field(default_factory=KLConfig)
     covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
+    vespo: VespoConfig = field(default_factory=VespoConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)

@@ -126,7 +126,7 @@ def _of_kl(kl: KLConfig) -> Iterator[Unread]:
 
 def _of_correction(correction: CorrectionConfig) -> Iterator[Unread]:
     if not correction.is_weighted:
-        names = ("low", "high", "bound")
+        names = ("low", "high", "bound", "normalize")
         options = tuple(f"algorithm.correction.{name}" for name in names)
         context = f"algorithm.correction.weight={shown(correction.weight)}"
         yield Unread(options, context, "set algorithm.correction.weight=token")
@@ -135,9 +135,13 @@ def _of_correction(correction: CorrectionConfig) -> Iterator[Unread]:
         yield Unread(("algorithm.correction.low",), "algorithm.correction.bound=truncate", remedy)
     if correction.reject == "none":
         remedy = "set algorithm.correction.reject=token or sequence"
-        yield Unread(
-            ("algorithm.correction.reject_above",), "algorithm.correction.reject=none", remedy
-        )
+        names = ("reject_above", "reject_below", "reject_estimator")
+        options = tuple(f"algorithm.correction.{name}" for name in names)
+        yield Unread(options, "algorithm.correction.reject=none", remedy)
+    elif correction.reject_estimator != "k1":
+        context = f"algorithm.correction.reject_estimator={correction.reject_estimator}"
+        remedy = "set algorithm.correction.reject_estimator=k1"
+        yield Unread(("algorithm.correction.reject_below",), context, remedy)
 
 
 def _of_reward(reward: RewardConfig, has_environment: bool) -> Iterator[Unread]:

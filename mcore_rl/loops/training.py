@@ -7,7 +7,7 @@ from functools import partial
 
 from mcore_rl.algo.covariance import with_held_back
 from mcore_rl.algo.registry import Needs
-from mcore_rl.algo.sample_sums import choose_sums
+from mcore_rl.algo.sample_sums import with_sums
 from mcore_rl.config import AlgorithmConfig, Config, CriticConfig, TrainConfig
 from mcore_rl.data.batch import (
     make_batch,
@@ -123,7 +123,7 @@ def train_policy(options: StepOptions, roles: Roles, batch: Batch, seed: int) ->
 
     def step(part: Batch, i: int) -> StepStats:
         part = _with_held_back(options, roles.on_tokens, part, seed * 1009 + i)
-        part = replace(part, sums_from=choose_sums(options.algorithm, part, is_first=i == 0))
+        part = with_sums(options.algorithm, part, is_first=i == 0)
         return roles.trainer.train_step(_weighted(options, part))
 
     parts = mini_batches(batch, options.train.mini_batches, options.train.epochs, seed)

@@ -284,4 +284,5 @@ def _sequence_sum(batch: RankBatch, totals: Sequence[Tensor] | None) -> Sequence
         return known_sums(totals, samples_of_tokens(batch.batch))
     group = ps.get_context_parallel_group()
     reduce = partial(dist.all_reduce, group=group) if group.size() > 1 else None
-    return sequence_sum(batch.batch.lens_N, batch.tokens_T.device, reduce)
+    device = batch.tokens_T.device
+    return sequence_sum(batch.batch.lens_N, device, reduce, is_whole_batch=False)

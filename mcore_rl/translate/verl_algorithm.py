@@ -1,5 +1,7 @@
 """Advantages, losses, KL and the critic of verl 0.7, as options of a recipe."""
 
+import math
+
 from mcore_rl.translate.foreign import Decision, ForeignOptions, Found, RecipeLine
 from mcore_rl.translate.verl_training import (
     ACTOR,
@@ -24,13 +26,13 @@ ADVANTAGES = {
     "opo": "opo",
     "remax": "remax",
     "gpg": "gpg",
-    "optimal_token_baseline": "optimal_token_baseline",
+    **{name: name for name in ("optimal_token_baseline", "tir_optimal_token_baseline")},
 }
 LOSSES = {
     "vanilla": "ppo_clip",
     "geo_mean": "gmpo",
     "gpg": "policy_gradient",
-    **{name: name for name in ("gspo", "sapo", "cispo", "clip_cov", "kl_cov")},
+    **{name: name for name in ("gspo", "sapo", "cispo", "dro", "clip_cov", "kl_cov")},
     **{name: name for name in ("dppo_tv", "dppo_kl")},
 }
 AGGREGATIONS = {
@@ -49,6 +51,12 @@ ESTIMATORS = {
     "abs": "abs",
 }
 CORRECTION = "algorithm.rollout_correction"
+REJECTIONS = {
+    "token": "token",
+    "seq_mean": "sequence",
+    "seq_sum": "sequence_sum",
+    "seq_max": "sequence_max",
+}
 
 
 def translate_advantage(options: ForeignOptions) -> Found:
@@ -99,6 +107,9 @@ def translate_loss(options: ForeignOptions) -> Found:
     if loss == "ppo_clip":
         bound = options.take(f"{ACTOR}.clip_ratio_c", 3.0)
         yield RecipeLine("algorithm.dual_clip", bound, (f"{ACTOR}.clip_ratio_c",))
+    elif loss == "dro":
+        theirs = f"{ACTOR}.policy_loss.dro_beta"
+        yield RecipeLine("algorithm.dro_beta", options.take(theirs, None), (theirs,))
     elif loss == "sapo":
         for sign, default in (("pos", 1.0), ("neg", 1.05)):
             ours = {"pos": "positive", "neg": "negative"}[sign]
@@ -180,20 +191,52 @@ def translate_kl(options: ForeignOptions) -> Found:
 
 def translate_correction(options: ForeignOptions) -> Found:
     weight = options.take(f"{CORRECTION}.rollout_is", None)
-    if options.take(f"{CORRECTION}.bypass_mode", False):
+    has_bypass = options.take(f"{CORRECTION}.bypass_mode", False)
+    if has_bypass:
         yield RecipeLine("algorithm.correction.bypass", True, (f"{CORRECTION}.bypass_mode",))
         kind = options.take(f"{CORRECTION}.loss_type", "ppo_clip")
         if kind != "ppo_clip" or weight is not None:
             advice = "with bypass the loss is algorithm.loss, without weights"
             yield Decision(f"{CORRECTION}.loss_type", kind, advice)
     elif weight is not None:
-        name = f"{CORRECTION}.rollout_is_threshold"
-        yield RecipeLine("algorithm.correction.weight", weight, (f"{CORRECTION}.rollout_is",))
-        yield RecipeLine("algorithm.correction.high", options.take(name, 2.0), (name,))
-    rejection = options.take(f"{CORRECTION}.rollout_rs", None)
-    if rejection is not None:
-        advice = "algorithm.correction.reject leaves out tokens or sequences by the estimator k3"
-        yield Decision(f"{CORRECTION}.rollout_rs", rejection, f"{advice} (docs/algorithms.md)")
+        yield from _weight(options, weight)
+    yield from _rejection(options, has_bypass)
+
+
+def _weight(options: ForeignOptions, weight: str) -> Found:
+    yield RecipeLine("algorithm.correction.weight", weight, (f"{CORRECTION}.rollout_is",))
+    name = f"{CORRECTION}.rollout_is_threshold"
+    low, _, high = str(options.take(name, 2.0)).rpartition("_")
+    if low:
+        yield RecipeLine("algorithm.correction.bound", "mask", (name,))
+        yield RecipeLine("algorithm.correction.low", float(low), (name,))
+    yield RecipeLine("algorithm.correction.high", float(high), (name,))
+    switch = f"{CORRECTION}.rollout_is_batch_normalize"
+    if options.take(switch, False):
+        yield RecipeLine("algorithm.correction.normalize", True, (switch,))
+
+
+def _rejection(options: ForeignOptions, has_bypass: bool) -> Found:
+    """Yield one criterion of rejection; verl's bounds of k1 are ratios, here they are logs."""
+    source = f"{CORRECTION}.rollout_rs"
+    chosen = options.take(source, None)
+    if chosen is None:
+        return
+    statistic, _, estimator = str(chosen).rpartition("_")
+    bounds = f"{CORRECTION}.rollout_rs_threshold"
+    low, _, high = str(options.take(bounds, "")).rpartition("_")
+    if statistic not in REJECTIONS or not high or has_bypass:
+        advice = "algorithm.correction.reject has one criterion and one bound, and none with bypass"
+        yield Decision(source, chosen, f"{advice} (docs/algorithms.md)")
+        return
+    group = "algorithm.correction"
+    yield RecipeLine(f"{group}.reject", REJECTIONS[statistic], (source,))
+    yield RecipeLine(f"{group}.reject_estimator", estimator, (source,))
+    of_k1 = estimator == "k1"
+    above = math.log(float(high)) if of_k1 else float(high)
+    yield RecipeLine(f"{group}.reject_above", above, (bounds,))
+    if of_k1 and low:
+        yield RecipeLine(f"{group}.reject_below", math.log(float(low)), (bounds,))
 
 
 def translate_critic(options: ForeignOptions) -> Found:

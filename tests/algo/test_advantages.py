@@ -167,8 +167,9 @@ def test_optimal_token_baseline_weighs_each_step_by_the_energy_so_far(
                 sum(weight(i, t) * rows[i][0] for i in there) / total if len(there) > 1 else 0.0
             )
             expected.append(reward - baseline)
-    advantages_R = advantages["optimal_token_baseline"](outcomes, AlgorithmConfig())
-    torch.testing.assert_close(advantages_R, torch.tensor(expected), rtol=1e-4, atol=1e-4)
+    for name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
+        advantages_R = advantages[name](outcomes, AlgorithmConfig())
+        torch.testing.assert_close(advantages_R, torch.tensor(expected), rtol=1e-4, atol=1e-4)
 
 
 def test_known_values() -> None:
@@ -206,6 +207,7 @@ def test_every_advantage_is_tested() -> None:
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
         "remax",
+        "tir_optimal_token_baseline",
     ]
     assert advantages.names == sorted([*BY_SAMPLE, *others])
 

@@ -13,7 +13,7 @@ from mcore_rl.agents.turn_tree import at_leaves, at_turns
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.algo.sequences import trained_in_order
-from mcore_rl.config import AlgorithmConfig, KLConfig
+from mcore_rl.config import AlgorithmConfig, CorrectionConfig, KLConfig
 from mcore_rl.data.batch import make_train_batch
 from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
@@ -118,6 +118,25 @@ def test_the_energy_of_a_token_is_the_norm_of_its_gradient_by_the_logits() -> No
     both = (energy[2] + energy[3]) / (energy[2] + energy[3] + energy[6] + energy[7])
     expected = torch.stack([1 - first, 1 - both, -first, -both]).float()
     torch.testing.assert_close(advantages_T[batch.loss_mask_T], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("weight", ["token", "sequence"])
+def test_an_importance_weight_scales_the_energy_of_its_token_by_its_square(weight: str) -> None:
+    """The ratios of sample 0 are 2 and 1/4, those of sample 1 are 1; weights end at 3/2."""
+    samples = make_samples([2, 2], [0, 0])
+    log_ratio_T = torch.tensor([0, 0, 2, 0.25, 0, 0, 1, 1]).log().nan_to_num(neginf=0.0)
+    batch = make_train_batch(samples)
+    assert batch.rollout_logprobs_T is not None
+    old_T = batch.rollout_logprobs_T + log_ratio_T
+    squares_T = 2 * old_T.exp()  # so that each energy is 1, but for its weight
+    batch = replace(batch, old_logprobs_T=old_T, sum_squares_T=squares_T)
+    correction = CorrectionConfig(weight=weight, high=1.5)
+    config = AlgorithmConfig(advantage="tir_optimal_token_baseline", correction=correction)
+    advantages_T = advantages_of(Advantages(config), Scores([1.0, 0.0]), samples, batch)
+    first, both = {"token": (2.25, 2.25 + 0.0625), "sequence": (0.25, 0.5)}[weight]
+    baselines = torch.tensor([first / (first + 1), both / (both + 2)])
+    expected = torch.cat([1 - baselines, -baselines])
+    torch.testing.assert_close(advantages_T[batch.loss_mask_T], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_parts_of_the_reward_and_the_greedy_reward_reach_their_advantages() -> None:

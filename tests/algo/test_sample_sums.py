@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.algo.sample_sums import add_up_samples, choose_sums, known_sums
+from mcore_rl.algo.sample_sums import add_up_samples, choose_sums, known_sums, with_sums
 from mcore_rl.algo.sequences import SequenceSum, samples_of_tokens, trained_in_order
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig
-from mcore_rl.types import SumsFrom, TrainBatch
+from mcore_rl.types import StoredBatch, SumsFrom, TrainBatch
 
 CPU = torch.device("cpu")
 TOKEN = AlgorithmConfig(correction=CorrectionConfig(weight="token"))
@@ -46,6 +47,41 @@ def test_a_pass_is_paid_for_where_sums_are_not_known(
     for alone in ((7, 3, 5), None):
         one_row_each = replace(batch, sample_N=alone)
         assert choose_sums(config, one_row_each, is_first=is_first) == "rows"
+
+
+NORMALIZED = AlgorithmConfig(correction=CorrectionConfig(weight="token", normalize=True))
+
+
+@pytest.mark.parametrize(("knows_old", "source"), [(True, "old"), (False, "current")])
+def test_a_mean_over_the_batch_is_never_that_of_rows(knows_old: bool, source: SumsFrom) -> None:
+    old_T = torch.zeros(6) if knows_old else None
+    for numbers in ((7, 3, 7), (7, 3, 5), None):
+        batch = replace(make_batch(), old_logprobs_T=old_T, sample_N=numbers)
+        numbered = with_sums(NORMALIZED, batch, is_first=False)
+        assert numbered.sums_from == source
+        assert numbered.sample_N == (numbers or (0, 1, 2))
+    alone = with_sums(TOKEN, replace(make_batch(), sample_N=None), is_first=False)
+    assert (alone.sums_from, alone.sample_N) == ("rows", None)
+
+
+def test_rows_in_stores_are_numbered_alike() -> None:
+    places = np.zeros(3, dtype=np.int64)
+    is_trained_N = np.ones(3, dtype=bool)
+    batch = StoredBatch(places, places, np.arange(3), np.ones(3), (2, 3, 1), is_trained_N)
+    numbered = with_sums(NORMALIZED, batch, is_first=False)
+    assert isinstance(numbered, StoredBatch) and numbered.sample_N is not None
+    assert (numbered.sums_from, numbered.sample_N.tolist()) == ("current", [0, 1, 2])
+
+
+def test_a_sum_over_the_batch_is_that_of_all_parts() -> None:
+    def run(sums: SequenceSum) -> Tensor:
+        of_batch_T = sums(torch.ones(3), whole_batch=True)
+        return sums(of_batch_T) + sums(torch.tensor([1.0, 2.0, 4.0]), whole_batch=True)
+
+    parts = [(run, torch.tensor([0, 0, 2])), (run, torch.tensor([2, 1, 1]))]
+    totals = add_up_samples(parts, 3, CPU)
+    assert [total.tolist() for total in totals] == [[2, 2, 2], [12, 12, 12], [3, 6, 5]]
+    assert run(known_sums(totals, parts[1][1])).tolist() == [26, 26, 26]
 
 
 def run_centered(values_T: Tensor) -> Callable[[SequenceSum], Tensor]:

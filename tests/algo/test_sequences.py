@@ -1,8 +1,9 @@
 """Sums over sequences, also where other ranks hold a part of each."""
 
+import pytest
 import torch
 
-from mcore_rl.algo.sequences import sequence_sum
+from mcore_rl.algo.sequences import Sequences, sequence_sum
 
 
 def test_each_token_gets_the_sum_of_its_sequence_without_gradient() -> None:
@@ -25,3 +26,18 @@ def test_many_small_values_add_up_in_double_precision() -> None:
     values_T = torch.full((100_000,), 0.1)
     total = sequence_sum([100_000], torch.device("cpu"))(values_T)[0]
     assert abs(float(total) - 100_000 * float(torch.tensor(0.1))) < 1e-2
+
+
+def test_means_over_the_batch_give_tokens_or_samples_equal_shares() -> None:
+    mask_T = torch.tensor([True, True, True, False, True, True])
+    values_T = torch.tensor([1.0, 2.0, 3.0, torch.nan, 10.0, 20.0], dtype=torch.float64)
+    sequences = Sequences(sequence_sum([4, 2], torch.device("cpu")), mask_T)
+    assert sequences.batch_mean(values_T, of_samples=False).tolist() == [36 / 5] * 6
+    assert sequences.batch_mean(values_T, of_samples=True).tolist() == [(2 + 15) / 2] * 6
+
+
+def test_rows_of_a_larger_step_have_no_sum_over_it() -> None:
+    sums = sequence_sum([2], torch.device("cpu"), is_whole_batch=False)
+    assert sums(torch.ones(2)).tolist() == [2, 2]
+    with pytest.raises(AssertionError, match="a sum over the batch"):
+        sums(torch.ones(2), whole_batch=True)

@@ -1,5 +1,6 @@
 """verl's advantages, losses, KL, correction and critic as options of a recipe."""
 
+import math
 from typing import Any
 
 import pytest
@@ -91,8 +92,43 @@ def test_corrections() -> None:
     bypass = translate(**{f"{group}bypass_mode": True, f"{group}loss_type": "reinforce"})
     assert values(bypass)["algorithm.correction.bypass"] is True
     assert "algorithm.rollout_correction.loss_type" in decided(bypass)
-    rejects = translate(**{f"{group}rollout_rs": "seq_mean_k1"})
-    assert "algorithm.rollout_correction.rollout_rs" in decided(rejects)
+    masked = of(**{f"{group}rollout_is": "token", f"{group}rollout_is_threshold": "0.5_5.0"})
+    assert masked["algorithm.correction.bound"] == "mask"
+    assert (masked["algorithm.correction.low"], masked["algorithm.correction.high"]) == (0.5, 5.0)
+    normal = of(**{f"{group}rollout_is": "token", f"{group}rollout_is_batch_normalize": True})
+    assert normal["algorithm.correction.normalize"] is True
+
+
+@pytest.mark.parametrize(
+    ("criterion", "threshold", "ours"),
+    [
+        ("token_k1", "0.5_2.0", ("token", "k1", math.log(2), math.log(0.5))),
+        ("seq_sum_k1", 2.0, ("sequence_sum", "k1", math.log(2), None)),
+        ("seq_mean_k3", 0.01, ("sequence", "k3", 0.01, None)),
+        ("seq_max_k2", "0.3", ("sequence_max", "k2", 0.3, None)),
+    ],
+)
+def test_a_criterion_of_rejection(criterion: str, threshold: Any, ours: tuple[Any, ...]) -> None:
+    group = "algorithm__rollout_correction__"
+    given = {f"{group}rollout_rs": criterion, f"{group}rollout_rs_threshold": threshold}
+    found = of(**given)
+    names = ("reject", "reject_estimator", "reject_above", "reject_below")
+    assert tuple(found.get(f"algorithm.correction.{name}") for name in names) == ours
+    bypassed = translate(**given, **{f"{group}bypass_mode": True})
+    assert "algorithm.rollout_correction.rollout_rs" in decided(bypassed)
+
+
+def test_several_criteria_of_rejection_are_left_to_decide() -> None:
+    group = "algorithm__rollout_correction__"
+    given = {f"{group}rollout_rs": "token_k1,seq_max_k2", f"{group}rollout_rs_threshold": 2.0}
+    assert "algorithm.rollout_correction.rollout_rs" in decided(translate(**given))
+
+
+def test_dro_and_the_baseline_of_turns() -> None:
+    found = of(**{f"{A}__policy_loss__loss_mode": "dro", f"{A}__policy_loss__dro_beta": 0.2})
+    assert (found["algorithm.loss"], found["algorithm.dro_beta"]) == ("dro", 0.2)
+    name = "tir_optimal_token_baseline"
+    assert of(algorithm__adv_estimator=name)["algorithm.advantage"] == name
 
 
 def test_dynamic_sampling() -> None:

@@ -7,7 +7,7 @@ losses, corrections, KL estimators and aggregations is tried.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -47,7 +47,15 @@ CUTS: dict[str, list[Row]] = {
 SPLITS = [("one row", 3), ("two rows", 1), ("two rows", 2), ("a row a token", 3)]
 """(cut, number of micro-batches), to which the rows are dealt in turn."""
 LOSS = AlgorithmConfig(clip_low=0.1, clip_high=0.15, tau_positive=1.2, tau_negative=1.7)
-CORRECTION = CorrectionConfig(low=0.3, high=1.3, reject_above=0.03)
+CORRECTION = CorrectionConfig(low=0.3, high=1.3)
+REJECT_ABOVE = {
+    "none": (0.0, 0.0),
+    "token": (0.3, 0.03),
+    "sequence": (0.15, 0.03),
+    "sequence_sum": (0.6, 0.17),
+    "sequence_max": (0.295, 0.04),
+}
+"""Bounds of k1 and of k2 and k3 that reject some samples, and other rows of two."""
 
 
 def make_values() -> dict[str, Tensor]:
@@ -151,9 +159,27 @@ def check_invariance(config: AlgorithmConfig) -> None:
 
 @pytest.mark.parametrize("loss", losses.names)
 def test_losses_with_any_correction_do_not_depend_on_rows(loss: str) -> None:
+    estimators = cycle(("k1", "k2", "k3"))
+    normalize = cycle((False, True))
     for weight, reject in product(WEIGHTS.names, REJECTIONS.names):
-        correction = replace(CORRECTION, weight=weight, reject=reject, bound="mask")
+        correction = rejecting(reject, next(estimators))
+        correction = replace(correction, weight=weight, bound="mask", normalize=next(normalize))
         check_invariance(replace(LOSS, loss=loss, correction=correction))
+
+
+def rejecting(reject: str, estimator: str) -> CorrectionConfig:
+    above = REJECT_ABOVE[reject][estimator != "k1"]
+    return replace(CORRECTION, reject=reject, reject_estimator=estimator, reject_above=above)
+
+
+@pytest.mark.parametrize("reject", sorted(set(REJECTIONS.names) - {"none"}))
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_rejection_by_any_estimate_does_not_depend_on_rows(reject: str, estimator: str) -> None:
+    correction = rejecting(reject, estimator)
+    recipe = replace(LOSS, loss="policy_gradient", correction=correction)
+    check_invariance(recipe)
+    _, gradient, _ = run_step(recipe, CUTS["one row"], 1, make_values())
+    assert 0 < (gradient == 0).sum() < NUM_TRAINED
 
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS.names)
@@ -171,17 +197,16 @@ def test_losses_with_any_aggregation_do_not_depend_on_rows(loss: str, aggregatio
 def choices_with_sums() -> list[AlgorithmConfig]:
     """Return a recipe for each entry of the registries that takes sums over samples."""
     recipes = [replace(LOSS, loss=name) for name in losses.names]
-    for option, registry in (("weight", WEIGHTS), ("reject", REJECTIONS)):
-        for name in registry.names:
-            correction = replace(CORRECTION, **{option: name})
-            recipes.append(replace(LOSS, loss="policy_gradient", correction=correction))
+    corrections = [replace(CORRECTION, weight=name) for name in WEIGHTS.names]
+    corrections += [rejecting(name, "k3") for name in REJECTIONS.names]
+    recipes += [replace(LOSS, loss="policy_gradient", correction=x) for x in corrections]
     return [recipe for recipe in recipes if needs_of(recipe).whole_samples]
 
 
 def test_sums_of_rows_would_be_wrong_for_each_choice_that_needs_whole_samples() -> None:
     """Else the tests above would pass without sums over samples."""
     recipes = choices_with_sums()
-    assert len(recipes) >= 5
+    assert len(recipes) >= 9
     for recipe in recipes:
         _, wanted, _ = run_step(recipe, CUTS["two rows"], 1, make_values())
         _, of_rows, _ = run_step(recipe, CUTS["two rows"], 1, make_values(), of_rows=True)

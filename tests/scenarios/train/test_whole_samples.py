@@ -24,7 +24,7 @@ from mcore_rl.algo.correction import REJECTIONS, WEIGHTS
 from mcore_rl.algo.covariance import with_held_back
 from mcore_rl.algo.kl import KL_ESTIMATORS
 from mcore_rl.algo.registry import losses
-from mcore_rl.algo.sample_sums import choose_sums
+from mcore_rl.algo.sample_sums import with_sums
 from mcore_rl.config import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -61,6 +61,13 @@ OPTIMIZER = OptimizerConfig(lr=3e-2, eps=1e-2, clip_grad=0.0)
 """With this eps a gradient's rounding moves weights by no more than rounding."""
 STANDING = replace(OPTIMIZER, lr=1e-30)
 """With this rate weights in float32 stay as they are, so that one model serves many steps."""
+REJECT_ABOVE = {
+    "none": 0.0,
+    "token": 0.03,
+    "sequence": 0.022,
+    "sequence_sum": 0.2,
+    "sequence_max": 0.04,
+}
 COMPARED = ("loss/", "clip/", "correction/", "kl/", "ratio/")
 
 
@@ -108,9 +115,20 @@ def choices() -> list[AlgorithmConfig]:
         replace(base, loss=loss, kl=kl, aggregation=aggregation)
         for loss, kl, aggregation in zip_cycled(losses.names, kls, AGGREGATIONS.names)
     ]
-    for weight, reject in zip_cycled(WEIGHTS.names, REJECTIONS.names):
-        bounds: dict[str, Any] = {"low": 0.3, "high": 1.3, "reject_above": 0.03}
-        correction = CorrectionConfig(weight=weight, reject=reject, **bounds)
+    estimators = ("k1", "k2", "k3")
+    normalize = (True, False, True)
+    for weight, reject, estimator, is_normalized in zip_cycled(
+        WEIGHTS.names, REJECTIONS.names, estimators, normalize
+    ):
+        correction = CorrectionConfig(
+            weight=weight,
+            low=0.3,
+            high=1.3,
+            normalize=is_normalized,
+            reject=reject,
+            reject_estimator=estimator,
+            reject_above=REJECT_ABOVE[reject],
+        )
         recipes += [replace(base, loss=x, correction=correction) for x in ("ppo_clip", "gspo")]
     return recipes
 
@@ -206,7 +224,8 @@ def take_chosen_steps(actor: Actor, packing: Packing, batch: TrainBatch) -> list
     found: list[Step] = []
     for algorithm in choices():
         trainer = make_trainer(actor, algorithm, packing)
-        step = replace(batch, sums_from=choose_sums(algorithm, batch, is_first=False))
+        step = with_sums(algorithm, batch, is_first=False)
+        assert isinstance(step, TrainBatch)
         if (pick := needs_of(algorithm).held_back) is not None:
             step, _ = with_held_back(step, algorithm, pick, SEED)
         stats = trainer.train_step(with_loss_weights(step, algorithm.aggregation, 16))
@@ -278,7 +297,8 @@ def check_chosen(
         assert any((gradient != 0).any() for gradient in right.values())
         check_gradients([answer[0] for answer in answers], right, where, 3e-6)
         source = "current" if losses.needs(algorithm.loss).whole_samples else "old"
-        source = source if needs_of(algorithm).whole_samples else "rows"
+        needs = needs_of(algorithm)
+        source = source if needs.whole_samples or needs.whole_batch else "rows"
         for _, found, sums_from in answers:
             assert found == pytest.approx(wanted[1], rel=1e-6, abs=5e-6), where
             assert sums_from == (source,), where
