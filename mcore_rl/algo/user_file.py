@@ -13,8 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from mcore_rl.algo.registry import advantages, losses
-from mcore_rl.process.errors import describe_error
-from mcore_rl.rewards.user_function import find_file
+from mcore_rl.rewards.user_function import describe_failure, find_file
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def _execute(file: UserFile) -> None:
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         del sys.modules[module.__name__]
         line = _line_of(error, file.path)
-        raise ValueError(f"algorithm.path={file.path}{line}: {describe_error(error)}") from error
+        raise ValueError(f"algorithm.path={file.path}{line}: {describe_failure(error)}") from error
 
 
 def _line_of(error: BaseException, path: str) -> str:

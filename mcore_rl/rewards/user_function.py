@@ -7,6 +7,7 @@ import asyncio
 import functools
 import inspect
 import multiprocessing
+import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -249,6 +250,8 @@ def describe_failure(error: BaseException) -> str:
 
 def _remedy(error: BaseException) -> str:
     """Return what to do about an error that comes of where the function runs, or ""."""
+    if isinstance(error, ModuleNotFoundError):
+        return f": install it for {sys.executable}"
     if type(error) is ValueError and "signal only works in main thread" in str(error):
         return (
             ": set reward.workers=1 or more, whose processes call a function of one sample in their"

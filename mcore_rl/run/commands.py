@@ -28,7 +28,6 @@ from mcore_rl.players.generator import EngineGenerator
 from mcore_rl.process.rotated_output import rotating_logs
 from mcore_rl.process.threads import at_once
 from mcore_rl.report.run_report import make_report
-from mcore_rl.rewards.of_recipe import make_scorer
 from mcore_rl.roles import Roles, in_turn
 from mcore_rl.run.images import sft_images
 from mcore_rl.run.inputs import (
@@ -38,7 +37,6 @@ from mcore_rl.run.inputs import (
     read_train_inputs,
     without_replay,
 )
-from mcore_rl.run.node_servers import check_node_servers
 from mcore_rl.run.parts import (
     completing_saves,
     connect_stores,
@@ -169,13 +167,11 @@ def run_pairs(config: Config) -> None:
     """
     check_no_trainer(config)
     policy, tokenizer = open_policy(config, *needed_prompts(config))
+    collector = collector_spec(config, policy, tokenizer)
     splits = {
         "train": first_prompts(config, tokenizer, config.dpo.prompts),
         "heldout": load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts],
     }
-    check_node_servers(config)
-    make_scorer(config)
-    collector = collector_spec(config, policy, tokenizer)
     num_samples = config.rollout.samples_per_prompt
     num_pairs = config.dpo.pairs_per_prompt
     with _run(config, policy, "pairs", collector) as (folder, _, processes):
@@ -200,10 +196,8 @@ def run_eval(config: Config) -> None:
     """`mcore-rl eval`: evaluate the weights in model.path without a trainer, to <run.dir>/eval."""
     check_no_trainer(config)
     policy, tokenizer = open_policy(config, "eval.data")
-    held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
-    check_node_servers(config)
-    make_scorer(config)
     collector = collector_spec(config, policy, tokenizer)
+    held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     with _run(config, policy, "eval", collector) as (folder, _, processes):
         rollouts = connect_rollouts(config, processes, processes.start_engines())
         with make_log(config, folder, None, 0, rollouts.read) as log:

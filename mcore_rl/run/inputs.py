@@ -20,11 +20,8 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.planning.checks import check_sizes
 from mcore_rl.planning.models import read_critic, read_policy
 from mcore_rl.players.canary import make_probe
-from mcore_rl.rewards.of_recipe import make_scorer
 from mcore_rl.rollout.teacher import check_same_vocabulary
-from mcore_rl.run.episodes import check_episodes
 from mcore_rl.run.images import check_critic_images
-from mcore_rl.run.node_servers import check_node_servers
 from mcore_rl.run.prompts import load_split, train_prompts
 from mcore_rl.run.rollouts import collector_spec
 from mcore_rl.slices.families.routing import check_routing
@@ -62,19 +59,17 @@ def read_train_inputs(config: Config) -> TrainInputs:
     policy, tokenizer = open_policy(config, *needed_prompts(config))
     check_routing(config.train, policy.config)
     warn_of_cut_distribution(config.rollout)
+    collector = collector_spec(config, policy, tokenizer)
+    loss = make_policy_loss(config.algorithm)
     prompts = train_prompts(config, tokenizer, config.canary.sequences)
     held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
-    check_node_servers(config)
-    make_scorer(config)  # refuses wrong options here, before there are collectors
-    if config.agents.is_used:
-        check_episodes(config, policy, tokenizer)
     inputs = TrainInputs(
         policy=policy,
         tokenizer=tokenizer,
         prompts=prompts.stream,
         held_out=held_out,
-        collector=collector_spec(config, policy, tokenizer),
-        loss=make_policy_loss(config.algorithm),
+        collector=collector,
+        loss=loss,
         advantages=Advantages(
             config.algorithm, config.reward.part_weights, config.critic.gae_lambda
         ),

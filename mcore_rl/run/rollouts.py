@@ -21,9 +21,9 @@ from mcore_rl.rewards.of_recipe import make_scorer
 from mcore_rl.rewards.scorer import LOGGED_ERRORS, log_failures
 from mcore_rl.roles import OnTokens, ReadSamples, Reward, ScoreLater, TokenWork
 from mcore_rl.rollout.collector_pool import CollectorPool
-from mcore_rl.run.episodes import episode_spec
+from mcore_rl.run.episodes import check_episodes, episode_spec
 from mcore_rl.run.images import patch_maker
-from mcore_rl.run.node_servers import node_servers_spec
+from mcore_rl.run.node_servers import check_node_servers, node_servers_spec
 from mcore_rl.scores import Scores
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.types import Sample, StoredBatch, StoredSample, TrainBatch
@@ -55,8 +55,13 @@ def collector_spec(
 ) -> CollectorSpec:
     """Return what each collector is built of.
 
-    Raises ValueError if the tokenizer has no end-of-sequence token.
+    Raises ValueError if the tokenizer has no end-of-sequence token, or if rewards, environments or
+    servers of the recipe cannot be used: their code is imported here, before a process starts.
     """
+    check_node_servers(config)
+    make_scorer(config)
+    if config.agents.is_used:
+        check_episodes(config, policy, tokenizer)
     stop = tokenizer.eos_token_id
     if not isinstance(stop, int):
         raise ValueError(

@@ -18,7 +18,8 @@ class Adapter:
     """Where the class of a kind lies.
 
     module, name  the class; it is called with an object of its options
-    options       dataclass of its options, in the same module
+    options       dataclass of its options, in the same module; its method check_imports, if any,
+                  imports the code that options name
     modules       what the worker's interpreter must be able to import
     packages      how pip calls them
     """
@@ -104,12 +105,14 @@ def load(kind: str) -> tuple[Callable[[Any], Any], Callable[..., Any]]:
 def check_options(kind: str, options: Mapping[str, Any]) -> None:
     """Raise ValueError if an environment of this kind cannot have these options.
 
-    Values are checked as far as the adapter can without its package. Files that they name are
-    imported: call it under the workers' interpreter.
+    What they name is imported, too: call it under the workers' interpreter. Errors of imported
+    files pass through.
     """
     check_names(kind, options)
     _, make_options = load(kind)
-    make_options(**options)
+    made = make_options(**options)
+    if check_imports := getattr(made, "check_imports", None):
+        check_imports()
 
 
 def check_names(kind: str, options: Mapping[str, Any]) -> None:

@@ -12,14 +12,15 @@ from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.worker_process import make_import_folder, worker_environment
 from mcore_rl.process.safe_path import start_module
 
-_PROBE_S = 30.0
+_PROBE_S = 120.0
+"""What is imported may have torch behind it, on a slow file system."""
 
 
 def check(options: EnvironmentOptions) -> None:
     """Raise ValueError, with a remedy, if workers could not make the environment.
 
-    Asks the workers' interpreter, which takes about as long as it takes to start. Packages are
-    looked for, not imported; files of the user are imported.
+    Asks the workers' interpreter, which takes about as long as it takes to start. Packages of
+    adapters are looked for, and the user's code is imported.
     """
     adapter = ADAPTERS.get(options.kind)
     if adapter is not None or ":" not in options.kind:
@@ -31,7 +32,7 @@ def check(options: EnvironmentOptions) -> None:
         remedy = ""
         if packages and problem.startswith("it has no"):
             remedy = f": {python} -m pip install {packages}, or name another interpreter as python"
-        raise ValueError(f"environment {options.kind!r} under {python}: {problem}{remedy}")
+        raise ValueError(f"agents.environment={options.kind} under {python}: {problem}{remedy}")
 
 
 def _ask(python: str, options: EnvironmentOptions, modules: tuple[str, ...]) -> list[str]:

@@ -78,6 +78,16 @@ class GymnasiumOptions:
             raise ValueError(f"action_pattern {self.action_pattern!r}: {error}") from error
         self.describe([0.0] * max(64, len(self.buckets)), "", 0, 0.0)
 
+    def check_imports(self) -> None:
+        gymnasium = importlib.import_module("gymnasium")
+        module, _, name = self.id.rpartition(":")
+        if module:
+            importlib.import_module(module)
+        try:
+            gymnasium.spec(name)
+        except gymnasium.error.Error as error:
+            raise ValueError(f"id is {self.id!r}: {error}") from error
+
     def describe(self, values: Sequence[float], text: str, step: int, reward: float) -> str:
         """Fill the template; ValueError if it asks for something that there is not."""
         try:

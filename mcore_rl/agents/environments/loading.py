@@ -2,10 +2,12 @@
 
 import importlib
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mcore_rl.process.errors import describe_error
 from mcore_rl.process.user_files import import_file
 
 
@@ -43,3 +45,17 @@ def _module_of_file(place: str) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     return import_file(path)
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return one line about what a user's code raised: error, file, line and remedy."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen")
+    ]
+    where = f", at {frames[-1].filename} line {frames[-1].lineno}" if frames else ""
+    remedy = "mend it"
+    if isinstance(error, ModuleNotFoundError):
+        remedy = f"install {error.name} for {sys.executable}, or name another interpreter"
+    return f"{describe_error(error)}{where}; {remedy}"

@@ -7,14 +7,17 @@ behind a mark, as imports may print, too.
 import importlib.util
 import json
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mcore_rl.agents.environments.adapters import check_options
-from mcore_rl.process.errors import describe_error
+from mcore_rl.agents.environments.loading import describe_failure
 
 MARK = "problems of the environment: "
 OLDEST_PYTHON = (3, 11)
+_PACKAGE = Path(__file__).resolve().parents[2]
 
 
 def problems(kind: str, options: Mapping[str, Any], modules: Sequence[str]) -> list[str]:
@@ -27,10 +30,16 @@ def problems(kind: str, options: Mapping[str, Any], modules: Sequence[str]) -> l
         return [f"it has no {', '.join(missing)}"]
     try:
         check_options(kind, options)
-    except Exception as error:  # a user's own file may raise anything; the caller reports it
-        text = str(error) if isinstance(error, ValueError) else describe_error(error)
-        return [text]
+    except (Exception, SystemExit) as error:  # a user's own file may raise anything
+        return [str(error) if _is_ours(error) else describe_failure(error)]
     return []
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Return whether this package refused something: its words need no place in a file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = Path(frames[-1].filename).resolve()
+    return isinstance(error, ValueError) and file.is_relative_to(_PACKAGE)
 
 
 def is_there(module: str) -> bool:

@@ -43,6 +43,10 @@ class VerifiersOptions:
             if not isinstance(first, int) or first < 0:
                 raise ValueError(f"splits: {split} begins at {first!r}: give the number of a task")
 
+    def check_imports(self) -> None:
+        loaders = importlib.import_module("verifiers.v1.utils.loaders")
+        loaders.import_taskset(with_modules(self.env)["taskset"]["id"])
+
     def number_of(self, task: Mapping[str, Any]) -> int:
         """Return the place in the taskset of a prompt's task."""
         extra = task.get("extra_info") or {}

@@ -12,7 +12,12 @@ from functools import cache
 from typing import Any
 
 from mcore_rl.agents.environments.environment import Message, Start, Step
-from mcore_rl.agents.environments.verl_config import check_file, load_class, read_config
+from mcore_rl.agents.environments.verl_config import (
+    check_classes,
+    check_file,
+    load_class,
+    read_config,
+)
 from mcore_rl.data.rows import mapping_of
 
 
@@ -31,6 +36,9 @@ class VerlInteractionOptions:
         check_file(self.config)
         if self.max_turns < 0:
             raise ValueError(f"max_turns is {self.max_turns}: at least 0")
+
+    def check_imports(self) -> None:
+        check_classes(self.config, "interaction")
 
 
 class VerlInteractionEnvironment:

@@ -14,7 +14,12 @@ from mcore_rl.agents.environments.environment import Message, Start, Step
 from mcore_rl.agents.environments.loading import load_named
 from mcore_rl.agents.environments.tool_calls import ToolCalls, ToolOutcome
 from mcore_rl.agents.environments.tools_env import ToolEpisode, as_text, check_bounds
-from mcore_rl.agents.environments.verl_config import check_file, load_class, read_config
+from mcore_rl.agents.environments.verl_config import (
+    check_classes,
+    check_file,
+    load_class,
+    read_config,
+)
 from mcore_rl.data.rows import mapping_of
 
 
@@ -43,6 +48,10 @@ class VerlToolsOptions:
         check_bounds(self.tool_timeout_s, self.result_len, self.max_turns)
         if self.reward:
             load_named(self.reward)
+
+    def check_imports(self) -> None:
+        native_tools(self.config)
+        check_classes(self.config, "tools")
 
 
 class VerlToolsEnvironment:
@@ -104,19 +113,27 @@ def load_tools(config: str) -> dict[str, Any]:
     """Return the tools of a YAML file by name, made once in a process."""
     schema_class = importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema
     tools: dict[str, Any] = {}
-    for entry in read_config(config, "tools"):
-        given = entry.get("config") or {}
-        if given.get("type", "native") != "native":
-            raise ValueError(
-                f"{config}: {entry['class_name']} is of type {given['type']!r}; only native tools "
-                "are loaded here, MCP servers by the environment of kind mcp"
-            )
+    for entry in native_tools(config):
         schema = entry.get("tool_schema")
         tool = load_class(entry["class_name"])(
-            config=given, tool_schema=schema_class.model_validate(schema) if schema else None
+            config=entry.get("config") or {},
+            tool_schema=schema_class.model_validate(schema) if schema else None,
         )
         tools[tool.name] = tool
     return tools
+
+
+def native_tools(config: str) -> list[dict[str, Any]]:
+    """Return the entries of a YAML file's tools. Raises ValueError if one is of another type."""
+    entries = read_config(config, "tools")
+    for entry in entries:
+        kind = (entry.get("config") or {}).get("type", "native")
+        if kind != "native":
+            raise ValueError(
+                f"{config}: {entry['class_name']} is of type {kind!r}; only native tools "
+                "are loaded here, MCP servers by the environment of kind mcp"
+            )
+    return entries
 
 
 def _text(response: Any) -> str:
