@@ -9,13 +9,16 @@ import pytest
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
+from mcore_rl.data.files import write_parquet
+from mcore_rl.data.shapes import prepare_shapes
 from mcore_rl.data.tiny_model import qwen3_moe_config
 from mcore_rl.run.agent import run_agent
-from mcore_rl.run.commands import _run, run_eval, run_pairs, run_train
+from mcore_rl.run.commands import _run, run_eval, run_pairs, run_sft, run_train
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.hf.facts import ModelFacts
 from tests.agents.environments import episodes
 from tests.support.chat_templates import make_tokenizer
+from tests.support.odd_images import encode, noise
 
 
 @pytest.mark.parametrize(
@@ -117,4 +120,51 @@ def test_code_that_cannot_be_used_is_refused_before_data_and_processes(
     with pytest.raises(ValueError, match=message):
         run(config)
     assert not (folder / "run").exists()
+    assert not psutil.Process().children()
+
+
+def image_row(image: object) -> dict[str, object]:
+    return {
+        "prompt": [{"role": "user", "content": "<image> what is it ?"}],
+        "messages": [
+            {"role": "user", "content": "<image> what is it ?"},
+            {"role": "assistant", "content": "red"},
+        ],
+        "images": [image],
+        "data_source": "shapes",
+        "reward_model": {"ground_truth": "red"},
+    }
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shapes")
+    prepare_shapes(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        ("https://host/a.png", "row 1, image 0 is a URL, 'https://host/a.png': nothing is downloa"),
+        ("gone.png", "row 1, image 0: '.*gone.png' cannot be read: No such file"),
+        ("bad.png", "row 1, image 0 is none of BMP, GIF, .*: convert it, or remove the row"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "eval", "pairs", "sft"])
+def test_a_bad_image_is_named_before_processes(
+    shapes: Path, tmp_path: Path, command: str, image: str, message: str
+) -> None:
+    (tmp_path / "good.png").write_bytes(encode(noise(56, 56)))
+    (tmp_path / "bad.png").write_bytes(b"no picture")
+    rows = [image_row("good.png"), image_row(image)]
+    write_parquet(rows, tmp_path / "rows.parquet")
+    files = f"[{tmp_path / 'rows.parquet'}]"
+    of_data = [f"{name}={files}" for name in ("data.train", "eval.data", "sft.data")]
+    of_model = [f"model.path={shapes / 'model'}", "model.init=random"]
+    config = load_recipe("tiny_vlm_grpo", [*of_model, *of_data, f"run.dir={tmp_path / 'run'}"])
+    run: Callable[[Config], None] = {**COMMANDS, "sft": run_sft}[command]
+    with pytest.raises(ValueError, match=message):
+        run(config)
+    assert not (tmp_path / "run").exists()
     assert not psutil.Process().children()

@@ -4,12 +4,16 @@ An entry is bytes, a path, or an object that holds one of these under `bytes`, `
 Paths are relative to the folder of the data file.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.data.rows import Row
+
+_URL = re.compile(r"(?!file:)[a-zA-Z][a-zA-Z0-9+.-]*://|data:")
+"""How a URL begins, other than that of a file."""
 
 
 class BadImage(ValueError):
@@ -68,12 +72,25 @@ def _data(entry: Any, place: str, folder: Path, max_bytes: int) -> bytes:
         for key in ("bytes", "path", "image"):
             if entry.get(key) is not None:
                 return _data(entry[key], place, folder, max_bytes)
+        for key in ("image_url", "url"):
+            value = entry.get(key)
+            refuse_url(value.get("url") if isinstance(value, Mapping) else value, place)
         raise BadImage(f"{place} has none of `bytes`, `path` and `image`: {sorted(entry)}")
     if isinstance(entry, bytes | bytearray | memoryview):
         return bytes(entry)
     if isinstance(entry, str):
+        refuse_url(entry, place)
         return _read(folder / entry.removeprefix("file://"), place, max_bytes)
     raise BadImage(f"{place} is a {type(entry).__name__}, not bytes, a path or an object with them")
+
+
+def refuse_url(entry: Any, place: str) -> None:
+    """Raise BadImage if an entry is a URL, save that of a file."""
+    if isinstance(entry, str) and _URL.match(entry):
+        raise BadImage(
+            f"{place} is a URL, {entry!r:.100}: nothing is downloaded or decoded from one; save it"
+            " as a file and give its path, or give its bytes"
+        )
 
 
 def _read(path: Path, place: str, max_bytes: int) -> bytes:

@@ -16,6 +16,7 @@ from mcore_rl.data.images.encoded import (
     EncodedImage,
     encoded_image,
     entries_of,
+    refuse_url,
 )
 from mcore_rl.data.rows import Row
 
@@ -66,6 +67,7 @@ def _video(entry: Any, place: str, folder: Path, max_bytes: int) -> EncodedVideo
                 f"{place} has {unknown}, which are not read: give `video` as a list of the frames"
                 " to be shown, and their `fps`; data.images.max_tokens bounds their size"
             )
+    refuse_url(frames, place)
     if isinstance(frames, str | bytes | bytearray | memoryview):
         named = f" {frames!r:.300}" if isinstance(frames, str) else ""
         raise BadImage(f"{place} is a file{named}, which is not decoded: {REMEDY}")

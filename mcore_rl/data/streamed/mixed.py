@@ -121,7 +121,12 @@ class MixedPrompts:
                 self._curriculum.note(prompt.index, known)
 
     def first(self, count: int) -> list[Prompt]:
-        """Return up to `count` prompts of the first source's first rows, which stay to be drawn."""
+        """Return up to `count` prompts of the first source's first rows, which stay to be drawn.
+
+        Raises ValueError if a first row of any source cannot become a prompt.
+        """
+        for other in self._sources[1:]:
+            other.prompts.read(0)
         found = []
         source = self._sources[0].prompts
         for position in range(min(source.num_rows, 64)):

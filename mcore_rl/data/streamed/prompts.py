@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_rl.data.prompts import make_prompt
-from mcore_rl.data.rows import Row, mapping_of, messages_of, required
+from mcore_rl.data.rows import Row, mapping_of, messages_of, refuse_images, required
 from mcore_rl.data.streamed.windows import RawRow, Windows
 from mcore_rl.data.streamed.workers import Result, TokenWorkers
 from mcore_rl.types import Prompt
@@ -15,7 +15,8 @@ BATCH_ROWS = 64
 """Rows that a worker tokenizes at once."""
 COLUMNS = ("prompt", "data_source", "reward_model.ground_truth")
 """Columns that every file has."""
-OPTIONAL_COLUMNS = ("extra_info",)
+OPTIONAL_COLUMNS = ("extra_info", "images", "videos")
+"""Of these, images and videos are refused."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ class StreamedPrompts:
 
     def _made(self, number: int, where: str, row: Row, token_ids: tuple[int, ...]) -> ReadRow:
         rules = self._rules
+        refuse_images(row, where)
         index = self._first_index + number
         difficulty = _number(row, rules.difficulty, where) if rules.difficulty else math.nan
         if len(token_ids) > rules.max_prompt_len:

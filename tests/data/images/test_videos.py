@@ -41,6 +41,8 @@ def test_a_row_without_videos_has_none(tmp_path: Path) -> None:
     [
         ("a.mp4", "row 0, video 0 is a file 'a.mp4', which is not decoded: extract its frames"),
         (b"mp4", "row 0, video 0 is a file, which is not decoded"),
+        ("https://h/a.mp4", "row 0, video 0 is a URL, 'https://h/a.mp4': nothing is downloaded"),
+        (["https://h/1.jpg"], "row 0, video 0, frame 0 is a URL"),
         ({"video": "file:///a.mp4"}, "is a file 'file:///a.mp4', .*ffmpeg"),
         ({"video": FRAMES, "nframes": 8}, r"row 0, video 0 has \['nframes'\], which are not read"),
         ({"fps": 2}, "row 0, video 0 is None, not a list of frames"),

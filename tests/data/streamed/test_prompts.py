@@ -113,6 +113,21 @@ def test_a_row_that_is_no_prompt_is_named(lines: Any, change: dict[str, Any], me
         read_all(source)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("column", ["images", "videos"])
+def test_a_row_that_shows_something_is_refused(tmp_path: Path, column: str, kind: str) -> None:
+    rows = [{**make_row(0), column: []}, {**make_row(1), column: ["https://h/a.png"]}]
+    path = tmp_path / f"x.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_source([str(path)], STRICT)
+    message = rf"x.{kind} (row 1|line 2) has 1 `{column}`, but they are not read here: choose"
+    with pytest.raises(ValueError, match=message):
+        source.read(0)
+
+
 def test_an_overlong_prompt_is_refused_if_the_recipe_says_so(tmp_path: Path) -> None:
     source = open_source(write_rows(tmp_path, [9], long_rows=[4]), STRICT, shuffle=False)
     with pytest.raises(
