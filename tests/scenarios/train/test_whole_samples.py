@@ -7,9 +7,7 @@ from log-probs that differ from the current ones.
 """
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.agents.turn_tree import Cut, TurnTree, at_leaves, at_turns
-from mcore_rl.algo.aggregation import AGGREGATIONS
 from mcore_rl.algo.choice import needs_of
-from mcore_rl.algo.correction import REJECTIONS, WEIGHTS
 from mcore_rl.algo.covariance import with_held_back
-from mcore_rl.algo.kl import KL_ESTIMATORS
 from mcore_rl.algo.registry import losses
 from mcore_rl.algo.sample_sums import with_sums
 from mcore_rl.config import (
@@ -30,7 +25,6 @@ from mcore_rl.config import (
     CheckpointConfig,
     Config,
     CorrectionConfig,
-    KLConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -44,6 +38,7 @@ from mcore_rl.roles import Roles
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.train.actor import Actor
 from mcore_rl.types import Prompt, StepStats, SumsFrom, TrainBatch
+from tests.support.algorithm_choices import choices
 from tests.support.calls_together import CallsTogether
 from tests.support.distributed import run_each, run_ranks
 from tests.support.gradients import Boxed, boxed_gradients, check_gradients, whole_gradients
@@ -61,13 +56,6 @@ OPTIMIZER = OptimizerConfig(lr=3e-2, eps=1e-2, clip_grad=0.0)
 """With this eps a gradient's rounding moves weights by no more than rounding."""
 STANDING = replace(OPTIMIZER, lr=1e-30)
 """With this rate weights in float32 stay as they are, so that one model serves many steps."""
-REJECT_ABOVE = {
-    "none": 0.0,
-    "token": 0.03,
-    "sequence": 0.022,
-    "sequence_sum": 0.2,
-    "sequence_max": 0.04,
-}
 COMPARED = ("loss/", "clip/", "correction/", "kl/", "ratio/")
 
 
@@ -101,41 +89,6 @@ CASES = [
         ("current",),
     ),
 ]
-
-
-def choices() -> list[AlgorithmConfig]:
-    """Return recipes in which each entry of the registries occurs.
-
-    Every loss has no correction, and one of the KL estimators and aggregations in turn. Every
-    weight and rejection of a correction occurs with a loss of tokens and with one of samples.
-    """
-    base = AlgorithmConfig(clip_low=0.1, clip_high=0.15, tau_positive=1.2, tau_negative=1.7)
-    kls = [KLConfig(0.1, name) for name in KL_ESTIMATORS.names]
-    recipes = [
-        replace(base, loss=loss, kl=kl, aggregation=aggregation)
-        for loss, kl, aggregation in zip_cycled(losses.names, kls, AGGREGATIONS.names)
-    ]
-    estimators = ("k1", "k2", "k3")
-    normalize = (True, False, True)
-    for weight, reject, estimator, is_normalized in zip_cycled(
-        WEIGHTS.names, REJECTIONS.names, estimators, normalize
-    ):
-        correction = CorrectionConfig(
-            weight=weight,
-            low=0.3,
-            high=1.3,
-            normalize=is_normalized,
-            reject=reject,
-            reject_estimator=estimator,
-            reject_above=REJECT_ABOVE[reject],
-        )
-        recipes += [replace(base, loss=x, correction=correction) for x in ("ppo_clip", "gspo")]
-    return recipes
-
-
-def zip_cycled(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return as many tuples as the longest list has items; the others begin anew."""
-    return list(islice(zip(*map(cycle, lists), strict=False), max(map(len, lists))))
 
 
 def make_batch(cut: Cut, num_episodes: int = 10) -> TrainBatch:
