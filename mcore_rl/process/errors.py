@@ -18,7 +18,7 @@ def describe_error(error: BaseException, silent: str = "") -> str:
     """
     name = type(error).__name__
     if isinstance(error, SystemExit):
-        return f"{name}: it tried to end the process with status {error.code!r}"
+        return f"{name}: the code tried to end the process with status {error.code!r}"
     try:
         text = str(error).strip()
     except KeyboardInterrupt:

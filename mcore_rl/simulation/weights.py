@@ -17,9 +17,9 @@ TRACE_S = 2.0
 """Seconds in which an engine traces its loader and both sides plan: DeepSeek-V3's 44,544 tensors of
 experts take 2.0 s (benchmarks/link.py).
 """
-MEET_S = 45e-6
+MEET_S = 32e-6
 """Seconds of the controller for each rank of each link (benchmarks/link.py --ranks)."""
-JOIN_S = 0.35e-3
+JOIN_S = 0.25e-3
 """Seconds of each trainer rank for each of sixteen links, its only plan included."""
 
 

@@ -1,10 +1,10 @@
 """Outcomes of a batch: roles, rewards of turns, values after the end, and what is refused."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from mcore_rl.algo.batch_outcomes import (
     SampleShapes,
@@ -26,7 +26,7 @@ SHAPES = SampleShapes(
 SCORES = Scores([1.0, 2.0, 3.0], {"right": [0.5, 0.0, 1.0]}, greedy_N=[0.25] * 3)
 
 
-def make_batch(**fields: Tensor) -> TrainBatch:
+def make_batch(**fields: Any) -> TrainBatch:
     """Return the rows of a sample of two tokens and of one of a single token, after prompts."""
     mask_T = torch.tensor([False, True, True, False, True])
     return TrainBatch(torch.arange(5), mask_T, (3, 2), **fields)

@@ -93,7 +93,10 @@ def test_the_loss_works_in_a_process_that_cannot_see_the_file(tmp_path: Path) ->
     [
         ("x = 1\ny = 1 / 0\n", r"my_algo.py line 2: ZeroDivisionError: division by zero$"),
         ("def broken(:\n", r"my_algo.py line 1: SyntaxError: "),
-        ("import sys\nsys.exit(3)\n", r"my_algo.py line 2: SystemExit: 3$"),
+        (
+            "import sys\nsys.exit(3)\n",
+            r"my_algo.py line 2: SystemExit: the code tried to end the process with st",
+        ),
         ("x = 1\n", r"my_algo.py: registers no advantage and no loss; decorate"),
         (
             IMPORT + "@advantages.register('grpo')\ndef grpo(outcomes, config): ...\n",

@@ -64,7 +64,8 @@ def test_micro_batches_of_samples_in_two_processes(handles: StoreHandles) -> Non
     handles.scatter_parts(shared, {"values": values})
     read = handles.assemble(replace(shared, values_T=StoredColumn("values"))).values_T
     assert read is not None and torch.equal(read, torch.cat(values))
-    handles.scatter(batch, {"returns": torch.ones(sum(here.lens_N))})
+    whole = in_parts(batch, [range(num)])
+    handles.scatter_parts(whole, {"returns": [torch.ones(sum(here.lens_N))]})
     returns_T = handles.assemble(replace(batch, returns_T=StoredColumn("returns"))).returns_T
     assert returns_T is not None and returns_T.sum() == sum(here.lens_N)
 

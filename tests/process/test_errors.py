@@ -25,7 +25,7 @@ def raised(error: BaseException, cause: BaseException | None = None) -> BaseExce
     ("error", "told"),
     [
         (ValueError("no"), "ValueError: no"),
-        (SystemExit(2), "SystemExit: it tried to end the process with status 2"),
+        (SystemExit(2), "SystemExit: the code tried to end the process with status 2"),
         (_Mute(), "_Mute, which has no text: its __str__ raised RuntimeError"),
         (KeyError(" "), "KeyError: ' '"),
         (TimeoutError(" "), "TimeoutError: without a text"),

@@ -57,8 +57,8 @@ def hang_many(*, data_sources, solution_strs, ground_truths, extra_infos):
 """
 GOOD = {"score": 1.0, "5": 2.0, "\\ud800": 3.0}
 ERRORS = {
-    "exit": "SystemExit: it tried to end the process with status None",
-    "sys.exit": "SystemExit: it tried to end the process with status 'three'",
+    "exit": "SystemExit: the code tried to end the process with status None",
+    "sys.exit": "SystemExit: the code tried to end the process with status 'three'",
     "generator": "GeneratorExit: closed",
     "custom": "Stop: enough",
     "interrupt": "OwnInterrupt: own",

@@ -54,7 +54,10 @@ INSTALL = "install (it|no_such_package_of_a_user) for "
 REWARDS = [
     ("nowhere.py", r"reward.path=nowhere.py: no such file in "),
     ("import.py", rf"reward.path=\S*import.py: importing it failed at line 1: .*: {INSTALL}"),
-    ("exit.py", r"reward.path=\S*exit.py: .* at line 2: SystemExit: it tried to end the process"),
+    (
+        "exit.py",
+        r"reward.path=\S*exit.py: .* at line 2: SystemExit: the code tried to end the process",
+    ),
     ("syntax.py", r"reward.path=\S*syntax.py: importing it failed: SyntaxError: .*line 1"),
     ("raise.py", r"reward.path=\S*raise.py: importing it failed at line 1: ValueError: invalid"),
     ("empty.py", r"reward.name=reward: \S*empty.py has no such function; it has none"),
@@ -63,7 +66,10 @@ ENVIRONMENTS = [
     ("nowhere.py:Game", r"agents.environment=\S*nowhere.py:Game.*: there is no file \S*nowhere.py"),
     ("no_such_package_of_a_user:Game", "finds no module 'no_such_package_of_a_user'.*: install it"),
     ("import.py:Game", rf"ModuleNotFoundError: .*, at \S*import.py line 1; {INSTALL}"),
-    ("exit.py:Game", r"it tried to end the process with status 3, at \S*exit.py line 2; mend it"),
+    (
+        "exit.py:Game",
+        r"the code tried to end the process with status 3, at \S*exit.py line 2;",
+    ),
     ("syntax.py:Game", r"SyntaxError: .*syntax.py, line 1"),
     ("raise.py:Game", r"ValueError: invalid .*, at \S*raise.py line 1; mend it"),
     ("empty.py:Game", r"empty.py has no 'Game', which "),
@@ -71,7 +77,7 @@ ENVIRONMENTS = [
 ALGORITHMS = [
     ("nowhere.py", r"algorithm.path=nowhere.py: no such file in "),
     ("import.py", rf"algorithm.path=\S*import.py line 1: ModuleNotFoundError: .*: {INSTALL}"),
-    ("exit.py", r"algorithm.path=\S*exit.py line 2: SystemExit: it tried to end the process"),
+    ("exit.py", r"algorithm.path=\S*exit.py line 2: SystemExit: the code tried to end the"),
     ("syntax.py", r"algorithm.path=\S*syntax.py line 1: SyntaxError"),
     ("raise.py", r"algorithm.path=\S*raise.py line 1: ValueError: invalid"),
     ("empty.py", r"algorithm.path=\S*empty.py: registers no advantage and no loss; decorate"),

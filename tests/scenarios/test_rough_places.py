@@ -34,7 +34,7 @@ RISKY = ("shadows",)
 def given() -> Iterator[Path]:
     """Models, data and a run, which nobody may write to, and only root could."""
     with open_ground() as ground:
-        folder = ground / "given"
+        folder = ground / "given (1) größe 模型"
         folder.mkdir()
         prepare(folder)
         closed = (folder, folder / "run")

@@ -13,7 +13,7 @@ from mcore_rl.agents.environments.worker_process import make_import_folder, work
 from mcore_rl.process.safe_path import start_module
 
 _PROBE_S = 120.0
-"""What is imported may have torch behind it, on a slow file system."""
+"""Imports may bring torch along, from a slow file system."""
 
 
 def check(options: EnvironmentOptions) -> None:

@@ -16,7 +16,7 @@ BATCH_ROWS = 64
 COLUMNS = ("prompt", "data_source", "reward_model.ground_truth")
 """Columns that every file has."""
 OPTIONAL_COLUMNS = ("extra_info", "images", "videos")
-"""Of these, images and videos are refused."""
+"""Rows with images or videos are refused."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def test_a_file_that_is_no_yaml_is_named(tmp_path):
         ("json.Nothing", "json has no 'Nothing'"),
         ("Tool", "':Tool' names nothing"),
         ("a_broken_tool.Tool", r"ZeroDivisionError: .*, at \S*a_broken_tool.py line 1; mend it"),
-        ("a_tool_that_exits.Tool", "it tried to end the process with status None, at "),
+        ("a_tool_that_exits.Tool", "the code tried to end the process with status None, at "),
     ],
 )
 def test_a_class_that_cannot_be_imported_is_named(tmp_path, monkeypatch, class_name, message):

@@ -15,9 +15,10 @@ from mcore_rl.algo.choice import advantages
 from mcore_rl.algo.covariance import covariance
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.loss_tokens import LossTokens
-from mcore_rl.algo.losses import binary_tv, cispo, clip_cov, dppo, gmpo, kl_cov
+from mcore_rl.algo.losses import binary_tv, cispo, clip_cov, dppo, kl_cov
 from mcore_rl.algo.preferences import Likelihoods, implicit_rewards, pairs_by_turns
 from mcore_rl.algo.requirements import check_pairs, check_teacher
+from mcore_rl.algo.sequence_losses import gmpo
 from mcore_rl.algo.values import value_loss
 from mcore_rl.config import (
     AlgorithmConfig,
@@ -38,7 +39,7 @@ def tokens(
     log_ratio_T: Tensor, advantages_T: Tensor, logprobs_T: Tensor | None = None
 ) -> LossTokens:
     logprobs_T = torch.full_like(log_ratio_T, -1.0) if logprobs_T is None else logprobs_T
-    return LossTokens(logprobs_T, log_ratio_T, advantages_T, lambda x: x)
+    return LossTokens(logprobs_T, log_ratio_T, advantages_T, lambda x: x, lambda x: x)
 
 
 def test_a_teacher_that_finds_a_token_likelier_makes_it_likelier() -> None:
