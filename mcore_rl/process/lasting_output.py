@@ -7,6 +7,7 @@ This module imports the standard library only, as short programs do.
 """
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -57,6 +58,8 @@ class _LastingFile(io.FileIO):
             if self._num_lost_bytes:
                 self._tell_loss()
             written = super().write(data)
+            if written is None:  # a pipe that does not block, with a slow reader
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         except OSError as error:
             self._tell_once(error)
             written = len(data)

@@ -116,6 +116,7 @@ def test_what_a_user_may_not_use_is_told_in_one_line(given: Path, ground: Path) 
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_run_trains_in_all_places_at_once(given: Path, ground: Path) -> None:
     start = place(ground, TOGETHER)
     carry_out(start, "train", long_commands(given)["train"])

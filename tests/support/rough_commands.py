@@ -174,10 +174,11 @@ def long_commands(given: Path) -> Mapping[str, Command]:
     serve = (f"{given}/model", "--kv-cache-len=4096", "--ask=Ada has 12 coins .", "--once")
     steps = ("sft.steps=1", "sft.batch_size=8", "dpo.steps=1", "dpo.batch_size=4", "run.steps=1")
     data = (f"sft.data=[{given}/sft.parquet]", f"dpo.data=[{given}/pairs.parquet]")
+    few = ("dpo.prompts=16", "rollout.samples_per_prompt=32")  # of which one in ten ends by itself
     trained = {name: (name, *recipe, *steps, *data, f"run.dir={name}") for name in ("sft", "dpo")}
     words = {
         **trained,
-        "pairs": ("pairs", *recipe, "run.dir=pairs", "rollout.samples_per_prompt=32"),
+        "pairs": ("pairs", *recipe, *few, "run.dir=pairs"),
         "train": ("train", *recipe, "run.steps=1", "checkpoint.every_steps=1", "run.dir=train"),
         "eval": ("eval", *recipe, "run.dir=eval"),
         "serve": ("serve", *serve, f"--port={find_free_port('127.0.0.1')}"),
