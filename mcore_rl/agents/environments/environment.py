@@ -69,6 +69,13 @@ class ProgramResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+class ToolUnavailableError(RuntimeError):
+    """A tool could not work, whatever the policy asked: a server is away, or broken.
+
+    It ends the episode with `env_error`, while any other error of a tool is told to the policy.
+    """
+
+
 class ProgramEpisode(Protocol):
     """An episode that a program plays by itself, against a base URL instead of messages."""
 

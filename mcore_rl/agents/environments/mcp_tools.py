@@ -8,10 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.agents.environments.environment import Message, Start, Step, Tool
+from mcore_rl.agents.environments.environment import (
+    Message,
+    Start,
+    Step,
+    Tool,
+    ToolUnavailableError,
+)
 from mcore_rl.agents.environments.loading import load_named
 from mcore_rl.agents.environments.tool_calls import ToolCalls, ToolOutcome
 from mcore_rl.agents.environments.tools_env import ToolEpisode, check_bounds
+
+_INVALID_PARAMS = -32602
+"""Code of JSON-RPC for arguments that a server refuses. Failures of a tool itself are results."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class McpEnvironment:
     def __init__(self, options: McpOptions) -> None:
         self._options = options
         self._tools: list[Tool] = []
-        self._targets: dict[str, tuple[Any, str]] = {}
+        self._targets: dict[str, tuple[str, Any, str]] = {}
         self._is_over = asyncio.Event()
         self._connection: asyncio.Task[None] | None = None
         self._episode: ToolEpisode | None = None
@@ -79,6 +88,7 @@ class McpEnvironment:
         return self._episode.start(task, options.instructions)
 
     async def step(self, message: Message) -> Step:
+        """Call tools, or end the episode. Raises ToolUnavailableError if a server is away."""
         assert self._episode is not None, "step before reset"
         return await self._episode.step(message)
 
@@ -125,13 +135,20 @@ class McpEnvironment:
             schema = getattr(tool, "input_schema", None) or tool.inputSchema
             function = {"name": shown, "description": tool.description or "", "parameters": schema}
             self._tools.append({"type": "function", "function": function})
-            self._targets[shown] = (session, tool.name)
+            self._targets[shown] = (server, session, tool.name)
         if missing := sorted(set(self._options.tools) - set(self._targets)):
             raise ValueError(f"tools: no server has {', '.join(missing)}; they have {names}")
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> ToolOutcome:
-        session, inner_name = self._targets[name]
-        result = await session.call_tool(inner_name, arguments)
+        server, session, inner_name = self._targets[name]
+        try:
+            result = await session.call_tool(inner_name, arguments)
+        except Exception as error:
+            if getattr(getattr(error, "error", None), "code", None) == _INVALID_PARAMS:
+                raise  # told to the policy, which may try again
+            raise ToolUnavailableError(
+                f"MCP server {server!r} gives no answer to {inner_name}: {error!r}"
+            ) from error
         parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
         failed = getattr(result, "is_error", None) or getattr(result, "isError", False)
         text = "\n".join(parts)

@@ -1,17 +1,23 @@
 """Lets a policy search by calling a tool; its answer without a call ends the episode."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.agents.environments.environment import Message, Start, Step, Tool
+from mcore_rl.agents.environments.environment import (
+    Message,
+    Start,
+    Step,
+    Tool,
+    ToolUnavailableError,
+)
 from mcore_rl.agents.environments.search_options import Searcher, SearchOptions, check_score
 from mcore_rl.agents.environments.search_rewards import best_score
 from mcore_rl.agents.environments.search_tags import action_of
 from mcore_rl.agents.environments.texts import text_of
 from mcore_rl.agents.environments.tool_calls import ToolCalls, ToolOutcome
 from mcore_rl.agents.environments.tools_env import ToolEpisode, call_either
-from mcore_rl.search.client import SearchUnavailableError
 
 TOOL: Tool = {
     "type": "function",
@@ -57,9 +63,8 @@ class SearchToolEnvironment:
     def __init__(self, options: SearchToolOptions) -> None:
         self._options = options
         self._searcher = Searcher(options)
-        self._away: SearchUnavailableError | None = None
-        # The client ends a call by its own deadline; this one is for what that cannot see.
-        calls = ToolCalls(self._call, ["search"], options.deadline_s + 5.0, most_len=0)
+        # The client ends a call by its own deadline; that of _call is for what it cannot see.
+        calls = ToolCalls(self._call, ["search"], options.deadline_s + 10.0, most_len=0)
         self._episode = ToolEpisode(calls, [TOOL], options.max_turns, reward="")
         self._truth: Any = None
 
@@ -68,10 +73,8 @@ class SearchToolEnvironment:
         return self._episode.start(task, self._options.instructions)
 
     async def step(self, message: Message) -> Step:
-        """Search, or end the episode. Raises SearchUnavailableError if the server stays away."""
+        """Search, or end the episode. SearchUnavailableError or ToolUnavailableError: no answer."""
         step = await self._episode.step(message)
-        if self._away is not None:
-            raise self._away  # not the policy's fault: the episode tells nothing of it
         metrics = {**step.metrics, **self._searcher.metrics}
         if not step.done or step.end_reason:
             return Step(step.messages, step.reward, step.done, metrics, step.end_reason)
@@ -89,7 +92,7 @@ class SearchToolEnvironment:
         if not isinstance(arguments.get("query"), str) or set(arguments) != {"query"}:
             return ToolOutcome("Error: search takes one text, query", failed=True)
         try:
-            return ToolOutcome(await call_either(self._searcher.show, arguments["query"]))
-        except SearchUnavailableError as error:
-            self._away = error
-            raise
+            async with asyncio.timeout(self._options.deadline_s + 5.0):
+                return ToolOutcome(await call_either(self._searcher.show, arguments["query"]))
+        except (ValueError, TimeoutError) as error:  # refused, no passages, or no end
+            raise ToolUnavailableError(f"the search gives no passages: {error}") from error

@@ -7,9 +7,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.agents.environments.environment import Message
+from mcore_rl.agents.environments.environment import Message, ToolUnavailableError
 from mcore_rl.agents.environments.texts import cut
 from mcore_rl.process.errors import describe_error
+from mcore_rl.sandbox.limits import SandboxError
+from mcore_rl.search.client import SearchUnavailableError
+
+_AWAY = (ToolUnavailableError, SearchUnavailableError, SandboxError)
+"""Errors that say nothing of the policy. It must not read them as answers."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,8 @@ class ToolCalls:
     """Calls tools by `call(name, arguments)`, and counts.
 
     An error, a timeout or arguments that are no JSON object become the text of a tool message: the
-    policy may try again. Texts are cut to `most_len` characters; 0: never.
+    policy may try again. Texts are cut to `most_len` characters; 0: never. `run` raises the errors
+    of tools that cannot work: ToolUnavailableError, SearchUnavailableError and SandboxError.
     """
 
     def __init__(
@@ -86,6 +92,8 @@ class ToolCalls:
             if not done:
                 return ToolOutcome(f"Error: {name} took more than {self._timeout_s:g} s", 0.0, True)
             return call.result()
+        except _AWAY:
+            raise
         except Exception as error:  # the policy reads it; the episode goes on
             return ToolOutcome(f"Error: {describe_error(error, 'it says no more')}", 0.0, True)
         finally:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from mcore_rl.agents.environments.environment import Message, Start, Step
+from mcore_rl.agents.environments.environment import Message, Start, Step, ToolUnavailableError
 from mcore_rl.agents.environments.loading import load_named
 from mcore_rl.agents.environments.tool_calls import ToolCalls, ToolOutcome
 from mcore_rl.agents.environments.tools_env import ToolEpisode, as_text, check_bounds
@@ -98,9 +98,11 @@ class VerlToolsEnvironment:
             await self._tools[name].release(instance, **self._given(name, "release_kwargs"))
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> ToolOutcome:
-        response, reward, _ = await self._tools[name].execute(
+        response, reward, metrics = await self._tools[name].execute(
             self._instances[name], arguments, **self._given(name, "execute_kwargs")
         )
+        if away := (metrics or {}).get("api_request_error"):  # verl's SearchTool answers so
+            raise ToolUnavailableError(f"verl's tool {name} gives no answer: {away}")
         return ToolOutcome(_text(response), float(reward or 0) * self._options.step_reward)
 
     def _given(self, name: str, which: str) -> dict[str, Any]:

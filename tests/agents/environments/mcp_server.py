@@ -25,6 +25,12 @@ def divide(first: int, second: int) -> str:
     return str(first // second)
 
 
+@server.tool()
+def leave() -> str:
+    """End the server within the call."""
+    os._exit(1)
+
+
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         server.run("streamable-http", port=int(sys.argv[1]))

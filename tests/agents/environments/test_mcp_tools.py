@@ -55,7 +55,7 @@ def test_a_server_over_stdio_answers_and_keeps_its_state_for_the_episode():
         ],
     )
     functions = [tool["function"] for tool in start.tools]
-    assert [function["name"] for function in functions] == ["multiply", "divide"]
+    assert [function["name"] for function in functions] == ["multiply", "divide", "leave"]
     assert functions[0]["description"] == "Multiply two numbers."
     assert functions[0]["parameters"]["required"] == ["first", "second"]
     assert first.messages[0]["content"] == "42 after 1 calls of me"
@@ -96,6 +96,14 @@ def test_a_server_over_http_and_one_over_stdio_share_names_and_some_tools_are_ch
 def test_a_server_that_cannot_be_used_is_named(options, text):
     with pytest.raises(EnvironmentFailed, match=text):
         play("mcp", options, TASK, [])
+
+
+@needs_agents_venv()
+@pytest.mark.parametrize("is_far", [False, True])
+def test_a_server_that_ends_within_a_call_is_not_the_policys_fault(is_far, url):
+    options = {"servers": {"gone": {"url": url} if is_far else STDIO}, "tool_timeout_s": 20}
+    with pytest.raises(EnvironmentFailed, match="MCP server 'gone' gives no answer to leave"):
+        play("mcp", options, TASK, [calls(("leave", {})), "42"])
 
 
 @pytest.mark.parametrize(

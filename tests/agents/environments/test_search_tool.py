@@ -80,6 +80,11 @@ def test_a_server_that_stays_away_is_not_the_policys_fault() -> None:
         play("http://127.0.0.1:1/retrieve", call(query="who"), deadline_s=0.4)
 
 
+def test_a_server_that_refuses_every_search_is_not_the_policys_fault(url: str) -> None:
+    with pytest.raises(EnvironmentFailed, match=r"gives no passages: .* status 404"):
+        play(url.replace("/retrieve", "/elsewhere"), call(query="who"))
+
+
 @pytest.mark.parametrize("options", [{"score": "bleu"}, {"max_turns": -1}, {"functions": []}])
 def test_senseless_options_are_refused(options: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -2,7 +2,12 @@
 
 import asyncio
 
+import pytest
+
+from mcore_rl.agents.environments.environment import ToolUnavailableError
 from mcore_rl.agents.environments.tool_calls import ToolCalls, ToolOutcome
+from mcore_rl.sandbox.limits import SandboxError
+from mcore_rl.search.client import SearchUnavailableError
 
 
 def call(name, arguments="{}", number=0):
@@ -51,6 +56,16 @@ def test_what_goes_wrong_is_told_and_counted():
     assert metrics["tools/calls"] == metrics["tools/failures"] == 5
     assert metrics["tools/say/calls"] == 3 and metrics["tools/unknown/failures"] == 1
     assert 0.5 <= metrics["tools/seconds"] < 2.0
+
+
+@pytest.mark.parametrize("error", [ToolUnavailableError, SearchUnavailableError, SandboxError])
+def test_a_tool_that_cannot_work_is_not_told_to_the_policy(error):
+    async def use_nothing(name, arguments):
+        raise error("the service is away")
+
+    tools = ToolCalls(use_nothing, ["say"], timeout_s=0.5, most_len=0)
+    with pytest.raises(error, match="the service is away"):
+        asyncio.run(tools.run({"tool_calls": [call("say")]}))
 
 
 def test_long_results_are_cut_with_a_note():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.agents.environments.errors import EnvironmentFailed
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.verl_tools import VerlToolsOptions
@@ -81,6 +82,14 @@ def test_a_users_tool_has_its_keywords_and_is_released(tmp_path):
     )
     assert first.messages[0]["content"] == "a,b!" and first.reward == 0.25
     assert last.done and last.reward == 0.0
+
+
+@needs_verl()
+def test_a_service_that_a_tool_does_not_reach_is_not_the_policys_fault(tmp_path):
+    config = config_file(tmp_path, "verl_classes.Notes", "notes", "note")
+    extra = {"tools_kwargs": {"notes": {"create_kwargs": {"notes": []}}}}
+    with pytest.raises(EnvironmentFailed, match="tool notes gives no answer: status 503"):
+        play({"config": config}, extra, call("notes", note="away"))
 
 
 def test_senseless_options_are_named():

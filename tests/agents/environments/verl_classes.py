@@ -20,6 +20,8 @@ class Notes(BaseTool):
         return instance_id, response
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs):
+        if parameters["note"] == "away":
+            return ToolResponse(text="no notes"), 0.0, {"api_request_error": "status 503"}
         self.notes[instance_id].append(parameters["note"] + kwargs.get("mark", ""))
         return ToolResponse(text=",".join(self.notes[instance_id])), 0.25, {}
 
