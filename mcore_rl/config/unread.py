@@ -90,7 +90,14 @@ def _unread(config: "Config") -> Iterator[Unread]:
         options = ("profile.ranks", "profile.tool")
         yield Unread(options, "profile.steps=[]", "set profile.steps=[3]")
     if config.canary.sequences == 0:
-        yield Unread(("canary.tolerance",), "canary.sequences=0", "set canary.sequences=2")
+        options = ("canary.tolerance", "canary.factor")
+        yield Unread(options, "canary.sequences=0", "set canary.sequences=2")
+    if config.canary.tolerance is not None:
+        context = f"canary.tolerance={config.canary.tolerance:g}"
+        yield Unread(("canary.factor",), context, "set canary.tolerance=null")
+    if config.sync.verify != "destination":
+        context = f"sync.verify={config.sync.verify}"
+        yield Unread(("sync.verify_every",), context, "set sync.verify=destination")
 
 
 def _of_rollout(rollout: RolloutConfig) -> Iterator[Unread]:
