@@ -16,15 +16,23 @@ from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
+from mcore_rl.process.log_segments import find_segments
+from mcore_rl.process.rotated_output import rotating_logs
 from tests.support.cluster_workers import Worker
 from tests.support.debuggers import ray_debug
 
 pytestmark = pytest.mark.e2e
 
+ROTATE_BYTES = 1 << 20
+"""More than ranks write here, except where they are asked to."""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    with ray_session(ClusterConfig(object_store_mib=80), num_cpus=8):
+    with (
+        rotating_logs(ROTATE_BYTES),
+        ray_session(ClusterConfig(object_store_mib=80), num_cpus=8),
+    ):
         yield
 
 
@@ -59,6 +67,16 @@ def test_slices_reach_their_coordinate_and_owners_answer(make_group) -> None:
     assert str(group.ranks[3]).startswith("rank 3 (trainer, dp 1 tp 1, log ")
     for k, rank in enumerate(group.ranks):
         assert f"said by {k}\nwritten by {k}\n" in rank.log_path.read_text()
+
+
+def test_the_log_of_a_rank_is_rotated(make_group) -> None:
+    group = make_group(1)
+    log = group.ranks[0].log_path
+    group.call_all("speak_at_length", ROTATE_BYTES, deadline_s=30)
+    until_s = time.monotonic() + 30
+    while not find_segments(log) and time.monotonic() < until_s:
+        time.sleep(0.1)
+    assert [path.stat().st_size > ROTATE_BYTES for path in find_segments(log)] == [True]
 
 
 def test_an_exception_names_its_rank_and_shows_only_our_frames(make_group) -> None:

@@ -1,6 +1,7 @@
 """The kit by option: which checks, in what time; wrong input is refused."""
 
 import argparse
+import os
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,22 @@ def test_a_failed_check_is_status_1(
     monkeypatch.setattr("mcore_rl.doctor.runner.run_stages", lambda stages, logs, seconds: False)
     assert mcore_rl(["doctor", "--stages", "all", "--logs", str(tmp_path)]) == 1
     assert f"checks failed; what they printed lies in {tmp_path}" in capsys.readouterr().err
+
+
+def test_checks_on_a_gpu_keep_what_compilers_made_in_the_folder_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folders = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+    folders |= {"SGLANG_CACHE_DIR": "sglang", "CUDA_CACHE_PATH": "driver"}
+    for name in folders:
+        monkeypatch.setenv(name, "restored after the test")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("mcore_rl.device.has_cuda", lambda: True)
+    monkeypatch.setattr("mcore_rl.doctor.runner.run_stages", lambda stages, logs, seconds: True)
+    monkeypatch.setenv(SETTINGS, "[]")
+    assert mcore_rl(["doctor", "--gpu", "--caches", str(tmp_path), "--logs", str(tmp_path)]) == 0
+    for name, folder in folders.items():
+        assert os.environ.get(name) == str(tmp_path / folder)
 
 
 def test_the_list_of_checks_needs_no_gpu_and_starts_none(

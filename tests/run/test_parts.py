@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,12 +23,14 @@ from mcore_rl.players.canary_tolerance import EngineDifference
 from mcore_rl.players.colocation import EngineMemory, SharedGpus, SharingCritic
 from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.players.trainer import PackedCritic
+from mcore_rl.process.log_segments import find_segments
 from mcore_rl.run.parts import (
     finish,
     load_models,
     make_canary_tolerance,
     make_critic,
     make_log,
+    make_sync,
     pack,
     resume,
     sample_in_background,
@@ -174,6 +177,33 @@ def test_rows_after_the_step_to_continue_from_are_dropped(tmp_path: Path) -> Non
         log.log(3, {"reward/mean": 0.7})
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.1), (2, 0.2), (3, 0.7)]
+
+
+def test_files_of_rows_become_segments_of_the_size_of_the_recipe(tmp_path: Path) -> None:
+    options = LogConfig(console=False, tensorboard=False, rotate_mib=1)
+    row = {f"time/stage_{i:05}": 0.5 for i in range(20_000)}
+    with make_log(Config(log=options), RunFolder(tmp_path), total_steps=9, start_step=0) as log:
+        for step in (1, 2, 3):
+            log.log(step, row)
+    assert len(find_segments(tmp_path / "metrics.jsonl")) == 1
+
+
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize(("verify", "every"), [("destination", 3), ("transfer", 0)])
+def test_weights_are_read_back_as_often_as_the_recipe_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staged: bool, verify: str, every: int
+) -> None:
+    monkeypatch.setattr("mcore_rl.run.parts.node_address", lambda: "127.0.0.1")  # it asks Ray
+    config = Config()
+    config.rollout.stage_weights = staged
+    config.sync.verify = verify
+    config.sync.verify_every = 3
+    parts: Any = SimpleNamespace(keys=None, watched=None, fetch=None, health=None, look=None)
+    started = Started(parts, None, parts, SharedGpus(EngineMemory((), 5.0), fail))
+    policy = ModelFacts.read("recipes/model/qwen3_30b_a3b")
+    sync = make_sync(config, policy, started, parts, parts, parts, RunFolder(tmp_path))
+    links: Any = sync._links
+    assert links._strategy._verify_every == every
 
 
 def test_a_run_that_continues_knows_its_rounding_unless_the_recipe_changed(tmp_path: Path) -> None:

@@ -36,6 +36,9 @@ class Worker:
         print(f"said by {self.rank}")
         os.write(2, f"written by {self.rank}\n".encode())
 
+    def speak_at_length(self, num_bytes: int) -> None:
+        print("x" * num_bytes, flush=True)
+
     def fail(self, on: int) -> None:
         """One rank raises, from below a library's frames; the others wait for it."""
         if self.rank != on:

@@ -12,6 +12,8 @@ from mcore_rl.agents.environments import worker
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.worker_process import make_import_folder
+from mcore_rl.process.log_segments import find_segments
+from mcore_rl.process.rotated_output import rotating_logs
 from tests.agents.environments import episodes
 
 WHAT_IT_IMPORTS = """
@@ -46,6 +48,23 @@ def test_worker_and_adapters_import_the_standard_library_only(bare_python, tmp_p
         timeout=60,
     )
     assert done.stdout == "['mcore_rl']\n", done.stderr
+
+
+def test_the_log_of_a_worker_is_rotated(tmp_path):
+    log = tmp_path / "worker_0.log"
+
+    async def run():
+        options = EnvironmentOptions(f"{episodes.HERE}:Countdown", log_folder=str(tmp_path))
+        async with EnvironmentPool(options) as pool:
+            episode = await pool.open({"index": 1})
+            await episode.step({"content": f"PRINT {'x' * 5000}"})
+            async with asyncio.timeout(30):
+                while not find_segments(log):
+                    await asyncio.sleep(0.1)
+
+    with rotating_logs(4000):
+        asyncio.run(run())
+    assert "x" * 5000 in find_segments(log)[0].read_text()
 
 
 def test_an_episode_runs_under_a_foreign_interpreter(bare_python, monkeypatch, tmp_path):

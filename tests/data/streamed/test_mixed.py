@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,17 @@ def test_solved_prompts_are_drawn_less_often(sets: list[list[str]]) -> None:
     later = numbers_of(stream.take(300))
     solved = sum(n % 2 == 0 and n < 40 for n in later)
     assert 0 < solved < 50  # 20 of 32 prompts in an epoch would be 188
+    stream.close()
+
+
+def test_samples_whose_rewards_failed_do_not_count_as_wrong(sets: list[list[str]]) -> None:
+    """The other sample of each even prompt was right, and all of the odd ones failed."""
+    stream = open_mixed(sets[:1], curriculum=CurriculumConfig(solved=0.1, unsolved=0.1))
+    first = stream.take(50)
+    rewards = [(1.0, math.nan) if n % 2 == 0 else (math.nan,) * 2 for n in numbers_of(first)]
+    stream.note_scores(first, Scores([reward for pair in rewards for reward in pair]))
+    later = numbers_of(stream.take(300))
+    assert 0 < sum(n % 2 == 0 for n in later) < 75 and sum(n % 2 for n in later) > 225
     stream.close()
 
 
