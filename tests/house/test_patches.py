@@ -91,6 +91,22 @@ def test_every_exemption_is_still_one() -> None:
         ("from functools import partial\ndef g(): ...\ndef f(o):\n    o.x = partial(g, o)", "?.x"),
         ("from mcore_rl.a import Router\ndef f(layer):\n    layer.router = Router", "?.router"),
         ("from mcore_rl.a import Head\ndef f(chunk):\n    chunk.head = Head(1)", "?.head"),
+        ("from a import A, B\nfor c in (A, B):\n    c.f = max(c.f)", "a.A.f a.B.f"),
+        (
+            "import a\nfor c, n in ((a.A, 'f'), (a.B, 'g')):\n    setattr(c, n, 1)",
+            "a.A.* a.B.* ?.*",
+        ),
+        (
+            "def wrap(g):\n    def new(): ...\n    return new\ndef f(m):\n    m.x = wrap(1)",
+            "?.x",
+        ),
+        ("import a.b as m\nvars(m).update(x=1)", "a.b.*"),
+        ("import a.b as m\nvars(m)['x'] = 1", "a.b.x"),
+        ("from unittest import mock\nmock.patch('a.b.x', 1).start()", "a.b.x"),
+        ("from unittest.mock import patch\nimport a\npatch.object(a.B, 'x', 1).start()", "a.B.x"),
+        ("import sys\nNAME = 'a'\nsys.modules[NAME] = None", "sys.modules.a"),
+        ("import importlib\nNAME = 'a.b'\nimportlib.import_module(NAME).x = 1", "a.b.x"),
+        ("from a import A\ntype.__setattr__(A, 'x', 1)", "a.A.x"),
         (
             "def f(layer, made):\n    a = layer.submodules.a.submodules\n    a.b, a.c = made",
             "?.b ?.c",
@@ -110,6 +126,7 @@ def test_ways_to_replace_a_name_are_found(source: str, expected: str, tmp_path: 
         "class A:\n    def f(self, b):\n        self.x = b.y = 1",
         "import ctypes\ndef f(library):\n    library.g.restype = ctypes.c_int",
         "import a\ndef f(o):\n    o = a.Options()\n    o.timeout = 1",
+        "def new():\n    return 1\ndef f(options):\n    options.x = new()",
         "import sys\ndef f(module):\n    sys.modules[module.__name__] = module",
     ],
 )

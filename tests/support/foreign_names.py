@@ -3,9 +3,20 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-from tests.support.policy import parse, python_files
+from tests.support.dotted_names import (
+    ANY,
+    UNKNOWN,
+    loop_names,
+    names_of,
+    owner_of_vars,
+    put_texts,
+    resolve,
+    text_of,
+)
+from tests.support.policy import python_files, read
 
 OWN = ("mcore_rl", "checkpoint_tools", "launch", "sglang_on_cpu", "import_standin")
 FOLDERS = ("mcore_rl", "checkpoint_tools", "launch")
@@ -16,8 +27,10 @@ MADE_TO_BE_SET = (
 """Python documents that programs set them."""
 CHANGERS = {"update", "setdefault", "pop", "append", "insert", "register", "extend"}
 """Methods that change a table of somebody else's, as an assignment to one of its items does."""
-UNKNOWN = "?"
-ANY = "*"
+SETTERS = {
+    *("setattr", "delattr", "type.__setattr__", "type.__delattr__"),
+    *("object.__setattr__", "object.__delattr__"),
+}
 
 
 @dataclass(frozen=True)
@@ -47,9 +60,10 @@ class Hit:
 
 def find_replaced(path: Path) -> list[Hit]:
     """Return the foreign names that a module replaces."""
-    return list(_Module(path, parse(path)).hits())
+    return list(_Module(path, put_texts(ast.parse(read(path)))).hits())
 
 
+@cache
 def find_all() -> list[Hit]:
     """Return the foreign names that the packages replace."""
     return [hit for path in python_files(*FOLDERS) for hit in find_replaced(path)]
@@ -65,10 +79,13 @@ class _Module:
         self._own = {*OWN, parts[0]}
 
     def hits(self) -> Iterator[Hit]:
-        outer = _names_of([node for node in self._tree.body if not _is_definition(node)], {})
+        outer = names_of([node for node in self._tree.body if not _is_definition(node)], {})
+        callables = _callables(self._tree)
+        wrappers = _wrappers(self._tree)
+        attributes = _own_attributes(self._tree)
         for name, nodes in _outermost(self._tree):
-            known = _names_of(nodes, outer)
-            found = _Function(known, _callables(self._tree), _own_attributes(self._tree))
+            known = names_of(nodes, outer)
+            found = _Function(known, callables, wrappers, attributes)
             for foreign, line in found.assigned(nodes):
                 root = foreign.partition(".")[0]
                 if root in self._own or foreign.startswith(MADE_TO_BE_SET):
@@ -79,9 +96,16 @@ class _Module:
 class _Function:
     """Finds the assignments of an outermost function; `known` is local name -> dotted name."""
 
-    def __init__(self, known: dict[str, str], callables: set[str], attributes: set[str]) -> None:
+    def __init__(
+        self,
+        known: dict[str, str],
+        callables: set[str],
+        wrappers: set[str],
+        attributes: set[str],
+    ) -> None:
         self._known = known
         self._callables = callables
+        self._wrappers = wrappers
         self._attributes = attributes
 
     def assigned(self, nodes: list[ast.AST]) -> Iterator[tuple[str, int]]:
@@ -96,6 +120,11 @@ class _Function:
                     yield from self._targets(target, None)
             elif isinstance(node, ast.Call):
                 yield from self._called(node)
+            elif isinstance(node, ast.For):
+                for names in loop_names(node, self._known):
+                    known = {**self._known, **names}
+                    turn = _Function(known, self._callables, self._wrappers, self._attributes)
+                    yield from turn.assigned([*node.body])
 
     def _targets(self, target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, int]]:
         if isinstance(target, ast.Tuple | ast.List):
@@ -115,27 +144,36 @@ class _Function:
                     yield f"sys.modules.{target.slice.value}", target.lineno
             elif table is not None:
                 yield table, target.lineno
+            elif owner := owner_of_vars(target.value, self._known):
+                yield f"{owner}.{text_of(target.slice)}", target.lineno
 
     def _called(self, call: ast.Call) -> Iterator[tuple[str, int]]:
         function = call.func
-        if isinstance(function, ast.Name) and function.id in ("setattr", "delattr"):
+        resolved = resolve(function, self._known) or ""
+        if resolved.startswith("unittest.mock.patch"):
+            is_text = resolved == "unittest.mock.patch"
+            owner = "" if is_text else f"{resolve(call.args[0], self._known) or UNKNOWN}."
+            yield f"{owner}{text_of(call.args[0 if is_text else 1])}", call.lineno
+        elif ast.unparse(function) in SETTERS:
             if _is_self(call.args[0]):
                 return
             owner = resolve(call.args[0], self._known) or UNKNOWN
-            name = call.args[1]
-            attribute = name.value if isinstance(name, ast.Constant) else ANY
-            yield f"{owner}.{attribute}", call.lineno
+            yield f"{owner}.{text_of(call.args[1])}", call.lineno
         elif isinstance(function, ast.Attribute) and function.attr in CHANGERS:
             table = resolve(function.value, self._known)
             if table and "." in table and table != "sys.modules" and _is_table(function):
                 yield table, call.lineno
+            elif owner := owner_of_vars(function.value, self._known):
+                yield f"{owner}.{ANY}", call.lineno
 
     def _is_callable(self, value: ast.expr | None) -> bool:
         if isinstance(value, ast.Lambda):
             return True
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
             name = value.func.id
-            return name == "partial" or (name[:1].isupper() and self._is_own(name))
+            return name in ("partial", *self._wrappers) or (
+                name[:1].isupper() and self._is_own(name)
+            )
         return isinstance(value, ast.Name) and self._is_own(value.id)
 
     def _is_own(self, name: str) -> bool:
@@ -143,56 +181,6 @@ class _Function:
         known = self._known.get(name, "")
         is_class = known.rpartition(".")[2][:1].isupper()
         return name in self._callables or (known.startswith(OWN) and is_class)
-
-
-def resolve(expression: ast.expr, known: dict[str, str]) -> str | None:
-    """Return the dotted name that an expression stands for, "?" for a part of a layer specification
-    of megatron-core, or None if it is no import's.
-    """
-    match expression:
-        case ast.Name(id=name):
-            return known.get(name)
-        case ast.Attribute(attr="submodules"):  # of a layer specification of megatron-core
-            return UNKNOWN
-        case ast.Attribute(value=value, attr=attribute):
-            owner = resolve(value, known)
-            return owner if owner in (None, UNKNOWN) else f"{owner}.{attribute}"
-        case ast.Call(func=function, args=[ast.Constant(value=str(module))]) if (
-            ast.unparse(function).rpartition(".")[2] == "import_module"
-        ):
-            return module
-        case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str(name)), *_]):
-            found = resolve(owner, known)
-            return found and f"{found}.{name}"
-        case ast.Subscript(
-            value=ast.Call(func=ast.Name(id="vars"), args=[owner]), slice=ast.Constant(value=name)
-        ):
-            found = resolve(owner, known)
-            return found and f"{found}.{name}"
-    return None
-
-
-def _names_of(nodes: list[ast.AST], outer: dict[str, str]) -> dict[str, str]:
-    """Return what imports and plain assignments of the statements make of local names."""
-    known = dict(outer)
-    for node in (each for root in nodes for each in ast.walk(root)):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                name = alias.asname or alias.name.partition(".")[0]
-                known[name] = alias.name if alias.asname else name
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in targets:
-                found = resolve(node.value, known)
-                if isinstance(target, ast.Name) and found is not None:
-                    known[target.id] = found
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            for argument in (*node.args.args, *node.args.kwonlyargs):
-                known.pop(argument.arg, None)
-    return known
 
 
 def _outermost(tree: ast.Module) -> Iterator[tuple[str, list[ast.AST]]]:
@@ -207,6 +195,21 @@ def _outermost(tree: ast.Module) -> Iterator[tuple[str, list[ast.AST]]]:
 
 def _callables(tree: ast.Module) -> set[str]:
     return {node.name for node in ast.walk(tree) if _is_definition(node)}  # type: ignore[attr-defined]
+
+
+def _wrappers(tree: ast.Module) -> set[str]:
+    """Return the functions that return a function of their own."""
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+        & {
+            inner.value.id
+            for inner in node.body
+            if isinstance(inner, ast.Return) and isinstance(inner.value, ast.Name)
+        }
+    }
 
 
 def _own_attributes(tree: ast.Module) -> set[str]:
