@@ -13,6 +13,9 @@ from tests.support.policy import ROOT, read
 HEADING = "Proven by tests on two CPU cores"
 TEST = re.compile(r"`([\w/.]+\.py)::(test_\w+)`(?: \*\((slow|some slow)\)\*)?")
 BOUND = re.compile(r"\b\d+(?:\.\d+)?e-\d+\b")
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?!\w)")
+COMPARES = ("approx", "assert", "allclose", "isclose", "check")
+"""Beginnings of the names of functions that compare."""
 
 
 def claims(text: str) -> list[str]:
@@ -74,7 +77,9 @@ def mentions_slow(node: ast.AST, values: Mapping[str, ast.expr]) -> bool:
 
 
 def find_bounds(path: Path, name: str, seen: set[tuple[Path, str]] | None = None) -> set[float]:
-    """Return the numbers in a test, and in what it uses of its file and of tests/support."""
+    """Return the numbers that a test, and what it uses of its file and of tests/support, compares
+    with.
+    """
     seen = set() if seen is None else seen
     found: set[float] = set()
     if (path, name) in seen:
@@ -85,12 +90,67 @@ def find_bounds(path: Path, name: str, seen: set[tuple[Path, str]] | None = None
         return find_bounds(*elsewhere[name], seen)
     for node in here.get(name, ()):
         for part in ast.walk(node):
-            if isinstance(part, ast.Constant) and isinstance(part.value, float | int):
-                found.add(float(part.value))
+            if is_comparison(part):
+                found |= find_numbers(path, part, node)
             used = part.id if isinstance(part, ast.Name) else getattr(part, "arg", None)
             if isinstance(used, str) and used != name:  # an argument may be a fixture
                 found |= find_bounds(path, used, seen)
     return found
+
+
+def is_comparison(node: ast.AST) -> bool:
+    """Whether `node` bounds something from above, or calls a function that does, by its name."""
+    if isinstance(node, ast.Call):
+        function = ast.unparse(node.func).rpartition(".")[2]
+        return function.startswith(COMPARES)
+    is_floor = isinstance(node, ast.Compare) and all(
+        isinstance(operator, ast.Gt | ast.GtE) for operator in node.ops
+    )
+    return isinstance(node, ast.Compare) and not is_floor
+
+
+def find_numbers(path: Path, expression: ast.AST, within: ast.stmt) -> set[float]:
+    """Return the numbers in a part of the statement `within`, and behind the names in the part."""
+    found: set[float] = set()
+    for part in ast.walk(expression):
+        if isinstance(part, ast.Constant) and isinstance(part.value, float | int):
+            found.add(float(part.value))
+        elif isinstance(part, ast.Name):
+            for node in [*local_values(within, part.id), *assigned_values(path, part.id)]:
+                found |= numbers_in(node)
+    return found
+
+
+def local_values(function: ast.stmt, name: str) -> list[ast.expr]:
+    """Return what a function assigns to a name, or the parameters that pytest gives it."""
+    found = [
+        node.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign)
+        and any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+    ]
+    if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+        arguments = {
+            argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)
+        }
+        if name in arguments:
+            found += function.decorator_list
+    return found
+
+
+def assigned_values(path: Path, name: str) -> list[ast.stmt]:
+    here, elsewhere = defined_names(path)
+    if name in elsewhere:
+        return assigned_values(*elsewhere[name])
+    return [node for node in here.get(name, ()) if isinstance(node, ast.Assign | ast.AnnAssign)]
+
+
+def numbers_in(node: ast.AST) -> set[float]:
+    return {
+        float(part.value)
+        for part in ast.walk(node)
+        if isinstance(part, ast.Constant) and isinstance(part.value, float | int)
+    }
 
 
 @cache
@@ -136,6 +196,13 @@ def test_claims_name_tests_that_hold_their_bounds() -> None:
         check(claim)
 
 
+def test_figures_of_gpus_in_the_readme_are_those_of_the_status() -> None:
+    paragraph = read(Path("README.md")).split("**On GPUs so far**")[1].split("**Not yet**")[0]
+    figures = NUMBER.findall(paragraph)
+    assert len(figures) > 6
+    assert not set(figures) - set(NUMBER.findall(read(Path("docs/status.md"))))
+
+
 def test_a_claim_beyond_its_test_is_found() -> None:
     """The check fails on a missing test, on a missing file, on another bound and another speed."""
     file = "scenarios/train/test_layouts.py"
@@ -145,6 +212,7 @@ def test_a_claim_beyond_its_test_is_found() -> None:
         ("* Layouts agree.", "no test is named"),
         (f"* Layouts agree. Test: `{file}::test_of_nothing`.", "has no test_of_nothing"),
         ("* Layouts agree. Test: `scenarios/train/test_none.py::test_x`.", "no file"),
+        (f"* within 1e-3. Test: {test}.", "1e-3 stands in no test"),  # not compared with
         (f"* within 1.25e-9. Test: {test}.", "1.25e-9 stands in no test"),
         (f"* within 1e-6. Test: {test} *(slow)*.", "is marked 'slow'"),
     ]:
