@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import nan
+from time import process_time
 
 import pytest
 
@@ -34,6 +35,20 @@ def test_no_scores_join_to_none_and_penalties_stay_apart() -> None:
     )
     assert joined.greedy_N == [1.0, 3.0] and joined.teacher_N == [(-0.5,), (-0.25, -1.0)]
     assert joined.unpenalized_N == [1.0, 2.0]
+
+
+def test_joining_costs_by_part_the_same_however_many_there_are() -> None:
+    """CPU time grows with the number of parts; joined two by two, with its square."""
+    seconds = []
+    for num in (400, 6400):
+        parts = [Scores([1.0] * 8, {"form": [0.5] * 8}, [""] * 8)] * num
+        runs = []
+        for _ in range(5):
+            began = process_time()
+            join_scores(parts)
+            runs.append(process_time() - began)
+        seconds.append(min(runs))
+    assert seconds[1] < 4 * 16 * seconds[0], seconds
 
 
 def test_a_sample_without_a_reward_has_no_outcome() -> None:
