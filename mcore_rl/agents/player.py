@@ -196,8 +196,11 @@ class EpisodePlayer:
             told = await self._gateway.close_session(session.key)
         if result.reward is not None:
             recorder.add_reward(result.reward)
-        ending = _told(result.end_reason)
-        return Ending(ending, result.detail, told | dict(result.metrics))
+        ending, detail = _told(result.end_reason), result.detail
+        if ending == EndReason.TOOL_ERROR and told["refused"]:
+            ending = EndReason.ENV_ERROR  # it may have given up because of that
+            detail = f"the gateway refused {told['refused']:g} of its requests (429); {detail}"
+        return Ending(ending, detail, told | dict(result.metrics))
 
     def _text(self, recorder: EpisodeRecorder) -> str:
         """Return the conversation after the first context, as the last row shows it."""

@@ -11,7 +11,7 @@ from mcore_rl.agents.chat.chat_format import ChatFormat
 from mcore_rl.agents.compaction import keep_last_answers
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
-from mcore_rl.agents.gateway import Gateway
+from mcore_rl.agents.gateway import AdmissionOptions, Gateway, GatewayOptions
 from mcore_rl.agents.messages import Answer, CallAttempt, CallStatus, EndReason, Tool
 from mcore_rl.agents.player import EpisodePlayer, PlayOptions
 from mcore_rl.agents.recorder import EpisodeLimits, Parser, TurnRequest
@@ -31,16 +31,18 @@ def decode(ids: Sequence[int]) -> str:
 
 
 class FailingEngines:
-    """The policy's first answers, and then an error of the engines."""
+    """The policy's first answers, each after some seconds, and then an error of the engines."""
 
-    def __init__(self, policy: StandInPolicy, num_answers: int) -> None:
+    def __init__(self, policy: StandInPolicy, num_answers: int, answer_s: float) -> None:
         self._policy = policy
+        self._answer_s = answer_s
         self._num_left = num_answers
 
     async def __call__(self, turn: TurnRequest) -> Sample:
         self._num_left -= 1
         if self._num_left < 0:
             raise RuntimeError("no engine serves")
+        await asyncio.sleep(self._answer_s)
         return await self._policy(turn)
 
 
@@ -53,11 +55,14 @@ def play(
     prompt: Prompt = PROMPT,
     compaction: Callable[..., Any] | None = None,
     num_answers: int = 1000,
+    answer_s: float = 0.0,
+    max_requests: int = 0,
     **options: Any,
 ) -> tuple[Sample, StandInPolicy]:
     """Play one episode with a policy that says `texts`, in real worker processes.
 
-    The engines fail all requests after the first `num_answers`.
+    The engines fail all requests after the first `num_answers`. The gateway takes `max_requests` at
+    once; 0: any number.
     """
     encode = partial(TOKENIZER.encode, add_special_tokens=False)
     policy = StandInPolicy(texts, encode, stop_ids("qwen3")[0])
@@ -66,10 +71,12 @@ def play(
 
     async def run() -> Sample:
         pool = EnvironmentPool(EnvironmentOptions(kind=kind, workers=1, **options))
-        async with pool, Gateway(lambda token: decode([token])) as gateway:
+        bounds = GatewayOptions(admission=AdmissionOptions(max_requests))
+        async with pool, Gateway(lambda token: decode([token]), bounds) as gateway:
             parsed = parser or PlainParser(decode)
             player = EpisodePlayer(kind, pool, chat, parsed, decode, play_options, gateway)
-            return await player.play(prompt, 3, 11, FailingEngines(policy, num_answers))
+            engines = FailingEngines(policy, num_answers, answer_s)
+            return await player.play(prompt, 3, 11, engines)
 
     return asyncio.run(run()), policy
 
@@ -210,3 +217,24 @@ def test_an_error_of_the_engines_is_raised_whatever_the_program_makes_of_it() ->
     options = {"command": ["python3", "-c", PROGRAM]}
     with pytest.raises(RuntimeError, match="no engine serves"):
         play(["one"], kind="command", options=options, num_answers=1)
+
+
+ASKS_TWICE = """
+import threading, time
+threading.Thread(target=ask, args=[[{"role": "user", "content": "at the same time"}]]).start()
+time.sleep(0.3)
+ask(messages)
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize(("max_requests", "reason"), [(1, "env_error"), (2, "tool_error")])
+def test_a_program_that_fails_after_the_gateway_refused_it_tells_nothing_of_the_policy(
+    max_requests: int, reason: str
+) -> None:
+    program = PROGRAM.partition("for _ in")[0] + ASKS_TWICE
+    options = {"command": ["python3", "-c", program]}
+    bounds: dict[str, Any] = {"answer_s": 2.0, "max_requests": max_requests}
+    sample, _ = play(["one"], kind="command", options=options, **bounds)
+    assert sample.finish_reason == reason and sample.episode is not None
+    assert sample.episode.metrics["refused"] == (reason == "env_error")
