@@ -176,7 +176,7 @@ class SyncConfig(Options, group="sync"):
     """transfer: compare each slice's checksum as it arrives; destination: also read slices back
     from the engine's live parameters, before it serves them, and compare those."""
     verify_every: int = bounded(10, least=1)
-    """verify=destination: read back a link's first two syncs and every so many after them."""
+    """verify=destination: read back a link's first four syncs and every so many after them."""
 
     @property
     def reads_back_every(self) -> int:
@@ -205,13 +205,15 @@ class CanaryConfig(Options, group="canary"):
     """After each weight sync, engines and trainer score the same few sequences."""
 
     sequences: int = bounded(4, least=0)
-    """Number of sequences, taken from the step's own samples; 0: no check."""
+    """Number of sequences, taken from the step's own samples; up to 64 if that many have fewer than
+    1,024 tokens; 0: no check."""
     tolerance: float | None = bounded(None, above=0)
     """Mean |difference| in nats above which an engine leaves the rotation; None: learned from syncs
-    whose weights were read back (sync.verify), and at most 1e-3 in float32, 0.1 in bfloat16."""
+    whose weights were read back (sync.verify), and at most 1e-3 nats of rounding per logit with
+    engines in float32, 0.5 in bfloat16, 1 in fp8."""
     factor: float = bounded(2.0, above=1)
     """tolerance=None: an engine leaves the rotation when rounding seems to have grown to so many
-    times what is usual in this run; a warning until eight syncs were read back."""
+    times what is usual in this run; a warning until four syncs were read back."""
 
 
 @dataclass

@@ -52,7 +52,6 @@ _ON_GPU = (
     "rollout.sglang.cuda_graph_max_bs_decode=32",
     "rollout.sglang.disable_prefill_cuda_graph=true",
     f"sync.bucket_mib={GPU_BUCKET_MIB}",
-    "canary.tolerance=1",
 )
 """Settings that ask least of a machine: kernels by Triton and torch, which need neither SGLang's
 libraries nor a compiler of CUDA code, SGLang's own scheduler, and a small object store."""

@@ -1,14 +1,14 @@
 """A check after each weight sync: trainer and engines score the same sequences and must agree.
 
-The sequences are the first of the step's own samples. At the first sync of a run there are none
-yet, so they come from the run's prompts (`make_probe`).
+The sequences are some of the step's own samples. At the first sync of a run there are none yet, so
+they come from the run's prompts (`make_probe`).
 """
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from mcore_rl.data.batch import select, split_by_lens
 from mcore_rl.data.images.batch import select_images
 from mcore_rl.data.stored_batch import without_lost
 from mcore_rl.lost_samples import SamplesLost
-from mcore_rl.players.canary_tolerance import CanaryTolerance, EngineDifference
+from mcore_rl.players.canary_tolerance import MIN_TOKENS, CanaryTolerance, EngineDifference
 from mcore_rl.process.server_keys import ServerKeys, user_headers
 from mcore_rl.roles import Trainer
 from mcore_rl.rollout.scoring import score_sequences
@@ -36,6 +36,8 @@ from mcore_rl.types import (
 _log = logging.getLogger(__name__)
 MAX_PROMPT_TOKENS = 256
 """Longer prompts are truncated: more tokens cost time and make the comparison no sharper."""
+MOST_SEQUENCES = 64
+"""No more sequences are scored only because the first ones are short."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,20 @@ class ScoredProbe:
 def make_probe(prompts: Iterable[Prompt], num_sequences: int) -> TrainBatch:
     """Return the first prompts as sequences to score, each cut to MAX_PROMPT_TOKENS tokens.
 
-    Prompts of a single token are skipped, because the first token of a sequence has no log-prob.
-    The batch has fewer than `num_sequences` sequences, or none, if there are not enough prompts.
+    These are `num_sequences` prompts, or up to MOST_SEQUENCES as long as they have fewer than
+    MIN_TOKENS tokens to compare. Prompts of a single token are skipped, because the first token of
+    a sequence has no log-prob. The batch is shorter, or empty, if there are not enough prompts.
     """
-    usable = (prompt.token_ids for prompt in prompts if len(prompt.token_ids) > 1)
-    sequences = [token_ids[:MAX_PROMPT_TOKENS] for token_ids in islice(usable, num_sequences)]
+    sequences: list[Sequence[int]] = []
+    num_compared = 0
+    most = MOST_SEQUENCES if num_sequences else 0
+    for prompt in prompts:
+        is_enough = len(sequences) >= num_sequences and num_compared >= MIN_TOKENS
+        if is_enough or len(sequences) >= max(num_sequences, most):
+            break
+        if len(prompt.token_ids) > 1:
+            sequences.append(prompt.token_ids[:MAX_PROMPT_TOKENS])
+            num_compared += len(sequences[-1]) - 1
     lens_N = tuple(len(token_ids) for token_ids in sequences)
     return TrainBatch(
         token_ids_T=torch.tensor([token for ids in sequences for token in ids], dtype=torch.int64),
@@ -123,7 +134,7 @@ class Canary:
         self._probe: ScoredProbe | None = None
 
     def score_on_trainer(self, version: WeightVersion, batch: AnyBatch) -> None:
-        """Score the first sequences of `batch` on the trainer, whose weights are `version`.
+        """Score some sequences of `batch` on the trainer, whose weights are `version`.
 
         Call it before the weights are sent: engines with GPUs of their own go on meanwhile.
         """
@@ -172,23 +183,40 @@ class Canary:
         return int(found[0]) if len(found) else len(ids_T)
 
     def _choose(self, batch: AnyBatch) -> TrainBatch | None:
-        """Return the first sequences of a batch that are not lost; None if there is none."""
-        while num_sequences := min(self._config.sequences, len(batch.lens_N)):
-            # Without the engine's experts: the trainer routes by itself, as the engines do.
-            probe = replace(select(batch, range(num_sequences)), routed_experts_TLK=None)
-            if isinstance(batch, TrainBatch) or isinstance(probe, TrainBatch):
-                assert isinstance(probe, TrainBatch)
-                return probe
-            assert self._fetch is not None, "the probe lies in stores that cannot be read"
+        """Return sequences of a batch that are not lost; None if there is none.
+
+        These are canary.sequences, or more if they have fewer than MIN_TOKENS tokens to compare.
+        """
+        wanted = self._config.sequences
+        while num_sequences := min(wanted, len(batch.lens_N)):
             try:
-                return self._fetch(probe)
+                probe = self._read_some(batch, num_sequences)
             except SamplesLost as lost:
                 left = without_lost(batch, lost)
                 if left is None:
                     _log.warning("%s; no sequence is left to compare engines by", lost)
                     return None
                 batch = left
+                continue
+            share = _count_compared(probe) / MIN_TOKENS
+            if share >= 1 or num_sequences >= min(MOST_SEQUENCES, len(batch.lens_N)):
+                return probe
+            needed = math.ceil(num_sequences / max(share, 1 / MIN_TOKENS))
+            wanted = min(MOST_SEQUENCES, max(needed, num_sequences + 1))
         return None
+
+    def _read_some(self, batch: AnyBatch, num_sequences: int) -> TrainBatch:
+        """Return so many sequences, from all over the batch: neighbors have a prompt in common.
+
+        Raises SamplesLost if a store that has them is gone.
+        """
+        chosen = [i * len(batch.lens_N) // num_sequences for i in range(num_sequences)]
+        # Without the engine's experts: the trainer routes by itself, as the engines do.
+        probe = replace(select(batch, chosen), routed_experts_TLK=None)
+        if isinstance(probe, TrainBatch):
+            return probe
+        assert self._fetch is not None, "the probe lies in stores that cannot be read"
+        return self._fetch(probe)
 
     async def _score_on_engines(
         self, urls: Sequence[str], probe: ScoredProbe
@@ -227,3 +255,10 @@ class Canary:
                     f" from the trainer's by {fault}"
                 )
         return report
+
+
+def _count_compared(probe: TrainBatch) -> int:
+    """Return about how many log-probs are compared: with images, those of responses alone."""
+    if probe.images is not None:
+        return int(probe.loss_mask_T.sum())
+    return len(probe.token_ids_T) - len(probe.lens_N)

@@ -21,25 +21,31 @@ from torch import Tensor
 
 from mcore_rl.config import CanaryConfig
 from mcore_rl.process.disk import write_whole
+from mcore_rl.stream.controller.linked_engine import VERIFIED_FIRST
 
 _log = logging.getLogger(__name__)
 
-MOST = {"float32": 1e-3, "bfloat16": 0.1}
-"""Mean |difference| in nats, by model dtype, above which no rounding is believed."""
-LEAST = {"float32": 1e-4, "bfloat16": 5e-3}
-"""Rounding of logits in nats, by model dtype, below which nothing is called a fault."""
-MIN_TOKENS = 256
-"""Fewer compared tokens say too little to learn from, or to judge by what was learned."""
+MOST = {"float32": 1e-3, "bfloat16": 0.5, "fp8": 1.0}
+"""Rounding of logits in nats (`overall`), by what engines compute in, that is always a fault."""
+LEAST = {"float32": 1e-4, "bfloat16": 5e-3, "fp8": 5e-3}
+"""Rounding of logits in nats, by what engines compute in, below which nothing is called a fault."""
+MIN_TOKENS = 1024
+"""Fewer compared tokens say too little to learn from, or to judge by what was learned: in bfloat16,
+the sums of 285 tokens of right weights lie between 0.6 and 2.5 times their median, of 1,045 between
+0.75 and 1.5.
+"""
 NUM_LEARNED = 2
 """Measurements before the first warning by them: one of prompts, one of samples."""
-NUM_TO_JUDGE = 8
-"""Measurements before an engine may fail by them; until then their spread is not known."""
+NUM_TO_JUDGE = VERIFIED_FIRST
+"""Measurements before an engine may fail by them, as many as a run's first syncs bring; until then
+their spread is not known."""
 MARGIN = 1.5
 """An engine fails by them only if it is also above so many times the largest of them."""
 KEPT = 16
 """Newest measurements of which the median counts."""
 WARN_SHARE = 0.75
 """A warning comes from this share of canary.factor times the median on."""
+_PER_LOGIT = "nats of rounding per logit"
 _LEAST_DOUBT = 0.01
 """Least 1 - p that a difference is divided by: at p = 1 nothing is left but the cast of log p."""
 
@@ -83,7 +89,7 @@ class EngineDifference:
 class CanaryTolerance:
     """Judges the differences between trainer and engines.
 
-    By hand (canary.tolerance), it is the mean in nats. Otherwise the mean may be at most MOST, and
+    By hand (canary.tolerance), it is the mean in nats. Otherwise `overall` may be at most MOST, and
     `typical` and `overall` are compared with what was measured in syncs whose weights were read
     back. What is much more than their median is warned of. From NUM_TO_JUDGE measurements on, it is
     a fault if it is much more than the largest of them, too: see `limits`.
@@ -92,17 +98,18 @@ class CanaryTolerance:
     def __init__(
         self,
         config: CanaryConfig,
-        dtype: str,
+        precision: str,
         file: Path | None = None,
         made_by: Mapping[str, object] | None = None,
     ) -> None:
         """Learn anew, or go on with what `file` holds of a run `made_by` the same model.
 
-        file      where measurements are kept for a run that continues; None: nowhere
-        made_by   what the rounding depends on; measurements made by something else are ignored
+        precision   what engines compute in: model.dtype, or fp8
+        file        where measurements are kept for a run that continues; None: nowhere
+        made_by     what the rounding depends on; measurements made by something else are ignored
         """
         self._config = config
-        self._dtype = dtype
+        self._precision = precision
         self._file = file
         self._made_by = dict(made_by or {})
         self._learned: deque[tuple[float, float]] = deque(self._read(), KEPT)
@@ -115,19 +122,18 @@ class CanaryTolerance:
         by_hand = self._config.tolerance
         if by_hand is not None:
             return _exceeds(difference.mean, by_hand, "nats on average", "canary.tolerance")
-        most = MOST[self._dtype]
         fault = _exceeds(
-            difference.mean,
-            most,
-            "nats on average",
-            f"the most for model.dtype={self._dtype} unless canary.tolerance is set",
+            difference.overall,
+            MOST[self._precision],
+            f"{_PER_LOGIT} (overall)",
+            f"the most for engines in {self._precision} unless canary.tolerance is set",
         )
         return fault or self._compare_with_usual(difference)
 
     def _compare_with_usual(self, difference: EngineDifference) -> str | None:
         """Return how the difference is unlike what was learned; log a warning if it is nearly."""
         for name, value in (("typical", difference.typical), ("overall", difference.overall)):
-            what = f"nats of rounding per logit ({name})"
+            what = f"{_PER_LOGIT} ({name})"
             if math.isnan(value):
                 return f"nan {what}"
             usual = self._usual.get(name)
@@ -185,7 +191,7 @@ class CanaryTolerance:
 
     def _much(self, usual: float) -> float:
         """Return what is much more than usual, in nats."""
-        return max(LEAST[self._dtype], self._config.factor * usual)
+        return max(LEAST[self._precision], self._config.factor * usual)
 
     def _read(self) -> list[tuple[float, float]]:
         if self._file is None or not self._file.exists():

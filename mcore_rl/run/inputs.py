@@ -19,7 +19,7 @@ from mcore_rl.data.streamed.mixed import MixedPrompts
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.planning.checks import check_sizes
 from mcore_rl.planning.models import read_critic, read_policy
-from mcore_rl.players.canary import make_probe
+from mcore_rl.players.canary import MOST_SEQUENCES, make_probe
 from mcore_rl.rollout.teacher import check_same_vocabulary
 from mcore_rl.run.images import check_critic_images
 from mcore_rl.run.prompts import load_split, train_prompts
@@ -61,7 +61,7 @@ def read_train_inputs(config: Config) -> TrainInputs:
     warn_of_cut_distribution(config.rollout)
     collector = collector_spec(config, policy, tokenizer)
     loss = make_policy_loss(config.algorithm)
-    prompts = train_prompts(config, tokenizer, config.canary.sequences)
+    prompts = train_prompts(config, tokenizer, max(config.canary.sequences, MOST_SEQUENCES))
     held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     inputs = TrainInputs(
         policy=policy,

@@ -17,8 +17,14 @@ from mcore_rl.data.assembly import assemble
 from mcore_rl.data.images.batch import join_patches
 from mcore_rl.data.stored_batch import make_stored_batch
 from mcore_rl.lost_samples import SamplesLost
-from mcore_rl.players.canary import MAX_PROMPT_TOKENS, Canary, ScoredProbe, make_probe
-from mcore_rl.players.canary_tolerance import CanaryTolerance, EngineDifference
+from mcore_rl.players.canary import (
+    MAX_PROMPT_TOKENS,
+    MOST_SEQUENCES,
+    Canary,
+    ScoredProbe,
+    make_probe,
+)
+from mcore_rl.players.canary_tolerance import MIN_TOKENS, CanaryTolerance, EngineDifference
 from mcore_rl.players.colocation import EngineMemory, SharedGpus
 from mcore_rl.players.weight_sync import EngineSync
 from mcore_rl.process.event_loop import EventLoop
@@ -110,11 +116,38 @@ def make_prompt(*token_ids: int) -> Prompt:
 def test_the_probe_is_made_of_the_first_prompts_that_can_be_scored() -> None:
     prompts = [make_prompt(5), make_prompt(1, 2, 3), make_prompt(*range(400)), make_prompt(7, 8)]
     probe = make_probe(prompts, num_sequences=2)
-    assert probe.lens_N == (3, MAX_PROMPT_TOKENS)
-    assert probe.token_ids_T.tolist() == [1, 2, 3, *range(MAX_PROMPT_TOKENS)]
+    assert probe.lens_N == (3, MAX_PROMPT_TOKENS, 2)
+    assert probe.token_ids_T.tolist() == [1, 2, 3, *range(MAX_PROMPT_TOKENS), 7, 8]
     assert not probe.loss_mask_T.any()
-    assert make_probe(prompts, num_sequences=9).lens_N == (3, MAX_PROMPT_TOKENS, 2)
     assert make_probe(prompts[:1], num_sequences=2).lens_N == ()
+    assert make_probe(prompts, num_sequences=0).lens_N == ()
+    assert make_probe([make_prompt(*range(300))] * 9, num_sequences=2).lens_N == (256,) * 5
+    assert make_probe([make_prompt(*range(300))] * 9, num_sequences=7).lens_N == (256,) * 7
+    assert make_probe([make_prompt(1, 2)] * 99, num_sequences=2).lens_N == (2,) * MOST_SEQUENCES
+
+
+@pytest.mark.parametrize(
+    ("lens", "chosen"),
+    [
+        ([30] * 256, [i * 256 // 36 for i in range(36)]),
+        ([300] * 256, [0, 64, 128, 192]),
+        ([3] * 256, [4 * i for i in range(64)]),
+        ([30] * 5, [0, 1, 2, 3, 4]),
+    ],
+    ids=["short", "long", "too short", "few"],
+)
+def test_sequences_are_taken_from_all_over_the_batch_until_they_have_enough_tokens(
+    lens: list[int], chosen: list[int]
+) -> None:
+    """The first token of each tells which sequence it is; four of 30 tokens say too little."""
+    ids = [token for n, length in enumerate(lens) for token in [n] * length]
+    batch = TrainBatch(torch.tensor(ids), torch.ones(len(ids)).bool(), tuple(lens))
+    nobody: Any = None
+    probe = make_canary(nobody)._choose(batch)
+    assert probe is not None
+    assert [int(part[0]) for part in probe.token_ids_T.split(list(probe.lens_N))] == chosen
+    is_enough = sum(probe.lens_N) - len(probe.lens_N) >= MIN_TOKENS
+    assert is_enough or len(chosen) == min(MOST_SEQUENCES, len(lens))
 
 
 @pytest.mark.parametrize("sequences", [0, 2])
@@ -231,11 +264,11 @@ def test_a_probe_is_made_of_sequences_that_are_not_lost(caplog: pytest.LogCaptur
     nobody: Any = None
     canary = make_canary(nobody, CanaryConfig(sequences=3), fetch=fetch)
     probe = canary._choose(batch)
-    kept = np.flatnonzero(batch.store_N == 1)[:3].tolist()
+    kept = np.flatnonzero(batch.store_N == 1).tolist()
     assert probe is not None and probe.lens_N == tuple(batch.lens_N[i] for i in kept)
     lost |= {1}
     assert canary._choose(batch) is None
-    assert "collectors [0] died; no sequence is left" in caplog.text or "[1] died" in caplog.text
+    assert "collectors [0, 1] died; no sequence is left" in caplog.text
 
 
 class CountingTrainer:

@@ -20,7 +20,7 @@ from mcore_rl.players.canary_tolerance import (
 BF16 = "bfloat16"
 
 
-def difference(rounding: float, *, mean: float = 0.03, num_tokens: int = 500) -> EngineDifference:
+def difference(rounding: float, *, mean: float = 0.01, num_tokens: int = 2000) -> EngineDifference:
     return EngineDifference(mean, rounding, 1.5 * rounding, num_tokens)
 
 
@@ -72,24 +72,24 @@ def test_roundings_of_prompts_and_of_sharp_samples_are_of_one_size() -> None:
 
 
 @pytest.mark.parametrize("num_learned", range(NUM_TO_JUDGE))
-def test_until_eight_syncs_were_read_back_only_the_most_is_a_fault(
+def test_until_four_syncs_were_read_back_only_the_most_is_a_fault(
     num_learned: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     tolerance = learned(*[0.01] * num_learned)
     assert tolerance.limits == {}
-    assert tolerance.find_fault(difference(1.0, mean=0.09)) is None
-    assert ("1.00e+00 nats of rounding per logit (typical); 1.00e-02" in caplog.text) == (
+    assert tolerance.find_fault(difference(0.33)) is None
+    assert ("3.30e-01 nats of rounding per logit (typical); 1.00e-02" in caplog.text) == (
         num_learned >= 2
     )
-    fault = tolerance.find_fault(difference(0.01, mean=0.11))
-    assert fault is not None and "1.10e-01 nats on average, more than 0.1" in fault
-    assert "model.dtype=bfloat16 unless canary.tolerance is set" in fault
+    fault = tolerance.find_fault(difference(0.34))
+    assert fault is not None and "5.10e-01 nats of rounding per logit (overall), more than" in fault
+    assert "0.5 (the most for engines in bfloat16 unless canary.tolerance is set)" in fault
 
 
 def test_then_a_multiple_of_the_median_is_a_fault_and_three_quarters_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    tolerance = learned(*[0.010] * 3, *[0.012] * 4, 0.013)
+    tolerance = learned(0.010, *[0.012] * 2, 0.013)
     assert tolerance.limits["typical"] == (0.012, 0.024)
     assert tolerance.limits["overall"] == pytest.approx((0.018, 0.036))
     with caplog.at_level(logging.WARNING):
@@ -99,7 +99,7 @@ def test_then_a_multiple_of_the_median_is_a_fault_and_three_quarters_a_warning(
         assert "1.90e-02 nats of rounding per logit (typical)" in caplog.text
     fault = tolerance.find_fault(difference(0.025))
     assert fault is not None and "(typical), more than 0.024 (canary.factor=2.0 times" in fault
-    few_tokens_of_large_difference = EngineDifference(0.03, 0.012, 0.04, 500)
+    few_tokens_of_large_difference = EngineDifference(0.03, 0.012, 0.04, 2000)
     fault = tolerance.find_fault(few_tokens_of_large_difference)
     assert fault is not None and "(overall), more than 0.036" in fault
 
@@ -108,7 +108,7 @@ def test_what_was_right_before_is_no_fault_however_far_from_the_median(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Rounding was 0.05 in one sync: 0.07 is a warning, and above 1.5 times 0.05 a fault."""
-    tolerance = learned(*[0.01] * 7, 0.05)
+    tolerance = learned(*[0.01] * 3, 0.05)
     assert tolerance.limits["typical"] == pytest.approx((0.01, 0.075))
     assert tolerance.find_fault(difference(0.07)) is None
     assert "7.00e-02 nats of rounding per logit (typical); 1.00e-02 is usual" in caplog.text
@@ -127,36 +127,56 @@ def test_a_run_learns_from_what_it_only_warns_of() -> None:
 
 
 def test_the_factor_is_an_option() -> None:
-    tolerance = learned(*[0.01] * 8, config=CanaryConfig(factor=3.0))
+    tolerance = learned(*[0.01] * 4, config=CanaryConfig(factor=3.0))
     assert tolerance.find_fault(difference(0.029)) is None
     assert tolerance.find_fault(difference(0.031)) is not None
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_tolerance_has_a_lower_and_an_upper_bound(dtype: str) -> None:
-    tolerance = CanaryTolerance(CanaryConfig(), dtype)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "fp8"])
+def test_the_tolerance_has_a_lower_and_an_upper_bound(precision: str) -> None:
+    tolerance = CanaryTolerance(CanaryConfig(), precision)
     for _ in range(NUM_TO_JUDGE):
-        tolerance.learn([EngineDifference(0.0, 0.0, 0.0, 500)])
-    least = LEAST[dtype]
-    assert tolerance.find_fault(EngineDifference(1e-9, 0.9 * least, 0.9 * least, 500)) is None
-    assert tolerance.find_fault(EngineDifference(1e-9, 1.1 * least, 1.1 * least, 500)) is not None
-    generous = CanaryTolerance(CanaryConfig(factor=1e6), dtype)
+        tolerance.learn([EngineDifference(0.0, 0.0, 0.0, 2000)])
+    least = LEAST[precision]
+    assert tolerance.find_fault(EngineDifference(1e-9, 0.9 * least, 0.9 * least, 2000)) is None
+    assert tolerance.find_fault(EngineDifference(1e-9, 1.1 * least, 1.1 * least, 2000)) is not None
+    generous = CanaryTolerance(CanaryConfig(factor=1e6), precision)
     for _ in range(NUM_TO_JUDGE):
-        generous.learn([EngineDifference(0.0, 1.0, 1.0, 500)])
-    assert generous.find_fault(EngineDifference(1.01 * MOST[dtype], 1.0, 1.0, 500)) is not None
+        generous.learn([EngineDifference(0.0, 1.0, 1.0, 2000)])
+    most = MOST[precision]
+    assert generous.find_fault(EngineDifference(0.1, 1.0, 0.99 * most, 2000)) is None
+    assert generous.find_fault(EngineDifference(0.1, 1.0, 1.01 * most, 2000)) is not None
 
 
-@pytest.mark.parametrize("name", ["mean", "typical", "overall"])
+@pytest.mark.parametrize(("precision", "mean"), [("bfloat16", 0.148), ("fp8", 5 * 0.148)])
+def test_what_right_weights_showed_on_a_gpu_passes_at_the_first_sync(
+    precision: str, mean: float
+) -> None:
+    """0.148 nats in the mean from the warm start, in tokens that the policy doubts: docs/status.md.
+
+    Log-probs of samples differed in the mean by 0.0151 with engines in bfloat16, by 0.072 in fp8.
+    """
+    expected = torch.full((200,), math.log(0.25))
+    measured = EngineDifference.measure([expected], [(expected + mean).tolist()], [expected < 0])
+    assert measured.mean == pytest.approx(mean) and measured.overall < MOST[precision]
+    assert CanaryTolerance(CanaryConfig(), precision).find_fault(measured) is None
+
+
+@pytest.mark.parametrize("name", ["typical", "overall"])
 def test_a_nan_is_a_fault(name: str) -> None:
     numbers = {"mean": 0.01, "typical": 0.01, "overall": 0.01, name: math.nan}
-    nan = EngineDifference(**numbers, num_tokens=500)
+    nan = EngineDifference(**numbers, num_tokens=2000)
     for tolerance in (learned(), learned(*[0.01] * NUM_TO_JUDGE)):
         fault = tolerance.find_fault(nan)
         assert fault is not None and fault.startswith("nan nats")
-    if name == "mean":
-        for config in (CanaryConfig(), CanaryConfig(tolerance=0.5)):
-            fault = CanaryTolerance(config, BF16).find_fault(nan)
-            assert fault is not None and fault.startswith("nan nats")
+
+
+def test_a_nan_of_an_engine_is_a_fault_by_hand_too() -> None:
+    expected = torch.full((3,), -1.0)
+    nan = EngineDifference.measure([expected], [[-1.0, math.nan, -1.0]], [expected < 0])
+    for config in (CanaryConfig(), CanaryConfig(tolerance=0.5)):
+        fault = CanaryTolerance(config, BF16).find_fault(nan)
+        assert fault is not None and fault.startswith("nan nats")
 
 
 def test_by_hand_the_mean_alone_counts_and_nothing_is_learned() -> None:
@@ -168,7 +188,7 @@ def test_by_hand_the_mean_alone_counts_and_nothing_is_learned() -> None:
 
 
 def test_few_tokens_neither_teach_nor_judge() -> None:
-    few = difference(0.5, num_tokens=MIN_TOKENS - 1)
+    few = difference(0.3, num_tokens=MIN_TOKENS - 1)
     tolerance = learned(*[0.01] * NUM_TO_JUDGE)
     tolerance.learn([few])
     assert tolerance.limits["typical"] == (0.01, 0.02)
@@ -180,7 +200,7 @@ def test_a_run_that_continues_goes_on_with_what_it_learned(tmp_path: Path) -> No
     made_by = {"model": "m", "engine_ranks": 2}
     first = CanaryTolerance(CanaryConfig(), BF16, file, made_by)
     first.learn([difference(0.01), difference(0.03), difference(0.02)])
-    for _ in range(6):
+    for _ in range(2):
         first.learn([difference(0.02)])
     assert CanaryTolerance(CanaryConfig(), BF16, file, made_by).limits == {}
     first.learn([difference(0.02)])

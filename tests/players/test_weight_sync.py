@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.config import CanaryConfig
 from mcore_rl.players import weight_sync
 from mcore_rl.players.canary import Canary, make_probe
-from mcore_rl.players.canary_tolerance import CanaryTolerance
+from mcore_rl.players.canary_tolerance import MIN_TOKENS, NUM_TO_JUDGE, CanaryTolerance
 from mcore_rl.players.colocation import EngineMemory, SharedGpus
 from mcore_rl.players.weight_sync import EngineSync
 from mcore_rl.process.event_loop import EventLoop
@@ -19,7 +19,7 @@ from mcore_rl.types import Prompt, WeightVersion
 from tests.support.scoring_engines import OneWeightLinks, OneWeightTrainer, ScoringEngine
 
 FIRST = WeightVersion(0)
-PROBE = make_probe([Prompt(i, (3, 1 + i, 4), (), "unit", "") for i in range(3)], 2)
+PROBE = make_probe([Prompt(i, (3, 1 + i, 4), (), "unit", "") for i in range(2)], 2)
 
 
 @dataclass
@@ -37,8 +37,8 @@ class Stage:
         self.health = EngineHealth(self.urls)
         watched = self.loop.run
         gpus = SharedGpus(EngineMemory((), 1.0), watched)
-        tolerance = CanaryTolerance(CanaryConfig(), "float32")
-        canary = Canary(self.trainer, CanaryConfig(), tolerance, 5.0, gpus.for_rollout)
+        self.tolerance = CanaryTolerance(CanaryConfig(), "float32")
+        canary = Canary(self.trainer, CanaryConfig(), self.tolerance, 5.0, gpus.for_rollout)
         self.num_steps = 0
         self.weights = EngineSync(
             *(self.links, canary, self.health, self._look, watched, gpus),
@@ -97,6 +97,20 @@ def test_the_trainer_scores_before_weights_are_sent(stage: Stage) -> None:
     stage.weights.sync(FIRST, PROBE)
     assert order == ["trainer scores", "weights are sent"]
     assert [engine.num_requests for engine in stage.engines] == [2, 2]
+
+
+def test_the_canary_learns_from_the_syncs_that_were_read_back(stage: Stage) -> None:
+    long = make_probe([Prompt(0, tuple(range(250)), (), "unit", "")] * 8, 2)
+    assert sum(long.lens_N) - len(long.lens_N) >= MIN_TOKENS
+    for version in range(NUM_TO_JUDGE - 1):
+        stage.weights.sync(WeightVersion(version), long)
+    stage.links.verifies = False
+    stage.weights.sync(WeightVersion(5), long)
+    assert stage.tolerance.limits == {}
+    stage.links.verifies = True
+    stage.kill_all(come_back=True)
+    assert stage.revive()
+    assert stage.tolerance.limits != {}, "an engine that returned was read back, too"
 
 
 def test_an_engine_corrupted_at_the_first_sync_gets_no_requests(stage: Stage) -> None:

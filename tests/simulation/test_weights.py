@@ -58,7 +58,7 @@ def test_staged_engines_decode_until_they_swap(
 
 @pytest.mark.parametrize(
     ("verify_every", "read_back"),
-    [(3, [1, 1, 0, 1, 0, 0, 1]), (1, [1] * 7), (10, [1, 1, 0, 0, 0, 0, 0]), (0, [0] * 7)],
+    [(3, [1, 1, 1, 1, 0, 0, 1]), (1, [1] * 7), (10, [1, 1, 1, 1, 0, 0, 0]), (0, [0] * 7)],
 )
 def test_a_sync_that_is_read_back_pauses_longer(
     loop: VirtualLoop, verify_every: int, read_back: list[int]
@@ -82,10 +82,10 @@ def test_only_a_new_link_is_read_back_beside_older_ones(loop: VirtualLoop) -> No
 
     async def run() -> None:
         await links.connect(["a", "b"])
-        for version in range(3):
+        for version in range(4):
             await links.sync(version)
         await links.connect(["b"])
-        report = await links.sync(3)
+        report = await links.sync(4)
         assert report.verified == {"b"} and report.seconds == 2.75
         assert [result.pause_seconds for result in report.engines] == [0.5, 0.75]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mcore_rl.doctor.toy_engine import FusedEngine, ToySizes, make_tensors
+from mcore_rl.players.canary_tolerance import NUM_TO_JUDGE
 from mcore_rl.stream.controller.linked_engine import VERIFIED_FIRST
 from mcore_rl.stream.controller.staged_sync import StagedSync
 from mcore_rl.stream.controller.strategy import SyncTarget
@@ -134,12 +135,12 @@ def test_the_first_syncs_of_a_link_are_read_back_and_every_so_many_after_them() 
         controller = SyncController(stage.trainers, timeout_s=TIMEOUT_S, verify_every=3)
         asyncio.run(controller.connect(stage.urls))
         first, second = stage.urls
-        read_back = [sync(stage, controller, version) for version in range(1, 8)]
+        read_back = [sync(stage, controller, version) for version in range(1, 9)]
         both = {first, second}
-        assert VERIFIED_FIRST == 2
-        assert read_back == [both, both, set(), both, set(), set(), both]
+        assert VERIFIED_FIRST == NUM_TO_JUDGE == 4
+        assert read_back == [both, both, both, both, set(), set(), both, set()]
         asyncio.run(controller.connect([first]))
-        assert sync(stage, controller, 8) == {first}
+        assert sync(stage, controller, 9) == {first}
 
 
 class PlantingReceiver(WeightReceiver):

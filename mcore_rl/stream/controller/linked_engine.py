@@ -10,8 +10,9 @@ from mcore_rl.stream.wire import Action, Command, Link, Report, StageRequest, en
 
 _FAILURE_GRACE_S = 3.0
 """How long an engine's ranks may take to report once the transfer is known to have failed."""
-VERIFIED_FIRST = 2
-"""Syncs of a link that are read back in any case: one of each of the two sets of parameters."""
+VERIFIED_FIRST = 4
+"""Syncs of a link that are read back in any case: both sets of parameters had their turn twice, and
+the canary has what it needs to judge (players.canary_tolerance.NUM_TO_JUDGE)."""
 _FAILURE_POLL_S = 0.1
 """How often a wait for reports checks for failures; the last report itself wakes it."""
 

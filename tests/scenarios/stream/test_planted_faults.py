@@ -1,7 +1,7 @@
 """Faults before the first checksum, so that the bytes are as sent: those are the canary's.
 
-A real engine serves what a wrong table, a zeroed gather or an old copy would have sent. Faults
-behind the checksums are in tests/stream/test_destination.py.
+A real engine serves what a wrong table, a zeroed gather or an old copy would have sent. Each run
+begins with the defaults and has learned nothing. Faults behind the checksums are in tests/stream/test_destination.py.
 """
 
 import asyncio
@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
-from mcore_rl.config import CanaryConfig
+from mcore_rl.config import CanaryConfig, SyncConfig
 from mcore_rl.players.canary import Canary
 from mcore_rl.players.canary_tolerance import MOST, NUM_TO_JUDGE, CanaryTolerance, EngineDifference
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.stream.controller.linked_engine import is_read_back
 from mcore_rl.types import LogprobOptions, TokenScores, TrainBatch, WeightVersion
 from tests.support.engine_keys import KEYS
 from tests.support.engines import VOCAB_SIZE, save_tiny_moe
@@ -28,7 +29,7 @@ from tests.support.sync_stage import call
 pytestmark = pytest.mark.e2e
 
 TIMEOUT_S = 60.0
-NUM_SEQUENCES = 8
+NUM_SEQUENCES = 16
 LEN = 96
 
 Weights = dict[str, Tensor]
@@ -85,39 +86,42 @@ def make_batch(seed: int) -> TrainBatch:
     return TrainBatch(ids_T, torch.ones(len(ids_T)).bool(), (LEN,) * NUM_SEQUENCES)
 
 
-class Scene:
-    """An engine of right weights, and a canary that has learned enough to judge."""
+class Run:
+    """The syncs of a run with the options' defaults, each of another batch."""
 
     def __init__(self, engine: EngineProcess, folder: Path, dtype: str) -> None:
-        config = CanaryConfig(sequences=NUM_SEQUENCES)
-        self.engine = engine
-        self.folder = folder
-        self.tolerance = CanaryTolerance(config, dtype)
+        self._url = engine.url
+        self._folder = folder
+        self.tolerance = CanaryTolerance(CanaryConfig(), dtype)
+        self.num_syncs = 0
+        self.precision = dtype
         trainer: Any = TransformersTrainer(folder / "right")
 
         async def ready() -> None: ...
 
-        self.canary = Canary(trainer, config, self.tolerance, TIMEOUT_S, ready, KEYS)
-        for version in range(NUM_TO_JUDGE):
-            assert self.check(version, verified=True)[1] is None
+        self._canary = Canary(trainer, CanaryConfig(), self.tolerance, TIMEOUT_S, ready, KEYS)
 
-    def load(self, name: str) -> None:
-        path = str(self.folder / name)
-        answer = call(self.engine.url, "/update_weights_from_disk", model_path=path)
+    def sync(self, name: str) -> tuple[EngineDifference, str | None]:
+        """Have the engine serve these weights, read back if it is due; return how it differs, and
+        why it gets no requests.
+        """
+        answer = call(self._url, "/update_weights_from_disk", model_path=str(self._folder / name))
         assert answer["success"], answer
+        verified = is_read_back(self.num_syncs, SyncConfig().reads_back_every)
+        self._canary.score_on_trainer(WeightVersion(self.num_syncs), make_batch(self.num_syncs))
+        report = asyncio.run(self._canary.check([self._url], [self._url] if verified else []))
+        self.num_syncs += 1
+        return report.differences[self._url], report.failed.get(self._url)
 
-    def check(self, version: int, *, verified: bool = False) -> tuple[EngineDifference, str | None]:
-        """Return how the engine differs, and why it gets no requests."""
-        url = self.engine.url
-        self.canary.score_on_trainer(WeightVersion(version), make_batch(version))
-        report = asyncio.run(self.canary.check([url], [url] if verified else []))
-        return report.differences[url], report.failed.get(url)
+
+Start = Callable[[], Run]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def scene(
+def start(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Scene]:
+) -> Iterator[Start]:
+    """Return what begins a run with the engine."""
     folder = tmp_path_factory.mktemp(request.param)
     right = save_tiny_moe(folder / "right", getattr(torch, request.param))
     for name, plant in PLANTS.items():
@@ -130,24 +134,39 @@ def scene(
     log = str(folder / "engine.log")
     spec = EngineSpec(right, log, dtype=request.param, kv_cache_len=4096, keys=KEYS)
     with EngineProcess(spec) as engine:
-        yield Scene(engine, folder, request.param)
+        yield lambda: Run(engine, folder, request.param)
 
 
-def test_right_weights_pass_again_and_again(scene: Scene) -> None:
-    scene.load("right")
-    for version in range(NUM_TO_JUDGE, NUM_TO_JUDGE + 6):
-        found, fault = scene.check(version)
-        print(f"right: {found}, limits {scene.tolerance.limits}")
+def test_right_weights_pass_again_and_again(start: Start) -> None:
+    run = start()
+    for _ in range(20):
+        found, fault = run.sync("right")
+        print(f"right: {found}, limits {run.tolerance.limits}")
         assert fault is None
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_the_canary_notices_what_was_sent_wrong(scene: Scene, plant: str) -> None:
-    scene.load(plant)
-    found, fault = scene.check(20)
-    print(f"{plant}: {found}, limits {scene.tolerance.limits}")
-    assert fault is not None and "claims weights 20" in fault
-    limits = scene.tolerance.limits
+def test_the_canary_notices_from_the_fifth_sync_on_what_was_sent_wrong(
+    start: Start, plant: str
+) -> None:
+    run = start()
+    for _ in range(NUM_TO_JUDGE):
+        assert run.sync("right")[1] is None
+    found, fault = run.sync(plant)
+    limits = run.tolerance.limits
+    print(f"{plant}: {found}, limits {limits}")
+    assert NUM_TO_JUDGE == 4
+    assert fault is not None and "claims weights 4" in fault
     assert found.typical > limits["typical"][1] or found.overall > limits["overall"][1]
     if plant != "zeroed slice":
-        assert found.mean < MOST["bfloat16"], "a fixed bound of bfloat16 would let it pass"
+        assert found.overall < MOST["bfloat16"], "a fixed bound of bfloat16 would let it pass"
+    assert run.sync("right")[1] is None
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_what_is_far_off_is_noticed_at_the_first_sync(start: Start, plant: str) -> None:
+    """In bfloat16 that is a zeroed slice alone: what the first sync shows is taken as usual."""
+    run = start()
+    _, fault = run.sync(plant)
+    is_noticed = plant == "zeroed slice" or run.precision == "float32"
+    assert (fault is not None) == is_noticed
