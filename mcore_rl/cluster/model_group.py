@@ -19,7 +19,7 @@ from mcore_rl.cluster.shared_folder import RunFiles
 from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, ProfileConfig, TrainConfig
 from mcore_rl.config.deadlines import answer_s
-from mcore_rl.device import exact_pinning, leave_compiler_out, peak_flops
+from mcore_rl.device import device_name, exact_pinning, leave_compiler_out, peak_flops
 from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.lazy_imports import without_collector
@@ -133,6 +133,9 @@ class ModelWorker:
 
     def peak_flops(self) -> float | None:
         return peak_flops()
+
+    def device_name(self) -> str:
+        return device_name()
 
     def coordinate(self) -> Any:
         return self._coordinate
@@ -249,6 +252,10 @@ class ModelGroup:
     def peak_flops(self) -> float | None:
         """Return the operations per second that a rank's GPU can do at most; None on a CPU."""
         return self._call("peak_flops")[0]
+
+    def device_names(self) -> list[str]:
+        """Return the names of the ranks' GPUs, "cpu" for ranks without one; each name once."""
+        return sorted(set(self._call("device_name")))
 
     def gpu_ids(self) -> list[tuple[str, ...]]:
         """Return, by rank, the GPUs that Ray assigned; may be called before the model is built."""

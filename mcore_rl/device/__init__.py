@@ -107,10 +107,15 @@ def synchronize() -> None:
 
 def peak_flops() -> float | None:
     """Return the dense bfloat16 operations per second of this GPU's data sheet; None if unknown."""
-    if not has_cuda():
-        return None
-    name = torch.cuda.get_device_properties(torch.cuda.current_device()).name
+    name = device_name()
     return next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
+
+
+def device_name() -> str:
+    """Return the name of this process's GPU, such as "NVIDIA H100 80GB HBM3"; "cpu" without one."""
+    if not has_cuda():
+        return "cpu"
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).name
 
 
 def peak_bytes() -> int:

@@ -20,8 +20,6 @@ from mcore_rl.metrics.episode_log import EpisodeLog
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.planning.models import read_critic
 from mcore_rl.players.background import BackgroundSampler
-from mcore_rl.players.canary import Canary
-from mcore_rl.players.canary_tolerance import CanaryTolerance
 from mcore_rl.players.colocation import (
     ALL,
     CRITIC,
@@ -35,15 +33,17 @@ from mcore_rl.players.groups import OpenPrompts
 from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.players.weight_sync import EngineSync
+from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.process.stop_request import StoppedEarly
 from mcore_rl.roles import Critic, ReadSamples, Watched
-from mcore_rl.run.images import image_marks
+from mcore_rl.run.canary import make_canary
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.families.value_head import with_value_head
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.flops import ModelFlops
+from mcore_rl.stream.controller.strategy import TrainerRanks
 from mcore_rl.stream.controller.sync import SyncController
 from mcore_rl.types import WeightVersion
 
@@ -107,37 +107,33 @@ def make_sync(
     folder: RunFolder,
 ) -> EngineSync:
     """Return the sync of weights to the engines, with the check that both sides compute alike."""
-    timeout_s = config.run.call_timeout_s
     engines = started.engines
-    gpus = started.gpus
     keys = processes.keys
-    sync_controller = SyncController(
-        started.trainer,
+    links = make_links(config, policy, started.trainer, keys, node_address())
+    canary = make_canary(config, policy, started, packed, keys, rollouts.fetch, folder)
+    watched = processes.watched
+    return EngineSync(
+        *(links, canary, engines.health, engines.look, watched, started.gpus),
+        count_steps=lambda: packed.num_steps,
+    )
+
+
+def make_links(
+    config: Config, policy: ModelFacts, trainer: TrainerRanks, keys: ServerKeys | None, host: str
+) -> SyncController:
+    """Return what links the engines to the trainer ranks; `host`: this process's address."""
+    return SyncController(
+        trainer,
         keys=keys,
-        host=node_address(),
+        host=host,
         bucket_mib=config.sync.bucket_mib,
-        timeout_s=timeout_s,
+        timeout_s=config.run.call_timeout_s,
         staged=config.rollout.stage_weights,
         relay=config.sync.relay,
         delta=config.sync.delta,
         record=partial(record_layouts, config, policy),
         trace_all=config.sync.trace == "full",
         verify_every=config.sync.reads_back_every,
-    )
-    canary = Canary(
-        packed,
-        config.canary,
-        make_canary_tolerance(config, folder),
-        timeout_s,
-        gpus.for_rollout,
-        keys,
-        rollouts.fetch,
-        image_marks(policy),
-    )
-    watched = processes.watched
-    return EngineSync(
-        *(sync_controller, canary, engines.health, engines.look, watched, gpus),
-        count_steps=lambda: packed.num_steps,
     )
 
 
@@ -151,17 +147,6 @@ def make_generator(
     """Return what draws samples of training and of evaluations; see EngineGenerator."""
     evaluation = rollout_of_evaluations(config.rollout, config.eval)
     return EngineGenerator(rollouts.client, config.rollout, watched, revive, episodes, evaluation)
-
-
-def make_canary_tolerance(config: Config, folder: RunFolder) -> CanaryTolerance:
-    """Return what the canary compares engines by; a run that continues has learned it before."""
-    made_by = {
-        "model": config.model.path,
-        "dtype": config.model.dtype,
-        "quantization": config.rollout.quantization,
-        "engine_ranks": config.rollout.engine_ranks,
-    }
-    return CanaryTolerance(config.canary, config.model.dtype, folder.canary, made_by)
 
 
 def sample_in_background(

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.data.source import ShuffledStream
-from mcore_rl.players.canary_tolerance import EngineDifference
 from mcore_rl.players.colocation import EngineMemory, SharedGpus, SharingCritic
 from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.players.trainer import PackedCritic
@@ -27,10 +25,9 @@ from mcore_rl.process.log_segments import find_segments
 from mcore_rl.run.parts import (
     finish,
     load_models,
-    make_canary_tolerance,
     make_critic,
+    make_links,
     make_log,
-    make_sync,
     pack,
     resume,
     sample_in_background,
@@ -189,29 +186,14 @@ def test_files_of_rows_become_segments_of_the_size_of_the_recipe(tmp_path: Path)
 
 
 @pytest.mark.parametrize("staged", [True, False])
-@pytest.mark.parametrize(("verify", "every"), [("destination", 3), ("transfer", 0)])
-def test_weights_are_read_back_as_often_as_the_recipe_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staged: bool, verify: str, every: int
-) -> None:
-    monkeypatch.setattr("mcore_rl.run.parts.node_address", lambda: "127.0.0.1")  # it asks Ray
+def test_syncs_are_read_back_as_the_recipe_says(staged: bool) -> None:
+    """The default is each tenth, after the first ones of a link."""
+    policy = ModelFacts.read("recipes/model/qwen3_30b_a3b")
+    nobody: Any = None
     config = Config()
     config.rollout.stage_weights = staged
-    config.sync.verify = verify
+    assert make_links(config, policy, nobody, None, "127.0.0.1")._strategy._verify_every == 10
     config.sync.verify_every = 3
-    parts: Any = SimpleNamespace(keys=None, watched=None, fetch=None, health=None, look=None)
-    started = Started(parts, None, parts, SharedGpus(EngineMemory((), 5.0), fail))
-    policy = ModelFacts.read("recipes/model/qwen3_30b_a3b")
-    sync = make_sync(config, policy, started, parts, parts, parts, RunFolder(tmp_path))
-    links: Any = sync._links
-    assert links._strategy._verify_every == every
-
-
-def test_a_run_that_continues_knows_its_rounding_unless_the_recipe_changed(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    config = Config()
-    first = make_canary_tolerance(config, folder)
-    for _ in range(8):
-        first.learn([EngineDifference(0.02, 0.02, 0.03, 500)])
-    assert make_canary_tolerance(config, folder).limits == first.limits != {}
-    config.rollout.tp = 2
-    assert make_canary_tolerance(config, folder).limits == {}
+    assert make_links(config, policy, nobody, None, "127.0.0.1")._strategy._verify_every == 3
+    config.sync.verify = "transfer"
+    assert make_links(config, policy, nobody, None, "127.0.0.1")._strategy._verify_every == 0

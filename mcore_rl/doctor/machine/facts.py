@@ -14,7 +14,7 @@ from mcore_rl.doctor.machine.finding import Finding, failed, ok, warning
 from mcore_rl.doctor.machine.needs import MachineNeeds
 from mcore_rl.doctor.machine.network import choose_interface, list_interfaces, own_address
 from mcore_rl.doctor.machine.places import NodePlace
-from mcore_rl.doctor.machine.versions import installed_versions
+from mcore_rl.process.versions import installed_versions
 
 
 @dataclass(frozen=True)

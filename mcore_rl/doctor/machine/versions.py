@@ -16,27 +16,15 @@ from packaging.utils import canonicalize_name
 from mcore_rl import __version__
 from mcore_rl.doctor.machine.finding import Finding, failed, ok, warning
 from mcore_rl.doctor.machine.needs import MachineNeeds
+from mcore_rl.process.versions import CORE, installed_versions
 
 PACKAGE = "mcore_rl"
-CORE = ("torch", "sglang", "megatron-core", "transformer-engine", "ray", "transformers")
-"""The packages that must fit one another, whose versions the report shows."""
 EXTRAS_OF = {"megatron-core": "dev"}
 """A package that names versions it works with in an extra, as megatron-core does of
 Transformer Engine."""
 PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 PYTHON = ">=3.11,<3.13"
 """For a copy of the package without metadata; else its own Requires-Python counts."""
-
-
-def installed_versions(names: Sequence[str] = CORE) -> dict[str, str]:
-    """Return normalized name -> version of those packages that are installed."""
-    found = {}
-    for name in names:
-        try:
-            found[str(canonicalize_name(name))] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def check_python(needs: MachineNeeds) -> list[Finding]:

@@ -1,7 +1,8 @@
 """Faults before the first checksum, so that the bytes are as sent: those are the canary's.
 
 A real engine serves what a wrong table, a zeroed gather or an old copy would have sent. Each run
-begins with the defaults and has learned nothing. Faults behind the checksums are in tests/stream/test_destination.py.
+begins with the defaults and has learned nothing. Faults behind the checksums are in
+tests/stream/test_destination.py.
 """
 
 import asyncio

@@ -1,0 +1,62 @@
+"""Makes the canary of a run, which compares engines with the trainer after each weight sync."""
+
+from collections.abc import Callable, Sequence
+
+from mcore_rl.config import Config
+from mcore_rl.players.canary import Canary
+from mcore_rl.players.canary_tolerance import CanaryTolerance
+from mcore_rl.players.trainer import PackedTrainer
+from mcore_rl.process.server_keys import ServerKeys
+from mcore_rl.process.versions import installed_versions
+from mcore_rl.run.images import image_marks
+from mcore_rl.run.startup import Started
+from mcore_rl.run_folder import RunFolder
+from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.types import StoredBatch, TrainBatch
+
+_COMPUTING = ("torch", "sglang", "megatron-core", "transformer-engine")
+
+
+def make_canary(
+    config: Config,
+    policy: ModelFacts,
+    started: Started,
+    packed: PackedTrainer,
+    keys: ServerKeys,
+    fetch: Callable[[StoredBatch], TrainBatch],
+    folder: RunFolder,
+) -> Canary:
+    """Return the canary; `fetch` brings the tokens of its sequences."""
+    return Canary(
+        packed,
+        config.canary,
+        make_canary_tolerance(config, folder, started.trainer.device_names()),
+        config.run.call_timeout_s,
+        started.gpus.for_rollout,
+        keys,
+        fetch,
+        image_marks(policy),
+    )
+
+
+def make_canary_tolerance(
+    config: Config, folder: RunFolder, devices: Sequence[str]
+) -> CanaryTolerance:
+    """Return what the canary compares engines by; a run that continues has learned it before.
+
+    devices   names of the trainer ranks' GPUs; on others, the same kernels round otherwise
+    """
+    rollout = config.rollout
+    made_by = {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "quantization": rollout.quantization,
+        "engine_ranks": rollout.engine_ranks,
+        "compiled": rollout.compiled,
+        "sglang": {name: str(value) for name, value in sorted(rollout.sglang.items())},
+        "megatron": {name: str(value) for name, value in sorted(config.train.megatron.items())},
+        "versions": installed_versions(_COMPUTING),
+        "devices": list(devices),
+    }
+    precision = "fp8" if rollout.quantization == "fp8" else config.model.dtype
+    return CanaryTolerance(config.canary, precision, folder.canary, made_by)
