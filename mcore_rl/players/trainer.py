@@ -135,7 +135,9 @@ class PackedTrainer:
         self._temperature = temperature
         self._checkpoint = checkpoint
         self.num_steps = 0
-        """Optimizer steps that the policy has taken since this process began."""
+        """Optimizer steps since this process began that should have changed the policy: their
+        learning rate and their gradient were not 0.
+        """
 
     def compute_logprobs(
         self, batch: AnyBatch, options: LogprobOptions = LogprobOptions()
@@ -160,7 +162,7 @@ class PackedTrainer:
         num_tokens = sum(batch.lens_N)
         began_s = now_s()
         stats = self._ranks.train_step(per_dp, temperature=self._temperature, num_tokens=num_tokens)
-        self.num_steps += 1
+        self.num_steps += stats.learning_rate > 0 and stats.grad_norm > 0
         if self._speed is None:
             return stats
         tower_tflop = stats.metrics.get("train/tower_tflop", 0.0)

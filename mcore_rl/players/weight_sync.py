@@ -7,7 +7,7 @@ engines score the same sequences -> requests go to the engines that agree.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mcore_rl.players.canary import Canary, CanaryReport
@@ -22,6 +22,8 @@ from mcore_rl.types import WeightVersion
 RESTART_POLL_S = 0.5
 DEATH_SHOWS_S = 3.0
 """How long after its connections fail a server's death may take to show."""
+MOST_SAME = 8
+"""So many syncs in a row that bring an engine the bytes that it had end a run that trains."""
 _log = logging.getLogger(__name__)
 
 
@@ -41,10 +43,15 @@ class WeightLinks(Protocol):
 
 @dataclass(frozen=True)
 class TakenWeights:
-    """Weights that an engine took: their version, and the policy's optimizer steps until then."""
+    """Weights that an engine took.
+
+    num_steps   the policy's optimizer steps until then, of those that should change weights
+    num_same    syncs in a row until then that brought the same bytes although there were such steps
+    """
 
     version: int
     num_steps: int
+    num_same: int = 0
 
 
 class EngineSync:
@@ -153,10 +160,20 @@ class EngineSync:
                 return report, {**reasons, **report.failed}
 
     def _note_taken(self, report: SyncReport) -> None:
-        """Warn if the policy was trained but its weights are as before; note what engines took."""
+        """Note what engines took. Warn if the policy was trained but its weights are as before.
+
+        Raises SyncError once that is so for MOST_SAME syncs in a row.
+        """
         now = TakenWeights(report.version, self._count_steps())
-        warn_of_same_weights(report, self._taken, now)
-        self._taken |= dict.fromkeys(report.serving, now)
+        self._taken |= take_weights(report, self._taken, now)
+        same = {url: taken.num_same for url, taken in self._taken.items() if taken.num_same}
+        if same and max(same.values()) >= MOST_SAME:
+            raise SyncError(
+                f"version {report.version} is the {MOST_SAME}th in a row that brought engines bit"
+                f" for bit the weights that they had ({', '.join(same)}; sync/changed_share=0),"
+                " although the policy took optimizer steps with a gradient and a learning rate"
+                " above 0: the trainer sends old weights, or its steps are too small to change any"
+            )
 
     async def _link(self) -> dict[str, str]:
         """Link healthy engines until there is one to sync; return why others failed."""
@@ -213,24 +230,34 @@ class EngineSync:
         return self._has_new()
 
 
-def warn_of_same_weights(
+def take_weights(
     report: SyncReport, taken: Mapping[str, TakenWeights], now: TakenWeights
-) -> None:
-    """Warn if a sync after optimizer steps brought engines the bytes that they had.
+) -> dict[str, TakenWeights]:
+    """Return what the engines took, by url; warn of those that were brought the bytes they had
+    although the policy took optimizer steps.
 
-    The trainer then sent weights that these steps did not change. That is right while its learning
-    rate or its gradients are 0. Without a step, as while the critic warms up or when a version is
-    sent again, the bytes have to be the same.
+    Without a step, as while the critic warms up or when a version is sent again, the bytes have to
+    be the same.
 
     taken   by engine url, what each took in the sync before
     """
-    before = {url: taken[url] for url in report.unchanged if url in taken}
-    trained = {url: old.version for url, old in before.items() if old.num_steps < now.num_steps}
-    if trained:
+    took = {}
+    old_versions = {}
+    for url in report.serving:
+        before = taken.get(url)
+        num_same = 0
+        if before is not None and url in report.unchanged:
+            is_trained = before.num_steps < now.num_steps
+            num_same = before.num_same + is_trained
+            if is_trained:
+                old_versions[url] = before.version
+        took[url] = replace(now, num_same=num_same)
+    if old_versions:
         _log.warning(
             "version %d brought engines bit for bit the weights that they had (%s), although the"
-            " policy took optimizer steps meanwhile (sync/changed_share=0): unless the learning"
-            " rate or the gradients are 0, the trainer sends old weights",
+            " policy took optimizer steps meanwhile (sync/changed_share=0): the trainer sends old"
+            " weights, or its steps are too small to change any",
             report.version,
-            ", ".join(f"{url}: version {version}" for url, version in trained.items()),
+            ", ".join(f"{url}: version {version}" for url, version in old_versions.items()),
         )
+    return took

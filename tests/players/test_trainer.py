@@ -42,6 +42,8 @@ class EchoRanks:
     def __init__(self) -> None:
         self.saved: list[str] = []
         self.temperatures: list[float | None] = []
+        self.grad_norm = 1.0
+        self.learning_rate = 1e-5
 
     def compute_logprobs(
         self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions
@@ -59,7 +61,7 @@ class EchoRanks:
         batches = [batch for rank in per_dp for batch in rank]
         assert num_tokens == sum(len(b.token_ids_T) for b in batches if not b.is_filler)
         loss = sum(float(b.loss_weights_T.sum()) for b in batches if b.loss_weights_T is not None)
-        return StepStats(loss, 0.0, 0.0, num_tokens)
+        return StepStats(loss, self.grad_norm, self.learning_rate, num_tokens)
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
         write_checkpoint(folder)
@@ -104,6 +106,20 @@ def test_answers_come_back_in_order_and_no_weight_is_lost(
     assert trainer.num_steps == 0
     assert trainer.train_step(batch).loss == pytest.approx(1.0)
     assert trainer.num_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("grad_norm", "learning_rate", "num_steps"), [(1.0, 1e-9, 1), (0.0, 1e-5, 0), (1.0, 0.0, 0)]
+)
+def test_steps_that_cannot_change_the_policy_do_not_count(
+    tmp_path: Path, grad_norm: float, learning_rate: float, num_steps: int
+) -> None:
+    trainer = make_trainer(tmp_path, 1, 1)
+    ranks: Any = trainer._ranks
+    ranks.grad_norm = grad_norm
+    ranks.learning_rate = learning_rate
+    trainer.train_step(make_batch((5, 3)))
+    assert trainer.num_steps == num_steps
 
 
 def test_rows_that_share_a_beginning_count_it_once_in_a_micro_batch() -> None:

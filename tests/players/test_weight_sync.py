@@ -11,7 +11,7 @@ from mcore_rl.players import weight_sync
 from mcore_rl.players.canary import Canary, make_probe
 from mcore_rl.players.canary_tolerance import MIN_TOKENS, NUM_TO_JUDGE, CanaryTolerance
 from mcore_rl.players.colocation import EngineMemory, SharedGpus
-from mcore_rl.players.weight_sync import EngineSync
+from mcore_rl.players.weight_sync import MOST_SAME, EngineSync
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.stream.controller.sync import SyncError
@@ -232,3 +232,27 @@ def test_steps_count_from_the_version_that_the_engine_took_last(
     assert len(caplog.records) == 1
     stage.weights.sync(WeightVersion(2), PROBE)
     assert len(caplog.records) == 1
+
+
+def train_and_sync(stage: Stage, version: int) -> None:
+    stage.num_steps += 1
+    stage.weights.sync(WeightVersion(version), PROBE)
+
+
+def test_weights_that_stay_the_same_over_eight_syncs_of_a_policy_that_is_trained_end_the_run(
+    stage: Stage,
+) -> None:
+    stage.weights.sync(FIRST, PROBE)
+    for version in range(1, MOST_SAME):
+        train_and_sync(stage, version)
+    stage.weights.sync(WeightVersion(MOST_SAME - 1), PROBE)  # sent again: no step, no count
+    with pytest.raises(SyncError, match=r"version 8 is the 8th in a row .* the trainer sends old"):
+        train_and_sync(stage, MOST_SAME)
+
+
+def test_weights_that_change_now_and_then_end_no_run(stage: Stage) -> None:
+    """As while the learning rate warms up, in bfloat16."""
+    stage.weights.sync(FIRST, PROBE)
+    for version in range(1, 4 * MOST_SAME):
+        stage.trainer.weight += version % (MOST_SAME - 1) == 0
+        train_and_sync(stage, version)
