@@ -79,7 +79,8 @@ def run_train(config: Config) -> None:
         start_step = load_models(config, started, folder, parts, newest, needs.reference)
         packed = pack(config, inputs.policy, started.trainer, folder, config.rollout.temperature)
         watched = processes.watched
-        weights = make_sync(config, inputs.policy, started, packed, processes, rollouts, folder)
+        made = started, packed, processes, rollouts, folder
+        weights = make_sync(config, inputs.policy, *made, start_step)
         weights.sync(WeightVersion(start_step), inputs.canary_probe)
         log = make_log(config, folder, config.run.steps, start_step, rollouts.read)
         background_sampler = sample_in_background(

@@ -105,11 +105,15 @@ def make_sync(
     processes: RunProcesses,
     rollouts: Rollouts,
     folder: RunFolder,
+    start_step: int,
 ) -> EngineSync:
-    """Return the sync of weights to the engines, with the check that both sides compute alike."""
+    """Return the sync of weights to the engines, with the check that both sides compute alike.
+
+    start_step   as load_models returned it
+    """
     engines = started.engines
     keys = processes.keys
-    links = make_links(config, policy, started.trainer, keys, node_address())
+    links = make_links(config, policy, started.trainer, keys, node_address(), start_step)
     canary = make_canary(config, policy, started, packed, keys, rollouts.fetch, folder)
     watched = processes.watched
     return EngineSync(
@@ -119,9 +123,17 @@ def make_sync(
 
 
 def make_links(
-    config: Config, policy: ModelFacts, trainer: TrainerRanks, keys: ServerKeys | None, host: str
+    config: Config,
+    policy: ModelFacts,
+    trainer: TrainerRanks,
+    keys: ServerKeys | None,
+    host: str,
+    start_step: int,
 ) -> SyncController:
     """Return what links the engines to the trainer ranks; `host`: this process's address."""
+    # Engines of quantized or random models load nothing, and colocated ones have lost it by then.
+    is_loaded = config.model.init == "hf" and config.rollout.quantization == "none"
+    is_kept = start_step == 0 and not config.cluster.colocated
     return SyncController(
         trainer,
         keys=keys,
@@ -134,6 +146,7 @@ def make_links(
         record=partial(record_layouts, config, policy),
         trace_all=config.sync.trace == "full",
         verify_every=config.sync.reads_back_every,
+        loaded=is_loaded and is_kept and config.sync.verify == "destination",
     )
 
 

@@ -13,6 +13,7 @@ from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.plan_handshake import MakeShards, PlanHandshake
 from mcore_rl.stream.rank_plan import RankPlan
 from mcore_rl.stream.routes.choice import MakeTransport
+from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.verified_buckets import VerifiedBuckets
 from mcore_rl.stream.wire import Link, Report
 
@@ -40,6 +41,8 @@ class Connection:
         self._sent: SentSums | None = None
         """Those of the version received last."""
         self._destination: DestinationCheck | None = None
+        self._loaded_P: Tensor | None = None
+        """Checksums of what the engine rank loaded, until it received a version."""
         try:
             with collections_paused():
                 self._transfer = BucketTransfer(
@@ -88,6 +91,7 @@ class Connection:
         self._sent = None
         sums = transfer.receive(version, tensors, began_s + timeout_s, verified)
         self._sent = SentSums.join(version, sums)
+        self._compare_with_loaded(self._sent)
         report = self._report(began_s, transfer)
         num_slices = len(self._sent.sums_P)
         changed = None if before is None else self._sent.count_changed(before)
@@ -98,9 +102,30 @@ class Connection:
 
         Raises TransferError, which names a slice that differs.
         """
+        self._check().check(version, tensors, self._sent)
+
+    def expect(self, tensors: Mapping[str, Tensor]) -> None:
+        """Have the version that is received first compared with what lies in `tensors` now."""
+        self._loaded_P = self._check().sums(tensors)
+
+    def _check(self) -> DestinationCheck:
         if self._destination is None:
             self._destination = DestinationCheck(self.end, self._buckets, self._sums)
-        self._destination.check(version, tensors, self._sent)
+        return self._destination
+
+    def _compare_with_loaded(self, sent: SentSums) -> None:
+        """Raise TransferError, which names a slice, if another was loaded than was sent."""
+        loaded_P = self._loaded_P
+        self._loaded_P = None
+        if loaded_P is None:
+            return
+        different = self._check().find_difference(sent.version, loaded_P, sent)
+        if different is not None:
+            raise TransferError(
+                "the engine loaded other weights from the checkpoint than the trainer sends before"
+                f" its first step: {different}. One of them reads model.path wrongly;"
+                " sync.verify=transfer turns the comparison off (docs/debugging.md#weights)"
+            )
 
     def open_relay_transfer(self, link: Link) -> BucketTransfer:
         """Connect to the same rank of another engine over relay link `link`, as its sender or

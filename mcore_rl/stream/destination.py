@@ -72,23 +72,30 @@ class DestinationCheck:
             raise TransferError(
                 f"{self._end.name} was to verify version {version}, but received {held} last"
             )
-        with self._stream.running():
-            found_P = self._sums(version, tensors)
-            differs_P = (found_P != sent.sums_P).nonzero()
-        if len(differs_P):
-            first = int(differs_P[0])
+        different = self.find_difference(version, self.sums(tensors), sent)
+        if different is not None:
             raise TransferError(
-                self._describe(version, first, int(found_P[first]), int(sent.sums_P[first]))
-                + f"; {len(differs_P)} of {len(found_P)} slices differ. The engine gets no requests"
-                " until it is linked and synced anew (docs/debugging.md)"
+                f"{different}. The engine gets no requests until it is linked and synced anew"
+                " (docs/debugging.md)"
             )
 
-    def _sums(self, version: int, tensors: Mapping[str, Tensor]) -> Tensor:
-        sums = []
-        for placed in self._bind(tensors):
-            placed.pack(version)
-            sums.append(placed.sums_P)
-        return SentSums.join(version, sums).sums_P
+    def sums(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the checksums of the slices in `tensors`, int64 [slices]."""
+        with self._stream.running():
+            sums = []
+            for placed in self._bind(tensors):
+                placed.pack(version=0)
+                sums.append(placed.sums_P)
+            return SentSums.join(0, sums).sums_P
+
+    def find_difference(self, version: int, found_P: Tensor, sent: SentSums) -> str | None:
+        """Name the first slice of `version` whose checksum is another; None if all are equal."""
+        differs_P = (found_P != sent.sums_P).nonzero()
+        if not len(differs_P):
+            return None
+        first = int(differs_P[0])
+        named = self._describe(version, first, int(found_P[first]), int(sent.sums_P[first]))
+        return f"{named}; {len(differs_P)} of {len(found_P)} slices differ"
 
     def _bind(self, tensors: Mapping[str, Tensor]) -> list[PlacedBucket]:
         addresses = [tensors[name].data_ptr() for name in self._tensor_names]

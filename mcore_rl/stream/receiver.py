@@ -119,6 +119,8 @@ class WeightReceiver:
 
         self._connection = Connection.meet(end, trace, self._make_transport)
         self._link = link
+        if link.loaded:
+            self._connection.expect(tensors)
         if self._staging is not None:
             self._staging.finish(tensors, self._padded)
             start_background_stager(self._connection, self._staging)

@@ -48,6 +48,10 @@ class Link:
     """
     trace_all: bool = False
     """Whether engine ranks trace every tensor of their loader before they link."""
+    loaded: bool = False
+    """Whether the engine's ranks hold what the senders do, because both loaded one checkpoint. What
+    is received first is compared with it.
+    """
     relay: str = ""
     """The engine that sends: each of its ranks forwards what it received to the same rank of
     `engine`. If empty, trainer ranks send.

@@ -1,7 +1,7 @@
 """The parts of a run: what is loaded in which order, and what a recipe does without."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from mcore_rl.config import (
     ParallelConfig,
     TrainConfig,
 )
+from mcore_rl.config.recipe import load_recipe
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.players.colocation import EngineMemory, SharedGpus, SharingCritic
 from mcore_rl.players.train_speed import TrainSpeed
@@ -38,6 +39,7 @@ from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.flops import ModelFlops
+from mcore_rl.stream.controller.sync import SyncController
 from tests.support.checkpoint_folders import write_checkpoint
 
 
@@ -185,15 +187,37 @@ def test_files_of_rows_become_segments_of_the_size_of_the_recipe(tmp_path: Path)
     assert len(find_segments(tmp_path / "metrics.jsonl")) == 1
 
 
+def links_of(config: Config, start_step: int = 0) -> SyncController:
+    nobody: Any = None
+    policy = ModelFacts.read("recipes/model/qwen3_30b_a3b")
+    return make_links(config, policy, nobody, None, "127.0.0.1", start_step)
+
+
 @pytest.mark.parametrize("staged", [True, False])
 def test_syncs_are_read_back_as_the_recipe_says(staged: bool) -> None:
     """The default is each tenth, after the first ones of a link."""
-    policy = ModelFacts.read("recipes/model/qwen3_30b_a3b")
-    nobody: Any = None
     config = Config()
     config.rollout.stage_weights = staged
-    assert make_links(config, policy, nobody, None, "127.0.0.1")._strategy._verify_every == 10
+    assert links_of(config)._strategy._verify_every == 10
     config.sync.verify_every = 3
-    assert make_links(config, policy, nobody, None, "127.0.0.1")._strategy._verify_every == 3
+    assert links_of(config)._strategy._verify_every == 3
     config.sync.verify = "transfer"
-    assert make_links(config, policy, nobody, None, "127.0.0.1")._strategy._verify_every == 0
+    assert links_of(config)._strategy._verify_every == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "start_step", "is_compared"),
+    [
+        ((), 0, True),
+        ((), 3, False),
+        (("model.init=random",), 0, False),
+        (("model.dtype=bfloat16", "rollout.quantization=fp8"), 0, False),
+        (("sync.verify=transfer",), 0, False),
+        (("cluster.colocated=true", "rollout.stage_weights=false", "rollout.restarts=0"), 0, False),
+    ],
+)
+def test_the_first_sync_is_compared_with_what_engines_loaded_if_they_did(
+    settings: Sequence[str], start_step: int, is_compared: bool
+) -> None:
+    config = load_recipe("tiny_moe_grpo", ["model.path=m", *settings])
+    assert links_of(config, start_step)._loaded == is_compared

@@ -132,8 +132,15 @@ class MegatronRun:
     """Trains the actors that `ranks` have built of `config` on samples of `engines`."""
 
     def __init__(
-        self, config: Config, ranks: MegatronRanks, engines: Sequence[EngineProcess], folder: Path
+        self,
+        config: Config,
+        ranks: MegatronRanks,
+        engines: Sequence[EngineProcess],
+        folder: Path,
+        *,
+        loaded: bool = False,
     ) -> None:
+        """`loaded`: the engines serve the checkpoint that the ranks were built of."""
         self.config = config
         self._policy = ModelFacts.read(config.model.path)
         self._ranks = ranks
@@ -149,6 +156,7 @@ class MegatronRun:
             record=partial(record_layouts, config, self._policy),
             keys=KEYS,
             verify_every=1,
+            loaded=loaded,
         )
         self.trainer = PackedTrainer(
             ranks,

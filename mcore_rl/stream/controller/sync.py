@@ -59,6 +59,7 @@ class SyncController:
         keys: ServerKeys | None = None,
         verify_every: int = 0,
         trace_all: bool = False,
+        loaded: bool = False,
     ) -> None:
         """Make a controller without engines.
 
@@ -74,6 +75,8 @@ class SyncController:
         verify_every  a link's first syncs and every so many after are read back from the engine's
                    live parameters and compared with the trainer's checksums; 0: none is
         trace_all  as in stream.wire.Link
+        loaded     engines and trainer ranks loaded one checkpoint: until a version was synced, what
+                   is sent is compared with what an engine loaded
         """
         self._trainers = trainers
         self._host = host
@@ -82,6 +85,7 @@ class SyncController:
         self._staged = staged
         self._delta = delta
         self._trace_all = trace_all
+        self._loaded = loaded
         self._record = record
         self._headers = admin_headers(keys)
         self._engines: dict[str, LinkedEngine] = {}
@@ -178,6 +182,7 @@ class SyncController:
             raise SyncError(
                 f"no engine took version {version}: {'; '.join(report.failed.values())}"
             )
+        self._loaded = False
         return report
 
     async def _connect(self, linker: EngineLinker, control: EngineControl) -> LinkedEngine:
@@ -219,6 +224,7 @@ class SyncController:
             staged=self._staged,
             delta=self._delta,
             trace_all=self._trace_all,
+            loaded=self._loaded and url not in self._mixed,
             layouts=self._layouts(sizes),
         )
         return LinkedEngine(link, store, sizes.tp)

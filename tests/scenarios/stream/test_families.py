@@ -215,7 +215,8 @@ def train_and_check(
     config = make_config(hf_dir, layout, start_step + 1, routed_experts=case.routed_experts)
     ranks.build(config)
     started.wait_healthy()
-    with MegatronRun(config, ranks, started.engines, started.folder / f"run{start_step}") as run:
+    folder = started.folder / f"run{start_step}"
+    with MegatronRun(config, ranks, started.engines, folder, loaded=start_step == 0) as run:
         run.train(start_step)
         agreed = [
             run.sync_controller.agreed_layouts(engine.url).split()[0] for engine in started.engines
