@@ -13,10 +13,11 @@ from mcore_rl.config import DriftConfig
 
 _log = logging.getLogger(__name__)
 
-WARN_ABOVE = {"float32": 1e-3, "bfloat16": 0.1}
-STOP_ABOVE = {"float32": 0.01, "bfloat16": 0.3}
-"""Defaults of drift.warn_above and drift.stop_above by model.dtype, in nats. Rounding between two
-implementations of a model stays below the first; a policy at the second is another policy.
+WARN_ABOVE = {"float32": 1e-3, "bfloat16": 0.03, "fp8": 0.15}
+STOP_ABOVE = {"float32": 0.01, "bfloat16": 0.3, "fp8": 0.5}
+"""Defaults of drift.warn_above and drift.stop_above by what engines compute in, in nats. On a GPU,
+right weights differed by up to 0.015 in bfloat16 and 0.072 in fp8: twice that is warned of. At the
+second bound, a policy is another policy.
 """
 
 MIN_FRESH_TOKENS = 256
@@ -24,8 +25,9 @@ MIN_FRESH_TOKENS = 256
 mean above any bound.
 """
 STALE_FACTOR = 5.0
-"""Where there are fewer, the mean over all tokens may be so many times the bounds. Stale tokens
-differ as far as the policy moved, whatever the dtype, so bfloat16's defaults are the least of them.
+STALE_LEAST = {"warn_above": 0.1, "stop_above": 0.3}
+"""Where there are fewer, the mean over all tokens may be so many times the bound, or the least by
+option. Stale tokens differ as far as the policy moved, whatever engines compute in.
 """
 
 MAX_LOG_RATIO = 20.0
@@ -92,26 +94,28 @@ class DriftError(RuntimeError):
     """Log-probs of trainer and engine differ by more than drift.stop_above, or by a NaN."""
 
 
-def check_drift(config: DriftConfig, dtype: str, step: int, metrics: Mapping[str, float]) -> None:
+def check_drift(
+    config: DriftConfig, precision: str, step: int, metrics: Mapping[str, float]
+) -> None:
     """Compare this step's mean |trainer - engine| with the recipe's bounds, and name its causes.
 
     The mean is over tokens of the weights that train; if these are fewer than MIN_FRESH_TOKENS, it
     is over all tokens, and wider bounds count. Logs a warning above `drift.warn_above`; raises
     DriftError above `drift.stop_above`, and in any case if the mean is not finite. A bound of 0 is
-    off, None is that of the model's `dtype`.
+    off, None is that of the `precision` of engines: model.dtype, or fp8.
     """
     overall = metrics.get("logprob_diff/mean")
     if overall is None:  # the policy takes no step because its critic is warming up
         return
     fresh = _mean_of_fresh(overall, metrics)
     mean = overall if fresh is None else fresh
-    warn_above = WARN_ABOVE[dtype] if config.warn_above is None else config.warn_above
-    stop_above = STOP_ABOVE[dtype] if config.stop_above is None else config.stop_above
+    warn_above = WARN_ABOVE[precision] if config.warn_above is None else config.warn_above
+    stop_above = STOP_ABOVE[precision] if config.stop_above is None else config.stop_above
     which = "tokens of the weights that train"
     if fresh is None:
         which = f"all tokens, fewer than {MIN_FRESH_TOKENS} of them of the weights that train"
-        warn_above = _widen(warn_above, WARN_ABOVE)
-        stop_above = _widen(stop_above, STOP_ABOVE)
+        warn_above = _widen(warn_above, STALE_LEAST["warn_above"])
+        stop_above = _widen(stop_above, STALE_LEAST["stop_above"])
     message = (
         f"step {step}: log-probs of trainer and engine differ by {mean:.1e} nats on average over"
         f" {which} (over all tokens: {_split(metrics)})"
@@ -139,9 +143,9 @@ def _mean_of_fresh(overall: float, metrics: Mapping[str, float]) -> float | None
     return (overall - metrics.get("logprob_diff/stale", 0.0)) / fresh_share
 
 
-def _widen(bound: float, by_dtype: Mapping[str, float]) -> float:
+def _widen(bound: float, least: float) -> float:
     """Return the bound for stale tokens; 0, which is off, stays 0."""
-    return STALE_FACTOR * max(bound, by_dtype["bfloat16"]) if bound > 0 else 0.0
+    return STALE_FACTOR * max(bound, least) if bound > 0 else 0.0
 
 
 def _name(option: str, bound: float, fresh: float | None) -> str:

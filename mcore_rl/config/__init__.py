@@ -144,6 +144,11 @@ class Config(Options, group=""):
         return {role: model for role, model in self.served_groups.items() if model.is_used}
 
     @property
+    def engine_precision(self) -> str:
+        """What engines compute in: "fp8", or model.dtype."""
+        return "fp8" if self.rollout.quantization == "fp8" else self.model.dtype
+
+    @property
     def optimizers(self) -> dict[str, OptimizerConfig]:
         """All optimizers, by the dotted names of their groups."""
         return {

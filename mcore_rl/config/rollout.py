@@ -193,11 +193,11 @@ class DriftConfig(Options, group="drift"):
     routes otherwise."""
     warn_above: float | None = bounded(None, least=0)
     """Mean |difference| in nats, over tokens drawn from the weights that train, above which a step
-    logs a warning; None: 1e-3 with model.dtype=float32, 0.1 with bfloat16; 0: never."""
+    logs a warning; None: 1e-3 with engines in float32, 0.03 in bfloat16, 0.15 in fp8; 0: never."""
     stop_above: float | None = bounded(None, least=0)
-    """The same, above which the run stops after the step is logged; None: 0.01 with float32, 0.3
-    with bfloat16; 0: only for a NaN. With fewer than 256 such tokens, wider bounds count for all
-    tokens (docs/async.md)."""
+    """The same, above which the run stops after the step is logged; None: 0.01 in float32, 0.3 in
+    bfloat16, 0.5 in fp8; 0: only for a NaN. With fewer than 256 such tokens, wider bounds count for
+    all tokens (docs/async.md)."""
 
 
 @dataclass

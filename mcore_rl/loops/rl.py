@@ -32,7 +32,7 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
     for step in range(start_step + 1, config.run.steps + 1):
         timer = PhaseTimer(step)
         metrics = run_step(drawing, options, roles, timer, config.run.seed + step)
-        check_drift(config.drift, config.model.dtype, step, metrics)
+        check_drift(config.drift, config.engine_precision, step, metrics)
         if is_due(step, config.eval.every_steps, config.run.steps):
             run_evaluation(config, roles, step)
         # Only after the step is logged: a resumed run drops all rows beyond its checkpoint.

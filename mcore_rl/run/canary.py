@@ -58,5 +58,4 @@ def make_canary_tolerance(
         "versions": installed_versions(_COMPUTING),
         "devices": list(devices),
     }
-    precision = "fp8" if rollout.quantization == "fp8" else config.model.dtype
-    return CanaryTolerance(config.canary, precision, folder.canary, made_by)
+    return CanaryTolerance(config.canary, config.engine_precision, folder.canary, made_by)
