@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if not is_refused(error):
             raise
-        return _fail(explain_refusal(error), 2)
+        return _fail(OSError(explain_refusal(error)), 2)
     except StoppedEarly as stopped:
         return _fail(stopped, EXIT_STATUS)
     except KeyboardInterrupt:

@@ -145,7 +145,7 @@ class Config(Options, group=""):
 
     @property
     def engine_precision(self) -> str:
-        """What engines compute in: "fp8", or model.dtype."""
+        """Return the precision that engines compute in: "fp8", or model.dtype."""
         return "fp8" if self.rollout.quantization == "fp8" else self.model.dtype
 
     @property

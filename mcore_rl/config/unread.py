@@ -89,6 +89,10 @@ def _unread(config: "Config") -> Iterator[Unread]:
     if not config.profile.steps:
         options = ("profile.ranks", "profile.tool")
         yield Unread(options, "profile.steps=[]", "set profile.steps=[3]")
+    yield from _of_alarms(config)
+
+
+def _of_alarms(config: "Config") -> Iterator[Unread]:
     if config.canary.sequences == 0:
         options = ("canary.tolerance", "canary.factor")
         yield Unread(options, "canary.sequences=0", "set canary.sequences=2")

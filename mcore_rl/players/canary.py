@@ -192,6 +192,7 @@ class Canary:
             try:
                 probe = self._read_some(batch, num_sequences)
             except SamplesLost as lost:
+                assert isinstance(batch, StoredBatch), "only stores lose samples"
                 left = without_lost(batch, lost)
                 if left is None:
                     _log.warning("%s; no sequence is left to compare engines by", lost)

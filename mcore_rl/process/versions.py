@@ -1,4 +1,4 @@
-"""Names of packages in, the versions of those that are installed out."""
+"""Finds which versions of named packages are installed."""
 
 import importlib.metadata as metadata
 from collections.abc import Sequence

@@ -76,7 +76,7 @@ class _AfterOtherWork(StoredAdvantages):
         if self._other_s:
             self._clock.spend("not simulated", lambda: self._other_s)
         if self._advantages.need_tokens:
-            return self._on_tokens([(None, batch)])[0][0], {}
+            return self._on_tokens([(cast(Any, None), batch)])[0][0], {}
         return super().__call__(scores, samples, batch)
 
 

@@ -28,9 +28,9 @@ ERROR = b"E"
 """First byte of a published value: either data or the error that kept a rank from publishing data.
 """
 _PAIR = np.dtype([("peer", "<u4"), ("digest", ">u8")])
-"""What a rank tells of each of its pairs: 64 bits of a digest tell plans apart."""
+"""A rank tells this of each of its pairs: 64 bits of a digest tell plans apart."""
 _DIGEST_LEN = 16
-"""Their hex digits."""
+"""Hex digits of these 64 bits."""
 
 Join = Callable[[Sequence[bytes]], bytes]
 

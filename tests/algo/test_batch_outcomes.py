@@ -29,7 +29,7 @@ SCORES = Scores([1.0, 2.0, 3.0], {"right": [0.5, 0.0, 1.0]}, greedy_N=[0.25] * 3
 def make_batch(**fields: Any) -> TrainBatch:
     """Return the rows of a sample of two tokens and of one of a single token, after prompts."""
     mask_T = torch.tensor([False, True, True, False, True])
-    return TrainBatch(torch.arange(5), mask_T, (3, 2), **fields)
+    return replace(TrainBatch(torch.arange(5), mask_T, (3, 2)), **fields)
 
 
 def test_numbers_by_sample_need_no_batch() -> None:

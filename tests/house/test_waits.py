@@ -24,6 +24,7 @@ NO_DEADLINE = {
     ): "a file may take hours; Ctrl-C ends the command",
     ("launch/submit.py", "shown.wait()"): "it prints logs for as long as the user likes",
     ("mcore_rl/cluster/answers.py", "ray.get(ref)"): ENDED,
+    ("mcore_rl/cluster/rank_states.py", "ray.get(ref)"): ENDED,
     ("mcore_rl/cluster/group.py", "answers.wait()"): "Answers have a deadline",
     ("mcore_rl/data/streamed/workers.py", "self._pool.join()"): "its workers were killed",
     ("mcore_rl/device/gloo_patches.py", "all_works.wait()"): OF_GROUP,

@@ -94,12 +94,13 @@ class SyncController:
         self._layouts_of: dict[SGLangSizes, str] = {}
         self._mixed: set[str] = set()
         """Urls of engines whose parameters may mix versions; they are paused."""
-        self._strategy: SyncStrategy
-        if staged:
-            relay_host = host if relay else None
-            self._strategy = StagedSync(trainers, timeout_s, self._mixed, relay_host, verify_every)
-        else:
-            self._strategy = InPlaceSync(trainers, timeout_s, self._mixed, verify_every)
+        self._strategy = self._make_strategy(staged, relay, verify_every)
+
+    def _make_strategy(self, staged: bool, relay: bool, verify_every: int) -> SyncStrategy:
+        if not staged:
+            return InPlaceSync(self._trainers, self._timeout_s, self._mixed, verify_every)
+        relay_host = self._host if relay else None
+        return StagedSync(self._trainers, self._timeout_s, self._mixed, relay_host, verify_every)
 
     @property
     def linked(self) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ NUM_BATCHES = 10
 LAYOUTS = [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp": 2, "ep": 1}, {"ep": 2}]
 SHARING_LAYOUTS = [layout for layout in LAYOUTS if "cp" not in layout]
 TOLERANCE = 2e-6
-"""Of the largest gradient. Rounding alone moves one by 1.04e-6 without AVX-512."""
+"""Share of the largest gradient. Rounding alone is 1.04e-6 of it without AVX-512."""
 
 
 def one_more(tree: TurnTree) -> list[int]:

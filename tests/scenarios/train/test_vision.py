@@ -101,7 +101,7 @@ CASES = [
 ]
 SCALE = 0.8
 TOLERANCE = 2e-6
-"""Of the largest gradient. Rounding to float32 alone moves one by 1e-6, more or less by the CPU."""
+"""Share of the largest gradient. Rounding to float32 alone is about 1e-6 of it, by the CPU."""
 
 
 def parallel_of(layout: Layout) -> ParallelConfig:
