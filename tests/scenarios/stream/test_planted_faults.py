@@ -6,6 +6,7 @@ tests/stream/test_destination.py.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -106,13 +107,22 @@ class Run:
         """Have the engine serve these weights, read back if it is due; return how it differs, and
         why it gets no requests.
         """
-        answer = call(self._url, "/update_weights_from_disk", model_path=str(self._folder / name))
-        assert answer["success"], answer
+        self._load(name)
         verified = is_read_back(self.num_syncs, SyncConfig().reads_back_every)
         self._canary.score_on_trainer(WeightVersion(self.num_syncs), make_batch(self.num_syncs))
         report = asyncio.run(self._canary.check([self._url], [self._url] if verified else []))
         self.num_syncs += 1
         return report.differences[self._url], report.failed.get(self._url)
+
+    def _load(self, name: str) -> None:
+        """Update the engine's weights; its scheduler may not have let go of answered requests."""
+        deadline = time.monotonic() + TIMEOUT_S
+        path = str(self._folder / name)
+        while not (answer := call(self._url, "/update_weights_from_disk", model_path=path))[
+            "success"
+        ]:
+            assert time.monotonic() < deadline, answer
+            time.sleep(0.05)
 
 
 Start = Callable[[], Run]
@@ -159,15 +169,13 @@ def test_the_canary_notices_from_the_fifth_sync_on_what_was_sent_wrong(
     assert NUM_TO_JUDGE == 4
     assert fault is not None and "claims weights 4" in fault
     assert found.typical > limits["typical"][1] or found.overall > limits["overall"][1]
-    if plant != "zeroed slice":
-        assert found.overall < MOST["bfloat16"], "a fixed bound of bfloat16 would let it pass"
+    assert found.overall < MOST["bfloat16"], "a fixed bound of bfloat16 would let it pass"
     assert run.sync("right")[1] is None
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_what_is_far_off_is_noticed_at_the_first_sync(start: Start, plant: str) -> None:
-    """In bfloat16 that is a zeroed slice alone: what the first sync shows is taken as usual."""
+def test_the_first_sync_shows_faults_in_float32_alone(start: Start, plant: str) -> None:
+    """In bfloat16, what the first sync shows is taken as usual: other checks find faults there."""
     run = start()
     _, fault = run.sync(plant)
-    is_noticed = plant == "zeroed slice" or run.precision == "float32"
-    assert (fault is not None) == is_noticed
+    assert (fault is not None) == (run.precision == "float32")
