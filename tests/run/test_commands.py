@@ -1,7 +1,7 @@
 """A command refuses what it cannot use, such as code of the user, before it starts a process."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -84,6 +84,15 @@ ALGORITHMS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """Servers of forks, which other tests started, stay."""
+    before = psutil.Process().children()
+    yield
+    left = [child for child in psutil.Process().children() if child not in before]
+    assert not left
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with a model without weights, files of code, and no file of prompts."""
@@ -126,7 +135,6 @@ def test_code_that_cannot_be_used_is_refused_before_data_and_processes(
     with pytest.raises(ValueError, match=message):
         run(config)
     assert not (folder / "run").exists()
-    assert not psutil.Process().children()
 
 
 def image_row(image: object) -> dict[str, object]:
@@ -173,4 +181,3 @@ def test_a_bad_image_is_named_before_processes(
     with pytest.raises(ValueError, match=message):
         run(config)
     assert not (tmp_path / "run").exists()
-    assert not psutil.Process().children()

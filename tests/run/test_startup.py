@@ -79,6 +79,7 @@ class Engines:
         timeout_s: float,
         max_restarts: int,
         gpu_ids: Sequence[str],
+        stopped_s: float,
     ) -> None:
         self.log.append("start engines")
         self.specs += specs

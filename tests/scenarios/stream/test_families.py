@@ -216,7 +216,8 @@ def train_and_check(
     ranks.build(config)
     started.wait_healthy()
     folder = started.folder / f"run{start_step}"
-    with MegatronRun(config, ranks, started.engines, folder, loaded=start_step == 0) as run:
+    loaded = start_step == 0 and hf_dir == started.hf_dirs[-1]
+    with MegatronRun(config, ranks, started.engines, folder, loaded=loaded) as run:
         run.train(start_step)
         agreed = [
             run.sync_controller.agreed_layouts(engine.url).split()[0] for engine in started.engines
