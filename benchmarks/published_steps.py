@@ -37,7 +37,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs/simulate.md"
 BEGIN = "<!-- make published-steps writes from here -->"
 END = "<!-- to here -->"
 KINDS = ("mixture of experts", "dense", "FP8")
-"""Kinds of rows, of which the text gives the range of ratios."""
+"""Kinds of rows; the text gives the range of ratios of each."""
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,8 @@ class EngineGroup:
         """Begin to start the servers, one spec per engine; `wait_built` waits for them.
 
         `gpu_ids` has a GPU for each rank of each engine; if empty, the engines use those that Ray
-        assigned to their workers. Each server that dies later is restarted up to `max_restarts`
-        times an hour, and so is one of which a process is stopped for `stopped_s`.
+        assigned to their workers. A server that dies later is restarted, up to `max_restarts`
+        times an hour, and so is a server with a process that is stopped for `stopped_s`.
         """
         if max(self._nodes_per_engine) > 1:
             meeting_points = self._group.meeting_points(timeout_s)

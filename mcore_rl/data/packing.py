@@ -172,7 +172,7 @@ def _first_fit(lens_N: Sequence[int], max_tokens: int) -> int:
 def _spread(
     lens_N: Sequence[int], balanced_N: Sequence[float], num_bins: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Put sequences, those of most work first, each into the bin of least work that has room.
+    """Put sequences, in falling order of work, each into the bin of least work that has room.
 
     Graham's longest processing time first; `balanced_N` is the work. None if a sequence finds no
     room. Bins without room for a sequence wait apart until one comes that they have room for, so
