@@ -42,7 +42,30 @@ def test_a_difference_is_measured_per_doubt() -> None:
     assert found.num_tokens == 3
     assert found.mean == pytest.approx(0.054 / 3, rel=1e-4)
     assert found.typical == pytest.approx(0.12, rel=1e-4)  # the others: 0.04 and 0.4
-    assert found.overall == pytest.approx(0.054 / (0.5 + 0.25 + 0.01), rel=1e-4)
+    assert found.overall == pytest.approx(0.004 / 0.01, rel=1e-4), "the first differs most"
+
+
+@pytest.mark.parametrize(("num_flips", "is_fault"), [(1, False), (2, True)])
+def test_one_sequence_may_differ_by_another_choice_of_experts(
+    num_flips: int, is_fault: bool
+) -> None:
+    """Rounding decides between experts that are almost equally good: by 1 nat at one token."""
+    expected = [torch.full((28,), -1.0) for _ in range(37)]
+    answers = [(each + 1e-6).tolist() for each in expected]
+    for sequence in range(num_flips):
+        answers[sequence][5] -= 1.0
+    found = EngineDifference.measure(expected, answers, [each < 0 for each in expected])
+    assert found.mean > MOST["float32"] / 2
+    fault = CanaryTolerance(CanaryConfig(), "float32").find_fault(found)
+    assert (fault is not None) == is_fault
+
+
+def test_nan_in_one_of_several_sequences_is_a_fault() -> None:
+    expected = [torch.full((4,), -1.0), torch.full((4,), -2.0)]
+    answers = [expected[0].tolist(), [-2.0, math.nan, -2.0, -2.0]]
+    found = EngineDifference.measure(expected, answers, [each < 0 for each in expected])
+    assert math.isnan(found.overall) and math.isnan(found.typical)
+    assert CanaryTolerance(CanaryConfig(), "float32").find_fault(found) is not None
 
 
 def test_nothing_to_compare_is_no_difference() -> None:
