@@ -73,10 +73,11 @@ class EngineDifference:
         parts = [
             (want.double()[mask], torch.tensor(got, dtype=torch.float64)[mask])
             for want, got, mask in zip(expected, answer, is_compared, strict=True)
+            if mask.any()
         ]
-        want_T = torch.cat([want for want, _ in parts])
-        if len(want_T) == 0:
+        if not parts:
             return EngineDifference(0.0, 0.0, 0.0, 0)
+        want_T = torch.cat([want for want, _ in parts])
         difference_T = (want_T - torch.cat([got for _, got in parts])).abs()
         doubt_T = (1 - want_T.exp()).clamp(min=_LEAST_DOUBT)
         lens = [len(want) for want, _ in parts]
@@ -91,15 +92,18 @@ class EngineDifference:
 def _divide_without_worst(differences: Sequence[Tensor], doubts: Sequence[Tensor]) -> float:
     """Return the sum of differences over that of doubts, without the sequence that differs most.
 
+    Each sequence has a token; one that is alone counts.
+
     Rounding alone sends a token to another expert where two are almost equally good; it and those
     behind it then differ by as much as with a wrong weight. That is rare enough in float32 not to
     happen to two sequences at once.
     """
     sums_N = torch.stack([each.sum() for each in differences])
-    worst = int(sums_N.argmax()) if len(sums_N) > 1 and sums_N.isfinite().all() else -1
-    doubt = sum(float(each.sum()) for place, each in enumerate(doubts) if place != worst)
-    left = float(sums_N.sum()) if worst < 0 else float(sums_N.sum() - sums_N[worst])
-    return left / doubt if doubt else 0.0
+    counts_N = torch.ones(len(sums_N), dtype=torch.bool)
+    if len(sums_N) > 1 and sums_N.isfinite().all():
+        counts_N[sums_N.argmax()] = False
+    doubts_N = torch.stack([each.sum() for each in doubts])
+    return float(sums_N[counts_N].sum() / doubts_N[counts_N].sum())
 
 
 class CanaryTolerance:

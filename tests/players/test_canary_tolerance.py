@@ -60,6 +60,14 @@ def test_one_sequence_may_differ_by_another_choice_of_experts(
     assert (fault is not None) == is_fault
 
 
+def test_a_sequence_that_alone_has_tokens_to_compare_counts() -> None:
+    expected = [torch.full((4,), -1.0), torch.full((4,), -1.0)]
+    answers = [[-2.0] * 4, [-1.0] * 4]
+    compared = [torch.ones(4).bool(), torch.zeros(4).bool()]
+    found = EngineDifference.measure(expected, answers, compared)
+    assert found.overall == pytest.approx(1 / (1 - math.exp(-1)), rel=1e-4)
+
+
 def test_nan_in_one_of_several_sequences_is_a_fault() -> None:
     expected = [torch.full((4,), -1.0), torch.full((4,), -2.0)]
     answers = [expected[0].tolist(), [-2.0, math.nan, -2.0, -2.0]]
