@@ -9,7 +9,7 @@ MUTANTS_VENV := .venv-mutants
 NEWEST_VENV := .venv-newest
 NEWEST := megatron-core ray transformers
 # What meets upstream's names and files first: patches and stand-ins, options, layouts, loaders, training.
-NEWEST_TESTS ?= tests/house/test_patches.py tests/device tests/scenarios/device tests/config tests/slices tests/train tests/rollout tests/data
+NEWEST_TESTS ?= tests/house/test_patches.py tests/device tests/scenarios/device tests/config tests/weights tests/train tests/rollout tests/data
 BIN := $(VENV)/bin
 UV ?= $(shell command -v uv 2>/dev/null)
 MAKE_VENV = $(if $(UV),$(UV) venv -q --clear --python $(PYTHON),$(PYTHON) -m venv)

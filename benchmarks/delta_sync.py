@@ -27,8 +27,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.stream.bucket_transfer import BucketTransfer, RankBucket
 from mcore_rl.stream.buckets import plan_buckets
 from mcore_rl.stream.link_end import LinkEnd
@@ -37,6 +35,8 @@ from mcore_rl.stream.placed_bucket import holdings
 from mcore_rl.stream.routes.choice import make_routed_transport
 from mcore_rl.stream.verify import XXH3
 from mcore_rl.stream.wire import Link
+from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.plan.shared_region import Slice
 
 NAMES = ("mcore_delta_a", "mcore_delta_b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 from mcore_rl.process.garbage import collections_paused
-from mcore_rl.slices.box import Shard
-from mcore_rl.slices.layouts.layout import Layout, boxes_of
-from mcore_rl.slices.layouts.megatron import MegatronSizes
-from mcore_rl.slices.layouts.recorded import RecordedLayouts
-from mcore_rl.slices.layouts.sglang_models import SGLangSizes
-from mcore_rl.slices.strides import contiguous_strides
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.plan_handshake import PlanHandshake
 from mcore_rl.stream.wire import Link
+from mcore_rl.weights.box import Shard
+from mcore_rl.weights.layouts.layout import Layout, boxes_of
+from mcore_rl.weights.layouts.megatron import MegatronSizes
+from mcore_rl.weights.layouts.recorded import RecordedLayouts
+from mcore_rl.weights.layouts.sglang_models import SGLangSizes
+from mcore_rl.weights.strides import contiguous_strides
 from sync_model import DTYPE, make_config
 
 TIMEOUT_S = 300.0

@@ -214,11 +214,11 @@ def save_rank(rank: int, port: int, hf_dir: Path, checkpoint: Path) -> None:
     import torch
 
     from mcore_rl.config import ParallelConfig, TrainConfig
-    from mcore_rl.slices.hf.config import read_hf_config
     from mcore_rl.train.checkpoint_save import start_save
     from mcore_rl.train.model import make_chunks
     from mcore_rl.train.runtime import init_distributed
     from mcore_rl.train.transformer_config import make_transformer_config
+    from mcore_rl.weights.hf.config import read_hf_config
 
     torch.set_num_threads(1)
     parallel = ParallelConfig(**LAYOUT)

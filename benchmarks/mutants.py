@@ -36,7 +36,7 @@ TESTS = {
     "mcore_rl/loops": ("tests/loops",),
     "mcore_rl/players": ("tests/players",),
     "mcore_rl/roles.py": ("tests/test_roles.py",),
-    "mcore_rl/slices/plan": ("tests/slices/plan",),
+    "mcore_rl/weights/plan": ("tests/weights/plan",),
     "mcore_rl/stream": ("tests/stream",),
 }
 """Where faults are planted, and the tests that are meant to notice them, the nearest first."""

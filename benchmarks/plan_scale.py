@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.deployment import Deployment, make_deployment
 from mcore_rl.planning.models import read_policy
-from mcore_rl.slices.plan.local import plan_recvs, plan_sends
+from mcore_rl.weights.plan.local import plan_recvs, plan_sends
 
 CASES: dict[str, list[str]] = {
     "qwen3_30b 16->16": ["qwen3_30b_a3b_grpo_32"],

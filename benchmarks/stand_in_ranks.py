@@ -22,12 +22,6 @@ from urllib.request import urlopen
 import torch
 from aiohttp import web
 
-from mcore_rl.slices.box import Shard
-from mcore_rl.slices.layouts.layout import Layout, boxes_of
-from mcore_rl.slices.layouts.megatron import MegatronSizes
-from mcore_rl.slices.layouts.recorded import RecordedLayouts
-from mcore_rl.slices.layouts.sglang_models import SGLangSizes
-from mcore_rl.slices.strides import contiguous_strides
 from mcore_rl.stream.connection import Connection
 from mcore_rl.stream.controller.engine_control import LOADER
 from mcore_rl.stream.link_end import LinkEnd
@@ -39,6 +33,12 @@ from mcore_rl.stream.routes.choice import make_routed_transport
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.verify import ROWS
 from mcore_rl.stream.wire import Link, Report, decode_command
+from mcore_rl.weights.box import Shard
+from mcore_rl.weights.layouts.layout import Layout, boxes_of
+from mcore_rl.weights.layouts.megatron import MegatronSizes
+from mcore_rl.weights.layouts.recorded import RecordedLayouts
+from mcore_rl.weights.layouts.sglang_models import SGLangSizes
+from mcore_rl.weights.strides import contiguous_strides
 from sync_model import DTYPE, make_config
 
 RANKS_PER_HOST = 8

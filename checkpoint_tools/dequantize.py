@@ -13,9 +13,9 @@ from checkpoint_tools.output import Made
 from checkpoint_tools.packed import find_packed, stored_names
 from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.staging import refuse_existing
-from mcore_rl.slices.families.settings import unquantized
-from mcore_rl.slices.hf.config import parse_hf_config, with_dtype
-from mcore_rl.slices.hf.folder import write_small_files
+from mcore_rl.weights.hf.config import parse_hf_config, with_dtype
+from mcore_rl.weights.hf.folder import write_small_files
+from mcore_rl.weights.models.settings import unquantized
 
 HALVES = ("bfloat16", "float16")
 """Tensors of these dtypes without scales are cast; float32 was a deliberate choice and is kept."""

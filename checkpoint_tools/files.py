@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from checkpoint_tools.stored import Checkpoint
-from mcore_rl.slices.hf.checksums import (
+from mcore_rl.weights.hf.checksums import (
     MANIFEST,
     FileSums,
     read_manifest,
@@ -13,7 +13,7 @@ from mcore_rl.slices.hf.checksums import (
     sum_small_files,
     write_manifest,
 )
-from mcore_rl.slices.megatron_files.integrity import REMEDY, check_sizes, find_damage
+from mcore_rl.weights.megatron_files.integrity import REMEDY, check_sizes, find_damage
 
 
 def check_manifest(folder: Path, data_files: Collection[str]) -> dict[str, FileSums] | None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from checkpoint_tools.stored import Checkpoint, Chunk, StoredTensor
-from mcore_rl.slices.layouts.training import LocalPart
+from mcore_rl.weights.layouts.training import LocalPart
 
 MTP = "mtp."
 """Prefix of the keys of Megatron's layers for multi-token prediction."""

@@ -35,8 +35,8 @@ from checkpoint_tools.output import OutputFile, Task, share_of_file
 from checkpoint_tools.produce import ConversionReport, produce
 from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.torch_dist import BACKEND, COMMON, METADATA, open_torch_dist
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.families.table import Shape
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.table import Shape
 
 Stored = Mapping[tuple[str, Shape | None], _StorageInfo]
 

@@ -13,8 +13,8 @@ from checkpoint_tools.files import check_manifest
 from checkpoint_tools.hf_model import check_against_config
 from checkpoint_tools.safetensors_file import read_header
 from checkpoint_tools.stored import Checkpoint, StoredTensor
-from mcore_rl.slices.hf.checksums import MANIFEST, read_json
-from mcore_rl.slices.hf.folder import INDEX, other_format
+from mcore_rl.weights.hf.checksums import MANIFEST, read_json
+from mcore_rl.weights.hf.folder import INDEX, other_format
 
 
 def open_hf(folder: Path, use_sums: bool = True, *, either_way: bool = False) -> Checkpoint:

@@ -7,12 +7,12 @@ from typing import Any
 
 from checkpoint_tools.packed import find_packed, stored_names
 from checkpoint_tools.stored import DTYPE_BYTES, StoredTensor
-from mcore_rl.slices.families import FAMILIES, family_of, hf_tensor_shapes, refuse_unsupported
-from mcore_rl.slices.families.settings import unquantized
-from mcore_rl.slices.families.table import HfConfig, Shape
-from mcore_rl.slices.hf.config import named_dtype, parse_hf_config, read_hf_config
-from mcore_rl.slices.hf.nested import with_text_settings
-from mcore_rl.slices.hf.tied_head import refuse_untied_head
+from mcore_rl.weights.hf.config import named_dtype, parse_hf_config, read_hf_config
+from mcore_rl.weights.hf.nested import with_text_settings
+from mcore_rl.weights.hf.tied_head import refuse_untied_head
+from mcore_rl.weights.models import FAMILIES, family_of, hf_tensor_shapes, refuse_unsupported
+from mcore_rl.weights.models.settings import unquantized
+from mcore_rl.weights.models.table import HfConfig, Shape
 
 WRONG_SETTING = (LookupError, TypeError, AttributeError, ArithmeticError)
 """Exceptions that a family's functions may raise on settings of a wrong type or size."""

@@ -10,9 +10,9 @@ from checkpoint_tools.output import Made, OutputFile, Task, share_of_file
 from checkpoint_tools.produce import ConversionReport, produce
 from checkpoint_tools.safetensors_file import make_header
 from checkpoint_tools.stored import Checkpoint
-from mcore_rl.slices.families.table import Shape
-from mcore_rl.slices.hf.folder import deal_out
-from mcore_rl.slices.hf.fp8 import FP8, SCALE_DTYPE, num_blocks, scale_name
+from mcore_rl.weights.hf.folder import deal_out
+from mcore_rl.weights.hf.fp8 import FP8, SCALE_DTYPE, num_blocks, scale_name
+from mcore_rl.weights.models.table import Shape
 
 Describe = Callable[..., None]
 """(folder, weight_map=tensor -> file, total_bytes=...): writes the small files of a folder."""

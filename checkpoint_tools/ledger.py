@@ -12,7 +12,7 @@ from zlib_ng import zlib_ng
 
 from checkpoint_tools.reader import ReadRecord
 from checkpoint_tools.stored import Checkpoint, Chunk
-from mcore_rl.slices.hf.checksums import MANIFEST, ByteSpan, FileSums
+from mcore_rl.weights.hf.checksums import MANIFEST, ByteSpan, FileSums
 
 
 class Ledger:

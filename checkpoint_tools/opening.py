@@ -5,7 +5,7 @@ from pathlib import Path
 from checkpoint_tools.hf import open_hf
 from checkpoint_tools.stored import Checkpoint
 from checkpoint_tools.torch_dist import is_torch_dist, open_torch_dist, refuse_other_megatron
-from mcore_rl.slices.hf.config import download_remedy
+from mcore_rl.weights.hf.config import download_remedy
 
 
 def open_checkpoint(folder: Path, use_sums: bool = True) -> Checkpoint:

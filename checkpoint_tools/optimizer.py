@@ -18,8 +18,8 @@ from checkpoint_tools.options import Effort
 from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.stored import Checkpoint, Chunk, StoredTensor
 from checkpoint_tools.torch_dist import COMMON, OPTIMIZER, read_common
-from mcore_rl.slices.families.table import HfConfig, Shape
-from mcore_rl.slices.hf.folder import write_index
+from mcore_rl.weights.hf.folder import write_index
+from mcore_rl.weights.models.table import HfConfig, Shape
 
 PREFIX = OPTIMIZER + "state."
 STATES = ("param", "exp_avg", "exp_avg_sq")

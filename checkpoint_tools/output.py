@@ -18,8 +18,8 @@ from checkpoint_tools.packed import Packed
 from checkpoint_tools.reader import Reader, ReadRecord, bands
 from checkpoint_tools.stored import DTYPE_BYTES
 from mcore_rl.process.disk import reporting_full_disk
-from mcore_rl.slices.hf.checksums import ByteSpan
-from mcore_rl.slices.hf.fp8 import BLOCK
+from mcore_rl.weights.hf.checksums import ByteSpan
+from mcore_rl.weights.hf.fp8 import BLOCK
 
 Made = Assembly | Packed
 """How a tensor that is to be written is made."""
@@ -183,7 +183,7 @@ class Writer:
     def _write_quantized(
         self, descriptor: int, assembly: Assembly, start: int, scales_start: int
     ) -> list[ByteSpan]:
-        """Write values and scales band by band, each of whole blocks; see slices/hf/fp8.py."""
+        """Write values and scales band by band, each of whole blocks; see weights/hf/fp8.py."""
         from checkpoint_tools.cast import quantize  # imports torch
 
         size = DTYPE_BYTES[assembly.dtype]

@@ -15,9 +15,9 @@ from math import prod
 from typing import Any, Literal
 
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk, StoredTensor
-from mcore_rl.slices.families.settings import DEQUANTIZABLE
-from mcore_rl.slices.families.table import HfConfig, Shape
-from mcore_rl.slices.hf.fp8 import FP8, scaled_name
+from mcore_rl.weights.hf.fp8 import FP8, scaled_name
+from mcore_rl.weights.models.settings import DEQUANTIZABLE
+from mcore_rl.weights.models.table import HfConfig, Shape
 
 FP8_SCALE_DTYPES = ("float32", "bfloat16", "float16")
 MXFP4_GROUP = 32

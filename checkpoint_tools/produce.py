@@ -25,8 +25,8 @@ from checkpoint_tools.output import (
 from checkpoint_tools.staging import JOURNAL, StagedOutput
 from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint
 from mcore_rl.process.disk import reporting_full_disk
-from mcore_rl.slices.families.table import Shape
-from mcore_rl.slices.hf.checksums import sum_small_files, write_manifest
+from mcore_rl.weights.hf.checksums import sum_small_files, write_manifest
+from mcore_rl.weights.models.table import Shape
 
 SMALLEST_UNIT, LARGEST_UNIT = 1 << 20, 64 << 20
 """Bounds, in bytes, of what a worker does in one go: large units lose more work to a kill."""

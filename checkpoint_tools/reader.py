@@ -13,7 +13,7 @@ from zlib_ng import zlib_ng
 from checkpoint_tools.archive import Located, Locator
 from checkpoint_tools.assembly import Assembly, Piece, Stretch, cut
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk
-from mcore_rl.slices.hf.checksums import ByteSpan
+from mcore_rl.weights.hf.checksums import ByteSpan
 
 ROWS_BEFORE_NUMPY = 100_000
 """Rows that a reader lays out itself, in about the time that the import of numpy takes."""

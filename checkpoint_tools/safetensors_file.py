@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk, StoredTensor
-from mcore_rl.slices.families.table import Shape
+from mcore_rl.weights.models.table import Shape
 
 MAX_HEADER_BYTES = 100_000_000
 NAMES = {

@@ -18,7 +18,7 @@ from zlib_ng import zlib_ng
 from checkpoint_tools.output import Done, OutputFile, Unit
 from checkpoint_tools.reader import ReadRecord
 from mcore_rl.process.disk import rename_whole, reporting_full_disk, reserve_space
-from mcore_rl.slices.hf.checksums import ByteSpan, FileSums, sum_ranges
+from mcore_rl.weights.hf.checksums import ByteSpan, FileSums, sum_ranges
 
 PARTIAL = ".partial"
 JOURNAL = ".journal"

@@ -6,9 +6,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from mcore_rl.slices.families.table import Shape
-from mcore_rl.slices.hf.checksums import FileSums
-from mcore_rl.slices.hf.dtypes import ITEMSIZE
+from mcore_rl.weights.hf.checksums import FileSums
+from mcore_rl.weights.hf.dtypes import ITEMSIZE
+from mcore_rl.weights.models.table import Shape
 
 DTYPES = (
     "float64",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import prod
 
-from mcore_rl.slices.families.table import Shape
+from mcore_rl.weights.models.table import Shape
 
 
 def check_boxes(

@@ -10,9 +10,9 @@ from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.options import Effort
 from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.staging import refuse_existing
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.hf.folder import write_small_files
-from mcore_rl.slices.hf.fp8 import QUANTIZATION_CONFIG, is_converted
+from mcore_rl.weights.hf.folder import write_small_files
+from mcore_rl.weights.hf.fp8 import QUANTIZATION_CONFIG, is_converted
+from mcore_rl.weights.models import family_of
 
 KEPT = ("eh_proj",)
 """Modules of multi-token prediction that DeepSeek's convention leaves as they are."""
@@ -20,7 +20,7 @@ SOURCE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def to_fp8(source_hf: Path, out: Path, max_file_bytes: int, effort: Effort) -> ConversionReport:
-    """Write the model of `source_hf` to `out` in DeepSeek's FP8; see mcore_rl/slices/hf/fp8.py.
+    """Write the model of `source_hf` to `out` in DeepSeek's FP8; see mcore_rl/weights/hf/fp8.py.
 
     Raises ValueError with the file or tensor that is wrong, or if the model is quantized already.
     """

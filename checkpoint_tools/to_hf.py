@@ -16,10 +16,10 @@ from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.stored import Checkpoint
 from checkpoint_tools.torch_dist import model_tensors, open_torch_dist
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf.config import with_dtype
-from mcore_rl.slices.hf.folder import write_small_files
+from mcore_rl.weights.hf.config import with_dtype
+from mcore_rl.weights.hf.folder import write_small_files
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.table import HfConfig
 
 
 def to_hf(

@@ -13,10 +13,9 @@ from typing import Any
 from checkpoint_tools.files import check_manifest
 from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint, Chunk, Item, StoredTensor
 from checkpoint_tools.tiling import check_boxes
-from mcore_rl.slices.families.table import Shape
-from mcore_rl.slices.hf.checksums import FileSums, read_json
-from mcore_rl.slices.megatron_files.bounded import check_archive, check_bounded
-from mcore_rl.slices.megatron_files.metadata import (
+from mcore_rl.weights.hf.checksums import FileSums, read_json
+from mcore_rl.weights.megatron_files.bounded import check_archive, check_bounded
+from mcore_rl.weights.megatron_files.metadata import (
     COMMON,
     METADATA,
     READ_ERRORS,
@@ -26,6 +25,7 @@ from mcore_rl.slices.megatron_files.metadata import (
     read_places,
     read_shape,
 )
+from mcore_rl.weights.models.table import Shape
 
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 REWRITE = (

@@ -16,10 +16,10 @@ from checkpoint_tools.output import Made
 from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.stored import Chunk
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.families.qwen3_vl import MOE
-from mcore_rl.slices.families.value_head import stem_of
-from mcore_rl.slices.hf.folder import write_small_files
+from mcore_rl.weights.hf.folder import write_small_files
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.qwen3_vl import MOE
+from mcore_rl.weights.models.value_head import stem_of
 
 
 def turn_experts(

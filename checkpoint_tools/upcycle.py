@@ -22,10 +22,10 @@ from checkpoint_tools.safetensors_file import read_header
 from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.stored import Checkpoint, Chunk
 from mcore_rl.process.disk import reporting_full_disk
-from mcore_rl.slices.families import FAMILIES, family_of, refuse_unsupported
-from mcore_rl.slices.families.table import Family, HfConfig
-from mcore_rl.slices.hf.files import save_tensors
-from mcore_rl.slices.hf.folder import TEMPORARY, write_small_files
+from mcore_rl.weights.hf.files import save_tensors
+from mcore_rl.weights.hf.folder import TEMPORARY, write_small_files
+from mcore_rl.weights.models import FAMILIES, family_of, refuse_unsupported
+from mcore_rl.weights.models.table import Family, HfConfig
 
 EXPERTS_OF = {"LlamaForCausalLM": "MixtralForCausalLM", "Qwen3ForCausalLM": "Qwen3MoeForCausalLM"}
 """Dense architecture -> the one with experts that differs only in the MLP."""

@@ -18,8 +18,8 @@ from checkpoint_tools.options import Effort, work_through
 from checkpoint_tools.output import check_held
 from checkpoint_tools.stored import Checkpoint
 from checkpoint_tools.torch_dist import is_of_optimizer, model_tensors
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.table import HfConfig
 
 SHOWN = 10
 """Number of differences that the command prints."""

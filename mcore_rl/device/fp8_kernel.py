@@ -1,7 +1,7 @@
 """Quantizes a matrix to 8-bit values with a scale per block, in one Triton kernel.
 
 The kernel reads every element once; torch takes six passes over a band of blocks, each a kernel of
-its own. mcore_rl/slices/hf/fp8.py describes the format.
+its own. mcore_rl/weights/hf/fp8.py describes the format.
 """
 
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ def quantize_blocks(
     """Fill `values_NK` (float8_e4m3fn) and `scales_nk` (float32) from `weights_NK`, block by block.
 
     A scale is max(largest magnitude, min_amax) / fp8_max, and NaN for a block with a NaN. All three
-    may be strided views. Bit for bit what slices/hf/quantize.py computes with torch.
+    may be strided views. Bit for bit what weights/hf/quantize.py computes with torch.
     """
     num_rows, num_columns = weights_NK.shape
     from mcore_rl.device import fp8_triton

@@ -31,8 +31,6 @@ from mcore_rl.doctor.lone_rank import LoneRank, qwen3_moe
 from mcore_rl.doctor.stand_in_engine import MAX_NEW_TOKENS, StandInEngine
 from mcore_rl.doctor.sync_checks import GPU_BUCKET_MIB
 from mcore_rl.scores import Scores
-from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.hf.flops import ModelFlops
 from mcore_rl.types import (
     LogprobOptions,
     Prompt,
@@ -42,6 +40,8 @@ from mcore_rl.types import (
     TrainBatch,
     WeightVersion,
 )
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.flops import ModelFlops
 
 STEPS = 10
 LEARNING_RATE: Mapping[bool, float] = {True: 1e-3, False: 1e-2}

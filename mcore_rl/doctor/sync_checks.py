@@ -19,13 +19,13 @@ from mcore_rl.doctor.check import Check, Figures, MissedTarget, Stage, expect
 from mcore_rl.doctor.sync_processes import run_scene
 from mcore_rl.doctor.sync_scene import Fault, Scene, SceneOutcome
 from mcore_rl.doctor.toy_engine import ToySizes, column_cut, expert_cut, row_cut
-from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.hf.fp8 import BLOCK
-from mcore_rl.slices.hf.quantize import quantize_into
-from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.stream.buckets import plan_buckets
 from mcore_rl.stream.placed_bucket import PlacedBucket, holdings
 from mcore_rl.stream.wire import Report
+from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.hf.fp8 import BLOCK
+from mcore_rl.weights.hf.quantize import quantize_into
+from mcore_rl.weights.plan.shared_region import Slice
 
 FRACTION_OF_COPY = 0.5
 """Target: bytes per second of a sync, relative to those of a copy on the same GPU."""

@@ -15,14 +15,14 @@ from mcore_rl.device import device, set_local_device
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.doctor.sync_scene import Fault, Received, Scene
 from mcore_rl.doctor.toy_engine import FusedEngine, make_tensors
-from mcore_rl.slices.box import Shard
-from mcore_rl.slices.layouts.engine_trace import trace_load_weights
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.receiver import WeightReceiver
 from mcore_rl.stream.routes.transport import Transport
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Action, Command, Link, Report, StageRequest
+from mcore_rl.weights.box import Shard
+from mcore_rl.weights.layouts.engine_trace import trace_load_weights
 
 
 class FaultyTransport:

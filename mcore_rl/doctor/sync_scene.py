@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mcore_rl.doctor.toy_engine import TINY, ToySizes
-from mcore_rl.slices.box import Shard
 from mcore_rl.stream.routes.choice import (
     MakeTransport,
     make_gloo_transport,
@@ -14,6 +13,7 @@ from mcore_rl.stream.routes.choice import (
     make_routed_transport,
 )
 from mcore_rl.stream.wire import Report
+from mcore_rl.weights.box import Shard
 
 Cut = Callable[[Mapping[str, Tensor], int, int, str], tuple[list[Shard], dict[str, Tensor]]]
 

@@ -34,9 +34,9 @@ from mcore_rl.doctor.lone_rank import (
     qwen3_moe,
 )
 from mcore_rl.players.train_speed import TrainSpeed
-from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.hf.flops import ModelFlops
 from mcore_rl.types import TrainBatch
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.flops import ModelFlops
 
 NEEDED = ("megatron", "zlib_ng")
 LEAST_MFU = 0.35

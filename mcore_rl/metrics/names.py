@@ -53,7 +53,7 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "train/tokens_per_second": "tokens trained on per second of wall time (sft, dpo)",
         "train/tokens_per_second_per_gpu": "tokens per second of an optimizer step, per rank",
         "train/tflops_per_gpu": "operations of the model per second, 10**12, per rank",
-        "train/mfu": "their share of what the GPU can do at most (slices/hf/flops.py)",
+        "train/mfu": "their share of what the GPU can do at most (weights/hf/flops.py)",
         "train/tower_tflop": "operations of the vision tower in a step, 10**12, over all ranks",
         "train/peak_memory_gib_max": "most GPU memory of a rank's tensors in a step, GiB",
         "clip/low_share": "share of tokens clipped from below",

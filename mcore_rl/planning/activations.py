@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from mcore_rl.config.training import WHOLE_LAYERS
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.families.settings import need
-from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.settings import need
+from mcore_rl.weights.models.table import HfConfig
 
 FLOAT32 = 4
 LOGITS_COPIES = 3

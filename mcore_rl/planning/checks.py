@@ -12,9 +12,9 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.planning.deployment import engine_sizes
-from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.layouts.check import check_layout, check_sharing
-from mcore_rl.slices.layouts.sglang_models import refuse_unserved
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.layouts.check import check_layout, check_sharing
+from mcore_rl.weights.layouts.sglang_models import refuse_unserved
 
 
 def check_sizes(config: Config, policy: ModelFacts) -> None:

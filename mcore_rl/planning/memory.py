@@ -24,12 +24,12 @@ from mcore_rl.planning.models import RecipeModels
 from mcore_rl.planning.moments import shared_gpus
 from mcore_rl.planning.rank_memory import RankMemory, Side, Uses, stage_name
 from mcore_rl.planning.tower_memory import pixel_bytes, received_features, tower_activations
-from mcore_rl.slices.box import itemsize
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.families.tower import is_frozen
-from mcore_rl.slices.families.value_head import has_value_head, with_value_head
-from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
+from mcore_rl.weights.box import itemsize
+from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.table import HfConfig
+from mcore_rl.weights.models.tower import is_frozen
+from mcore_rl.weights.models.value_head import has_value_head, with_value_head
 
 MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 """Options of Adam's two moments per parameter; by default they are float32."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config
-from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.weights.hf.facts import ModelFacts
 
 
 @dataclass(frozen=True)

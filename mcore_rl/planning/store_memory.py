@@ -2,7 +2,7 @@
 
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config
-from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.weights.hf.facts import ModelFacts
 
 _NUMBER = 4
 """Bytes of a token id, a log-prob, a value, an advantage."""

@@ -8,7 +8,7 @@ from rich.table import Table
 from mcore_rl.config import Config
 from mcore_rl.planning.deployment import Deployment, engine_links
 from mcore_rl.planning.engine_memory import sync_buffer_bytes
-from mcore_rl.slices.plan.cost import (
+from mcore_rl.weights.plan.cost import (
     GATHER_BUCKET_BYTES,
     GatherBroadcast,
     Traffic,
@@ -17,7 +17,7 @@ from mcore_rl.slices.plan.cost import (
     predict,
     predict_gather_broadcast,
 )
-from mcore_rl.slices.plan.local import Flow, plan_recvs, plan_sends
+from mcore_rl.weights.plan.local import Flow, plan_recvs, plan_sends
 
 GIB = 2**30
 

@@ -7,9 +7,9 @@ neither tensor nor context parallelism makes them fewer.
 from collections.abc import Mapping, Sequence
 
 from mcore_rl.planning.activations import FLOAT32, Pass
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.families.tower import PREFIX, merge_size
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.table import HfConfig
+from mcore_rl.weights.models.tower import PREFIX, merge_size
 
 GATE = PREFIX + "blocks.mlp.gate_proj.weight"
 """Key of a tensor that only blocks with a gated MLP have."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_rl.slices.hf.flops import ModelFlops
+from mcore_rl.weights.hf.flops import ModelFlops
 
 
 @dataclass(frozen=True)

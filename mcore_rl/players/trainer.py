@@ -18,7 +18,6 @@ from mcore_rl.data.stored_batch import in_parts, stored_sharing
 from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.process.clock import now_s
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.slices.hf.flops import ModelFlops
 from mcore_rl.types import (
     AnyBatch,
     LogprobOptions,
@@ -27,6 +26,7 @@ from mcore_rl.types import (
     TokenScores,
     TrainBatch,
 )
+from mcore_rl.weights.hf.flops import ModelFlops
 
 T = TypeVar("T")
 S = TypeVar("S")

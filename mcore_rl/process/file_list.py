@@ -2,7 +2,7 @@
 
     {"algorithm": "crc32", "files": {"common.pt": {"bytes": 1200, "spans": [...]}, ...}}
 
-Sizes are compared here; slices/hf/checksums.py compares the bytes.
+Sizes are compared here; weights/hf/checksums.py compares the bytes.
 """
 
 import json

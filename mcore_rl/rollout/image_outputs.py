@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from mcore_rl.data.images.places import ImageTokens
-from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf.nested import with_text_settings
 from mcore_rl.types import Images
+from mcore_rl.weights.hf.nested import with_text_settings
+from mcore_rl.weights.models.table import HfConfig
 
 Output = Callable[[Mapping[str, Any], Images], Any]
 """(request with `input_ids`, its images) -> `image_data` of SGLang's request."""

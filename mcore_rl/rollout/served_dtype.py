@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from mcore_rl.slices.hf.config import named_dtype, parse_hf_config
-from mcore_rl.slices.hf.nested import with_text_settings
+from mcore_rl.weights.hf.config import named_dtype, parse_hf_config
+from mcore_rl.weights.hf.nested import with_text_settings
 
 SERVED_DTYPES = ("float32", "bfloat16", "float16")
 _SHORT = {"float": "float32", "half": "float16"}

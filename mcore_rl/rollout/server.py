@@ -37,7 +37,7 @@ from mcore_rl.rollout.key_gate import KeyGate
 from mcore_rl.rollout.request_fields import ModelBounds, check_request
 from mcore_rl.rollout.scheduler_setup import SetUp, set_schedulers_up
 from mcore_rl.rollout.shared_prompts import compute_prompts_once
-from mcore_rl.slices.families.tower import merge_size, placeholder_of
+from mcore_rl.weights.models.tower import merge_size, placeholder_of
 
 OF_OURS = {"KimiVLForConditionalGeneration", "Glm4vMoeForConditionalGeneration"}
 """Architectures that SGLang computes otherwise than their authors: see rollout/vision_models."""

@@ -31,8 +31,8 @@ from mcore_rl.run.episodes import check_episodes, episode_spec
 from mcore_rl.run.inputs import needed_prompts, open_policy
 from mcore_rl.run.node_servers import check_node_servers, node_servers_spec
 from mcore_rl.run.prompts import load_split
-from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, TurnRecord
+from mcore_rl.weights.hf.facts import ModelFacts
 
 _SHOWN_REASONS = 3
 

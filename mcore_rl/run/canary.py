@@ -11,8 +11,8 @@ from mcore_rl.process.versions import installed_versions
 from mcore_rl.run.images import image_marks
 from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.types import StoredBatch, TrainBatch
+from mcore_rl.weights.hf.facts import ModelFacts
 
 _COMPUTING = ("torch", "sglang", "megatron-core", "transformer-engine")
 

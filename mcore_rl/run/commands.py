@@ -57,8 +57,8 @@ from mcore_rl.run.resume import choose_checkpoint
 from mcore_rl.run.rollouts import collector_spec, connect_rollouts
 from mcore_rl.run.startup import start_training
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.types import WeightVersion
+from mcore_rl.weights.hf.facts import ModelFacts
 
 _log = logging.getLogger(__name__)
 

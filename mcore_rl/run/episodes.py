@@ -18,8 +18,8 @@ from mcore_rl.config.images import ImagesConfig
 from mcore_rl.run.images import image_marks, sees_images
 from mcore_rl.run.node_servers import stand_in_urls
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.slices.families.tower import placeholder_of
-from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.models.tower import placeholder_of
 
 _log = logging.getLogger(__name__)
 

@@ -24,12 +24,12 @@ from mcore_rl.rollout.teacher import check_same_vocabulary
 from mcore_rl.run.images import check_critic_images
 from mcore_rl.run.prompts import load_split, train_prompts
 from mcore_rl.run.rollouts import collector_spec
-from mcore_rl.slices.families.routing import check_routing
-from mcore_rl.slices.hf.carried import carried_tensors
-from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.hf.files import open_hf_dir
-from mcore_rl.slices.hf.folder import other_format
 from mcore_rl.types import Prompt, TrainBatch
+from mcore_rl.weights.hf.carried import carried_tensors
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.files import open_hf_dir
+from mcore_rl.weights.hf.folder import other_format
+from mcore_rl.weights.models.routing import check_routing
 
 _log = logging.getLogger(__name__)
 

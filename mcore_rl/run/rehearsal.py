@@ -32,8 +32,8 @@ from mcore_rl.data.tiny_model import SPECIAL_TOKENS
 from mcore_rl.device.upstream import megatron_needs_gpu, server_needs_gpu
 from mcore_rl.run.rehearsal_inputs import with_tiny_sections, write_inputs
 from mcore_rl.run.rehearsal_servers import smallest_servers
-from mcore_rl.slices.families.settings import rope_of
-from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.models.settings import rope_of
 
 SMALLEST = 2
 """Size that a rehearsal gives to every kind of parallelism that its recipe uses."""

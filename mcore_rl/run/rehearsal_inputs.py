@@ -10,9 +10,9 @@ from mcore_rl.data.shapes import prepare_shapes, vocabulary
 from mcore_rl.data.tiny_model import SPECIAL_TOKENS
 from mcore_rl.data.tiny_vision_model import END, IMAGE_TOKENS, PLACEHOLDER, PROCESSOR, START
 from mcore_rl.process.disk import write_whole
-from mcore_rl.slices.families import family_of, refuse_unsupported
-from mcore_rl.slices.families.tower import PLACEHOLDERS, vision_settings
-from mcore_rl.slices.hf.nested import with_text_settings
+from mcore_rl.weights.hf.nested import with_text_settings
+from mcore_rl.weights.models import family_of, refuse_unsupported
+from mcore_rl.weights.models.tower import PLACEHOLDERS, vision_settings
 
 TINY_TOWER: Mapping[str, Any] = {
     "depth": 2,

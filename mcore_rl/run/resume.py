@@ -7,8 +7,8 @@ from pathlib import Path
 
 from mcore_rl.process.file_list import MANIFEST, find_fault
 from mcore_rl.run_folder import DAMAGED, RunFolder
-from mcore_rl.slices.hf.checksums import ByteSpan, read_manifest
-from mcore_rl.slices.megatron_files.integrity import find_damage
+from mcore_rl.weights.hf.checksums import ByteSpan, read_manifest
+from mcore_rl.weights.megatron_files.integrity import find_damage
 
 NEWEST_WHOLE = "newest_whole"
 MAX_THREADS = 8

@@ -25,8 +25,8 @@ from mcore_rl.run.episodes import check_episodes, episode_spec
 from mcore_rl.run.images import patch_maker
 from mcore_rl.run.node_servers import check_node_servers, node_servers_spec
 from mcore_rl.scores import Scores
-from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.types import Sample, StoredBatch, StoredSample, TrainBatch
+from mcore_rl.weights.hf.facts import ModelFacts
 
 _log = logging.getLogger(__name__)
 

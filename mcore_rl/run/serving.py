@@ -13,10 +13,10 @@ from mcore_rl.process.proxies import open_directly
 from mcore_rl.process.server_keys import ServerKeys, read_key_file, user_headers
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.slices.families import refuse_unsupported
-from mcore_rl.slices.families.settings import unquantized
-from mcore_rl.slices.hf.config import parse_hf_config
-from mcore_rl.slices.hf.nested import with_text_settings
+from mcore_rl.weights.hf.config import parse_hf_config
+from mcore_rl.weights.hf.nested import with_text_settings
+from mcore_rl.weights.models import refuse_unsupported
+from mcore_rl.weights.models.settings import unquantized
 
 Merge = Callable[[Path, Path, Path], object]
 """(Megatron checkpoint, HuggingFace directory that the run began from, directory to write)."""

@@ -1,7 +1,7 @@
 """Predicts the seconds of an engine's and a trainer's work, from config.json, layout and hardware.
 
 Each cost is a sum of what an accelerator does one after the other: operations, reads of its memory,
-bytes over links, and a fixed time. Operations are counted as in slices/hf/flops.py.
+bytes over links, and a fixed time. Operations are counted as in weights/hf/flops.py.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from mcore_rl.simulation.engine_request import EngineSpeed
 from mcore_rl.simulation.hardware import GpuRates, ReachedShares
 from mcore_rl.simulation.tower_costs import TowerCosts
 from mcore_rl.simulation.workload import prompt_len_of
-from mcore_rl.slices.box import itemsize
-from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.hf.flops import BACKWARD, ModelFlops
+from mcore_rl.weights.box import itemsize
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.flops import BACKWARD, ModelFlops
 
 RECOMPUTED = {"mlp": 0.4, "moe": 0.6, "core_attn": 0.2, "mla_up_proj": 0.1, "full": 1.0}
 """Share of a forward pass that is computed again in the backward pass, by train.recompute."""

@@ -11,9 +11,9 @@ from mcore_rl.simulation.costs import ModelState, TrainCosts, engine_speed, read
 from mcore_rl.simulation.engine_request import EngineSpeed
 from mcore_rl.simulation.hardware import GPUS, ReachedShares
 from mcore_rl.simulation.tower_costs import TowerCosts
-from mcore_rl.slices.families.value_head import with_value_head
-from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.hf.flops import ModelFlops
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.flops import ModelFlops
+from mcore_rl.weights.models.value_head import with_value_head
 
 CANARY_S = 0.5
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from mcore_rl.config import Config
 from mcore_rl.simulation.hardware import GpuRates, ReachedShares
-from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.hf.tower_flops import TowerFlops
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.tower_flops import TowerFlops
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from mcore_rl.slices.box import Box, itemsize
-from mcore_rl.slices.hf.fp8 import BLOCK, FP8
-from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.stream.verify import ROW_WORDS, WORD_BYTES
+from mcore_rl.weights.box import Box, itemsize
+from mcore_rl.weights.hf.fp8 import BLOCK, FP8
+from mcore_rl.weights.plan.shared_region import Slice
 
 HEADER_WORDS = 2
 """Weight version and bucket index. One checksum per piece follows, up to a whole row."""

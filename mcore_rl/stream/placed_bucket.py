@@ -13,15 +13,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from mcore_rl.slices.box import Shard
-from mcore_rl.slices.hf.fp8 import FP8, scale_box
-from mcore_rl.slices.hf.quantize import quantize_into
 from mcore_rl.stream.buckets import HEADER_WORDS, Bucket
 from mcore_rl.stream.gpu_pass import GpuPass
 from mcore_rl.stream.one_pass import OnePass, Part
 from mcore_rl.stream.routes.copies import Copies
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.verify import ROW_WORDS, ROWS, XXH3, make_sums
+from mcore_rl.weights.box import Shard
+from mcore_rl.weights.hf.fp8 import FP8, scale_box
+from mcore_rl.weights.hf.quantize import quantize_into
 
 _UNSIGNED = 2**64 - 1
 

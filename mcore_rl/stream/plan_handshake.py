@@ -15,16 +15,16 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from mcore_rl.slices.box import Shard
-from mcore_rl.slices.layouts.layout import HfTensors, Layout, check_rank
-from mcore_rl.slices.layouts.listed import ListedLayout
-from mcore_rl.slices.layouts.megatron import MegatronLayout
-from mcore_rl.slices.layouts.recorded import RecordedLayouts
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_keeper import LISTED_PLAN, RECORDED_PLAN, PlanAnswer
 from mcore_rl.stream.meeting import publish_facts, with_roster
 from mcore_rl.stream.rank_plan import Draft, Layouts, RankPlan
 from mcore_rl.stream.wire import decode_shards, encode_shards
+from mcore_rl.weights.box import Shard
+from mcore_rl.weights.layouts.layout import HfTensors, Layout, check_rank
+from mcore_rl.weights.layouts.listed import ListedLayout
+from mcore_rl.weights.layouts.megatron import MegatronLayout
+from mcore_rl.weights.layouts.recorded import RecordedLayouts
 
 _log = logging.getLogger(__name__)
 _LISTS = "layout"

@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mcore_rl.slices.box import Shard
-from mcore_rl.slices.layouts.layout import Layout
-from mcore_rl.slices.plan.local import Flow, plan_recvs, plan_sends
 from mcore_rl.stream.bucket_transfer import RankBucket
 from mcore_rl.stream.buckets import Bucket, plan_buckets
 from mcore_rl.stream.link_end import LinkEnd
@@ -16,6 +13,9 @@ from mcore_rl.stream.link_keeper import PlanAnswer
 from mcore_rl.stream.placed_bucket import holdings
 from mcore_rl.stream.roster import Roster
 from mcore_rl.stream.verify import XXH3
+from mcore_rl.weights.box import Shard
+from mcore_rl.weights.layouts.layout import Layout
+from mcore_rl.weights.plan.local import Flow, plan_recvs, plan_sends
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from mcore_rl.device.gpu_memory import common_device
-from mcore_rl.slices.box import Shard
-from mcore_rl.slices.layouts.engine_trace import trace_load_weights
-from mcore_rl.slices.layouts.layout import HfTensors
 from mcore_rl.stream.background_stager import start_background_stager
 from mcore_rl.stream.connection import Connection
 from mcore_rl.stream.full_trace import FullTrace
@@ -31,6 +28,9 @@ from mcore_rl.stream.routes.open_memory import OpenMemory
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.staging import Staging
 from mcore_rl.stream.wire import COMMAND_NAME, Command, Link, Report, decode_command
+from mcore_rl.weights.box import Shard
+from mcore_rl.weights.layouts.engine_trace import trace_load_weights
+from mcore_rl.weights.layouts.layout import HfTensors
 
 _log = logging.getLogger(__name__)
 

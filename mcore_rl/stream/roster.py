@@ -18,10 +18,10 @@ from dataclasses import astuple, dataclass
 from functools import lru_cache
 from itertools import accumulate, groupby
 
-from mcore_rl.slices.plan.shares import ListedHosts
 from mcore_rl.stream.routes.location import SOME_GPU, RankLocation, needs_gloo
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.wire import Link
+from mcore_rl.weights.plan.shares import ListedHosts
 
 
 @dataclass(frozen=True)

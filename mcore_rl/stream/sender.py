@@ -9,7 +9,6 @@ from torch import Tensor
 
 from mcore_rl.device.gpu_memory import common_device
 from mcore_rl.process.garbage import collections_paused
-from mcore_rl.slices.box import Shard
 from mcore_rl.stream.connection import Connection
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_keeper import DATA, ERROR
@@ -23,6 +22,7 @@ from mcore_rl.stream.routes.choice import (
 )
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.wire import Link, Report
+from mcore_rl.weights.box import Shard
 
 _MOST_AT_ONCE = 4
 """Links that a rank opens at a time if it waits for engines: one that does not come holds up no

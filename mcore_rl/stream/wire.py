@@ -12,7 +12,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from mcore_rl.slices.box import Box, Shard
+from mcore_rl.weights.box import Box, Shard
 
 COMMAND_NAME = "mcore_rl"
 """Name of the tensor that carries a command in SGLang's /update_weights_from_tensor."""

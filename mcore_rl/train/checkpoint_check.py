@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.process.variables import set_variables
-from mcore_rl.slices.hf.checksums import MANIFEST, ByteSpan, read_manifest
-from mcore_rl.slices.megatron_files.bounded import check_archive, check_bounded
-from mcore_rl.slices.megatron_files.integrity import (
+from mcore_rl.weights.hf.checksums import MANIFEST, ByteSpan, read_manifest
+from mcore_rl.weights.megatron_files.bounded import check_archive, check_bounded
+from mcore_rl.weights.megatron_files.integrity import (
     REMEDY,
     check_sizes,
     find_damage,
     spans_of_rank,
     with_remedy,
 )
-from mcore_rl.slices.megatron_files.metadata import (
+from mcore_rl.weights.megatron_files.metadata import (
     COMMON,
     METADATA,
     READ_ERRORS,

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_rl.device import device
-from mcore_rl.slices.finite import count_not_finite
-from mcore_rl.slices.megatron_files.integrity import COPY_AGAIN
-from mcore_rl.slices.megatron_files.metadata import READ_ERRORS, Place
 from mcore_rl.train.checkpoint_check import load_safely, read_places_of
+from mcore_rl.weights.finite import count_not_finite
+from mcore_rl.weights.megatron_files.integrity import COPY_AGAIN
+from mcore_rl.weights.megatron_files.metadata import READ_ERRORS, Place
 
 _MOVE_ASIDE = "move the checkpoint's folder aside, and the run continues from the one before"
 

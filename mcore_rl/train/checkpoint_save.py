@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_rl.device import device, synchronize
 from mcore_rl.process.disk import DiskFullError, reporting_full_disk
-from mcore_rl.slices.hf.checksums import sum_file, write_manifest
 from mcore_rl.train.optimizer_state import Readable, as_it_is
 from mcore_rl.train.storage import (
     FILE_MANIFEST,
@@ -39,6 +38,7 @@ from mcore_rl.train.storage import (
     commit_checkpoint,
     make_empty,
 )
+from mcore_rl.weights.hf.checksums import sum_file, write_manifest
 
 INCOMPLETE = ".incomplete"
 

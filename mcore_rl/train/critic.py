@@ -6,9 +6,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.families.value_head import with_value_head
-from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.train.finite import check_finite
 from mcore_rl.train.gather import gather_tokens
 from mcore_rl.train.packing import RankBatch
@@ -17,6 +14,9 @@ from mcore_rl.train.schedule import Report
 from mcore_rl.train.stats import token_sums
 from mcore_rl.train.trained_model import TrainedModel
 from mcore_rl.types import StepStats, TrainBatch
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.models.table import HfConfig
+from mcore_rl.weights.models.value_head import with_value_head
 
 ValueLoss = Callable[[Tensor, TrainBatch], tuple[Tensor, Mapping[str, Tensor]]]
 """(values_T, batch of the same tokens) -> (loss_T, metrics_T)."""

@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.process.disk import reporting_full_disk
-from mcore_rl.slices.box import Shard
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf.carried import write_carried
-from mcore_rl.slices.hf.checksums import FileSums
-from mcore_rl.slices.hf.files import (
+from mcore_rl.train.storage import SHARED, Storage
+from mcore_rl.weights.box import Shard
+from mcore_rl.weights.hf.carried import write_carried
+from mcore_rl.weights.hf.checksums import FileSums
+from mcore_rl.weights.hf.files import (
     ExportFile,
     commit_export,
     empty_tensors,
@@ -27,9 +26,10 @@ from mcore_rl.slices.hf.files import (
     plan_export,
     write_export_file,
 )
-from mcore_rl.slices.hf.folder import TEMPORARY
-from mcore_rl.slices.plan.whole import SlicePlan, Transfer, make_plan
-from mcore_rl.train.storage import SHARED, Storage
+from mcore_rl.weights.hf.folder import TEMPORARY
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.table import HfConfig
+from mcore_rl.weights.plan.whole import SlicePlan, Transfer, make_plan
 
 
 def export_hf(

@@ -14,10 +14,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from mcore_rl.device import attention_with_sinks
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.families.value_head import has_value_head
-from mcore_rl.slices.hf.config import padded_vocab_size
 from mcore_rl.train.interleaved_experts import with_halves
 from mcore_rl.train.projection_norm import ProjectionNorm
 from mcore_rl.train.router import TokenWeightedRouter
@@ -25,6 +21,10 @@ from mcore_rl.train.transformer_config import rotary_options
 from mcore_rl.train.value_head import ValueHead
 from mcore_rl.train.vision.deepstack import DeepstackLayer
 from mcore_rl.train.vision.model import VisionLanguageModel
+from mcore_rl.weights.hf.config import padded_vocab_size
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.table import HfConfig
+from mcore_rl.weights.models.value_head import has_value_head
 
 
 def make_chunks(config: TransformerConfig, hf_config: HfConfig) -> list[GPTModel]:

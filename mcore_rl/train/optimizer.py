@@ -21,8 +21,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from mcore_rl.config import OptimizerConfig
-from mcore_rl.slices.families.tower import PREFIX
 from mcore_rl.train.optimizer_state import write_whole_parameters
+from mcore_rl.weights.models.tower import PREFIX
 
 DDP_DEFAULTS: Mapping[str, Any] = {
     "grad_reduce_in_fp32": True,

@@ -9,10 +9,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mcore_rl.slices.box import Shard
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.layouts.training import LocalPart, training_padding, training_shards
+from mcore_rl.weights.box import Shard
+from mcore_rl.weights.layouts.training import LocalPart, training_padding, training_shards
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.table import HfConfig
 
 
 def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from mcore_rl.process.disk import rename_whole
-from mcore_rl.slices.hf.checksums import (
+from mcore_rl.weights.hf.checksums import (
     FileSums,
     read_manifest,
     sum_small_files,

@@ -16,11 +16,6 @@ from torch import Tensor
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.data.images.places import ImageTokens
 from mcore_rl.device import forget_peak
-from mcore_rl.slices.box import Shard
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf.config import moe_layers
-from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.train.checkpoint import Checkpointer, TrainState
 from mcore_rl.train.chunk_run import RoutingRecord, layers_of
 from mcore_rl.train.expert_load import load_metrics
@@ -42,6 +37,11 @@ from mcore_rl.train.transformer_config import make_transformer_config, token_mul
 from mcore_rl.train.vision.tower import train_only
 from mcore_rl.train.weights import fill_weights
 from mcore_rl.types import StepStats, TrainBatch
+from mcore_rl.weights.box import Shard
+from mcore_rl.weights.hf.config import moe_layers
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.table import HfConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

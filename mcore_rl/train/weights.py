@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config import ModelConfig
-from mcore_rl.slices.box import Shard
-from mcore_rl.slices.families import family_of, hf_tensor_shapes
-from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.families.value_head import SCORE, has_value_head
-from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.hf.files import load_into
-from mcore_rl.slices.layouts.training import training_padding, training_shards
-from mcore_rl.slices.plan.coverage import check_coverage
 from mcore_rl.train.shards import local_parts, local_tensors, zero_padding
+from mcore_rl.weights.box import Shard
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.files import load_into
+from mcore_rl.weights.layouts.training import training_padding, training_shards
+from mcore_rl.weights.models import family_of, hf_tensor_shapes
+from mcore_rl.weights.models.table import HfConfig
+from mcore_rl.weights.models.value_head import SCORE, has_value_head
+from mcore_rl.weights.plan.coverage import check_coverage
 
 DRAWN_AT_ONCE = min(8, os.cpu_count() or 1)
 

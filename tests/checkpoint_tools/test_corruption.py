@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.slices.hf.checksums import MANIFEST, read_manifest
+from mcore_rl.weights.hf.checksums import MANIFEST, read_manifest
 from tests.checkpoint_tools.conftest import run
 from tests.support.corruption import SHOWN_BY_STRUCTURE, Damage, flip
 from tests.support.tiny_models import write_model

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from checkpoint_tools.files import check_manifest, check_whole_files, write_checksums
 from checkpoint_tools.opening import open_checkpoint
-from mcore_rl.slices.hf.checksums import MANIFEST, read_manifest
+from mcore_rl.weights.hf.checksums import MANIFEST, read_manifest
 from tests.support.checkpoint_folders import flip_byte
 
 DATA = "model.safetensors"

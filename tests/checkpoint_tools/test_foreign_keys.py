@@ -60,8 +60,8 @@ def _save_with_mtp(actor: Actor, folder: Path) -> None:
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.utils import unwrap_model
 
-    from mcore_rl.slices.hf.config import padded_vocab_size
     from mcore_rl.train.transformer_config import make_transformer_config, rotary_options
+    from mcore_rl.weights.hf.config import padded_vocab_size
 
     hf_config = actor.hf_config
     config = make_transformer_config(hf_config, ParallelConfig(tp=2), torch.float32, TrainConfig())

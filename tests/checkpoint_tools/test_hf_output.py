@@ -9,8 +9,8 @@ from checkpoint_tools.assembly import whole
 from checkpoint_tools.hf import open_hf
 from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.produce import ConversionReport
-from mcore_rl.slices.hf.checksums import MANIFEST
-from mcore_rl.slices.hf.folder import INDEX, write_index
+from mcore_rl.weights.hf.checksums import MANIFEST
+from mcore_rl.weights.hf.folder import INDEX, write_index
 from tests.support.small_hf import LARGE, ONE_WORKER, read_all, write_hf
 
 

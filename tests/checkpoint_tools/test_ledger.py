@@ -10,7 +10,7 @@ import pytest
 from checkpoint_tools.ledger import Ledger
 from checkpoint_tools.reader import ReadRecord
 from checkpoint_tools.stored import Checkpoint, Chunk, StoredTensor
-from mcore_rl.slices.hf.checksums import ByteSpan, FileSums
+from mcore_rl.weights.hf.checksums import ByteSpan, FileSums
 
 CONTENT = bytes(range(100))
 

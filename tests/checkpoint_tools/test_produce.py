@@ -12,7 +12,7 @@ from checkpoint_tools.output import OutputFile, Task
 from checkpoint_tools.produce import ConversionReport, produce
 from checkpoint_tools.safetensors_file import make_header
 from checkpoint_tools.staging import PARTIAL
-from mcore_rl.slices.hf.checksums import MANIFEST, read_manifest
+from mcore_rl.weights.hf.checksums import MANIFEST, read_manifest
 from tests.support.small_hf import ONE_WORKER, read_all, write_hf
 
 WEIGHTS = {"a": torch.arange(6, dtype=torch.float32), "b": torch.ones(2, 3)}

@@ -12,7 +12,7 @@ from checkpoint_tools.assembly import Assembly, Stretch, joined, make_pieces
 from checkpoint_tools.ledger import Ledger
 from checkpoint_tools.reader import Reader, bands
 from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint, Chunk, StoredTensor
-from mcore_rl.slices.hf.checksums import sum_file
+from mcore_rl.weights.hf.checksums import sum_file
 
 
 def split(size: int, rng: random.Random) -> list[int]:

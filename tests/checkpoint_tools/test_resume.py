@@ -14,7 +14,7 @@ import pytest
 
 from checkpoint_tools.cli import main
 from checkpoint_tools.staging import JOURNAL, PARTIAL, StagedOutput
-from mcore_rl.slices.hf.checksums import MANIFEST
+from mcore_rl.weights.hf.checksums import MANIFEST
 from tests.support.tiny_models import write_model
 
 UNITS_BEFORE_THE_KILL = 4

@@ -9,7 +9,7 @@ import pytest
 from checkpoint_tools.output import Done, OutputFile, Unit
 from checkpoint_tools.reader import ReadRecord
 from checkpoint_tools.staging import JOURNAL, PARTIAL, StagedOutput, refuse_existing
-from mcore_rl.slices.hf.checksums import ByteSpan, FileSums
+from mcore_rl.weights.hf.checksums import ByteSpan, FileSums
 
 FILES = [OutputFile("file", 30, b"header", ())]
 UNITS = [Unit(0, "file", ()), Unit(1, "file", ())]

@@ -9,7 +9,7 @@ import torch
 
 from checkpoint_tools.from_hf import from_hf
 from checkpoint_tools.to_hf import has_weights, to_hf
-from mcore_rl.slices.hf.folder import INDEX
+from mcore_rl.weights.hf.folder import INDEX
 from tests.checkpoint_tools.conftest import MTP
 from tests.support.small_hf import LARGE, ONE_WORKER, assert_equal, read_all, write_small_model
 

@@ -14,7 +14,7 @@ from checkpoint_tools.torch_dist import (
     open_torch_dist,
     read_common,
 )
-from mcore_rl.slices.megatron_files import bounded
+from mcore_rl.weights.megatron_files import bounded
 from tests.support.hostile_files import dict_with_nested_key, write_zip_bomb
 from tests.support.tiny_models import write_model
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from checkpoint_tools.cli import main
 from checkpoint_tools.opening import open_checkpoint
 from checkpoint_tools.upcycle import EXPERTS_OF, sparse_config, upcycle
-from mcore_rl.slices.families import hf_tensor_shapes
-from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.weights.hf.config import read_hf_config
+from mcore_rl.weights.models import hf_tensor_shapes
 from tests.support.small_hf import LARGE, ONE_WORKER
 from tests.support.tiny_models import VOCAB, write_model
 

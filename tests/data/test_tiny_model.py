@@ -11,7 +11,7 @@ from mcore_rl.data.tiny_model import (
     make_word_tokenizer,
     write_tiny_model,
 )
-from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.weights.hf.facts import ModelFacts
 
 VOCABULARY = make_vocabulary(12, {"use", "to", "+"})
 

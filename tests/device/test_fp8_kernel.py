@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mcore_rl.device.fp8_kernel import has_kernel, quantize_blocks
-from mcore_rl.slices.hf import quantize
+from mcore_rl.weights.hf import quantize
 
 
 def test_there_is_no_kernel_for_host_memory() -> None:

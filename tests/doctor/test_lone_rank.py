@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_rl.doctor import lone_rank
-from mcore_rl.slices.families import family_of, refuse_unsupported
+from mcore_rl.weights.models import family_of, refuse_unsupported
 
 
 @pytest.mark.parametrize("make", [lone_rank.qwen3_moe, lone_rank.deepseek_v3])

@@ -10,9 +10,9 @@ from mcore_rl.config import Config, ModelConfig
 from mcore_rl.doctor import step_checks
 from mcore_rl.doctor.lone_rank import qwen3_moe
 from mcore_rl.doctor.step_checks import STEPS, Rows, pack_as_a_run, share_of_even_tokens
-from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.hf.flops import ModelFlops
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.flops import ModelFlops
 
 
 def test_the_reward_is_the_share_of_even_tokens() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.weights.hf.config import read_hf_config
+from mcore_rl.weights.models import family_of
 from tests.e2e.test_train import (
     Start,
     assert_engine_agrees,

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.weights.hf.config import read_hf_config
+from mcore_rl.weights.models import family_of
 from tests.support.recipes import LARGE
 from tests.support.runs import Run
 from tests.support.tiny_vision import load_vision_model, model_type_of

@@ -11,7 +11,7 @@ import pytest
 from checkpoint_tools.cli import make_parser as make_tools_parser
 from mcore_rl.cli import make_parser
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.slices.families import CAUSAL, REFUSED
+from mcore_rl.weights.models import CAUSAL, REFUSED
 from tests.support import models_table
 from tests.support.policy import ROOT, read, tracked
 from tests.support.tiny_models import MODELS

@@ -7,7 +7,7 @@ import pytest
 
 from mcore_rl.config.training import WHOLE_LAYERS
 from mcore_rl.planning.activations import Activations, Pass
-from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.weights.hf.config import read_hf_config
 
 QWEN = read_hf_config("recipes/model/qwen3_30b_a3b")
 DEEPSEEK = read_hf_config("recipes/model/deepseek_v3")

@@ -17,8 +17,8 @@ from mcore_rl.planning.checks import (
     check_lens,
     check_sizes,
 )
-from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.layouts.check import check_sharing
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.layouts.check import check_sharing
 from tests.support.recipes import LARGE
 
 QWEN = ModelFacts.read("recipes/model/qwen3_30b_a3b")

@@ -14,8 +14,8 @@ from mcore_rl.planning.store_memory import (
     store_nodes,
     token_bytes,
 )
-from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+from mcore_rl.weights.hf.facts import ModelFacts
 
 
 def recipe(*overrides: str) -> tuple[Config, ModelFacts]:

@@ -18,7 +18,7 @@ from mcore_rl.planning.sync import (
     predict_sync,
     sync_seconds,
 )
-from mcore_rl.slices.plan.cost import Load, Traffic
+from mcore_rl.weights.plan.cost import Load, Traffic
 from tests.support.policy import read
 from tests.support.recipes import LARGE, plan_of
 

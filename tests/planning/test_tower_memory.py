@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rl.planning.activations import Pass
 from mcore_rl.planning.tower_memory import pixel_bytes, received_features, tower_activations
-from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.weights.hf.facts import ModelFacts
 
 KIMI_VL = ModelFacts.read("recipes/model/kimi_vl_a3b").config
 QWEN = ModelFacts.read("recipes/model/qwen2_5_vl_7b").config

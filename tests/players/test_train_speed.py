@@ -3,8 +3,8 @@
 import pytest
 
 from mcore_rl.players.train_speed import TrainSpeed
-from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.hf.flops import ModelFlops
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.flops import ModelFlops
 
 FLOPS = ModelFlops.of(ModelFacts.read("recipes/model/qwen3_30b_a3b"))
 

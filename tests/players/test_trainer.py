@@ -19,9 +19,9 @@ from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.threads import at_once
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.hf.flops import ModelFlops
 from mcore_rl.types import Images, LogprobOptions, StepStats, TokenScores, TrainBatch
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.flops import ModelFlops
 from tests.support.checkpoint_folders import write_checkpoint
 from tests.support.policy import ROOT
 

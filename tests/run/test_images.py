@@ -16,7 +16,7 @@ from mcore_rl.run.images import (
     sft_images,
 )
 from mcore_rl.run.prompts import load_split, train_prompts
-from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.weights.hf.facts import ModelFacts
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from mcore_rl.config import Config, ModelConfig, RewardConfig
 from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.process import redaction
 from mcore_rl.run.rollouts import collector_spec
-from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.weights.hf.facts import ModelFacts
 from tests.support.samples import make_sample
 
 POLICY = ModelFacts.read("recipes/model/qwen3_30b_a3b")

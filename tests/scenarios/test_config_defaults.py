@@ -10,9 +10,9 @@ import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from mcore_rl.slices.families import LANGUAGE, family_of, rope_of
-from mcore_rl.slices.hf.config import read_hf_config
 from mcore_rl.train.transformer_config import rotary_options
+from mcore_rl.weights.hf.config import read_hf_config
+from mcore_rl.weights.models import LANGUAGE, family_of, rope_of
 from tests.support.tiny_models import MODELS, SIZES
 
 OWN = ("architectures", "model_type", "num_nextn_predict_layers")

@@ -12,7 +12,7 @@ from mcore_rl.planning.models import read_models
 from mcore_rl.simulation.costs import ModelState, TrainCosts, engine_speed, read_back_s, swap_s
 from mcore_rl.simulation.hardware import GPUS, ReachedShares
 from mcore_rl.simulation.tower_costs import TowerCosts
-from mcore_rl.slices.hf.flops import ModelFlops
+from mcore_rl.weights.hf.flops import ModelFlops
 
 SHARES = ReachedShares()
 BATCH = [[[4000, 4000], [8000]], [[8000], [8000]]]

@@ -6,7 +6,7 @@ from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.models import read_models
 from mcore_rl.simulation.hardware import GPUS, ReachedShares
 from mcore_rl.simulation.tower_costs import TowerCosts
-from mcore_rl.slices.hf.tower_flops import TowerFlops
+from mcore_rl.weights.hf.tower_flops import TowerFlops
 
 SHARES = ReachedShares()
 

@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.stream.bucket_transfer import NUM_SLOTS, BucketTransfer, RankBucket, plan_slots
 from mcore_rl.stream.buckets import Bucket, plan_buckets
 from mcore_rl.stream.direct_bucket import direct_words
@@ -25,6 +23,8 @@ from mcore_rl.stream.routes.choice import (
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.verified_buckets import VerifiedBuckets
 from mcore_rl.stream.verify import XXH3
+from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.plan.shared_region import Slice
 from tests.support.link_ends import make_link, open_ends, run_ranks
 
 NUMEL = 1000

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.doctor.toy_engine import column_cut, make_tensors, row_cut
-from mcore_rl.slices.box import Box
-from mcore_rl.slices.hf.fp8 import scale_box
-from mcore_rl.slices.layouts.listed import ListedLayout
-from mcore_rl.slices.plan.local import plan_recvs, plan_sends
-from mcore_rl.slices.plan.shared_region import Slice
-from mcore_rl.slices.plan.shares import RegularHosts
 from mcore_rl.stream.buckets import Bucket, largest_message_bytes, plan_buckets, split_box
 from mcore_rl.stream.verify import ROW_WORDS
+from mcore_rl.weights.box import Box
+from mcore_rl.weights.hf.fp8 import scale_box
+from mcore_rl.weights.layouts.listed import ListedLayout
+from mcore_rl.weights.plan.local import plan_recvs, plan_sends
+from mcore_rl.weights.plan.shared_region import Slice
+from mcore_rl.weights.plan.shares import RegularHosts
 
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
 

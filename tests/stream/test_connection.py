@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from mcore_rl.doctor.toy_engine import column_cut, make_tensors, row_cut
-from mcore_rl.slices.box import Shard
 from mcore_rl.stream.connection import Connection
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.routes.choice import make_routed_transport
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.verified_buckets import VerifiedBuckets
 from mcore_rl.stream.wire import Report
+from mcore_rl.weights.box import Shard
 from tests.support.link_ends import make_link, open_ends, run_ranks
 
 NUM_SENDERS = 2

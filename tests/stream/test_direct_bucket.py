@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from mcore_rl.doctor.toy_engine import column_cut, make_tensors, row_cut
-from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.stream.buckets import Bucket, plan_buckets
 from mcore_rl.stream.direct_bucket import DirectBucket, can_be_written, direct_words
 from mcore_rl.stream.placed_bucket import Holding, holdings
 from mcore_rl.stream.routes.transport import TransferError
+from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.plan.shared_region import Slice
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.stream.bucket_transfer import NUM_SLOTS, BucketTransfer, RankBucket
 from mcore_rl.stream.buckets import plan_buckets
 from mcore_rl.stream.direct_writes import DirectWrites
@@ -25,6 +23,8 @@ from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.segment import Segment
 from mcore_rl.stream.staging import Staging
 from mcore_rl.stream.verify import XXH3
+from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.plan.shared_region import Slice
 from tests.support.link_ends import make_link, open_ends, run_ranks
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")

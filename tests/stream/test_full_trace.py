@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.layouts.engine_trace import trace_load_weights
-from mcore_rl.slices.layouts.repeated_layers import split_layer
-from mcore_rl.slices.strides import contiguous_strides
 from mcore_rl.stream import full_trace
 from mcore_rl.stream.full_trace import FullTrace
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.receiver import WeightReceiver
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Action, Command, Report, StageRequest
+from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.layouts.engine_trace import trace_load_weights
+from mcore_rl.weights.layouts.repeated_layers import split_layer
+from mcore_rl.weights.strides import contiguous_strides
 from tests.support.link_ends import make_link, run_ranks
 
 NUM_LAYERS = 5

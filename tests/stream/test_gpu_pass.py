@@ -4,8 +4,8 @@ from tests.support.triton_code import needs_triton, run_with_triton
 
 BEGIN = """
 import pytest, torch
-from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.plan.shared_region import Slice
+from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.plan.shared_region import Slice
 from mcore_rl.stream import gpu_pass
 from mcore_rl.stream.buckets import plan_buckets
 from mcore_rl.stream.gpu_pass import GpuPass

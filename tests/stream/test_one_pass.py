@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from mcore_rl.slices.box import Box
 from mcore_rl.stream.buckets import HEADER_WORDS, BucketPiece
 from mcore_rl.stream.one_pass import OnePass, Part, are_rows
 from mcore_rl.stream.verify import ROW_WORDS, XXH3, make_sums
+from mcore_rl.weights.box import Box
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from mcore_rl.doctor.toy_engine import column_cut, make_tensors, row_cut
-from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.stream import one_pass
 from mcore_rl.stream.buckets import Bucket, plan_buckets
 from mcore_rl.stream.placed_bucket import PlacedBucket, holdings
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.verify import ROW_WORDS, ROWS, XXH3
+from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.plan.shared_region import Slice
 
 
 def placed_in(

@@ -10,12 +10,6 @@ from dataclasses import replace
 import pytest
 
 from mcore_rl.doctor.toy_engine import column_cut, make_tensors, row_cut
-from mcore_rl.slices.box import Shard
-from mcore_rl.slices.layouts.layout import boxes_of
-from mcore_rl.slices.layouts.megatron import MegatronSizes
-from mcore_rl.slices.layouts.recorded import RecordedLayouts
-from mcore_rl.slices.layouts.sglang_models import SGLangSizes
-from mcore_rl.slices.strides import contiguous_strides
 from mcore_rl.stream.buckets import Bucket
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_keeper import LISTED_PLAN, RECORDED_PLAN, PlanAnswer, rank_key
@@ -29,6 +23,12 @@ from mcore_rl.stream.segment import Segment
 from mcore_rl.stream.store.client import RemoteClient
 from mcore_rl.stream.verify import XXH3
 from mcore_rl.stream.wire import Link, encode_shards
+from mcore_rl.weights.box import Shard
+from mcore_rl.weights.layouts.layout import boxes_of
+from mcore_rl.weights.layouts.megatron import MegatronSizes
+from mcore_rl.weights.layouts.recorded import RecordedLayouts
+from mcore_rl.weights.layouts.sglang_models import SGLangSizes
+from mcore_rl.weights.strides import contiguous_strides
 from tests.support.link_ends import HOST, make_link, open_ends, run_ranks
 
 NUM_SENDERS = 2

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.slices.box import Box, Shard
 from mcore_rl.stream.wire import (
     Command,
     Link,
@@ -21,6 +20,7 @@ from mcore_rl.stream.wire import (
     encode_shards,
     encode_stage_request,
 )
+from mcore_rl.weights.box import Box, Shard
 
 LINK = Link("http://10.0.0.1:30000", "10.0.0.2", 4321, "a key", 2, 4, 1 << 20, 60.0)
 RELAY_LINK = replace(LINK, engine="b", num_senders=4, relay=LINK.engine)

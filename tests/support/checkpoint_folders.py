@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mcore_rl.slices.hf.checksums import sum_small_files, write_manifest
+from mcore_rl.weights.hf.checksums import sum_small_files, write_manifest
 
 FILES = {
     ".metadata": "where everything lies",

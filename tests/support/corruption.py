@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.slices.hf.checksums import MANIFEST
+from mcore_rl.weights.hf.checksums import MANIFEST
 
 Header = list[tuple[str, dict[str, Any]]]
 UNCHECKED = (

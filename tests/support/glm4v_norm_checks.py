@@ -11,7 +11,7 @@ import os
 import sys
 
 from mcore_rl.device.sglang_setup import use_cpu
-from mcore_rl.slices.layouts.sglang_models import SGLangSizes
+from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 from tests.support.sglang_layout_checks import engine_model
 
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mcore_rl.slices.box import Box
 from mcore_rl.train.trained_model import TrainedModel
+from mcore_rl.weights.box import Box
 
 Boxed = list[tuple[Box, Tensor]]
 

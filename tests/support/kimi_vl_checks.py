@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_rl.device.sglang_setup import use_cpu
-from mcore_rl.slices.layouts.sglang_models import SGLangSizes
+from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 from tests.support.sglang_layout_checks import engine_model
 
 

@@ -4,13 +4,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
-from mcore_rl.slices.layouts.sglang import SGLangLayout
-from mcore_rl.slices.layouts.sglang_models import SGLangSizes
-from mcore_rl.slices.layouts.tensors import Tensors
-from mcore_rl.slices.plan.shared_region import SplitGranularity
-from mcore_rl.slices.plan.shares import ListedHosts, RegularHosts, Topology
+from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
+from mcore_rl.weights.layouts.sglang import SGLangLayout
+from mcore_rl.weights.layouts.sglang_models import SGLangSizes
+from mcore_rl.weights.layouts.tensors import Tensors
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.plan.shared_region import SplitGranularity
+from mcore_rl.weights.plan.shares import ListedHosts, RegularHosts, Topology
 from tests.support.megatron_layout import model_config
 
 DTYPE = "float32"

@@ -1,6 +1,6 @@
 """Megatron's tensors of a small Qwen3-MoE, built from HF tensors by plain torch and cut up.
 
-The oracle for the family table: it shares no code with `mcore_rl.slices` but the type it fills.
+The oracle for the family table: it shares no code with `mcore_rl.weights` but the type it fills.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.slices.layouts.training import LocalPart
+from mcore_rl.weights.layouts.training import LocalPart
 
 Config = Mapping[str, Any]
 

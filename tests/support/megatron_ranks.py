@@ -1,7 +1,7 @@
 """Real Megatron ranks, as the trainer of a loop and of a SyncController.
 
 Their weights are also gathered by Megatron and torch alone, and named and split here by hand: an
-oracle for `mcore_rl.slices`.
+oracle for `mcore_rl.weights`.
 """
 
 import asyncio

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.slices.layouts.layout import Layout, boxes_of
-from mcore_rl.slices.plan.local import Flow, plan_recvs, plan_sends
-from mcore_rl.slices.plan.shared_region import SplitGranularity
-from mcore_rl.slices.plan.shares import Topology
+from mcore_rl.weights.layouts.layout import Layout, boxes_of
+from mcore_rl.weights.plan.local import Flow, plan_recvs, plan_sends
+from mcore_rl.weights.plan.shared_region import SplitGranularity
+from mcore_rl.weights.plan.shares import Topology
 
 Weights = Mapping[str, NDArray[np.int64]]
 MISSING = -1

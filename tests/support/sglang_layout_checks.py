@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from mcore_rl.device.sglang_setup import use_cpu
-from mcore_rl.slices.families import family_of, hf_tensor_shapes
-from mcore_rl.slices.hf.config import read_hf_config
-from mcore_rl.slices.layouts.engine_trace import trace_load_weights
-from mcore_rl.slices.layouts.layout import check_rank
-from mcore_rl.slices.layouts.sglang import SGLangLayout
-from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.receiver import loaded_parameters, on_calling_thread
+from mcore_rl.weights.hf.config import read_hf_config
+from mcore_rl.weights.layouts.engine_trace import trace_load_weights
+from mcore_rl.weights.layouts.layout import check_rank
+from mcore_rl.weights.layouts.sglang import SGLangLayout
+from mcore_rl.weights.layouts.sglang_models import SGLangSizes
+from mcore_rl.weights.models import family_of, hf_tensor_shapes
 
 
 @dataclass(frozen=True)

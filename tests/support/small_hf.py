@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint_tools.options import Effort
-from mcore_rl.slices.families import hf_tensor_shapes
+from mcore_rl.weights.models import hf_tensor_shapes
 from tests.support.megatron_layout import model_config
 
 ONE_WORKER = Effort(64 << 20, 1)

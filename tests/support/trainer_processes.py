@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.doctor.sync_ranks import FaultyTransport
 from mcore_rl.doctor.sync_scene import Fault
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.layouts.training import training_shards
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.routes.choice import make_routed_transport
 from mcore_rl.stream.routes.transport import Transport
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Link, Report
+from mcore_rl.weights.layouts.training import training_shards
+from mcore_rl.weights.models import family_of
 from tests.support.megatron_layout import TrainLayout, train_ranks
 from tests.support.rank_calls import answer_calls
 

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mcore_rl.slices.hf.checksums import MANIFEST, sum_file, write_manifest
-from mcore_rl.slices.megatron_files import bounded
 from mcore_rl.train.checkpoint_check import check_checkpoint, only_safe_pickles
+from mcore_rl.weights.hf.checksums import MANIFEST, sum_file, write_manifest
+from mcore_rl.weights.megatron_files import bounded
 from tests.support.hostile_files import dict_with_nested_key, write_zip_bomb
 
 assert megatron.core

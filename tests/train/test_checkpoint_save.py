@@ -10,11 +10,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.process.disk import DiskFullError
-from mcore_rl.slices.hf.checksums import read_manifest, sum_file
 from mcore_rl.train import checkpoint_save
 from mcore_rl.train.checkpoint_save import INCOMPLETE, _write_buckets, start_save
 from mcore_rl.train.runtime import init_distributed
 from mcore_rl.train.storage import Storage
+from mcore_rl.weights.hf.checksums import read_manifest, sum_file
 from tests.support.distributed import run_ranks
 
 write_buckets = checkpoint_save._write_buckets

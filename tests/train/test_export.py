@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.hf.checksums import MANIFEST, read_manifest
-from mcore_rl.slices.hf.config import read_hf_config
-from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.hf.files import open_hf_dir, whole_tensor
-from mcore_rl.slices.hf.folder import INDEX
-from mcore_rl.slices.plan.whole import make_plan
 from mcore_rl.train.export import exchange, export_hf
+from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.hf.checksums import MANIFEST, read_manifest
+from mcore_rl.weights.hf.config import read_hf_config
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.files import open_hf_dir, whole_tensor
+from mcore_rl.weights.hf.folder import INDEX
+from mcore_rl.weights.plan.whole import make_plan
 from tests.support.distributed import run_ranks
 from tests.support.small_hf import assert_equal, read_all, write_small_model
 

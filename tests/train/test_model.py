@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from mcore_rl.config import ParallelConfig, TrainConfig
-from mcore_rl.slices.families.value_head import with_value_head
-from mcore_rl.slices.hf.config import read_hf_config
 from mcore_rl.train.model import _mark_parameters, make_chunks
 from mcore_rl.train.transformer_config import make_transformer_config
+from mcore_rl.weights.hf.config import read_hf_config
+from mcore_rl.weights.models.value_head import with_value_head
 from tests.support.distributed import run_alone
 from tests.support.tiny_models import VOCAB, write_model
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.slices.hf.checksums import read_manifest, sum_file, write_manifest
 from mcore_rl.train.storage import FILE_MANIFEST, SHARED, commit_checkpoint, make_empty
+from mcore_rl.weights.hf.checksums import read_manifest, sum_file, write_manifest
 
 
 def test_a_shared_folder_is_used_as_it_is(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from mcore_rl.config import ParallelConfig, TrainConfig
-from mcore_rl.slices.hf.config import padded_vocab_size, read_hf_config
-from mcore_rl.slices.layouts.check import check_layout
 from mcore_rl.train.transformer_config import (
     _typed,
     make_transformer_config,
     rotary_options,
     token_multiple,
 )
+from mcore_rl.weights.hf.config import padded_vocab_size, read_hf_config
+from mcore_rl.weights.layouts.check import check_layout
 from tests.support.tiny_models import write_model
 
 CONFIG: dict[str, Any] = {

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.families import hf_tensor_shapes
 from mcore_rl.train.weights import draw_weights
+from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.models import hf_tensor_shapes
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

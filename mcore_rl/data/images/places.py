@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.slices.families.settings import rope_of
-from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.families.tower import PLACEHOLDERS, merge_size, placeholder_of
+from mcore_rl.weights.models.settings import rope_of
+from mcore_rl.weights.models.table import HfConfig
+from mcore_rl.weights.models.tower import PLACEHOLDERS, merge_size, placeholder_of
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from mcore_rl.doctor.machine.finding import Finding, failed, ok
 from mcore_rl.doctor.machine.hub_cache import is_offline
 from mcore_rl.doctor.machine.needs import MachineNeeds, NamedModel
-from mcore_rl.slices.hf.folder import INDEX
+from mcore_rl.weights.hf.folder import INDEX
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken", "tekken.json")
 LARGEST_HEADER = 100 << 20

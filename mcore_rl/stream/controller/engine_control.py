@@ -12,8 +12,8 @@ import aiohttp
 from torch import Tensor
 
 from mcore_rl.process.errors import describe_error
-from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.wire import COMMAND_NAME
+from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 
 LOADER = "mcore_rl.stream.receiver.load"
 """The custom weight loader an engine must be started with (--custom-weight-loader)."""

@@ -14,8 +14,6 @@ import aiohttp
 
 from mcore_rl.process.http import open_session
 from mcore_rl.process.server_keys import ServerKeys, admin_headers
-from mcore_rl.slices.layouts.recorded import RecordedLayouts
-from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.controller.engine_control import EngineCallError, EngineControl
 from mcore_rl.stream.controller.in_place_sync import InPlaceSync
 from mcore_rl.stream.controller.linked_engine import LinkedEngine
@@ -25,6 +23,8 @@ from mcore_rl.stream.controller.strategy import GRACE_S, SyncStrategy, SyncTarge
 from mcore_rl.stream.controller.sync_report import SyncReport
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.wire import Link
+from mcore_rl.weights.layouts.recorded import RecordedLayouts
+from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 
 _log = logging.getLogger(__name__)
 

@@ -17,8 +17,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from mcore_rl.slices.families import family_of, rope_of
-from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.train.vision.deepstack import (
     carried_features,
     join_features,
@@ -28,6 +26,8 @@ from mcore_rl.train.vision.deepstack import (
 from mcore_rl.train.vision.interleaved import InterleavedPositions
 from mcore_rl.train.vision.rank_images import RankImages
 from mcore_rl.train.vision.tower import embed_images, make_tower, zero_of
+from mcore_rl.weights.models import family_of, rope_of
+from mcore_rl.weights.models.table import HfConfig
 
 
 class WholePositions(MultimodalRotaryEmbedding):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.families.tower import merge_size
+from mcore_rl.weights.models.table import HfConfig
+from mcore_rl.weights.models.tower import merge_size
 
 EPSILON = 1e-5
 """All norms have it; config.json does not give it."""

@@ -15,12 +15,12 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.families.tower import is_frozen, vision_settings
-from mcore_rl.slices.families.value_head import stem_of
 from mcore_rl.train.vision.moonvit import MoonViT
 from mcore_rl.types import Images
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.table import HfConfig
+from mcore_rl.weights.models.tower import is_frozen, vision_settings
+from mcore_rl.weights.models.value_head import stem_of
 
 TOWERS = {
     "Qwen2_5_VL": (

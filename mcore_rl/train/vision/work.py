@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.device import device
-from mcore_rl.slices.hf.tower_flops import TowerFlops
 from mcore_rl.train.runtime import rank_coordinate
 from mcore_rl.train.vision.rank_images import RankImages
+from mcore_rl.weights.hf.tower_flops import TowerFlops
 
 
 def tower_work(

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from mcore_rl.doctor.machine.model_files import check_folder, check_models
 from mcore_rl.doctor.machine.needs import MachineNeeds, NamedModel
-from mcore_rl.slices.hf.folder import INDEX
+from mcore_rl.weights.hf.folder import INDEX
 from tests.support.machine_doctor import run_doctor
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

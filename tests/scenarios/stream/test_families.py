@@ -156,7 +156,7 @@ def ranks() -> Iterator[MegatronRanks]:
 
 
 def gather(run: MegatronRun, step: int, hf_dir: Path) -> Path:
-    """An HF directory of the run's checkpoint, made without `mcore_rl.slices`."""
+    """An HF directory of the run's checkpoint, made without `mcore_rl.weights`."""
     config = json.loads((hf_dir / "config.json").read_text())
     gathered = run.folder.path / "gathered"
     gathered.mkdir()

@@ -29,10 +29,10 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.planning.deployment import record_layouts
-from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.wire import Link
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 from tests.support.fp8_oracle import dequantize, per_block_cast_to_fp8
 from tests.support.megatron_ranks import MegatronRanks, hf_weights_of
 from tests.support.tiny_models import write_model
@@ -158,7 +158,7 @@ def make_dirs(kind: str, folder: Path) -> tuple[Path, Path]:
 def quantize_gathered(
     ranks: MegatronRanks, hf_dir: Path, folder: Path, kept: Sequence[str]
 ) -> Path:
-    """An FP8 checkpoint of the trainer's weights, made without `mcore_rl.slices`."""
+    """An FP8 checkpoint of the trainer's weights, made without `mcore_rl.weights`."""
     ranks.save(folder / "megatron", {})
     ranks.finish_save()
     config = json.loads((hf_dir / "config.json").read_text())

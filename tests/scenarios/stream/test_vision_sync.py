@@ -37,7 +37,7 @@ def ranks() -> Iterator[MegatronRanks]:
 
 
 def gather(run: MegatronRun, hf_dir: Path) -> Path:
-    """An HF directory of the run's weights, made without `mcore_rl.slices`."""
+    """An HF directory of the run's weights, made without `mcore_rl.weights`."""
     run.trainer.save(1, {})
     gathered = run.folder.path / "gathered"
     shutil.copytree(hf_dir, gathered)

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcore_rl.config import ModelConfig, ParallelConfig
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.families.table import Rule
-from mcore_rl.slices.hf.carried import carried_tensors
-from mcore_rl.slices.hf.config import read_hf_config
-from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.hf.files import open_hf_dir
-from mcore_rl.slices.layouts.training import LocalPart, training_shards
 from mcore_rl.train.shards import local_parts
 from mcore_rl.types import StepStats
+from mcore_rl.weights.hf.carried import carried_tensors
+from mcore_rl.weights.hf.config import read_hf_config
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.files import open_hf_dir
+from mcore_rl.weights.layouts.training import LocalPart, training_shards
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.table import Rule
 from tests.support import models_table
 from tests.support.distributed import run_each
 from tests.support.tiny_models import MODELS, write_model

@@ -17,8 +17,8 @@ from megatron.core import parallel_state as ps
 from torch import Tensor
 
 from mcore_rl.config import ModelConfig, ParallelConfig
-from mcore_rl.slices.hf.config import moe_layers, read_hf_config
 from mcore_rl.types import TrainBatch
+from mcore_rl.weights.hf.config import moe_layers, read_hf_config
 from tests.support.distributed import run_each, run_ranks
 from tests.support.experts_seen import Watch, experts_by_token
 from tests.support.tiny_models import write_model

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config import ModelConfig, ParallelConfig, TrainConfig
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.hf.config import read_hf_config
 from mcore_rl.train.actor import Actor
 from mcore_rl.train.transformer_config import make_transformer_config
 from mcore_rl.types import TrainBatch
+from mcore_rl.weights.hf.config import read_hf_config
+from mcore_rl.weights.models import family_of
 from tests.support.distributed import run_each
 from tests.support.gradients import Boxed, boxed_gradients, check_gradients, whole_gradients
 from tests.support.tiny_models import MODELS, write_model

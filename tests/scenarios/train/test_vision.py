@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mcore_rl.config import ModelConfig, ParallelConfig
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.hf.config import read_hf_config
-from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.types import LogprobOptions
+from mcore_rl.weights.hf.config import read_hf_config
+from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
+from mcore_rl.weights.models import family_of
 from tests.support.distributed import run_each, run_ranks
 from tests.support.exact_gradients import compute_exact_gradients
 from tests.support.gradients import boxed_gradients, check_gradients

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from mcore_rl.algo.values import value_loss
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from mcore_rl.slices.families.value_head import SCORE
 from mcore_rl.train.critic import CriticModel
 from mcore_rl.train.runtime import init_distributed
 from mcore_rl.types import StepStats, TrainBatch
+from mcore_rl.weights.models.value_head import SCORE
 from tests.support.distributed import run_each, run_ranks
 from tests.support.gradients import boxed_gradients, check_gradients, whole_gradients
 from tests.support.tiny_glm4v import write_glm4v_model

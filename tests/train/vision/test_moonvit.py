@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.hf.config import read_hf_config
 from mcore_rl.train.vision.moonvit import MoonViT, turned, turns_of
+from mcore_rl.weights.hf.config import read_hf_config
+from mcore_rl.weights.models import family_of
 from tests.support.tiny_kimi_vl import PIXELS, KimiVl, write_kimi_vl_model
 
 GRIDS_I3 = torch.tensor([[1, 4, 4], [1, 2, 6], [1, 8, 10], [1, 2, 2]])

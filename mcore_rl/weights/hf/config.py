@@ -1,0 +1,117 @@
+"""Parses the config.json of a HuggingFace model directory and refuses unsupported models.
+
+See `ModelFacts` in facts.py for the value that commands read once and pass on.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.process.file_list import read_json
+from mcore_rl.weights.hf.nested import TEXT, with_text_settings
+from mcore_rl.weights.models import family_of, refuse_unsupported
+from mcore_rl.weights.models.table import HfConfig
+
+DTYPE_KEYS = frozenset({"dtype", "torch_dtype"})
+MTP = "num_nextn_predict_layers"
+VOCAB_MULTIPLE = 128
+"""The embedding is padded to a multiple of so many rows."""
+
+
+def read_hf_config(hf_dir: str | Path) -> dict[str, Any]:
+    """Return the parsed config.json of a supported model, with its text_config at the top.
+
+    Raises ValueError naming the file and the setting if the model is not supported.
+    """
+    config = with_text_settings(parse_hf_config(hf_dir))
+    refuse_unsupported(config, Path(hf_dir) / "config.json")
+    return config
+
+
+def parse_hf_config(hf_dir: str | Path) -> dict[str, Any]:
+    """Return the parsed config.json of any model, supported or not.
+
+    Raises ValueError naming the file if it is missing or is not a JSON object.
+    """
+    path = Path(hf_dir) / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist: {hf_dir} is not a HuggingFace model directory"
+            f"{download_remedy(hf_dir)}"
+        )
+    try:
+        config = read_json(path)
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a JSON object: it is damaged")
+    return config
+
+
+def download_remedy(path: str | Path) -> str:
+    """Return "; ..." with the command that downloads a model if `path` may be a name of the hub."""
+    if Path(path).exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)):
+        return ""
+    return f"; to download a model of the hub: hf download {path} --local-dir <directory>"
+
+
+def named_dtype(config: HfConfig) -> str | None:
+    """Return the torch name of the model's dtype, None if config.json gives none.
+
+    The key is `dtype`, in older files `torch_dtype`.
+    """
+    return config.get("dtype") or config.get("torch_dtype")
+
+
+def with_dtype(config: HfConfig, dtype: str) -> dict[str, Any]:
+    """Return config.json of the same model in another dtype.
+
+    The older key, torch_dtype, and the dtypes of its parts say the same, where they are given.
+    """
+    settings: dict[str, Any] = {**config, "dtype": dtype}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and key.endswith("_config") and DTYPE_KEYS & value.keys():
+            settings[key] = {**value, **dict.fromkeys(DTYPE_KEYS & value.keys(), dtype)}
+    if "torch_dtype" in settings:
+        settings["torch_dtype"] = dtype
+    return settings
+
+
+def without_absent_mtp(config: HfConfig, names: Collection[str]) -> dict[str, Any]:
+    """Return config.json without multi-token-prediction layers if none of their tensors is there.
+
+    names   HF names of the tensors that are written
+    Says so, as engines would look for these layers.
+    """
+    settings = dict(config)
+    first, count = config.get("num_hidden_layers"), config.get(MTP)
+    if not isinstance(first, int) or not isinstance(count, int) or not count:
+        return settings
+    layers = "|".join(map(str, range(first, first + count)))
+    pattern = re.compile(rf"(.*\.)?(layers\.({layers})|mtp|nextn)\..*")
+    if not any(pattern.fullmatch(name) for name in names):
+        print(
+            f"config.json names {config[MTP]} layers that predict further tokens, and the source"
+            f" has no weights of them: the result says {MTP}=0"
+        )
+        settings[MTP] = 0
+        if isinstance(settings.get(TEXT), Mapping) and MTP in settings[TEXT]:
+            settings[TEXT] = {**settings[TEXT], MTP: 0}
+    return settings
+
+
+def padded_vocab_size(config: HfConfig, tp: int) -> int:
+    """Return the rows of the embedding in memory, padding included.
+
+    The number is the same for every `tp` that divides VOCAB_MULTIPLE, so that checkpoints reshard.
+    """
+    multiple = lcm(VOCAB_MULTIPLE, tp)
+    return -(-config["vocab_size"] // multiple) * multiple
+
+
+def moe_layers(config: HfConfig) -> list[int]:
+    """Return 1 for each layer with experts and 0 for each dense layer, in order."""
+    family = family_of(config)
+    return [int(family.is_moe_layer(config, i)) for i in range(config["num_hidden_layers"])]

@@ -1,0 +1,271 @@
+"""Loads slices of a HuggingFace directory into local tensors, and exports tensors to a new one.
+
+    load    *.safetensors --slice of each shard's box--> local tensors of one rank
+    export  plan_export -> every rank: write_export_file (*.part) -> one rank: commit_export
+
+Peak memory: one slice while loading; the tensors of one file (`max_file_bytes`) per rank on export.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mcore_rl.process.disk import force_to_disk
+from mcore_rl.process.refused_files import check_readable
+from mcore_rl.weights.box import Box, Shard, itemsize
+from mcore_rl.weights.finite import count_not_finite
+from mcore_rl.weights.hf.checksums import (
+    MANIFEST,
+    FileSums,
+    sum_safetensors,
+    sum_small_files,
+    write_manifest,
+)
+from mcore_rl.weights.hf.config import with_dtype
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.folder import (
+    INDEX,
+    TEMPORARY,
+    checkpoint_files,
+    deal_out,
+    write_small_files,
+)
+from mcore_rl.weights.hf.fp8 import scaled_name
+from mcore_rl.weights.hf.tied_head import refuse_untied_head
+from mcore_rl.weights.models.settings import DEQUANTIZE_REMEDY
+from mcore_rl.weights.models.table import HfConfig, Shape
+from mcore_rl.weights.strides import contiguous_strides
+
+PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
+"""The dtypes that weights can be loaded from, by their safetensors names."""
+
+
+def open_hf_dir(model: ModelFacts) -> dict[str, Path]:
+    """Return HF name -> file of every tensor, after checking all names and shapes.
+
+    Raises ValueError naming the file, the tensor and the remedy for a tensor that config.json does
+    not expect, that is missing, or that has another shape.
+    """
+    config = model.config
+    family = model.family
+    expected = family.shapes(config)
+    files = checkpoint_files(model.path)
+    file_of: dict[str, Path] = {}
+    tied: dict[str, Path] = {}
+    for path in files:
+        check_readable(path)  # safetensors says that such a file does not exist
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                if name in family.left_out(config):
+                    tied[name] = path
+                    continue
+                if family.is_carried(config, name):
+                    continue
+                stored = file.get_slice(name)
+                _check_dtype(path, name, stored.get_dtype())
+                _check_tensor(path, name, tuple(stored.get_shape()), expected, file_of)
+                file_of[name] = path
+    refuse_untied_head(file_of | tied, config)
+    missing = sorted(expected.keys() - file_of.keys())
+    if missing:
+        raise ValueError(
+            f"{model.path} lacks {len(missing)} of {len(expected)} tensors, the first is"
+            f" {missing[0]!r}: download the checkpoint again, or correct config.json"
+            f" (files read: {[path.name for path in files]})"
+        )
+    return file_of
+
+
+def _check_dtype(path: Path, name: str, dtype: str) -> None:
+    """Raise ValueError for quantized values, which a cast without their scales would distort."""
+    if dtype not in PLAIN_DTYPES or scaled_name(name):
+        problem = f"is {dtype}" if dtype not in PLAIN_DTYPES else "holds scales of 8-bit values"
+        raise ValueError(
+            f"{path}: tensor {name!r} {problem}, so the model is quantized: {DEQUANTIZE_REMEDY}"
+        )
+
+
+def _check_tensor(
+    path: Path, name: str, shape: Shape, expected: Mapping[str, Shape], file_of: Mapping[str, Path]
+) -> None:
+    """Raise ValueError unless the tensor is expected, well shaped and in no earlier file."""
+    if name not in expected:
+        raise ValueError(
+            f"{path}: tensor {name!r} has no place in the model that config.json describes: "
+            "remove it, or correct config.json"
+        )
+    if name in file_of:
+        raise ValueError(
+            f"{path}: tensor {name!r} is also in {file_of[name].name}: remove one of the two"
+        )
+    if shape != expected[name]:
+        remedy = "config.json or the file belongs to another model"
+        if len(shape) == 3 and (shape[0], *shape[:0:-1]) == expected[name]:
+            remedy = (
+                "each expert lies transposed, as transformers saves Qwen3-VL; write the published"
+                " form with mcore-rl-ckpt turn-experts"
+            )
+        raise ValueError(
+            f"{path}: tensor {name!r} has shape {shape}, by config.json it should be"
+            f" {expected[name]}: {remedy}"
+        )
+
+
+@torch.no_grad()
+def load_into(shards: Sequence[Shard], tensors: Mapping[str, Tensor], model: ModelFacts) -> None:
+    """Fill the shards of the local `tensors` from a model directory, casting as needed.
+
+    Only the slices of the shards are read. Raises ValueError as `open_hf_dir` does, and for a shard
+    of an HF tensor that the directory lacks, or that has NaN in it.
+    """
+    file_of = open_hf_dir(model)
+    by_file: dict[Path, list[Shard]] = defaultdict(list)
+    for shard in shards:
+        name = shard.box.name
+        if name not in file_of:
+            raise ValueError(f"{model.path} has no tensor {name!r}, which fills {shard.tensor!r}")
+        by_file[file_of[name]].append(shard)
+    for path, members in sorted(by_file.items()):
+        with safe_open(path, framework="pt") as file:
+            for shard in members:
+                index = tuple(map(slice, shard.box.start, shard.box.stop))
+                read = file.get_slice(shard.box.name)[index]
+                if num_bad := count_not_finite(read):
+                    raise ValueError(
+                        f"{path}: tensor {shard.box.name!r} has {num_bad} of {read.numel()} values"
+                        f" that are not finite (at {shard.box.start} to {shard.box.stop}): give"
+                        " another model.path"
+                    )
+                shard.view(tensors).copy_(read)
+
+
+@dataclass(frozen=True)
+class CarriedFile:
+    """A file of tensors that an export copies unchanged, still under its temporary name."""
+
+    filename: str
+    names: tuple[str, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class ExportFile:
+    """A safetensors file to write: rank `rank` writes the whole HF tensors of `shards` to it."""
+
+    filename: str
+    rank: int
+    shards: tuple[Shard, ...]
+
+
+def plan_export(
+    shapes: Mapping[str, Shape],
+    dtypes: Mapping[str, str],
+    num_ranks: int,
+    max_file_bytes: int = 4 << 30,
+) -> tuple[ExportFile, ...]:
+    """Deal whole HF tensors out to files of about `max_file_bytes`, and the files to ranks in turn.
+
+    Files differ by at most the bytes of one tensor, and so do ranks. Every rank has a file if there
+    are enough tensors. Files [k * num_ranks, (k + 1) * num_ranks) are a round that is filled,
+    written and freed before the next. The local tensor of each shard has the HF tensor's name.
+    """
+    sizes = {name: prod(shape) * itemsize(dtypes[name]) for name, shape in shapes.items()}
+    num_files = max(-(-sum(sizes.values()) // max_file_bytes), min(num_ranks, len(sizes)))
+    if num_files > num_ranks:
+        num_files = -(-num_files // num_ranks) * num_ranks
+    files = []
+    for number, names in enumerate(deal_out(sizes, num_files)):
+        filename = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+        shards = tuple(whole_tensor(name, shapes[name], dtypes[name]) for name in sorted(names))
+        files.append(ExportFile(filename, number % num_ranks, shards))
+    return tuple(files)
+
+
+def whole_tensor(name: str, shape: Shape, dtype: str) -> Shard:
+    """Return the shard of a whole HF tensor in a contiguous local tensor of the same name."""
+    return Shard(Box(name, (0,) * len(shape), shape), name, 0, contiguous_strides(shape), dtype)
+
+
+def export_targets(files: Sequence[ExportFile], num_ranks: int) -> list[list[Shard]]:
+    """Return the shards of each rank's files: the targets of the plan that fills the files."""
+    return [
+        [shard for file in files if file.rank == rank for shard in file.shards]
+        for rank in range(num_ranks)
+    ]
+
+
+def empty_tensors(shards: Sequence[Shard]) -> dict[str, Tensor]:
+    """Return uninitialized contiguous tensors by name, for shards that are whole tensors."""
+    return {
+        shard.tensor: torch.empty(shard.box.shape, dtype=getattr(torch, shard.dtype))
+        for shard in shards
+    }
+
+
+def write_export_file(out_dir: Path, file: ExportFile, tensors: Mapping[str, Tensor]) -> FileSums:
+    """Write one file and return its checksums; `commit_export` gives it its final name."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    chosen = {shard.tensor: tensors[shard.tensor] for shard in file.shards}
+    path = out_dir / (file.filename + TEMPORARY)
+    save_tensors(chosen, path)
+    return sum_safetensors(path)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file with the permissions that umask gives; save_file sets 0600."""
+    path.unlink(missing_ok=True)
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    path.chmod(mode)
+
+
+def commit_export(
+    out_dir: Path,
+    files: Sequence[ExportFile],
+    hf_config: HfConfig,
+    dtype: str,
+    side_files_from: Path | None = None,
+    carried: Sequence[CarriedFile] = (),
+    sums: Mapping[str, FileSums] | None = None,
+) -> None:
+    """Turn the written files into a model directory; call once, after all ranks have written.
+
+    The index is written last, so a directory with an index is complete. Raises ValueError naming a
+    file that no rank wrote.
+
+    hf_config         config.json of the model; the export says `dtype` in it
+    dtype             torch name of the model's dtype
+    side_files_from   directory whose tokenizer and other small files are copied
+    carried           files of tensors that are not part of the model that was trained
+    sums              checksums by filename, as far as they were computed while writing
+    """
+    for file in files:
+        written = out_dir / (file.filename + TEMPORARY)
+        if not written.is_file():
+            raise ValueError(
+                f"{written} does not exist: rank {file.rank} has not written its part of the export"
+            )
+    (out_dir / INDEX).unlink(missing_ok=True)
+    for stale in (*out_dir.glob("*.safetensors"), out_dir / MANIFEST):
+        stale.unlink(missing_ok=True)
+    filenames = [file.filename for file in (*files, *carried)]
+    for filename in filenames:
+        (out_dir / (filename + TEMPORARY)).rename(out_dir / filename)
+    total_bytes = sum(shard.num_bytes for file in files for shard in file.shards)
+    total_bytes += sum(file.num_bytes for file in carried)
+    weight_map = {shard.box.name: file.filename for file in files for shard in file.shards}
+    weight_map |= {name: file.filename for file in carried for name in file.names}
+    config = with_dtype(hf_config, dtype)
+    force_to_disk(out_dir)
+    write_small_files(out_dir, config, weight_map, total_bytes, side_files_from)
+    known = sums or {}
+    weight_sums = {name: known.get(name) or sum_safetensors(out_dir / name) for name in filenames}
+    write_manifest(out_dir, weight_sums | sum_small_files(out_dir, weight_sums))

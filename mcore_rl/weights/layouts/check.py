@@ -1,0 +1,73 @@
+"""Checks that a model can be cut into a recipe's parallel layout; errors name the options.
+
+    parallel.tp  divides num_attention_heads         parallel.ep   divides the number of experts
+    parallel.pp  divides num_hidden_layers           parallel.etp  divides an expert's width
+
+Pipeline stages that are given one by one must have all of the model's layers.
+"""
+
+from mcore_rl.config import ParallelConfig
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.table import HfConfig
+
+
+def check_layout(config: HfConfig, parallel: ParallelConfig, name: str = "parallel") -> None:
+    """Raise ValueError naming the first size of the model that `parallel` does not divide.
+
+    `name` is the group of options that `parallel` comes from, for the error.
+    """
+    sizes = family_of(config).sizes(config)
+    stages = parallel.pp * (parallel.vpp or 1)
+    if parallel.stage_layers:
+        if sum(parallel.stage_layers) != sizes["layers"]:
+            raise ValueError(
+                f"{name}.stage_layers={parallel.stage_layers} are"
+                f" {sum(parallel.stage_layers)} layers together, but num_hidden_layers="
+                f"{sizes['layers']} in config.json"
+            )
+        stages = 1
+    sized = [
+        (f"{name}.tp", parallel.tp, "num_attention_heads", config["num_attention_heads"]),
+        (f"{name}.pp * {name}.vpp", stages, "num_hidden_layers", sizes["layers"]),
+        (f"{name}.ep", parallel.ep, "the number of experts", sizes["experts"]),
+        (f"{name}.etp", parallel.etp, "an expert's intermediate size", sizes["expert_ffn"]),
+    ]
+    biased = any(
+        rule.has_expert_axis and rule.key.endswith(".bias") for rule in family_of(config).rules
+    )
+    if biased and parallel.etp > 1:
+        raise ValueError(
+            f"{name}.etp={parallel.etp}, but the experts have biases, which Megatron does not cut: "
+            f"set {name}.etp=1 and raise {name}.ep"
+        )
+    if parallel.ep > 1 and not sizes["experts"]:
+        raise ValueError(f"{name}.ep={parallel.ep}, but the model has no experts: set {name}.ep=1")
+    for option, divisor, key, size in sized:
+        if size % divisor:
+            raise ValueError(f"{option}={divisor} does not divide {key}={size} of config.json")
+    groups = sizes.get("kv_heads", parallel.tp)
+    if groups % parallel.tp and parallel.tp % groups:
+        raise ValueError(
+            f"{name}.tp={parallel.tp} neither divides num_key_value_heads={groups} of config.json"
+            " nor is a multiple of it"
+        )
+
+
+def check_sharing(config: HfConfig, parallel: ParallelConfig, name: str = "parallel") -> None:
+    """Raise ValueError where sequences cannot take over the keys and values of others.
+
+    `name` is the option that `parallel` comes from.
+    """
+    if parallel.cp > 1:
+        raise ValueError(
+            f"train.share_prefixes=true with {name}.cp={parallel.cp}: context parallelism cuts each"
+            f" sequence; set train.share_prefixes=false or {name}.cp=1"
+        )
+    options = family_of(config).options(config)
+    kinds = {"multi_latent_attention": "latent attention", "mrope_section": "images"}
+    for option, kind in kinds.items():
+        if options.get(option):
+            raise ValueError(
+                f"train.share_prefixes=true with {config['model_type']}: a model with {kind} does"
+                " not share the beginnings of sequences; set train.share_prefixes=false"
+            )

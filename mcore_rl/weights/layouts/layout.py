@@ -1,0 +1,148 @@
+"""A layout says where each HF tensor lies on one side: a placement of pieces and their ranks.
+
+    q_proj [8, 4], cut over 2 ranks,      placement("...q_proj.weight") = Placement((
+    two replicas                              PlacedPiece((0, 0), (4, 4), ranks 0 and 2, dtype),
+    rows 0-3   ranks 0 2                      PlacedPiece((4, 0), (8, 4), ranks 1 and 3, dtype),
+    rows 4-7   ranks 1 3                  ))
+
+Nothing in a layout grows with the number of ranks, and tensors that are cut alike share one
+placement.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Protocol
+
+from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.layouts.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class PlacedPiece:
+    """The elements [start, stop) of a tensor, held by each of `ranks` in `dtype` (torch name)."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    ranks: Ranks
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The disjoint pieces of a tensor; compared by identity, because tensors share placements."""
+
+    pieces: tuple[PlacedPiece, ...] = ()
+
+
+NOWHERE = Placement()
+"""The placement of a tensor that no rank holds."""
+
+
+HfTensors = Mapping[str, tuple[tuple[int, ...], str]]
+"""HF name -> shape, torch name of the dtype"""
+
+
+class Layout(Protocol):
+    """Where one side holds its tensors. Ranks count from 0 per side, engines all together."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    def placement(self, name: str) -> Placement:
+        """Return the placement of HF tensor `name`; NOWHERE if no rank holds it."""
+        ...
+
+    def names(self, rank: int) -> Iterator[str]:
+        """Yield every HF tensor of which `rank` holds a piece, each once.
+
+        It may also yield tensors of the rank's layers of which the rank holds nothing: key-value
+        heads, where tensor parallelism cuts between them. The work grows with the tensors of the
+        rank's layers.
+        """
+        ...
+
+    def all_names(self) -> Iterator[str]:
+        """Yield the HF tensors of which any rank holds a piece, each once."""
+        ...
+
+
+def boxes_of(layout: Layout, rank: int) -> Iterator[tuple[Box, str]]:
+    """Yield (box, dtype) of everything that `rank` holds by `layout`."""
+    for name in layout.names(rank):
+        for piece in layout.placement(name).pieces:
+            if rank in piece.ranks:
+                yield Box(name, piece.start, piece.stop), piece.dtype
+
+
+def check_rank(layout: Layout, rank: int, shards: Iterable[Shard]) -> None:
+    """Check that `layout` gives `rank` exactly the boxes of `shards`, which the rank really holds.
+
+    The shards come from the rank's own metadata: sharded_state_dict, or the engine's traced loader.
+    They may be cut finer than the layout's pieces, and a box may lie in several local tensors.
+    Raises ValueError naming tensor and rank.
+    """
+    held: dict[str, list[Shard]] = defaultdict(list)
+    for shard in shards:
+        held[shard.box.name].append(shard)
+    own: dict[Placement, list[PlacedPiece]] = {NOWHERE: []}
+    """The pieces of a placement that the rank holds."""
+    unlike: dict[str, Sequence[PlacedPiece]] = dict.fromkeys(held, ())
+    for name in layout.names(rank):
+        placement = layout.placement(name)
+        if placement not in own:
+            own[placement] = [piece for piece in placement.pieces if rank in piece.ranks]
+        if _are_alike(held.get(name, ()), own[placement]):
+            unlike.pop(name, None)
+        else:
+            unlike[name] = own[placement]
+    for name, pieces in sorted(unlike.items()):
+        recorded = [(Box(name, piece.start, piece.stop), piece.dtype) for piece in pieces]
+        problem = _difference(held.get(name, []), recorded)
+        if problem:
+            raise ValueError(f"rank {rank}: the recorded layout of {name!r} is wrong: {problem}")
+
+
+def _are_alike(shards: Sequence[Shard], pieces: Sequence[PlacedPiece]) -> bool:
+    """Return whether a tensor's shards are its pieces: one at most of each, as most tensors have.
+
+    It makes no boxes; where it returns False, `_difference` decides.
+    """
+    if len(shards) != 1 or len(pieces) != 1:
+        return not shards and not pieces
+    (shard,), (piece,) = shards, pieces
+    box = shard.box
+    return (box.start, box.stop, shard.dtype) == (piece.start, piece.stop, piece.dtype)
+
+
+def _difference(shards: Sequence[Shard], recorded: Sequence[tuple[Box, str]]) -> str | None:
+    """Return how the shards of a tensor differ from its recorded boxes, or None if they agree."""
+    boxes = {shard.box for shard in shards}
+    if not recorded:
+        return f"it says that this rank holds none of it, which holds {_show(boxes)}"
+    expected = {box for box, _ in recorded}
+    if not shards:
+        return f"it says {_show(expected)}, of which this rank holds nothing"
+    dtypes = {shard.dtype for shard in shards}
+    expected_dtypes = {dtype for _, dtype in recorded}
+    if dtypes != expected_dtypes:
+        return f"dtype {sorted(expected_dtypes)}, really {sorted(dtypes)}"
+    overlap = any(a.intersect(b) for a, b in combinations(boxes, 2))
+    num_held = sum(box.numel for box in boxes)
+    num_expected = sum(box.numel for box in expected)
+    if overlap or not num_held == num_expected == _num_common(boxes, expected):
+        return f"it says {_show(expected)}, this rank holds {_show(boxes)}"
+    return None
+
+
+def _num_common(boxes: Iterable[Box], expected: Iterable[Box]) -> int:
+    """Return the number of elements that are in both lists of disjoint boxes."""
+    common = [a.intersect(b) for a, b in product(boxes, expected)]
+    return sum(box.numel for box in common if box is not None)
+
+
+def _show(boxes: Iterable[Box]) -> str:
+    spans = sorted((box.start, box.stop) for box in boxes)
+    more = f" and {len(spans) - 4} more" if len(spans) > 4 else ""
+    return ", ".join(f"{start}-{stop}" for start, stop in spans[:4]) + more

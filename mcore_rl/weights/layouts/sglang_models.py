@@ -1,0 +1,274 @@
+"""How SGLang 0.5.23's models cut their tensors, and which settings they don't support.
+
+    self_attn.q_proj   EngineRule("attention")        rows cut by the ranks of an attention group
+    mlp.down_proj      EngineRule("tensor", COLUMNS)  columns cut by all tensor-parallel ranks
+    input_layernorm    WHOLE                          not cut
+
+Source: srt/models and srt/layers. tests/scenarios/rollout compares all of it with SGLang itself.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from mcore_rl.weights.hf.config import named_dtype
+from mcore_rl.weights.layouts.engine_rule import COLUMNS, ROWS, WHOLE, EngineRule
+from mcore_rl.weights.layouts.sglang_towers import QWEN3, QWEN3_MOE, TOWER_RULES, tower_problems
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.settings import sparse_layers
+from mcore_rl.weights.models.table import HfConfig
+
+RULES: Mapping[str, EngineRule] = {
+    "model.embed_tokens": EngineRule("attention"),
+    "lm_head": EngineRule("tensor"),
+    "model.norm": WHOLE,
+    "input_layernorm": WHOLE,
+    "post_attention_layernorm": WHOLE,
+    "self_attn.q_proj": EngineRule("attention"),
+    "self_attn.k_proj": EngineRule("kv_heads"),
+    "self_attn.v_proj": EngineRule("kv_heads"),
+    "self_attn.o_proj": EngineRule("attention", COLUMNS),
+    "self_attn.q_norm": WHOLE,
+    "self_attn.k_norm": WHOLE,
+    "self_attn.sinks": EngineRule("attention"),
+    "self_attn.q_a_proj": WHOLE,
+    "self_attn.q_a_layernorm": WHOLE,
+    "self_attn.q_b_proj": EngineRule("attention"),
+    "self_attn.kv_a_proj_with_mqa": WHOLE,
+    "self_attn.kv_a_layernorm": WHOLE,
+    "self_attn.kv_b_proj": EngineRule("attention"),
+    "mlp.gate": WHOLE,
+    "mlp.gate_proj": EngineRule("tensor"),
+    "mlp.up_proj": EngineRule("tensor"),
+    "mlp.down_proj": EngineRule("tensor", COLUMNS),
+    "mlp.shared_experts.gate_proj": EngineRule("tensor"),
+    "mlp.shared_experts.up_proj": EngineRule("tensor"),
+    "mlp.shared_experts.down_proj": EngineRule("tensor", COLUMNS),
+    "mlp.shared_expert.gate_proj": EngineRule("tensor"),
+    "mlp.shared_expert.up_proj": EngineRule("tensor"),
+    "mlp.shared_expert.down_proj": EngineRule("tensor", COLUMNS),
+    "mlp.shared_expert_gate": WHOLE,
+    "block_sparse_moe.gate": WHOLE,
+    "mlp.router": WHOLE,
+}
+"""HF module within the layer -> how it is cut. Routed experts are cut by EXPERT_AXIS."""
+
+RULES_OF: Mapping[str, Mapping[str, EngineRule]] = {
+    "MiniMaxM2ForCausalLM": {
+        "self_attn.q_norm": EngineRule("attention"),
+        "self_attn.k_norm": EngineRule("kv_heads"),
+    },
+}
+"""Architecture -> rules that replace those in RULES."""
+
+DENSE_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+SHARED_EXPERTS = ("mlp.shared_experts.", "mlp.shared_expert.")
+# Architectures whose SGLang model reads the option; tests compare the layout with the model.
+WITH_HEAD_BY_DP = {
+    "Qwen3MoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Glm4vMoeForConditionalGeneration",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "GptOssForCausalLM",
+    "Qwen3ForCausalLM",
+    QWEN3,
+    QWEN3_MOE,
+}
+WITH_WHOLE_DENSE_LAYERS = {
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Glm4vMoeForConditionalGeneration",
+    "KimiVLForConditionalGeneration",
+}
+WITH_DEEPEP = {
+    QWEN3_MOE,
+    "Qwen3MoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Glm4vMoeForConditionalGeneration",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "KimiVLForConditionalGeneration",
+}
+
+EXPERT_AXIS: Mapping[str, int | None] = {
+    "gate_proj.weight": ROWS,
+    "up_proj.weight": ROWS,
+    "down_proj.weight": COLUMNS,
+    "w1.weight": ROWS,
+    "w3.weight": ROWS,
+    "w2.weight": COLUMNS,
+    "experts.gate_up_proj": 2,
+    "experts.gate_up_proj_bias": 1,
+    "experts.down_proj": 1,
+    "experts.down_proj_bias": None,
+}
+"""Last two parts of a routed expert's HF name -> the axis that the ranks of its group cut.
+
+None: the first of these ranks has the whole tensor, the others have zeros.
+"""
+
+DTYPES = {
+    ("Glm4MoeForCausalLM", "mlp.gate.weight"): "float32",
+    ("Glm4vMoeForConditionalGeneration", "mlp.gate.weight"): "float32",
+    ("MiniMaxM2ForCausalLM", "block_sparse_moe.gate.weight"): "float32",
+    ("GptOssForCausalLM", "mlp.experts.gate_up_proj_bias"): "float32",
+    ("GptOssForCausalLM", "mlp.experts.down_proj_bias"): "float32",
+    ("GptOssForCausalLM", "self_attn.sinks"): "bfloat16",
+}
+"""(architecture, HF name within the layer) -> dtype in engines, whatever the model's dtype is."""
+
+HEAD_ON_EVERY_STAGE = {
+    "Qwen3MoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "MixtralForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "LlamaForCausalLM",
+}
+"""Architectures that have the output layer on every pipeline stage."""
+
+EMBEDDING_ON_EVERY_STAGE = {"MiniMaxM2ForCausalLM"}
+"""Architectures that have the embedding on every pipeline stage."""
+
+# Architectures whose SGLang model does not support a feature.
+WITHOUT_STAGES = {"OlmoeForCausalLM", "KimiVLForConditionalGeneration"}
+WITHOUT_TENSOR_PARALLELISM = {"OlmoeForCausalLM"}
+WITHOUT_EXPERT_PARALLELISM = {"GptOssForCausalLM"}
+WITHOUT_ATTENTION_DP = {
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "MixtralForCausalLM",
+    "OlmoeForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration",
+    "KimiVLForConditionalGeneration",
+}
+WITHOUT_TIED_HEAD = {
+    "Qwen3MoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "MixtralForCausalLM",
+    "OlmoeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "GptOssForCausalLM",
+    QWEN3_MOE,
+}
+WITHOUT_TIED_HEAD_IN_STAGES = {"LlamaForCausalLM"}
+WITHOUT_DENSE_LAYERS = {"Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", QWEN3_MOE}
+
+
+@dataclass(frozen=True)
+class SGLangSizes:
+    """The sizes of `engines` equal engines, each of tp * pp ranks.
+
+    dp                    groups within the tp ranks that each have a replica of attention
+                          (--enable-dp-attention --dp-size)
+    head_by_dp            each of these groups has the whole output layer (--enable-dp-lm-head)
+    whole_dense_layers    every rank has the dense layers' whole MLP (--moe-dense-tp-size 1)
+    whole_shared_experts  every rank has the whole shared experts (--moe-a2a-backend deepep)
+    whole_tower           every rank has the whole vision tower (--mm-enable-dp-encoder)
+    """
+
+    engines: int = 1
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    dp: int = 1
+    head_by_dp: bool = False
+    whole_dense_layers: bool = False
+    whole_shared_experts: bool = False
+    whole_tower: bool = False
+
+    @property
+    def engine_ranks(self) -> int:
+        """Ranks of one engine."""
+        return self.tp * self.pp
+
+
+BUILT_IN: Mapping[str, Mapping[str, Callable[[HfConfig], Any]]] = {
+    "MixtralForCausalLM": {"head_dim": lambda c: c["hidden_size"] // c["num_attention_heads"]},
+    "Qwen2MoeForCausalLM": {"head_dim": lambda c: c["hidden_size"] // c["num_attention_heads"]},
+    "OlmoeForCausalLM": {
+        "norm_topk_prob": lambda c: False,
+        "rms_norm_eps": lambda c: 1e-5,
+        "num_key_value_heads": lambda c: c["num_attention_heads"],
+    },
+}
+"""Architecture -> key of config.json -> (config) -> the value that SGLang always computes with."""
+
+DTYPE_OF_CONFIG = {"GptOssForCausalLM"}
+"""Architectures with tensors that SGLang holds in config.json's dtype, whatever its --dtype."""
+
+NEEDED: Mapping[str, tuple[str, ...]] = {
+    "MiniMaxM2ForCausalLM": ("use_qk_norm", "use_routing_bias", "rotary_dim", "scoring_func"),
+}
+"""Architecture -> keys of config.json without which SGLang computes something else."""
+
+
+def refuse_unserved(hf_config: HfConfig, sizes: SGLangSizes, dtype: str | None = None) -> None:
+    """Raise ValueError naming the first setting that SGLang's model does not support or ignores.
+
+    dtype   torch name of the dtype that the engine is told to compute in
+    """
+    architecture = family_of(hf_config).architecture
+    problems = chain(_size_problems(hf_config, sizes), _setting_problems(hf_config, dtype))
+    first = next(problems, None)
+    if first is not None:
+        setting, problem = first
+        raise ValueError(f"{setting}: SGLang's {architecture} {problem}")
+
+
+def _size_problems(hf_config: HfConfig, sizes: SGLangSizes) -> Iterator[tuple[str, str]]:
+    """Yield (setting, problem) for layers and sizes that SGLang's model does not support."""
+    family = family_of(hf_config)
+    architecture = family.architecture
+    tied = bool(family.left_out(hf_config))
+    if architecture in WITHOUT_DENSE_LAYERS:
+        for layer in range(hf_config["num_hidden_layers"]):
+            if not sparse_layers(hf_config, layer):
+                setting = f"mlp_only_layers or decoder_sparse_step, dense layer {layer}"
+                yield setting, "has experts in every layer"
+    if sizes.tp > 1 and architecture in WITHOUT_TENSOR_PARALLELISM:
+        problem = "normalizes queries and keys over all heads and knows one rank only"
+        yield f"tp = {sizes.tp}", problem
+    if sizes.pp > 1 and architecture in WITHOUT_STAGES:
+        yield f"pp = {sizes.pp}", "has no pipeline stages"
+    if sizes.ep > 1 and architecture in WITHOUT_EXPERT_PARALLELISM:
+        problem = "loads unquantized experts on every rank: cut them by tp alone"
+        yield f"ep = {sizes.ep}", problem
+    if sizes.dp > 1 and architecture in WITHOUT_ATTENTION_DP:
+        yield f"attention dp = {sizes.dp}", "has no DP attention"
+    for option, is_set, known in (
+        ("enable_dp_lm_head", sizes.head_by_dp, WITH_HEAD_BY_DP),
+        ("moe_dense_tp_size", sizes.whole_dense_layers, WITH_WHOLE_DENSE_LAYERS),
+        ("moe_a2a_backend", sizes.whole_shared_experts, WITH_DEEPEP),
+        ("mm_enable_dp_encoder", sizes.whole_tower, TOWER_RULES),
+    ):
+        if is_set and architecture not in known:
+            yield f"rollout.sglang.{option}", "does not read it: leave it out"
+    if tied and architecture in WITHOUT_TIED_HEAD:
+        yield "tie_word_embeddings = true", "has an output layer of its own"
+    if tied and sizes.pp > 1 and architecture in WITHOUT_TIED_HEAD_IN_STAGES:
+        yield f"tie_word_embeddings = true and pp = {sizes.pp}", "lacks a head"
+    yield from tower_problems(hf_config, architecture, family.sizes(hf_config), sizes.pp)
+
+
+def _setting_problems(hf_config: HfConfig, dtype: str | None) -> Iterator[tuple[str, str]]:
+    """Yield (setting, problem) for settings of config.json that SGLang's model ignores or lacks."""
+    architecture = family_of(hf_config).architecture
+    for key, value_of in BUILT_IN.get(architecture, {}).items():
+        value = value_of(hf_config)
+        if hf_config.get(key, value) not in (None, value):
+            yield f"{key} = {hf_config[key]!r}", f"computes with {value!r}"
+    saved = named_dtype(hf_config)
+    if architecture in DTYPE_OF_CONFIG and dtype and saved not in (None, dtype):
+        setting = f"dtype = {saved} in config.json and {dtype} for the engine"
+        yield setting, "would mix the two"
+    for key in NEEDED.get(architecture, ()):
+        if key not in hf_config:
+            problem = "takes that for another model than transformers does"
+            yield f"no {key!r} in config.json", problem

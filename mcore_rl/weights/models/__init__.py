@@ -1,0 +1,99 @@
+"""The supported model families, by the architecture that config.json names."""
+
+from mcore_rl.weights.models import (
+    deepseek,
+    dense,
+    glm4_moe,
+    glm4v_moe,
+    gpt_oss,
+    kimi_vl,
+    minimax_m2,
+    qwen2_5_vl,
+    qwen2_moe,
+    qwen3_vl,
+    softmax_moe,
+)
+from mcore_rl.weights.models.counts import refuse_counts
+from mcore_rl.weights.models.refused import REFUSED
+from mcore_rl.weights.models.settings import refuse_quantized, rope_of, rope_refusal
+from mcore_rl.weights.models.table import Family, HfConfig, Shape
+from mcore_rl.weights.models.value_head import classifier_of
+
+CAUSAL = (
+    softmax_moe.QWEN3_MOE,
+    qwen2_moe.FAMILY,
+    softmax_moe.MIXTRAL,
+    softmax_moe.OLMOE,
+    glm4_moe.FAMILY,
+    minimax_m2.FAMILY,
+    gpt_oss.FAMILY,
+    deepseek.V3,
+    deepseek.V2,
+    dense.QWEN3,
+    dense.QWEN2,
+    dense.LLAMA,
+)
+"""The tables of causal language models."""
+
+VISION = (qwen2_5_vl.FAMILY, glm4v_moe.FAMILY, qwen3_vl.DENSE, qwen3_vl.MOE, kimi_vl.FAMILY)
+"""The tables of models that see images."""
+
+LANGUAGE = (*CAUSAL, *VISION)
+"""The tables of all models that give log-probs; each has a twin with a value head."""
+
+FAMILIES = {family.architecture: family for family in (*LANGUAGE, *map(classifier_of, LANGUAGE))}
+
+
+def family_of(hf_config: HfConfig) -> Family:
+    """Return the family of a model.
+
+    Raises ValueError naming the architecture if it has no family.
+    """
+    for architecture in hf_config.get("architectures") or ():
+        if architecture in FAMILIES:
+            return FAMILIES[architecture]
+        if architecture in REFUSED:
+            raise ValueError(
+                f"architectures = [{architecture!r}] in config.json: {REFUSED[architecture]}"
+            )
+    raise ValueError(
+        f"architectures = {hf_config.get('architectures')} in config.json is not supported; "
+        f"supported: {', '.join(sorted(FAMILIES))}"
+    )
+
+
+def hf_tensor_shapes(hf_config: HfConfig) -> dict[str, Shape]:
+    """Return HF name -> shape of every tensor of the model, from config.json alone."""
+    return family_of(hf_config).shapes(hf_config)
+
+
+def refuse_unsupported(hf_config: HfConfig, file: object = "config.json") -> None:
+    """Refuse a model that the family's table or Megatron's layers cannot represent.
+
+    Raises ValueError naming the setting and `file`.
+    """
+    refuse_counts(hf_config, file)
+    family = family_of(hf_config)
+    refuse_quantized(hf_config, file)
+    for key, values in family.supported.items():
+        if key in hf_config and hf_config[key] not in values:
+            supported = " or ".join(map(repr, values))
+            raise ValueError(f"{key}={hf_config[key]!r} in {file}: only {supported} is supported")
+    if refusal := rope_refusal(hf_config):
+        raise ValueError(f"{file} cannot be carried: {refusal}")
+    rope_type = rope_of(hf_config)["rope_type"]
+    if rope_type not in family.rope_types:
+        supported = " or ".join(map(repr, family.rope_types))
+        raise ValueError(f"rope_type={rope_type!r} in {file}: only {supported} is supported")
+    refusal = family.refusal(hf_config)
+    if refusal:
+        raise ValueError(f"{file} cannot be carried: {refusal}")
+    for key in family.explicit:
+        if key not in hf_config:
+            raise ValueError(
+                f"{file} lacks {key!r}, for which {family.architecture} has a default of its own in"
+                " transformers: write the value that the model has"
+            )
+    # Both raise ValueError for a setting that is missing.
+    family.sizes(hf_config)
+    family.options(hf_config)

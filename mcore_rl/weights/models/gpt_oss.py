@@ -1,0 +1,118 @@
+"""gpt-oss: attention with sinks and sliding windows, and biases everywhere.
+
+All experts of a layer are stacked in one HF tensor, each transposed, and its gate and up columns
+alternate:
+
+    mlp.experts.gate_up_proj [experts, hidden, 2 * ffn]      Megatron, one tensor per expert
+    expert 0: columns g0 u0 g1 u1 ...                   -->  linear_fc1: rows g0 u0 g1 u1 ...
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_rl.weights.models import rules
+from mcore_rl.weights.models.settings import (
+    PLAIN_SETTINGS,
+    base_options,
+    base_sizes,
+    every_layer,
+    expert_options,
+    grouped_query_options,
+    grouped_query_sizes,
+    need,
+    rope_of,
+    rope_theta_refusal,
+)
+from mcore_rl.weights.models.table import Family, HfConfig, HfTensor, Rule
+
+WINDOWED = "sliding_attention"
+FULL = "full_attention"
+ALPHA = 1.702
+"""Slope of the sigmoid in the experts' activation, built into Megatron's quick_gelu and SGLang."""
+
+
+def sizes(config: HfConfig) -> Mapping[str, int]:
+    expert_ffn = need(config, "intermediate_size")
+    return {
+        **base_sizes(config),
+        **grouped_query_sizes(config, qkv_bias=True),
+        "heads": need(config, "num_attention_heads"),
+        "experts": need(config, "num_local_experts", "num_experts"),
+        "expert_ffn": expert_ffn,
+        "gate_up": 2 * expert_ffn,
+    }
+
+
+def options(config: HfConfig) -> dict[str, Any]:
+    return {
+        **base_options(config),
+        **grouped_query_options(sizes(config)),
+        **expert_options(config, sizes(config)),
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+        "window_size": (need(config, "sliding_window") - 1, 0),
+        "window_attn_skip_freq": [int(kind == WINDOWED) for kind in need(config, "layer_types")],
+        "activation_func": "quick_gelu",
+        "activation_func_clamp_value": float(need(config, "swiglu_limit")),
+        "glu_linear_offset": 1.0,
+    }
+
+
+def _refusal(config: HfConfig) -> str:
+    kinds = need(config, "layer_types")
+    num_layers = need(config, "num_hidden_layers")
+    if len(kinds) != num_layers or not set(kinds) <= {WINDOWED, FULL}:
+        return (
+            f"layer_types has {len(kinds)} entries ({', '.join(sorted(set(kinds)))}) for"
+            f" {num_layers} layers; each is one of {WINDOWED} and {FULL}"
+        )
+    if rope_of(config).get("attention_factor") is not None:
+        return (
+            "the rotary embedding has an attention_factor of its own, which Megatron does not take"
+        )
+    return rope_theta_refusal(config)
+
+
+def _expert_rule(module: str, name: str, *axes: str) -> Rule:
+    """Return the rule of an HF tensor that stacks all experts; `axes` are those of one expert."""
+    tensor = HfTensor(f"{rules.HF_LAYER}mlp.experts.{name}", ("experts", *axes))
+    return Rule(f"{rules.LAYER}mlp.experts.experts.{module}", (tensor,), "moe", stacked=True)
+
+
+EXPERTS = (
+    rules.layer_rule(
+        "pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden", where="moe"
+    ),
+    rules.layer_rule("mlp.router.weight", "mlp.router.weight", "experts", "hidden", where="moe"),
+    rules.layer_rule("mlp.router.bias", "mlp.router.bias", "experts", where="moe"),
+    _expert_rule("linear_fc1.weight", "gate_up_proj", "hidden", "gate_up"),
+    _expert_rule("linear_fc1.bias", "gate_up_proj_bias", "gate_up"),
+    _expert_rule("linear_fc2.weight", "down_proj", "expert_ffn", "hidden"),
+    _expert_rule("linear_fc2.bias", "down_proj_bias", "hidden"),
+)
+
+FAMILY = Family(
+    "GptOssForCausalLM",
+    (
+        *rules.MODEL,
+        *rules.GROUPED_QUERY_ATTENTION,
+        rules.layer_rule(
+            rules.ATTENTION + "core_attention.softmax_offset", "self_attn.sinks", "heads"
+        ),
+        rules.layer_rule(rules.ATTENTION + "linear_proj.bias", "self_attn.o_proj.bias", "hidden"),
+        *EXPERTS,
+    ),
+    sizes,
+    every_layer,
+    options,
+    {
+        **PLAIN_SETTINGS,
+        "attention_bias": (True,),
+        "swiglu_alpha": (ALPHA,),
+        "hidden_act_alpha": (ALPHA,),
+    },
+    rope_types=("yarn",),
+    refusal=_refusal,
+    alternating=True,
+    explicit=("num_key_value_heads", "head_dim"),
+)

@@ -1,0 +1,79 @@
+"""MiniMax-M2.
+
+Queries and keys are normalized over all heads together, the rotary embedding rotates a part of each
+head, and experts are chosen with a bias.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_rl.weights.models import rules
+from mcore_rl.weights.models.settings import (
+    BIASED_SIGMOID,
+    PLAIN_SETTINGS,
+    base_options,
+    base_sizes,
+    every_layer,
+    expert_options,
+    grouped_query_options,
+    grouped_query_sizes,
+    need,
+    partial_rotary_share,
+    rope_theta_refusal,
+)
+from mcore_rl.weights.models.table import Family, HfConfig
+
+
+def sizes(config: HfConfig) -> Mapping[str, int]:
+    return {
+        **base_sizes(config),
+        **grouped_query_sizes(config, qk_norm="projection"),
+        "experts": need(config, "num_local_experts", "num_experts"),
+        "expert_ffn": need(config, "intermediate_size"),
+    }
+
+
+def options(config: HfConfig) -> dict[str, Any]:
+    return {
+        **base_options(config),
+        **grouped_query_options(sizes(config)),
+        **expert_options(config, sizes(config)),
+        **BIASED_SIGMOID,
+    }
+
+
+def _refusal(config: HfConfig) -> str:
+    if any(kind != 1 for kind in config.get("attn_type_list") or ()):
+        return "attn_type_list has kinds of attention other than 1, softmax attention"
+    return rope_theta_refusal(config)
+
+
+def _rotary_share(config: HfConfig) -> float:
+    head = sizes(config)["head"]
+    rotated = config.get("rotary_dim") or head
+    return partial_rotary_share(config, default=rotated / head)
+
+
+FAMILY = Family(
+    "MiniMaxM2ForCausalLM",
+    (
+        *rules.MODEL,
+        *rules.GROUPED_QUERY_ATTENTION,
+        *rules.NUMBERED_EXPERTS,
+        rules.expert_bias("block_sparse_moe.e_score_correction_bias"),
+    ),
+    sizes,
+    every_layer,
+    options,
+    {
+        **PLAIN_SETTINGS,
+        "use_qk_norm": (True,),
+        "qk_norm_type": ("per_layer",),
+        "use_routing_bias": (True,),
+        "scoring_func": ("sigmoid",),
+        "shared_intermediate_size": (0,),
+    },
+    refusal=_refusal,
+    rotary_share=_rotary_share,
+    explicit=("num_key_value_heads", "head_dim"),
+)

@@ -1,0 +1,215 @@
+"""Qwen3-VL, dense and with experts: the language model of Qwen3, and a tower of several depths.
+
+    Megatron key                              HF name
+    decoder.layers.{layer}.*              <-  model.language_model.layers.{layer}.*
+    visual.deepstack_merger_list.{k}.*    <-  model.visual.deepstack_merger_list.{k}.*
+
+Time, height and width of a position rotate the frequencies of each head in turn (T H W T H W ...).
+The features of inner blocks of the tower, each with a projector of its own, are added to the hidden
+states of images behind the first language layers (DeepStack, arXiv:2406.04334, section 3).
+
+The published files stack all experts of a layer in one HF tensor, each transposed, gate columns
+before those of up. transformers always normalizes the weights of a token's experts.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from mcore_rl.weights.models import dense, rules, softmax_moe, tower
+from mcore_rl.weights.models.settings import need, rope_of, rope_theta_refusal
+from mcore_rl.weights.models.table import Family, HfConfig, HfTensor, Rule
+
+PATCH = 16
+POSITIONS = 2304
+"""Sizes of transformers' tower if vision_config does not give them."""
+TOWER_THETA = 10000.0
+"""Base of the tower's rotary frequencies, built into SGLang."""
+Sizes = Callable[[HfConfig], Mapping[str, int]]
+
+
+def _rule(name: str, *axes: str, where: Any = "model") -> Rule:
+    """Return the rule of a tensor of the tower; in numbered modules "{layer}" is the number."""
+    key = tower.PREFIX + name.replace("{layer}.", "")
+    return Rule(key, (HfTensor(tower.VISUAL + name, axes),), where=where)
+
+
+def _linear(module: str, rows: str, columns: str, where: Any) -> tuple[Rule, Rule]:
+    """Return the rules of weight and bias of a linear layer."""
+    weight = _rule(f"{module}.weight", rows, columns, where=where)
+    return weight, _rule(f"{module}.bias", rows, where=where)
+
+
+def _norm(module: str, width: str, where: Any) -> tuple[Rule, Rule]:
+    """Return the rules of weight and bias of a norm."""
+    weight = _rule(f"{module}.weight", width, where=where)
+    return weight, _rule(f"{module}.bias", width, where=where)
+
+
+def _merger(module: str, norm: str, where: Any) -> tuple[Rule, ...]:
+    """Return the rules of a projector, whose norm has the width `norm`."""
+    return (
+        *_norm(f"{module}norm", norm, where),
+        *_linear(f"{module}linear_fc1", "merged", "merged", where),
+        *_linear(f"{module}linear_fc2", "hidden", "merged", where),
+    )
+
+
+BLOCK = "blocks.{layer}."
+TOWER = (
+    _rule(
+        "patch_embed.proj.weight",
+        *("tower_hidden", "channels", "patch_frames", "patch", "patch"),
+    ),
+    _rule("patch_embed.proj.bias", "tower_hidden"),
+    _rule("pos_embed.weight", "tower_positions", "tower_hidden"),
+    *_norm(BLOCK + "norm1", "tower_hidden", "tower"),
+    *_norm(BLOCK + "norm2", "tower_hidden", "tower"),
+    *_linear(BLOCK + "attn.qkv", "tower_qkv", "tower_hidden", "tower"),
+    *_linear(BLOCK + "attn.proj", "tower_hidden", "tower_hidden", "tower"),
+    *_linear(BLOCK + "mlp.linear_fc1", "tower_ffn", "tower_hidden", "tower"),
+    *_linear(BLOCK + "mlp.linear_fc2", "tower_hidden", "tower_ffn", "tower"),
+    *_merger("merger.", "tower_hidden", "model"),
+    *_merger("deepstack_merger_list.{layer}.", "merged", "deepstack"),
+)
+
+
+def _stacked(module: str, name: str, *axes: str, halves: bool = False) -> Rule:
+    """Return the rule of an HF tensor that stacks all experts; `axes` are those of one expert."""
+    tensor = HfTensor(f"{rules.HF_LAYER}mlp.experts.{name}", ("experts", *axes))
+    key = f"{rules.LAYER}mlp.experts.experts.{module}.weight"
+    return Rule(key, (tensor,), "moe", stacked=True, halves=halves)
+
+
+EXPERTS = (
+    *(rule for rule in rules.EXPERTS if not rule.has_expert_axis),
+    _stacked("linear_fc1", "gate_up_proj", "hidden", "gate_up", halves=True),
+    _stacked("linear_fc2", "down_proj", "expert_ffn", "hidden"),
+)
+
+
+def _sizes(config: HfConfig, *, text: Sizes) -> Mapping[str, int]:
+    vision = tower.vision_settings(config)
+    need(config, "head_dim")  # transformers' own defaults differ between the two models
+    text_sizes = text(config)
+    return {
+        **text_sizes,
+        "gate_up": 2 * text_sizes["expert_ffn"],
+        **tower.tower_sizes(config),
+        "patch": vision.get("patch_size", PATCH),
+        "tower_positions": vision.get("num_position_embeddings", POSITIONS),
+        "deepstack_mergers": len(_depths(config)),
+    }
+
+
+def _options(
+    config: HfConfig, *, text: Callable[[HfConfig], dict[str, Any]], experts: bool
+) -> dict[str, Any]:
+    always_normalized = {"moe_router_pre_softmax": False} if experts else {}
+    section = list(need(rope_of(config), "mrope_section"))
+    return {**text(config), **always_normalized, "mrope_section": section}
+
+
+def _depths(config: HfConfig) -> list[int]:
+    """Return the tower's blocks whose features the first language layers get, in their order."""
+    depths = tower.vision_settings(config).get("deepstack_visual_indexes")
+    if depths is None:
+        raise ValueError("vision_config of config.json lacks 'deepstack_visual_indexes'")
+    return list(depths)
+
+
+def _refusal(config: HfConfig, *, sizes: Sizes) -> str:
+    return (
+        rope_theta_refusal(config)
+        or _experts_refusal(config, sizes(config))
+        or tower.section_refusal(config, sizes(config)["head"])
+        or _interleaving_refusal(config, sizes(config)["head"])
+        or tower.tower_refusal(config)
+        or _tower_refusal(config)
+    )
+
+
+def _experts_refusal(config: HfConfig, sizes: Mapping[str, int]) -> str:
+    """Return why the experts' matrices are ambiguous; "" if they are not."""
+    if sizes["hidden"] in (sizes["gate_up"], sizes["expert_ffn"]):
+        return (
+            f"moe_intermediate_size={config['moe_intermediate_size']} makes a square of an expert's"
+            f" matrix with hidden_size={config['hidden_size']}: by shape, transformers could not"
+            " tell how it lies in the file"
+        )
+    return ""
+
+
+def _interleaving_refusal(config: HfConfig, rotated: int) -> str:
+    """Return why the axes cannot take turns over the frequencies of a head; "" if they can."""
+    rope = rope_of(config)
+    if rope.get("mrope_interleaved") is not True:
+        value = rope.get("mrope_interleaved")
+        return (
+            f"mrope_interleaved={value!r}: transformers always interleaves the axes of this family,"
+            " SGLang only if its rotary settings say true"
+        )
+    section = rope["mrope_section"]
+    if len(section) != 3 or 3 * max(section[1:]) > rotated // 2:
+        return (
+            f"mrope_section={section}: height and width each get every third of the {rotated // 2}"
+            " frequencies of a head at most"
+        )
+    return ""
+
+
+def _tower_refusal(config: HfConfig) -> str:
+    """Return why transformers' tower differs from what the settings say; "" if it does not."""
+    vision = tower.vision_settings(config)
+    depths = _depths(config)
+    blocks = range(vision["depth"])
+    if sorted(set(depths)) != depths or not set(depths) <= set(blocks):
+        return (
+            f"deepstack_visual_indexes={depths} should be rising numbers of the {len(blocks)}"
+            " blocks of vision_config"
+        )
+    if len(depths) > need(config, "num_hidden_layers"):
+        return (
+            f"deepstack_visual_indexes={depths} are more than the"
+            f" {config['num_hidden_layers']} layers of the language model"
+        )
+    positions = vision.get("num_position_embeddings", POSITIONS)
+    if int(positions**0.5) ** 2 != positions:
+        return f"num_position_embeddings={positions} should be the square of a number"
+    theta = (vision.get("rope_parameters") or {}).get("rope_theta", TOWER_THETA)
+    if theta != TOWER_THETA:
+        return f"rope_theta={theta} of vision_config: SGLang has {TOWER_THETA:g} built in"
+    return ""
+
+
+def _family(
+    text: Family, rules_of_text: tuple[Rule, ...], *, experts: bool = False, **more: Any
+) -> Family:
+    """Return the family whose language model is `text`, with these rules."""
+    sizes = partial(_sizes, text=text.sizes)
+    return Family(
+        rules=(*tower.language_rules(rules_of_text), *TOWER),
+        sizes=sizes,
+        is_moe_layer=text.is_moe_layer,
+        options=partial(_options, text=text.options, experts=experts),
+        rope_types=("default", "mrope"),
+        refusal=partial(_refusal, sizes=sizes),
+        explicit=text.explicit,
+        tied={"lm_head.weight": tower.LANGUAGE + "embed_tokens.weight"},
+        **more,
+    )
+
+
+DENSE = _family(
+    dense.QWEN3,
+    dense.QWEN3.rules,
+    architecture="Qwen3VLForConditionalGeneration",
+    supported=dense.QWEN3.supported,
+)
+MOE = _family(
+    softmax_moe.QWEN3_MOE,
+    (*rules.MODEL, *rules.GROUPED_QUERY_ATTENTION, *rules.DENSE_MLP, *EXPERTS),
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    supported={**softmax_moe.QWEN3_MOE.supported, "norm_topk_prob": (True,)},
+    experts=True,
+)

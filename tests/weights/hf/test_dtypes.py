@@ -1,0 +1,9 @@
+"""The sizes of dtypes are those of torch."""
+
+import torch
+
+from mcore_rl.weights.hf.dtypes import ITEMSIZE
+
+
+def test_sizes_are_those_of_torch() -> None:
+    assert {name: getattr(torch, name).itemsize for name in ITEMSIZE} == ITEMSIZE
