@@ -27,14 +27,14 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mcore_rl.stream.bucket_transfer import BucketTransfer, RankBucket
-from mcore_rl.stream.buckets import plan_buckets
-from mcore_rl.stream.link_end import LinkEnd
-from mcore_rl.stream.link_store import LinkStore
-from mcore_rl.stream.placed_bucket import holdings
-from mcore_rl.stream.routes.choice import make_routed_transport
-from mcore_rl.stream.verify import XXH3
-from mcore_rl.stream.wire import Link
+from mcore_rl.weight_sync.bucket_transfer import BucketTransfer, RankBucket
+from mcore_rl.weight_sync.buckets import plan_buckets
+from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.link_store import LinkStore
+from mcore_rl.weight_sync.placed_bucket import holdings
+from mcore_rl.weight_sync.transports.choice import make_routed_transport
+from mcore_rl.weight_sync.verify import XXH3
+from mcore_rl.weight_sync.wire import Link
 from mcore_rl.weights.box import Box, Shard
 from mcore_rl.weights.plan.shared_region import Slice
 

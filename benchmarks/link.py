@@ -31,8 +31,8 @@ import psutil
 from cpu_time import cpu_seconds, with_children
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.stream.controller.engine_control import LOADER
-from mcore_rl.stream.controller.sync import SyncController
+from mcore_rl.weight_sync.controller.engine_control import LOADER
+from mcore_rl.weight_sync.controller.sync import SyncController
 from stand_in_ranks import StandInEngines, StandIns, StandInTrainers
 from sync_model import SHAPES, make_config, record_layouts
 from sync_trainer import BenchRanks

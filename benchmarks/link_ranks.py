@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from mcore_rl.process.garbage import collections_paused
-from mcore_rl.stream.link_end import LinkEnd
-from mcore_rl.stream.link_store import LinkStore
-from mcore_rl.stream.plan_handshake import PlanHandshake
-from mcore_rl.stream.wire import Link
+from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.link_store import LinkStore
+from mcore_rl.weight_sync.plan_handshake import PlanHandshake
+from mcore_rl.weight_sync.wire import Link
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.layouts.layout import Layout, boxes_of
 from mcore_rl.weights.layouts.megatron import MegatronSizes

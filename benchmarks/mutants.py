@@ -37,7 +37,7 @@ TESTS = {
     "mcore_rl/players": ("tests/players",),
     "mcore_rl/roles.py": ("tests/test_roles.py",),
     "mcore_rl/weights/plan": ("tests/weights/plan",),
-    "mcore_rl/stream": ("tests/stream",),
+    "mcore_rl/weight_sync": ("tests/weight_sync",),
 }
 """Where faults are planted, and the tests that are meant to notice them, the nearest first."""
 LEFT_OUT = "not gloo and not e2e and not slow and not gpu"

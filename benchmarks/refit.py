@@ -37,8 +37,8 @@ from checkpoint_tools.memory import PeakMemory, proportional_bytes
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.stream.controller.engine_control import LOADER
-from mcore_rl.stream.controller.sync import RecordLayouts, SyncController
+from mcore_rl.weight_sync.controller.engine_control import LOADER
+from mcore_rl.weight_sync.controller.sync import RecordLayouts, SyncController
 from refit_ranks import RefitRank
 from sync_model import SHAPES, Case, num_bytes, record_layouts, write_config
 from sync_raw import raw_seconds

@@ -22,17 +22,17 @@ from urllib.request import urlopen
 import torch
 from aiohttp import web
 
-from mcore_rl.stream.connection import Connection
-from mcore_rl.stream.controller.engine_control import LOADER
-from mcore_rl.stream.link_end import LinkEnd
-from mcore_rl.stream.link_keeper import FACTS
-from mcore_rl.stream.meeting import with_roster
-from mcore_rl.stream.reporting import publish_report, report_outcome
-from mcore_rl.stream.roster import RankFacts
-from mcore_rl.stream.routes.choice import make_routed_transport
-from mcore_rl.stream.sender import WeightSender
-from mcore_rl.stream.verify import ROWS
-from mcore_rl.stream.wire import Link, Report, decode_command
+from mcore_rl.weight_sync.connection import Connection
+from mcore_rl.weight_sync.controller.engine_control import LOADER
+from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.link_keeper import FACTS
+from mcore_rl.weight_sync.meeting import with_roster
+from mcore_rl.weight_sync.reporting import publish_report, report_outcome
+from mcore_rl.weight_sync.roster import RankFacts
+from mcore_rl.weight_sync.sender import WeightSender
+from mcore_rl.weight_sync.transports.choice import make_routed_transport
+from mcore_rl.weight_sync.verify import ROWS
+from mcore_rl.weight_sync.wire import Link, Report, decode_command
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.layouts.layout import Layout, boxes_of
 from mcore_rl.weights.layouts.megatron import MegatronSizes

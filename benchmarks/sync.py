@@ -22,8 +22,8 @@ from typing import Any
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.stream.controller.engine_control import LOADER
-from mcore_rl.stream.controller.sync import SyncController, SyncReport
+from mcore_rl.weight_sync.controller.engine_control import LOADER
+from mcore_rl.weight_sync.controller.sync import SyncController, SyncReport
 from sync_model import SHAPES, Case, num_bytes, write_config
 from sync_raw import checksum_cost, raw_seconds
 from sync_trainer import BenchRanks

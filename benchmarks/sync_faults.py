@@ -25,8 +25,8 @@ import psutil
 
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.stream.controller.engine_control import LOADER
-from mcore_rl.stream.controller.sync import SyncController, SyncError
+from mcore_rl.weight_sync.controller.engine_control import LOADER
+from mcore_rl.weight_sync.controller.sync import SyncController, SyncError
 from sync import post
 from sync_model import Case, write_config
 from sync_trainer import BenchRanks

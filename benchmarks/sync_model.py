@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.data.tiny_model import qwen3_moe_config
-from mcore_rl.stream.controller.sync import RecordLayouts
+from mcore_rl.weight_sync.controller.sync import RecordLayouts
 from mcore_rl.weights.layouts.megatron import MegatronSizes
 from mcore_rl.weights.layouts.recorded import RecordedLayouts
 from mcore_rl.weights.layouts.training import LocalPart

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mcore_rl.stream.verify import ROW_WORDS, WORD_BYTES, XXH3, make_sums
+from mcore_rl.weight_sync.verify import ROW_WORDS, WORD_BYTES, XXH3, make_sums
 
 SLOT_BYTES = 2 * 2**20
 NUM_SLOTS = 4

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, distributed
 from torch.distributed import distributed_c10d as c10d
 
-from mcore_rl.stream.sender import WeightSender
-from mcore_rl.stream.wire import Report
+from mcore_rl.weight_sync.sender import WeightSender
+from mcore_rl.weight_sync.wire import Report
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.layouts.training import training_shards
 from mcore_rl.weights.models.softmax_moe import QWEN3_MOE

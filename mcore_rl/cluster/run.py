@@ -39,7 +39,7 @@ from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.rollout.served_endpoint import check_served_path, find_endpoint
-from mcore_rl.stream.controller.engine_control import LOADER
+from mcore_rl.weight_sync.controller.engine_control import LOADER
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.hf.fp8 import QUANTIZATION_CONFIG
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from mcore_rl.cluster.model_group import ModelGroup, ModelWorker, Share
-from mcore_rl.stream.wire import Link, Report
 from mcore_rl.types import LogprobOptions, StepStats, StoredBatch, StoredColumn, TokenScores
+from mcore_rl.weight_sync.wire import Link, Report
 
 
 class TrainerWorker(ModelWorker):
@@ -58,7 +58,7 @@ class TrainerWorker(ModelWorker):
     def describe(self) -> bytes:
         """Return the facts that engines need of this rank; the first call makes its sender."""
         if self._sender is None:
-            from mcore_rl.stream.sender import WeightSender
+            from mcore_rl.weight_sync.sender import WeightSender
 
             shards, tensors = self._model.weight_layout()
             self._sender = WeightSender(shards, tensors, self._rank)

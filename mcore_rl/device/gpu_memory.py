@@ -1,7 +1,7 @@
 """Where tensors are, streams of ordered work on a device, and GPU memory shared between processes.
 
 Host work is synchronous, so a stream on the CPU does nothing; processes share host memory elsewhere
-(mcore_rl/stream).
+(mcore_rl/weight_sync).
 """
 
 import json

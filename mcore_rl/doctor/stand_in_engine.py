@@ -17,9 +17,9 @@ from mcore_rl.device import device
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.killed import wait_killed
 from mcore_rl.roles import KeepsSamples
-from mcore_rl.stream.receiver import WeightReceiver
-from mcore_rl.stream.wire import Action, Command, Link, Report
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+from mcore_rl.weight_sync.receiver import WeightReceiver
+from mcore_rl.weight_sync.wire import Action, Command, Link, Report
 
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 

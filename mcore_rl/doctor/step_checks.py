@@ -90,9 +90,9 @@ class StandInSync:
 
     def __init__(self, rank: LoneRank, engine: StandInEngine, trainer: Any) -> None:
         """Link both."""
-        from mcore_rl.stream.link_store import LinkStore
-        from mcore_rl.stream.sender import WeightSender
-        from mcore_rl.stream.wire import Link
+        from mcore_rl.weight_sync.link_store import LinkStore
+        from mcore_rl.weight_sync.sender import WeightSender
+        from mcore_rl.weight_sync.wire import Link
 
         self._engine = engine
         self._trainer = trainer

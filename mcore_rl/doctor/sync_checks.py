@@ -19,9 +19,9 @@ from mcore_rl.doctor.check import Check, Figures, MissedTarget, Stage, expect
 from mcore_rl.doctor.sync_processes import run_scene
 from mcore_rl.doctor.sync_scene import Fault, Scene, SceneOutcome
 from mcore_rl.doctor.toy_engine import ToySizes, column_cut, expert_cut, row_cut
-from mcore_rl.stream.buckets import plan_buckets
-from mcore_rl.stream.placed_bucket import PlacedBucket, holdings
-from mcore_rl.stream.wire import Report
+from mcore_rl.weight_sync.buckets import plan_buckets
+from mcore_rl.weight_sync.placed_bucket import PlacedBucket, holdings
+from mcore_rl.weight_sync.wire import Report
 from mcore_rl.weights.box import Box, Shard
 from mcore_rl.weights.hf.fp8 import BLOCK
 from mcore_rl.weights.hf.quantize import quantize_into

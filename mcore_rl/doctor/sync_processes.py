@@ -9,8 +9,8 @@ from typing import Any
 from mcore_rl.doctor.sync_ranks import run_rank
 from mcore_rl.doctor.sync_scene import Scene, SceneOutcome
 from mcore_rl.process.killed import wait_killed
-from mcore_rl.stream.link_store import LinkStore
-from mcore_rl.stream.wire import Action, Link
+from mcore_rl.weight_sync.link_store import LinkStore
+from mcore_rl.weight_sync.wire import Action, Link
 
 ACTIONS: tuple[Action, ...] = ("connect", "receive", "swap")
 

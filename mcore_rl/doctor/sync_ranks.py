@@ -15,12 +15,12 @@ from mcore_rl.device import device, set_local_device
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.doctor.sync_scene import Fault, Received, Scene
 from mcore_rl.doctor.toy_engine import FusedEngine, make_tensors
-from mcore_rl.stream.link_end import LinkEnd
-from mcore_rl.stream.link_store import LinkStore
-from mcore_rl.stream.receiver import WeightReceiver
-from mcore_rl.stream.routes.transport import Transport
-from mcore_rl.stream.sender import WeightSender
-from mcore_rl.stream.wire import Action, Command, Link, Report, StageRequest
+from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.link_store import LinkStore
+from mcore_rl.weight_sync.receiver import WeightReceiver
+from mcore_rl.weight_sync.sender import WeightSender
+from mcore_rl.weight_sync.transports.transport import Transport
+from mcore_rl.weight_sync.wire import Action, Command, Link, Report, StageRequest
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.layouts.engine_trace import trace_load_weights
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mcore_rl.doctor.toy_engine import TINY, ToySizes
-from mcore_rl.stream.routes.choice import (
+from mcore_rl.weight_sync.transports.choice import (
     MakeTransport,
     make_gloo_transport,
     make_gpu_pair_transport,
     make_routed_transport,
 )
-from mcore_rl.stream.wire import Report
+from mcore_rl.weight_sync.wire import Report
 from mcore_rl.weights.box import Shard
 
 Cut = Callable[[Mapping[str, Tensor], int, int, str], tuple[list[Shard], dict[str, Tensor]]]

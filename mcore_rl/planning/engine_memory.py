@@ -7,8 +7,8 @@ from pathlib import Path
 from mcore_rl.config import Config, ServedModelConfig
 from mcore_rl.planning.deployment import engine_links, engine_sizes, record_layouts, relays
 from mcore_rl.planning.rank_memory import Uses
-from mcore_rl.stream.bucket_transfer import NUM_SLOTS
-from mcore_rl.stream.buckets import largest_message_bytes
+from mcore_rl.weight_sync.bucket_transfer import NUM_SLOTS
+from mcore_rl.weight_sync.buckets import largest_message_bytes
 from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.layouts.layout import Layout, boxes_of

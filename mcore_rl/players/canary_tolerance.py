@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mcore_rl.config import CanaryConfig
 from mcore_rl.process.disk import write_whole
-from mcore_rl.stream.controller.linked_engine import VERIFIED_FIRST
+from mcore_rl.weight_sync.controller.linked_engine import VERIFIED_FIRST
 
 _log = logging.getLogger(__name__)
 

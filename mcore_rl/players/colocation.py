@@ -22,9 +22,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from mcore_rl.process.http import open_session
 from mcore_rl.process.server_keys import ServerKeys, admin_headers
 from mcore_rl.roles import Batch, Critic, Samples, Trainer
-from mcore_rl.stream.controller.engine_control import KV_CACHE, WEIGHTS, EngineControl
-from mcore_rl.stream.controller.strategy import GRACE_S
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores
+from mcore_rl.weight_sync.controller.engine_control import KV_CACHE, WEIGHTS, EngineControl
+from mcore_rl.weight_sync.controller.strategy import GRACE_S
 
 S = TypeVar("S")
 TRAINER = "trainer"

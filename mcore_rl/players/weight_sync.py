@@ -15,9 +15,9 @@ from mcore_rl.players.colocation import TRAINER, WEIGHTS_ONLY, SharedGpus
 from mcore_rl.process.clock import now_s
 from mcore_rl.roles import Batch, Watched
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
-from mcore_rl.stream.controller.sync import SyncError
-from mcore_rl.stream.controller.sync_report import SyncReport
 from mcore_rl.types import WeightVersion
+from mcore_rl.weight_sync.controller.sync import SyncError
+from mcore_rl.weight_sync.controller.sync_report import SyncReport
 
 RESTART_POLL_S = 0.5
 DEATH_SHOWS_S = 3.0

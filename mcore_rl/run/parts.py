@@ -40,9 +40,9 @@ from mcore_rl.run.canary import make_canary
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.stream.controller.strategy import TrainerRanks
-from mcore_rl.stream.controller.sync import SyncController
 from mcore_rl.types import WeightVersion
+from mcore_rl.weight_sync.controller.strategy import TrainerRanks
+from mcore_rl.weight_sync.controller.sync import SyncController
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
 from mcore_rl.weights.models.value_head import with_value_head

@@ -9,9 +9,9 @@ from mcore_rl.players.canary_tolerance import EngineDifference
 from mcore_rl.roles import Batch
 from mcore_rl.simulation.engine import SimulatedEngine
 from mcore_rl.simulation.ranks import SimulatedRanks, Spend
-from mcore_rl.stream.controller.linked_engine import is_read_back
-from mcore_rl.stream.controller.sync_report import EngineSyncResult, SyncReport
 from mcore_rl.types import WeightVersion
+from mcore_rl.weight_sync.controller.linked_engine import is_read_back
+from mcore_rl.weight_sync.controller.sync_report import EngineSyncResult, SyncReport
 
 TRACE_S = 2.0
 """Seconds in which an engine traces its loader and both sides plan: DeepSeek-V3's 44,544 tensors of

@@ -1,6 +1,6 @@
 """The Triton kernel that copies and sums compiles for Hopper, without a GPU.
 
-tests/stream/test_gpu_pass.py has Triton's interpreter run it.
+tests/weight_sync/test_gpu_pass.py has Triton's interpreter run it.
 """
 
 from tests.support.triton_code import needs_triton, run_with_triton

@@ -1,4 +1,4 @@
-"""The environment in which a communicator is made; tests/stream tests communicators."""
+"""The environment in which a communicator is made; tests/weight_sync tests communicators."""
 
 import os
 from types import SimpleNamespace

@@ -2,12 +2,12 @@
 
 from mcore_rl.doctor.sync_scene import Received, Scene, SceneOutcome
 from mcore_rl.doctor.toy_engine import row_cut
-from mcore_rl.stream.routes.choice import (
+from mcore_rl.weight_sync.transports.choice import (
     make_gloo_transport,
     make_gpu_pair_transport,
     make_routed_transport,
 )
-from mcore_rl.stream.wire import Report
+from mcore_rl.weight_sync.wire import Report
 
 
 def test_bytes_between_machines_take_nccl_only_from_gpu_to_gpu() -> None:

@@ -44,8 +44,11 @@ NO_DEADLINE = {
     ("mcore_rl/rollout/server_process.py", "fork.wait()"): OF_ITS_THREAD,
     ("mcore_rl/rollout/server_process.py", "process.wait()"): OF_ITS_THREAD,
     ("mcore_rl/rollout/server_process.py", "self._waiting.join()"): ENDED,
-    ("mcore_rl/stream/full_trace.py", "self._turn.acquire()"): "held for parts of a decode step",
-    ("mcore_rl/stream/routes/rank_server.py", "self._listener.accept()"): ENDED,
+    (
+        "mcore_rl/weight_sync/full_trace.py",
+        "self._turn.acquire()",
+    ): "held for parts of a decode step",
+    ("mcore_rl/weight_sync/transports/rank_server.py", "self._listener.accept()"): ENDED,
     ("mcore_rl/train/export.py", "work.wait()"): OF_GROUP,
 }
 """(file, call) -> why the call needs no deadline of its own."""

@@ -31,8 +31,6 @@ from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.stream.controller.sync import SyncController, SyncError
-from mcore_rl.stream.controller.sync_report import SyncReport
 from mcore_rl.types import (
     LogprobOptions,
     Prompt,
@@ -42,6 +40,8 @@ from mcore_rl.types import (
     TrainBatch,
     WeightVersion,
 )
+from mcore_rl.weight_sync.controller.sync import SyncController, SyncError
+from mcore_rl.weight_sync.controller.sync_report import SyncReport
 from tests.support.engine_keys import KEYS
 from tests.support.engines import VOCAB_SIZE, save_tiny_moe
 from tests.support.image_prompts import make_image, make_patches

@@ -16,7 +16,7 @@ from mcore_rl.players.colocation import (
     SharingScorer,
 )
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.stream.controller.engine_control import KV_CACHE, WEIGHTS
+from mcore_rl.weight_sync.controller.engine_control import KV_CACHE, WEIGHTS
 from tests.support.fake_sglang import FakeSGLang
 
 RELEASE = "/release_memory_occupation"

@@ -14,8 +14,8 @@ from mcore_rl.players.colocation import EngineMemory, SharedGpus
 from mcore_rl.players.weight_sync import MOST_SAME, EngineSync
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
-from mcore_rl.stream.controller.sync import SyncError
 from mcore_rl.types import Prompt, WeightVersion
+from mcore_rl.weight_sync.controller.sync import SyncError
 from tests.support.scoring_engines import OneWeightLinks, OneWeightTrainer, ScoringEngine
 
 FIRST = WeightVersion(0)

@@ -37,7 +37,7 @@ from mcore_rl.run.parts import (
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.stream.controller.sync import SyncController
+from mcore_rl.weight_sync.controller.sync import SyncController
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
 from tests.support.checkpoint_folders import write_checkpoint

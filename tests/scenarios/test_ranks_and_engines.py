@@ -47,8 +47,8 @@ from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 from mcore_rl.rollout.served_client import ServedClient
 from mcore_rl.rollout.served_endpoint import find_endpoint
-from mcore_rl.stream.controller.sync import SyncController
 from mcore_rl.types import LogprobOptions, Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
+from mcore_rl.weight_sync.controller.sync import SyncController
 from tests.support.engine_keys import KEYS
 from tests.support.tiny_models import write_reward_model
 
@@ -96,7 +96,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             model_path=str(folder / "hf"),
             log_path=str(folder / "logs" / "sglang_0.log"),
             kv_cache_len=4096,
-            custom_weight_loaders=("mcore_rl.stream.receiver.load",),
+            custom_weight_loaders=("mcore_rl.weight_sync.receiver.load",),
             keys=KEYS,
         )
         engines.start_build([spec], timeout_s=240)

@@ -12,13 +12,13 @@ from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.doctor.sync_ranks import FaultyTransport
 from mcore_rl.doctor.sync_scene import Fault
 from mcore_rl.doctor.toy_engine import FusedEngine, expert_cut, make_tensors
-from mcore_rl.stream.link_end import LinkEnd
-from mcore_rl.stream.link_store import LinkStore
-from mcore_rl.stream.receiver import WeightReceiver
-from mcore_rl.stream.routes.choice import MakeTransport, make_routed_transport
-from mcore_rl.stream.routes.transport import Transport
-from mcore_rl.stream.sender import WeightSender
-from mcore_rl.stream.wire import Action, Command, Link, Report, StageRequest
+from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.link_store import LinkStore
+from mcore_rl.weight_sync.receiver import WeightReceiver
+from mcore_rl.weight_sync.sender import WeightSender
+from mcore_rl.weight_sync.transports.choice import MakeTransport, make_routed_transport
+from mcore_rl.weight_sync.transports.transport import Transport
+from mcore_rl.weight_sync.wire import Action, Command, Link, Report, StageRequest
 
 NUM_SENDERS = 2
 NUM_RANKS = 2

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mcore_rl.device.sglang_setup import use_cpu
-from mcore_rl.stream.receiver import WeightReceiver, loaded_parameters, on_calling_thread
-from mcore_rl.stream.wire import Command, Link
+from mcore_rl.weight_sync.receiver import WeightReceiver, loaded_parameters, on_calling_thread
+from mcore_rl.weight_sync.wire import Command, Link
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 from tests.support.sglang_layout_checks import engine_model
 

@@ -6,9 +6,9 @@ from typing import TypeVar
 
 import torch
 
-from mcore_rl.stream.link_end import LinkEnd
-from mcore_rl.stream.link_store import LinkStore
-from mcore_rl.stream.wire import Link
+from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.link_store import LinkStore
+from mcore_rl.weight_sync.wire import Link
 
 HOST = torch.device("cpu")
 Result = TypeVar("Result")

@@ -19,11 +19,11 @@ from torch import Tensor
 from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
 from mcore_rl.config import Config
 from mcore_rl.process.ports import find_free_port
-from mcore_rl.stream.sender import WeightSender
-from mcore_rl.stream.wire import Link, Report
 from mcore_rl.train.actor import Actor
 from mcore_rl.train.runtime import init_distributed, rank_coordinate
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
+from mcore_rl.weight_sync.sender import WeightSender
+from mcore_rl.weight_sync.wire import Link, Report
 from tests.support.distributed import PRELOAD
 from tests.support.rank_calls import answer_calls
 from tests.support.saved import saved_tensors

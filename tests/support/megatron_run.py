@@ -39,8 +39,8 @@ from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.scores import Scores
-from mcore_rl.stream.controller.sync import SyncController
 from mcore_rl.types import Prompt, Sample, WeightVersion
+from mcore_rl.weight_sync.controller.sync import SyncController
 from mcore_rl.weights.hf.config import moe_layers, read_hf_config
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.models import family_of

@@ -10,9 +10,9 @@ from typing import Any
 from aiohttp import web
 
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.stream.controller.sync import SyncError
-from mcore_rl.stream.controller.sync_report import EngineSyncResult, SyncReport
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
+from mcore_rl.weight_sync.controller.sync import SyncError
+from mcore_rl.weight_sync.controller.sync_report import EngineSyncResult, SyncReport
 
 
 class ScoringEngine:

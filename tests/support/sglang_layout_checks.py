@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mcore_rl.device.sglang_setup import use_cpu
-from mcore_rl.stream.receiver import loaded_parameters, on_calling_thread
+from mcore_rl.weight_sync.receiver import loaded_parameters, on_calling_thread
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.layouts.engine_trace import trace_load_weights
 from mcore_rl.weights.layouts.layout import check_rank

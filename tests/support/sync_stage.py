@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.stream.controller.engine_control import LOADER
-from mcore_rl.stream.controller.sync import SyncController
+from mcore_rl.weight_sync.controller.engine_control import LOADER
+from mcore_rl.weight_sync.controller.sync import SyncController
 from tests.support.engine_keys import KEYS
 from tests.support.engines import save_tiny_moe
 from tests.support.megatron_layout import TrainLayout

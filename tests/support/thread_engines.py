@@ -21,13 +21,13 @@ from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.doctor.sync_ranks import FaultyTransport
 from mcore_rl.doctor.sync_scene import Fault
 from mcore_rl.doctor.toy_engine import TINY, FusedEngine, ToySizes, expert_cut, make_tensors
-from mcore_rl.stream.controller.engine_control import LOADER
-from mcore_rl.stream.link_end import LinkEnd
-from mcore_rl.stream.receiver import WeightReceiver
-from mcore_rl.stream.routes.choice import make_routed_transport
-from mcore_rl.stream.routes.transport import Transport
-from mcore_rl.stream.sender import WeightSender
-from mcore_rl.stream.wire import Link, Report, decode_command
+from mcore_rl.weight_sync.controller.engine_control import LOADER
+from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.receiver import WeightReceiver
+from mcore_rl.weight_sync.sender import WeightSender
+from mcore_rl.weight_sync.transports.choice import make_routed_transport
+from mcore_rl.weight_sync.transports.transport import Transport
+from mcore_rl.weight_sync.wire import Link, Report, decode_command
 
 FaultsByLink = dict[tuple[str, str], Fault]
 """(relay or "" for trainer ranks, engine) of a link -> a fault of the sender of that rank."""

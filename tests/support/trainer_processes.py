@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.doctor.sync_ranks import FaultyTransport
 from mcore_rl.doctor.sync_scene import Fault
-from mcore_rl.stream.link_end import LinkEnd
-from mcore_rl.stream.routes.choice import make_routed_transport
-from mcore_rl.stream.routes.transport import Transport
-from mcore_rl.stream.sender import WeightSender
-from mcore_rl.stream.wire import Link, Report
+from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.sender import WeightSender
+from mcore_rl.weight_sync.transports.choice import make_routed_transport
+from mcore_rl.weight_sync.transports.transport import Transport
+from mcore_rl.weight_sync.wire import Link, Report
 from mcore_rl.weights.layouts.training import training_shards
 from mcore_rl.weights.models import family_of
 from tests.support.megatron_layout import TrainLayout, train_ranks

@@ -2,7 +2,7 @@
 
     sources[transfer.source_rank] --copy_box--> targets[transfer.target_rank]    every transfer
 
-A real sync sends the same boxes between processes (mcore_rl/stream).
+A real sync sends the same boxes between processes (mcore_rl/weight_sync).
 """
 
 from collections.abc import Mapping, Sequence

@@ -30,9 +30,9 @@ from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.rollout.session import RolloutSession
 from mcore_rl.rollout.transport import HttpOptions
-from mcore_rl.stream.controller.engine_control import LOADER, EngineControl
-from mcore_rl.stream.controller.sync import SyncController
 from mcore_rl.types import Prompt, Row
+from mcore_rl.weight_sync.controller.engine_control import LOADER, EngineControl
+from mcore_rl.weight_sync.controller.sync import SyncController
 from tests.support.chat_templates import make_tokenizer, stop_ids
 from tests.support.engine_keys import KEYS
 from tests.support.megatron_layout import TrainLayout

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_rl.stream.buckets import Bucket, plan_buckets
-from mcore_rl.stream.placed_bucket import PlacedBucket, holdings
+from mcore_rl.weight_sync.buckets import Bucket, plan_buckets
+from mcore_rl.weight_sync.placed_bucket import PlacedBucket, holdings
 from mcore_rl.weights.box import Box, Shard
 from mcore_rl.weights.hf.fp8 import FP8
 from mcore_rl.weights.layouts.layout import PlacedPiece, Placement

@@ -1,0 +1,244 @@
+"""Packs a bucket from a rank's tensors, verifies it, and places it in a rank's tensors.
+
+A slice is cast to the target's dtype while it is packed, and FP8 values are computed then, with the
+scales of their blocks. Each end knows only where a slice lies in its own memory, possibly in
+several parts.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from mcore_rl.weight_sync.buckets import HEADER_WORDS, Bucket
+from mcore_rl.weight_sync.gpu_pass import GpuPass
+from mcore_rl.weight_sync.transports.copies import Copies
+from mcore_rl.weight_sync.transports.host.one_pass import OnePass, Part
+from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.verify import ROW_WORDS, ROWS, XXH3, make_sums
+from mcore_rl.weights.box import Shard
+from mcore_rl.weights.hf.fp8 import FP8, scale_box
+from mcore_rl.weights.hf.quantize import quantize_into
+
+_UNSIGNED = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A part of piece number `piece` of a bucket that lies in one of this rank's tensors."""
+
+    piece: int
+    within: tuple[slice, ...]
+    """The part, counted from the piece's own start."""
+    shard: Shard
+
+
+def holdings(bucket: Bucket, shards: Mapping[str, Sequence[Shard]]) -> list[Holding]:
+    """Return where the whole bucket lies in a rank's `shards` (by HF name), in as many parts as
+    that takes.
+
+    Scales that this rank computes while packing lie nowhere yet and are left out.
+    """
+    computed = {scale_box(piece.box) for piece in bucket.pieces if piece.dtype == FP8}
+    held = []
+    for i, piece in enumerate(bucket.pieces):
+        box = piece.box
+        candidates = shards.get(box.name, ())
+        if len(candidates) == 1 and candidates[0].box == box:
+            held.append(Holding(i, _whole(box.start, box.stop), candidates[0]))
+            continue
+        if not candidates and box in computed:
+            continue
+        num_held = 0
+        for shard in candidates:
+            common = box.intersect(shard.box)
+            if common is None:
+                continue
+            bounds = zip(common.start, common.stop, box.start, strict=True)
+            within = tuple(slice(start - first, stop - first) for start, stop, first in bounds)
+            held.append(Holding(i, within, shard.within(common)))
+            num_held += common.numel
+        assert num_held >= box.numel, (
+            f"{box} is planned, but only {num_held} elements of it are here"
+        )
+    return held
+
+
+@lru_cache(maxsize=1024)
+def _whole(start: tuple[int, ...], stop: tuple[int, ...]) -> tuple[slice, ...]:
+    """Return all of a box from `start` to `stop`, counted from its own start."""
+    return tuple(slice(0, last - first) for first, last in zip(start, stop, strict=True))
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A matrix to be quantized while packing.
+
+    parts_NK   where its parts lie: (position in the matrix, tensor)
+    values_NK  where the FP8 values go
+    scales_nk  where the scales of its blocks go
+    """
+
+    parts_NK: Sequence[tuple[tuple[slice, ...], Tensor]]
+    values_NK: Tensor
+    scales_nk: Tensor
+
+    def quantize(self) -> None:
+        """Fill values and scales; several parts are joined first, because a block may span them."""
+        weights_NK = self.parts_NK[0][1]
+        if len(self.parts_NK) > 1:
+            weights_NK = torch.empty_like(self.values_NK, dtype=weights_NK.dtype)
+            for within, part in self.parts_NK:
+                weights_NK[within] = part
+        quantize_into(weights_NK, self.values_NK, self.scales_nk)
+
+
+class PlacedBucket:
+    """A bucket, the memory it travels in, and the parts of this rank's tensors it holds."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        words_W: Tensor,
+        held: Sequence[Holding],
+        tensors: Mapping[str, Tensor],
+        message_W: Tensor | None = None,
+        sums: str = ROWS,
+    ) -> None:
+        """Bind `bucket` to memory.
+
+        words_W    int64 [bucket.num_words] on the device of `tensors`: packed and verified there
+        held       where all of the bucket lies in `tensors`
+        message_W  where the bucket travels; by default in `words_W`, otherwise with one more copy
+        sums       kind of its checksums (verify.py), the same at both ends
+        """
+        self.bucket = bucket
+        self._words_W = words_W
+        self._held = held
+        self._message_W = words_W if message_W is None else message_W
+        self._one_pass: OnePass | None = None
+        self._gpu_pass: GpuPass | None = None
+        self._bind(tensors, sums)
+        num_pieces = len(bucket.pieces)
+        self._sums_at = slice(HEADER_WORDS, HEADER_WORDS + num_pieces)
+        last_rows = [piece.first_word // ROW_WORDS + piece.num_rows - 1 for piece in bucket.pieces]
+        self._last_rows_P = torch.tensor(last_rows, device=words_W.device)
+        self._checksums = make_sums(
+            sums,
+            bucket.pieces[0].first_word,
+            [piece.num_rows for piece in bucket.pieces],
+            words_W.device,
+        )
+
+    def _bind(self, tensors: Mapping[str, Tensor], sums: str) -> None:
+        """Pair views of `tensors` with views of the bucket: to be copied, or to be quantized."""
+        pieces = self.bucket.pieces
+        values = [piece.values(self._words_W) for piece in pieces]
+        index_of = {piece.box: i for i, piece in enumerate(pieces)}
+        matrices: dict[int, list[Holding]] = defaultdict(list)
+        parts: list[Part] = []
+        for held in self._held:
+            if pieces[held.piece].dtype == FP8 and held.shard.dtype != FP8:
+                matrices[held.piece].append(held)
+            else:
+                own = held.shard.view(tensors)
+                parts.append((held.piece, own, values[held.piece][held.within]))
+        if sums == XXH3:
+            self._one_pass = OnePass.maybe_make(self._words_W, pieces, parts)
+        else:
+            self._gpu_pass = GpuPass.maybe_make(self._words_W, pieces, parts)
+        one_pass = self._one_pass or self._gpu_pass
+        if one_pass is not None:
+            parts = one_pass.rest
+        self._copies = Copies((own, in_bucket) for _, own, in_bucket in parts)
+        self._matrices = []
+        for i, held_parts in matrices.items():
+            scales = values[index_of[scale_box(pieces[i].box)]]
+            views = [(held.within, held.shard.view(tensors)) for held in held_parts]
+            self._matrices.append(_Matrix(views, values[i], scales))
+
+    @property
+    def message_u8(self) -> Tensor:
+        return self._message_W.view(torch.uint8)
+
+    @property
+    def sums_P(self) -> Tensor:
+        """A copy of the sender's checksums, int64 [pieces]."""
+        return self._words_W[self._sums_at].clone()
+
+    def pack(self, version: int, sums_P: Tensor | None = None) -> None:
+        """Fill the bucket from this rank's slices and take checksums while the bytes are in cache.
+
+        A relay passes `sums_P`, the checksums the slices came with, so that its own faults show.
+        """
+        if self._one_pass is None:
+            self._words_W.view(-1, ROW_WORDS).index_fill_(0, self._last_rows_P, 0)
+        self._fill_words()
+        if self._one_pass is not None:
+            self._one_pass.pack(with_sums=sums_P is None)
+        elif self._gpu_pass is not None:
+            self._gpu_pass.pack()
+        elif sums_P is None:
+            sums_P = self._checksums(self._words_W)
+        if sums_P is not None:
+            self._words_W[self._sums_at] = sums_P
+        self._words_W[0] = version
+        self._words_W[1] = self.bucket.index
+        if self._message_W is not self._words_W:
+            self._message_W.copy_(self._words_W)
+
+    def _fill_words(self) -> None:
+        """Put what compiled code does not move, such as cast values, where it is in the bucket."""
+        self._copies.to_right()
+        for matrix in self._matrices:
+            matrix.quantize()
+
+    def place(self, version: int) -> None:
+        """Copy the received slices into this rank's own tensors. Waits for the device once.
+
+        Raises TransferError, which names the slice, if a slice is not what the sender took the
+        checksum of: the tensors may have it by then. Raises TransferError, and copies nothing, if
+        this is another bucket or version.
+        """
+        if self._message_W is not self._words_W:
+            self._words_W.copy_(self._message_W)
+        header_and_sums_W = self._words_W[: self._sums_at.stop]
+        if self._one_pass is None:
+            if self._gpu_pass is not None:
+                received_P = self._gpu_pass.place(version, self.bucket.index)
+            else:
+                received_P = self._checksums(self._words_W)
+            on_host_W = torch.cat((header_and_sums_W, received_P)).cpu()
+            self._check_header(version, on_host_W[:HEADER_WORDS].tolist())
+            received_P = on_host_W[self._sums_at.stop :]
+        else:
+            on_host_W = header_and_sums_W
+            self._check_header(version, on_host_W[:HEADER_WORDS].tolist())
+            received_P = self._one_pass.place()
+        self._check_sums(on_host_W[self._sums_at], received_P)
+        self._copies.to_left()
+
+    def _check_header(self, version: int, header: list[int]) -> None:
+        bucket = self.bucket
+        if header != [version, bucket.index]:
+            raise TransferError(
+                f"trainer rank {bucket.source_rank} sent version {header[0]} bucket {header[1]}"
+                f" where engine rank {bucket.target_rank} expected version {version}"
+                f" bucket {bucket.index}"
+            )
+
+    def _check_sums(self, sent_P: Tensor, received_P: Tensor) -> None:
+        if torch.equal(sent_P, received_P):
+            return
+        bucket = self.bucket
+        first = int((sent_P != received_P).nonzero()[0])
+        box = bucket.pieces[first].box
+        tensor = next(part.shard.tensor for part in self._held if part.piece == first)
+        raise TransferError(
+            f"{box.name} {box.start} to {box.stop}, bound for {tensor}, has checksum"
+            f" {int(received_P[first]) & _UNSIGNED:#x} on engine rank {bucket.target_rank},"
+            f" {int(sent_P[first]) & _UNSIGNED:#x} on trainer rank {bucket.source_rank}"
+        )

@@ -1,0 +1,263 @@
+"""Runs in each SGLang rank: takes commands through the custom weight loader and receives slices.
+
+SGLang runs with `--custom-weight-loader mcore_rl.weight_sync.receiver.load`. The controller sends
+commands through /update_weights_from_tensor. Over a staged link only `connect` and `swap` come that
+way. The controller requests each version through the link's store, and a thread receives it while
+the engine decodes. Outcomes are reported through the store, never raised: an exception would end
+SGLang's scheduler.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from threading import Event, Thread
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_rl.device.gpu_memory import common_device
+from mcore_rl.weight_sync.background_stager import start_background_stager
+from mcore_rl.weight_sync.connection import Connection
+from mcore_rl.weight_sync.full_trace import FullTrace
+from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.link_store import LinkStore
+from mcore_rl.weight_sync.reporting import publish_report, report_outcome
+from mcore_rl.weight_sync.staging import Staging
+from mcore_rl.weight_sync.transports.choice import MakeTransport, make_routed_transport
+from mcore_rl.weight_sync.transports.host.open_memory import OpenMemory
+from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.wire import COMMAND_NAME, Command, Link, Report, decode_command
+from mcore_rl.weights.box import Shard
+from mcore_rl.weights.layouts.engine_trace import trace_load_weights
+from mcore_rl.weights.layouts.layout import HfTensors
+
+_log = logging.getLogger(__name__)
+
+LoadWeights = Callable[[Any], object]
+"""A model's load_weights: takes an iterable of (HF name, tensor)."""
+
+
+def _no_padding() -> None: ...
+
+
+class WeightReceiver:
+    """One engine rank's end of the link to the trainer ranks; `connect` replaces the link."""
+
+    def __init__(self, make_transport: MakeTransport = make_routed_transport) -> None:
+        self._make_transport = make_transport
+        self._connection: Connection | None = None
+        self._link: Link | None = None
+        self._store: LinkStore | None = None
+        self._staging: Staging | None = None
+        self._fill_padding: Callable[[], None] = _no_padding
+        self._padded: frozenset[str] = frozenset()
+        self._full_trace: FullTrace | None = None
+        """Traces what the link's own trace left out; it begins after the first swap."""
+
+    def handle(
+        self,
+        command: Command,
+        receiver_rank: int,
+        load_weights: LoadWeights,
+        tensors: Mapping[str, Tensor],
+    ) -> Report:
+        """Execute `command` on `tensors`; return and publish its outcome, errors included."""
+        link = command.link
+        rank = link.num_senders + receiver_rank
+        if command.action == "connect":
+            act = partial(self._connect, link, rank, load_weights, tensors)
+        else:
+            act = partial(self._move, command, tensors)
+        report = report_outcome(link.name_of(rank), act)
+        if report.error is not None:
+            self.close()
+        if self._store is not None and not publish_report(
+            self._store, command.action, rank, report
+        ):
+            self.close()
+        return report
+
+    def close(self) -> None:
+        """Leave the link; peers that wait for this rank fail at once."""
+        connection = self._connection
+        self._connection = None
+        if connection is not None:
+            connection.close()
+        if self._full_trace is not None:
+            self._full_trace.cancel()
+
+    def _connect(
+        self, link: Link, rank: int, load_weights: LoadWeights, tensors: Mapping[str, Tensor]
+    ) -> Report:
+        self.close()
+        self._store = None
+        self._link = None
+        live = self._staging.live_segment(tensors) if self._staging is not None else None
+        self._staging = None
+        memory = None
+        if link.staged:
+            self._staging = Staging(tensors, live)
+        if self._staging is not None and self._staging.segments is not None:
+            memory = OpenMemory(self._staging.segments)
+        end = LinkEnd.open(link, rank, common_device(tensors.values()), memory)
+        self._store = end.store
+
+        def trace(hf_tensors: HfTensors) -> Sequence[Shard]:
+            typed = {
+                name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in hf_tensors.items()
+            }
+            # In place, parameters come and go with an engine's memory: no later trace can use them.
+            every = link.trace_all or not link.staged
+            traced = trace_load_weights(load_weights, typed, tensors, every=every)
+            self._full_trace = None
+            if traced.is_sampled:
+                self._full_trace = FullTrace(end.name, traced, load_weights, typed, tensors)
+            self._fill_padding = traced.fill_padding
+            self._padded = traced.padded
+            return traced.shards
+
+        self._connection = Connection.meet(end, trace, self._make_transport)
+        self._link = link
+        if link.loaded:
+            self._connection.expect(tensors)
+        if self._staging is not None:
+            self._staging.finish(tensors, self._padded)
+            start_background_stager(self._connection, self._staging)
+        return Report(end.name, self._connection.digest, self._connection.num_bytes)
+
+    def _move(self, command: Command, tensors: Mapping[str, Tensor]) -> Report:
+        """Receive a version into `tensors`, or swap in the staged one; read it back if asked."""
+        link = command.link
+        version = command.version
+        if self._connection is None or self._link != link:
+            raise TransferError(
+                f"engine {link.engine} is not connected by this link; connect it again"
+            )
+        assert version is not None, f"{command.action} needs a version"
+        if command.action == "swap":
+            self._swap(self._connection, version, tensors, verify=command.verify)
+            return Report(self._connection.name, self._connection.digest)
+        assert not link.staged, (
+            f"version {version}: a staged link receives by stage requests, not by commands"
+        )
+        report = self._connection.receive(version, tensors, link.timeout_s)
+        # A colocated engine that gave up its memory since the last sync has lost its padding, too.
+        self._fill_padding()
+        if command.verify:
+            self._connection.check_destination(version, tensors)
+        return report
+
+    def _swap(
+        self, connection: Connection, version: int, tensors: Mapping[str, Tensor], *, verify: bool
+    ) -> None:
+        """Swap in the staged version; after the first one, begin to trace what was left out."""
+        assert self._staging is not None, f"swap of version {version} over an unstaged link"
+        full_trace = self._full_trace
+        if full_trace is None:
+            self._staging.swap(version, tensors)
+        else:
+            full_trace.check()
+            with full_trace.parameters_may_change():
+                self._staging.swap(version, tensors)
+        if verify:
+            connection.check_destination(version, tensors)
+        if full_trace is not None:
+            full_trace.start()
+
+
+_RECEIVER = WeightReceiver()
+"""The process's only receiver. SGLang calls `load` anew for every command, so the link lives here.
+"""
+
+
+def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Execute the command in `named_tensors`.
+
+    SGLang calls this in every rank of an engine, between /begin_weight_update and
+    /end_weight_update.
+    """
+    from sglang.srt.model_loader.loader import post_load_weights
+    from sglang.srt.runtime_context import get_parallel
+
+    commands = [tensor for name, tensor in named_tensors if name == COMMAND_NAME]
+    if len(commands) != 1:
+        names = [name for name, _ in named_tensors]
+        _log.error("expected one tensor named %s, got %s", COMMAND_NAME, names)
+        return
+    command = decode_command(commands[0])
+    parallel = get_parallel()
+    receiver_rank = parallel.pp_rank * parallel.tp_size + parallel.tp_rank
+    tensors = loaded_parameters(model)
+    load_weights = on_calling_thread(model.load_weights)  # type: ignore[arg-type]
+    if command.action == "connect" and parallel.pp_size > 1:
+        _connect_in_thread(command, receiver_rank, load_weights, tensors)
+        return
+    report = _RECEIVER.handle(command, receiver_rank, load_weights, tensors)
+    if command.action != "connect" and report.error is None:
+        post_load_weights(model)
+        forget_image_embeddings()
+
+
+def loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that a checkpoint fills.
+
+    SGLang marks the others, such as the scales of its KV cache, with `_skip_weight_check`.
+    """
+    return {
+        name: tensor
+        for name, tensor in model.named_parameters()
+        if not getattr(tensor, "_skip_weight_check", False)
+    }
+
+
+def forget_image_embeddings() -> None:
+    """Clear SGLang's cache of image embeddings, made by the vision tower's old weights.
+
+    SGLang clears neither this cache when it flushes the KV cache, nor when weights change.
+    """
+    from sglang.srt.managers import mm_schedule
+
+    if mm_schedule.embedding_cache is not None:
+        mm_schedule.embedding_cache.clear()
+
+
+def _connect_in_thread(
+    command: Command, receiver_rank: int, load_weights: LoadWeights, tensors: Mapping[str, Tensor]
+) -> None:
+    """Return once the loader is traced; the other ranks are met in a thread.
+
+    A pipeline stage hears of a command only when the stage before it is done with it, so a stage
+    that waited here for the later ones would wait forever.
+    """
+    traced = Event()
+
+    def load_and_signal(named_tensors: Any) -> object:
+        try:
+            return load_weights(named_tensors)
+        finally:
+            traced.set()
+
+    def connect() -> None:
+        try:
+            _RECEIVER.handle(command, receiver_rank, load_and_signal, tensors)
+        finally:
+            traced.set()
+
+    Thread(target=connect, name="connect", daemon=True).start()
+    traced.wait(command.link.timeout_s)
+
+
+def on_calling_thread(load_weights: LoadWeights) -> LoadWeights:
+    """Keep SGLang's loaders from handing host tensors to other threads, where tracing can't follow.
+
+    They don't do so for tensors marked as views of a buffer that is about to be reused.
+    """
+    from sglang.srt.model_loader.weight_utils import RUNAI_STREAMER_TENSOR_ATTR
+
+    def marked(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in named_tensors:
+            setattr(tensor, RUNAI_STREAMER_TENSOR_ATTR, True)
+            yield name, tensor
+
+    return lambda named_tensors: load_weights(marked(named_tensors))

@@ -1,0 +1,172 @@
+"""Joins the facts that ranks of a link tell of themselves to one message for all of them.
+
+rank 0  facts --+                                    +--> rank 0
+rank 1  facts --+--> roster: a host per rank,        +--> rank 1
+  ...           |    facts where both sides meet   --+      ...
+
+So a rank reads one message, whose size grows with the hosts and not with the ranks' facts.
+"""
+
+import hashlib
+import json
+import zlib
+from array import array
+from base64 import b64decode, b64encode
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from functools import lru_cache
+from itertools import accumulate, groupby
+
+from mcore_rl.weight_sync.transports.location import SOME_GPU, RankLocation, needs_gloo
+from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.wire import Link
+from mcore_rl.weights.plan.shares import ListedHosts
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """Where a rank runs and what it can do, as it tells the other ranks.
+
+    machine         machine_id(): equal for processes that can share memory
+    sums            kinds of checksums that it computes
+    gpu             id of the GPU that holds its tensors; empty for the host
+    readable_gpus   ids of the GPUs whose memory it can read
+    memory          name of an engine rank's OpenMemory, empty without
+    writes          whether a trainer rank can write into such memory
+    """
+
+    machine: str
+    sums: tuple[str, ...]
+    gpu: str = ""
+    readable_gpus: tuple[str, ...] = ()
+    memory: str = ""
+    writes: bool = False
+
+    def encode(self) -> bytes:
+        return json.dumps(astuple(self)).encode()
+
+    @staticmethod
+    @lru_cache(maxsize=1 << 14)
+    def decode(data: bytes) -> "RankFacts":
+        """Controllers decode the facts of the same trainer ranks for each engine."""
+        machine, sums, gpu, readable, memory, writes = json.loads(data)
+        return RankFacts(machine, tuple(sums), gpu, tuple(readable), memory, writes)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Numbers by rank, mostly equal to their neighbors: ranks up to `ends[i]` have `values[i]`."""
+
+    values: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    @staticmethod
+    def of(numbers: Iterable[int]) -> "Runs":
+        runs = [(value, len(list(run))) for value, run in groupby(numbers)]
+        ends = accumulate(count for _, count in runs)
+        return Runs(tuple(value for value, _ in runs), tuple(ends))
+
+    def __getitem__(self, rank: int) -> int:
+        return self.values[bisect_right(self.ends, rank)]
+
+    def expand(self) -> tuple[int, ...]:
+        """Return the number of each rank."""
+        numbers: list[int] = []
+        for value, end in zip(self.values, self.ends, strict=True):
+            numbers += [value] * (end - len(numbers))
+        return tuple(numbers)
+
+    def encode(self) -> str:
+        return b64encode(array("I", self.values + self.ends).tobytes()).decode()
+
+    @staticmethod
+    def decode(text: str) -> "Runs":
+        numbers = array("I", b64decode(text)).tolist()
+        half = len(numbers) // 2
+        return Runs(tuple(numbers[:half]), tuple(numbers[half:]))
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The ranks of a link, those of the sending side first.
+
+    hosts   host of each rank, numbered over the link
+    on_gpu  whether each rank's tensors are on a GPU
+    sums    the kind of checksums of the link
+    gloo    whether any pair of ranks uses gloo, whose group all ranks of a link make together
+    alike   digest of what a plan depends on besides the layouts: links with equal digests have
+            equal plans
+    met     facts of the ranks on hosts where ranks of both sides run, by rank; they alone can share
+            memory
+    """
+
+    hosts: Runs
+    on_gpu: Runs
+    sums: str
+    gloo: bool
+    alike: str
+    met: Mapping[int, RankFacts]
+
+    def listed_hosts(self, num_senders: int) -> ListedHosts:
+        hosts = self.hosts.expand()
+        return ListedHosts(hosts[:num_senders], hosts[num_senders:])
+
+    def encode(self) -> bytes:
+        met = {rank: facts.encode().decode() for rank, facts in self.met.items()}
+        fields = [self.hosts.encode(), self.on_gpu.encode(), self.sums, self.gloo, self.alike, met]
+        return zlib.compress(json.dumps(fields).encode(), level=1)
+
+    @staticmethod
+    def decode(data: bytes) -> "Roster":
+        hosts, on_gpu, sums, gloo, alike, met = json.loads(zlib.decompress(data))
+        facts = {int(rank): RankFacts.decode(each.encode()) for rank, each in met.items()}
+        return Roster(Runs.decode(hosts), Runs.decode(on_gpu), sums, gloo, alike, facts)
+
+
+def make_roster(facts: Sequence[RankFacts], link: Link) -> Roster:
+    """Return the roster of the ranks of a link, whose facts are in the order of the ranks.
+
+    Raises TransferError if no kind of checksum is common to all ranks.
+    """
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(f.machine for f in facts))}
+    hosts = tuple(numbers[each.machine] for each in facts)
+    num_senders = link.num_senders
+    both = set(hosts[:num_senders]) & set(hosts[num_senders:])
+    met = {rank: each for rank, each in enumerate(facts) if hosts[rank] in both}
+    on_gpu = tuple(each.gpu != "" for each in facts)
+    places = list(zip(hosts, on_gpu, strict=True))
+    gloo = needs_gloo(
+        _locations(places[:num_senders]),
+        _locations(places[num_senders:]),
+        through_hosts=link.delta == "always",
+    )
+    sums = _common_kind(link.names, [each.sums for each in facts])
+    # An engine rank's host matters to the plan only if trainer ranks run there.
+    near = [host if host in both else None for host in hosts[num_senders:]]
+    alike = hashlib.sha256(repr((hosts[:num_senders], near, sums)).encode()).hexdigest()
+    return Roster(Runs.of(hosts), Runs.of(on_gpu), sums, gloo, alike, met)
+
+
+def _locations(places: Iterable[tuple[int, bool]]) -> list[RankLocation]:
+    """Return the different ones of some ranks, given (host, whether on a GPU) of each."""
+    return [RankLocation(str(host), SOME_GPU if gpu else "") for host, gpu in dict.fromkeys(places)]
+
+
+def _common_kind(names: Sequence[str], kinds: Sequence[Sequence[str]]) -> str:
+    """Return the first kind of checksums that all ranks compute.
+
+    Raises TransferError, which names what ranks compute, if there is none.
+    """
+    common = set(kinds[0]).intersection(*dict.fromkeys(map(tuple, kinds)))
+    for kind in kinds[0]:
+        if kind in common:
+            return kind
+    firsts: dict[tuple[str, ...], str] = {}
+    for name, offered in zip(names, kinds, strict=True):
+        firsts.setdefault(tuple(offered), name)
+    offers = "; ".join(f"{name}: {', '.join(offered)}" for offered, name in firsts.items())
+    raise TransferError(
+        f"the ranks have no kind of checksum in common ({offers}); run one release of mcore_rl on"
+        " trainer and engines"
+    )

@@ -1,0 +1,158 @@
+"""Runs in each trainer rank: sends slices of its parameters to every engine that needs them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from mcore_rl.device.gpu_memory import common_device
+from mcore_rl.process.garbage import collections_paused
+from mcore_rl.weight_sync.connection import Connection
+from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.link_keeper import DATA, ERROR
+from mcore_rl.weight_sync.meeting import describe_rank
+from mcore_rl.weight_sync.plan_handshake import Drafts, PlanHandshake
+from mcore_rl.weight_sync.roster import Roster
+from mcore_rl.weight_sync.transports.choice import (
+    MakeTransport,
+    make_routed_transport,
+    waits_for_peers,
+)
+from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.wire import Link, Report
+from mcore_rl.weights.box import Shard
+
+_MOST_AT_ONCE = 4
+"""Links that a rank opens at a time if it waits for engines: one that does not come holds up no
+other.
+"""
+
+
+class WeightSender:
+    """Feeds any number of engines, each over its own link; a failure affects one link alone."""
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        tensors: Mapping[str, Tensor],
+        rank: int,
+        make_transport: MakeTransport = make_routed_transport,
+    ) -> None:
+        """`shards` says what `tensors`, the rank's parameters, hold; each send reads them anew."""
+        self._shards = tuple(shards)
+        self._tensors = tensors
+        self._rank = rank
+        self._make_transport = make_transport
+        self._device = common_device(tensors.values())
+        self._connections: dict[str, Connection] = {}
+        self._handshakes: dict[str, PlanHandshake] = {}
+        """Those of planned links that are not open yet, by engine."""
+        self._drafts = Drafts()
+
+    def describe(self) -> bytes:
+        """Return this rank's encoded RankFacts, which hold for all links."""
+        return describe_rank(self._device, is_sender=True).encode()
+
+    def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> list[bytes]:
+        """Plan this rank's part of each (link, encoded roster); return what it publishes of each.
+
+        Waits for no other rank. Drops earlier links to the same engines.
+        """
+        with collections_paused():
+            decode = cache(Roster.decode)  # that of engines which share no host with trainers
+            return [self._plan(link, decode(encoded)) for link, encoded in offers]
+
+    def open_links(self, verdicts: Sequence[tuple[str, str]]) -> list[str | Report]:
+        """Connect by the plans of plan_links, given (engine, problems of the recorded layouts).
+
+        Returns the digest of the plan for each link that is open, else the report of its error,
+        which does not affect the other links.
+        """
+        opened: dict[str, str | Report] = {}
+        waiting: list[tuple[str, str]] = []
+        with collections_paused():
+            for engine, problems in verdicts:
+                if problems or waits_for_peers(self._handshakes[engine].end):
+                    waiting.append((engine, problems))
+                else:
+                    opened[engine] = self._open(engine, problems)
+            with ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="links") as pool:
+                reports = pool.map(lambda verdict: self._open(*verdict), waiting)
+                opened |= zip((engine for engine, _ in waiting), reports, strict=True)
+        return [opened[engine] for engine, _ in verdicts]
+
+    def connect(self, link: Link) -> Report:
+        """Join the link's other ranks at its store, without a controller that calls this rank.
+
+        Replaces an earlier link to the same engine. A failure is in the report's `error`.
+        """
+        self.disconnect(link.engine)
+        end = LinkEnd.open(link, self._rank, self._device)
+        return self._report(
+            link, lambda: Connection.meet(end, lambda _: self._shards, self._make_transport)
+        )
+
+    def _plan(self, link: Link, roster: Roster) -> bytes:
+        self.disconnect(link.engine)
+        end = LinkEnd.open(link, self._rank, self._device, roster=roster)
+        handshake = PlanHandshake(end, lambda _: self._shards, self._drafts)
+        self._handshakes[link.engine] = handshake
+        try:
+            return DATA + handshake.answer()
+        except (RuntimeError, ValueError) as error:
+            return ERROR + str(error).encode()
+
+    def _open(self, engine: str, problems: str) -> str | Report:
+        handshake = self._handshakes.pop(engine)
+
+        def connect() -> Connection:
+            plan = handshake.conclude(problems)
+            return Connection(handshake.end, plan, self._make_transport)
+
+        report = self._report(handshake.end.link, connect)
+        return report.digest if report.error is None else report
+
+    def _report(self, link: Link, connect: Callable[[], Connection]) -> Report:
+        try:
+            connection = connect()
+        except (RuntimeError, ValueError) as error:
+            peer_lost = isinstance(error, TransferError) and error.peer_lost
+            return Report(link.name_of(self._rank), error=str(error), peer_lost=peer_lost)
+        self._connections[link.engine] = connection
+        return Report(connection.name, connection.digest, connection.num_bytes)
+
+    def disconnect(self, engine: str) -> None:
+        """Drop the link to `engine`, if there is one."""
+        self._handshakes.pop(engine, None)
+        connection = self._connections.pop(engine, None)
+        if connection is not None:
+            connection.close()
+
+    def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
+        """Send the current parameters as `version` to all `engines` at once; return a report for
+        each.
+
+        A link whose transfer failed is dropped, because its messages are out of step: connect it
+        again. Raises ValueError if an engine is not connected.
+        """
+        unknown = set(engines) - set(self._connections)
+        if unknown:
+            raise ValueError(f"engines {sorted(unknown)} are not connected; call connect first")
+        if len(engines) == 1:
+            return {engines[0]: self._send_to(engines[0], version, timeout_s)}
+        with ThreadPoolExecutor(
+            max_workers=max(1, len(engines)), thread_name_prefix="weights"
+        ) as pool:
+            reports = pool.map(lambda engine: self._send_to(engine, version, timeout_s), engines)
+            return dict(zip(engines, reports, strict=True))
+
+    @torch.no_grad()
+    def _send_to(self, engine: str, version: int, timeout_s: float) -> Report:
+        connection = self._connections[engine]
+        try:
+            return connection.send(version, self._tensors, timeout_s)
+        except TransferError as error:
+            self.disconnect(engine)
+            return Report(connection.name, error=str(error), peer_lost=error.peer_lost)

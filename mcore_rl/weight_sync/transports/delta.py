@@ -1,0 +1,229 @@
+"""Sends between hosts only how a message differs from the one of its number before.
+
+    sender                                              receiver
+    message now, kept: message before                   kept: message before
+      first part: header, places and values   ----->    kept becomes the message now
+      rest, if the first part was too short   ----->    its checksum is the header's?
+                                              <-----    yes, or no: send it whole
+      whole message                           ----->    only after a no
+
+Both ends keep a copy of each message in host memory. They reserve for the first part what the last
+difference took and a quarter more, so that one message usually does. The first message of a number,
+and one of which most has changed, is sent whole. Checksums of slices are compared as without this.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from xxhash import xxh3_64_intdigest
+
+from mcore_rl.types import Array
+from mcore_rl.weight_sync.transports.delta_code import (
+    Form,
+    apply,
+    elements,
+    num_places_bytes,
+    take_changes,
+)
+from mcore_rl.weight_sync.transports.gloo import GlooMessage, GlooTransport
+from mcore_rl.weight_sync.transports.transport import TransferError
+
+_log = logging.getLogger(__name__)
+
+_FIRST, _REST, _ANSWER, _AGAIN = range(4)
+"""Tags: gloo keeps the order of messages of one tag."""
+_HEADER_BYTES = 32
+_WHOLE = 0
+_FORMS: dict[int, Form] = {1: "gaps", 2: "bits"}
+_CODES = {form: code for code, form in _FORMS.items()}
+_LARGEST_SHARE = 0.75
+"""A difference that takes more of a message is not worth its coding."""
+_FIRST_GUESS = 1 / 16
+_RIGHT, _WRONG = 1, 0
+
+Failure = Callable[[], str | None]
+
+
+@dataclass
+class _Slot:
+    """Keeps what an end knows of the messages of one number with one peer.
+
+    kept         the last one; None before the first. A difference changes it in place
+    reserved     bytes of the next difference that travel with its header
+    """
+
+    kept: Array | None = None
+    reserved: int = 0
+
+    def keep(self, message_u8: Tensor) -> None:
+        """Copy the message now."""
+        now = elements(message_u8)
+        if self.kept is None:
+            self.kept = np.empty_like(now)
+        np.copyto(self.kept, now)
+
+    def reserve(self, message_bytes: int, code: int, coded_bytes: int, *, is_first: bool) -> None:
+        """Reserve for the next difference, on both ends alike, by what this message took."""
+        if is_first:
+            self.reserved = int(message_bytes * _FIRST_GUESS)
+        else:
+            self.reserved = 0 if code == _WHOLE else coded_bytes * 5 // 4 + 64
+
+
+@dataclass(frozen=True)
+class _Sending:
+    message_u8: Tensor
+    peer: int
+    what: str
+    parts: list[GlooMessage]
+    answer: GlooMessage | None
+
+    def finish(self, transport: "DeltaTransport", deadline_s: float, failure: Failure) -> None:
+        gloo = transport.gloo
+        gloo.wait(self.parts, deadline_s, failure)
+        if self.answer is None:
+            return
+        gloo.wait([self.answer], deadline_s, failure)
+        if int(self.answer.tensor_u8[0]) == _RIGHT:
+            return
+        _log.warning("%s: its difference gave other bytes there; it is sent whole", self.what)
+        again = gloo.start_send(self.message_u8, self.peer, f"{self.what} whole", _AGAIN)
+        gloo.wait([again], deadline_s, failure)
+
+
+@dataclass(frozen=True)
+class _Receiving:
+    message_u8: Tensor
+    peer: int
+    what: str
+    slot: _Slot
+    first: GlooMessage
+
+    def finish(self, transport: "DeltaTransport", deadline_s: float, failure: Failure) -> None:
+        gloo = transport.gloo
+        gloo.wait([self.first], deadline_s, failure)
+        first_u8 = self.first.tensor_u8
+        code, num_values, checksum, coded_bytes = (
+            first_u8[:_HEADER_BYTES].view(torch.int64).tolist()
+        )
+        if code == _WHOLE:
+            rest = gloo.start_recv(self.message_u8, self.peer, self.what, _REST)
+            gloo.wait([rest], deadline_s, failure)
+            is_first = self.slot.kept is None
+            self.slot.keep(self.message_u8)
+            self.slot.reserve(len(self.message_u8), code, 0, is_first=is_first)
+            return
+        if code not in _FORMS or self.slot.kept is None or coded_bytes > len(self.message_u8):
+            raise TransferError(f"{self.what}: no header of a difference: {code}, {coded_bytes}")
+        coded = first_u8[_HEADER_BYTES : _HEADER_BYTES + coded_bytes]
+        if len(coded) < coded_bytes:
+            rest_u8 = torch.empty(coded_bytes - len(coded), dtype=torch.uint8)
+            rest = gloo.start_recv(rest_u8, self.peer, f"the rest of {self.what}", _REST)
+            gloo.wait([rest], deadline_s, failure)
+            coded = torch.cat([coded, rest_u8])
+        is_right = self._apply(_FORMS[code], coded.numpy(), num_values, checksum)
+        answer_u8 = torch.full((8,), _RIGHT if is_right else _WRONG, dtype=torch.uint8)
+        answer = gloo.start_send(answer_u8, self.peer, f"the answer to {self.what}", _ANSWER)
+        gloo.wait([answer], deadline_s, failure)
+        if is_right:
+            sent = max(len(first_u8), _HEADER_BYTES + coded_bytes) + len(answer_u8)
+            transport.num_saved += len(self.message_u8) - sent
+        else:
+            _log.warning("%s: its difference gives other bytes than were sent", self.what)
+            again = gloo.start_recv(self.message_u8, self.peer, f"{self.what} whole", _AGAIN)
+            gloo.wait([again], deadline_s, failure)
+            self.slot.keep(self.message_u8)
+        self.slot.reserve(len(self.message_u8), code, coded_bytes, is_first=False)
+
+    def _apply(self, form: Form, coded: Array, num_values: int, checksum: int) -> bool:
+        """Fill the message, and what is kept, by the difference; return whether it is right."""
+        kept = self.slot.kept
+        assert kept is not None
+        num_places = num_places_bytes(form, num_values, len(kept))
+        try:
+            apply(form, coded[:num_places], coded[num_places:], kept)
+        except ValueError:
+            return False
+        np.copyto(elements(self.message_u8), kept)
+        return _checksum(self.message_u8) == checksum
+
+
+class DeltaTransport:
+    """Differences over gloo; messages must lie on the host."""
+
+    def __init__(self, gloo: GlooTransport) -> None:
+        self.gloo = gloo
+        self.num_saved = 0
+        """Bytes that did not travel, since `take_saved`."""
+        self._slots: dict[tuple[int, int], _Slot] = {}
+        self._started: list[_Sending | _Receiving] = []
+
+    def memory(self, peer: int) -> None:
+        return None
+
+    def device(self, peer: int) -> torch.device:
+        return self.gloo.device(peer)
+
+    def send(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
+        slot = self._slots.setdefault((peer, number), _Slot())
+        parts, code = self._start_parts(slot, tensor_u8, peer, what)
+        answer = None
+        if code != _WHOLE:
+            answer_u8 = torch.zeros(8, dtype=torch.uint8)
+            answer = self.gloo.start_recv(answer_u8, peer, f"the answer to {what}", _ANSWER)
+        self._started.append(_Sending(tensor_u8, peer, what, parts, answer))
+
+    def recv(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
+        slot = self._slots.setdefault((peer, number), _Slot())
+        first_u8 = torch.empty(_HEADER_BYTES + slot.reserved, dtype=torch.uint8)
+        first = self.gloo.start_recv(first_u8, peer, what, _FIRST)
+        self._started.append(_Receiving(tensor_u8, peer, what, slot, first))
+
+    def run(self, deadline_s: float, failure: Failure, pending: int = 0) -> None:
+        while len(self._started) > pending:
+            self._started[0].finish(self, deadline_s, failure)
+            del self._started[0]
+
+    def take_saved(self) -> int:
+        saved, self.num_saved = self.num_saved, 0
+        return saved
+
+    def close(self) -> None:
+        self.gloo.close()
+        self._started.clear()
+
+    def _start_parts(
+        self, slot: _Slot, message_u8: Tensor, peer: int, what: str
+    ) -> tuple[list[GlooMessage], int]:
+        """Start to send a message, by its difference if that is shorter; return how, too."""
+        now = elements(message_u8)
+        first_u8 = torch.zeros(_HEADER_BYTES + slot.reserved, dtype=torch.uint8)
+        changes = None if slot.kept is None else take_changes(slot.kept, now)
+        if changes is None:
+            slot.keep(message_u8)
+        if changes is None or changes.num_bytes > _LARGEST_SHARE * len(message_u8):
+            slot.reserve(len(message_u8), _WHOLE, 0, is_first=changes is None)
+            first = self.gloo.start_send(first_u8, peer, what, _FIRST)
+            return [first, self.gloo.start_send(message_u8, peer, what, _REST)], _WHOLE
+        coded = np.concatenate([changes.places, changes.values.view(np.uint8)])
+        code = _CODES[changes.form]
+        header = [code, len(changes.values), _checksum(message_u8), len(coded)]
+        first_u8[:_HEADER_BYTES].view(torch.int64).copy_(torch.tensor(header))
+        num_first = min(len(coded), slot.reserved)
+        first_u8[_HEADER_BYTES:].numpy()[:num_first] = coded[:num_first]
+        parts = [self.gloo.start_send(first_u8, peer, what, _FIRST)]
+        if num_first < len(coded):
+            rest_u8 = torch.from_numpy(coded[num_first:].copy())
+            parts.append(self.gloo.start_send(rest_u8, peer, f"the rest of {what}", _REST))
+        slot.reserve(len(message_u8), code, len(coded), is_first=False)
+        return parts, code
+
+
+def _checksum(message_u8: Tensor) -> int:
+    """Return XXH3 of the message as a signed integer, as which it travels in the header."""
+    unsigned = xxh3_64_intdigest(message_u8.numpy().data)
+    return unsigned - 2**64 if unsigned >= 2**63 else unsigned

@@ -1,0 +1,78 @@
+"""Pairs that meet over NCCL. tests/scenarios/weight_sync/test_gpu_sync.py tests them on GPUs."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_rl.device import has_cuda
+from mcore_rl.weight_sync.transports.gpu_pairs import GpuPairTransport, meeting_order
+from mcore_rl.weight_sync.transports.transport import TransferError
+from tests.support.link_ends import make_link, open_ends
+
+Pair = tuple[int, int]
+
+
+@pytest.mark.skipif(has_cuda(), reason="there is a GPU")
+def test_pairs_of_a_staged_link_meet_with_their_first_message() -> None:
+    _store, link = make_link(timeout_s=30.0)
+    end = open_ends(replace(link, staged=True))[0]
+    transport = GpuPairTransport(end, [1])  # waits for nobody
+    message_u8 = torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(TransferError, match=r"rank 0 of engine engine-0 to meet it over NCCL: "):
+        transport.send(message_u8, 1, "a bucket")
+
+
+@pytest.mark.skipif(has_cuda(), reason="there is a GPU")
+def test_a_peer_that_cannot_be_met_is_named_at_once() -> None:
+    _store, link = make_link(timeout_s=30.0)
+    began_s = time.monotonic()
+    with pytest.raises(
+        TransferError,
+        match=r"trainer rank 0 waited .* for rank 0 of engine engine-0 to meet it over NCCL: "
+        r".*GroupNCCL",
+    ):
+        GpuPairTransport(open_ends(link)[0], [1])
+    assert time.monotonic() - began_s < 10
+
+
+def rounds_until_all_have_met(num_senders: int, num_receivers: int, pairs: set[Pair]) -> int:
+    """Return how often all pairs that wait for each other meet at once, until none is left."""
+    waiting = {}
+    for rank in range(num_senders + num_receivers):
+        peers = [sum(pair) - rank for pair in pairs if rank in pair]
+        waiting[rank] = meeting_order(rank, peers, num_senders, num_receivers)
+    num_rounds = 0
+    while any(waiting.values()):
+        met = [
+            (rank, peers[0])
+            for rank, peers in waiting.items()
+            if peers and waiting[peers[0]][:1] == [rank]
+        ]
+        assert met, "ranks wait for each other in a ring"
+        for rank, _ in met:
+            waiting[rank].pop(0)
+        num_rounds += 1
+    return num_rounds
+
+
+@pytest.mark.parametrize(("num_senders", "num_receivers"), [(1, 4), (4, 1), (3, 5), (16, 32)])
+def test_pairs_meet_in_as_many_rounds_as_a_rank_has_peers(
+    num_senders: int, num_receivers: int
+) -> None:
+    pairs = {(s, num_senders + r) for s in range(num_senders) for r in range(num_receivers)}
+    rounds = rounds_until_all_have_met(num_senders, num_receivers, pairs)
+    assert rounds == max(num_senders, num_receivers)
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.data())
+def test_ranks_never_wait_in_a_ring(
+    num_senders: int, num_receivers: int, data: st.DataObject
+) -> None:
+    every = [(s, num_senders + r) for s in range(num_senders) for r in range(num_receivers)]
+    pairs = data.draw(st.sets(st.sampled_from(every)))
+    rounds = rounds_until_all_have_met(num_senders, num_receivers, pairs)
+    assert rounds <= max(num_senders, num_receivers)
