@@ -21,9 +21,9 @@ from pathlib import Path
 
 import psutil
 
-from mcore_rl.sandbox.execution import CodeRequest
-from mcore_rl.sandbox.limits import Limits, RunVerdict
-from mcore_rl.sandbox.service import Sandbox, SandboxOptions
+from mcore_rl.services.sandbox.execution import CodeRequest
+from mcore_rl.services.sandbox.limits import Limits, RunVerdict
+from mcore_rl.services.sandbox.service import Sandbox, SandboxOptions
 
 PYTHON = "print(sum(map(int, input().split())))"
 CPP = "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }"

@@ -30,7 +30,7 @@ from mcore_rl.rollout.engine_forks import engine_forks
 from mcore_rl.run.agent_command import add_arguments as add_agent_arguments
 from mcore_rl.run.sandbox_command import add_arguments as add_sandbox_arguments
 from mcore_rl.run.settings import load_settings, read_recipe, with_inputs
-from mcore_rl.search.command import add_arguments as add_search_arguments
+from mcore_rl.services.search.command import add_arguments as add_search_arguments
 from mcore_rl.translate.command import add_arguments as add_translate_arguments
 
 RECIPE_COMMANDS = {

@@ -27,9 +27,9 @@ from mcore_rl.rewards.code_execution import (
 )
 from mcore_rl.rewards.code_languages import Program
 from mcore_rl.rewards.code_places import execute
-from mcore_rl.sandbox.execution import CodeRequest, CodeResult
-from mcore_rl.sandbox.languages import EXECUTABLE
-from mcore_rl.sandbox.limits import RunVerdict
+from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult
+from mcore_rl.services.sandbox.languages import EXECUTABLE
+from mcore_rl.services.sandbox.limits import RunVerdict
 
 _COMPILED_ONCE = ("c", "cpp", "rust")
 """The driver runs what is compiled; others need files beside an executable."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from mcore_rl.rewards.code_driver import READY
 from mcore_rl.rewards.code_places import execute
-from mcore_rl.sandbox.execution import CodeRequest
-from mcore_rl.sandbox.limits import MIB, Limits, RunRecord, RunVerdict, SandboxError
+from mcore_rl.services.sandbox.execution import CodeRequest
+from mcore_rl.services.sandbox.limits import MIB, Limits, RunRecord, RunVerdict, SandboxError
 
 _IMPORT = "from mcore_rl.rewards.code_values import pack, unpack\n"
 _SIGKILL = 137

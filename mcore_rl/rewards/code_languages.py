@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.sandbox.languages import ALIASES
+from mcore_rl.services.sandbox.languages import ALIASES
 
 PROGRAM_LANGUAGES = {
     "python": "Python",

@@ -9,7 +9,7 @@ from mcore_rl.rewards.code_execution import CaseSettings
 from mcore_rl.rewards.code_languages import program_of
 from mcore_rl.rewards.code_places import server_of
 from mcore_rl.rewards.code_tests import read_tests
-from mcore_rl.sandbox.limits import SandboxError
+from mcore_rl.services.sandbox.limits import SandboxError
 
 WAITING_THREADS = 64
 """Programs that a call has at a server at a time, which bounds by itself how many run."""

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit, urlunsplit
 from mcore_rl.process.redaction import redact
 from mcore_rl.process.run_servers import split_key
 from mcore_rl.process.server_keys import bearer
-from mcore_rl.sandbox.execution import CodeRequest, CodeResult
-from mcore_rl.sandbox.limits import RunRecord, RunVerdict, SandboxError
-from mcore_rl.sandbox.wire import write_files
-from mcore_rl.search.client import Ask, SearchUnavailableError, ask_json
+from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult
+from mcore_rl.services.sandbox.limits import RunRecord, RunVerdict, SandboxError
+from mcore_rl.services.sandbox.wire import write_files
+from mcore_rl.services.search.client import Ask, SearchUnavailableError, ask_json
 
 PATIENCE_S = 300.0
 """How long a server may be away or busy, besides the time of the program itself."""

@@ -16,7 +16,7 @@ from mcore_rl.rewards.code_score import in_parallel
 from mcore_rl.rewards.code_tests import read_tests
 from mcore_rl.rewards.code_values import pack, unpack
 from mcore_rl.rewards.cure import rate_programs, rate_tests_scaled
-from mcore_rl.sandbox.limits import SandboxError
+from mcore_rl.services.sandbox.limits import SandboxError
 
 ROLE = "is_test"
 """The number that says whether a sample is a unit test: for algorithm.role_part."""

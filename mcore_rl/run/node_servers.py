@@ -8,7 +8,7 @@ from mcore_rl.cluster.node_servers import NodeServersSpec
 from mcore_rl.config import Config
 from mcore_rl.process.run_servers import SANDBOX_URL, SEARCH_URL
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.search.index import read_manifest
+from mcore_rl.services.search.index import read_manifest
 
 _NOWHERE = "http://127.0.0.1:1"
 

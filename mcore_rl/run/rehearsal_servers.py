@@ -6,8 +6,8 @@ from pathlib import Path
 
 from mcore_rl.config import Config, SandboxConfig, SearchConfig
 from mcore_rl.process.disk import write_whole
-from mcore_rl.search.build import build_index
-from mcore_rl.search.layout import IndexOptions
+from mcore_rl.services.search.build import build_index
+from mcore_rl.services.search.layout import IndexOptions
 
 _PASSAGES = tuple(f"passage {i}\nthe number {i} follows {i - 1} ." for i in range(1, 101))
 

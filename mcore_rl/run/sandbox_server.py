@@ -8,8 +8,8 @@ from aiohttp import web
 
 from mcore_rl.process.network import refuse_open_door, url_of
 from mcore_rl.process.server_keys import read_key_file
-from mcore_rl.sandbox.server import SandboxServer
-from mcore_rl.sandbox.service import Sandbox, SandboxOptions
+from mcore_rl.services.sandbox.server import SandboxServer
+from mcore_rl.services.sandbox.service import Sandbox, SandboxOptions
 
 
 def serve(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.search.corpora import write_corpus
 
 from mcore_rl.agents.environments.search_options import Searcher, SearchOptions
 from mcore_rl.cluster.node_servers import (
@@ -22,9 +23,8 @@ from mcore_rl.cluster.node_servers import (
 )
 from mcore_rl.config import SandboxConfig, SearchConfig
 from mcore_rl.process.run_servers import sandbox_url, search_url, split_key
-from mcore_rl.search.build import build_index
-from mcore_rl.search.layout import IndexOptions
-from tests.search.corpora import write_corpus
+from mcore_rl.services.search.build import build_index
+from mcore_rl.services.search.layout import IndexOptions
 
 START_S = 240.0
 

@@ -68,8 +68,8 @@ def test_kills_of_wardens_boxes_and_programs(arithmetic: Path, tmp_path: Path) -
     choices: list[Callable[[list[psutil.Process]], list[psutil.Process]]] = [oldest, newest, list]
     try:
         for number, choose in enumerate(choices):
-            run.wait_until(lambda: run.find("mcore_rl.sandbox.warden"), "a sandbox", 300)
-            for process in choose(run.find("mcore_rl.sandbox.warden")):
+            run.wait_until(lambda: run.find("mcore_rl.services.sandbox.warden"), "a sandbox", 300)
+            for process in choose(run.find("mcore_rl.services.sandbox.warden")):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
                     killed.append(process.pid)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from mcore_rl.search.client import SearchClient
 from tests.search.corpora import record
+
+from mcore_rl.services.search.client import SearchClient
 from tests.support.documented import documented
 from tests.support.policy import ROOT
 

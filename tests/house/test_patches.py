@@ -27,7 +27,7 @@ NOT_REPLACED = {
     ("sglang_on_cpu.native_forward", "NativeForward._make_space"): "fields of a C structure",
     ("mcore_rl.train.transformer_config", "make_transformer_config"): "fields that GPTModel reads",
     ("mcore_rl.device.probes", "release_and_resume"): "a setting that its package documents",
-    ("mcore_rl.sandbox.notebook", "run_cell"): "an entry under a name of our own",
+    ("mcore_rl.services.sandbox.notebook", "run_cell"): "an entry under a name of our own",
     ("mcore_rl.process.user_files", ""): "a finder for modules under a name of our own",
 }
 """Assignments that look like patches: (module, function) -> what they set."""

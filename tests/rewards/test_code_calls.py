@@ -11,7 +11,7 @@ from mcore_rl.rewards.code_calls import CALL_LANGUAGES, arguments_file, packed_r
 from mcore_rl.rewards.code_languages import Program
 from mcore_rl.rewards.code_tests import read_tests
 from mcore_rl.rewards.code_values import pack
-from mcore_rl.sandbox.languages import find_languages
+from mcore_rl.services.sandbox.languages import find_languages
 
 FOUND = find_languages()
 TWICE = {

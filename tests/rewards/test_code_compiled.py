@@ -9,8 +9,8 @@ from mcore_rl.rewards.code_compiled import run_other
 from mcore_rl.rewards.code_execution import CaseSettings, script_case
 from mcore_rl.rewards.code_languages import Program
 from mcore_rl.rewards.code_places import execute
-from mcore_rl.sandbox.execution import CodeRequest, CodeResult
-from mcore_rl.sandbox.languages import find_languages
+from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult
+from mcore_rl.services.sandbox.languages import find_languages
 
 FOUND = find_languages()
 ADD = {

@@ -15,8 +15,8 @@ from mcore_rl.rewards.code_execution import (
     script_case,
 )
 from mcore_rl.rewards.code_places import execute
-from mcore_rl.sandbox.execution import CodeRequest, CodeResult
-from mcore_rl.sandbox.limits import RunRecord, RunVerdict, SandboxError
+from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult
+from mcore_rl.services.sandbox.limits import RunRecord, RunVerdict, SandboxError
 
 QUICK = CaseSettings(wall_s=2.0)
 

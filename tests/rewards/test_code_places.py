@@ -11,13 +11,13 @@ import pytest
 from mcore_rl.process.run_servers import SANDBOX_URL
 from mcore_rl.rewards import code_places
 from mcore_rl.rewards.code_places import ATTEMPTS, execute
-from mcore_rl.sandbox.execution import CodeRequest, CodeResult
-from mcore_rl.sandbox.limits import Limits, RunVerdict, SandboxError
+from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult
+from mcore_rl.services.sandbox.limits import Limits, RunVerdict, SandboxError
 
 
 def wardens() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
-    return [p for p in children if "mcore_rl.sandbox.warden" in " ".join(p.cmdline())]
+    return [p for p in children if "mcore_rl.services.sandbox.warden" in " ".join(p.cmdline())]
 
 
 def test_a_program_whose_sandbox_is_killed_runs_again() -> None:

@@ -8,8 +8,8 @@ import pytest
 from mcore_rl.rewards import code_execution
 from mcore_rl.rewards.code_places import execute
 from mcore_rl.rewards.code_score import in_parallel, score_of, score_responses
-from mcore_rl.sandbox.execution import CodeRequest, CodeResult
-from mcore_rl.sandbox.limits import SandboxError
+from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult
+from mcore_rl.services.sandbox.limits import SandboxError
 
 TRUTH = {"inputs": ["1", "2"], "outputs": ["2", "4"]}
 

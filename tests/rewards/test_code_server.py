@@ -15,9 +15,9 @@ from mcore_rl.rewards.code_execution import CaseSettings, run_cases, script_case
 from mcore_rl.rewards.code_languages import Program
 from mcore_rl.rewards.code_server import read_answer, run_on_server
 from mcore_rl.rewards.code_tests import read_tests
-from mcore_rl.sandbox.execution import CodeRequest
-from mcore_rl.sandbox.languages import find_languages
-from mcore_rl.sandbox.limits import Limits, RunVerdict, SandboxError
+from mcore_rl.services.sandbox.execution import CodeRequest
+from mcore_rl.services.sandbox.languages import find_languages
+from mcore_rl.services.sandbox.limits import Limits, RunVerdict, SandboxError
 from tests.support.sandbox_servers import free_port, serving, write_key
 
 KEY = "a-key-of-this-test"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mcore_rl.config import Config, SandboxConfig, SearchConfig
 from mcore_rl.run.rehearsal_servers import smallest_servers
-from mcore_rl.search.index import PassageIndex
+from mcore_rl.services.search.index import PassageIndex
 
 
 def test_a_rehearsal_searches_an_index_of_its_own(tmp_path: Path) -> None:

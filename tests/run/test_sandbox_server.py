@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from mcore_rl.run.sandbox_server import serve, serving_key
-from mcore_rl.sandbox.service import SandboxOptions
+from mcore_rl.services.sandbox.service import SandboxOptions
 
 KEY = "0123456789abcdef"
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import psutil
 
-from mcore_rl.sandbox.box import ProgramBox
-from mcore_rl.sandbox.languages import readable_paths
-from mcore_rl.sandbox.limits import BoxStep, Limits, RunRecord
-from mcore_rl.sandbox.worker import Worker
+from mcore_rl.services.sandbox.box import ProgramBox
+from mcore_rl.services.sandbox.languages import readable_paths
+from mcore_rl.services.sandbox.limits import BoxStep, Limits, RunRecord
+from mcore_rl.services.sandbox.worker import Worker
 
 PROGRAM = "/box/program.py"
 

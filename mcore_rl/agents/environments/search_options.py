@@ -7,8 +7,8 @@ from pathlib import Path
 from mcore_rl.agents.environments.search_rewards import SCORES
 from mcore_rl.process.run_servers import search_url, split_key
 from mcore_rl.process.server_keys import read_secret
-from mcore_rl.search.client import SearchClient
-from mcore_rl.search.passages import Hit, title_and_text
+from mcore_rl.services.search.client import SearchClient
+from mcore_rl.services.search.passages import Hit, title_and_text
 
 PASSAGE = "Doc {rank}(Title: {title}) {text}\n"
 """As Search-R1 shows passages, so that its models read what they were trained on."""

@@ -10,8 +10,8 @@ from typing import Any
 from mcore_rl.agents.environments.environment import Message, ToolUnavailableError
 from mcore_rl.agents.environments.texts import cut
 from mcore_rl.process.errors import describe_error
-from mcore_rl.sandbox.limits import SandboxError
-from mcore_rl.search.client import SearchUnavailableError
+from mcore_rl.services.sandbox.limits import SandboxError
+from mcore_rl.services.search.client import SearchUnavailableError
 
 _AWAY = (ToolUnavailableError, SearchUnavailableError, SandboxError)
 """Errors that say nothing of the policy. It must not read them as answers."""

@@ -9,8 +9,8 @@ import pytest
 from mcore_rl.agents.environments.code_env import CodeEnvironment, CodeOptions
 from mcore_rl.agents.environments.environment import Step
 from mcore_rl.rewards import code_execution
-from mcore_rl.sandbox.execution import CodeRequest, CodeResult
-from mcore_rl.sandbox.limits import SandboxError
+from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult
+from mcore_rl.services.sandbox.limits import SandboxError
 
 STEPS = json.dumps(
     {

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.search.test_client import ANSWER, answering
 
 from mcore_rl.agents.environments.search_options import (
     PASSAGE,
@@ -15,9 +16,8 @@ from mcore_rl.agents.environments.search_options import (
     show_passages,
 )
 from mcore_rl.process.run_servers import SEARCH_URL
-from mcore_rl.search.client import SearchUnavailableError
-from mcore_rl.search.passages import Hit
-from tests.search.test_client import ANSWER, answering
+from mcore_rl.services.search.client import SearchUnavailableError
+from mcore_rl.services.search.passages import Hit
 
 URL = "http://127.0.0.1:1/retrieve"
 

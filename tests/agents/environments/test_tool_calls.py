@@ -6,8 +6,8 @@ import pytest
 
 from mcore_rl.agents.environments.environment import ToolUnavailableError
 from mcore_rl.agents.environments.tool_calls import ToolCalls, ToolOutcome
-from mcore_rl.sandbox.limits import SandboxError
-from mcore_rl.search.client import SearchUnavailableError
+from mcore_rl.services.sandbox.limits import SandboxError
+from mcore_rl.services.search.client import SearchUnavailableError
 
 
 def call(name, arguments="{}", number=0):

@@ -1,0 +1,173 @@
+"""The caller's side of a warden: starts it, opens boxes in it, and ends it."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mcore_rl.process.killed import wait_killed
+from mcore_rl.services.sandbox.cgroups import Cgroup, make_cgroup
+from mcore_rl.services.sandbox.limits import MIB, Limits, SandboxError
+from mcore_rl.services.sandbox.messages import Message, make_pair, receive, send, wait_readable
+from mcore_rl.services.sandbox.outer_layer import outer_command
+
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/box",
+    "TMPDIR": "/box",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+START_S = 60.0
+"""Time for a warden to start, or to end a box: far more than it takes on a busy machine."""
+_END_S = 10.0
+_PACKAGE_FOLDER = Path(__file__).parents[2]
+_CODE = (f"{_PACKAGE_FOLDER}/mcore_rl/__init__.py", str(Path(__file__).parent))
+"""Files that the warden itself is made of."""
+_START = (
+    f"import sys; kept = frozenset(sys.modules); sys.path.insert(0, {str(_PACKAGE_FOLDER)!r});"
+    "from mcore_rl.services.sandbox.warden import main; del sys.path[0];"
+    "found = main(int(sys.argv[1]), int(sys.argv[2]), kept);"
+    "found and found()"
+)
+_NEEDS = (
+    "It needs Linux 5.14 or later with user namespaces for this user (sysctl"
+    " user.max_user_namespaces and, on some systems, kernel.unprivileged_userns_clone or"
+    " kernel.apparmor_restrict_unprivileged_userns; in a container also a seccomp profile that"
+    " allows unshare and mount, and no chroot)"
+)
+
+
+def _refuse_old_kernel() -> None:
+    """Raise SandboxError where a warden could not see its caller end, as in gVisor of 2022."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        raise SandboxError(
+            f"no sandbox for programs on this machine: pidfd_open: {error}. {_NEEDS}"
+        ) from None
+
+
+class Worker:
+    """A warden and its cgroup. Opens one box at a time; not for several threads at once.
+
+    paths       folders and files of the machine that programs may read
+    bubblewrap  start the warden in namespaces of bubblewrap, in addition to its own
+    """
+
+    def __init__(
+        self, paths: Sequence[str], use_cgroups: bool = True, bubblewrap: bool = False
+    ) -> None:
+        _refuse_old_kernel()
+        self.is_retired = False
+        self._has_outer = bubblewrap
+        self.cgroup: Cgroup | None = make_cgroup() if use_cgroups else None
+        joins = [] if self.cgroup is None else self.cgroup.join_paths
+        outer = self._outer_command(paths, joins) if bubblewrap else []
+        self._control, theirs = make_pair()
+        caller = os.pidfd_open(os.getpid())
+        fds = (theirs.fileno(), caller)
+        try:
+            self._process = subprocess.Popen(
+                [*outer, sys.executable, "-I", "-B", "-c", _START, *map(str, fds)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=fds,
+                start_new_session=True,
+                env=ENVIRONMENT,
+            )
+        finally:
+            theirs.close()
+            os.close(caller)
+        try:
+            self._tell({"paths": list(paths), "joins": joins})
+            answer = self._hear(START_S, "to enter its namespaces")
+            if "error" in answer:
+                raise SandboxError(
+                    f"no sandbox for programs on this machine: {answer['error']}. {_NEEDS}"
+                )
+        except SandboxError:
+            self.close()
+            raise
+
+    def _outer_command(self, paths: Sequence[str], joins: Sequence[str]) -> list[str]:
+        try:
+            return outer_command([*paths, *_CODE], joins)
+        except SandboxError:
+            if self.cgroup is not None:
+                self.cgroup.remove()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Return the process id of the warden, or of the bubblewrap around it."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the warden has not ended; something outside may have killed it."""
+        return self._process.poll() is None
+
+    def begin_box(self, limits: Limits) -> socket.socket:
+        """Return the socket of a new box; SandboxError if the warden has ended."""
+        self.limit(limits)
+        call, theirs = make_pair()
+        with theirs:
+            options = {"files_bytes": limits.files_mib * MIB, "num_files": limits.num_files + 1}
+            self._tell(options, [theirs.fileno()])
+        return call
+
+    def limit(self, limits: Limits) -> None:
+        """Bound all processes of the box together, where that is possible."""
+        if self.cgroup is None:
+            return
+        try:
+            self.cgroup.set_limits(limits.memory_mib * MIB, limits.processes, limits.cpus)
+        except OSError as error:
+            raise SandboxError(f"the limits of a sandbox's cgroup were refused: {error}") from None
+
+    def wait_closed(self) -> None:
+        """Wait until the box is gone with all its processes; SandboxError if it stays."""
+        self._hear(START_S, "to end a box")
+
+    def retire(self) -> None:
+        """End the warden, and with it every process of its box, without waiting for them."""
+        self.is_retired = True
+        if not self._has_outer:
+            self._process.kill()
+            return
+        with contextlib.suppress(OSError):  # the warden ends when its socket does
+            self._control.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the warden and its box, and wait until they are gone."""
+        self.is_retired = True
+        self._control.close()
+        if self._has_outer:  # it ends after the warden, and would leave it behind if it were killed
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+        self._process.kill()
+        wait_killed(self._process, "the warden of a sandbox")
+        if self.cgroup is not None:
+            self.cgroup.remove()
+
+    def _tell(self, message: Message, fds: Sequence[int] = ()) -> None:
+        try:
+            send(self._control, message, fds)
+        except OSError as error:
+            raise SandboxError(f"the warden {self.pid} has ended: {error}") from None
+
+    def _hear(self, timeout_s: float, what: str) -> Message:
+        deadline = time.monotonic() + timeout_s
+        if not wait_readable([self._control.fileno()], deadline):
+            raise SandboxError(f"waited {timeout_s:g} s for the warden {self.pid} {what}")
+        received = receive(self._control)
+        if received is None:
+            raise SandboxError(f"the warden {self.pid} ended when it had {what}")
+        return received[0]
