@@ -75,10 +75,10 @@ quickstart: venv ## train a small mixture-of-experts model with GRPO and show it
 	$(BIN)/mcore-rl train recipe=tiny_moe_grpo model.path=$(RUN)/warm_start/hf run.seed=$(SEED) run.dir=$(RUN)
 
 gpu-check: ## what a run needs from this machine's GPU, checked without a network: STAGES=sync,probes or CHECKS=te:speed
-	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m mcore_rl.doctor --gpu $(if $(STAGES),--stages $(STAGES)) $(if $(CHECKS),--checks '$(CHECKS)')
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m mcore_rl.tools.doctor --gpu $(if $(STAGES),--stages $(STAGES)) $(if $(CHECKS),--checks '$(CHECKS)')
 
 warm-start: venv ## data/warm_start: a small model that learns within 40 steps, made here for gpu-check elsewhere
-	$(BIN)/python -m mcore_rl.doctor.warm_start
+	$(BIN)/python -m mcore_rl.tools.doctor.warm_start
 
 patches: venv ## docs/patches.md: every name of other packages that is replaced
 	$(BIN)/python -m mcore_rl.device.replaced > docs/patches.md

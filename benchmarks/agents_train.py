@@ -22,7 +22,7 @@ from mcore_rl.config import AlgorithmConfig, OptimizerConfig
 from mcore_rl.data.batch import make_train_batch, select_each, with_loss_weights
 from mcore_rl.data.episodes import sample_of_episode
 from mcore_rl.data.packing import plan_microbatches
-from mcore_rl.doctor.lone_rank import LoneRank, qwen3_moe
+from mcore_rl.tools.doctor.lone_rank import LoneRank, qwen3_moe
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 
 

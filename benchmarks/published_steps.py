@@ -24,11 +24,11 @@ from statistics import fmean
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.models import read_models
-from mcore_rl.simulation.command import checked
-from mcore_rl.simulation.hardware import ReachedShares
-from mcore_rl.simulation.recipe_costs import RecipeCosts
-from mcore_rl.simulation.simulate import simulate
-from mcore_rl.simulation.workload import Workload
+from mcore_rl.tools.simulate.command import checked
+from mcore_rl.tools.simulate.hardware import ReachedShares
+from mcore_rl.tools.simulate.recipe_costs import RecipeCosts
+from mcore_rl.tools.simulate.simulate import simulate
+from mcore_rl.tools.simulate.workload import Workload
 
 PROMPT_LEN = 100
 STEPS = 3

@@ -31,12 +31,12 @@ from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine_load import EngineLoad
 from mcore_rl.rollout.least_loaded import LeastLoaded
 from mcore_rl.rollout.length_history import LengthHistory
-from mcore_rl.simulation.command import checked
-from mcore_rl.simulation.engine import SimulatedEngine
-from mcore_rl.simulation.hardware import ReachedShares
-from mcore_rl.simulation.recipe_costs import RecipeCosts
-from mcore_rl.simulation.simulate import simulate
-from mcore_rl.simulation.virtual_loop import VirtualLoop
+from mcore_rl.tools.simulate.command import checked
+from mcore_rl.tools.simulate.engine import SimulatedEngine
+from mcore_rl.tools.simulate.hardware import ReachedShares
+from mcore_rl.tools.simulate.recipe_costs import RecipeCosts
+from mcore_rl.tools.simulate.simulate import simulate
+from mcore_rl.tools.simulate.virtual_loop import VirtualLoop
 from mcore_rl.types import Prompt
 
 WAYS = ("round robin", "affinity", "longest first", "admission", "migration", "all migrate")

@@ -25,11 +25,11 @@ from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.models import read_models
 from mcore_rl.report.rows import load_metrics
-from mcore_rl.simulation.calibration import Calibration
-from mcore_rl.simulation.command import checked
-from mcore_rl.simulation.hardware import ReachedShares
-from mcore_rl.simulation.recipe_costs import RecipeCosts
-from mcore_rl.simulation.simulate import simulate
+from mcore_rl.tools.simulate.calibration import Calibration
+from mcore_rl.tools.simulate.command import checked
+from mcore_rl.tools.simulate.hardware import ReachedShares
+from mcore_rl.tools.simulate.recipe_costs import RecipeCosts
+from mcore_rl.tools.simulate.simulate import simulate
 
 LAYOUTS = {
     "one rank": ("parallel.ep=1",),

@@ -31,7 +31,7 @@ from mcore_rl.run.agent_command import add_arguments as add_agent_arguments
 from mcore_rl.run.sandbox_command import add_arguments as add_sandbox_arguments
 from mcore_rl.run.settings import load_settings, read_recipe, with_inputs
 from mcore_rl.services.search.command import add_arguments as add_search_arguments
-from mcore_rl.translate.command import add_arguments as add_translate_arguments
+from mcore_rl.tools.translate.command import add_arguments as add_translate_arguments
 
 RECIPE_COMMANDS = {
     "sft": "supervised fine-tuning on sft.data; writes <run.dir>/hf",
@@ -220,7 +220,7 @@ def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    from mcore_rl.doctor.command import add_arguments, run_doctor
+    from mcore_rl.tools.doctor.command import add_arguments, run_doctor
 
     text = "check this machine, or several, for a run; --gpu: try out its GPU"
     command = commands.add_parser("doctor", help=text)
@@ -256,7 +256,7 @@ def _plan(args: argparse.Namespace) -> None:
 
 def _simulate(args: argparse.Namespace) -> None:
     with without_collector():
-        from mcore_rl.simulation.command import print_simulation  # imports torch
+        from mcore_rl.tools.simulate.command import print_simulation  # imports torch
 
     config = load_settings(args.settings, "plan")
     print_simulation(config, args.out, as_json=args.json, search_gpus=args.search)

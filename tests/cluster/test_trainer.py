@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mcore_rl.cluster.trainer import TrainerWorker
-from mcore_rl.doctor.toy_engine import FusedEngine, make_tensors, row_cut
+from mcore_rl.tools.doctor.toy_engine import FusedEngine, make_tensors, row_cut
 from mcore_rl.weight_sync.receiver import WeightReceiver
 from mcore_rl.weight_sync.wire import Command, Report
 from tests.support.link_ends import make_link, run_ranks

@@ -4,8 +4,8 @@ import argparse
 
 import pytest
 
-from mcore_rl.doctor.command import add_arguments
 from mcore_rl.process.command_line import parse_arguments
+from mcore_rl.tools.doctor.command import add_arguments
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -90,8 +90,8 @@ def test_as_many_threads_as_are_of_use_are_taken(
         ("mcore_rl.cli", ["doctor", "--json"]),
         ("checkpoint_tools.cli", ["inspect", "/nowhere"]),
         ("checkpoint_tools.cli", ["from-hf", "/nowhere", "/nowhere/out"]),
-        ("mcore_rl.doctor", ["--json"]),
-        ("mcore_rl.doctor.warm_start", ["--out", "/nowhere"]),
+        ("mcore_rl.tools.doctor", ["--json"]),
+        ("mcore_rl.tools.doctor.warm_start", ["--out", "/nowhere"]),
     ],
 )
 def test_every_command_refuses_them(module: str, words: list[str]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.doctor.machine.finding import Finding
-from mcore_rl.doctor.machine.network import list_interfaces, own_address
+from mcore_rl.tools.doctor.machine.finding import Finding
+from mcore_rl.tools.doctor.machine.network import list_interfaces, own_address
 from tests.support.policy import ROOT
 
 
@@ -35,7 +35,7 @@ def start_doctor(
     """Start it with --json; `before` are words before Python, `limit` runs in the child."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environ or {})}
     return subprocess.Popen(
-        [*before, sys.executable, "-m", "mcore_rl.doctor", "--json", *arguments],
+        [*before, sys.executable, "-m", "mcore_rl.tools.doctor", "--json", *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

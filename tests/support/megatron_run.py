@@ -22,7 +22,6 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.data.source import ShuffledStream
-from mcore_rl.doctor.step_checks import share_of_even_tokens
 from mcore_rl.loops.rl import train
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.players.canary import Canary, make_probe
@@ -39,6 +38,7 @@ from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.scores import Scores
+from mcore_rl.tools.doctor.step_checks import share_of_even_tokens
 from mcore_rl.types import Prompt, Sample, WeightVersion
 from mcore_rl.weight_sync.controller.sync import SyncController
 from mcore_rl.weights.hf.config import moe_layers, read_hf_config

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mcore_rl.doctor.toy_engine import column_cut, make_tensors, row_cut
+from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.weight_sync.background_stager import start_background_stager
 from mcore_rl.weight_sync.connection import Connection
 from mcore_rl.weight_sync.link_end import LinkEnd

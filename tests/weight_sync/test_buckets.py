@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.doctor.toy_engine import column_cut, make_tensors, row_cut
+from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.weight_sync.buckets import Bucket, largest_message_bytes, plan_buckets, split_box
 from mcore_rl.weight_sync.verify import ROW_WORDS
 from mcore_rl.weights.box import Box

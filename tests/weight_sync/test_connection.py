@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from mcore_rl.doctor.toy_engine import column_cut, make_tensors, row_cut
+from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.weight_sync.connection import Connection
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.transports.choice import make_routed_transport

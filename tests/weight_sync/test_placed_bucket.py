@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.doctor.toy_engine import column_cut, make_tensors, row_cut
+from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.weight_sync.buckets import Bucket, plan_buckets
 from mcore_rl.weight_sync.placed_bucket import PlacedBucket, holdings
 from mcore_rl.weight_sync.transports.host import one_pass

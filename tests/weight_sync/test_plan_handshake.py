@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.doctor.toy_engine import column_cut, make_tensors, row_cut
+from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.weight_sync.buckets import Bucket
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.link_keeper import LISTED_PLAN, RECORDED_PLAN, PlanAnswer, rank_key

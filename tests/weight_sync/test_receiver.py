@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from mcore_rl.doctor.toy_engine import FusedEngine, make_tensors, row_cut
+from mcore_rl.tools.doctor.toy_engine import FusedEngine, make_tensors, row_cut
 from mcore_rl.weight_sync.link_store import LinkStore
 from mcore_rl.weight_sync.receiver import WeightReceiver, loaded_parameters
 from mcore_rl.weight_sync.sender import WeightSender

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mcore_rl.doctor.toy_engine import FusedEngine, make_tensors, row_cut
+from mcore_rl.tools.doctor.toy_engine import FusedEngine, make_tensors, row_cut
 from mcore_rl.weight_sync.link_store import LinkStore
 from mcore_rl.weight_sync.receiver import WeightReceiver
 from mcore_rl.weight_sync.sender import WeightSender

@@ -2,9 +2,9 @@
 
 import pytest
 
-from mcore_rl.doctor.sync_processes import run_scene
-from mcore_rl.doctor.sync_scene import Fault, Scene
-from mcore_rl.doctor.toy_engine import column_cut, expert_cut, row_cut
+from mcore_rl.tools.doctor.sync_processes import run_scene
+from mcore_rl.tools.doctor.sync_scene import Fault, Scene
+from mcore_rl.tools.doctor.toy_engine import column_cut, expert_cut, row_cut
 
 pytestmark = pytest.mark.gloo
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.doctor.sync_scene import Fault
 from mcore_rl.players.colocation import EngineMemory
+from mcore_rl.tools.doctor.sync_scene import Fault
 from mcore_rl.weight_sync.controller.sync import SyncError
 from tests.support.engine_keys import KEYS
 from tests.support.sync_stage import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.doctor.toy_engine import ToySizes, make_tensors
+from mcore_rl.tools.doctor.toy_engine import ToySizes, make_tensors
 from mcore_rl.weight_sync.controller.sync import SyncController, SyncError
 from tests.support.thread_engines import ThreadStage, open_thread_stage
 

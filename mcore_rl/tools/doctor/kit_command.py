@@ -1,0 +1,81 @@
+"""The options of the kit, which runs checks as real processes: which of them, and in what time."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from mcore_rl.tools.doctor.compiler_caches import CACHES, keep_compiled
+
+
+def add_kit(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--gpu", action="store_true", help="the kit on this machine's GPU")
+    group.add_argument(
+        "--stages", default="", help="comma-separated, or all; without --gpu they run on the CPU"
+    )
+    group.add_argument(
+        "--checks",
+        default="",
+        metavar="STAGE:CHECK",
+        help='comma-separated, as in "te:speed,te:shared prefixes"; likewise',
+    )
+    group.add_argument("--list", action="store_true", help="show the checks and start none")
+    group.add_argument(
+        "--seconds", type=float, help="skip checks that may take longer than what is left of it"
+    )
+    group.add_argument(
+        "--logs", type=Path, default=Path("runs/doctor"), help="folder for output (%(default)s)"
+    )
+    group.add_argument(
+        "--caches",
+        type=Path,
+        default=CACHES,
+        help="folder for what compilers of GPU kernels make (%(default)s)",
+    )
+    group.add_argument(
+        "--warm-start",
+        type=Path,
+        help="folder that make warm-start made, for the check 'reward rises' (data/warm_start)",
+    )
+
+
+def is_for_kit(args: argparse.Namespace) -> bool:
+    """Return whether the kit is asked for; ValueError if only options are given that it reads."""
+    if args.gpu or args.stages or args.checks or args.list:
+        return True
+    for name in ("seconds", "warm_start"):
+        value = getattr(args, name)
+        if value is not None:
+            option = f"--{name.replace('_', '-')}={value}"
+            raise ValueError(f"{option} is read by the kit: add --gpu, --stages or --checks")
+    return False
+
+
+def run_kit(args: argparse.Namespace) -> None:
+    """Raise ValueError if nothing can be checked as asked, RuntimeError if a check failed."""
+    if args.rendezvous or args.only:
+        raise ValueError("--gpu, --stages and --checks run the kit: it takes no --only and nodes")
+    if not args.gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks, here and in the checks
+    from mcore_rl.device import has_cuda
+    from mcore_rl.tools.doctor.run_checks import RUN, SETTINGS, WARM_START
+    from mcore_rl.tools.doctor.runner import run_stages
+    from mcore_rl.tools.doctor.stages import choose_stages, describe_checks
+
+    stages = choose_stages("" if args.stages == "all" else args.stages, args.checks)
+    if args.list:
+        print(describe_checks(stages))
+        return
+    if args.gpu and not has_cuda():
+        raise ValueError("--gpu: torch sees no GPU here; --stages all runs the kit on the CPU")
+    if args.settings and RUN.name not in [stage.name for stage in stages]:
+        raise ValueError(f"{args.settings[0]}: the kit takes settings for its stage run alone")
+    os.environ[SETTINGS] = json.dumps(args.settings)  # for the check's process
+    if args.warm_start is not None:
+        if not args.warm_start.is_dir():
+            raise ValueError(f"--warm-start={args.warm_start} is no folder: make warm-start")
+        os.environ[WARM_START] = str(args.warm_start.resolve())
+    if args.gpu:
+        keep_compiled(args.caches, os.environ)
+    if not run_stages(stages, args.logs, args.seconds):
+        raise RuntimeError(f"checks failed; what they printed lies in {args.logs}")

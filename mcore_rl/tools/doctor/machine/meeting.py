@@ -1,0 +1,234 @@
+"""Lets the nodes meet in a shared folder and exchange JSON there, with deadlines that name nodes.
+
+    node 0                      folder                      node r
+                 <--  hello_r: a number drawn now  <--
+    all came     -->  session: id, all numbers     -->      its own number is in it
+                 <--  ack_r: id, number            <--
+    <id>/facts_0 ... one file per node and step, written under another name first
+
+Numbers drawn anew tell this meeting from files that an earlier one left.
+"""
+
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mcore_rl.tools.doctor.machine.places import NodePlace
+
+POLL_S = 0.02
+VERDICT = "verdict"
+
+
+class MissingNodesError(RuntimeError):
+    """Nodes did not do their part in time; the message names them, the folder and the part."""
+
+
+class MeetingOverError(RuntimeError):
+    """Node 0 ended the meeting before this node's next step."""
+
+
+class Meeting:
+    """The exchange between the nodes; `names` are theirs by rank, numbers until they are known."""
+
+    def __init__(self, root: Path, place: NodePlace, timeout_s: float) -> None:
+        self.place = place
+        self.token = uuid.uuid4().hex
+        self.names = [f"node {rank}" for rank in range(place.size)]
+        self._root = root
+        self._timeout_s = timeout_s
+        self._folder = root
+        self._numbers: dict[str, str] = {}
+
+    def __enter__(self) -> "Meeting":
+        """Wait for all nodes. Raises MissingNodesError, or OSError if the folder cannot be used."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        try:
+            session = self._call_together() if self.place.rank == 0 else self._come()
+        except BaseException:
+            self._remove_own()
+            raise
+        self.token = session
+        self._folder = self._root / f"doctor_{session}"
+        self._folder.mkdir(exist_ok=True)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.place.rank == 0:
+            self._remove_own()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def exchange(self, what: str, own: Any, timeout_s: float | None = None) -> list[Any]:
+        """Give `own` to all nodes and return what all gave, by rank.
+
+        Raises MissingNodesError naming those that gave nothing in time.
+        """
+        self.put(f"{what}_{self.place.rank}", own)
+        return self.take([f"{what}_{rank}" for rank in range(self.place.size)], what, timeout_s)
+
+    def put(self, name: str, value: Any) -> None:
+        _write(self._folder / f"{name}.json", value)
+
+    def take(self, names: Sequence[str], what: str, timeout_s: float | None = None) -> list[Any]:
+        """Return the values put under these names, whose last parts are the ranks that put them.
+
+        Raises MissingNodesError naming who put nothing in time, MeetingOverError if node 0 ended
+        the meeting meanwhile.
+        """
+        found = dict(self.arrivals(names, what, timeout_s))
+        return [found[name] for name in names]
+
+    def arrivals(
+        self, names: Sequence[str], what: str, timeout_s: float | None = None
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield name and value as they come; errors as in `take`."""
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        waiting = set(names)
+
+        def arrived() -> list[str]:
+            here = _listed(self._folder)
+            if f"{VERDICT}_0.json" in here and not all(f"{n}.json" in here for n in waiting):
+                raise MeetingOverError(f"node 0 ended the meeting before {what}")
+            return sorted(name for name in waiting if f"{name}.json" in here)
+
+        deadline_s = time.monotonic() + limit_s
+        while waiting:
+            if not wait_until(lambda: bool(arrived()), deadline_s - time.monotonic()):
+                absent = sorted(int(name.rpartition("_")[2]) for name in waiting)
+                raise MissingNodesError(
+                    f"{self._named(absent)} did not put {what} into {self._folder} in {limit_s:g} s"
+                )
+            for name in arrived():
+                value = _read(self._folder / f"{name}.json")
+                if value is not None:
+                    waiting.remove(name)
+                    yield name, value
+
+    def end(self, failed: bool) -> None:
+        """Tell all nodes, as node 0, how the checks ended, and wait until they know."""
+        self.put(f"{VERDICT}_0", {"failed": failed})
+        others = {f"ack_{rank}.json" for rank in range(1, self.place.size)}
+        wait_until(lambda: not others & _listed(self._root), min(self._timeout_s, 10.0))
+
+    def read_end(self) -> bool:
+        """Return, as another node, whether node 0 says that a check failed."""
+        [verdict] = self.take([f"{VERDICT}_0"], "the end of the checks", 2 * self._timeout_s)
+        self._remove_own()
+        return bool(verdict["failed"])
+
+    @property
+    def folder(self) -> Path:
+        """The folder of this meeting, which is removed at its end."""
+        return self._folder
+
+    def _call_together(self) -> str:
+        """As node 0: list who came until all have seen that they are listed."""
+        session, others = self.token, range(1, self.place.size)
+        came: dict[str, str] = {}
+
+        def all_know() -> bool:
+            here = _listed(self._root)
+            for rank in others:
+                if f"hello_{rank}.json" in here:
+                    came[str(rank)] = _read(self._root / f"hello_{rank}.json") or ""
+            if len(came) == len(others) and self._numbers != came:
+                self._numbers = dict(came)
+                _write(self._root / "session.json", {"id": session, "numbers": came})
+            acks = {str(r): _read(self._root / f"ack_{r}.json") for r in others if _has(here, r)}
+            knowing = {rank: [session, number] for rank, number in self._numbers.items()}
+            return len(knowing) == len(others) and acks == knowing
+
+        if self.place.size == 1 or wait_until(all_know, self._timeout_s):
+            return session
+        here = _listed(self._root)
+        absent = [rank for rank in others if f"hello_{rank}.json" not in here]
+        raise MissingNodesError(
+            f"{self._named(absent or list(others))} did not come to {self._root} in"
+            f" {self._timeout_s:g} s"
+        )
+
+    def _come(self) -> str:
+        """As another node: say that it is here until node 0 lists it."""
+        rank = self.place.rank
+        _write(self._root / f"hello_{rank}.json", self.token)
+        session: dict[str, Any] = {}
+
+        def is_listed() -> bool:
+            if "session.json" in _listed(self._root):
+                session.update(_read(self._root / "session.json") or {})
+            return session.get("numbers", {}).get(str(rank)) == self.token
+
+        if not wait_until(is_listed, self._timeout_s):
+            raise MissingNodesError(
+                f"node 0 did not come to {self._root} in {self._timeout_s:g} s, or waits for others"
+            )
+        _write(self._root / f"ack_{rank}.json", [session["id"], self.token])
+        return session["id"]
+
+    def _remove_own(self) -> None:
+        """Remove this node's files; as node 0 also those of nodes that ended before the others."""
+        if self.place.rank:
+            self._remove_of(self.place.rank)
+            return
+        (self._root / "session.json").unlink(missing_ok=True)
+        for rank, number in self._numbers.items():
+            # Not those of a node that has come again, for the next meeting.
+            if _read(self._root / f"hello_{rank}.json") == number:
+                self._remove_of(int(rank))
+
+    def _remove_of(self, rank: int) -> None:
+        for name in (f"hello_{rank}.json", f"ack_{rank}.json"):
+            (self._root / name).unlink(missing_ok=True)
+
+    def _named(self, ranks: Collection[int]) -> str:
+        names = [
+            self.names[r] if self.names[r] == f"node {r}" else f"node {r} ({self.names[r]})"
+            for r in ranks
+        ]
+        return f"{', '.join(names)} of {self.place.size}"
+
+
+def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
+    """Poll until `is_done` or until the deadline; return whether it is done."""
+    deadline_s = time.monotonic() + timeout_s
+    while not is_done():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _has(here: Iterable[str], rank: int) -> bool:
+    return f"ack_{rank}.json" in here
+
+
+def _listed(folder: Path) -> set[str]:
+    """Names in the folder. Listing it makes an NFS client ask the server for new ones."""
+    try:
+        return set(os.listdir(folder))
+    except FileNotFoundError:
+        return set()
+
+
+def _read(path: Path) -> Any:
+    """The value in a file, or None if it is gone or an NFS client has an old view of it."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _write(path: Path, value: Any) -> None:
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
+    part.write_text(json.dumps(value))
+    part.replace(path)

@@ -1,0 +1,117 @@
+"""Shows that the nodes' folder is one folder: what one writes the others read, a lock excludes."""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mcore_rl.process.file_lock import LockedError, holding_lock
+from mcore_rl.tools.doctor.machine.clock import TimeSample
+from mcore_rl.tools.doctor.machine.finding import Finding, failed, ok, warning
+from mcore_rl.tools.doctor.machine.meeting import Meeting
+
+ROUNDS = 3
+CONTENT_BYTES = 65536
+SLOW_S = 5.0
+"""A round trip that takes longer means that clients keep old views of the folder."""
+
+
+@dataclass(frozen=True)
+class SharedView:
+    """The view that node 0 has of the others: seconds of their round trips, and their clocks.
+
+    `wrong` says of a node, by rank, that content came differently.
+    """
+
+    seconds: dict[int, list[float]]
+    samples: dict[int, list[TimeSample]]
+    wrong: dict[int, str]
+
+
+def call_and_answer(meeting: Meeting, clock: Callable[[], float] = time.time) -> SharedView:
+    """Have node 0 write random content and all others answer with its checksum, some times over."""
+    view = SharedView({}, {}, {})
+    for number in range(ROUNDS):
+        if meeting.place.rank == 0:
+            _call(meeting, number, clock, view)
+        else:
+            _answer(meeting, number, clock)
+    return view
+
+
+def _call(meeting: Meeting, number: int, clock: Callable[[], float], view: SharedView) -> None:
+    content = os.urandom(CONTENT_BYTES).hex()
+    began_s = time.monotonic()
+    sent_s = clock()
+    meeting.put(f"call{number}_0", content)
+    names = [f"answer{number}_{rank}" for rank in range(1, meeting.place.size)]
+    for name, answer in meeting.arrivals(names, "an answer"):
+        seconds, received_s = time.monotonic() - began_s, clock()
+        rank = int(name.rpartition("_")[2])
+        view.seconds.setdefault(rank, []).append(seconds)
+        view.samples.setdefault(rank, []).append(TimeSample(sent_s, answer["time"], received_s))
+        if answer["read"] != _sum(content):
+            view.wrong[rank] = "it read something else than node 0 wrote"
+        if answer["sum"] != _sum(answer["content"]):
+            view.wrong[rank] = "node 0 read something else than it wrote"
+
+
+def _answer(meeting: Meeting, number: int, clock: Callable[[], float]) -> None:
+    [content] = meeting.take([f"call{number}_0"], "a call")
+    own = os.urandom(CONTENT_BYTES).hex()
+    answer = {"read": _sum(content), "time": clock(), "content": own, "sum": _sum(own)}
+    meeting.put(f"answer{number}_{meeting.place.rank}", answer)
+
+
+def _sum(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def try_lock(meeting: Meeting) -> list[bool]:
+    """Have node 0 hold a lock; return by rank whether each other node was refused it meanwhile."""
+    path = meeting.folder / "lock"
+    if meeting.place.rank == 0:
+        with holding_lock(path):
+            meeting.put("locked_0", True)
+            return [True, *_refusals(meeting)]
+    meeting.take(["locked_0"], "a lock")
+    refused = False
+    try:
+        with holding_lock(path):
+            pass
+    except LockedError:
+        refused = True
+    meeting.put(f"refused_{meeting.place.rank}", refused)
+    return [True, *_refusals(meeting)]
+
+
+def _refusals(meeting: Meeting) -> list[bool]:
+    names = [f"refused_{rank}" for rank in range(1, meeting.place.size)]
+    return meeting.take(names, "the outcome of its lock")
+
+
+def judge_sharing(view: SharedView, refused: list[bool], names: list[str]) -> list[Finding]:
+    """Return the findings of node 0 about the folder, each with the name of the other node."""
+    found = []
+    for rank in range(1, len(names)):
+        slowest_s = max(view.seconds[rank])
+        figures = {"round_trip_s": round(slowest_s, 3)}
+        text = f"written and answered in {slowest_s:.3f} s"
+        if rank in view.wrong:
+            remedy = "do not use this filesystem for runs; look at the clients' mount options"
+            finding = failed("shared folder", view.wrong[rank], remedy, **figures)
+        elif slowest_s > SLOW_S:
+            remedy = "mount it with actimeo=1 or noac, so that nodes see new files soon"
+            finding = warning("shared folder", text, remedy, **figures)
+        else:
+            finding = ok("shared folder", text, **figures)
+        found.append(finding.on(names[rank]))
+        if refused[rank]:
+            found.append(ok("shared lock", f"refused while {names[0]} holds it").on(names[rank]))
+        else:
+            text = f"got the lock that {names[0]} holds"
+            remedy = "mount with flock across nodes (Lustre: -o flock, not localflock), or make"
+            remedy += " sure that no two commands use one run folder"
+            found.append(failed("shared lock", text, remedy).on(names[rank]))
+    return found

@@ -1,0 +1,260 @@
+"""Stage "step": the training loop on one device, with a stand-in engine in a second process.
+
+Sampling, rewards, advantages, log-probs, optimizer step and weight sync are those of a run; only
+SGLang and Ray are missing. On a GPU the weights go through memory that both processes share.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.policy_loss import make_policy_loss
+from mcore_rl.config import (
+    CheckpointConfig,
+    Config,
+    DriftConfig,
+    EvalConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from mcore_rl.device import has_cuda, has_transformer_engine, use_torch_modules_on_cuda
+from mcore_rl.scores import Scores
+from mcore_rl.tools.doctor.check import Check, Figures, Stage, expect
+from mcore_rl.tools.doctor.check_folder import own_folder
+from mcore_rl.tools.doctor.lone_rank import LoneRank, qwen3_moe
+from mcore_rl.tools.doctor.stand_in_engine import MAX_NEW_TOKENS, StandInEngine
+from mcore_rl.tools.doctor.sync_checks import GPU_BUCKET_MIB
+from mcore_rl.types import (
+    LogprobOptions,
+    Prompt,
+    Sample,
+    StepStats,
+    TokenScores,
+    TrainBatch,
+    WeightVersion,
+)
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.flops import ModelFlops
+
+STEPS = 10
+LEARNING_RATE: Mapping[bool, float] = {True: 1e-3, False: 1e-2}
+"""By whether there is a GPU, whose model is larger."""
+TIMEOUT_S = 120.0
+LEAST_AGREEMENT: Mapping[bool, float] = {True: 0.1, False: 1e-4}
+"""Mean |difference| of log-probs in nats, by whether there is a GPU, where it is in bfloat16."""
+
+
+class LocalRank:
+    """The only rank of a trainer in this process; plays players.trainer.RankCalls."""
+
+    def __init__(self, rank: LoneRank, config: Config) -> None:
+        self._actor = rank.actor
+        self._loss = make_policy_loss(config.algorithm)
+
+    def compute_logprobs(
+        self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions
+    ) -> list[list[TokenScores]]:
+        """Return the scores of the only data-parallel coordinate."""
+        scores = self._actor.compute_logprobs(per_dp[0], options)
+        assert scores is not None, "the only rank owns the output"
+        return [scores]
+
+    def train_step(
+        self, per_dp: Sequence[Sequence[TrainBatch]], *, temperature: float, num_tokens: int
+    ) -> StepStats:
+        """Take a step on the micro-batches of the only coordinate."""
+        stats = self._actor.train_step(
+            per_dp[0], self._loss, temperature=temperature, num_tokens=num_tokens
+        )
+        assert stats is not None, "the only rank owns the output"
+        return stats
+
+    def save(self, folder: str, extra: dict[str, Any]) -> None:
+        """Begin a checkpoint."""
+        self._actor.save(Path(folder), extra)
+
+    def finish_save(self) -> None:
+        """Wait for it."""
+        self._actor.finish_save()
+
+
+class StandInSync:
+    """Sends the rank's weights to the stand-in engine; plays roles.WeightSync."""
+
+    def __init__(self, rank: LoneRank, engine: StandInEngine, trainer: Any) -> None:
+        """Link both."""
+        from mcore_rl.weight_sync.link_store import LinkStore
+        from mcore_rl.weight_sync.sender import WeightSender
+        from mcore_rl.weight_sync.wire import Link
+
+        self._engine = engine
+        self._trainer = trainer
+        self.gb_per_s = 0.0
+        """Rate of the last sync."""
+        self._sender = WeightSender(*rank.actor.weight_layout(), 0)
+        self._store = LinkStore.serve("127.0.0.1", TIMEOUT_S)
+        bucket_bytes = GPU_BUCKET_MIB << 20 if has_cuda() else 1 << 16
+        self._link = Link(
+            *("engine", "127.0.0.1", self._store.port, self._store.key),
+            *(1, 1, bucket_bytes, TIMEOUT_S),
+        )
+        self._store.keep(self._link)
+        engine.begin("connect", self._link)
+        for report in (self._sender.connect(self._link), engine.finish()):
+            expect(report.error is None, f"{report.rank}: {report.error}")
+
+    def sync(self, version: WeightVersion, probe: TrainBatch) -> Mapping[str, float]:
+        """Bring the engine to `version`; both must agree on the first sequences of `probe`."""
+        self._engine.begin("receive", self._link, version)
+        sent = self._sender.send(version, ["engine"], TIMEOUT_S)["engine"]
+        received = self._engine.finish()
+        for report in (sent, received):
+            expect(report.error is None, f"{report.rank}: {report.error}")
+        difference = self._difference(probe)
+        limit = LEAST_AGREEMENT[has_cuda()]
+        expect(difference < limit, f"version {version}: log-probs differ by {difference}")
+        self.gb_per_s = received.num_bytes / 1e9 / max(received.seconds, 1e-9)
+        return {"sync/canary_diff": difference}
+
+    def _difference(self, probe: TrainBatch) -> float:
+        from mcore_rl.data.batch import select, split_by_lens
+        from mcore_rl.players.canary_tolerance import EngineDifference
+
+        few = select(probe, range(2))
+        options = LogprobOptions(temperature=1.0)
+        ours = split_by_lens(self._trainer.compute_logprobs(few, options).logprobs_T, few.lens_N)
+        sequences = [ids.tolist() for ids in split_by_lens(few.token_ids_T, few.lens_N)]
+        wanted = [own.cpu()[1:] for own in ours]
+        masks = [torch.ones(len(own), dtype=torch.bool) for own in wanted]
+        return EngineDifference.measure(wanted, self._engine.score(sequences), masks).mean
+
+
+class Rows:
+    """A log that keeps the metrics of each step, also in a file; plays roles.Log."""
+
+    def __init__(self, file: Path) -> None:
+        self.by_step: dict[int, dict[str, float]] = {}
+        self._file = file
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add to the metrics of a step."""
+        self.by_step.setdefault(step, {}).update(metrics)
+        with self._file.open("a") as file:
+            print(json.dumps({"step": step, **metrics}), file=file)
+
+    def log_samples(
+        self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train"
+    ) -> None:
+        """Drop the samples."""
+
+
+def share_of_even_tokens(samples: Sequence[Sample]) -> Scores:
+    """Return a reward that a random model can learn within a few steps."""
+    shares = [[token % 2 == 0 for token in sample.response_ids] for sample in samples]
+    return Scores([sum(share) / len(share) for share in shares])
+
+
+def _prompts(vocab_size: int) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(0)
+    prompts = []
+    for index in range(8):
+        ids = torch.randint(4, vocab_size, (8 + index,), generator=generator)
+        prompts.append(Prompt(index, tuple(ids.tolist()), (), "random", None))
+    return prompts
+
+
+def pack_as_a_run(config: Config) -> Any:
+    """Return the players.trainer.Packing of a run: by the work of sequences, not their tokens."""
+    from mcore_rl.players.trainer import Packing
+
+    flops = ModelFlops.of(ModelFacts.read(config.model.path))
+    return Packing.of(config.parallel, config.train, flops)
+
+
+def _config(rank: LoneRank) -> Config:
+    return replace(
+        rank.recipe,
+        run=RunConfig(steps=STEPS),
+        rollout=RolloutConfig(
+            prompts_per_step=8, samples_per_prompt=8, max_response_len=MAX_NEW_TOKENS
+        ),
+        drift=DriftConfig(routed_experts=False),
+        eval=EvalConfig(every_steps=0),
+        checkpoint=CheckpointConfig(every_steps=0, asynchronous=False),
+    )
+
+
+def grpo() -> Figures:
+    """Ten steps of GRPO: engine and trainer agree after each, and the reward rises."""
+    from mcore_rl.data.source import ShuffledStream
+    from mcore_rl.loops.rl import train
+    from mcore_rl.players.trainer import PackedTrainer
+    from mcore_rl.roles import Roles
+    from mcore_rl.run_folder import RunFolder
+
+    if not has_transformer_engine():
+        use_torch_modules_on_cuda()
+    folder = own_folder()
+    log = Rows(folder / "metrics.jsonl")
+    optimizer = OptimizerConfig(lr=LEARNING_RATE[has_cuda()])
+    rank = LoneRank(folder / "model", qwen3_moe(), optimizer=optimizer)
+    config = _config(rank)
+    trainer = PackedTrainer(
+        LocalRank(rank, config),
+        RunFolder(folder / "run"),
+        packing=pack_as_a_run(config),
+        temperature=1.0,
+        checkpoint=config.checkpoint,
+    )
+    prompts = _prompts(qwen3_moe()["vocab_size"])
+    with closing(StandInEngine(folder / "model", config.model.dtype, TIMEOUT_S)) as engine:
+        weights = StandInSync(rank, engine, trainer)
+        first = weights.sync(WeightVersion(0), rank.batch)
+        roles = Roles(
+            prompts=ShuffledStream(prompts, 0),
+            held_out=[],
+            generator=engine,
+            reward=share_of_even_tokens,
+            advantages=Advantages(config.algorithm),
+            trainer=trainer,
+            weights=weights,
+            log=log,
+        )
+        train(config, roles)
+    return {**_figures(log, first), "sync_gb_per_s": round(weights.gb_per_s, 2)}
+
+
+def _figures(log: Rows, first: Mapping[str, float]) -> Figures:
+    rows = [log.by_step[step] for step in range(1, STEPS + 1)]
+    drift = max(row["logprob_diff/mean"] for row in rows)
+    expect(drift < LEAST_AGREEMENT[has_cuda()], f"samples' log-probs differ by {drift}")
+    rewards = [row["reward/mean"] for row in rows]
+    expect(rewards[-1] > rewards[0], f"rewards {rewards}")
+    return {
+        "reward_first": round(rewards[0], 3),
+        "reward_last": round(rewards[-1], 3),
+        "logprob_diff": drift,
+        "canary_diff": max(first["sync/canary_diff"], *(row["sync/canary_diff"] for row in rows)),
+        "train_s": round(rows[-1]["time/train"], 3),
+    }
+
+
+STEP = Stage(
+    "step",
+    "steps of GRPO with a stand-in engine",
+    (
+        Check(
+            "GRPO",
+            grpo,
+            deadline_s=400,
+            modules=("megatron", "zlib_ng", "transformers", "omegaconf", "rich"),
+        ),
+    ),
+)

@@ -1,0 +1,167 @@
+"""`mcore-rl simulate`: predicts the steps of a recipe, and draws them."""
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from mcore_rl.algo.requirements import check_algorithm
+from mcore_rl.config import Config
+from mcore_rl.config.recipe import require
+from mcore_rl.planning.checks import check_engines, check_sizes
+from mcore_rl.planning.models import read_models
+from mcore_rl.process.disk import reporting_full_disk, write_whole
+from mcore_rl.tools.simulate.calibration import Calibration
+from mcore_rl.tools.simulate.hardware import ReachedShares
+from mcore_rl.tools.simulate.recipe_costs import RecipeCosts
+from mcore_rl.tools.simulate.search import search
+from mcore_rl.tools.simulate.simulate import SimulationResult, gpus_of, simulate
+from mcore_rl.tools.simulate.workload import prompt_len_of
+
+SHOWN_SPLITS = 12
+
+
+def print_simulation(
+    config: Config, out: Path | None, *, as_json: bool, search_gpus: int | None = None
+) -> None:
+    """Simulate a recipe and write its picture, trace and numbers to `out`, or <run.dir>/simulation.
+
+    With `search_gpus`, print how fast the splits of so many GPUs are instead; 0: the recipe's own.
+
+    Raises ValueError naming an option that is missing, or two that contradict one another.
+    """
+    config = checked(config)
+    if search_gpus is not None:
+        _print_search(config, search_gpus, as_json=as_json)
+        return
+    costs = RecipeCosts.of(config, read_models(config), ReachedShares())
+    if config.simulate.calibration:
+        calibration = Calibration.of(Path(config.simulate.calibration), config)
+        config, costs = calibration.applied(config, costs)
+    result = simulate(config, costs)
+    folder = out or Path(config.run.dir) / "simulation"
+    write(result, config, folder)
+    if as_json:
+        print(json.dumps(result.summary))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(_table(result, config))
+    console.print(f"picture, trace and numbers: {folder}", soft_wrap=True, highlight=False)
+
+
+def _print_search(config: Config, num_gpus: int, *, as_json: bool) -> None:
+    num_gpus = num_gpus or gpus_of(config)
+    splits, num_refused = search(config, read_models(config), num_gpus)
+    if as_json:
+        print(json.dumps([asdict(split) for split in splits]))
+        return
+    table = Table(
+        title=f"{config.model.path}: splits of {num_gpus} x {config.simulate.gpu}, fastest first",
+        caption=f"{num_refused} splits do not fit, or sizes do not divide",
+    )
+    table.add_column("seconds of a step", justify="right")
+    for column in ("trainer", "engines"):
+        table.add_column(f"GPUs of {column}", justify="right")
+        table.add_column("they work", justify="right")
+    table.add_column("settings")
+    for split in splits[:SHOWN_SPLITS]:
+        table.add_row(
+            f"{split.step_s:.1f}",
+            str(split.num_trainer_gpus),
+            f"{split.trainer_busy:.0%}",
+            str(split.num_engine_gpus),
+            f"{split.engines_busy:.0%}",
+            " ".join(f"{name}={value}" for name, value in split.settings.items()),
+        )
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+def checked(config: Config) -> Config:
+    """Return the configuration with the steps that are simulated, and without evaluations.
+
+    Raises ValueError as `mcore-rl plan` does, or if prompts are longer than allowed.
+    """
+    require(config, "model.path")
+    check_algorithm(config)
+    policy = read_models(config).policy
+    check_sizes(config, policy)
+    check_engines(config, policy)
+    simulated = config.simulate
+    longest = config.data.max_prompt_len
+    if simulated.prompt_len > longest:
+        raise ValueError(
+            f"simulate.prompt_len={simulated.prompt_len} exceeds data.max_prompt_len={longest}:"
+            " lower the former, or raise the latter"
+        )
+    image_tokens = simulated.image_tokens
+    if image_tokens and not policy.has_tower:
+        raise ValueError(
+            f"simulate.image_tokens={image_tokens}: model.path={config.model.path} sees text alone;"
+            " set simulate.image_tokens=0"
+        )
+    if image_tokens > prompt_len_of(config):
+        raise ValueError(
+            f"simulate.image_tokens={image_tokens} exceeds the {prompt_len_of(config)} tokens of a"
+            " prompt: raise simulate.prompt_len"
+        )
+    if config.teacher.path:
+        raise ValueError(
+            f"teacher.path={config.teacher.path}: a teacher's time is not simulated; set"
+            " teacher.path='' and an advantage without one"
+        )
+    run = replace(config.run, steps=simulated.steps)
+    return replace(config, run=run, eval=replace(config.eval, data=[], every_steps=0))
+
+
+def write(result: SimulationResult, config: Config, folder: Path) -> None:
+    """Write timeline.png, trace.json (for ui.perfetto.dev) and result.json."""
+    summary = result.summary
+    title = (
+        f"{Path(config.model.path).name}, {summary['gpus']} x {config.simulate.gpu},"
+        f" {config.rollout.mode}: {summary['step_s']:.1f} s a step"
+    )
+    picture = folder / "timeline.png"
+    with reporting_full_disk(picture):
+        folder.mkdir(parents=True, exist_ok=True)
+        result.timeline.draw(picture, title)
+    result.timeline.write_trace(folder / "trace.json")
+    numbers = {"summary": summary, "steps": result.steps}
+    write_whole(folder / "result.json", json.dumps(numbers, indent=1))
+
+
+def _table(result: SimulationResult, config: Config) -> Table:
+    summary = result.summary
+    table = Table(
+        title=f"{config.model.path}: {summary['gpus']} x {config.simulate.gpu},"
+        f" {summary['steps']} steps simulated in {summary['real_seconds']:.1f} s",
+        caption="means of all steps but the first",
+    )
+    table.add_column("")
+    table.add_column("", justify="right")
+    tokens = summary["response_tokens_per_second_per_gpu"]
+    phases = ", ".join(
+        f"{name} {seconds:.1f}" for name, seconds in summary["phases_s"].items() if seconds >= 0.05
+    )
+    rows = {
+        "seconds of a step": f"{summary['step_s']:.1f}",
+        "its phases": phases,
+        "response tokens per second and GPU": f"{tokens:.0f}",
+        "trainer ranks work": f"{summary['trainer_busy']:.0%} of the time",
+        "engines work": f"{summary['engines_busy']:.0%} of the time",
+        "requests in a working engine": f"{summary['running_per_engine']:.0f}",
+        "requests sent back as the KV cache was full": f"{summary['retracted']}",
+        "versions that samples lag behind": f"{summary['staleness_mean']:.2f}",
+        "seconds of a weight sync": f"{summary['sync_s']:.2f}",
+        "machines lost": f"{summary['nodes_lost']} of {summary['nodes']}",
+        "engines lost": f"{summary['engines_lost']}",
+        "times the run was lost": f"{summary['runs_lost']}",
+        "the controller's own seconds per step": f"{summary['controller_cpu_s_per_step']:.2f}"
+        f" ({summary['controller_share']:.2%})",
+        "prompts unaccounted for": f"{summary['prompts_unaccounted']}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table

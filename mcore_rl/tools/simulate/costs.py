@@ -1,0 +1,292 @@
+"""Predicts the seconds of an engine's and a trainer's work, from config.json, layout and hardware.
+
+Each cost is a sum of what an accelerator does one after the other: operations, reads of its memory,
+bytes over links, and a fixed time. Operations are counted as in weights/hf/flops.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mcore_rl.config import Config, ParallelConfig
+from mcore_rl.planning.engine_memory import engine_uses
+from mcore_rl.planning.rank_memory import Uses
+from mcore_rl.tools.simulate.engine_request import EngineSpeed
+from mcore_rl.tools.simulate.hardware import GpuRates, ReachedShares
+from mcore_rl.tools.simulate.tower_costs import TowerCosts
+from mcore_rl.tools.simulate.workload import prompt_len_of
+from mcore_rl.weights.box import itemsize
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.flops import BACKWARD, ModelFlops
+
+RECOMPUTED = {"mlp": 0.4, "moe": 0.6, "core_attn": 0.2, "mla_up_proj": 0.1, "full": 1.0}
+"""Share of a forward pass that is computed again in the backward pass, by train.recompute."""
+LOGPROB_BYTES = 8
+"""Bytes of a token and its log-prob as ranks read them from the stores."""
+READ_BACK_CPU_S_PER_GB = 0.13
+"""Seconds in which a core packs and sums a GB of live parameters (docs/sync.md)."""
+Lengths = Sequence[Sequence[Sequence[int]]]
+"""Lengths of sequences, by data-parallel coordinate and micro-batch."""
+Images = Sequence[Sequence[int]]
+"""Distinct images of each micro-batch, by data-parallel coordinate; none at all may be given."""
+
+
+def engine_speed(
+    config: Config, facts: ModelFacts, gpu: GpuRates, shares: ReachedShares
+) -> EngineSpeed:
+    """Return the speed of one of the recipe's engines."""
+    rollout = config.rollout
+    uses = engine_uses(config, facts)
+    weights = sum(stage["weights"] for stage in uses)
+    per_token = sum(stage["KV cache"] for stage in uses) / rollout.kv_cache_len
+    memory = gpu.memory * shares.memory
+    rows = range(rollout.max_concurrency + 1)
+    flops = ModelFlops.of(facts)
+    fixed = [_decode_s(config, facts, flops, gpu, shares, weights, num) for num in rows]
+    per_second = gpu.flops * shares.prefill * rollout.tp
+    row_s = len(facts.moe_layers) * gpu.row_s
+    tower = TowerCosts.of(config, facts, gpu, shares)
+    prompt_len = prompt_len_of(config)
+
+    def prefill_s(num_tokens: int) -> float:
+        seconds = flops.forward((num_tokens,)) / per_second + row_s
+        # Fewer tokens are a response whose prompt, with its image, is cached.
+        return seconds + (tower.prefill_s if tower and num_tokens >= prompt_len else 0.0)
+
+    # Each attention group has a KV cache of its own for its share of the requests.
+    groups = rollout.attention_dp
+    per_context_s = per_token / groups / memory
+    capacity = rollout.kv_cache_len * groups
+    shares_prompts = rollout.share_prompts
+    if shares_prompts is None:
+        shares_prompts = config.simulate.gpu == "cpu"
+    return EngineSpeed(fixed, per_context_s, prefill_s, capacity, shares_prompts)
+
+
+def _decode_s(
+    config: Config,
+    facts: ModelFacts,
+    flops: ModelFlops,
+    gpu: GpuRates,
+    shares: ReachedShares,
+    weights: float,
+    num_running: int,
+) -> float:
+    """Return the seconds of a decode step of so many requests, apart from their context.
+
+    weights   bytes that a rank of each stage holds, all stages together
+    """
+    rollout = config.rollout
+    read = weights
+    if facts.has_experts:
+        experts = _expert_bytes(config, facts)
+        untouched = (1 - facts.experts_per_token / facts.num_experts) ** num_running
+        read -= experts * untouched
+    operations = flops.per_token * num_running
+    compute_s = operations / (gpu.flops * shares.decode_flops * rollout.tp)
+    layers = len(facts.moe_layers)
+    moved = 4 * num_running * facts.sizes["hidden"] * itemsize(config.model.dtype)
+    link = _link(rollout.tp, config.plan.ranks_per_host, config, gpu, shares)
+    moved_s = layers * moved / link if rollout.tp > 1 else 0.0
+    is_remote = rollout.tp > config.plan.ranks_per_host
+    layer_s = shares.remote_layer_s if is_remote else shares.layer_s
+    memory_s = read / (gpu.memory * shares.memory)
+    rows_s = num_running * gpu.row_s
+    return max(compute_s, memory_s) + moved_s + layers * (layer_s + rows_s) + shares.step_s
+
+
+def _expert_bytes(config: Config, facts: ModelFacts) -> float:
+    """Bytes of routed experts that a rank of each stage of an engine holds, together."""
+    sizes = facts.sizes
+    per_layer = sizes["experts"] * 3 * sizes["hidden"] * sizes["expert_ffn"]
+    size = 1 if config.rollout.quantization == "fp8" else itemsize(config.model.dtype)
+    return sum(facts.moe_layers) * per_layer * size / config.rollout.tp
+
+
+def _link(
+    num_ranks: int, per_host: int, config: Config, gpu: GpuRates, shares: ReachedShares
+) -> float:
+    """Bytes per second at which each of `num_ranks` neighbors reaches the others."""
+    if num_ranks <= per_host:
+        return gpu.link * shares.link
+    return config.plan.link_gbps * 1e9 / 8 * shares.network
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Bytes that a rank of the fullest stage keeps between steps."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @staticmethod
+    def of(stages: Sequence[Uses]) -> "ModelState":
+        """`stages` as planning.memory.trainer_uses returns them."""
+        return ModelState(
+            *(max(uses[name] for uses in stages) for name in ("weights", "gradients", "optimizer"))
+        )
+
+    @property
+    def training(self) -> float:
+        """Bytes apart from the weights."""
+        return self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class TrainCosts:
+    """Seconds of a model's ranks in training."""
+
+    config: Config
+    facts: ModelFacts
+    flops: ModelFlops
+    parallel: ParallelConfig
+    gpu: GpuRates
+    shares: ReachedShares
+    state: ModelState
+    factor: float = 1.0
+    """Measured over predicted seconds."""
+    tower: TowerCosts | None = None
+    """None if prompts have no images."""
+
+    def step_s(self, microbatches: Lengths, images: Images = ()) -> float:
+        """Return the seconds of an optimizer step."""
+        num_forward = 1 + BACKWARD + self._recomputed()
+        image_s = self.tower.step_s if self.tower else 0.0
+        passes_s = self._passes_s(microbatches, num_forward, images, image_s)
+        return self.factor * (passes_s + self._update_s())
+
+    def forward_s(self, microbatches: Lengths, images: Images = ()) -> float:
+        """Return the seconds of a forward pass over all micro-batches."""
+        image_s = self.tower.forward_s if self.tower else 0.0
+        return self.factor * self._passes_s(microbatches, 1.0, images, image_s)
+
+    def _passes_s(
+        self, microbatches: Lengths, num_forward: float, images: Images, image_s: float
+    ) -> float:
+        """Return the seconds of the slowest data-parallel coordinate.
+
+        A pipeline takes the sum of its micro-batches, and the longest once more for each further
+        stage, divided by the chunks of a stage where it is interleaved.
+        """
+        pp = self.parallel.pp
+        slowest = 0.0
+        for coordinate, lens_by_microbatch in enumerate(microbatches):
+            nums = images[coordinate] if images else [0] * len(lens_by_microbatch)
+            times = [
+                self._microbatch_s(lens, num_forward, num * image_s)
+                for lens, num in zip(lens_by_microbatch, nums, strict=True)
+            ]
+            bubble = (pp - 1) * max(times, default=0.0) / (self.parallel.vpp or 1)
+            slowest = max(slowest, sum(times) + bubble)
+        return slowest + self.shares.call_s
+
+    def _microbatch_s(self, lens: Sequence[int], num_forward: float, tower_s: float) -> float:
+        """Return the seconds of one micro-batch in the slowest stage.
+
+        tower_s   seconds of the tower, which is in the first stage
+        """
+        first, *others = self._stages
+        layers_s = self._layers_s(lens, num_forward)
+        slowest_s = max(first * layers_s + tower_s, max(others, default=0.0) * layers_s)
+        return slowest_s + self.shares.microbatch_s / self.parallel.pp
+
+    def _layers_s(self, lens: Sequence[int], num_forward: float) -> float:
+        """Return the seconds of one micro-batch in all layers, as if one stage had them."""
+        parallel = self.parallel
+        num_tokens = sum(lens)
+        forward = self.flops.forward(lens)
+        flops_s = forward * num_forward / self._flops(parallel.tp * parallel.cp)
+        layers = self._num_layers
+        own_tokens = num_tokens / (parallel.tp * parallel.cp)
+        row = self.facts.sizes["hidden"] * itemsize(self.config.model.dtype)
+        moved_s = 0.0
+        if parallel.tp > 1:  # gathered and scattered around attention and around the MLP
+            moved = 4 * num_tokens / parallel.cp * row
+            moved_s += layers * num_forward * moved / self._link(parallel.tp)
+        if self.facts.has_experts and parallel.ep > 1:
+            moved_s += layers * num_forward * 2 * self._dispatch_s(own_tokens * row)
+        return flops_s + moved_s
+
+    def _dispatch_s(self, num_bytes: float) -> float:
+        """Return the seconds to bring the hidden states of a rank's tokens to their experts.
+
+        DeepEP sends a token once to each host with experts of it, and from there to the ranks.
+        """
+        ranks = self.parallel.ep * self.parallel.etp
+        hosts = -(-ranks // self.config.plan.ranks_per_host)
+        copies = self.facts.experts_per_token * (1 - 1 / ranks)
+        local_s = num_bytes * copies / (self.gpu.link * self.shares.link)
+        if hosts == 1:
+            return local_s
+        remote = self.facts.experts_per_token * (1 - 1 / hosts)
+        if self.config.train.megatron.get("moe_flex_dispatcher_backend") == "deepep":
+            remote = (hosts - 1) * (1 - (1 - 1 / hosts) ** self.facts.experts_per_token)
+        network = self.config.plan.link_gbps * 1e9 / 8 * self.shares.network
+        return max(local_s, num_bytes * remote / network)
+
+    def _update_s(self) -> float:
+        """Return the seconds to reduce gradients, to update weights and to gather them."""
+        state = self.state
+        touched = 2 * (state.optimizer + state.weights) + state.gradients
+        update_s = touched / (self.gpu.memory * self.shares.memory)
+        if self.parallel.dp_size == 1:
+            return update_s
+        moved = state.gradients + state.weights
+        return update_s + moved / self._link(self.parallel.world_size)
+
+    def read_s(self, num_tokens: int) -> float:
+        """Return the seconds in which a data-parallel coordinate reads its share of samples."""
+        per_token: float = LOGPROB_BYTES
+        if self.facts.has_experts and self.config.drift.routed_experts:
+            size = 1 if self.facts.num_experts <= 256 else 2
+            layers = sum(self.facts.moe_layers) * max(self._stages)
+            per_token += layers * self.facts.experts_per_token * size
+        network = self.config.plan.link_gbps * 1e9 / 8 * self.shares.network
+        return num_tokens * per_token / network
+
+    def offload_s(self, num_bytes: float) -> float:
+        """Return the seconds to move bytes between GPU and host memory."""
+        return num_bytes / self.gpu.host_link
+
+    def _recomputed(self) -> float:
+        parts = self.config.train.recomputed
+        return min(sum(RECOMPUTED.get(part, 0.0) for part in parts), 1.0)
+
+    @cached_property
+    def _num_layers(self) -> int:
+        return len(self.facts.moe_layers)
+
+    @cached_property
+    def _stages(self) -> list[float]:
+        """The share of the model that each stage has."""
+        layers = self._num_layers
+        chunks = self.parallel.stage_layers
+        pp = self.parallel.pp
+        if chunks:
+            return [sum(chunks[stage::pp]) / layers for stage in range(pp)]
+        return [-(-layers // pp) / layers] * pp
+
+    def _flops(self, num_ranks: int) -> float:
+        return self.gpu.flops * self.shares.train * num_ranks
+
+    def _link(self, num_ranks: int) -> float:
+        per_host = self.config.plan.ranks_per_host
+        return _link(num_ranks, per_host, self.config, self.gpu, self.shares)
+
+
+def swap_s(config: Config, facts: ModelFacts, gpu: GpuRates, shares: ReachedShares) -> float:
+    """Return the seconds for which an engine pauses to swap weights that it has received."""
+    weights = max(stage["weights"] for stage in engine_uses(config, facts))
+    return shares.pause_s + 2 * weights / (gpu.memory * shares.memory)
+
+
+def read_back_s(config: Config, facts: ModelFacts, gpu: GpuRates, shares: ReachedShares) -> float:
+    """Return the seconds for which a pause is longer if the sync is read back.
+
+    It takes as long as to copy a rank's weights once (docs/sync.md).
+    """
+    weights = max(stage["weights"] for stage in engine_uses(config, facts))
+    if config.simulate.gpu == "cpu":
+        return READ_BACK_CPU_S_PER_GB * weights / 1e9
+    return 2 * weights / (gpu.memory * shares.memory)

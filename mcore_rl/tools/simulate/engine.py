@@ -1,0 +1,300 @@
+"""An engine with continuous batching, as a fluid: all running requests decode at the same rate.
+
+    arrives --> waiting --(KV cache and batch have room: prefill)--> running --> done
+                   ^                                                   |
+                   +------------ retracted: KV cache is full ----------+
+
+One decode step of B requests with K tokens of context takes fixed_s(B) + per_context_s * K seconds.
+K grows by B in each step, so the seconds of m steps are known in closed form, and nothing happens
+between two events. Prefill comes before decode and stops it, and requests are let in and sent back
+by the rules in kv_cache.py.
+"""
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from mcore_rl.rollout.transport import AbortedError, TransientError
+from mcore_rl.tools.simulate.engine_request import EndedEarlyError, EngineRequest, EngineSpeed
+from mcore_rl.tools.simulate.kv_cache import KvCache
+from mcore_rl.tools.simulate.machine import Alarm, WorkClock
+from mcore_rl.tools.simulate.virtual_loop import VirtualLoop, context_of
+from mcore_rl.types import VersionSpan, WeightVersion
+
+_SLACK = 1e-6
+
+
+class SimulatedEngine:
+    """Serves requests in virtual time."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        url: str,
+        speed: EngineSpeed,
+        version: WeightVersion,
+        clock: WorkClock | None = None,
+    ) -> None:
+        """`clock` counts the seconds in which it has a core; None: it always has."""
+        self.url = url
+        self.version = version
+        self.busy_s = 0.0
+        """Seconds of decode and prefill, as the loop counts them."""
+        self.num_tokens = 0.0
+        self.num_retracted = 0
+        self.running_seconds = 0.0
+        """Running requests, integrated over time."""
+        self._loop = loop
+        self._clock = clock or WorkClock(loop, {})
+        self._speed = speed
+        self._context = context_of("engines")
+        self._waiting: deque[EngineRequest] = deque()
+        self._running: OrderedDict[int, EngineRequest] = OrderedDict()
+        self._by_end: list[tuple[float, int, EngineRequest]] = []
+        self._num_admitted = 0
+        self._steps = 0.0
+        self._at_s, self._worked_s = loop.time(), self._clock.time()
+        """The loop's and the clock's time at the last event."""
+        self._is_working = False
+        self._blocked_until_s = 0.0
+        """When its prefill ends, on the clock."""
+        self._context_len = 0.0
+        """Tokens that the running requests attend to."""
+        self._kv = KvCache(speed.kv_capacity, speed.share_prompts)
+        self._is_paused = False
+        self._is_gone = False
+        self._timer: Alarm | None = None
+        self._is_poked = False
+        self.on_change: Callable[[float, int, int], None] = lambda now_s, running, waiting: None
+        """Is told the time and the numbers of running and waiting requests."""
+
+    async def sample(
+        self,
+        prompt: int,
+        prompt_len: int,
+        response_len: int,
+        max_len: int,
+        rid: str = "",
+        begun_len: int = 0,
+    ) -> tuple[VersionSpan, ...]:
+        """Return once the response is complete, with the versions that sampled it.
+
+        `begun_len` tokens were drawn elsewhere. Raises TransientError if the engine dies,
+        AbortedError if its requests are ended, EndedEarlyError if this one is.
+        """
+        if self._is_gone:
+            raise TransientError(f"{self.url}: connection refused")
+        done = self._loop.create_future()
+        lens = prompt_len, response_len, max_len
+        request = EngineRequest(prompt, *lens, done, rid, num_generated=begun_len)
+        self._waiting.append(request)
+        self._poke()
+        try:
+            await done
+        finally:
+            self._forget(request)
+        return request.spans(response_len)
+
+    @property
+    def free_kv(self) -> float:
+        """The free share of the KV cache, as rollout.engine_room reads it off SGLang's loads."""
+        self._advance()
+        return self._kv.free_share(self._waiting, len(self._running))
+
+    def abort_all(self) -> None:
+        self._end_all(lambda: AbortedError("the engine aborted it: asked to"))
+
+    def abort(self, rid: str) -> None:
+        """End one request, whose error has what was drawn."""
+        self._advance()
+        known = (*self._running.values(), *self._waiting)
+        request = next((r for r in known if r.rid == rid and not r.done.done()), None)
+        if request is not None:
+            num_drawn = self._num_generated(request) if request.number else request.num_generated
+            self._forget(request)
+            request.done.set_exception(EndedEarlyError(request.spans(round(num_drawn))))
+
+    def fail(self) -> None:
+        """Lose the server: its requests fail, and so do all later ones until `restart`."""
+        self._end_all(lambda: TransientError(f"{self.url}: connection lost"))
+        self._is_gone = True
+
+    def restart(self) -> None:
+        self._is_gone = False
+        self._kv.flush()
+
+    def pause(self) -> None:
+        """Stop to decode; requests stay."""
+        self._advance()
+        self._is_paused = True
+        self._arm()
+
+    async def between_steps(self) -> None:
+        """Return when what the engine computes has ended, as a request to its scheduler does."""
+        if self._can_decode:
+            self._advance()
+            step_end_s = self._clock.time() + self._seconds_of(1.0)
+            await self._clock.until(max(step_end_s, self._blocked_until_s))
+
+    async def score(self, seconds: float) -> None:
+        """Compute other sequences for so many seconds, in which no response goes on."""
+        await self.between_steps()
+        if not self._can_decode:
+            await self._clock.work(seconds)
+            return
+        self._advance()
+        self._block(seconds)
+        self._arm()
+        await self._clock.until(self._blocked_until_s)
+
+    def resume(self, version: WeightVersion) -> None:
+        """Go on with other weights: nothing stays cached, and running requests are prefilled
+        again.
+        """
+        self._advance()
+        self.version = version
+        self._is_paused = False
+        self._kv.flush()
+        for request in self._running.values():
+            request.edges.append((self._num_generated(request), version))
+            self._prefill(request.prompt_len + self._num_generated(request))
+        self._poke()
+
+    @property
+    def _can_decode(self) -> bool:
+        return bool(self._running) and not self._is_paused
+
+    def _num_generated(self, request: EngineRequest) -> int:
+        return min(round(request.generated_at(self._steps)), request.response_len)
+
+    def _poke(self) -> None:
+        """Look at the queue once all requests of this moment have arrived."""
+        if not self._is_poked:
+            self._is_poked = True
+            self._loop.call_soon(self._step, context=self._context)
+
+    def _step(self) -> None:
+        self._is_poked = False
+        self._advance()
+        while self._by_end and self._by_end[0][0] <= self._steps + _SLACK:
+            _, number, request = heapq.heappop(self._by_end)
+            if self._running.get(number) is request:
+                self._leave(number)
+                if not request.done.done():
+                    request.done.set_result(None)
+        if self._kv.free < 0 and len(self._running) > 1:
+            self._retract()
+        while self._waiting and self._admit():
+            pass
+        self._arm()
+        self.on_change(self._at_s, len(self._running), len(self._waiting))
+
+    def _advance(self) -> None:
+        """Decode from the last event to now."""
+        now_s = self._loop.time()
+        worked_s = self._clock.time()
+        num_running = len(self._running)
+        seconds = worked_s - max(self._worked_s, min(self._blocked_until_s, worked_s))
+        if num_running and not self._is_paused:
+            self.busy_s += now_s - self._at_s
+            self.running_seconds += num_running * (now_s - self._at_s)
+            if seconds > 0:
+                steps = self._speed.steps_in(seconds, num_running, self._context_len)
+                self._steps += steps
+                self._context_len += num_running * steps
+                self._kv.grow(num_running * steps)
+                self.num_tokens += num_running * steps
+        self._at_s = now_s
+        self._worked_s = worked_s
+
+    def _seconds_of(self, steps: float) -> float:
+        return self._speed.seconds_of(steps, len(self._running), self._context_len)
+
+    def _admit(self) -> bool:
+        """Let in a batch of requests for prefill; return whether there was room for one."""
+        room = self._kv.begin_batch(self._running.values(), self._steps)
+        num_before = len(self._running)
+        while self._waiting and len(self._running) < self._speed.max_running:
+            request = self._waiting[0]
+            if request.done.done():  # its client gave up
+                self._waiting.popleft()
+                continue
+            needed = self._kv.needed(request)
+            if self._running and needed > room:
+                break
+            room -= needed
+            self._waiting.popleft()
+            self._enter(request)
+        return len(self._running) > num_before
+
+    def _enter(self, request: EngineRequest) -> None:
+        request.began_at = self._steps - request.num_generated
+        if not request.edges or request.edges[-1][1] != self.version:
+            request.edges.append((round(request.num_generated), self.version))
+        self._prefill(self._kv.enter(request))
+        self._context_len += request.prompt_len + request.num_generated
+        self._num_admitted += 1
+        self._running[self._num_admitted] = request
+        request.number = self._num_admitted
+        end = request.began_at + request.response_len
+        heapq.heappush(self._by_end, (end, self._num_admitted, request))
+
+    def _prefill(self, num_tokens: int) -> None:
+        self._block(self._speed.prefill_s(num_tokens))
+
+    def _block(self, seconds: float) -> None:
+        """Decode nothing for so many seconds more."""
+        self._blocked_until_s = max(self._blocked_until_s, self._clock.time()) + seconds
+
+    def _leave(self, number: int) -> EngineRequest:
+        request = self._running.pop(number)
+        request.number = 0
+        request.num_generated = request.generated_at(self._steps)
+        self._context_len -= request.prompt_len + request.num_generated
+        self._kv.leave(request)
+        return request
+
+    def _retract(self) -> None:
+        """Send the requests with the fewest tokens back: their KV cache is computed again."""
+        by_len = sorted(self._running, key=lambda number: self._running[number].began_at)
+        while len(by_len) > 1 and self._kv.free < len(by_len):
+            self._waiting.appendleft(self._leave(by_len.pop()))
+            self.num_retracted += 1
+        self._kv.note_retraction(self._running.values(), self._steps)
+
+    def _forget(self, request: EngineRequest) -> None:
+        """End a request whose client has gone away, as the server does."""
+        if request.number:
+            self._advance()
+            self._leave(request.number)
+            self._poke()
+
+    def _arm(self) -> None:
+        """Set the timer to the next end of a response, or to when the KV cache is full."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._by_end and self._by_end[0][1] not in self._running:
+            heapq.heappop(self._by_end)
+        is_working = self._can_decode
+        if is_working != self._is_working:
+            self._is_working = is_working
+            (self._clock.begin if is_working else self._clock.end)()
+        if not is_working:
+            return
+        steps = max(self._by_end[0][0] - self._steps, 0.0)
+        if len(self._running) > 1:
+            steps = min(steps, max(self._kv.free, 0.0) / len(self._running) + _SLACK)
+        begin_s = max(self._clock.time(), self._blocked_until_s)
+        when_s = begin_s + self._seconds_of(steps)
+        self._timer = self._clock.call_at(when_s, self._step, context=self._context)
+
+    def _end_all(self, error: Callable[[], Exception]) -> None:
+        self._advance()
+        for number in list(self._running):
+            self._waiting.append(self._leave(number))
+        while self._waiting:
+            request = self._waiting.popleft()
+            if not request.done.done():
+                request.done.set_exception(error())
+        self._arm()

@@ -1,0 +1,168 @@
+"""Machines whose processes share cores, as a fluid: the more of them work, the slower they are.
+
+    processes that work     2 on 2 cores    3 on 2 cores    2 on 2 cores
+    speed of each                1               2/3             1
+    seconds on a WorkClock  ------------|-- -- -- -- -- -- |-----------
+
+A WorkClock counts the seconds of work of processes that go on together, and its alarms ring at such
+times. It runs as fast as the slowest of them, and its speed changes when anybody begins or ends to
+work on their machines.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import Context
+from functools import partial
+
+from mcore_rl.tools.simulate.virtual_loop import VirtualLoop
+
+
+class Machine:
+    """Cores that processes share as an operating system divides them.
+
+    A process that wants no more than an even share gets all it wants; the others share the rest
+    evenly.
+    """
+
+    def __init__(self, num_cores: int) -> None:
+        self.level = 1.0
+        """Most of a core that a process gets."""
+        self._num_cores = num_cores
+        self._working: dict[WorkClock, Sequence[float]] = {}
+        self._clocks: list[WorkClock] = []
+
+    def add(self, clock: "WorkClock") -> None:
+        """Have a clock follow the level from now on."""
+        self._clocks.append(clock)
+
+    def change(self, clock: "WorkClock", wanted: Sequence[float]) -> None:
+        """Note what share of a core each process of a clock wants now, if it works."""
+        self._working[clock] = wanted
+        level = _level([w for shares in self._working.values() for w in shares], self._num_cores)
+        if level != self.level:
+            self.level = level
+            for follower in self._clocks:
+                follower.retime()
+
+
+class Alarm:
+    """A call at a time of a WorkClock."""
+
+    def __init__(
+        self, clock: "WorkClock", when_s: float, call: Callable[[], None], context: Context | None
+    ) -> None:
+        self.when_s = when_s
+        self._clock = clock
+        self._call = call
+        self._context = context
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, loop: VirtualLoop, at_s: float) -> None:
+        """Ring at a time of the loop, in place of the one that was set before."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_at(at_s, self._ring, context=self._context)
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._clock.alarms.pop(self, None)
+
+    def _ring(self) -> None:
+        self._clock.alarms.pop(self, None)
+        self._call()
+
+
+class WorkClock:
+    """Seconds of work that processes, which wait for one another, have had time for.
+
+    It runs also while they have nothing to do; then they slow nobody.
+    """
+
+    def __init__(self, loop: VirtualLoop, wanted: Mapping[Machine, Sequence[float]]) -> None:
+        """`wanted`: the share of a core that each process on a machine needs to keep up.
+
+        It is empty on GPUs, where nobody waits for a core: the clock shows the time of the loop.
+        """
+        self.alarms: dict[Alarm, None] = {}
+        self._loop = loop
+        self._wanted = wanted
+        self._speed = 1.0
+        self._since_s = 0.0
+        self._worked_s = 0.0
+        self._num_jobs = 0
+        for machine in wanted:
+            machine.add(self)
+        self.retime()
+
+    def time(self) -> float:
+        """Return the seconds of work until now."""
+        return self._worked_s + (self._loop.time() - self._since_s) * self._speed
+
+    def call_at(
+        self, when_s: float, call: Callable[[], None], context: Context | None = None
+    ) -> Alarm:
+        """Call once the clock shows `when_s`."""
+        alarm = Alarm(self, when_s, call, context)
+        self.alarms[alarm] = None
+        alarm.set(self._loop, self._loop_time(when_s))
+        return alarm
+
+    def begin(self) -> None:
+        """Begin to work: others on the same machines may be slower from now on."""
+        self._num_jobs += 1
+        if self._num_jobs == 1:
+            self._change(self._wanted)
+
+    def end(self) -> None:
+        self._num_jobs -= 1
+        assert self._num_jobs >= 0, "work ends that did not begin"
+        if not self._num_jobs:
+            self._change(dict.fromkeys(self._wanted, ()))
+
+    async def work(self, seconds: float) -> None:
+        """Return after so many seconds of work."""
+        self.begin()
+        try:
+            await self.until(self.time() + seconds)
+        finally:
+            self.end()
+
+    async def until(self, when_s: float) -> None:
+        """Return once the clock shows `when_s`."""
+        done: asyncio.Future[None] = self._loop.create_future()
+        alarm = self.call_at(when_s, partial(done.set_result, None))
+        try:
+            await done
+        finally:
+            alarm.cancel()
+
+    def retime(self) -> None:
+        """Follow a change of the machines' speed."""
+        speeds = (min(1.0, m.level / max(wanted)) for m, wanted in self._wanted.items())
+        speed = min(speeds, default=1.0)
+        if speed == self._speed:
+            return
+        self._worked_s = self.time()
+        self._since_s = self._loop.time()
+        self._speed = speed
+        for alarm in self.alarms:
+            alarm.set(self._loop, self._loop_time(alarm.when_s))
+
+    def _loop_time(self, when_s: float) -> float:
+        return self._since_s + (when_s - self._worked_s) / self._speed
+
+    def _change(self, wanted: Mapping[Machine, Sequence[float]]) -> None:
+        for machine, shares in wanted.items():
+            machine.change(self, shares)
+
+
+def _level(wanted: Sequence[float], num_cores: float) -> float:
+    """Return the most that a process gets of a core, at most 1."""
+    left = num_cores
+    for k, share in enumerate(sorted(wanted)):
+        even = left / (len(wanted) - k)
+        if share > even:
+            return even
+        left -= share
+    return 1.0

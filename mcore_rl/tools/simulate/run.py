@@ -1,0 +1,297 @@
+"""Runs the real loop, sampler, collectors and weight sync of a recipe in virtual time.
+
+real        loops.rl.train, BackgroundSampler, CollectorPool, Collector, RolloutClient, EngineSync,
+            SharedGpus, PackedTrainer, Advantages, the plan of the sync
+simulated   engines, ranks, links, rewards, failures
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.estimator import Advantages
+from mcore_rl.config import Config
+from mcore_rl.data.source import ShuffledStream
+from mcore_rl.loops.rl import train
+from mcore_rl.loops.sampling import SamplingOptions
+from mcore_rl.players.advantages import StoredAdvantages
+from mcore_rl.players.background import BackgroundSampler
+from mcore_rl.players.canary import Canary
+from mcore_rl.players.colocation import (
+    CRITIC,
+    TRAINER,
+    EngineMemory,
+    SharedGpus,
+    SharingCritic,
+    SharingTrainer,
+)
+from mcore_rl.players.generator import EngineGenerator, rollout_of_evaluations
+from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
+from mcore_rl.players.weight_sync import EngineSync
+from mcore_rl.roles import Critic, Roles, Samples, in_turn
+from mcore_rl.rollout.collector_pool import CollectorPool
+from mcore_rl.rollout.engine_health import EngineHealth
+from mcore_rl.rollout.engine_spec import EngineAddress
+from mcore_rl.run_folder import RunFolder
+from mcore_rl.scores import Scores
+from mcore_rl.tools.simulate.engine import SimulatedEngine
+from mcore_rl.tools.simulate.engines import SimulatedCollector, SimulatedTransport
+from mcore_rl.tools.simulate.failures import Failures
+from mcore_rl.tools.simulate.placement import ProcessPlacement
+from mcore_rl.tools.simulate.ranks import SimulatedRanks
+from mcore_rl.tools.simulate.recipe_costs import RecipeCosts
+from mcore_rl.tools.simulate.step_log import StepLog
+from mcore_rl.tools.simulate.virtual_loop import context_of
+from mcore_rl.tools.simulate.virtual_time import VirtualTime
+from mcore_rl.tools.simulate.weights import (
+    SimulatedCanary,
+    SimulatedEngineMemory,
+    SimulatedLinks,
+    SimulatedModel,
+    link_seconds_of,
+)
+from mcore_rl.tools.simulate.workload import Workload
+from mcore_rl.types import Prompt, StoredBatch, StoredColumn, StoredSample, WeightVersion
+
+COLOCATED_CALL_S = 0.5
+"""Seconds in which engines on shared GPUs give up their memory, or take it back."""
+
+
+class _AfterOtherWork(StoredAdvantages):
+    """Computes advantages after the seconds of all that is not simulated."""
+
+    def __init__(self, other_s: float, clock: VirtualTime, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._other_s = other_s
+        self._clock = clock
+
+    def __call__(
+        self, scores: Scores, samples: Sequence[StoredSample], batch: StoredBatch
+    ) -> tuple[StoredBatch, dict[str, float]]:
+        if self._other_s:
+            self._clock.spend("not simulated", lambda: self._other_s)
+        if self._advantages.need_tokens:
+            return self._on_tokens([(cast(Any, None), batch)])[0][0], {}
+        return super().__call__(scores, samples, batch)
+
+
+class SimulatedRun:
+    """A run between two starts of its processes, from `start_step` on."""
+
+    def __init__(
+        self,
+        config: Config,
+        costs: RecipeCosts,
+        clock: VirtualTime,
+        draw: random.Random,
+        start_step: int,
+        folder: RunFolder,
+    ) -> None:
+        self._config = config
+        self._costs = costs
+        self._clock = clock
+        self._start_step = start_step
+        self._folder = folder
+        self._needs = needs_of(config.algorithm)
+        self.workload = Workload(config)
+        self._placement = ProcessPlacement.of(config, clock.loop)
+        self.engines = self._make_engines()
+        self._health = EngineHealth(list(self.engines))
+        self.collectors, self._pool = self._make_pool()
+        homes = (nodes[0] for nodes in self._placement.engine_nodes)
+        by_node = zip(dict.fromkeys(homes), self.collectors, strict=True)
+        num_trainer_gpus = config.parallel.world_size
+        if self._needs.critic and not config.critic.colocated:
+            num_trainer_gpus += config.critic.parallel.world_size
+        self.failures = Failures(
+            clock.loop,
+            config,
+            self.engines,
+            self._health,
+            self._placement,
+            dict(by_node),
+            num_trainer_gpus,
+            draw,
+        )
+        clock.lost = self.failures.lost
+        self._on_trainer = partial(clock.spend, on=self._placement.trainer)
+        self.trainer = SimulatedRanks("trainer", costs.trainer, self._on_trainer)
+        self.critic = None
+        if costs.critic is not None:
+            on_critic = partial(clock.spend, on=self._placement.critic)
+            self.critic = SimulatedRanks("critic", costs.critic, on_critic)
+        self._gpus = self._share_gpus()
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._placement.nodes)
+
+    @property
+    def num_samples_lost(self) -> int:
+        return self._pool.num_lost
+
+    def train(self, prompts: ShuffledStream[Prompt], log: StepLog) -> None:
+        """Run the loop to its end. Raises RunLostError if the run is lost before."""
+        config = self._config
+        weights = self.make_sync()
+        weights.sync(WeightVersion(self._start_step), None)
+        with self._sample_in_background(prompts, weights) as background:
+            packed = PackedTrainer(
+                self.trainer,
+                self._folder,
+                packing=Packing.of(config.parallel, config.train, self._costs.trainer.flops),
+                temperature=config.rollout.temperature,
+                checkpoint=config.checkpoint,
+            )
+            advantages = Advantages(config.algorithm, config.reward.part_weights)
+            roles = Roles(
+                prompts=prompts,
+                held_out=[],
+                generator=self.make_generator(weights),
+                reward=lambda samples: self._clock.watched(self._score(samples)),
+                advantages=_AfterOtherWork(
+                    self._costs.other_s, self._clock, advantages, self._on_tokens, has_teacher=False
+                ),
+                trainer=SharingTrainer(packed, self._gpus),
+                weights=weights,
+                log=log,
+                background=background,
+                on_tokens=self._on_tokens,
+                critic=self._make_critic(),
+                both=in_turn if config.critic.colocated else self._clock.both,
+            )
+            train(config, roles, self._start_step)
+
+    def make_generator(self, weights: EngineSync) -> EngineGenerator:
+        """Return what draws samples, those of evaluations by their own options."""
+        rollout = self._config.rollout
+        own = rollout_of_evaluations(rollout, self._config.eval)
+        watched = self._clock.watched
+        return EngineGenerator(self._pool, rollout, watched, weights.revive, evaluation=own)
+
+    def end(self) -> None:
+        """End all tasks, as the end of the processes does."""
+        self.failures.end()
+        tasks = asyncio.all_tasks(self._clock.loop)
+        if tasks:
+            for task in tasks:
+                task.cancel()
+            self._clock.loop.run_until_complete(asyncio.wait(tasks))
+
+    def _make_engines(self) -> dict[str, SimulatedEngine]:
+        simulate = self._config.simulate
+        num_engines = self._config.rollout.engines
+        num_slow = round(simulate.slow_share * num_engines)
+        version = WeightVersion(self._start_step)
+        engines = {}
+        for k in range(num_engines):
+            speed = self._costs.engine
+            if k < num_slow:
+                speed = speed.slowed(simulate.slowdown)
+            url = f"http://engine-{k}"
+            engines[url] = SimulatedEngine(
+                self._clock.loop, url, speed, version, self._placement.engines[k]
+            )
+        return engines
+
+    def _make_pool(self) -> tuple[list[SimulatedCollector], CollectorPool]:
+        """Return a collector for the engines of each node, and their pool."""
+        config = self._config
+        addresses = [EngineAddress(url, "simulated") for url in self.engines]
+        transport = SimulatedTransport(self.engines, self.workload)
+        urls = list(self.engines)
+        hosts = [[urls[k] for k in own] for own in self._placement.engines_by_collector()]
+        collectors = [
+            SimulatedCollector(self._clock.loop, config, addresses, own, transport) for own in hosts
+        ]
+        pool = CollectorPool(
+            collectors, list(map(len, hosts)), self._health, config.rollout.max_concurrency
+        )
+        return collectors, pool
+
+    def _share_gpus(self) -> SharedGpus:
+        config = self._config
+        are_colocated = config.cluster.colocated
+        memory = SimulatedEngineMemory(are_colocated=are_colocated, call_s=COLOCATED_CALL_S)
+        gpus = SharedGpus(cast(EngineMemory, memory), self._clock.watched)
+        if are_colocated and config.cluster.offload:
+            gpus.add(TRAINER, SimulatedModel(self.trainer))
+        if config.critic.colocated and config.cluster.offload and self.critic is not None:
+            gpus.add(CRITIC, SimulatedModel(self.critic))
+        return gpus
+
+    def _make_critic(self) -> Critic | None:
+        costs = self._costs.critic
+        if self.critic is None or costs is None:
+            return None
+        config = self._config
+        packing = Packing.of(config.critic.parallel, config.train, costs.flops)
+        critic = PackedCritic(
+            self.critic, self._folder, packing=packing, checkpoint=config.checkpoint
+        )
+        return SharingCritic(critic, self._gpus) if config.critic.colocated else critic
+
+    def make_sync(self) -> EngineSync:
+        costs = self._costs
+        links = SimulatedLinks(
+            self.engines,
+            costs.sync_s,
+            costs.swap_s,
+            costs.sync_bytes,
+            staged=self._config.rollout.stage_weights,
+            link_s=link_seconds_of(self._config),
+            send=self._placement.trainer.work,
+            waits=costs.of_idle,
+            read_back_s=costs.read_back_s,
+            verify_every=self._config.sync.reads_back_every,
+        )
+
+        async def look() -> None:
+            """Do nothing: failures are noted as they happen."""
+
+        busy = self.engines if costs.of_idle else None
+        canary = cast(Canary, SimulatedCanary(self._on_trainer, costs.canary_s, busy))
+        return EngineSync(
+            *(links, canary, self._health, look, self._clock.watched, self._gpus),
+            count_steps=lambda: 0,  # simulated weights have no bytes that could be the same
+        )
+
+    def _sample_in_background(self, prompts: ShuffledStream[Prompt], weights: EngineSync) -> Any:
+        config = self._config
+        if config.rollout.mode == "sync":
+            return nullcontext()
+        return BackgroundSampler(
+            SamplingOptions.of(config, self._needs),
+            config.run.seed,
+            WeightVersion(self._start_step),
+            prompts,
+            self._pool,
+            self._score,
+            self._clock.watched,
+            cast(Any, self._clock.loop.create_task),
+            weights.revive,
+        )
+
+    async def _score(self, samples: Samples) -> Scores:
+        score = self._score_beside_engines(samples)
+        return await self._clock.loop.create_task(score, context=context_of("collectors"))
+
+    async def _score_beside_engines(self, samples: Samples) -> Scores:
+        await asyncio.sleep(self._config.simulate.reward_s)
+        scores = self.workload.scores(samples)
+        parts = dict.fromkeys(self._config.reward.part_weights, scores.rewards_N)
+        return replace(scores, parts=parts)
+
+    def _on_tokens(self, works: Any) -> list[tuple[StoredBatch, None]]:
+        """Say that fields of tokens are set; plays roles.OnTokens, whose numbers nobody reads."""
+        [(_, batch)] = works
+        num_tokens = sum(batch.lens_N)
+        self._clock.spend("advantages of tokens", lambda: self._costs.trainer.read_s(num_tokens))
+        advantages = StoredColumn("advantages")
+        returns = StoredColumn("returns") if self._needs.critic else None
+        return [(replace(batch, advantages_T=advantages, returns_T=returns), None)]

@@ -1,0 +1,100 @@
+"""Reads options in the form of Hydra: YAML files, overrides key=value, whole command lines."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from mcore_rl.tools.translate.foreign import ForeignOptions
+
+
+def read_options(arguments: Sequence[str]) -> ForeignOptions:
+    """Return the options of YAML files and of overrides `key=value`; later ones win.
+
+    A file is a configuration, or a list of overrides as Hydra leaves it in .hydra/overrides.yaml.
+    A whole command line also has what Hydra and Python read: -m <module>, --config-name=<name>.
+    Raises ValueError naming the file or the override that cannot be read.
+    """
+    given: dict[str, Any] = {}
+    is_whole = False
+    flags, rest = _command_line().parse_known_args(arguments)
+    for argument in rest:
+        if argument.endswith((".yaml", ".yml")) and "=" not in argument:
+            content = _read_file(Path(argument))
+            if isinstance(content, list):
+                given |= parse_overrides([str(override) for override in content])
+            else:
+                is_whole = True
+                given |= flatten(content)
+        else:
+            given |= parse_overrides([argument])
+    return ForeignOptions(given, is_whole, flags.config_name)
+
+
+def _command_line() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-m", dest="module")
+    parser.add_argument("--config-name", "-cn", default="")
+    parser.add_argument("--config-path", "-cp")
+    parser.add_argument("--config-dir", "-cd")
+    return parser
+
+
+def _read_file(path: Path) -> Any:
+    tree = load_tree(path)
+    try:
+        # A value that is missing ("???") is one that the user had to give elsewhere.
+        return OmegaConf.to_container(tree, resolve=True, throw_on_missing=False)
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ValueError(f"{path}: no configuration in YAML: {error}") from None
+
+
+def load_tree(path: Path, reader: str = "") -> DictConfig | ListConfig:
+    """Return what a YAML file has, with its ${...} as they are.
+
+    reader   what names the file, for the error if it is not there
+    """
+    try:
+        return OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file{reader}") from None
+    except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
+        raise ValueError(f"{path}: no configuration in YAML: {error}") from None
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values of Hydra's overrides by dotted name; deleted options are None.
+
+    Raises ValueError naming an override that is none.
+    """
+    given: dict[str, Any] = {}
+    for text in overrides:
+        try:
+            override = OverridesParser.create().parse_override(text)
+        except HydraException as error:
+            raise ValueError(
+                f"{text}: neither a YAML file nor an override key=value: {error}"
+            ) from None
+        value = None if override.is_delete() else override.value()
+        name = override.key_or_group
+        nested = flatten(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+        given |= nested
+    return given
+
+
+def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by dotted name; an empty mapping is a leaf."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            leaves |= flatten(value, f"{name}.")
+        else:
+            leaves[name] = None if value == "???" else value
+    return leaves

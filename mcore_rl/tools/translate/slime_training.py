@@ -1,0 +1,245 @@
+"""Optimizer, batches, algorithm and critic of slime 0.3.1, as options of a recipe."""
+
+from typing import Any
+
+from mcore_rl.config.data import DataConfig
+from mcore_rl.tools.translate.foreign import Decision, ForeignOptions, Found, RecipeLine
+from mcore_rl.tools.translate.slime_layout import SIZES, has_critic
+from mcore_rl.tools.translate.tables import differing, renamed
+
+SCHEDULES = ("constant", "linear", "cosine")
+ADVANTAGES = {
+    "grpo": "grpo",
+    "gspo": "grpo",
+    "cispo": "grpo",
+    "reinforce_plus_plus": "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    "ppo": "gae",
+}
+LOSSES = {"gspo": "gspo", "cispo": "cispo"}
+ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
+OWN_ADVANTAGE = "register an advantage of your own (docs/algorithms.md)"
+WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
+    "--optimizer": ("adam", "the optimizer is Adam"),
+    "--use-opsm": (False, "algorithm.correction.reject=sequence leaves out whole sequences"),
+    "--custom-advantage-function-path": (None, OWN_ADVANTAGE),
+    "--custom-tis-function-path": (None, "algorithm.correction has weights and rejection"),
+    "--custom-pg-loss-reducer-function-path": (None, "algorithm.aggregation has others"),
+    "--custom-loss-function-path": (None, "register a loss of your own (docs/algorithms.md)"),
+    "--use-unbiased-kl": (False, "algorithm.kl.estimator=k3+ has the gradient of the KL itself"),
+    "--ref-update-interval": (None, "the reference is model.path for the whole run"),
+    "--reset-optimizer-states": (False, "the optimizer's moments are kept"),
+    "--use-stateless-adam": (False, "the optimizer's moments are kept"),
+    "--disable-rewards-normalization": (False, OWN_ADVANTAGE),
+    "--disable-compute-advantages-and-returns": (False, OWN_ADVANTAGE),
+    "--freeze-params-name-list": (None, "train.freeze_router and train.vision freeze parts"),
+    "--only-train-params-name-list": (None, "train.freeze_router and train.vision freeze parts"),
+    "--enable-mtp-training": (False, "layers that predict several tokens are not trained"),
+    "--mask-offpolicy-in-partial-rollout": (False, "algorithm.correction weighs such tokens"),
+    "--keep-old-actor": (False, "rollout.mode=async has algorithm.correction instead"),
+    "--custom-model-provider-path": (None, "families of models are tables here (docs/models.md)"),
+    "--megatron-config-path": (None, "set critic.*, the critic's own options"),
+}
+
+
+def translate_optimizer(options: ForeignOptions) -> Found:
+    """Yield the policy's optimizer, and the critic's, which has the same options."""
+    for ours in ["train.optimizer", *(["critic.optimizer"] if has_critic(options) else [])]:
+        table = {
+            "--lr": (f"{ours}.lr", 1e-6),
+            "--weight-decay": (f"{ours}.weight_decay", 0.01),
+            "--adam-beta1": (f"{ours}.beta1", 0.9),
+            "--adam-beta2": (f"{ours}.beta2", 0.999),
+            "--adam-eps": (f"{ours}.eps", 1e-8),
+            "--clip-grad": (f"{ours}.clip_grad", 1.0),
+            "--min-lr": (f"{ours}.min_lr", None),
+        }
+        yield from renamed(options, table)
+        yield from _schedule(options, ours)
+
+
+def _schedule(options: ForeignOptions, ours: str) -> Found:
+    style = options.take("--lr-decay-style", "linear")
+    if style in SCHEDULES:
+        yield RecipeLine(f"{ours}.schedule", style, ("--lr-decay-style",))
+    else:
+        advice = f"{ours}.schedule is one of {', '.join(SCHEDULES)}"
+        yield Decision("--lr-decay-style", style, advice)
+    if options.take("--lr-decay-iters", None) is not None:
+        advice = "a schedule ends with run.steps"
+        yield Decision("--lr-decay-iters", options.take("--lr-decay-iters", 0), advice)
+    steps = options.take("--lr-warmup-iters", 0)
+    share = options.take("--lr-warmup-fraction", None)
+    total = options.take("--num-rollout", None)
+    if steps:
+        yield RecipeLine(f"{ours}.warmup_steps", steps, ("--lr-warmup-iters",))
+    elif share and total:
+        sources = ("--lr-warmup-fraction", "--num-rollout")
+        yield RecipeLine(
+            f"{ours}.warmup_steps", round(share * total * _mini_batches(options)), sources
+        )
+    elif share:
+        advice = f"set {ours}.warmup_steps to this share of all optimizer steps"
+        yield Decision("--lr-warmup-fraction", share, advice)
+
+
+def _mini_batches(options: ForeignOptions) -> int:
+    samples = options.take("--rollout-batch-size", 1) * options.take("--n-samples-per-prompt", 1)
+    per_step = options.take("--global-batch-size", samples)
+    return options.take("--num-steps-per-rollout", None) or max(round(samples / per_step), 1)
+
+
+def translate_step(options: ForeignOptions) -> Found:
+    """Yield what a step takes: prompts, mini-batches, micro-batches."""
+    prompts = options.take("--rollout-batch-size", None)
+    if prompts is None:
+        yield Decision("--rollout-batch-size", None, "slime wants it: set rollout.prompts_per_step")
+    else:
+        yield RecipeLine("rollout.prompts_per_step", prompts, ("--rollout-batch-size",))
+    samples = (prompts or 1) * options.take("--n-samples-per-prompt", 1)
+    sources = ("--rollout-batch-size", "--n-samples-per-prompt", "--global-batch-size")
+    sources = (*sources, "--num-steps-per-rollout")
+    yield RecipeLine("train.mini_batches", _mini_batches(options), sources)
+    if has_critic(options):
+        yield RecipeLine("critic.mini_batches", _mini_batches(options), sources)
+    per_step = options.take("--global-batch-size", samples)
+    if samples % per_step:
+        advice = f"does not divide the {samples} samples of a step: train.mini_batches is rounded"
+        yield Decision("--global-batch-size", per_step, advice)
+    yield from _micro_batches(options)
+    yield from renamed(options, {"--log-probs-chunk-size": ("train.logprob_chunk", None)})
+    if options.take("--use-rollout-routing-replay", False):
+        yield RecipeLine("train.router_replay", "engine", ("--use-rollout-routing-replay",))
+    elif options.take("--use-routing-replay", False):
+        yield RecipeLine("train.router_replay", "old_pass", ("--use-routing-replay",))
+
+
+def _micro_batches(options: ForeignOptions) -> Found:
+    name = "train.max_tokens_per_microbatch"
+    if options.take("--use-dynamic-batch-size", False):
+        tokens = options.take("--max-tokens-per-gpu", None)
+        if tokens is None:
+            advice = f"slime wants --max-tokens-per-gpu with it: set {name}"
+            yield Decision("--use-dynamic-batch-size", True, advice)
+            return
+        # slime multiplies by the ranks that share a sequence, too.
+        sources = ("--max-tokens-per-gpu", "--use-dynamic-batch-size", SIZES["cp"])
+        held = tokens * options.take(SIZES["cp"], 1)
+        longest = _longest(options)
+        yield RecipeLine(name, max(held, longest), sources)
+        if held < longest:
+            advice = f"a micro-batch has to hold the longest sequence: {name} is {longest} for it"
+            yield Decision("--max-tokens-per-gpu", tokens, advice)
+        return
+    number = options.take("--micro-batch-size", 1)
+    advice = f"set {name}: sequences of a micro-batch, times the tokens of the longest"
+    yield Decision("--micro-batch-size", number, advice)
+
+
+def _longest(options: ForeignOptions) -> int:
+    """Return the greatest length of a sequence in the recipe; 0: unknown."""
+    answer = options.take("--rollout-max-response-len", 0)
+    context = options.take("--rollout-max-context-len", 0)
+    default = max(context - answer, 0) or DataConfig().max_prompt_len
+    return answer + options.take("--rollout-max-prompt-len", default) if answer else 0
+
+
+def translate_algorithm(options: ForeignOptions) -> Found:
+    kind = options.take("--advantage-estimator", "grpo")
+    ours = ADVANTAGES.get(kind)
+    plain = options.take("--disable-grpo-std-normalization", False)
+    if ours is None:
+        yield Decision("--advantage-estimator", kind, OWN_ADVANTAGE)
+    elif ours == "grpo" and plain:
+        sources = ("--advantage-estimator", "--disable-grpo-std-normalization")
+        yield RecipeLine("algorithm.advantage", "dr_grpo", sources)
+    else:
+        yield RecipeLine("algorithm.advantage", ours, ("--advantage-estimator",))
+    yield RecipeLine("algorithm.loss", LOSSES.get(kind, "ppo_clip"), ("--advantage-estimator",))
+    if options.take("--normalize-advantages", False) and ours == "grpo":
+        yield Decision("--normalize-advantages", True, OWN_ADVANTAGE)
+    low = options.take("--eps-clip", 0.2)
+    yield RecipeLine("algorithm.clip_low", low, ("--eps-clip",))
+    high = options.take("--eps-clip-high", low)
+    yield RecipeLine("algorithm.clip_high", high, ("--eps-clip-high",))
+    by_token = options.take("--calculate-per-token-loss", False)
+    mean = "token_mean" if by_token else "sequence_mean"
+    yield RecipeLine("algorithm.aggregation", mean, ("--calculate-per-token-loss",))
+    table: dict[str, tuple[str, Any]] = {
+        "--eps-clip-c": ("algorithm.dual_clip", None),
+        "--entropy-coef": ("algorithm.entropy_coef", 0.0),
+    }
+    yield from renamed(options, table)
+    yield from _kl(options)
+    yield from _correction(options)
+    yield from _other_goals(options)
+    yield from differing(options, WITHOUT_COUNTERPART)
+
+
+def _kl(options: ForeignOptions) -> Found:
+    in_reward = options.take("--kl-coef", 0.0)
+    in_loss = options.take("--use-kl-loss", False)
+    kind = options.take("--kl-loss-type", "k1")
+    if in_loss:
+        weight = options.take("--kl-loss-coef", 0.0)
+        yield RecipeLine("algorithm.kl.coef", weight, ("--kl-loss-coef", "--use-kl-loss"))
+    elif in_reward:
+        yield RecipeLine("algorithm.kl.coef", in_reward, ("--kl-coef",))
+        yield RecipeLine("algorithm.kl.in_reward", True, ("--kl-coef",))
+    if in_loss and in_reward:
+        advice = "a KL is in the loss or in the reward: algorithm.kl.in_reward; here in the loss"
+        yield Decision("--kl-coef", in_reward, advice)
+    if kind not in ESTIMATORS:
+        yield Decision("--kl-loss-type", kind, "algorithm.kl.estimator has k1, k2, k3 and abs")
+    elif in_loss or in_reward or kind != "k1":
+        yield RecipeLine("algorithm.kl.estimator", ESTIMATORS[kind], ("--kl-loss-type",))
+
+
+def _correction(options: ForeignOptions) -> Found:
+    if options.take("--use-rollout-logprobs", False):
+        yield RecipeLine("algorithm.correction.bypass", True, ("--use-rollout-logprobs",))
+    if options.take("--use-tis", False):
+        high = options.take("--tis-clip", 2.0)
+        low = options.take("--tis-clip-low", 0)
+        yield RecipeLine("algorithm.correction.weight", "token", ("--use-tis",))
+        yield RecipeLine("algorithm.correction.high", high, ("--tis-clip",))
+        if low:
+            advice = "with algorithm.correction.bound=mask, weights below `low` become 0, not `low`"
+            yield Decision("--tis-clip-low", low, advice)
+
+
+def _other_goals(options: ForeignOptions) -> Found:
+    kind = options.take("--loss-type", "policy_loss")
+    if kind == "sft_loss":
+        advice = "`mcore-rl sft` trains on answers: set sft.data, sft.steps, sft.batch_size"
+        yield Decision("--loss-type", kind, f"{advice} and sft.optimizer (docs/recipes.md)")
+    elif kind != "policy_loss":
+        yield Decision("--loss-type", kind, "register a loss of your own (docs/algorithms.md)")
+    if options.take("--use-opd", False):
+        yield RecipeLine("algorithm.reward_coef", 1.0, ("--use-opd",))
+        advice = "set algorithm.advantage=distillation, algorithm.loss=policy_gradient and"
+        advice += " teacher.path, a model in HuggingFace's format, or teacher.url"
+        teacher = options.take("--opd-teacher-load", None)
+        yield Decision("--opd-type, --opd-teacher-load", teacher, advice)
+        coef = options.take("--opd-kl-coef", 1.0)
+        if coef != 1:
+            advice = "algorithm.reward_coef weighs the rewards beside the teacher: set 1 by this"
+            yield Decision("--opd-kl-coef", coef, advice)
+
+
+def translate_critic(options: ForeignOptions) -> Found:
+    """Yield the critic of --advantage-estimator ppo; without one, its options are unread."""
+    gamma = options.take("--gamma", 1.0)
+    if gamma != 1:
+        yield RecipeLine("algorithm.gamma", gamma, ("--gamma",))
+    if not has_critic(options):
+        return
+    lam = options.take("--lambd", 1.0)
+    yield RecipeLine("algorithm.gae_lambda", lam, ("--lambd",))
+    yield RecipeLine("critic.gae_lambda", lam, ("--lambd",))
+    table = {
+        "--value-clip": ("critic.value_clip", 0.2),
+        "--num-critic-only-steps": ("critic.warmup_steps", 0),
+    }
+    yield from renamed(options, table)
+    yield RecipeLine("critic.colocated", True)

@@ -1,0 +1,263 @@
+"""Model, layout, optimizer and step of verl 0.7, as options of a recipe."""
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from mcore_rl.config.training import RECOMPUTABLE
+from mcore_rl.tools.translate.foreign import Decision, ForeignOptions, Found, RecipeLine
+
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
+SHARED = {
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "algorithm.adv_estimator": "gae",
+    "actor_rollout_ref.hybrid_engine": True,
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 8,
+}
+"""Options that several rules read, and verl's defaults of them."""
+SCHEDULES = ("constant", "linear", "cosine")
+OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
+OWN_TRANSFORMER = ("recompute_", "attention_backend")
+"""Fields of the transformer's configuration that are not handed on as they are."""
+
+
+def shared(options: ForeignOptions, name: str) -> Any:
+    """Return one of the options SHARED."""
+    return options.take(name, SHARED[name])
+
+
+def is_megatron(options: ForeignOptions) -> bool:
+    """Return whether Megatron trains, and not FSDP."""
+    own = "megatron" in options.config_name
+    own |= any(name.startswith(f"{ACTOR}.megatron.") for name in options.given)
+    return options.take(f"{ACTOR}.strategy", "megatron" if own else "fsdp") == "megatron"
+
+
+def home_of(path: str) -> str:
+    """Return a path with the user's folder in place of a tilde at its beginning."""
+    return os.path.expanduser(path)
+
+
+def translate_model(options: ForeignOptions) -> Found:
+    yield RecipeLine("model.path", home_of(options.take(f"{MODEL}.path", "")), (f"{MODEL}.path",))
+    yield RecipeLine("model.dtype", "bfloat16")
+    if options.take(f"{MODEL}.trust_remote_code", False):
+        yield RecipeLine("model.trust_remote_code", True, (f"{MODEL}.trust_remote_code",))
+    frozen = f"{MODEL}.override_config.moe_config.freeze_moe_router"
+    if options.take(frozen, False):
+        yield RecipeLine("train.freeze_router", True, (frozen,))
+    tower = f"{ACTOR}.freeze_vision_tower"
+    if options.take(tower, False):
+        yield RecipeLine("train.vision", "none", (tower,))
+    for name, value in options.below(f"{MODEL}.override_config.model_config.").items():
+        advice = "the model is what its config.json says: change it in a copy of model.path"
+        yield Decision(f"{MODEL}.override_config.model_config.{name}", value, advice)
+    for name in ("lora_rank", "lora.rank"):
+        rank = options.take(f"{MODEL}.{name}", 0)
+        if rank:
+            advice = "there are no adapters: all weights are trained and synced; a learning rate"
+            yield Decision(f"{MODEL}.{name}", rank, f"{advice} that suits adapters is too high")
+    for name in ("enable", "enable_train", "enable_rollout"):
+        if options.take(f"{MODEL}.mtp.{name}", False):
+            advice = "layers that predict several tokens are neither trained nor used"
+            yield Decision(f"{MODEL}.mtp.{name}", True, advice)
+    for name, advice in {
+        "tokenizer_path": "the tokenizer is that of model.path: put it there",
+        "custom_chat_template": "put it into model.path, as chat_template.jinja",
+        "external_lib": "families of models are tables here (docs/models.md)",
+    }.items():
+        value = options.take(f"{MODEL}.{name}", None)
+        if value is not None and value != options.given.get(f"{MODEL}.path"):
+            yield Decision(f"{MODEL}.{name}", value, advice)
+
+
+def translate_layout(options: ForeignOptions) -> Found:
+    """Yield parallel.*, and what an idle part of a GPU does with its memory."""
+    if is_megatron(options):
+        yield from layout_of(options, f"{ACTOR}.megatron", "parallel")
+    else:
+        yield from layout_of_fsdp(options, "parallel")
+        yield Decision(
+            f"{ACTOR}.strategy",
+            "fsdp",
+            "Megatron trains here: choose parallel.tp, pp and ep by `mcore-rl plan`, and"
+            " train.optimizer.megatron for the precision of its moments",
+        )
+    group = "megatron" if is_megatron(options) else "fsdp_config"
+    offloads = [f"{ACTOR}.{group}.{name}" for name in OFFLOADS]
+    offloaded = tuple([name for name in offloads if options.take(name, False)])
+    if offloaded:
+        yield RecipeLine("cluster.offload", True, offloaded)
+    if is_megatron(options):
+        yield from _megatron_overrides(options, f"{ACTOR}.megatron", "train")
+    elif options.take(f"{MODEL}.enable_gradient_checkpointing", True):
+        yield RecipeLine("train.recompute", "full", (f"{MODEL}.enable_gradient_checkpointing",))
+
+
+def layout_of(options: ForeignOptions, group: str, ours: str) -> Iterator[RecipeLine]:
+    """Yield the parallel sizes of a Megatron group of verl's as options under `ours`.
+
+    All GPUs of the trainer are used: what they are more than tp * pp * cp is data parallel.
+    """
+    names = [f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline")]
+    names.append("context_parallel_size")
+    ranks = math.prod(options.take(f"{group}.{name}", 1) for name in names)
+    yield _data_parallel(options, ours, ranks)
+    for name, theirs in {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "cp": "context_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
+        "vpp": "virtual_pipeline_model_parallel_size",
+    }.items():
+        # Megatron's own default of the experts' tensor parallelism is that of the dense layers.
+        tp = options.take(f"{group}.tensor_model_parallel_size", 1)
+        default = {"etp": tp, "vpp": None}.get(name, 1)
+        size: Any = options.take(f"{group}.{theirs}", default)
+        if size not in (1, None):
+            yield RecipeLine(f"{ours}.{name}", size, (f"{group}.{theirs}",))
+
+
+def layout_of_fsdp(options: ForeignOptions, ours: str) -> Iterator[RecipeLine]:
+    """Yield the ranks that share a sequence, and as many of them as there are GPUs."""
+    name = f"{ACTOR}.ulysses_sequence_parallel_size"
+    size = options.take(name, 1)
+    yield RecipeLine(f"{ours}.cp", size, (name,))
+    yield _data_parallel(options, ours, size)
+
+
+def _data_parallel(options: ForeignOptions, ours: str, ranks: int) -> RecipeLine:
+    gpus = shared(options, "trainer.nnodes") * shared(options, "trainer.n_gpus_per_node")
+    sources = ("trainer.nnodes", "trainer.n_gpus_per_node")
+    return RecipeLine(f"{ours}.dp", max(gpus // ranks, 1), sources)
+
+
+def _megatron_overrides(options: ForeignOptions, group: str, ours: str) -> Found:
+    config = f"{group}.override_transformer_config"
+    granularity = options.take(f"{config}.recompute_granularity", None)
+    if granularity == "full":
+        yield RecipeLine(f"{ours}.recompute", "full", (f"{config}.recompute_granularity",))
+    elif granularity == "selective":
+        sources = (f"{config}.recompute_granularity", f"{config}.recompute_modules")
+        modules = options.take(f"{config}.recompute_modules", ["core_attn"])
+        known = [module for module in modules if module in RECOMPUTABLE]
+        yield RecipeLine(f"{ours}.recompute", "+".join(known) or "none", sources)
+        for module in set(modules) - set(known):
+            yield Decision(f"{config}.recompute_modules", module, "recomputed by no recipe")
+    elif granularity is not None:
+        yield Decision(f"{config}.recompute_granularity", granularity, "train.recompute has others")
+    passed = options.below(f"{config}.", but=OWN_TRANSFORMER)
+    for name, value in passed.items():
+        yield RecipeLine(f"{ours}.megatron.{name}", value, (f"{config}.{name}",))
+    for name, value in options.below(f"{group}.override_ddp_config.").items():
+        yield RecipeLine(f"{ours}.ddp.{name}", value, (f"{group}.override_ddp_config.{name}",))
+
+
+def translate_optimizer(options: ForeignOptions, theirs: str, ours: str, lr: float) -> Found:
+    """Yield the options of an optimizer; `lr` is verl's default for it."""
+    yield RecipeLine(f"{ours}.lr", options.take(f"{theirs}.lr", lr), (f"{theirs}.lr",))
+    decay = options.take(f"{theirs}.weight_decay", 0.01)
+    yield RecipeLine(f"{ours}.weight_decay", decay, (f"{theirs}.weight_decay",))
+    betas = options.take(f"{theirs}.betas", [0.9, 0.999])
+    for i, beta in enumerate(betas, 1):
+        yield RecipeLine(f"{ours}.beta{i}", beta, (f"{theirs}.betas",))
+    names = (f"{theirs}.clip_grad", f"{theirs}.grad_clip", f"{theirs[: -len('.optim')]}.grad_clip")
+    clips = [name for name in names if options.take(name, None) is not None]
+    yield RecipeLine(f"{ours}.clip_grad", options.given[clips[0]] if clips else 1.0, tuple(clips))
+    yield from _schedule(options, theirs, ours)
+    override = f"{theirs}.override_optimizer_config."
+    for name, value in options.below(override).items():
+        yield RecipeLine(f"{ours}.megatron.{name}", value, (f"{override}{name}",))
+
+
+def _schedule(options: ForeignOptions, theirs: str, ours: str) -> Found:
+    named = [f"{theirs}.{name}" for name in ("lr_decay_style", "lr_scheduler_type", "warmup_style")]
+    given = [name for name in named if options.take(name, None) is not None]
+    schedule = options.given[given[0]] if given else "constant"
+    if schedule in SCHEDULES:
+        yield RecipeLine(f"{ours}.schedule", schedule, tuple(given))
+    else:
+        advice = f"{ours}.schedule is one of {', '.join(SCHEDULES)}"
+        yield Decision(given[0], schedule, advice)
+    lr = options.take(f"{theirs}.lr", 1e-6)
+    least = options.take(f"{theirs}.min_lr", 0.0)
+    ratio = options.take(f"{theirs}.min_lr_ratio", 0.0)
+    if least or ratio:
+        sources = (f"{theirs}.min_lr",) if least else (f"{theirs}.min_lr_ratio",)
+        yield RecipeLine(f"{ours}.min_lr", least or ratio * lr, sources)
+    steps = options.take(f"{theirs}.lr_warmup_steps", -1)
+    share = 0.0 if steps > 0 else options.take(f"{theirs}.lr_warmup_steps_ratio", 0.0)
+    total = options.take("trainer.total_training_steps", 0)
+    if steps > 0:
+        yield RecipeLine(f"{ours}.warmup_steps", steps, (f"{theirs}.lr_warmup_steps",))
+    elif share and total:
+        yield RecipeLine(
+            f"{ours}.warmup_steps", round(share * total), (f"{theirs}.lr_warmup_steps_ratio",)
+        )
+    elif share:
+        advice = f"set {ours}.warmup_steps to this share of run.steps"
+        yield Decision(f"{theirs}.lr_warmup_steps_ratio", share, advice)
+
+
+def translate_step(options: ForeignOptions) -> Found:
+    """Yield what a step takes: prompts, mini-batches, micro-batches."""
+    prompts = shared(options, "data.train_batch_size")
+    yield RecipeLine("rollout.prompts_per_step", prompts, ("data.train_batch_size",))
+    yield from passes(options, ACTOR, "train", 256)
+    yield from _micro_batches(options)
+    yield from _router_replay(options)
+
+
+def _router_replay(options: ForeignOptions) -> Found:
+    name = f"{ACTOR}.router_replay.mode"
+    mode = options.take(name, "disabled")
+    reported = f"{ROLLOUT}.enable_rollout_routing_replay"
+    if options.take(reported, False) or mode == "R3":
+        yield RecipeLine("train.router_replay", "engine", (name, reported))
+    elif mode == "R2":
+        yield RecipeLine("train.router_replay", "old_pass", (name,))
+    elif mode != "disabled":
+        yield Decision(name, mode, "train.router_replay has none, old_pass and engine")
+
+
+def passes(options: ForeignOptions, theirs: str, ours: str, mini_batch: int) -> Found:
+    """Yield optimizer steps and passes of a rollout; `mini_batch` is verl's default, in prompts."""
+    name = f"{theirs}.ppo_mini_batch_size"
+    size = options.take(name, mini_batch)
+    prompts = shared(options, "data.train_batch_size")
+    yield RecipeLine(
+        f"{ours}.mini_batches", max(round(prompts / size), 1), ("data.train_batch_size", name)
+    )
+    if prompts % size:
+        advice = f"does not divide the {prompts} prompts of a step: {ours}.mini_batches is rounded"
+        yield Decision(name, size, advice)
+    epochs = options.take(f"{theirs}.ppo_epochs", 1)
+    yield RecipeLine(f"{ours}.epochs", epochs, (f"{theirs}.ppo_epochs",))
+
+
+def _micro_batches(options: ForeignOptions) -> Found:
+    name = "train.max_tokens_per_microbatch"
+    longest = shared(options, "data.max_prompt_length")
+    longest += shared(options, "data.max_response_length")
+    group = f"{ACTOR}.megatron.context_parallel_size"
+    cp = options.take(
+        group if is_megatron(options) else f"{ACTOR}.ulysses_sequence_parallel_size", 1
+    )
+    if options.take(f"{ACTOR}.use_dynamic_bsz", False):
+        source = f"{ACTOR}.ppo_max_token_len_per_gpu"
+        # verl multiplies by the ranks that share a sequence, too.
+        sources = (source, f"{ACTOR}.use_dynamic_bsz")
+        yield RecipeLine(name, options.take(source, 16384) * cp, sources)
+    elif per_gpu := options.take(f"{ACTOR}.ppo_micro_batch_size_per_gpu", 0):
+        yield RecipeLine(name, per_gpu * longest, (f"{ACTOR}.ppo_micro_batch_size_per_gpu",))
+    else:
+        yield RecipeLine(name, longest)
+        advice = f"{name} is a single sequence of the greatest length: raise it by `mcore-rl plan`"
+        yield Decision(f"{ACTOR}.ppo_micro_batch_size_per_gpu", None, advice)

@@ -1,0 +1,19 @@
+"""Probes ask a GPU; each runs there, and its figures have the documented names."""
+
+import pytest
+
+from mcore_rl.device import has_cuda
+from mcore_rl.tools.doctor.probe_checks import PROBES, memory_saver, nccl_abort, nccl_max_ctas
+
+
+def test_every_probe_needs_a_gpu() -> None:
+    assert all(check.gpu for check in PROBES.checks)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_cuda(), reason="needs a GPU")
+def test_probes_answer_with_figures() -> None:
+    assert nccl_max_ctas()["max_ctas"] > 0
+    assert nccl_abort()["abort_s"] < 10
+    pytest.importorskip("torch_memory_saver")
+    assert memory_saver()["values_kept_with_copy"] is True

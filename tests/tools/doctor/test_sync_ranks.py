@@ -1,0 +1,25 @@
+"""A faulty transport harms the message that it is told to, and no other."""
+
+import torch
+from torch import Tensor
+
+from mcore_rl.tools.doctor.sync_ranks import FaultyTransport
+from mcore_rl.tools.doctor.sync_scene import Fault
+
+
+class Kept:
+    """A transport that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+
+    def send(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
+        self.sent.append(tensor_u8.clone())
+
+
+def test_one_bit_of_one_message_changes() -> None:
+    kept = Kept()
+    faulty = FaultyTransport(kept, Fault(rank=0, message=1, kind="corrupt"))  # type: ignore[arg-type]
+    for _ in range(3):
+        faulty.send(torch.zeros(8, dtype=torch.uint8), 1, "a bucket")
+    assert [int(tensor_u8.sum()) for tensor_u8 in kept.sent] == [0, 1, 0]

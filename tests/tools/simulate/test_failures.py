@@ -1,0 +1,120 @@
+"""Failures: how often they come, and what they take down."""
+
+import asyncio
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.recipe import load_recipe
+from mcore_rl.rollout.engine_health import EngineHealth
+from mcore_rl.rollout.engine_spec import EngineAddress
+from mcore_rl.tools.simulate.engine import SimulatedEngine
+from mcore_rl.tools.simulate.engine_request import EngineSpeed
+from mcore_rl.tools.simulate.engines import SimulatedCollector, SimulatedTransport
+from mcore_rl.tools.simulate.failures import Failures, RunLostError
+from mcore_rl.tools.simulate.placement import ProcessPlacement
+from mcore_rl.tools.simulate.virtual_loop import VirtualLoop
+from mcore_rl.tools.simulate.workload import Workload
+from mcore_rl.types import WeightVersion
+
+SPEED = EngineSpeed([0.0, 0.01], 0.0, lambda num_tokens: 0.0, 1000)
+
+
+@pytest.fixture
+def loop() -> Iterator[VirtualLoop]:
+    loop = VirtualLoop()
+    yield loop
+    loop.close()
+
+
+def failures_of(
+    loop: VirtualLoop, num_trainer_gpus: int, *overrides: str
+) -> tuple[Failures, EngineHealth]:
+    config = load_recipe("qwen3_30b_a3b_grpo_32", ["simulate.mtbf_hours=100", *overrides])
+    urls = [f"http://e-{k}" for k in range(config.rollout.engines)]
+    engines = {url: SimulatedEngine(loop, url, SPEED, WeightVersion(0)) for url in urls}
+    health = EngineHealth(urls)
+    placement = ProcessPlacement.of(config, loop)
+    transport = SimulatedTransport(engines, Workload(config))
+    addresses = [EngineAddress(url, "") for url in urls]
+    collectors = {
+        nodes[0]: SimulatedCollector(loop, config, addresses, urls, transport)
+        for nodes in placement.engine_nodes
+    }
+    draw = random.Random(3)
+    failures = Failures(
+        loop, config, engines, health, placement, collectors, num_trainer_gpus, draw
+    )
+    return failures, health
+
+
+def without_gpu_failures(loop: VirtualLoop, *overrides: str) -> tuple[Failures, EngineHealth]:
+    return failures_of(loop, 16, "simulate.mtbf_hours=0", *overrides)
+
+
+def wait(loop: VirtualLoop, hours: float) -> Any:
+    return loop.run_until_complete(asyncio.sleep(3600 * hours))
+
+
+def test_engines_fail_as_often_as_their_gpus_and_come_back(loop: VirtualLoop) -> None:
+    failures, health = failures_of(loop, 0, "rollout.restarts=100000")
+    wait(loop, 5000)
+    # Four engines of four GPUs: one failure every 100 / 16 hours.
+    assert failures.num_engines_lost == pytest.approx(5000 * 16 / 100, rel=0.1)
+    assert sum(state.restarts for state in health.states) == failures.num_engines_lost
+    assert not failures.lost.done()
+    failures.end()
+
+
+def test_an_engine_without_restarts_left_ends_the_run(loop: VirtualLoop) -> None:
+    failures, _ = failures_of(loop, 0, "rollout.restarts=0")
+    with pytest.raises(RunLostError, match=r"failed, and was started again rollout\.restarts=0"):
+        loop.run_until_complete(failures.lost)
+    failures.end()
+
+
+def test_a_trainer_gpu_ends_the_run(loop: VirtualLoop) -> None:
+    failures, _ = failures_of(loop, 16_000, "rollout.restarts=100000")
+    with pytest.raises(RunLostError, match="a GPU of the trainer failed"):
+        loop.run_until_complete(failures.lost)
+    assert loop.time() < 3600
+    failures.end()
+
+
+def test_a_machine_takes_its_engines_for_good(loop: VirtualLoop) -> None:
+    """Two machines of eight GPUs have ranks, two have two engines of four each."""
+    failures, health = without_gpu_failures(loop, "simulate.engine_restart_s=1")
+    failures.lose_node("node-3")
+    failures.lose_node("node-3")
+    wait(loop, 1)
+    assert [state.lost for state in health.states] == [False, False, True, True]
+    assert health.why_out("http://e-3") == "node-3 failed"
+    assert failures.num_engines_lost == 2
+    assert not failures.lost.done()
+
+
+def test_too_few_engines_left_end_the_run(loop: VirtualLoop) -> None:
+    failures, _ = without_gpu_failures(loop, "rollout.min_engines=3")
+    failures.lose_node("node-2")
+    message = r"node-2 failed, and 2 engines are left of rollout\.min_engines=3"
+    with pytest.raises(RunLostError, match=message):
+        loop.run_until_complete(failures.lost)
+
+
+def test_a_machine_with_ranks_ends_the_run(loop: VirtualLoop) -> None:
+    failures, _ = without_gpu_failures(loop)
+    failures.lose_node("node-1")
+    with pytest.raises(RunLostError, match="node-1 failed, which has ranks of the trainer"):
+        loop.run_until_complete(failures.lost)
+
+
+def test_machines_fail_at_their_rate(loop: VirtualLoop) -> None:
+    options = ("simulate.node_mtbf_hours=100", "rollout.engines=400")
+    failures, _ = without_gpu_failures(loop, *options)
+    wait(loop, 100)
+    # 200 machines of engines and two of ranks: each is still there with probability 1/e.
+    assert failures.num_nodes_lost == pytest.approx(202 * (1 - math.exp(-1)), rel=0.15)
+    failures.end()

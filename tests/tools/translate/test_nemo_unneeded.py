@@ -1,0 +1,20 @@
+"""Options that a recipe does without have a reason, and the table has no others."""
+
+from tests.translate.peer_options import NEMO
+
+from mcore_rl.tools.translate.nemo_unneeded import UNNEEDED, reason_of
+
+
+def test_the_longest_name_decides() -> None:
+    assert reason_of("policy.megatron_cfg.peft.dim") == "no adapters"
+    assert reason_of("policy.megatron_cfg.sequence_parallel") == UNNEEDED["policy.megatron_cfg"]
+    assert reason_of("grpo.nonsense") is None
+
+
+def test_every_entry_is_an_option() -> None:
+    names = {name for group in NEMO.values() for name in group}
+    # PPO's group has most of GRPO's options.
+    names |= {name.replace("grpo.", "ppo.", 1) for name in names if name.startswith("grpo.")}
+    names |= {name.replace("ppo.", "grpo.", 1) for name in names if name.startswith("ppo.")}
+    idle = {entry for entry in UNNEEDED if not any(name.startswith(entry) for name in names)}
+    assert not idle

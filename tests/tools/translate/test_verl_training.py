@@ -1,0 +1,120 @@
+"""verl's model, layout, optimizer and step as options of a recipe."""
+
+from typing import Any
+
+import pytest
+from tests.translate.accounts import decided, values
+from tests.translate.verl_options import translate
+
+from mcore_rl.tools.translate.foreign import ForeignOptions
+from mcore_rl.tools.translate.verl import translate_verl
+from mcore_rl.tools.translate.verl_training import ACTOR, MODEL, home_of, is_megatron
+
+A, M = ACTOR.replace(".", "__"), MODEL.replace(".", "__")
+MEGATRON = f"{A}__megatron"
+
+
+def of(**given: Any) -> dict[str, Any]:
+    return values(translate(**given))
+
+
+def test_all_gpus_are_used_by_the_trainers_layout() -> None:
+    sizes = {"tensor": 2, "pipeline": 4, "expert": 8}
+    given: dict[str, Any] = {
+        f"{MEGATRON}__{kind}_model_parallel_size": size for kind, size in sizes.items()
+    }
+    found = of(**given, trainer__nnodes=4)
+    assert [found.get(f"parallel.{name}") for name in ("tp", "pp", "ep", "dp")] == [2, 4, 8, 4]
+    # verl leaves it to Megatron, which takes that of the dense layers.
+    assert found["parallel.etp"] == 2
+    assert "parallel.etp" not in of(**given, **{f"{MEGATRON}__expert_tensor_parallel_size": 1})
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [
+        ({"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 3000}, 6000),
+        ({"ppo_micro_batch_size_per_gpu": 3}, 3 * 150),
+    ],
+)
+def test_micro_batches_are_counted_in_tokens(given: dict[str, Any], tokens: int) -> None:
+    options: dict[str, Any] = {f"{A}__{name}": value for name, value in given.items()}
+    options |= {f"{MEGATRON}__context_parallel_size": 2}
+    found = of(**options, data__max_prompt_length=100, data__max_response_length=50)
+    assert found["train.max_tokens_per_microbatch"] == tokens
+
+
+def test_mini_batches_are_counted_instead_of_their_prompts() -> None:
+    size = f"{A}__ppo_mini_batch_size"
+    even = translate(**{"data__train_batch_size": 512, size: 128})
+    assert values(even)["train.mini_batches"] == 4
+    uneven = translate(**{"data__train_batch_size": 100, size: 30})
+    assert values(uneven)["train.mini_batches"] == 3
+    assert f"{ACTOR}.ppo_mini_batch_size" in decided(uneven) - decided(even)
+
+
+@pytest.mark.parametrize(
+    ("granularity", "modules", "recompute"),
+    [
+        ("full", ["core_attn"], "full"),
+        ("selective", ["core_attn", "layernorm"], "core_attn+layernorm"),
+        (None, ["core_attn"], None),
+    ],
+)
+def test_recomputation(granularity: str | None, modules: list[str], recompute: str | None) -> None:
+    config = f"{MEGATRON}__override_transformer_config"
+    given = {f"{config}__recompute_modules": modules}
+    found = of(**given, **{f"{config}__recompute_granularity": granularity})
+    assert found.get("train.recompute") == recompute
+
+
+def test_schedules_have_steps_and_a_least_rate() -> None:
+    optim = f"{A}__optim"
+    given: dict[str, Any] = {
+        f"{optim}__lr": 1e-5,
+        f"{optim}__lr_decay_style": "cosine",
+        f"{optim}__lr_warmup_steps_ratio": 0.1,
+        f"{optim}__min_lr_ratio": 0.1,
+        f"{optim}__betas": [0.8, 0.95],
+        f"{A}__grad_clip": 0.5,
+    }
+    found = of(**given, trainer__total_training_steps=200)
+    wanted = {"lr": 1e-5, "schedule": "cosine", "warmup_steps": 20, "beta1": 0.8, "clip_grad": 0.5}
+    assert {name: found[f"train.optimizer.{name}"] for name in wanted} == wanted
+    assert found["train.optimizer.min_lr"] == pytest.approx(1e-6)
+    unknown = translate(**{f"{optim}__lr_decay_style": "WSD"})
+    assert f"{ACTOR}.optim.lr_decay_style" in decided(unknown)
+
+
+def test_replay_offloading_and_frozen_parts() -> None:
+    given: dict[str, Any] = {
+        f"{A}__router_replay__mode": "R3",
+        f"{MEGATRON}__param_offload": True,
+        f"{A}__freeze_vision_tower": True,
+        f"{M}__override_config__moe_config__freeze_moe_router": True,
+    }
+    found = of(**given)
+    assert found["train.router_replay"] == "engine" and found["train.vision"] == "none"
+    assert found["cluster.offload"] and found["train.freeze_router"]
+    assert of(**{f"{A}__router_replay__mode": "R2"})["train.router_replay"] == "old_pass"
+
+
+def test_adapters_and_fsdp_are_left_to_the_user() -> None:
+    lora = translate(**{f"{M}__lora_rank": 8})
+    assert f"{MODEL}.lora_rank" in decided(lora)
+    assert f"{ACTOR}.strategy" in decided(translate())
+    assert f"{ACTOR}.strategy" not in decided(translate(**{f"{A}__strategy": "megatron"}))
+
+
+@pytest.mark.parametrize("name", ["ppo_megatron_trainer", "ppo_megatron_trainer.yaml"])
+def test_the_name_of_the_configuration_says_that_megatron_trains(name: str) -> None:
+    options = ForeignOptions({}, is_whole=False, config_name=name)
+    assert is_megatron(options)
+    assert f"{ACTOR}.strategy" not in decided(translate_verl(options))
+    assert not is_megatron(ForeignOptions({}, is_whole=False, config_name="ppo_trainer"))
+
+
+def test_a_tilde_is_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert home_of("~/models/x") == "/home/ada/models/x"
+    assert home_of("org/name") == "org/name"

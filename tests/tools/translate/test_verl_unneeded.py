@@ -1,0 +1,29 @@
+"""Options that a recipe does without have a reason, and the table has no others."""
+
+from tests.translate.verl_options import KINDS, defaults_of
+
+from mcore_rl.tools.translate.verl_unneeded import UNNEEDED, reason_of
+from tests.agents.environments.foreign import needs_verl
+
+OF_OTHER_VERSIONS = {
+    "actor_rollout_ref.actor.use_fused_kernels",
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
+    "reward.reward_kwargs",
+    "trainer.validation_data_dir",
+    "algorithm.filter_groups",
+}
+"""They belong to verl before 0.7, or to its recipes."""
+
+
+def test_the_longest_name_decides() -> None:
+    assert reason_of("actor_rollout_ref.rollout.mode") == UNNEEDED["actor_rollout_ref.rollout.mode"]
+    assert reason_of("actor_rollout_ref.actor.kl_loss_coef") == "read with use_kl_loss only"
+    assert reason_of("critic.profiler.tool") == "profile.*"
+    assert reason_of("trainer.nonsense") is None
+
+
+@needs_verl()
+def test_every_entry_is_an_option_of_verls() -> None:
+    names = {name for kind in KINDS for name in defaults_of(kind)}
+    idle = {p for p in UNNEEDED if not any(name.startswith(p) for name in names)}
+    assert idle <= OF_OTHER_VERSIONS
