@@ -34,7 +34,7 @@ RESULTS = WORK / "results.jsonl"
 TESTS = {
     "mcore_rl/algo": ("tests/algo", "tests/scenarios/algo"),
     "mcore_rl/loops": ("tests/loops",),
-    "mcore_rl/players": ("tests/players",),
+    "mcore_rl/run/roles": ("tests/run/roles",),
     "mcore_rl/roles.py": ("tests/test_roles.py",),
     "mcore_rl/weights/plan": ("tests/weights/plan",),
     "mcore_rl/weight_sync": ("tests/weight_sync",),

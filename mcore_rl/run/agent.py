@@ -16,7 +16,6 @@ from mcore_rl.cluster.node_servers import NodeServers, NodeServersSpec
 from mcore_rl.cluster.run import engine_spec
 from mcore_rl.config import Config
 from mcore_rl.data.decoding import make_decode
-from mcore_rl.players.generator import make_sampling
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.http import open_session
@@ -31,6 +30,7 @@ from mcore_rl.run.episodes import check_episodes, episode_spec
 from mcore_rl.run.inputs import needed_prompts, open_policy
 from mcore_rl.run.node_servers import check_node_servers, node_servers_spec
 from mcore_rl.run.prompts import load_split
+from mcore_rl.run.roles.generator import make_sampling
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, TurnRecord
 from mcore_rl.weights.hf.facts import ModelFacts
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 
 from mcore_rl.config import Config
-from mcore_rl.players.canary import Canary
-from mcore_rl.players.canary_tolerance import CanaryTolerance
-from mcore_rl.players.trainer import PackedTrainer
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.process.versions import installed_versions
 from mcore_rl.run.images import image_marks
+from mcore_rl.run.roles.canary import Canary
+from mcore_rl.run.roles.canary_tolerance import CanaryTolerance
+from mcore_rl.run.roles.trainer import PackedTrainer
 from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.types import StoredBatch, TrainBatch

@@ -22,9 +22,6 @@ from mcore_rl.loops.rl import train
 from mcore_rl.loops.sft import fine_tune
 from mcore_rl.planning.checks import check_engines
 from mcore_rl.planning.run_size import RunSize
-from mcore_rl.players.advantages import StoredAdvantages
-from mcore_rl.players.colocation import SharingScorer, SharingTrainer
-from mcore_rl.players.generator import EngineGenerator
 from mcore_rl.process.rotated_output import rotating_logs
 from mcore_rl.process.threads import at_once
 from mcore_rl.report.run_report import make_report
@@ -54,6 +51,9 @@ from mcore_rl.run.parts import (
 )
 from mcore_rl.run.prompts import first_prompts, load_split
 from mcore_rl.run.resume import choose_checkpoint
+from mcore_rl.run.roles.advantages import StoredAdvantages
+from mcore_rl.run.roles.colocation import SharingScorer, SharingTrainer
+from mcore_rl.run.roles.generator import EngineGenerator
 from mcore_rl.run.rollouts import collector_spec, connect_rollouts
 from mcore_rl.run.startup import start_training
 from mcore_rl.run_folder import RunFolder

@@ -19,8 +19,12 @@ from mcore_rl.metrics import MetricsLogger
 from mcore_rl.metrics.episode_log import EpisodeLog
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.planning.models import read_critic
-from mcore_rl.players.background import BackgroundSampler
-from mcore_rl.players.colocation import (
+from mcore_rl.process.server_keys import ServerKeys
+from mcore_rl.process.stop_request import StoppedEarly
+from mcore_rl.roles import Critic, ReadSamples, Watched
+from mcore_rl.run.canary import make_canary
+from mcore_rl.run.roles.background import BackgroundSampler
+from mcore_rl.run.roles.colocation import (
     ALL,
     CRITIC,
     TRAINER,
@@ -28,15 +32,11 @@ from mcore_rl.players.colocation import (
     SharingCritic,
     SharingScorer,
 )
-from mcore_rl.players.generator import EngineGenerator, rollout_of_evaluations
-from mcore_rl.players.groups import OpenPrompts
-from mcore_rl.players.train_speed import TrainSpeed
-from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
-from mcore_rl.players.weight_sync import EngineSync
-from mcore_rl.process.server_keys import ServerKeys
-from mcore_rl.process.stop_request import StoppedEarly
-from mcore_rl.roles import Critic, ReadSamples, Watched
-from mcore_rl.run.canary import make_canary
+from mcore_rl.run.roles.generator import EngineGenerator, rollout_of_evaluations
+from mcore_rl.run.roles.groups import OpenPrompts
+from mcore_rl.run.roles.train_speed import TrainSpeed
+from mcore_rl.run.roles.trainer import PackedCritic, PackedTrainer, Packing
+from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder

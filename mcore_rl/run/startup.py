@@ -10,7 +10,7 @@ from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import Config
 from mcore_rl.loops.training import StepOptions
-from mcore_rl.players.colocation import CRITIC, TRAINER, EngineMemory, SharedGpus
+from mcore_rl.run.roles.colocation import CRITIC, TRAINER, EngineMemory, SharedGpus
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,6 @@ from mcore_rl.config import (
 )
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.data.source import ShuffledStream
-from mcore_rl.players.colocation import EngineMemory, SharedGpus, SharingCritic
-from mcore_rl.players.train_speed import TrainSpeed
-from mcore_rl.players.trainer import PackedCritic
 from mcore_rl.process.log_segments import find_segments
 from mcore_rl.run.parts import (
     finish,
@@ -34,6 +31,9 @@ from mcore_rl.run.parts import (
     sample_in_background,
     share_teacher,
 )
+from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus, SharingCritic
+from mcore_rl.run.roles.train_speed import TrainSpeed
+from mcore_rl.run.roles.trainer import PackedCritic
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder

@@ -9,11 +9,11 @@ from mcore_rl.config import RewardConfig, RolloutConfig
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.metrics.episode_log import EpisodeLog
-from mcore_rl.players.background import BackgroundSampler
-from mcore_rl.players.groups import GroupBuffer
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.transport import HttpOptions
+from mcore_rl.run.roles.background import BackgroundSampler
+from mcore_rl.run.roles.groups import GroupBuffer
 from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample, WeightVersion
 from tests.support.fake_sglang import FakeSGLang

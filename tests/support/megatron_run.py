@@ -24,18 +24,18 @@ from mcore_rl.config import (
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.loops.rl import train
 from mcore_rl.planning.deployment import record_layouts
-from mcore_rl.players.canary import Canary, make_probe
-from mcore_rl.players.canary_tolerance import CanaryTolerance
-from mcore_rl.players.colocation import EngineMemory, SharedGpus
-from mcore_rl.players.generator import EngineGenerator
-from mcore_rl.players.trainer import PackedTrainer, Packing
-from mcore_rl.players.weight_sync import EngineSync
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.roles import Roles
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.transport import HttpOptions
+from mcore_rl.run.roles.canary import Canary, make_probe
+from mcore_rl.run.roles.canary_tolerance import CanaryTolerance
+from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
+from mcore_rl.run.roles.generator import EngineGenerator
+from mcore_rl.run.roles.trainer import PackedTrainer, Packing
+from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.scores import Scores
 from mcore_rl.tools.doctor.step_checks import share_of_even_tokens

@@ -125,7 +125,7 @@ class StandInSync:
 
     def _difference(self, probe: TrainBatch) -> float:
         from mcore_rl.data.batch import select, split_by_lens
-        from mcore_rl.players.canary_tolerance import EngineDifference
+        from mcore_rl.run.roles.canary_tolerance import EngineDifference
 
         few = select(probe, range(2))
         options = LogprobOptions(temperature=1.0)
@@ -172,7 +172,7 @@ def _prompts(vocab_size: int) -> list[Prompt]:
 
 def pack_as_a_run(config: Config) -> Any:
     """Return the players.trainer.Packing of a run: by the work of sequences, not their tokens."""
-    from mcore_rl.players.trainer import Packing
+    from mcore_rl.run.roles.trainer import Packing
 
     flops = ModelFlops.of(ModelFacts.read(config.model.path))
     return Packing.of(config.parallel, config.train, flops)
@@ -195,8 +195,8 @@ def grpo() -> Figures:
     """Ten steps of GRPO: engine and trainer agree after each, and the reward rises."""
     from mcore_rl.data.source import ShuffledStream
     from mcore_rl.loops.rl import train
-    from mcore_rl.players.trainer import PackedTrainer
     from mcore_rl.roles import Roles
+    from mcore_rl.run.roles.trainer import PackedTrainer
     from mcore_rl.run_folder import RunFolder
 
     if not has_transformer_engine():

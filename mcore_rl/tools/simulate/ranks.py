@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from mcore_rl.players.trainer import PerCoordinate
+from mcore_rl.run.roles.trainer import PerCoordinate
 from mcore_rl.tools.simulate.costs import Images, Lengths, TrainCosts
 from mcore_rl.types import LogprobOptions, StepStats, StoredBatch, StoredColumn, TokenScores
 

@@ -19,10 +19,14 @@ from mcore_rl.config import Config
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.loops.rl import train
 from mcore_rl.loops.sampling import SamplingOptions
-from mcore_rl.players.advantages import StoredAdvantages
-from mcore_rl.players.background import BackgroundSampler
-from mcore_rl.players.canary import Canary
-from mcore_rl.players.colocation import (
+from mcore_rl.roles import Critic, Roles, Samples, in_turn
+from mcore_rl.rollout.collector_pool import CollectorPool
+from mcore_rl.rollout.engine_health import EngineHealth
+from mcore_rl.rollout.engine_spec import EngineAddress
+from mcore_rl.run.roles.advantages import StoredAdvantages
+from mcore_rl.run.roles.background import BackgroundSampler
+from mcore_rl.run.roles.canary import Canary
+from mcore_rl.run.roles.colocation import (
     CRITIC,
     TRAINER,
     EngineMemory,
@@ -30,13 +34,9 @@ from mcore_rl.players.colocation import (
     SharingCritic,
     SharingTrainer,
 )
-from mcore_rl.players.generator import EngineGenerator, rollout_of_evaluations
-from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
-from mcore_rl.players.weight_sync import EngineSync
-from mcore_rl.roles import Critic, Roles, Samples, in_turn
-from mcore_rl.rollout.collector_pool import CollectorPool
-from mcore_rl.rollout.engine_health import EngineHealth
-from mcore_rl.rollout.engine_spec import EngineAddress
+from mcore_rl.run.roles.generator import EngineGenerator, rollout_of_evaluations
+from mcore_rl.run.roles.trainer import PackedCritic, PackedTrainer, Packing
+from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.scores import Scores
 from mcore_rl.tools.simulate.engine import SimulatedEngine

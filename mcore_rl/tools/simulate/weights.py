@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from mcore_rl.config import Config
-from mcore_rl.players.canary import CanaryReport
-from mcore_rl.players.canary_tolerance import EngineDifference
 from mcore_rl.roles import Batch
+from mcore_rl.run.roles.canary import CanaryReport
+from mcore_rl.run.roles.canary_tolerance import EngineDifference
 from mcore_rl.tools.simulate.engine import SimulatedEngine
 from mcore_rl.tools.simulate.ranks import SimulatedRanks, Spend
 from mcore_rl.types import WeightVersion

@@ -18,10 +18,15 @@ from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
 from mcore_rl.config import CanaryConfig, SyncConfig
-from mcore_rl.players.canary import Canary
-from mcore_rl.players.canary_tolerance import MOST, NUM_TO_JUDGE, CanaryTolerance, EngineDifference
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.run.roles.canary import Canary
+from mcore_rl.run.roles.canary_tolerance import (
+    MOST,
+    NUM_TO_JUDGE,
+    CanaryTolerance,
+    EngineDifference,
+)
 from mcore_rl.types import LogprobOptions, TokenScores, TrainBatch, WeightVersion
 from mcore_rl.weight_sync.controller.linked_engine import is_read_back
 from tests.support.engine_keys import KEYS

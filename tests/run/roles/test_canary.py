@@ -17,20 +17,20 @@ from mcore_rl.data.assembly import assemble
 from mcore_rl.data.images.batch import join_patches
 from mcore_rl.data.stored_batch import make_stored_batch
 from mcore_rl.lost_samples import SamplesLost
-from mcore_rl.players.canary import (
+from mcore_rl.process.event_loop import EventLoop
+from mcore_rl.rollout.engine import EngineProcess
+from mcore_rl.rollout.engine_health import EngineHealth, EngineState
+from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.run.roles.canary import (
     MAX_PROMPT_TOKENS,
     MOST_SEQUENCES,
     Canary,
     ScoredProbe,
     make_probe,
 )
-from mcore_rl.players.canary_tolerance import MIN_TOKENS, CanaryTolerance, EngineDifference
-from mcore_rl.players.colocation import EngineMemory, SharedGpus
-from mcore_rl.players.weight_sync import EngineSync
-from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.rollout.engine import EngineProcess
-from mcore_rl.rollout.engine_health import EngineHealth, EngineState
-from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.run.roles.canary_tolerance import MIN_TOKENS, CanaryTolerance, EngineDifference
+from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
+from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.types import (
     LogprobOptions,
     Prompt,

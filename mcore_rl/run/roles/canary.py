@@ -18,11 +18,11 @@ from mcore_rl.data.batch import select, split_by_lens
 from mcore_rl.data.images.batch import select_images
 from mcore_rl.data.stored_batch import without_lost
 from mcore_rl.lost_samples import SamplesLost
-from mcore_rl.players.canary_tolerance import MIN_TOKENS, CanaryTolerance, EngineDifference
 from mcore_rl.process.server_keys import ServerKeys, user_headers
 from mcore_rl.roles import Trainer
 from mcore_rl.rollout.scoring import score_sequences
 from mcore_rl.rollout.transport import RolloutError
+from mcore_rl.run.roles.canary_tolerance import MIN_TOKENS, CanaryTolerance, EngineDifference
 from mcore_rl.types import (
     AnyBatch,
     Images,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.players.finished_groups import SampleGroup
-from mcore_rl.players.groups import GroupBuffer
 from mcore_rl.rollout.staleness import staleness_metrics
+from mcore_rl.run.roles.finished_groups import SampleGroup
+from mcore_rl.run.roles.groups import GroupBuffer
 from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 

@@ -3,7 +3,7 @@
 import pytest
 
 from mcore_rl.config import RolloutConfig
-from mcore_rl.players.sampling_stats import SamplingStats
+from mcore_rl.run.roles.sampling_stats import SamplingStats
 from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample
 

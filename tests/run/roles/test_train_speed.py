@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.players.train_speed import TrainSpeed
+from mcore_rl.run.roles.train_speed import TrainSpeed
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.config import EvalConfig, RolloutConfig
-from mcore_rl.players.generator import EngineGenerator, make_sampling, rollout_of_evaluations
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import HttpOptions, RolloutError
+from mcore_rl.run.roles.generator import EngineGenerator, make_sampling, rollout_of_evaluations
 from mcore_rl.types import Prompt
 from tests.support.fake_sglang import FakeSGLang
 

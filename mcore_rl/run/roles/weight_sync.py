@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from mcore_rl.players.canary import Canary, CanaryReport
-from mcore_rl.players.colocation import TRAINER, WEIGHTS_ONLY, SharedGpus
 from mcore_rl.process.clock import now_s
 from mcore_rl.roles import Batch, Watched
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
+from mcore_rl.run.roles.canary import Canary, CanaryReport
+from mcore_rl.run.roles.colocation import TRAINER, WEIGHTS_ONLY, SharedGpus
 from mcore_rl.types import WeightVersion
 from mcore_rl.weight_sync.controller.sync import SyncError
 from mcore_rl.weight_sync.controller.sync_report import SyncReport

@@ -13,10 +13,10 @@ from mcore_rl.config import RewardConfig
 from mcore_rl.loops.reward_failures import RewardFailureError
 from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.metrics.episode_log import EpisodeLog
-from mcore_rl.players.background import BackgroundSampler
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout import client as client_module
 from mcore_rl.rollout.transport import RolloutError
+from mcore_rl.run.roles.background import BackgroundSampler
 from mcore_rl.scores import Scores
 from mcore_rl.types import Sample, WeightVersion
 from tests.support.background_sampling import Sampler, score_by_index

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcore_rl.config import CanaryConfig
-from mcore_rl.players.canary_tolerance import (
+from mcore_rl.run.roles.canary_tolerance import (
     LEAST,
     MIN_TOKENS,
     MOST,

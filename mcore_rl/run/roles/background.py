@@ -21,14 +21,14 @@ from typing import Any, Self
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.metrics.episode_log import ABORTED, DROPPED_STALE, EpisodeLog, reasons_of
-from mcore_rl.players.finished_groups import SampleGroup
-from mcore_rl.players.generator import make_sampling
-from mcore_rl.players.groups import OpenPrompts, make_buffer
-from mcore_rl.players.sampling_failures import SamplingFailures
-from mcore_rl.players.sampling_stats import SamplingStats
 from mcore_rl.roles import ScoreLater, Watched
 from mcore_rl.rollout.sampling_client import SamplingClient, SamplingSession
 from mcore_rl.rollout.transport import RolloutError
+from mcore_rl.run.roles.finished_groups import SampleGroup
+from mcore_rl.run.roles.generator import make_sampling
+from mcore_rl.run.roles.groups import OpenPrompts, make_buffer
+from mcore_rl.run.roles.sampling_failures import SamplingFailures
+from mcore_rl.run.roles.sampling_stats import SamplingStats
 from mcore_rl.scores import Scores, join_scores
 from mcore_rl.types import AnySample, Prompt, WeightVersion
 

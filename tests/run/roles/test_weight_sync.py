@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from mcore_rl.config import CanaryConfig
-from mcore_rl.players import weight_sync
-from mcore_rl.players.canary import Canary, make_probe
-from mcore_rl.players.canary_tolerance import MIN_TOKENS, NUM_TO_JUDGE, CanaryTolerance
-from mcore_rl.players.colocation import EngineMemory, SharedGpus
-from mcore_rl.players.weight_sync import MOST_SAME, EngineSync
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
+from mcore_rl.run.roles import weight_sync
+from mcore_rl.run.roles.canary import Canary, make_probe
+from mcore_rl.run.roles.canary_tolerance import MIN_TOKENS, NUM_TO_JUDGE, CanaryTolerance
+from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
+from mcore_rl.run.roles.weight_sync import MOST_SAME, EngineSync
 from mcore_rl.types import Prompt, WeightVersion
 from mcore_rl.weight_sync.controller.sync import SyncError
 from tests.support.scoring_engines import OneWeightLinks, OneWeightTrainer, ScoringEngine

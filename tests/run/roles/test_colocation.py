@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.players.colocation import (
+from mcore_rl.process.event_loop import EventLoop
+from mcore_rl.run.roles.colocation import (
     ALL,
     CRITIC,
     TRAINER,
@@ -15,7 +16,6 @@ from mcore_rl.players.colocation import (
     SharedGpus,
     SharingScorer,
 )
-from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.weight_sync.controller.engine_control import KV_CACHE, WEIGHTS
 from tests.support.fake_sglang import FakeSGLang
 

@@ -1,6 +1,6 @@
 """Which finished groups a step takes next, in both orders, and after some were discarded."""
 
-from mcore_rl.players.finished_groups import InOrder, OldestFirst, SampleGroup
+from mcore_rl.run.roles.finished_groups import InOrder, OldestFirst, SampleGroup
 from mcore_rl.types import Prompt, WeightVersion
 
 
