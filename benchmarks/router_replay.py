@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
-from mcore_rl.metrics.rows import read_rows
+from mcore_rl.logs.rows import read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "recipe=tiny_moe_grpo"

@@ -23,8 +23,8 @@ from typing import Any
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
+from mcore_rl.logs.report_rows import load_metrics
 from mcore_rl.planning.models import read_models
-from mcore_rl.report.rows import load_metrics
 from mcore_rl.tools.simulate.calibration import Calibration
 from mcore_rl.tools.simulate.command import checked
 from mcore_rl.tools.simulate.hardware import ReachedShares

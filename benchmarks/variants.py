@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.metrics.rows import read_rows
+from mcore_rl.logs.rows import read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 3600

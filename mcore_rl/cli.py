@@ -208,7 +208,7 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _report(args: argparse.Namespace) -> None:
-    from mcore_rl.report.run_report import make_report
+    from mcore_rl.logs.run_report import make_report
 
     make_report(args.run_dir)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from mcore_rl.algo.registry import Needs
 from mcore_rl.config import Config, RewardConfig, RolloutConfig
+from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.resampling import score
 from mcore_rl.loops.reward_failures import RewardFailures
-from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Batch, Roles, Samples
 from mcore_rl.rollout.staleness import staleness_metrics
 from mcore_rl.scores import Scores, join_scores

@@ -4,8 +4,8 @@ from functools import partial
 
 from mcore_rl.config import CheckpointConfig, SftConfig
 from mcore_rl.data.summary import summarize_steps
+from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.saving import save_if_due
-from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import BatchStream, Log, Trainer
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from mcore_rl.config import Config
+from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.process.versions import installed_versions
 from mcore_rl.run.images import image_marks
@@ -10,7 +11,6 @@ from mcore_rl.run.roles.canary import Canary
 from mcore_rl.run.roles.canary_tolerance import CanaryTolerance
 from mcore_rl.run.roles.trainer import PackedTrainer
 from mcore_rl.run.startup import Started
-from mcore_rl.run_folder import RunFolder
 from mcore_rl.types import StoredBatch, TrainBatch
 from mcore_rl.weights.hf.facts import ModelFacts
 

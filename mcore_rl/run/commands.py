@@ -15,6 +15,8 @@ from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
 from mcore_rl.data.sft import SftStream
 from mcore_rl.data.token_cache import token_cache_dir
+from mcore_rl.logs.run_folder import RunFolder
+from mcore_rl.logs.run_report import make_report
 from mcore_rl.loops.dpo import optimize_preferences
 from mcore_rl.loops.evaluation import evaluate
 from mcore_rl.loops.pairs import sample_pairs, write_pairs
@@ -24,7 +26,6 @@ from mcore_rl.planning.checks import check_engines
 from mcore_rl.planning.run_size import RunSize
 from mcore_rl.process.rotated_output import rotating_logs
 from mcore_rl.process.threads import at_once
-from mcore_rl.report.run_report import make_report
 from mcore_rl.roles import Roles, in_turn
 from mcore_rl.run.images import sft_images
 from mcore_rl.run.inputs import (
@@ -56,7 +57,6 @@ from mcore_rl.run.roles.colocation import SharingScorer, SharingTrainer
 from mcore_rl.run.roles.generator import EngineGenerator
 from mcore_rl.run.rollouts import collector_spec, connect_rollouts
 from mcore_rl.run.startup import start_training
-from mcore_rl.run_folder import RunFolder
 from mcore_rl.types import WeightVersion
 from mcore_rl.weights.hf.facts import ModelFacts
 

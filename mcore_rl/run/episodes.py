@@ -15,9 +15,9 @@ from mcore_rl.agents.images import ImageLimits
 from mcore_rl.cluster.episode_spec import EpisodeSpec, environment_options
 from mcore_rl.config import Config
 from mcore_rl.config.images import ImagesConfig
+from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.run.images import image_marks, sees_images
 from mcore_rl.run.node_servers import stand_in_urls
-from mcore_rl.run_folder import RunFolder
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.models.tower import placeholder_of
 

@@ -14,9 +14,10 @@ from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import CheckpointConfig, Config
 from mcore_rl.config.secrets import written_config
+from mcore_rl.logs import MetricsLogger
+from mcore_rl.logs.episode_log import EpisodeLog
+from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.sampling import SamplingOptions
-from mcore_rl.metrics import MetricsLogger
-from mcore_rl.metrics.episode_log import EpisodeLog
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.planning.models import read_critic
 from mcore_rl.process.server_keys import ServerKeys
@@ -39,7 +40,6 @@ from mcore_rl.run.roles.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
-from mcore_rl.run_folder import RunFolder
 from mcore_rl.types import WeightVersion
 from mcore_rl.weight_sync.controller.strategy import TrainerRanks
 from mcore_rl.weight_sync.controller.sync import SyncController

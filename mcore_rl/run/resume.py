@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from mcore_rl.logs.run_folder import DAMAGED, RunFolder
 from mcore_rl.process.file_list import MANIFEST, find_fault
-from mcore_rl.run_folder import DAMAGED, RunFolder
 from mcore_rl.weights.hf.checksums import ByteSpan, read_manifest
 from mcore_rl.weights.megatron_files.integrity import find_damage
 

@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.secrets import remember_secrets, written_config
-from mcore_rl.metrics import MetricsLogger
-from mcore_rl.metrics import trackers as tracker_modules
+from mcore_rl.logs import MetricsLogger
+from mcore_rl.logs import trackers as tracker_modules
+from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process import redaction
-from mcore_rl.run_folder import RunFolder
 
 PLANTED = [f"planted-{i}-secret" for i in range(10)]
 
@@ -92,8 +92,8 @@ def test_folder_trackers_and_logs_have_none_of_them(
 
         def close(self, failed: bool) -> None: ...
 
-    monkeypatch.setattr("mcore_rl.metrics.logger.MLflow", Listener)
-    monkeypatch.setattr("mcore_rl.metrics.logger.WandB", Listener)
+    monkeypatch.setattr("mcore_rl.logs.logger.MLflow", Listener)
+    monkeypatch.setattr("mcore_rl.logs.logger.WandB", Listener)
     folder = RunFolder(tmp_path / "run")
     package = logging.getLogger("mcore_rl")
     before = list(package.handlers)

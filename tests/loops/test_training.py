@@ -17,6 +17,7 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.data.stored_batch import make_stored_batch, trained_lens
+from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.training import (
     add_logprobs,
     add_logprobs_and_values,
@@ -26,7 +27,6 @@ from mcore_rl.loops.training import (
     train_policy_and_critic,
 )
 from mcore_rl.lost_samples import SamplesLost
-from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Roles, in_turn, on_tokens_here
 from mcore_rl.scores import Scores
 from mcore_rl.types import (

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import Config
+from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process import versions
 from mcore_rl.run import canary
 from mcore_rl.run.canary import make_canary_tolerance
 from mcore_rl.run.roles.canary_tolerance import EngineDifference
-from mcore_rl.run_folder import RunFolder
 
 GPU = ["NVIDIA H100 80GB HBM3"]
 Change = Callable[[Config], None]

@@ -19,6 +19,7 @@ from mcore_rl.config import (
 )
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.data.source import ShuffledStream
+from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.log_segments import find_segments
 from mcore_rl.run.parts import (
     finish,
@@ -36,7 +37,6 @@ from mcore_rl.run.roles.train_speed import TrainSpeed
 from mcore_rl.run.roles.trainer import PackedCritic
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
-from mcore_rl.run_folder import RunFolder
 from mcore_rl.weight_sync.controller.sync import SyncController
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops

@@ -7,8 +7,8 @@ from typing import Any
 
 from mcore_rl.config import RewardConfig, RolloutConfig
 from mcore_rl.data.source import ShuffledStream
+from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.loops.sampling import SamplingOptions
-from mcore_rl.metrics.episode_log import EpisodeLog
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.transport import HttpOptions

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mcore_rl.metrics.rows import read_rows
+from mcore_rl.logs.rows import read_rows
 
 
 def reasons_by_group(path: Path) -> dict[int, list[str]]:

@@ -22,6 +22,7 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.data.source import ShuffledStream
+from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.rl import train
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.process.event_loop import EventLoop
@@ -36,7 +37,6 @@ from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
 from mcore_rl.run.roles.generator import EngineGenerator
 from mcore_rl.run.roles.trainer import PackedTrainer, Packing
 from mcore_rl.run.roles.weight_sync import EngineSync
-from mcore_rl.run_folder import RunFolder
 from mcore_rl.scores import Scores
 from mcore_rl.tools.doctor.step_checks import share_of_even_tokens
 from mcore_rl.types import Prompt, Sample, WeightVersion

@@ -10,8 +10,8 @@ from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import AlgorithmConfig, Config
+from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.training import StepOptions, prepare_batch
-from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Roles, in_turn
 from mcore_rl.scores import Scores
 from mcore_rl.types import Sample, TrainBatch

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from mcore_rl.metrics.rows import read_rows
+from mcore_rl.logs.rows import read_rows
 
 MARK = "MCORE_RL_TEST_RUN"
 SMALL = (

@@ -12,7 +12,7 @@ import psutil
 
 from launch.jobs import SubmittedJob, find_job
 from launch.targets import TARGETS
-from mcore_rl.metrics.rows import read_rows
+from mcore_rl.logs.rows import read_rows
 
 MARK = "MCORE_RL_TEST_JOB"
 Settings = Sequence[str]

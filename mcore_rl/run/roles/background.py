@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, Self
 
+from mcore_rl.logs.episode_log import ABORTED, DROPPED_STALE, EpisodeLog, reasons_of
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.lost_samples import SamplesLost
-from mcore_rl.metrics.episode_log import ABORTED, DROPPED_STALE, EpisodeLog, reasons_of
 from mcore_rl.roles import ScoreLater, Watched
 from mcore_rl.rollout.sampling_client import SamplingClient, SamplingSession
 from mcore_rl.rollout.transport import RolloutError

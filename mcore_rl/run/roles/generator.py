@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rl.config import EvalConfig, RolloutConfig
-from mcore_rl.metrics.episode_log import EpisodeLog
+from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.process.clock import now_s
 from mcore_rl.roles import Watched
 from mcore_rl.rollout.request import Sampling

@@ -15,9 +15,9 @@ from mcore_rl.data.batch import make_filler, select_each, tokens_of
 from mcore_rl.data.packing import plan_microbatches, plan_shared_microbatches
 from mcore_rl.data.shared_prefixes import sharing_of
 from mcore_rl.data.stored_batch import in_parts, stored_sharing
+from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.clock import now_s
 from mcore_rl.run.roles.train_speed import TrainSpeed
-from mcore_rl.run_folder import RunFolder
 from mcore_rl.types import (
     AnyBatch,
     LogprobOptions,

@@ -194,10 +194,10 @@ def _config(rank: LoneRank) -> Config:
 def grpo() -> Figures:
     """Ten steps of GRPO: engine and trainer agree after each, and the reward rises."""
     from mcore_rl.data.source import ShuffledStream
+    from mcore_rl.logs.run_folder import RunFolder
     from mcore_rl.loops.rl import train
     from mcore_rl.roles import Roles
     from mcore_rl.run.roles.trainer import PackedTrainer
-    from mcore_rl.run_folder import RunFolder
 
     if not has_transformer_engine():
         use_torch_modules_on_cuda()

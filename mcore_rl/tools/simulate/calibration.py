@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import make_config
+from mcore_rl.logs.report_rows import load_metrics
 from mcore_rl.planning.models import read_models
-from mcore_rl.report.rows import load_metrics
 from mcore_rl.tools.simulate.hardware import ReachedShares
 from mcore_rl.tools.simulate.recipe_costs import RecipeCosts
 from mcore_rl.tools.simulate.simulate import simulate

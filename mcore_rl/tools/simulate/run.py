@@ -17,6 +17,7 @@ from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.config import Config
 from mcore_rl.data.source import ShuffledStream
+from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.rl import train
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.roles import Critic, Roles, Samples, in_turn
@@ -37,7 +38,6 @@ from mcore_rl.run.roles.colocation import (
 from mcore_rl.run.roles.generator import EngineGenerator, rollout_of_evaluations
 from mcore_rl.run.roles.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.run.roles.weight_sync import EngineSync
-from mcore_rl.run_folder import RunFolder
 from mcore_rl.scores import Scores
 from mcore_rl.tools.simulate.engine import SimulatedEngine
 from mcore_rl.tools.simulate.engines import SimulatedCollector, SimulatedTransport

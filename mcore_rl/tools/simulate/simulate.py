@@ -12,8 +12,8 @@ from typing import Any
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config
 from mcore_rl.data.source import ShuffledStream
+from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.clock import replaced_clock
-from mcore_rl.run_folder import RunFolder
 from mcore_rl.tools.simulate.failures import RunLostError
 from mcore_rl.tools.simulate.recipe_costs import RecipeCosts
 from mcore_rl.tools.simulate.run import SimulatedRun

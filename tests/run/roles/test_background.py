@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mcore_rl.config import RewardConfig
+from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.loops.reward_failures import RewardFailureError
 from mcore_rl.lost_samples import SamplesLost
-from mcore_rl.metrics.episode_log import EpisodeLog
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout import client as client_module
 from mcore_rl.rollout.transport import RolloutError

@@ -16,9 +16,9 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.data.preferences import make_pair_batch
+from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.dpo import with_pair_gradient
 from mcore_rl.run.roles.trainer import PackedTrainer, Packing
-from mcore_rl.run_folder import RunFolder
 from mcore_rl.types import TrainBatch
 from tests.support.calls_together import CallsTogether
 from tests.support.distributed import run_ranks

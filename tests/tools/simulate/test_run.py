@@ -10,9 +10,9 @@ import pytest
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.data.source import ShuffledStream
+from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.planning.models import read_models
 from mcore_rl.process.clock import replaced_clock
-from mcore_rl.run_folder import RunFolder
 from mcore_rl.tools.simulate.command import checked
 from mcore_rl.tools.simulate.hardware import ReachedShares
 from mcore_rl.tools.simulate.recipe_costs import RecipeCosts

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import median
 
-from mcore_rl.report.rows import Row, series
+from mcore_rl.logs.report_rows import Row, series
 
 Summary = dict[str, float | int | None]
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from mcore_rl.metrics.names import METRICS, make_document, with_former_names
+from mcore_rl.logs.names import METRICS, make_document, with_former_names
 from tests.support.policy import ROOT, parse, python_files
 
 NAMES = [name for meanings in METRICS.values() for name in meanings]
@@ -23,7 +23,7 @@ def test_every_logged_metric_is_documented() -> None:
         for path, line, key in logged_keys()
         if not any(may_be_same(key, name) for name in NAMES)
     ]
-    assert not unknown, "not in mcore_rl/metrics/names.py:\n" + "\n".join(unknown)
+    assert not unknown, "not in mcore_rl/logs/names.py:\n" + "\n".join(unknown)
 
 
 def test_every_documented_metric_is_logged() -> None:

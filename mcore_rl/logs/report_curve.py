@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_rl.logs.report_rows import Row, series
 from mcore_rl.process.text import make_encodable
-from mcore_rl.report.rows import Row, series
 
 
 def draw_reward_curve(rows: Sequence[Row], path: Path) -> None:

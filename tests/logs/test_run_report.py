@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from mcore_rl.metrics import MetricsLogger
+from mcore_rl.logs import MetricsLogger
+from mcore_rl.logs.run_report import make_report
 from mcore_rl.process.disk import DiskFullError
-from mcore_rl.report.run_report import make_report
 from mcore_rl.scores import Scores
 from tests.support.samples import make_sample
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mcore_rl.metrics import MetricsLogger
-from mcore_rl.metrics.rows import read_rows
-from mcore_rl.metrics.thumbnails import SIDE, Thumbnails
-from mcore_rl.report.run_report import make_report
+from mcore_rl.logs import MetricsLogger
+from mcore_rl.logs.rows import read_rows
+from mcore_rl.logs.run_report import make_report
+from mcore_rl.logs.thumbnails import SIDE, Thumbnails
 from mcore_rl.scores import Scores
 from mcore_rl.types import EpisodeRecord, PromptImage
 from tests.support.odd_images import encode, noise

@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from mcore_rl.metrics.rows import RowFile, iter_rows_backward
+from mcore_rl.logs.rows import RowFile, iter_rows_backward
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.redaction import redact
 from mcore_rl.process.text import shorten

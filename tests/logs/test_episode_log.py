@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.metrics.episode_log import ABORTED, DROPPED_STALE, EpisodeLog
-from mcore_rl.metrics.rows import read_rows
+from mcore_rl.logs.episode_log import ABORTED, DROPPED_STALE, EpisodeLog
+from mcore_rl.logs.rows import read_rows
 from mcore_rl.types import Prompt
 from tests.support.episode_rows import reasons_by_group
 from tests.support.samples import make_sample

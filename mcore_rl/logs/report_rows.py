@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.metrics.rows import has_rows, iter_rows, iter_rows_backward
+from mcore_rl.logs.rows import has_rows, iter_rows, iter_rows_backward
 
 Row = Mapping[str, Any]
-"""One line of metrics.jsonl or samples.jsonl (metrics/names.py)."""
+"""One line of metrics.jsonl or samples.jsonl (logs/names.py)."""
 
 NUM_SAMPLES_SHOWN = 3
 

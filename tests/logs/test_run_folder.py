@@ -12,9 +12,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from mcore_rl.config import Config, LogConfig
+from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.disk import DiskFullError
 from mcore_rl.process.log_segments import find_segments
-from mcore_rl.run_folder import RunFolder
 from tests.support.checkpoint_folders import write_checkpoint
 
 
@@ -110,7 +110,7 @@ def test_an_error_of_the_run_itself_is_not_taken_for_one_of_its_folder(tmp_path:
 def test_a_second_process_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
     source = (
         "import sys, time\n"
-        "from mcore_rl.run_folder import RunFolder\n"
+        "from mcore_rl.logs.run_folder import RunFolder\n"
         "with RunFolder(sys.argv[1]).locked():\n"
         "    print('locked', flush=True)\n"
         "    time.sleep(60)\n"

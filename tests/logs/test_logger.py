@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mcore_rl.lost_samples import SamplesLost
-from mcore_rl.metrics.logger import (
+from mcore_rl.logs.logger import (
     ERROR_CHARS,
     FAILED_PER_LOG,
     SAMPLES_PER_LOG,
     MetricsLogger,
     summarize_errors,
 )
-from mcore_rl.metrics.rows import read_rows
+from mcore_rl.logs.rows import read_rows
+from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.scores import Scores
 from mcore_rl.types import Sample, StoredSample
 from tests.support.samples import make_sample

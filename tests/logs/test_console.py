@@ -6,7 +6,7 @@ import re
 
 from rich.console import Console as RichConsole
 
-from mcore_rl.metrics.console import LineConsole, LiveConsole, make_console, sparkline
+from mcore_rl.logs.console import LineConsole, LiveConsole, make_console, sparkline
 
 STEP = {
     "reward/mean": 0.5125,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.metrics import rows as rows_module
-from mcore_rl.metrics.rows import RowFile, _to_line, iter_rows_backward, read_rows
+from mcore_rl.logs import rows as rows_module
+from mcore_rl.logs.rows import RowFile, _to_line, iter_rows_backward, read_rows
 from mcore_rl.process.disk import DiskFullError
 
 

@@ -8,11 +8,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from mcore_rl.logs.report_curve import draw_reward_curve
+from mcore_rl.logs.report_rows import Row, load_last_samples, load_metrics, pick_samples
+from mcore_rl.logs.report_summary import Summary, is_summarized, summarize
 from mcore_rl.process.disk import reporting_full_disk
 from mcore_rl.process.text import make_encodable
-from mcore_rl.report.curve import draw_reward_curve
-from mcore_rl.report.rows import Row, load_last_samples, load_metrics, pick_samples
-from mcore_rl.report.summary import Summary, is_summarized, summarize
 
 
 def make_report(run_dir: str | Path) -> Summary:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mcore_rl.metrics import MetricsLogger
-from mcore_rl.metrics.trackers import TensorBoard
+from mcore_rl.logs import MetricsLogger
+from mcore_rl.logs.trackers import TensorBoard
 
 CONFIG = {"run": {"seed": 3}, "algorithm": {"loss": "ppo_clip"}}
 

@@ -9,13 +9,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+from mcore_rl.logs.console import make_console
+from mcore_rl.logs.episode_log import EpisodeLog
+from mcore_rl.logs.names import with_former_names
+from mcore_rl.logs.rows import RowFile
+from mcore_rl.logs.thumbnails import Thumbnails
+from mcore_rl.logs.trackers import MLflow, TensorBoard, Tracker, WandB
 from mcore_rl.lost_samples import SamplesLost, kept_places
-from mcore_rl.metrics.console import make_console
-from mcore_rl.metrics.episode_log import EpisodeLog
-from mcore_rl.metrics.names import with_former_names
-from mcore_rl.metrics.rows import RowFile
-from mcore_rl.metrics.thumbnails import Thumbnails
-from mcore_rl.metrics.trackers import MLflow, TensorBoard, Tracker, WandB
 from mcore_rl.process.redaction import redact
 from mcore_rl.process.text import shorten
 from mcore_rl.scores import Scores

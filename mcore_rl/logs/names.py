@@ -183,14 +183,14 @@ and a new file begins. No segment is deleted or written again. All rows, in orde
 cat metrics.0*.jsonl metrics.jsonl
 ```
 
-`mcore_rl.metrics.rows.iter_rows("metrics.jsonl")` yields them too, one at a time. A resume cuts
+`mcore_rl.logs.rows.iter_rows("metrics.jsonl")` yields them too, one at a time. A resume cuts
 rows beyond its checkpoint off the end, and reads no more of the files than that.
 
-This page is made from the list in `mcore_rl/metrics/names.py`:
+This page is made from the list in `mcore_rl/logs/names.py`:
 
 ```python
 from pathlib import Path
-from mcore_rl.metrics.names import make_document
+from mcore_rl.logs.names import make_document
 
 Path("docs/metrics.md").write_text(make_document())
 ```
