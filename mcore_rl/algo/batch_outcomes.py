@@ -15,8 +15,8 @@ from mcore_rl.algo.kl import KL_ESTIMATORS
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.sequences import trained_in_order
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig
-from mcore_rl.scores import Scores
 from mcore_rl.types import CUT_OFF, AnySample, TrainBatch
+from mcore_rl.types.scores import Scores
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from mcore_rl.algo.registry import Sees, advantages
 from mcore_rl.algo.user_file import UserFile
 from mcore_rl.algo.values import explained_variance, generalized
 from mcore_rl.config import AlgorithmConfig, KLConfig
-from mcore_rl.scores import ENVIRONMENT, Scores
 from mcore_rl.types import AnySample, TrainBatch
+from mcore_rl.types.scores import ENVIRONMENT, Scores
 
 SUMMED = ("token_rewards_R", "logprobs_R", "ref_logprobs_R")
 """Fields of Outcomes whose sums by sample an advantage may see in place of tokens."""

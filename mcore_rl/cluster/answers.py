@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError
 
 from mcore_rl.cluster.rank_actor import NotBuilt, Raised
 from mcore_rl.cluster.rank_states import find_states
-from mcore_rl.lost_samples import SamplesLost, join_losses
+from mcore_rl.types.lost_samples import SamplesLost, join_losses
 
 GRACE_S = 3.0
 """How long a death may take to show after the exception that it caused on another rank."""

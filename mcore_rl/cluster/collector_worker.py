@@ -26,17 +26,17 @@ from mcore_rl.data.images.shared_patches import PlacedPatches
 from mcore_rl.data.kept_rows import TEACHER_LOGPROBS, ReadRequest, as_response
 from mcore_rl.data.sample_store import LostSampleError, SampleStore
 from mcore_rl.data.spill import SpillFiles
-from mcore_rl.lost_samples import SamplesLost
+from mcore_rl.loops.roles import TokenWork
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.http import open_session
 from mcore_rl.process.redaction import remember_secret
-from mcore_rl.roles import TokenWork
 from mcore_rl.rollout.collector import CollectorNews, Orders
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
-from mcore_rl.scores import Scores
 from mcore_rl.types import Array, Sample, StoredBatch, StoredColumn
+from mcore_rl.types.lost_samples import SamplesLost
+from mcore_rl.types.scores import Scores
 
 if TYPE_CHECKING:
     from mcore_rl.rollout.engine_health import EngineHealth

@@ -17,15 +17,15 @@ from mcore_rl.cluster.independent_ranks import IndependentRanks
 from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.data.step_parts import home_of
-from mcore_rl.lost_samples import SamplesLost, join_losses
+from mcore_rl.loops.roles import TokenWork
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.restart_budget import RestartBudget
-from mcore_rl.roles import TokenWork
 from mcore_rl.rollout.collector import CollectorLost, CollectorNews, Orders
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
-from mcore_rl.scores import Scores, join_scores
 from mcore_rl.types import Sample, StoredBatch, StoredSample
+from mcore_rl.types.lost_samples import SamplesLost, join_losses
+from mcore_rl.types.scores import Scores, join_scores
 
 _log = logging.getLogger(__name__)
 THREADS = 64

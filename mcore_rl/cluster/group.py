@@ -11,8 +11,8 @@ from mcore_rl.cluster.actor_start import start_actor
 from mcore_rl.cluster.answers import GRACE_S, Answers, Rank, RankError
 from mcore_rl.cluster.environment import compare_environments
 from mcore_rl.cluster.nodes import alive_nodes
-from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.planning.slots import Slot
+from mcore_rl.types.lost_samples import SamplesLost
 
 T = TypeVar("T")
 WATCH_INTERVAL_S = 1.0

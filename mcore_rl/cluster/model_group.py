@@ -20,10 +20,10 @@ from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, ProfileConfig, TrainConfig
 from mcore_rl.config.deadlines import answer_s
 from mcore_rl.device import device_name, exact_pinning, leave_compiler_out, peak_flops
-from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.types import StoredBatch, TrainBatch
+from mcore_rl.types.lost_samples import SamplesLost
 
 Share = Sequence[TrainBatch] | StoredBatch
 """The micro-batches of a data-parallel coordinate, or references to them in parts."""

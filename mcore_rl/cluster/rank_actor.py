@@ -20,7 +20,6 @@ import ray
 
 import mcore_rl
 from mcore_rl.cluster.breakpoints import answer_in_rank
-from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.process.cores import THREADS, take_cores
 from mcore_rl.process.disk import is_disk_full, name_full_disk
 from mcore_rl.process.errors import describe_error
@@ -31,6 +30,7 @@ from mcore_rl.process.proxies import bypass_proxies
 from mcore_rl.process.redaction import RedactingFormatter, redact, remember_environment
 from mcore_rl.process.rotated_output import rotate_output
 from mcore_rl.process.safe_path import let_programs_be, put_last
+from mcore_rl.types.lost_samples import SamplesLost
 
 PACKAGE_DIR = str(Path(mcore_rl.__file__).parent)
 LIBRARY_DIRS = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))

@@ -15,11 +15,11 @@ from mcore_rl.logs.names import with_former_names
 from mcore_rl.logs.rows import RowFile
 from mcore_rl.logs.thumbnails import Thumbnails
 from mcore_rl.logs.trackers import MLflow, TensorBoard, Tracker, WandB
-from mcore_rl.lost_samples import SamplesLost, kept_places
 from mcore_rl.process.redaction import redact
 from mcore_rl.process.text import shorten
-from mcore_rl.scores import Scores
 from mcore_rl.types import Sample, TurnRecord
+from mcore_rl.types.lost_samples import SamplesLost, kept_places
+from mcore_rl.types.scores import Scores
 
 _log = logging.getLogger(__name__)
 SAMPLES_PER_LOG = 64

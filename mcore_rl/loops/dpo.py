@@ -23,8 +23,8 @@ from mcore_rl.algo.preferences import (
 from mcore_rl.config import Config, PreferenceConfig
 from mcore_rl.data.summary import summarize_steps
 from mcore_rl.logs import PhaseTimer
+from mcore_rl.loops.roles import BatchStream, Log, Trainer
 from mcore_rl.loops.saving import is_due, save_if_due
-from mcore_rl.roles import BatchStream, Log, Trainer
 from mcore_rl.types import LogprobOptions, TrainBatch
 
 

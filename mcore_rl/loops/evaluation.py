@@ -10,9 +10,9 @@ from mcore_rl.algo.pass_at_k import pass_at_k
 from mcore_rl.config import EvalConfig, RewardConfig
 from mcore_rl.loops.resampling import sample_and_score
 from mcore_rl.loops.reward_failures import RewardFailures
-from mcore_rl.roles import Generator, Reward
-from mcore_rl.scores import Scores
+from mcore_rl.loops.roles import Generator, Reward
 from mcore_rl.types import Prompt
+from mcore_rl.types.scores import Scores
 
 TOLERANCE = 1e-6
 """Slack below the threshold, for the rounding of weighted sums."""

@@ -3,9 +3,9 @@
 import logging
 
 from mcore_rl.loops.reward_failures import REMEDY, RewardFailureError
-from mcore_rl.roles import Samples
-from mcore_rl.scores import Scores
+from mcore_rl.loops.roles import Samples
 from mcore_rl.types import WITHOUT_OUTCOME
+from mcore_rl.types.scores import Scores
 
 _log = logging.getLogger(__name__)
 

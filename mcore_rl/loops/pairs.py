@@ -11,7 +11,7 @@ from mcore_rl.data.files import write_parquet
 from mcore_rl.data.preferences import preference_row
 from mcore_rl.loops.resampling import sample_and_score
 from mcore_rl.loops.reward_failures import RewardFailures
-from mcore_rl.roles import Generator, ReadSamples, Reward
+from mcore_rl.loops.roles import Generator, ReadSamples, Reward
 from mcore_rl.types import Prompt, Sample
 
 Scored = tuple[Sample, float]

@@ -4,10 +4,10 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_rl.lost_samples import SamplesLost, kept_places
-from mcore_rl.roles import Generator, Reward, Samples
-from mcore_rl.scores import Scores
+from mcore_rl.loops.roles import Generator, Reward, Samples
 from mcore_rl.types import Prompt
+from mcore_rl.types.lost_samples import SamplesLost, kept_places
+from mcore_rl.types.scores import Scores
 
 _log = logging.getLogger(__name__)
 

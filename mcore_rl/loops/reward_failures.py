@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mcore_rl.config import RewardConfig
-from mcore_rl.scores import Scores
+from mcore_rl.types.scores import Scores
 
 REMEDY = "mend what failed and give the same command again: it goes on after the last checkpoint"
 LEAST_FAILURES = 8

@@ -13,10 +13,10 @@ from mcore_rl.config import Config
 from mcore_rl.data.summary import summarize_samples
 from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.evaluation import evaluate
+from mcore_rl.loops.roles import Roles
 from mcore_rl.loops.sampling import WAITING, SamplingOptions, sample_step, sync_weights
 from mcore_rl.loops.saving import is_due, save_if_due
 from mcore_rl.loops.training import StepOptions, prepare_batch, train_policy_and_critic
-from mcore_rl.roles import Roles
 from mcore_rl.types import WeightVersion
 
 

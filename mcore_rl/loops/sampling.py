@@ -11,10 +11,10 @@ from mcore_rl.config import Config, RewardConfig, RolloutConfig
 from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.resampling import score
 from mcore_rl.loops.reward_failures import RewardFailures
-from mcore_rl.roles import Batch, Roles, Samples
+from mcore_rl.loops.roles import Batch, Roles, Samples
 from mcore_rl.rollout.staleness import staleness_metrics
-from mcore_rl.scores import Scores, join_scores
 from mcore_rl.types import Prompt, WeightVersion
+from mcore_rl.types.scores import Scores, join_scores
 
 _log = logging.getLogger(__name__)
 WAITING = ("rollout", "reward", "pause")

@@ -21,10 +21,10 @@ from mcore_rl.data.stored_batch import without_lost
 from mcore_rl.data.summary import summarize_critic, summarize_steps
 from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.outcomes import with_outcome
-from mcore_rl.lost_samples import SamplesLost, kept_places
-from mcore_rl.roles import Batch, Critic, OnTokens, Roles, Samples, Trainer
-from mcore_rl.scores import Scores
+from mcore_rl.loops.roles import Batch, Critic, OnTokens, Roles, Samples, Trainer
 from mcore_rl.types import LogprobOptions, StepStats, WeightVersion
+from mcore_rl.types.lost_samples import SamplesLost, kept_places
+from mcore_rl.types.scores import Scores
 
 _log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from mcore_rl.rewards.function_calls import FunctionCalls
 from mcore_rl.rewards.model_scorers import ModelScorer, Post, ask
 from mcore_rl.rewards.noise import noise_of
 from mcore_rl.rewards.user_function import Answer, Fields, load_function
-from mcore_rl.scores import ENVIRONMENT, Scores
 from mcore_rl.types import Sample, has_outcome
+from mcore_rl.types.scores import ENVIRONMENT, Scores
 
 _log = logging.getLogger(__name__)
 LOGGED_ERRORS = 3

@@ -21,12 +21,12 @@ from mcore_rl.loops.dpo import optimize_preferences
 from mcore_rl.loops.evaluation import evaluate
 from mcore_rl.loops.pairs import sample_pairs, write_pairs
 from mcore_rl.loops.rl import train
+from mcore_rl.loops.roles import Roles, in_turn
 from mcore_rl.loops.sft import fine_tune
 from mcore_rl.planning.checks import check_engines
 from mcore_rl.planning.run_size import RunSize
 from mcore_rl.process.rotated_output import rotating_logs
 from mcore_rl.process.threads import at_once
-from mcore_rl.roles import Roles, in_turn
 from mcore_rl.run.images import sft_images
 from mcore_rl.run.inputs import (
     check_no_trainer,

@@ -16,8 +16,8 @@ from mcore_rl.algo.batch_outcomes import (
     with_turn_rewards,
 )
 from mcore_rl.config import AlgorithmConfig
-from mcore_rl.scores import Scores
 from mcore_rl.types import TrainBatch
+from mcore_rl.types.scores import Scores
 
 CONFIG = AlgorithmConfig()
 SHAPES = SampleShapes(

@@ -26,8 +26,8 @@ from mcore_rl.algo.preferences import (
 )
 from mcore_rl.config import AlgorithmConfig, PreferenceConfig
 from mcore_rl.data.batch import make_train_batch, select, with_loss_weights
-from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
+from mcore_rl.types.scores import Scores
 
 LENS = (3, 5, 2, 6, 4, 1)
 BETA, SMOOTHING, TARGET, NLL = 0.7, 0.1, 0.4, 0.3

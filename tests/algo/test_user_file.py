@@ -17,8 +17,8 @@ from mcore_rl.algo.registry import advantages, losses
 from mcore_rl.algo.requirements import check_algorithm
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.data.batch import make_train_batch
-from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
+from mcore_rl.types.scores import Scores
 from tests.support.documented import own_algorithm
 
 EXAMPLE = own_algorithm()

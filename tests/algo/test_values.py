@@ -14,8 +14,8 @@ from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.values import explained_variance, generalized, value_loss
 from mcore_rl.config import AlgorithmConfig
 from mcore_rl.data.batch import make_train_batch
-from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
+from mcore_rl.types.scores import Scores
 
 GAMMA, LAM = 0.9, 0.7
 LENS = [3, 1, 0, 4]

@@ -12,8 +12,8 @@ from mcore_rl.data.episodes import LOSS_MASK, TOKEN_IDS
 from mcore_rl.data.kept_rows import TEACHER_LOGPROBS, ReadRequest
 from mcore_rl.data.sample_store import SampleStore
 from mcore_rl.process import redaction
-from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample
+from mcore_rl.types.scores import Scores
 from tests.support.stored import make_stored
 from tests.support.turn_trees import random_tree, sample_of
 

@@ -23,7 +23,6 @@ from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import AlgorithmConfig, ClusterConfig, RewardConfig, RolloutConfig
 from mcore_rl.data.step_parts import PART_TOKENS, cut_by_prompts
 from mcore_rl.data.stored_batch import make_stored_batch
-from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rewards.scorer import Scorer
@@ -31,8 +30,9 @@ from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.run.roles.advantages import StoredAdvantages
-from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, StoredColumn, TrainBatch, WeightVersion
+from mcore_rl.types.lost_samples import SamplesLost
+from mcore_rl.types.scores import Scores
 from tests.support.fake_sglang import FakeSGLang
 
 pytestmark = pytest.mark.e2e

@@ -1,8 +1,8 @@
 """Step metrics from samples and optimizer steps."""
 
 from mcore_rl.data.summary import summarize_samples, summarize_steps
-from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample, StepStats, VersionSpan, WeightVersion
+from mcore_rl.types.scores import Scores
 
 
 def make_sample(prompt_index: int, num_tokens: int, finish_reason: str) -> Sample:

@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from mcore_rl.logs import MetricsLogger
 from mcore_rl.logs.run_report import make_report
 from mcore_rl.process.disk import DiskFullError
-from mcore_rl.scores import Scores
+from mcore_rl.types.scores import Scores
 from tests.support.samples import make_sample
 
 

@@ -10,8 +10,8 @@ from mcore_rl.logs import MetricsLogger
 from mcore_rl.logs.rows import read_rows
 from mcore_rl.logs.run_report import make_report
 from mcore_rl.logs.thumbnails import SIDE, Thumbnails
-from mcore_rl.scores import Scores
 from mcore_rl.types import EpisodeRecord, PromptImage
+from mcore_rl.types.scores import Scores
 from tests.support.odd_images import encode, noise
 from tests.support.samples import make_sample
 

@@ -8,7 +8,7 @@ import pytest
 from mcore_rl.config import AlgorithmConfig
 from mcore_rl.loops.outcomes import with_outcome
 from mcore_rl.loops.reward_failures import RewardFailureError
-from mcore_rl.scores import Scores
+from mcore_rl.types.scores import Scores
 from tests.support.prepared import advantages_of, group_of, prepared
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from mcore_rl.config import RewardConfig
 from mcore_rl.loops.reward_failures import RewardFailureError, RewardFailures
-from mcore_rl.scores import Scores
+from mcore_rl.types.scores import Scores
 
 
 def failures_of(num_samples: int, num_failed: int, num_lost: int = 0) -> RewardFailures:

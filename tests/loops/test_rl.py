@@ -25,9 +25,9 @@ from mcore_rl.config import (
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.loops.reward_failures import RewardFailureError
 from mcore_rl.loops.rl import run_evaluation, train
-from mcore_rl.roles import Roles
-from mcore_rl.scores import Scores
+from mcore_rl.loops.roles import Roles
 from mcore_rl.types import Prompt, Sample, WeightVersion
+from mcore_rl.types.scores import Scores
 from tests.support.table_policy import MemoryLog, TablePolicy, make_prompts, repeats_the_prompt
 
 PART = EvalConfig(every_steps=3, correct_part="all", pass_k=2)

@@ -11,10 +11,10 @@ import pytest
 from mcore_rl.config import RewardConfig, RolloutConfig
 from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.reward_failures import RewardFailureError
+from mcore_rl.loops.roles import KeepsSamples, Roles
 from mcore_rl.loops.sampling import SamplingOptions, sample_step
-from mcore_rl.roles import KeepsSamples, Roles
-from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample
+from mcore_rl.types.scores import Scores
 
 GROUP = 3
 ALWAYS = {

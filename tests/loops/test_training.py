@@ -18,6 +18,7 @@ from mcore_rl.config import (
 )
 from mcore_rl.data.stored_batch import make_stored_batch, trained_lens
 from mcore_rl.logs import PhaseTimer
+from mcore_rl.loops.roles import Roles, in_turn, on_tokens_here
 from mcore_rl.loops.training import (
     add_logprobs,
     add_logprobs_and_values,
@@ -26,9 +27,6 @@ from mcore_rl.loops.training import (
     train_policy,
     train_policy_and_critic,
 )
-from mcore_rl.lost_samples import SamplesLost
-from mcore_rl.roles import Roles, in_turn, on_tokens_here
-from mcore_rl.scores import Scores
 from mcore_rl.types import (
     LogprobOptions,
     StepStats,
@@ -37,6 +35,8 @@ from mcore_rl.types import (
     StoredSample,
     TokenScores,
 )
+from mcore_rl.types.lost_samples import SamplesLost
+from mcore_rl.types.scores import Scores
 from tests.support.optimizer_steps import CountingCritic, options_of, sampled
 from tests.support.prepared import advantages_of, group_of, prepared
 from tests.support.stored import make_stored

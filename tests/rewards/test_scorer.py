@@ -11,8 +11,8 @@ import pytest
 
 from mcore_rl.config import RewardConfig
 from mcore_rl.rewards.scorer import Scorer, log_failures, overlong_penalty
-from mcore_rl.scores import Scores, join_scores
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, VersionSpan, WeightVersion
+from mcore_rl.types.scores import Scores, join_scores
 
 FUNCTIONS = """
 import asyncio, os, time

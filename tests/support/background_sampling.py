@@ -14,8 +14,8 @@ from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.run.roles.background import BackgroundSampler
 from mcore_rl.run.roles.groups import GroupBuffer
-from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample, WeightVersion
+from mcore_rl.types.scores import Scores
 from tests.support.fake_sglang import FakeSGLang
 
 PROMPTS = [Prompt(i, (1, 2 + i), (), "unit", "") for i in range(40)]

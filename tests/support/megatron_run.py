@@ -24,9 +24,9 @@ from mcore_rl.config import (
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.rl import train
+from mcore_rl.loops.roles import Roles
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.roles import Roles
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
@@ -37,9 +37,9 @@ from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
 from mcore_rl.run.roles.generator import EngineGenerator
 from mcore_rl.run.roles.trainer import PackedTrainer, Packing
 from mcore_rl.run.roles.weight_sync import EngineSync
-from mcore_rl.scores import Scores
 from mcore_rl.tools.doctor.step_checks import share_of_even_tokens
 from mcore_rl.types import Prompt, Sample, WeightVersion
+from mcore_rl.types.scores import Scores
 from mcore_rl.weight_sync.controller.sync import SyncController
 from mcore_rl.weights.hf.config import moe_layers, read_hf_config
 from mcore_rl.weights.hf.facts import ModelFacts

@@ -11,10 +11,10 @@ from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.logs import PhaseTimer
+from mcore_rl.loops.roles import Roles, in_turn
 from mcore_rl.loops.training import StepOptions, prepare_batch
-from mcore_rl.roles import Roles, in_turn
-from mcore_rl.scores import Scores
 from mcore_rl.types import Sample, TrainBatch
+from mcore_rl.types.scores import Scores
 from tests.support.table_policy import TablePolicy, make_prompts
 
 

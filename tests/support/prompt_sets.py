@@ -18,8 +18,8 @@ from mcore_rl.data.streamed.prompts import RowRules, StreamedPrompts
 from mcore_rl.data.streamed.windows import Windows
 from mcore_rl.data.streamed.workers import TokenWorkers
 from mcore_rl.loops.evaluation import Correctness
-from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt
+from mcore_rl.types.scores import Scores
 
 QUESTION = "Ada has {} apples and gets 4 more . how many apples does Ada have now ?"
 LONGER = "there are 4 coins in the box . "

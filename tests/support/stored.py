@@ -10,7 +10,7 @@ import torch
 from mcore_rl.data.assembly import apply_to_stored
 from mcore_rl.data.kept_rows import ReadRequest
 from mcore_rl.data.sample_store import SampleStore
-from mcore_rl.roles import TokenWork
+from mcore_rl.loops.roles import TokenWork
 from mcore_rl.rollout.collector import facts_of
 from mcore_rl.types import (
     GroupLease,

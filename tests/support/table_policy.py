@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.roles import KeepsSamples
-from mcore_rl.scores import Scores
+from mcore_rl.loops.roles import KeepsSamples
 from mcore_rl.types import (
     LogprobOptions,
     Prompt,
@@ -22,6 +21,7 @@ from mcore_rl.types import (
     VersionSpan,
     WeightVersion,
 )
+from mcore_rl.types.scores import Scores
 
 VOCABULARY = 5
 RESPONSE_LEN = 3

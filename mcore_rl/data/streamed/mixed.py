@@ -13,8 +13,8 @@ from typing import Any
 from mcore_rl.data.curriculum import Curriculum
 from mcore_rl.data.mixing import Mixing
 from mcore_rl.data.streamed.prompts import ReadRow, StreamedPrompts
-from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt
+from mcore_rl.types.scores import Scores
 
 _log = logging.getLogger(__name__)
 LOG_EVERY = 100_000

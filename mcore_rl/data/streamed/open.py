@@ -15,7 +15,7 @@ from mcore_rl.data.streamed.paths import data_files
 from mcore_rl.data.streamed.prompts import RowRules, StreamedPrompts
 from mcore_rl.data.streamed.windows import Windows
 from mcore_rl.data.streamed.workers import MakeTokenizer, TokenWorkers
-from mcore_rl.scores import Scores
+from mcore_rl.types.scores import Scores
 
 _log = logging.getLogger(__name__)
 

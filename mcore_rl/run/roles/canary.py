@@ -17,9 +17,8 @@ from mcore_rl.config import CanaryConfig
 from mcore_rl.data.batch import select, split_by_lens
 from mcore_rl.data.images.batch import select_images
 from mcore_rl.data.stored_batch import without_lost
-from mcore_rl.lost_samples import SamplesLost
+from mcore_rl.loops.roles import Trainer
 from mcore_rl.process.server_keys import ServerKeys, user_headers
-from mcore_rl.roles import Trainer
 from mcore_rl.rollout.scoring import score_sequences
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.run.roles.canary_tolerance import MIN_TOKENS, CanaryTolerance, EngineDifference
@@ -32,6 +31,7 @@ from mcore_rl.types import (
     TrainBatch,
     WeightVersion,
 )
+from mcore_rl.types.lost_samples import SamplesLost
 
 _log = logging.getLogger(__name__)
 MAX_PROMPT_TOKENS = 256

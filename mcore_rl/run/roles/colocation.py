@@ -19,9 +19,9 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
+from mcore_rl.loops.roles import Batch, Critic, Samples, Trainer
 from mcore_rl.process.http import open_session
 from mcore_rl.process.server_keys import ServerKeys, admin_headers
-from mcore_rl.roles import Batch, Critic, Samples, Trainer
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores
 from mcore_rl.weight_sync.controller.engine_control import KV_CACHE, WEIGHTS, EngineControl
 from mcore_rl.weight_sync.controller.strategy import GRACE_S

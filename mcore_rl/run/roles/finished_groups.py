@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from mcore_rl.scores import Scores
 from mcore_rl.types import AnySample, Prompt, WeightVersion
+from mcore_rl.types.scores import Scores
 
 
 @dataclass(eq=False)

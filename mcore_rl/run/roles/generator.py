@@ -7,8 +7,8 @@ from typing import Any
 
 from mcore_rl.config import EvalConfig, RolloutConfig
 from mcore_rl.logs.episode_log import EpisodeLog
+from mcore_rl.loops.roles import Watched
 from mcore_rl.process.clock import now_s
-from mcore_rl.roles import Watched
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.sampling_client import SamplingClient
 from mcore_rl.rollout.transport import RolloutError

@@ -17,8 +17,8 @@ from typing import Protocol
 from mcore_rl.config import RolloutConfig
 from mcore_rl.logs.episode_log import ABORTED, EpisodeLog, reasons_of
 from mcore_rl.run.roles.finished_groups import InOrder, OldestFirst, SampleGroup
-from mcore_rl.scores import Scores
 from mcore_rl.types import AnySample, Prompt, WeightVersion
+from mcore_rl.types.scores import Scores
 
 
 class OpenPrompts(Protocol):

@@ -6,8 +6,8 @@ from mcore_rl.config import RolloutConfig
 from mcore_rl.loops.reward_failures import RewardFailures
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.process.clock import now_s
-from mcore_rl.scores import Scores
 from mcore_rl.types import AnySample
+from mcore_rl.types.scores import Scores
 
 
 class SamplingStats:

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from mcore_rl.loops.roles import Batch, Watched
 from mcore_rl.process.clock import now_s
-from mcore_rl.roles import Batch, Watched
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.run.roles.canary import Canary, CanaryReport
 from mcore_rl.run.roles.colocation import TRAINER, WEIGHTS_ONLY, SharedGpus

@@ -25,7 +25,6 @@ from mcore_rl.config import (
     RunConfig,
 )
 from mcore_rl.device import has_cuda, has_transformer_engine, use_torch_modules_on_cuda
-from mcore_rl.scores import Scores
 from mcore_rl.tools.doctor.check import Check, Figures, Stage, expect
 from mcore_rl.tools.doctor.check_folder import own_folder
 from mcore_rl.tools.doctor.lone_rank import LoneRank, qwen3_moe
@@ -40,6 +39,7 @@ from mcore_rl.types import (
     TrainBatch,
     WeightVersion,
 )
+from mcore_rl.types.scores import Scores
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
 
@@ -196,7 +196,7 @@ def grpo() -> Figures:
     from mcore_rl.data.source import ShuffledStream
     from mcore_rl.logs.run_folder import RunFolder
     from mcore_rl.loops.rl import train
-    from mcore_rl.roles import Roles
+    from mcore_rl.loops.roles import Roles
     from mcore_rl.run.roles.trainer import PackedTrainer
 
     if not has_transformer_engine():

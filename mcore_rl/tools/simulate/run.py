@@ -19,8 +19,8 @@ from mcore_rl.config import Config
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.rl import train
+from mcore_rl.loops.roles import Critic, Roles, Samples, in_turn
 from mcore_rl.loops.sampling import SamplingOptions
-from mcore_rl.roles import Critic, Roles, Samples, in_turn
 from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
@@ -38,7 +38,6 @@ from mcore_rl.run.roles.colocation import (
 from mcore_rl.run.roles.generator import EngineGenerator, rollout_of_evaluations
 from mcore_rl.run.roles.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.run.roles.weight_sync import EngineSync
-from mcore_rl.scores import Scores
 from mcore_rl.tools.simulate.engine import SimulatedEngine
 from mcore_rl.tools.simulate.engines import SimulatedCollector, SimulatedTransport
 from mcore_rl.tools.simulate.failures import Failures
@@ -57,6 +56,7 @@ from mcore_rl.tools.simulate.weights import (
 )
 from mcore_rl.tools.simulate.workload import Workload
 from mcore_rl.types import Prompt, StoredBatch, StoredColumn, StoredSample, WeightVersion
+from mcore_rl.types.scores import Scores
 
 COLOCATED_CALL_S = 0.5
 """Seconds in which engines on shared GPUs give up their memory, or take it back."""

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_rl.roles import Samples
-from mcore_rl.scores import Scores
+from mcore_rl.loops.roles import Samples
+from mcore_rl.types.scores import Scores
 
 
 class StepLog:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from mcore_rl.config import Config
-from mcore_rl.roles import Batch
+from mcore_rl.loops.roles import Batch
 from mcore_rl.run.roles.canary import CanaryReport
 from mcore_rl.run.roles.canary_tolerance import EngineDifference
 from mcore_rl.tools.simulate.engine import SimulatedEngine

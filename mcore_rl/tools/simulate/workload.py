@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import overload
 
 from mcore_rl.config import Config
-from mcore_rl.scores import Scores
 from mcore_rl.types import AnySample, Prompt
+from mcore_rl.types.scores import Scores
 
 NUM_PROMPTS = 10**9
 """So that no epoch ends."""

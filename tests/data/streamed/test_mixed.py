@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from mcore_rl.config import CurriculumConfig, StageConfig
 from mcore_rl.data.streamed import order, windows
 from mcore_rl.data.streamed.mixed import MixedPrompts
-from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt
+from mcore_rl.types.scores import Scores
 from tests.support.prompt_sets import (
     BY_DIFFICULTY,
     numbers_of,

@@ -26,11 +26,11 @@ from mcore_rl.data.batch import make_train_batch, without_truncated
 from mcore_rl.data.kept_rows import TEACHER_LOGPROBS
 from mcore_rl.data.stored_batch import make_stored_batch
 from mcore_rl.logs import PhaseTimer
+from mcore_rl.loops.roles import Roles, in_turn
 from mcore_rl.loops.training import StepOptions, prepare_batch
-from mcore_rl.roles import Roles, in_turn
 from mcore_rl.run.roles.advantages import StoredAdvantages
-from mcore_rl.scores import Scores
 from mcore_rl.types import StoredBatch, StoredColumn
+from mcore_rl.types.scores import Scores
 from tests.support.stored import make_stored, work_beside
 
 BY_SAMPLE = [

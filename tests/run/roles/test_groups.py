@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mcore_rl.rollout.staleness import staleness_metrics
 from mcore_rl.run.roles.finished_groups import SampleGroup
 from mcore_rl.run.roles.groups import GroupBuffer
-from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+from mcore_rl.types.scores import Scores
 
 P = 3
 """Groups of a step."""

@@ -4,8 +4,8 @@ import pytest
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.run.roles.sampling_stats import SamplingStats
-from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample
+from mcore_rl.types.scores import Scores
 
 EMPTY = Sample(Prompt(0, (1,), (), "unit", ""), 0, (), (), "stop", (), "")
 

@@ -15,10 +15,10 @@ from mcore_rl.algo.registry import advantages
 from mcore_rl.config import AlgorithmConfig, KLConfig
 from mcore_rl.data.assembly import assemble, column_of, scatter
 from mcore_rl.data.batch import make_batch, make_train_batch
-from mcore_rl.roles import TokenWork
+from mcore_rl.loops.roles import TokenWork
 from mcore_rl.run.roles.advantages import StoredAdvantages
-from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample, StoredBatch, StoredColumn, StoredSample, TrainBatch
+from mcore_rl.types.scores import Scores
 from tests.support.stored import Stores, make_sample, put_in_stores, work_beside
 from tests.support.turn_trees import random_tree, sample_of
 

@@ -8,8 +8,8 @@ import torch
 
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import AlgorithmConfig, CriticConfig, OptimizerConfig, TrainConfig
+from mcore_rl.loops.roles import Roles
 from mcore_rl.loops.training import StepOptions, train_policy_and_critic
-from mcore_rl.roles import Roles
 from mcore_rl.train.optimizer import learning_rate
 from mcore_rl.types import StepStats, TrainBatch
 from tests.support.optimizer_steps import CountingCritic, options_of, sampled

@@ -33,8 +33,8 @@ from mcore_rl.config import (
 from mcore_rl.data.batch import make_train_batch, rows_of_samples, with_loss_weights
 from mcore_rl.data.summary import summarize_steps
 from mcore_rl.logs.run_folder import RunFolder
+from mcore_rl.loops.roles import Roles
 from mcore_rl.loops.training import StepOptions, add_logprobs, mini_batches, train_policy
-from mcore_rl.roles import Roles
 from mcore_rl.run.roles.trainer import PackedTrainer, Packing
 from mcore_rl.train.actor import Actor
 from mcore_rl.types import Prompt, StepStats, SumsFrom, TrainBatch

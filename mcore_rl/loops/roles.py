@@ -4,7 +4,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from mcore_rl.scores import Scores
 from mcore_rl.types import (
     LogprobOptions,
     Prompt,
@@ -14,6 +13,7 @@ from mcore_rl.types import (
     TrainBatch,
     WeightVersion,
 )
+from mcore_rl.types.scores import Scores
 
 T = TypeVar("T")
 S = TypeVar("S")

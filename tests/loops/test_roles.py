@@ -1,6 +1,6 @@
 """Trainer and critic in turn."""
 
-from mcore_rl.roles import in_turn
+from mcore_rl.loops.roles import in_turn
 
 
 def test_the_first_ends_before_the_second_begins() -> None:

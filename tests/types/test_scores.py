@@ -6,7 +6,7 @@ from time import process_time
 
 import pytest
 
-from mcore_rl.scores import Scores, join_scores
+from mcore_rl.types.scores import Scores, join_scores
 
 
 def test_scores_are_selected_sample_by_sample() -> None:

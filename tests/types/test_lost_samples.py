@@ -2,8 +2,8 @@
 
 import pickle
 
-from mcore_rl.lost_samples import SamplesLost, join_losses, kept_places
 from mcore_rl.types import GroupLease, Prompt, StoredSample
+from mcore_rl.types.lost_samples import SamplesLost, join_losses, kept_places
 
 PROMPT = Prompt(0, (1,), (), "unit", "")
 
