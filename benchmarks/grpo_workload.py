@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from mcore_rl.data.arithmetic import prepare_arithmetic
+from mcore_rl.tasks.arithmetic import prepare_arithmetic
 
 LEARNING_RATE = 1e-6
 MAX_PROMPT_LEN = 256

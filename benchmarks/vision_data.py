@@ -33,7 +33,6 @@ from mcore_rl.data.files import prompt_row, write_parquet
 from mcore_rl.data.images.batch import join_patches
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.images.shared_patches import SharedPatches
-from mcore_rl.data.tiny_vision_model import write_tiny_vision_model
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine import EngineProcess
@@ -42,6 +41,7 @@ from mcore_rl.rollout.image_request import pack_request, refer_request
 from mcore_rl.rollout.request import EngineAffinity, Request, Sampling, make_body
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.run.prompts import load_split
+from mcore_rl.tasks.tiny_vision_model import write_tiny_vision_model
 from mcore_rl.types import Prompt
 
 CACHE_BYTES = 1 << 30

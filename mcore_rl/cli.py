@@ -214,7 +214,7 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    from mcore_rl.data.prepare import add_arguments
+    from mcore_rl.tasks.prepare import add_arguments
 
     add_arguments(commands.add_parser("data", help="prepare prompts: made here, or gsm8k"))
 

@@ -10,7 +10,7 @@ import pytest
 from mcore_rl import __version__
 from mcore_rl.cli import main
 from mcore_rl.config.recipe import list_recipes
-from mcore_rl.data.arithmetic import prepare_arithmetic
+from mcore_rl.tasks.arithmetic import prepare_arithmetic
 
 
 def test_help_lists_the_recipes(capsys) -> None:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from mcore_rl.data.code_steps import FUNCTION, as_python, feedback, is_program
 from mcore_rl.rewards.code_execution import CaseRun, CaseSettings, call_case, run_cases
 from mcore_rl.rewards.code_languages import PROGRAM_LANGUAGES, Program, program_of
 from mcore_rl.rewards.code_tests import ProgramTests, is_passed, read_tests
 from mcore_rl.rewards.code_values import pack, unpack
+from mcore_rl.tasks.code_steps import FUNCTION, as_python, feedback, is_program
 
 STEPS = "steps"
 TRIAL_LANGUAGES = (STEPS, *PROGRAM_LANGUAGES)
@@ -98,7 +98,7 @@ class ProgramTrial:
 
 
 class StepsTrial:
-    """The whole response is a program of data/code_steps.py."""
+    """The whole response is a program of tasks/code_steps.py."""
 
     def __init__(self, truth: Mapping[str, Any], sandbox_url: str = "") -> None:
         self._sandbox_url = sandbox_url

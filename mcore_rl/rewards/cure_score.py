@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mcore_rl.data.code_steps import FUNCTION, as_python, is_program
 from mcore_rl.rewards.code_execution import CaseSettings, call_case, run_cases, script_case
 from mcore_rl.rewards.code_languages import blocks_of, program_of
 from mcore_rl.rewards.code_score import in_parallel
@@ -17,6 +16,7 @@ from mcore_rl.rewards.code_tests import read_tests
 from mcore_rl.rewards.code_values import pack, unpack
 from mcore_rl.rewards.cure import rate_programs, rate_tests_scaled
 from mcore_rl.services.sandbox.limits import SandboxError
+from mcore_rl.tasks.code_steps import FUNCTION, as_python, is_program
 
 ROLE = "is_test"
 """The number that says whether a sample is a unit test: for algorithm.role_part."""
@@ -106,7 +106,7 @@ def execute_programs(problem: Problem, sandbox_url: str = "") -> Matrices:
 
 
 def execute_steps(problem: Problem, sandbox_url: str = "") -> Matrices:
-    """Run programs in steps (data/code_steps.py), which share a sandbox."""
+    """Run programs in steps (tasks/code_steps.py), which share a sandbox."""
     truth = json.loads(problem.ground_truth)
     tests = [_STEPS_TEST.fullmatch(text.strip()) for _, text in problem.tests]
     cases = [*truth["inputs"], *([int(m[1]), int(m[2])] if m else [0, 1] for m in tests)]

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.arithmetic import prepare_arithmetic
-from mcore_rl.data.shapes import prepare_shapes, vocabulary
-from mcore_rl.data.tiny_model import SPECIAL_TOKENS
-from mcore_rl.data.tiny_vision_model import END, IMAGE_TOKENS, PLACEHOLDER, PROCESSOR, START
 from mcore_rl.process.disk import write_whole
+from mcore_rl.tasks.arithmetic import prepare_arithmetic
+from mcore_rl.tasks.shapes import prepare_shapes, vocabulary
+from mcore_rl.tasks.tiny_model import SPECIAL_TOKENS
+from mcore_rl.tasks.tiny_vision_model import END, IMAGE_TOKENS, PLACEHOLDER, PROCESSOR, START
 from mcore_rl.weights.hf.nested import with_text_settings
 from mcore_rl.weights.models import family_of, refuse_unsupported
 from mcore_rl.weights.models.tower import PLACEHOLDERS, vision_settings

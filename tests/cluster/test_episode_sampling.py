@@ -13,9 +13,7 @@ from mcore_rl.agents.recorder import TurnRequest
 from mcore_rl.cluster.episode_sampling import EpisodeSampler, turn_sampler
 from mcore_rl.cluster.episode_spec import EpisodeSpec
 from mcore_rl.config import AgentsConfig, RolloutConfig
-from mcore_rl.data.calculator import CHAT_TEMPLATE, vocabulary
 from mcore_rl.data.decoding import make_decode
-from mcore_rl.data.tiny_model import write_tiny_model
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
@@ -23,6 +21,8 @@ from mcore_rl.rollout.collector import GroupRequest
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import EngineAffinity, Request, Sampling
 from mcore_rl.rollout.transport import HttpOptions
+from mcore_rl.tasks.calculator import CHAT_TEMPLATE, vocabulary
+from mcore_rl.tasks.tiny_model import write_tiny_model
 from mcore_rl.types import Prompt, Sample
 from tests.agents.environments import episodes
 from tests.support.fake_sglang import FakeSGLang

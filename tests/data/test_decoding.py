@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.data.decoding import make_decode
+from mcore_rl.tasks.arithmetic import make_tokenizer
 
 
 def test_texts_are_the_tokenizers() -> None:

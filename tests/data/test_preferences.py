@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.data.preferences import (
     PreferenceStream,
     batches_of,
@@ -15,6 +14,7 @@ from mcore_rl.data.preferences import (
     load_pairs,
     preference_row,
 )
+from mcore_rl.tasks.arithmetic import make_tokenizer
 
 PROMPT = [{"role": "user", "content": "Ada has 3 apples"}]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.data.sft import Answered, SftStream, load_conversations, tokenize_answered
 from mcore_rl.data.tokenization import Tokenization
+from mcore_rl.tasks.arithmetic import make_tokenizer
 
 
 def conversation(question: str, answer: str) -> list[dict[str, str]]:

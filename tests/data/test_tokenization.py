@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mcore_rl.data import tokenization
-from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.data.tokenization import Tokenization, fingerprint
+from mcore_rl.tasks.arithmetic import make_tokenizer
 
 CONVERSATIONS = [
     [{"role": "user", "content": f"Ada has {n} apples and gets 4 more ."}] for n in range(9)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.tasks.arithmetic import make_tokenizer
 
 CODE = """
 from transformers import PreTrainedTokenizerFast

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.agents.messages import EndReason
-from mcore_rl.data.calculator import prepare_calculator
 from mcore_rl.logs.rows import read_rows
+from mcore_rl.tasks.calculator import prepare_calculator
 from tests.support.chaos import CLIENT, ENVIRONMENT, PROGRAM, Chaos, lifetimes_s
 from tests.support.episode_rows import reasons_by_group
 from tests.support.runs import Run

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mcore_rl.data.calculator import prepare_calculator
+from mcore_rl.tasks.calculator import prepare_calculator
 from tests.support.chaos import ENVIRONMENT
 from tests.support.runs import Run
 

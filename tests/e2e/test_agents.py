@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.data.calculator import prepare_calculator
+from mcore_rl.tasks.calculator import prepare_calculator
 from tests.support.runs import Run
 
 pytestmark = pytest.mark.e2e

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.data.cartpole import prepare_cartpole
+from mcore_rl.tasks.cartpole import prepare_cartpole
 from tests.support.runs import Run
 
 pytestmark = pytest.mark.e2e

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.data.code import prepare_code
+from mcore_rl.tasks.code import prepare_code
 from tests.support.runs import Run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

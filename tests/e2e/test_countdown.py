@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.data.countdown import prepare_countdown
+from mcore_rl.tasks.countdown import prepare_countdown
 from tests.support.runs import Run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

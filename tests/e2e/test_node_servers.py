@@ -12,9 +12,9 @@ import psutil
 import pytest
 from tests.search.corpora import write_corpus
 
-from mcore_rl.data.calculator import prepare_calculator
 from mcore_rl.services.search.build import build_index
 from mcore_rl.services.search.layout import IndexOptions
+from mcore_rl.tasks.calculator import prepare_calculator
 from tests.support.runs import Run
 from tests.support.submitted import SubmittedRun
 

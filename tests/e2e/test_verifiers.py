@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.data.calculator import prepare_calculator
+from mcore_rl.tasks.calculator import prepare_calculator
 from tests.agents.environments.foreign import PYTHON, needs_agents_venv
 from tests.support.runs import Run
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.data.shapes import prepare_shapes
+from mcore_rl.tasks.shapes import prepare_shapes
 from tests.e2e.test_train import load_hf
 from tests.support.runs import SMALL, Run
 from tests.support.tiny_qwen3_vl import like_qwen3_vl

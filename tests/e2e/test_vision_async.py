@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.data.shapes import prepare_shapes
+from mcore_rl.tasks.shapes import prepare_shapes
 from tests.e2e.test_vision import settings_of
 from tests.support.runs import Run
 

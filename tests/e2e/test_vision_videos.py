@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rl.data.files import write_parquet
 from mcore_rl.data.rows import load_rows
-from mcore_rl.data.shapes import prepare_shapes
+from mcore_rl.tasks.shapes import prepare_shapes
 from tests.e2e.test_vision import TWO_STEPS, check_agreement, settings_of
 from tests.support.runs import Run
 from tests.support.tiny_qwen3_vl import like_qwen3_vl

@@ -8,9 +8,9 @@ import pytest
 from transformers import LlamaConfig
 
 from mcore_rl.config import JudgeConfig, RewardConfig
-from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.rewards.model_scorers import JudgeScorer, RewardModelScorer
 from mcore_rl.rewards.scorer import Scorer
+from mcore_rl.tasks.arithmetic import make_tokenizer
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 
 

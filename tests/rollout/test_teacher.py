@@ -3,7 +3,6 @@
 import pytest
 
 from mcore_rl.config import ServedModelConfig
-from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
@@ -11,6 +10,7 @@ from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.rollout.teacher import Teacher, check_same_vocabulary
 from mcore_rl.rollout.transport import RolloutError
+from mcore_rl.tasks.arithmetic import make_tokenizer
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.support.fake_sglang import FakeSGLang
 

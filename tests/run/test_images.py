@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import Config, DataConfig, ImagesConfig, ModelConfig, RunConfig
-from mcore_rl.data.arithmetic import prepare_arithmetic
-from mcore_rl.data.shapes import prepare_shapes
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.run.images import (
     image_marks,
@@ -16,6 +14,8 @@ from mcore_rl.run.images import (
     sft_images,
 )
 from mcore_rl.run.prompts import load_split, train_prompts
+from mcore_rl.tasks.arithmetic import prepare_arithmetic
+from mcore_rl.tasks.shapes import prepare_shapes
 from mcore_rl.weights.hf.facts import ModelFacts
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import Config, DataConfig, ModelConfig, SourceConfig
-from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.data.streamed.mixed import MixedPrompts
 from mcore_rl.run.prompts import first_prompts, load_split, train_prompts
+from mcore_rl.tasks.arithmetic import make_tokenizer
 from tests.support.prompt_sets import write_rows
 
 

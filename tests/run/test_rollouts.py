@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from mcore_rl.config import Config, ModelConfig, RewardConfig
-from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.process import redaction
 from mcore_rl.run.rollouts import collector_spec
+from mcore_rl.tasks.arithmetic import make_tokenizer
 from mcore_rl.weights.hf.facts import ModelFacts
 from tests.support.samples import make_sample
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.data.arithmetic import prepare_arithmetic
+from mcore_rl.tasks.arithmetic import prepare_arithmetic
 from tests.support.small_disks import call_with_full_disk
 from tests.support.small_hf import write_small_model
 

@@ -40,13 +40,13 @@ from mcore_rl.config import (
     ServedModelConfig,
     TrainConfig,
 )
-from mcore_rl.data.arithmetic import prepare_arithmetic
 from mcore_rl.planning.bundles import plan_engine, plan_ranks, plan_served
 from mcore_rl.rewards.model_scorers import JudgeScorer, RewardModelScorer
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 from mcore_rl.rollout.served_client import ServedClient
 from mcore_rl.rollout.served_endpoint import find_endpoint
+from mcore_rl.tasks.arithmetic import prepare_arithmetic
 from mcore_rl.types import LogprobOptions, Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 from mcore_rl.weight_sync.controller.sync import SyncController
 from tests.support.engine_keys import KEYS

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mcore_rl.config import CurriculumConfig
-from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.data.curriculum import Curriculum
 from mcore_rl.data.files import prompt_row
 from mcore_rl.data.streamed.index import RowIndex, index_rows
@@ -18,6 +17,7 @@ from mcore_rl.data.streamed.prompts import RowRules, StreamedPrompts
 from mcore_rl.data.streamed.windows import Windows
 from mcore_rl.data.streamed.workers import TokenWorkers
 from mcore_rl.loops.evaluation import Correctness
+from mcore_rl.tasks.arithmetic import make_tokenizer
 from mcore_rl.types import Prompt
 from mcore_rl.types.scores import Scores
 

@@ -42,8 +42,8 @@ def prepare(folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from mcore_rl.data.arithmetic import prepare_arithmetic
-    from mcore_rl.data.calculator import prepare_calculator
+    from mcore_rl.tasks.arithmetic import prepare_arithmetic
+    from mcore_rl.tasks.calculator import prepare_calculator
 
     prepare_arithmetic(folder, seed=0)
     prepare_calculator(folder / "calculator")

@@ -253,7 +253,7 @@ def write_reward_model(kind: str, folder: Path) -> Path:
     """Save a random reward model of family `kind` with the tokenizer of the arithmetic data."""
     import transformers
 
-    from mcore_rl.data.arithmetic import make_tokenizer, vocabulary
+    from mcore_rl.tasks.arithmetic import make_tokenizer, vocabulary
 
     class_name, settings = MODELS[kind]
     head = {"num_labels": 1, "pad_token_id": 0, "vocab_size": len(vocabulary())}

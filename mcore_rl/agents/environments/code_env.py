@@ -18,7 +18,7 @@ from mcore_rl.rewards.code_trials import TRIAL_LANGUAGES, Trial, trial_of
 class CodeOptions:
     """How programs are written and rewarded.
 
-    language         steps: see data/code_steps.py; else the answer's last fenced block is a program
+    language         steps: see tasks/code_steps.py; else the answer's last fenced block is a program
                      in python, cpp or another language of the sandbox
     attempts         programs that the policy may write in an episode
     repair_discount  the reward is multiplied by this for each attempt after the first

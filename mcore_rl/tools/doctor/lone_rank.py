@@ -17,9 +17,9 @@ from torch import Tensor
 from mcore_rl.algo.sequences import SequenceSum
 from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.config.shipped import RECIPES_DIR
-from mcore_rl.data.tiny_model import qwen3_moe_config
 from mcore_rl.device import device, has_cuda, peak_bytes
 from mcore_rl.process.ports import find_free_port
+from mcore_rl.tasks.tiny_model import qwen3_moe_config
 from mcore_rl.tools.doctor.check import Figures, MissedTarget, expect
 from mcore_rl.types import StepStats, TrainBatch
 

@@ -30,7 +30,7 @@ PROMPTS, WEIGHTS = "train.parquet", "hf"
 def prepare(folder: Path) -> None:
     """Write the arithmetic data to `folder`, and a model of these sizes to `folder`/model."""
     # Late: checks that need torch alone are listed where pyarrow and transformers are missing.
-    from mcore_rl.data.arithmetic import prepare_arithmetic
+    from mcore_rl.tasks.arithmetic import prepare_arithmetic
 
     prepare_arithmetic(folder)
     config = folder / "model" / "config.json"

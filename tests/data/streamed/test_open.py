@@ -9,10 +9,10 @@ import pytest
 
 from mcore_rl.config import CurriculumConfig, DataConfig, SourceConfig, StageConfig
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.data.streamed.mixed import MixedPrompts
 from mcore_rl.data.streamed.open import is_streamed, open_prompts
 from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.tasks.arithmetic import make_tokenizer
 from tests.support.policy import ROOT
 from tests.support.prompt_sets import are_right, numbers_of, write_rows
 

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.streamed import prompts as module
 from mcore_rl.data.streamed.prompts import RowRules, StreamedPrompts
+from mcore_rl.tasks.arithmetic import make_tokenizer
 from tests.support.prompt_sets import BY_DIFFICULTY, make_row, open_source, write_rows
 
 STRICT = RowRules(64, "error")

@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.data.streamed import workers as module
 from mcore_rl.data.streamed.workers import TokenWorkers
 from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.tasks.arithmetic import make_tokenizer
 
 CONVERSATIONS = [[{"role": "user", "content": f"Ada has {n} apples ."}] for n in range(20)]
 UNUSABLE = [{"role": "user"}]

@@ -14,14 +14,14 @@ from mcore_rl.cluster.collector_worker import CollectorSpec, CollectorWorker
 from mcore_rl.cluster.episode_spec import EpisodeSpec
 from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import AgentsConfig, RolloutConfig
-from mcore_rl.data.calculator import CHAT_TEMPLATE, vocabulary
 from mcore_rl.data.decoding import make_decode
-from mcore_rl.data.tiny_model import write_tiny_model
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.rollout.collector import GroupRequest, Orders
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.request import Sampling
+from mcore_rl.tasks.calculator import CHAT_TEMPLATE, vocabulary
+from mcore_rl.tasks.tiny_model import write_tiny_model
 from mcore_rl.types import Prompt, Sample
 from tests.support.engine_keys import KEYS
 

@@ -14,10 +14,10 @@ from mcore_rl.data.images.batch import join_patches
 from mcore_rl.data.images.encoded import EncodedImage
 from mcore_rl.data.images.fitting import expanded
 from mcore_rl.data.images.processor import ImageProcessor
-from mcore_rl.data.tiny_vision_model import END, PLACEHOLDER, PROCESSOR, START, qwen2_5_vl_config
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.image_request import PATH, pack_request
+from mcore_rl.tasks.tiny_vision_model import END, PLACEHOLDER, PROCESSOR, START, qwen2_5_vl_config
 from tests.support.odd_images import encode, make_vision_tokenizer, noise
 from tests.support.tiny_kimi_vl import KIMI_VL_PROCESSOR, write_kimi_vl_model
 from tests.support.tiny_qwen3_vl import write_qwen3_vl_model

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.data.code import (
+from mcore_rl.tasks.code import (
     TEST_TEXT,
     demonstrate,
     demonstrate_roles,
@@ -17,8 +17,8 @@ from mcore_rl.data.code import (
     value_of_program,
     vocabulary,
 )
-from mcore_rl.data.code_steps import make_task
-from mcore_rl.data.tiny_model import make_word_tokenizer
+from mcore_rl.tasks.code_steps import make_task
+from mcore_rl.tasks.tiny_model import make_word_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.tiny_model import SPECIAL_TOKENS, make_word_tokenizer
 from mcore_rl.process.disk import reporting_full_disk, write_whole
+from mcore_rl.tasks.tiny_model import SPECIAL_TOKENS, make_word_tokenizer
 
 START, END, PLACEHOLDER = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
 IMAGE_TOKENS = (START, END, PLACEHOLDER)

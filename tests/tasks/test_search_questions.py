@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.data.search_questions import (
+from mcore_rl.tasks.search_questions import (
     ATTRIBUTES,
     NUM_HELD_OUT,
     RELATIONS,
@@ -18,7 +18,7 @@ from mcore_rl.data.search_questions import (
     split_questions,
     vocabulary,
 )
-from mcore_rl.data.tiny_model import make_word_tokenizer
+from mcore_rl.tasks.tiny_model import make_word_tokenizer
 
 BOOK = make_encyclopedia(3, num_people=40)
 

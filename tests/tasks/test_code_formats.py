@@ -11,10 +11,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.data.code_formats import prepare_code_files, read_problem
 from mcore_rl.rewards.code_languages import Program
 from mcore_rl.rewards.code_score import score_responses
 from mcore_rl.rewards.code_tests import read_tests
+from mcore_rl.tasks.code_formats import prepare_code_files, read_problem
 
 APPS = {
     "problem_id": 7,

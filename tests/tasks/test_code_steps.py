@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.data.code_steps import (
+from mcore_rl.tasks.code_steps import (
     FUNCTION,
     LARGEST,
     OPERATIONS,

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.data.countdown import (
+from mcore_rl.rewards.user_function import load_function
+from mcore_rl.tasks.countdown import (
     GIVEN,
     NUM_GIVEN,
     CountdownProblem,
@@ -21,8 +22,7 @@ from mcore_rl.data.countdown import (
     random_steps,
     vocabulary,
 )
-from mcore_rl.data.tiny_model import make_word_tokenizer
-from mcore_rl.rewards.user_function import load_function
+from mcore_rl.tasks.tiny_model import make_word_tokenizer
 
 NUMBERS = st.lists(st.integers(*GIVEN), min_size=NUM_GIVEN, max_size=NUM_GIVEN)
 PROBLEM = CountdownProblem((3, 8, 5), 10)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.data.arithmetic import (
+from mcore_rl.rewards.user_function import load_function
+from mcore_rl.tasks.arithmetic import (
     SLIP_SHARE,
     ArithmeticProblem,
     demonstrate,
@@ -17,7 +18,6 @@ from mcore_rl.data.arithmetic import (
     prepare_arithmetic,
     vocabulary,
 )
-from mcore_rl.rewards.user_function import load_function
 
 
 @pytest.fixture(scope="module")

@@ -55,72 +55,72 @@ def _add_code_files(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _prepare_code_files(args: argparse.Namespace) -> None:
-    from mcore_rl.data.code_formats import prepare_code_files
+    from mcore_rl.tasks.code_formats import prepare_code_files
 
     prepare_code_files(args.sources, args.out, args.language)
 
 
 def _check_overlap(args: argparse.Namespace) -> None:
-    from mcore_rl.data.code_overlap import check_overlap
+    from mcore_rl.tasks.code_overlap import check_overlap
 
     check_overlap(args.train, args.held_out)
 
 
 def _prepare_countdown(args: argparse.Namespace) -> None:
-    from mcore_rl.data.countdown import prepare_countdown
+    from mcore_rl.tasks.countdown import prepare_countdown
 
     prepare_countdown(args.out, seed=args.seed)
 
 
 def _prepare_calculator(args: argparse.Namespace) -> None:
-    from mcore_rl.data.calculator import prepare_calculator
+    from mcore_rl.tasks.calculator import prepare_calculator
 
     prepare_calculator(args.out, seed=args.seed)
 
 
 def _prepare_search(args: argparse.Namespace) -> None:
-    from mcore_rl.data.search_questions import prepare_search
+    from mcore_rl.tasks.search_questions import prepare_search
 
     prepare_search(args.out, seed=args.seed)
 
 
 def _prepare_shapes(args: argparse.Namespace) -> None:
-    from mcore_rl.data.shapes import prepare_shapes
+    from mcore_rl.tasks.shapes import prepare_shapes
 
     prepare_shapes(args.out, seed=args.seed)
 
 
 def _prepare_zoom(args: argparse.Namespace) -> None:
-    from mcore_rl.data.zoom import prepare_zoom
+    from mcore_rl.tasks.zoom import prepare_zoom
 
     prepare_zoom(args.out, seed=args.seed)
 
 
 def _prepare_cartpole(args: argparse.Namespace) -> None:
-    from mcore_rl.data.cartpole import prepare_cartpole
+    from mcore_rl.tasks.cartpole import prepare_cartpole
 
     prepare_cartpole(args.out, seed=args.seed)
 
 
 def _prepare_code(args: argparse.Namespace) -> None:
-    from mcore_rl.data.code import prepare_code
+    from mcore_rl.tasks.code import prepare_code
 
     prepare_code(args.out, seed=args.seed)
 
 
 def _prepare_arithmetic(args: argparse.Namespace) -> None:
-    from mcore_rl.data.arithmetic import prepare_arithmetic
+    from mcore_rl.tasks.arithmetic import prepare_arithmetic
 
     prepare_arithmetic(args.out, seed=args.seed)
 
 
 def _prepare_gsm8k(args: argparse.Namespace) -> None:
-    from mcore_rl.data.gsm8k import prepare_gsm8k
+    from mcore_rl.tasks.gsm8k import prepare_gsm8k
 
     prepare_gsm8k(args.source, args.out)
 
 
 def _prepare_geometry3k(args: argparse.Namespace) -> None:
-    from mcore_rl.data.geometry3k import prepare_geometry3k
+    from mcore_rl.tasks.geometry3k import prepare_geometry3k
 
     prepare_geometry3k(args.source, args.out)

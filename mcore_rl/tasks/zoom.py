@@ -18,8 +18,8 @@ from typing import Any
 from PIL import Image
 
 from mcore_rl.data.files import prompt_row, write_parquet
-from mcore_rl.data.shapes import COLORS, EMPTY, KINDS, SIDE, Cell, draw, encoded
-from mcore_rl.data.tiny_vision_model import write_tiny_vision_model
+from mcore_rl.tasks.shapes import COLORS, EMPTY, KINDS, SIDE, Cell, draw, encoded
+from mcore_rl.tasks.tiny_vision_model import write_tiny_vision_model
 
 NUM_TRAIN = 1000
 NUM_HELD_OUT = 128

@@ -7,7 +7,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from mcore_rl.agents.environments.gymnasium_env import GymnasiumOptions
-from mcore_rl.data.cartpole import ACTIONS, LABELS, prepare_cartpole, vocabulary
+from mcore_rl.tasks.cartpole import ACTIONS, LABELS, prepare_cartpole, vocabulary
 from tests.support.policy import ROOT
 
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from transformers import AutoTokenizer
 
-from mcore_rl.data.shapes import (
+from mcore_rl.tasks.shapes import (
     CELL,
     COLORS,
     GRAY,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.data.prepare import add_arguments
+from mcore_rl.tasks.prepare import add_arguments
 
 
 def parse(*words: str) -> argparse.Namespace:

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.code_steps import (
+from mcore_rl.data.files import write_parquet
+from mcore_rl.tasks.code_steps import (
     LARGEST,
     StepsTask,
     as_python,
@@ -27,8 +28,7 @@ from mcore_rl.data.code_steps import (
     number_shown,
     words_of,
 )
-from mcore_rl.data.files import write_parquet
-from mcore_rl.data.tiny_model import make_vocabulary, write_tiny_model
+from mcore_rl.tasks.tiny_model import make_vocabulary, write_tiny_model
 
 NUM_TRAIN = {1: 30, 2: 1500, 3: 2500}
 """Problems by difficulty; there are few of one step."""

@@ -6,8 +6,14 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.data.calculator import CHAT_TEMPLATE, Sum, demonstrate, prepare_calculator, vocabulary
-from mcore_rl.data.tiny_model import make_word_tokenizer
+from mcore_rl.tasks.calculator import (
+    CHAT_TEMPLATE,
+    Sum,
+    demonstrate,
+    prepare_calculator,
+    vocabulary,
+)
+from mcore_rl.tasks.tiny_model import make_word_tokenizer
 
 
 def test_a_sum() -> None:
