@@ -18,10 +18,10 @@ import torch
 from mcore_rl.agents.messages import Answer, EndReason
 from mcore_rl.agents.turn_tree import Cut, Fork, Turn, TurnTree, at_leaves, at_turns, rows_of
 from mcore_rl.algo.policy_loss import make_policy_loss
+from mcore_rl.batches.batch import make_train_batch, select_each, with_loss_weights
+from mcore_rl.batches.episodes import sample_of_episode
+from mcore_rl.batches.packing import plan_microbatches
 from mcore_rl.config import AlgorithmConfig, OptimizerConfig
-from mcore_rl.data.batch import make_train_batch, select_each, with_loss_weights
-from mcore_rl.data.episodes import sample_of_episode
-from mcore_rl.data.packing import plan_microbatches
 from mcore_rl.tools.doctor.lone_rank import LoneRank, qwen3_moe
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 

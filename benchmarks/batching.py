@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.data.batch import make_train_batch, select_each
-from mcore_rl.data.packing import _first_fit, plan_microbatches
+from mcore_rl.batches.batch import make_train_batch, select_each
+from mcore_rl.batches.packing import _first_fit, plan_microbatches
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 
 NUM_SEQUENCES = 16384

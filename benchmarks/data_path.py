@@ -24,12 +24,12 @@ from typing import Any
 import psutil
 
 from mcore_rl.algo.estimator import Advantages
+from mcore_rl.batches.batch import make_train_batch, select_each, with_loss_weights
+from mcore_rl.batches.packing import plan_microbatches
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import AlgorithmConfig, ClusterConfig, RewardConfig, RolloutConfig
-from mcore_rl.data.batch import make_train_batch, select_each, with_loss_weights
-from mcore_rl.data.packing import plan_microbatches
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rewards.scorer import Scorer
@@ -224,9 +224,9 @@ def by_stores(
     logs: Path,
 ) -> Callable[..., Taken]:
     """Return a step in which this process sees a row per sample."""
+    from mcore_rl.batches.stored_batch import in_parts, make_stored_batch
     from mcore_rl.cluster.collector_worker import CollectorSpec
     from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
-    from mcore_rl.data.stored_batch import in_parts, make_stored_batch
     from mcore_rl.rollout.collector_pool import CollectorPool
 
     rollout, shape = options(args)

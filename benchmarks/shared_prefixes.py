@@ -27,8 +27,8 @@ import torch
 from agents_train import make_batch as make_episodes
 from mcore_rl.agents.turn_tree import at_turns
 from mcore_rl.algo.policy_loss import make_policy_loss
+from mcore_rl.batches.batch import select_each, with_loss_weights
 from mcore_rl.config import AlgorithmConfig, OptimizerConfig, TrainConfig
-from mcore_rl.data.batch import select_each, with_loss_weights
 from mcore_rl.tools.doctor.lone_rank import LoneRank, qwen3_moe
 from mcore_rl.tools.doctor.step_checks import pack_as_a_run
 from mcore_rl.types import TrainBatch

@@ -35,7 +35,7 @@ from mcore_rl.agents.recorder import (
     SampleTurn,
     TurnRequest,
 )
-from mcore_rl.data.episodes import sample_of_episode
+from mcore_rl.batches.episodes import sample_of_episode
 from mcore_rl.types import Prompt, PromptImage, Sample
 
 _log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.agents.messages import Answer, Message, Tool
-from mcore_rl.data.episodes import spans_of
+from mcore_rl.batches.episodes import spans_of
 from mcore_rl.types import PromptImage, Row, TurnRecord, VersionSpan
 
 

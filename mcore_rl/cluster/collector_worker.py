@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mcore_rl.batches.assembly import apply_to_stored
+from mcore_rl.batches.episodes import LOSS_MASK, TOKEN_IDS
+from mcore_rl.batches.kept_rows import TEACHER_LOGPROBS, ReadRequest, as_response
+from mcore_rl.batches.sample_store import LostSampleError, SampleStore
+from mcore_rl.batches.spill import SpillFiles
 from mcore_rl.cluster.episode_spec import EpisodeSpec
 from mcore_rl.cluster.node_images import NodeImages, PatchMaker
 from mcore_rl.cluster.node_servers import NodeServers, NodeServersSpec
 from mcore_rl.cluster.rank_actor import ProcessLost
 from mcore_rl.cluster.stores import StoreHandles, StoresBeside
 from mcore_rl.config import RolloutConfig
-from mcore_rl.data.assembly import apply_to_stored
 from mcore_rl.data.decoding import Decode
-from mcore_rl.data.episodes import LOSS_MASK, TOKEN_IDS
 from mcore_rl.data.images.batch import GroupRow
 from mcore_rl.data.images.shared_patches import PlacedPatches
-from mcore_rl.data.kept_rows import TEACHER_LOGPROBS, ReadRequest, as_response
-from mcore_rl.data.sample_store import LostSampleError, SampleStore
-from mcore_rl.data.spill import SpillFiles
 from mcore_rl.loops.roles import TokenWork
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.http import open_session

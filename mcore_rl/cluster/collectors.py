@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.batches.step_parts import home_of
 from mcore_rl.cluster.answers import RankDied, RankError
 from mcore_rl.cluster.collector_worker import CollectorSpec, CollectorWorker
 from mcore_rl.cluster.independent_ranks import IndependentRanks
 from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.cluster.stores import StoreHandles
-from mcore_rl.data.step_parts import home_of
 from mcore_rl.loops.roles import TokenWork
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.restart_budget import RestartBudget

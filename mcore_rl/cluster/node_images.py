@@ -11,10 +11,10 @@ from typing import Any
 
 import ray
 
+from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.data.images.batch import GroupRow
 from mcore_rl.data.images.patch_cache import PatchCache
 from mcore_rl.data.images.shared_patches import PlacedPatches, SharedPatches
-from mcore_rl.data.sample_store import SampleStore
 
 
 @dataclass(frozen=True)

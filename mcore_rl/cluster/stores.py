@@ -13,19 +13,19 @@ import torch
 from ray.exceptions import RayActorError
 from torch import Tensor
 
-from mcore_rl.cluster.actor_start import BULK
-from mcore_rl.cluster.answers import cause_of_death
-from mcore_rl.cluster.rank_actor import NotBuilt, Raised
-from mcore_rl.data.assembly import (
+from mcore_rl.batches.assembly import (
     OwnTokens,
     all_tokens,
     assemble,
     assemble_parts,
     scatter_parts,
 )
+from mcore_rl.batches.kept_rows import ReadRequest
+from mcore_rl.cluster.actor_start import BULK
+from mcore_rl.cluster.answers import cause_of_death
+from mcore_rl.cluster.rank_actor import NotBuilt, Raised
 from mcore_rl.data.images.batch import GroupRow, rows_with_images, with_images
 from mcore_rl.data.images.shared_patches import PlacedPatches, map_patches
-from mcore_rl.data.kept_rows import ReadRequest
 from mcore_rl.types import Array, Patches, StoredBatch, TrainBatch
 from mcore_rl.types.lost_samples import SamplesLost, join_losses
 

@@ -19,7 +19,7 @@ from mcore_rl.process.fork_server import fork_server, serve_forks
 
 MODULES = (
     "mcore_rl.agents.images",
-    "mcore_rl.data.sample_store",
+    "mcore_rl.batches.sample_store",
     "mcore_rl.planning.slots",
     "mcore_rl.process.http",
     "mcore_rl.rewards.of_recipe",

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.batch import with_loss_weights
+from mcore_rl.batches.batch import with_loss_weights
 from mcore_rl.data.rows import load_rows, refuse_images, required
 from mcore_rl.data.sft import Answered, answers_batch, tokenize_answered
 from mcore_rl.data.source import ShuffledStream

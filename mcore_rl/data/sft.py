@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.data.batch import with_loss_weights
+from mcore_rl.batches.batch import with_loss_weights
 from mcore_rl.data.rows import load_rows, refuse_images, required
 from mcore_rl.data.sft_images import AnsweredImages, SftImages
 from mcore_rl.data.source import ShuffledStream

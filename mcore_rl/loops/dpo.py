@@ -20,8 +20,8 @@ from mcore_rl.algo.preferences import (
     pairs_by_turns,
     preference_weights,
 )
+from mcore_rl.batches.summary import summarize_steps
 from mcore_rl.config import Config, PreferenceConfig
-from mcore_rl.data.summary import summarize_steps
 from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.roles import BatchStream, Log, Trainer
 from mcore_rl.loops.saving import is_due, save_if_due

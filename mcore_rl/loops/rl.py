@@ -9,8 +9,8 @@ from functools import partial
 
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.diagnostics import check_drift
+from mcore_rl.batches.summary import summarize_samples
 from mcore_rl.config import Config
-from mcore_rl.data.summary import summarize_samples
 from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.evaluation import evaluate
 from mcore_rl.loops.roles import Roles

@@ -2,8 +2,8 @@
 
 from functools import partial
 
+from mcore_rl.batches.summary import summarize_steps
 from mcore_rl.config import CheckpointConfig, SftConfig
-from mcore_rl.data.summary import summarize_steps
 from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.roles import BatchStream, Log, Trainer
 from mcore_rl.loops.saving import save_if_due

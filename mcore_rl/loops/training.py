@@ -8,8 +8,7 @@ from functools import partial
 from mcore_rl.algo.covariance import with_held_back
 from mcore_rl.algo.registry import Needs
 from mcore_rl.algo.sample_sums import with_sums
-from mcore_rl.config import AlgorithmConfig, Config, CriticConfig, TrainConfig
-from mcore_rl.data.batch import (
+from mcore_rl.batches.batch import (
     make_batch,
     plan_mini_batches,
     rows_of_samples,
@@ -17,8 +16,9 @@ from mcore_rl.data.batch import (
     with_loss_weights,
     without_truncated,
 )
-from mcore_rl.data.stored_batch import without_lost
-from mcore_rl.data.summary import summarize_critic, summarize_steps
+from mcore_rl.batches.stored_batch import without_lost
+from mcore_rl.batches.summary import summarize_critic, summarize_steps
+from mcore_rl.config import AlgorithmConfig, Config, CriticConfig, TrainConfig
 from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.outcomes import with_outcome
 from mcore_rl.loops.roles import Batch, Critic, OnTokens, Roles, Samples, Trainer

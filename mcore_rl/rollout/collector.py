@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Protocol
 
-from mcore_rl.data.episodes import metrics_of
-from mcore_rl.data.sample_store import SampleStore
-from mcore_rl.data.shared_prefixes import find_sharing, first_of
+from mcore_rl.batches.episodes import metrics_of
+from mcore_rl.batches.sample_store import SampleStore
+from mcore_rl.batches.shared_prefixes import find_sharing, first_of
 from mcore_rl.process.clock import now_s
 from mcore_rl.process.errors import describe_error
 from mcore_rl.rollout.client import RolloutClient

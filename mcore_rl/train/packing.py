@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_rl.batches.shared_prefixes import Sharing, sharing_of
 from mcore_rl.data.images.places import ImageTokens
-from mcore_rl.data.shared_prefixes import Sharing, sharing_of
 from mcore_rl.device import on_device
 from mcore_rl.train.shared_rows import SharedRows, lay_out_shared
 from mcore_rl.train.vision.rank_images import RankImages, make_rank_images

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mcore_rl.data.shared_prefixes import Sharing
+from mcore_rl.batches.shared_prefixes import Sharing
 from mcore_rl.device import on_device
 
 

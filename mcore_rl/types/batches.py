@@ -117,7 +117,7 @@ class StoredColumn:
 
 @dataclass(frozen=True)
 class StoredBatch:
-    """A TrainBatch whose tokens lie in stores; data/assembly.py makes it of what they hold.
+    """A TrainBatch whose tokens lie in stores; batches/assembly.py makes it of what they hold.
 
     store_N, group_N, index_N   int64, the samples: store, group in that store, row in the group
     sampled_lens_N              int64, tokens that may be trained: the last ones of each sequence,

@@ -13,8 +13,8 @@ from mcore_rl.agents.turn_tree import at_leaves, at_turns
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.algo.sequences import trained_in_order
+from mcore_rl.batches.batch import make_train_batch
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig, KLConfig
-from mcore_rl.data.batch import make_train_batch
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 from mcore_rl.types.scores import Scores
 from tests.support.turn_trees import random_tree, sample_of

@@ -13,8 +13,8 @@ from torch import Tensor
 from mcore_rl.algo.choice import losses
 from mcore_rl.algo.policy_loss import make_policy_loss, sft_loss
 from mcore_rl.algo.sequences import sequence_sum
+from mcore_rl.batches.batch import select
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig, KLConfig
-from mcore_rl.data.batch import select
 from mcore_rl.types import TrainBatch
 
 LENS = (3, 4)

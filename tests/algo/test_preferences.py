@@ -24,8 +24,8 @@ from mcore_rl.algo.preferences import (
     pairs_of_groups,
     preference_weights,
 )
+from mcore_rl.batches.batch import make_train_batch, select, with_loss_weights
 from mcore_rl.config import AlgorithmConfig, PreferenceConfig
-from mcore_rl.data.batch import make_train_batch, select, with_loss_weights
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 from mcore_rl.types.scores import Scores
 

@@ -12,8 +12,8 @@ from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.moments import Moments
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.values import explained_variance, generalized, value_loss
+from mcore_rl.batches.batch import make_train_batch
 from mcore_rl.config import AlgorithmConfig
-from mcore_rl.data.batch import make_train_batch
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 from mcore_rl.types.scores import Scores
 

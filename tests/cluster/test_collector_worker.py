@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from mcore_rl.batches.episodes import LOSS_MASK, TOKEN_IDS
+from mcore_rl.batches.kept_rows import TEACHER_LOGPROBS, ReadRequest
+from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.cluster.collector_worker import CollectorSpec, CollectorWorker
 from mcore_rl.config import RolloutConfig
-from mcore_rl.data.episodes import LOSS_MASK, TOKEN_IDS
-from mcore_rl.data.kept_rows import TEACHER_LOGPROBS, ReadRequest
-from mcore_rl.data.sample_store import SampleStore
 from mcore_rl.process import redaction
 from mcore_rl.types import Prompt, Sample
 from mcore_rl.types.scores import Scores

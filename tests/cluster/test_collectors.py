@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from mcore_rl.algo.estimator import Advantages
+from mcore_rl.batches.step_parts import PART_TOKENS, cut_by_prompts
+from mcore_rl.batches.stored_batch import make_stored_batch
 from mcore_rl.cluster import collectors
 from mcore_rl.cluster.collector_worker import CollectorSpec
 from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
@@ -21,8 +23,6 @@ from mcore_rl.cluster.group import RankError
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import AlgorithmConfig, ClusterConfig, RewardConfig, RolloutConfig
-from mcore_rl.data.step_parts import PART_TOKENS, cut_by_prompts
-from mcore_rl.data.stored_batch import make_stored_batch
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rewards.scorer import Scorer

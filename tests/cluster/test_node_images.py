@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_rl.batches.kept_rows import ReadRequest
+from mcore_rl.batches.sample_store import SampleStore
+from mcore_rl.batches.stored_batch import in_parts, make_stored_batch
 from mcore_rl.cluster import stores as stores_module
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.node_images import NodeImages, PatchMaker
@@ -18,9 +21,6 @@ from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import ClusterConfig
 from mcore_rl.data.images.batch import GroupRow
 from mcore_rl.data.images.processor import ImageProcessor, digest_of
-from mcore_rl.data.kept_rows import ReadRequest
-from mcore_rl.data.sample_store import SampleStore
-from mcore_rl.data.stored_batch import in_parts, make_stored_batch
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.types import GroupLease, Images, Prompt, PromptImage, StoredSample
 from tests.support.odd_images import encode, noise, write_processor

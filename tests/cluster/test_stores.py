@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_rl.batches.batch import make_train_batch, select_each
+from mcore_rl.batches.kept_rows import ReadRequest
+from mcore_rl.batches.sample_store import SampleStore
+from mcore_rl.batches.stored_batch import in_parts, make_stored_batch
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import ClusterConfig
-from mcore_rl.data.batch import make_train_batch, select_each
-from mcore_rl.data.kept_rows import ReadRequest
-from mcore_rl.data.sample_store import SampleStore
-from mcore_rl.data.stored_batch import in_parts, make_stored_batch
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.types import StoredColumn
 from tests.support.stored import assert_same, make_stored, with_all_experts

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_rl.batches.stored_batch import make_stored_batch, trained_lens
 from mcore_rl.config import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -16,7 +17,6 @@ from mcore_rl.config import (
     KLConfig,
     TrainConfig,
 )
-from mcore_rl.data.stored_batch import make_stored_batch, trained_lens
 from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.roles import Roles, in_turn, on_tokens_here
 from mcore_rl.loops.training import (

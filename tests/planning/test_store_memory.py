@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
+from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.data.sample_store import SampleStore
 from mcore_rl.planning.models import read_models
 from mcore_rl.planning.store_memory import (
     explain_stores,

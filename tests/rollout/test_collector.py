@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.agents.turn_tree import at_turns
+from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.config import RolloutConfig
-from mcore_rl.data.sample_store import SampleStore
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.collector import Collector, CollectorNews, GroupRequest, Orders, facts_of

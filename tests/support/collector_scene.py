@@ -1,7 +1,7 @@
 """Two collectors on fake engines; their processes can die and come back without their samples."""
 
+from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.config import RolloutConfig
-from mcore_rl.data.sample_store import SampleStore
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.collector import Collector, CollectorLost, CollectorNews, Orders

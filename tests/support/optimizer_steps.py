@@ -7,8 +7,8 @@ from torch import Tensor
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.policy_loss import make_policy_loss
+from mcore_rl.batches.batch import make_train_batch
 from mcore_rl.config import AlgorithmConfig, Config
-from mcore_rl.data.batch import make_train_batch
 from mcore_rl.loops.training import StepOptions
 from mcore_rl.types import StepStats, TrainBatch
 from tests.support.table_policy import TablePolicy, make_prompts, repeats_the_prompt

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from mcore_rl.data.assembly import apply_to_stored
-from mcore_rl.data.kept_rows import ReadRequest
-from mcore_rl.data.sample_store import SampleStore
+from mcore_rl.batches.assembly import apply_to_stored
+from mcore_rl.batches.kept_rows import ReadRequest
+from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.loops.roles import TokenWork
 from mcore_rl.rollout.collector import facts_of
 from mcore_rl.types import (

@@ -6,7 +6,7 @@ import torch
 
 from mcore_rl.agents.messages import Answer, EndReason
 from mcore_rl.agents.turn_tree import Cut, Fork, Turn, TurnTree, at_leaves, rows_of
-from mcore_rl.data.episodes import sample_of_episode
+from mcore_rl.batches.episodes import sample_of_episode
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, VersionSpan, WeightVersion
 
 NUM_EXPERTS = 8

@@ -7,7 +7,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from mcore_rl.data.shared_prefixes import Sharing
+from mcore_rl.batches.shared_prefixes import Sharing
 from mcore_rl.device.attention import BOTTOM_RIGHT
 from mcore_rl.train.packing import RankBatch, make_rank_batch
 from mcore_rl.train.shared_attention import SharedAttention, SharedSeqParams

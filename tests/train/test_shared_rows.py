@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.data.shared_prefixes import Sharing, find_sharing
+from mcore_rl.batches.shared_prefixes import Sharing, find_sharing
 from mcore_rl.train.shared_rows import lay_out_shared
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from mcore_rl.batches.batch import select, split_by_lens
+from mcore_rl.batches.stored_batch import without_lost
 from mcore_rl.config import CanaryConfig
-from mcore_rl.data.batch import select, split_by_lens
 from mcore_rl.data.images.batch import select_images
-from mcore_rl.data.stored_batch import without_lost
 from mcore_rl.loops.roles import Trainer
 from mcore_rl.process.server_keys import ServerKeys, user_headers
 from mcore_rl.rollout.scoring import score_sequences

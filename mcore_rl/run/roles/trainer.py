@@ -10,11 +10,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from mcore_rl.batches.batch import make_filler, select_each, tokens_of
+from mcore_rl.batches.packing import plan_microbatches, plan_shared_microbatches
+from mcore_rl.batches.shared_prefixes import sharing_of
+from mcore_rl.batches.stored_batch import in_parts, stored_sharing
 from mcore_rl.config import CheckpointConfig, ParallelConfig, TrainConfig
-from mcore_rl.data.batch import make_filler, select_each, tokens_of
-from mcore_rl.data.packing import plan_microbatches, plan_shared_microbatches
-from mcore_rl.data.shared_prefixes import sharing_of
-from mcore_rl.data.stored_batch import in_parts, stored_sharing
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.clock import now_s
 from mcore_rl.run.roles.train_speed import TrainSpeed

@@ -124,7 +124,7 @@ class StandInSync:
         return {"sync/canary_diff": difference}
 
     def _difference(self, probe: TrainBatch) -> float:
-        from mcore_rl.data.batch import select, split_by_lens
+        from mcore_rl.batches.batch import select, split_by_lens
         from mcore_rl.run.roles.canary_tolerance import EngineDifference
 
         few = select(probe, range(2))

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.config import Config
-from mcore_rl.data.sample_store import SampleStore
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.collector import Collector, CollectorLost, CollectorNews, Orders
 from mcore_rl.rollout.engine_health import EngineHealth

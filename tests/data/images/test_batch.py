@@ -8,8 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.data.assembly import assemble_parts
-from mcore_rl.data.batch import make_filler, select, select_each
+from mcore_rl.batches.assembly import assemble_parts
+from mcore_rl.batches.batch import make_filler, select, select_each
+from mcore_rl.batches.sample_store import SampleStore
+from mcore_rl.batches.stored_batch import in_parts, make_stored_batch
 from mcore_rl.data.images.batch import (
     join_patches,
     rows_with_images,
@@ -17,8 +19,6 @@ from mcore_rl.data.images.batch import (
     split_images,
     with_images,
 )
-from mcore_rl.data.sample_store import SampleStore
-from mcore_rl.data.stored_batch import in_parts, make_stored_batch
 from mcore_rl.types import GroupLease, StoredSample, TrainBatch
 from tests.support.image_prompts import make_image, make_image_prompt, make_patches
 from tests.support.stored import Stores, make_sample, stored

@@ -20,11 +20,11 @@ from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.registry import advantages
 from mcore_rl.algo.user_file import register_user_file
+from mcore_rl.batches.assembly import assemble, scatter
+from mcore_rl.batches.batch import make_train_batch, without_truncated
+from mcore_rl.batches.kept_rows import TEACHER_LOGPROBS
+from mcore_rl.batches.stored_batch import make_stored_batch
 from mcore_rl.config import AlgorithmConfig, Config, KLConfig
-from mcore_rl.data.assembly import assemble, scatter
-from mcore_rl.data.batch import make_train_batch, without_truncated
-from mcore_rl.data.kept_rows import TEACHER_LOGPROBS
-from mcore_rl.data.stored_batch import make_stored_batch
 from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.roles import Roles, in_turn
 from mcore_rl.loops.training import StepOptions, prepare_batch

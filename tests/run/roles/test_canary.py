@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
 
+from mcore_rl.batches.assembly import assemble
+from mcore_rl.batches.stored_batch import make_stored_batch
 from mcore_rl.config import CanaryConfig
-from mcore_rl.data.assembly import assemble
 from mcore_rl.data.images.batch import join_patches
-from mcore_rl.data.stored_batch import make_stored_batch
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState

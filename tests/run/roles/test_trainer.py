@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_rl.batches.batch import with_loss_weights
 from mcore_rl.config import CheckpointConfig, ParallelConfig, TrainConfig
-from mcore_rl.data.batch import with_loss_weights
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.threads import at_once

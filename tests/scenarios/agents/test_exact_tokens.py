@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from mcore_rl.agents.recorder import EpisodeLimits
+from mcore_rl.batches.batch import make_train_batch, split_by_lens
+from mcore_rl.batches.episodes import sample_of_episode
 from mcore_rl.cluster.episode_sampling import turn_sampler
 from mcore_rl.config import RolloutConfig
-from mcore_rl.data.batch import make_train_batch, split_by_lens
-from mcore_rl.data.episodes import sample_of_episode
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.collector import GroupRequest
 from mcore_rl.rollout.engine import EngineProcess

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.registry import advantages
+from mcore_rl.batches.assembly import assemble, column_of, scatter
+from mcore_rl.batches.batch import make_batch, make_train_batch
 from mcore_rl.config import AlgorithmConfig, KLConfig
-from mcore_rl.data.assembly import assemble, column_of, scatter
-from mcore_rl.data.batch import make_batch, make_train_batch
 from mcore_rl.loops.roles import TokenWork
 from mcore_rl.run.roles.advantages import StoredAdvantages
 from mcore_rl.types import Prompt, Sample, StoredBatch, StoredColumn, StoredSample, TrainBatch

@@ -13,8 +13,8 @@ from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.kl import KL_ESTIMATORS
 from mcore_rl.algo.registry import Pick, advantages
 from mcore_rl.algo.sequences import trained_in_order
+from mcore_rl.batches.batch import make_train_batch, without_truncated
 from mcore_rl.config import AlgorithmConfig, CovarianceConfig, KLConfig
-from mcore_rl.data.batch import make_train_batch, without_truncated
 from mcore_rl.types import Prompt, Sample, TrainBatch
 from mcore_rl.types.scores import Scores
 from tests.support.turn_trees import random_tree, sample_of

@@ -22,8 +22,8 @@ from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.algo.registry import losses
 from mcore_rl.algo.sample_sums import add_up_samples, known_sums
 from mcore_rl.algo.sequences import samples_of_tokens
+from mcore_rl.batches.batch import select, with_loss_weights
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig, KLConfig
-from mcore_rl.data.batch import select, with_loss_weights
 from mcore_rl.types import TrainBatch
 
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from mcore_rl.agents.turn_tree import Cut, TurnTree, at_leaves, at_turns
+from mcore_rl.batches.batch import make_train_batch, with_loss_weights
+from mcore_rl.batches.shared_prefixes import sharing_of
 from mcore_rl.config import CheckpointConfig, ModelConfig, ParallelConfig, TrainConfig
-from mcore_rl.data.batch import make_train_batch, with_loss_weights
-from mcore_rl.data.shared_prefixes import sharing_of
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.run.roles.trainer import PackedTrainer, Packing
 from mcore_rl.types import Prompt, TrainBatch

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_rl.batches.batch import make_filler
 from mcore_rl.config import ModelConfig, ParallelConfig
-from mcore_rl.data.batch import make_filler
 from mcore_rl.train.actor import Actor
 from tests.support.distributed import run_each, run_ranks
 from tests.support.tiny_models import write_model

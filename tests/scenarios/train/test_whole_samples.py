@@ -20,6 +20,8 @@ from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.covariance import with_held_back
 from mcore_rl.algo.registry import losses
 from mcore_rl.algo.sample_sums import with_sums
+from mcore_rl.batches.batch import make_train_batch, rows_of_samples, with_loss_weights
+from mcore_rl.batches.summary import summarize_steps
 from mcore_rl.config import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -30,8 +32,6 @@ from mcore_rl.config import (
     ParallelConfig,
     TrainConfig,
 )
-from mcore_rl.data.batch import make_train_batch, rows_of_samples, with_loss_weights
-from mcore_rl.data.summary import summarize_steps
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.roles import Roles
 from mcore_rl.loops.training import StepOptions, add_logprobs, mini_batches, train_policy

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mcore_rl.data.batch import make_train_batch, split_by_lens
+from mcore_rl.batches.batch import make_train_batch, split_by_lens
 from mcore_rl.rollout.engine import EngineProcess
 from tests.support import models_table
 from tests.support.ahead import StartedAhead, chosen_cases

@@ -1,6 +1,6 @@
 """Step metrics from samples and optimizer steps."""
 
-from mcore_rl.data.summary import summarize_samples, summarize_steps
+from mcore_rl.batches.summary import summarize_samples, summarize_steps
 from mcore_rl.types import Prompt, Sample, StepStats, VersionSpan, WeightVersion
 from mcore_rl.types.scores import Scores
 

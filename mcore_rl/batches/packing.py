@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mcore_rl.data.shared_prefixes import Sharing
+from mcore_rl.batches.shared_prefixes import Sharing
 
 Work = Callable[[int], float]
 """Tokens of a sequence -> its modeled work, in any unit; it grows with them."""

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_rl.data.batch import make_filler, select_each, tokens_of
-from mcore_rl.data.episodes import TOKEN_IDS
-from mcore_rl.data.kept_rows import ROUTED_EXPERTS, STALE, ReadRequest
-from mcore_rl.data.sample_store import ROLLOUT_LOGPROBS
+from mcore_rl.batches.batch import make_filler, select_each, tokens_of
+from mcore_rl.batches.episodes import TOKEN_IDS
+from mcore_rl.batches.kept_rows import ROUTED_EXPERTS, STALE, ReadRequest
+from mcore_rl.batches.sample_store import ROLLOUT_LOGPROBS
 from mcore_rl.loops.roles import TokenWork
 from mcore_rl.types import Array, OwnExperts, StoredBatch, StoredColumn, TrainBatch
 

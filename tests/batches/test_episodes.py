@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.agents.turn_tree import at_leaves, at_turns
-from mcore_rl.data.assembly import assemble, assemble_parts
-from mcore_rl.data.batch import (
+from mcore_rl.batches.assembly import assemble, assemble_parts
+from mcore_rl.batches.batch import (
     make_batch,
     make_train_batch,
     rows_of_samples,
@@ -20,8 +20,8 @@ from mcore_rl.data.batch import (
     with_loss_weights,
     without_truncated,
 )
-from mcore_rl.data.episodes import metrics_of, spans_of
-from mcore_rl.data.stored_batch import by_sequence, in_parts, trained_lens
+from mcore_rl.batches.episodes import metrics_of, spans_of
+from mcore_rl.batches.stored_batch import by_sequence, in_parts, trained_lens
 from mcore_rl.types import (
     Prompt,
     Sample,

@@ -1,4 +1,4 @@
-"""Train batches of episodes that are held in this process; see data/stored_batch.py for others."""
+"""Train batches of episodes that are held in this process; see batches/stored_batch.py for others."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_rl.data.episodes import (
+from mcore_rl.batches.episodes import (
     LOSS_MASK,
     ROLLOUT_LOGPROBS,
     TOKEN_IDS,

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mcore_rl.data.batch import rows_of_samples
-from mcore_rl.data.stored_batch import select_stored
+from mcore_rl.batches.batch import rows_of_samples
+from mcore_rl.batches.stored_batch import select_stored
 from mcore_rl.types import StoredBatch, StoredSample
 
 PART_TOKENS = 1 << 20

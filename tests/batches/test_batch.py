@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.data.batch import (
+from mcore_rl.batches.batch import (
     make_filler,
     make_train_batch,
     plan_mini_batches,

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.data.shared_prefixes import (
+from mcore_rl.batches.shared_prefixes import (
     MIN_SHARED,
     find_sharing,
     first_of,

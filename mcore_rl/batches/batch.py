@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algo.aggregation import loss_weights
-from mcore_rl.data.episode_batch import make_episode_batch
+from mcore_rl.batches.episode_batch import make_episode_batch
+from mcore_rl.batches.stored_batch import make_stored_batch, select_stored, with_stored_weights
 from mcore_rl.data.images.batch import select_images
-from mcore_rl.data.stored_batch import make_stored_batch, select_stored, with_stored_weights
 from mcore_rl.types import (
     CUT_OFF,
     AnyBatch,

@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_rl.data.episodes import (
+from mcore_rl.batches.episodes import (
     ROLLOUT_LOGPROBS,
     TOKEN_IDS,
     columns_of_row,
     flat_response,
 )
-from mcore_rl.data.kept_rows import (
+from mcore_rl.batches.kept_rows import (
     BFLOAT16,
     FLOAT32,
     LOGPROBS,
@@ -40,7 +40,7 @@ from mcore_rl.data.kept_rows import (
     column_of,
     lay_out,
 )
-from mcore_rl.data.spill import SpillFiles
+from mcore_rl.batches.spill import SpillFiles
 from mcore_rl.types import Array, PromptImage, Sample, VersionSpan
 
 _log = logging.getLogger(__name__)

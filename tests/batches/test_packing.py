@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.data.packing import (
+from mcore_rl.batches.packing import (
     _first_fit,
     _pieces,
     plan_microbatches,
     plan_shared_microbatches,
 )
-from mcore_rl.data.shared_prefixes import Sharing
+from mcore_rl.batches.shared_prefixes import Sharing
 
 
 @given(

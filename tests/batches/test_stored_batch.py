@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from mcore_rl.data.stored_batch import (
+from mcore_rl.batches.stored_batch import (
     in_parts,
     make_stored_batch,
     select_stored,

@@ -1,11 +1,11 @@
-"""Episodes held here, as batches; tests/data/test_episodes.py compares them with stored ones."""
+"""Episodes held here, as batches; tests/batches/test_episodes.py compares them with stored ones."""
 
 import random
 from dataclasses import replace
 
 import pytest
 
-from mcore_rl.data.episode_batch import make_episode_batch
+from mcore_rl.batches.episode_batch import make_episode_batch
 from mcore_rl.types import Prompt, WeightVersion
 from tests.support.turn_trees import random_tree, sample_of
 

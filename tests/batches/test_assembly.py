@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_rl.data.assembly import (
+from mcore_rl.batches.assembly import (
     assemble,
     assemble_parts,
     column_of,
@@ -17,15 +17,15 @@ from mcore_rl.data.assembly import (
     scatter,
     scatter_parts,
 )
-from mcore_rl.data.batch import (
+from mcore_rl.batches.batch import (
     make_filler,
     make_train_batch,
     select_each,
     with_loss_weights,
     without_truncated,
 )
-from mcore_rl.data.sample_store import UnknownSampleError
-from mcore_rl.data.stored_batch import in_parts, make_stored_batch
+from mcore_rl.batches.sample_store import UnknownSampleError
+from mcore_rl.batches.stored_batch import in_parts, make_stored_batch
 from mcore_rl.types import StoredColumn, WeightVersion
 from tests.support.stored import assert_same, make_stored, with_all_experts
 

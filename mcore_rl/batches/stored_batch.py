@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mcore_rl.algo.aggregation import sequence_weights
-from mcore_rl.data.shared_prefixes import MIN_SHARED, Sharing, parents_first
+from mcore_rl.batches.shared_prefixes import MIN_SHARED, Sharing, parents_first
 from mcore_rl.types import Array, StoredBatch, StoredColumn, StoredSample, WeightVersion
 from mcore_rl.types.lost_samples import SamplesLost
 

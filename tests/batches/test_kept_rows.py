@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.data.episodes import TOKEN_IDS
-from mcore_rl.data.kept_rows import (
+from mcore_rl.batches.episodes import TOKEN_IDS
+from mcore_rl.batches.kept_rows import (
     LOGPROBS,
     ROUTED_EXPERTS,
     STALE,

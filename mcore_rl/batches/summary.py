@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
-from mcore_rl.data.episodes import metrics_of
+from mcore_rl.batches.episodes import metrics_of
 from mcore_rl.types import CUT_OFF, AnySample, Sample, StepStats, StoredSample
 from mcore_rl.types.scores import Scores
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from mcore_rl.data.episodes import ROLLOUT_LOGPROBS, TOKEN_IDS
+from mcore_rl.batches.episodes import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mcore_rl.types import Array, Prompt, PromptImage, Sample, VersionSpan, WeightVersion
 
 ROUTED_EXPERTS = "routed_experts"
