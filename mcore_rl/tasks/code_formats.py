@@ -18,8 +18,8 @@ from typing import Any
 
 from mcore_rl.data.files import write_parquet
 from mcore_rl.data.rows import Row, load_rows, required
-from mcore_rl.rewards.code_calls import CALL_LANGUAGES
-from mcore_rl.rewards.code_languages import PROGRAM_LANGUAGES, read_languages
+from mcore_rl.rewards.code.calls import CALL_LANGUAGES
+from mcore_rl.rewards.code.languages import PROGRAM_LANGUAGES, read_languages
 
 PROGRAM_TASK = "Write a {name} program that reads standard input and prints the answer."
 PYTHON_TASK = "Write the Python code of {function}. Complete this:\n```python\n{starter}\n```"

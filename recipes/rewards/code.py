@@ -1,7 +1,7 @@
 """Rewards of programs: the share of tests that the response's program passes in a sandbox.
 
 The program is the response's last fenced block in the ground truth's language, else in Python.
-mcore_rl/rewards/code_tests.py describes the ground truth, docs/code.md the guards against programs
+mcore_rl/rewards/code/tests.py describes the ground truth, docs/code.md the guards against programs
 that cheat.
 
 score    share of tests passed
@@ -20,8 +20,8 @@ memory_mib    memory of a program
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_rl.rewards.code_execution import CaseSettings
-from mcore_rl.rewards.code_score import score_responses
+from mcore_rl.rewards.code.execution import CaseSettings
+from mcore_rl.rewards.code.score import score_responses
 
 
 def reward(

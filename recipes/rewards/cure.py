@@ -1,4 +1,4 @@
-"""Rewards of programs and of unit tests for them, by CURE (mcore_rl/rewards/cure.py).
+"""Rewards of programs and of unit tests for them, by CURE (mcore_rl/rewards/code/cure.py).
 
 program  share of ground-truth tests that a program passes; 0 for a unit test
 test     how well a unit test tells right programs from wrong ones, -1 to 1; 0 for a program
@@ -12,8 +12,8 @@ code`. All take from reward.kwargs `sandbox_url`, a server that runs the program
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_rl.rewards.cure import rate_tests
-from mcore_rl.rewards.cure_score import execute_programs, execute_steps, score_samples
+from mcore_rl.rewards.code.cure import rate_tests
+from mcore_rl.rewards.code.cure_score import execute_programs, execute_steps, score_samples
 
 
 def reward(

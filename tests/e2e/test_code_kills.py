@@ -14,8 +14,8 @@ pytestmark = pytest.mark.e2e
 
 KEY = "a-key-of-this-test"
 REWARD = """
-from mcore_rl.rewards.code_execution import CaseSettings
-from mcore_rl.rewards.code_score import score_responses
+from mcore_rl.rewards.code.execution import CaseSettings
+from mcore_rl.rewards.code.score import score_responses
 
 PROGRAM = "```python\\nimport time\\nn = int(input())\\ntime.sleep(0.2)\\nprint(2 * n)\\n```"
 TRUTH = {"inputs": ["1", "2", "3"], "outputs": ["2", "4", "6"]}

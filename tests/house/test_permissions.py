@@ -10,7 +10,7 @@ ALLOWED = {
     "mcore_rl/weights/hf/files.py": "gives the file its mode afterwards",
     "mcore_rl/cluster/own_token.py": "Ray's token",
     "mcore_rl/cluster/node_agent/rendezvous.py": "the token of a cluster",
-    "mcore_rl/rewards/code_driver.py": "a file without a name",
+    "mcore_rl/rewards/code/driver.py": "a file without a name",
 }
 
 

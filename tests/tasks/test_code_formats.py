@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.rewards.code_languages import Program
-from mcore_rl.rewards.code_score import score_responses
-from mcore_rl.rewards.code_tests import read_tests
+from mcore_rl.rewards.code.languages import Program
+from mcore_rl.rewards.code.score import score_responses
+from mcore_rl.rewards.code.tests import read_tests
 from mcore_rl.tasks.code_formats import prepare_code_files, read_problem
 
 APPS = {

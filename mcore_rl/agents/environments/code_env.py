@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rl.agents.environments.environment import Message, Start, Step
-from mcore_rl.rewards.code_trials import TRIAL_LANGUAGES, Trial, trial_of
+from mcore_rl.rewards.code.trials import TRIAL_LANGUAGES, Trial, trial_of
 
 
 @dataclass(frozen=True)

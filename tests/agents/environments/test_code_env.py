@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rl.agents.environments.code_env import CodeEnvironment, CodeOptions
 from mcore_rl.agents.environments.environment import Step
-from mcore_rl.rewards import code_execution
+from mcore_rl.rewards.code import execution as code_execution
 from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult
 from mcore_rl.services.sandbox.limits import SandboxError
 

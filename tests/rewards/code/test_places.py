@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from mcore_rl.process.run_servers import SANDBOX_URL
-from mcore_rl.rewards import code_places
-from mcore_rl.rewards.code_places import ATTEMPTS, execute
+from mcore_rl.rewards.code import places as code_places
+from mcore_rl.rewards.code.places import ATTEMPTS, execute
 from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult
 from mcore_rl.services.sandbox.limits import Limits, RunVerdict, SandboxError
 

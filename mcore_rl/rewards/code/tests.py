@@ -22,18 +22,18 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from mcore_rl.rewards.code_asserts import Assertion, check_assertions, read_assertion
-from mcore_rl.rewards.code_calls import CALL_LANGUAGES, arguments_file
-from mcore_rl.rewards.code_compiled import run_other
-from mcore_rl.rewards.code_execution import (
+from mcore_rl.rewards.code.asserts import Assertion, check_assertions, read_assertion
+from mcore_rl.rewards.code.calls import CALL_LANGUAGES, arguments_file
+from mcore_rl.rewards.code.compiled import run_other
+from mcore_rl.rewards.code.execution import (
     CaseRun,
     CaseSettings,
     call_case,
     run_cases,
     script_case,
 )
-from mcore_rl.rewards.code_languages import Program, read_languages
-from mcore_rl.rewards.code_values import pack, unpack
+from mcore_rl.rewards.code.languages import Program, read_languages
+from mcore_rl.rewards.code.values import pack, unpack
 
 _TOLERANCE = 1e-9
 """Relative difference at which two floats are the same answer."""

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.rewards import code_execution
-from mcore_rl.rewards.code_places import execute
-from mcore_rl.rewards.code_trials import trial_of
+from mcore_rl.rewards.code import execution as code_execution
+from mcore_rl.rewards.code.places import execute
+from mcore_rl.rewards.code.trials import trial_of
 from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult
 
 STEPS = {"public": {"inputs": [[3, 4]], "outputs": [7]}, "inputs": [[1, 1]], "outputs": [2]}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.rewards.cure import rate_programs, rate_tests, rate_tests_scaled
+from mcore_rl.rewards.code.cure import rate_programs, rate_tests, rate_tests_scaled
 
 GROUND_TRUTH = [[True, True], [True, True], [True, False], [False, False]]
 """Programs 0 and 1 are right, 2 and 3 wrong."""

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.rewards.code_execution import CaseRun, CaseSettings
-from mcore_rl.rewards.code_languages import Program
-from mcore_rl.rewards.code_tests import is_passed, read_tests, same_text, same_value
+from mcore_rl.rewards.code.execution import CaseRun, CaseSettings
+from mcore_rl.rewards.code.languages import Program
+from mcore_rl.rewards.code.tests import is_passed, read_tests, same_text, same_value
 
 STDIN = {"inputs": ["1 2\n", "3 4\n", ["5 6"]], "outputs": ["3\n", "7", ["11"]]}
 CALLS = {"fn_name": "f", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.rewards.code_driver import READY
-from mcore_rl.rewards.code_execution import driver_text
+from mcore_rl.rewards.code.driver import READY
+from mcore_rl.rewards.code.execution import driver_text
 
 
 def drive(programs: list[str], tests: list[dict[str, Any]], **setup: Any) -> list[dict[str, Any]]:

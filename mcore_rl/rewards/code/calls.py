@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mcore_rl.rewards.code_values import pack, unpack
+from mcore_rl.rewards.code.values import pack, unpack
 
 ARGUMENTS = "arguments.json"
 RESULT = "result.json"

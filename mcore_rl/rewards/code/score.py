@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from mcore_rl.rewards.code_execution import CaseSettings
-from mcore_rl.rewards.code_languages import program_of
-from mcore_rl.rewards.code_places import server_of
-from mcore_rl.rewards.code_tests import read_tests
+from mcore_rl.rewards.code.execution import CaseSettings
+from mcore_rl.rewards.code.languages import program_of
+from mcore_rl.rewards.code.places import server_of
+from mcore_rl.rewards.code.tests import read_tests
 from mcore_rl.services.sandbox.limits import SandboxError
 
 WAITING_THREADS = 64

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.rewards import code_execution
-from mcore_rl.rewards.code_execution import (
+from mcore_rl.rewards.code import execution as code_execution
+from mcore_rl.rewards.code.execution import (
     CaseSettings,
     call_case,
     command_case,
     run_cases,
     script_case,
 )
-from mcore_rl.rewards.code_places import execute
+from mcore_rl.rewards.code.places import execute
 from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult
 from mcore_rl.services.sandbox.limits import RunRecord, RunVerdict, SandboxError
 

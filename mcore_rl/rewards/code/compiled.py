@@ -11,22 +11,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_rl.process.text import make_encodable
-from mcore_rl.rewards.code_calls import (
+from mcore_rl.rewards.code.calls import (
     ARGUMENTS,
     RESULT,
     arguments_file,
     packed_result,
     with_call,
 )
-from mcore_rl.rewards.code_driver import ERROR_LEN
-from mcore_rl.rewards.code_execution import (
+from mcore_rl.rewards.code.driver import ERROR_LEN
+from mcore_rl.rewards.code.execution import (
     CaseRun,
     CaseSettings,
     command_case,
     run_cases,
 )
-from mcore_rl.rewards.code_languages import Program
-from mcore_rl.rewards.code_places import execute
+from mcore_rl.rewards.code.languages import Program
+from mcore_rl.rewards.code.places import execute
 from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult
 from mcore_rl.services.sandbox.languages import EXECUTABLE
 from mcore_rl.services.sandbox.limits import RunVerdict

@@ -6,7 +6,7 @@ request --> the server of the recipe, else that of the run, else this process's 
 
 from mcore_rl.process import run_servers
 from mcore_rl.process.redaction import redact
-from mcore_rl.rewards.code_server import run_on_server
+from mcore_rl.rewards.code.server import run_on_server
 from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult
 from mcore_rl.services.sandbox.limits import RunVerdict, SandboxError
 from mcore_rl.services.sandbox.run import run_code

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.rewards.code_languages import Program, blocks_of, program_of, read_languages
+from mcore_rl.rewards.code.languages import Program, blocks_of, program_of, read_languages
 
 
 @pytest.mark.parametrize(

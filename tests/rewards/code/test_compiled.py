@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.rewards import code_compiled
-from mcore_rl.rewards.code_compiled import run_other
-from mcore_rl.rewards.code_execution import CaseSettings, script_case
-from mcore_rl.rewards.code_languages import Program
-from mcore_rl.rewards.code_places import execute
+from mcore_rl.rewards.code import compiled as code_compiled
+from mcore_rl.rewards.code.compiled import run_other
+from mcore_rl.rewards.code.execution import CaseSettings, script_case
+from mcore_rl.rewards.code.languages import Program
+from mcore_rl.rewards.code.places import execute
 from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult
 from mcore_rl.services.sandbox.languages import find_languages
 

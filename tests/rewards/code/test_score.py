@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from mcore_rl.rewards import code_execution
-from mcore_rl.rewards.code_places import execute
-from mcore_rl.rewards.code_score import in_parallel, score_of, score_responses
+from mcore_rl.rewards.code import execution as code_execution
+from mcore_rl.rewards.code.places import execute
+from mcore_rl.rewards.code.score import in_parallel, score_of, score_responses
 from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult
 from mcore_rl.services.sandbox.limits import SandboxError
 
