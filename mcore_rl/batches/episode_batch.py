@@ -1,4 +1,4 @@
-"""Train batches of episodes that are held in this process; see batches/stored_batch.py for others."""
+"""Makes train batches of episodes that this process holds; others: batches/stored_batch.py."""
 
 from collections.abc import Sequence
 

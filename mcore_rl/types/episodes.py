@@ -64,7 +64,7 @@ class RowFacts:
     """A row as the controller knows it: its number in its group, and how many tokens it has.
 
     parent   number of a row of the group whose tokens it begins with; -1: none
-    start    first token to compute if the parent is computed with it; see batches/shared_prefixes.py
+    start    first token to compute if the parent is computed with it (batches/shared_prefixes.py)
     """
 
     index: int

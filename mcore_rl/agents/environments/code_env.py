@@ -18,8 +18,8 @@ from mcore_rl.rewards.code.trials import TRIAL_LANGUAGES, Trial, trial_of
 class CodeOptions:
     """How programs are written and rewarded.
 
-    language         steps: see tasks/code_steps.py; else the answer's last fenced block is a program
-                     in python, cpp or another language of the sandbox
+    language         steps: see tasks/code_steps.py; else the answer's last fenced block is a
+                     program in python, cpp or another language of the sandbox
     attempts         programs that the policy may write in an episode
     repair_discount  the reward is multiplied by this for each attempt after the first
     reward           all: 1 if every hidden test passes, else 0; share: the share that passes
