@@ -24,7 +24,7 @@ _CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 _KEEPS_MEMORY = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=0x3fffffffffffffff"
 _ALLOCATOR = {"GLIBC_TUNABLES": f"{_KEEPS_MEMORY}:glibc.malloc.top_pad=0x4000000"}
-"""The settings of mcore_rl/device/host_allocator.py, for processes that do not import it."""
+"""The settings of mcore_rl/cpu/host_allocator.py, for processes that do not import it."""
 
 
 @dataclass(frozen=True)

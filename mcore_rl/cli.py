@@ -10,8 +10,9 @@ from pathlib import Path
 
 import launch.cli
 from mcore_rl import __version__
-from mcore_rl.cluster.worker_forks import worker_forks
 from mcore_rl.config.recipe import list_recipes
+from mcore_rl.cpu.engine_forks import engine_forks
+from mcore_rl.cpu.worker_forks import worker_forks
 from mcore_rl.process.command_line import parse_arguments
 from mcore_rl.process.cores import check_threads
 from mcore_rl.process.disk import naming_full_disk
@@ -26,7 +27,6 @@ from mcore_rl.process.refused_files import explain_refusal, is_refused
 from mcore_rl.process.safe_path import keep_path_safe
 from mcore_rl.process.short_folder import keep_sockets_short
 from mcore_rl.process.stop_request import EXIT_STATUS, StoppedEarly, watch_for_stop_requests
-from mcore_rl.rollout.engine_forks import engine_forks
 from mcore_rl.run.agent_command import add_arguments as add_agent_arguments
 from mcore_rl.run.sandbox_command import add_arguments as add_sandbox_arguments
 from mcore_rl.run.settings import load_settings, read_recipe, with_inputs

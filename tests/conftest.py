@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from mcore_rl.cluster.worker_forks import worker_forks
+from mcore_rl.cpu.engine_forks import engine_forks
+from mcore_rl.cpu.worker_forks import worker_forks
 from mcore_rl.process.lazy_imports import without_collector
-from mcore_rl.rollout.engine_forks import engine_forks
 from tests.support import models_table
 from tests.support.policy import ROOT
 from tests.support.sglang_parsers import ParserProcess

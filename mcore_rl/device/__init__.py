@@ -222,7 +222,7 @@ def attention_with_sinks(cp_size: int) -> type | None:
             " needs Transformer Engine 2.12, which megatron-core 0.16.1 does not take; set"
             " parallel.cp=1"
         )
-    from mcore_rl.device.te_workalike import DotProductAttention
+    from mcore_rl.cpu.te_workalike import DotProductAttention
 
     return DotProductAttention
 
@@ -270,7 +270,7 @@ def _prepare_transformer_engine() -> None:
 
 @cache
 def _install_torch_modules() -> None:
-    from mcore_rl.device.cpu_patches import WITHOUT_TRANSFORMER_ENGINE
+    from mcore_rl.cpu.megatron_patches import WITHOUT_TRANSFORMER_ENGINE
 
     for patch in WITHOUT_TRANSFORMER_ENGINE:
         patch()
@@ -280,9 +280,9 @@ def _install_cpu_patches() -> None:
     global _cpu_patches_installed
     if _cpu_patches_installed:
         return
-    from mcore_rl.device.cpu_patches import PATCHES
-    from mcore_rl.device.host_allocator import keep_freed_memory
-    from mcore_rl.device.kernel_patches import KERNEL_PATCHES
+    from mcore_rl.cpu.host_allocator import keep_freed_memory
+    from mcore_rl.cpu.kernel_patches import KERNEL_PATCHES
+    from mcore_rl.cpu.megatron_patches import PATCHES
 
     keep_freed_memory()
     for patch in (*PATCHES, *KERNEL_PATCHES):

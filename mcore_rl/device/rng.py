@@ -1,6 +1,7 @@
 """The default random generators of this process: the host's and, with CUDA, its GPU's.
 
-Without CUDA there is one: `alias_rng` in cpu_patches.py hands megatron-core the host's for both.
+Without CUDA there is one: `alias_rng` in cpu/megatron_patches.py hands megatron-core the
+host's for both.
 """
 
 import torch

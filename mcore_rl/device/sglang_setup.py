@@ -11,7 +11,7 @@ from pathlib import Path
 from mcore_rl.device import leave_compiler_out
 from mcore_rl.device.environment import local_indices
 
-STANDINS_DIR = Path(__file__).parent / "standins"
+STANDINS_DIR = Path(__file__).parents[1] / "cpu" / "standins"
 CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "served_models",

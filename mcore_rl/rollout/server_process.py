@@ -15,7 +15,11 @@ from typing import BinaryIO
 
 from mcore_rl.process.fork_request import ForkedProcess, fork_tied
 from mcore_rl.process.server_keys import KEYS_FD, ServerKeys, passed_to_child
-from mcore_rl.rollout.engine_forks import FORKS, SERVER, can_be_forked
+from mcore_rl.rollout.engine_spec import UNCOMPILED
+
+FORKS = "MCORE_RL_ENGINE_FORKS"
+"""The variable that names the socket of the process that forks servers (cpu/engine_forks.py)."""
+SERVER = ["-P", "-m", "mcore_rl.rollout.server"]
 
 
 class ServerProcess:
@@ -108,6 +112,11 @@ class ServerProcess:
     def join(self, timeout_s: float) -> None:
         """Wait until the end has been noticed."""
         self._waiting.join(timeout_s)
+
+
+def can_be_forked(arguments: Sequence[str]) -> bool:
+    """Return whether a server with these arguments has imported what any other has."""
+    return UNCOMPILED not in arguments
 
 
 def _fork(

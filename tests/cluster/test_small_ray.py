@@ -16,7 +16,7 @@ import sys
 import psutil, ray
 from contextlib import nullcontext
 from mcore_rl.cluster.small_ray import small_ray
-from mcore_rl.cluster.worker_forks import worker_forks
+from mcore_rl.cpu.worker_forks import worker_forks
 
 @ray.remote(num_cpus=0)
 class Rank:

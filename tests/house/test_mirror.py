@@ -17,7 +17,7 @@ WHOLE_COMMANDS = {
     for name in ("convert", "corruption", "dequantize_refusals", "resume")
 }
 """They run whole commands on the checkpoints that the folder's other tests read, too."""
-STANDINS = "mcore_rl/device/standins/"
+STANDINS = "mcore_rl/cpu/standins/"
 """Loaded by SGLang alone; tests/scenarios/device runs them in a process of its own."""
 
 

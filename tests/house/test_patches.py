@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.device.cpu_patches import PATCHES as MEGATRON_PATCHES
-from mcore_rl.device.cpu_patches import WITHOUT_TRANSFORMER_ENGINE
-from mcore_rl.device.kernel_patches import KERNEL_PATCHES
+from mcore_rl.cpu.kernel_patches import KERNEL_PATCHES
+from mcore_rl.cpu.megatron_patches import PATCHES as MEGATRON_PATCHES
+from mcore_rl.cpu.megatron_patches import WITHOUT_TRANSFORMER_ENGINE
 from mcore_rl.device.replaced import PATCHES, document, megatron_on_cpu, on_gpus, sglang_on_cpu
 from mcore_rl.device.replaced.entry import Patch, Scope, Times
 from mcore_rl.device.sglang_setup import STANDINS_DIR
@@ -21,7 +21,7 @@ from tests.support.foreign_names import Hit, find_all, find_replaced
 from tests.support.policy import ROOT
 
 NOT_REPLACED = {
-    ("mcore_rl.device.cpu_kernels.rotary", "_tables"): "an attribute of a tensor of ours",
+    ("mcore_rl.cpu.kernels.rotary", "_tables"): "an attribute of a tensor of ours",
     ("mcore_rl.weight_sync.receiver", "on_calling_thread"): "an attribute of a tensor of ours",
     ("sglang_on_cpu.native_forward", "NativeForward._fill_layers"): "fields of a C structure",
     ("sglang_on_cpu.native_forward", "NativeForward._make_space"): "fields of a C structure",

@@ -27,7 +27,7 @@ NO_DEADLINE = {
     ("mcore_rl/cluster/rank_states.py", "ray.get(ref)"): ENDED,
     ("mcore_rl/cluster/group.py", "answers.wait()"): "Answers have a deadline",
     ("mcore_rl/data/streamed/workers.py", "self._pool.join()"): "its workers were killed",
-    ("mcore_rl/device/gloo_patches.py", "all_works.wait()"): OF_GROUP,
+    ("mcore_rl/cpu/gloo_patches.py", "all_works.wait()"): OF_GROUP,
     ("mcore_rl/device/probes.py", "group.allreduce([values]).wait()"): OF_GROUP,
     ("mcore_rl/tools/doctor/machine/reach.py", "server.accept()"): "the socket has a time-out",
     ("mcore_rl/tools/doctor/machine/traffic.py", "work.wait()"): OF_GROUP,
@@ -37,7 +37,7 @@ NO_DEADLINE = {
     ("mcore_rl/tools/doctor/warm_start.py", "subprocess.run(command, stdin=subprocess.DEVNULL)"): (
         "a training run that the user watches"
     ),
-    ("mcore_rl/process/fork_server.py", "self._listener.accept()"): ENDED,
+    ("mcore_rl/cpu/fork_server.py", "self._listener.accept()"): ENDED,
     ("mcore_rl/rewards/worker_pool.py", "connection.recv()"): SERVES,
     ("mcore_rl/rewards/worker_pool.py", "self._connection.recv()"): ENDED,
     ("mcore_rl/rewards/worker_pool.py", "wait([parent.sentinel])"): OF_ITS_THREAD,

@@ -45,7 +45,7 @@ def test_recipes_stand_ins_and_c_sources_are_in_the_wheel(installed: Path) -> No
     missing = [path for path in shipped if not (installed / "mcore_rl" / path).is_file()]
     assert shipped
     assert not missing
-    assert (installed / "mcore_rl/device/standins/triton/__init__.py").is_file()
+    assert (installed / "mcore_rl/cpu/standins/triton/__init__.py").is_file()
     sources = [path for path in tracked() if path.suffix in {".c", ".h"}]
     assert sources
     assert all((installed / path).is_file() for path in sources)

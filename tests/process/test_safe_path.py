@@ -10,11 +10,11 @@ import pytest
 from mcore_rl.agents.environments.check import check
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.cli import main
+from mcore_rl.cpu.fork_server import fork_server
 from mcore_rl.process import safe_path
 from mcore_rl.process.fork_request import fork_tied
-from mcore_rl.process.fork_server import fork_server
 from mcore_rl.process.supervised import SupervisedServer, SupervisedSpec
-from mcore_rl.rollout.engine_forks import SERVER
+from mcore_rl.rollout.server_process import SERVER
 from tests.support import forking
 from tests.support.policy import ROOT, python_files, read
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.cpu.fork_server import fork_server
 from mcore_rl.process import short_folder
-from mcore_rl.process.fork_server import fork_server
 from mcore_rl.process.short_folder import LONGEST_PATH, find_short_root, keep_sockets_short
 from mcore_rl.process.temp_dir import TempDir
 from tests.support import forking

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.rollout.engine_forks import FORKS, can_be_forked, engine_forks
-from mcore_rl.rollout.server_process import ServerProcess
+from mcore_rl.cpu.engine_forks import engine_forks
+from mcore_rl.rollout.server_process import FORKS, ServerProcess, can_be_forked
 
 pytestmark = pytest.mark.e2e
 

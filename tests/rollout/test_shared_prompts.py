@@ -13,9 +13,9 @@ import pytest
 
 from mcore_rl.rollout import server_process
 from mcore_rl.rollout.engine import EngineProcess
-from mcore_rl.rollout.engine_forks import FORKS
 from mcore_rl.rollout.engine_spec import SHARE_PROMPTS, SHARE_PROMPTS_ON_CPU, EngineSpec
 from mcore_rl.rollout.server import may_share_prompts
+from mcore_rl.rollout.server_process import FORKS
 from mcore_rl.rollout.shared_prompts import LEAST_TOKENS
 from tests.scenarios.rollout.test_native_forward import generate, largest_difference, save_model
 

@@ -8,7 +8,7 @@ import os
 import runpy
 import sys
 
-from mcore_rl.process.fork_server import serve_forks
+from mcore_rl.cpu.fork_server import serve_forks
 
 CAN_FORK = "MCORE_RL_TEST_CAN_FORK"
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mcore_rl.cluster import worker_setup
-from mcore_rl.rollout import engine_forks
+from mcore_rl.cpu import engine_forks
 from tests.support.ordinary_user import NOBODY, open_python
 from tests.support.policy import ROOT
 

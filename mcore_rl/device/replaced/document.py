@@ -47,7 +47,7 @@ _ENGINES_ON_CPU = """\
 ## SGLang on a CPU
 
 Engine processes without CUDA apply these, in this order. Their modules lie in
-`mcore_rl/device/standins/`.
+`mcore_rl/cpu/standins/`.
 """
 _NAMES = """\
 

@@ -24,7 +24,7 @@ class Times(StrEnum):
 class Patch:
     """A function of ours that assigns to names of other packages.
 
-    where     its module and name, "mcore_rl.device.cpu_patches:alias_rng"; no name for the
+    where     its module and name, "mcore_rl.cpu.megatron_patches:alias_rng"; no name for the
               lines of a module itself
     names     the foreign names, dotted; what an instance gets stands under its class
     by        what is replaced by what, in words

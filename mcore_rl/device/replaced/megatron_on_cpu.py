@@ -3,11 +3,11 @@
 from mcore_rl.device.replaced.entry import Patch
 
 _CORE = "megatron.core"
-_CPU = "mcore_rl.device.cpu_patches"
-_GLOO = "mcore_rl.device.gloo_patches"
-_KERNELS = "mcore_rl.device.kernel_patches"
+_CPU = "mcore_rl.cpu.megatron_patches"
+_GLOO = "mcore_rl.cpu.gloo_patches"
+_KERNELS = "mcore_rl.cpu.kernel_patches"
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
-_TEST = "tests/device/test_cpu_patches.py"
+_TEST = "tests/cpu/test_megatron_patches.py"
 _FAILS = f"{_TEST}::test_training_fails_without_the_patch"
 _COMPILER = "CC=none"
 
@@ -84,7 +84,7 @@ PATCHES: tuple[Patch, ...] = (
         by="strided tensors in scatter and broadcast by contiguous copies",
         reason="gloo silently ignores strides",
         on_gpu="NCCL takes contiguous tensors only, and says so",
-        test="tests/device/test_gloo_patches.py::test_contiguous_collectives",
+        test="tests/cpu/test_gloo_patches.py::test_contiguous_collectives",
     ),
     Patch(
         f"{_GLOO}:buckets_in_place",
@@ -96,7 +96,7 @@ PATCHES: tuple[Patch, ...] = (
         " sums in place",
         reason="gloo copies all of them to fresh memory and back, even for a single rank",
         on_gpu="NCCL works in place",
-        test="tests/device/test_gloo_patches.py::test_buckets_in_place",
+        test="tests/cpu/test_gloo_patches.py::test_buckets_in_place",
     ),
     Patch(
         f"{_CPU}:define_router_gemm",
@@ -130,7 +130,7 @@ PATCHES: tuple[Patch, ...] = (
             f"{_CORE}.optimizer.distrib_optimizer.HAVE_APEX_OR_TE",
             f"{_CORE}.optimizer.distrib_optimizer.USING_APEX_OPTIMIZER",
         ),
-        by="Adam by `device/adam.py`",
+        by="Adam by `cpu/adam.py`",
         reason="the distributed optimizer expects Transformer Engine's state layout",
         on_gpu="Transformer Engine's FusedAdam, same checkpoint layout",
         test=_FAILS,
@@ -155,7 +155,7 @@ PATCHES: tuple[Patch, ...] = (
             f"{_CORE}.models.gpt.gpt_layer_specs.TENorm",
             f"{_CORE}.transformer.transformer_block.LayerNormImpl",
         ),
-        by="Transformer Engine's modules by `device/te_workalike.py` and `device/attention.py`",
+        by="Transformer Engine's modules by `cpu/te_workalike.py` and `device/attention.py`",
         reason="Transformer Engine needs CUDA",
         on_gpu="fused kernels: other rounding, same module tree and parameter names",
         test=_FAILS,
@@ -175,7 +175,7 @@ PATCHES: tuple[Patch, ...] = (
         reason="torch makes several passes over memory",
         on_gpu="Transformer Engine's fused kernel",
         switch=_COMPILER,
-        test="tests/device/test_kernel_patches.py::test_rotary_embedding",
+        test="tests/cpu/test_kernel_patches.py::test_rotary_embedding",
     ),
     Patch(
         f"{_KERNELS}:fuse_swiglu",
@@ -189,7 +189,7 @@ PATCHES: tuple[Patch, ...] = (
         reason="torch makes several passes over memory",
         on_gpu="megatron-core's fused function",
         switch=_COMPILER,
-        test="tests/device/test_kernel_patches.py::test_swiglu",
+        test="tests/cpu/test_kernel_patches.py::test_swiglu",
     ),
     Patch(
         f"{_KERNELS}:fuse_permutation",
@@ -201,7 +201,7 @@ PATCHES: tuple[Patch, ...] = (
         reason="torch computes an index for each of their elements",
         on_gpu="Transformer Engine's fused permutation",
         switch=_COMPILER,
-        test="tests/device/test_kernel_patches.py::test_permutation",
+        test="tests/cpu/test_kernel_patches.py::test_permutation",
     ),
     Patch(
         f"{_KERNELS}:use_faster_library",
@@ -210,6 +210,6 @@ PATCHES: tuple[Patch, ...] = (
         reason="torch's MKL is slower on AMD's processors",
         on_gpu="cuBLAS",
         switch=_COMPILER,
-        test="tests/device/test_kernel_patches.py::test_linear_layers",
+        test="tests/cpu/test_kernel_patches.py::test_linear_layers",
     ),
 )

@@ -1,0 +1,242 @@
+"""Patches that let megatron-core 0.16.1 run without CUDA; each is applied once per process.
+
+torch.cpu implements the interface of torch.cuda (streams, events, synchronize) as no-ops. Every
+torch.cuda entry point that megatron-core reaches is replaced by its torch.cpu or default-generator
+counterpart. tests/cpu/test_megatron_patches.py has a test per patch that fails once megatron-core
+works without it, and docs/patches.md lists them.
+"""
+
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._device import _device_constructors
+
+from mcore_rl.cpu.gloo_patches import (
+    buckets_in_place,
+    contiguous_collectives,
+    uneven_collectives,
+)
+from mcore_rl.device import leave_compiler_out
+
+
+class _Stream(torch.cpu.Stream):
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        super().__init__()
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Event(torch.cpu.Event):
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def elapsed_time(self, end: Any) -> float:
+        return 0.0
+
+
+def alias_streams() -> None:
+    """Replace torch.cuda's streams, events and devices by torch.cpu's no-ops."""
+    cuda: Any = torch.cuda
+    stream = _Stream()
+    cuda.current_device = lambda: "cpu"  # valid wherever a device is expected
+    cuda.set_device = lambda device: None
+    cuda.device_count = lambda: 1
+    cuda.synchronize = lambda device=None: None
+    cuda.current_stream = cuda.default_stream = lambda device=None: stream
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.Stream, cuda.Event = _Stream, _Event
+
+
+def alias_rng() -> None:
+    """Replace CUDA's random generator by the default one.
+
+    Without CUDA torch defers calls on the CUDA generator until an initialization that never comes.
+    """
+    from megatron.core.tensor_parallel import random as tp_random
+
+    cuda: Any = torch.cuda
+    generator = torch.default_generator
+    cuda.manual_seed = cuda.manual_seed_all = lambda seed: generator.manual_seed(seed) and None
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: generator.get_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, device=None: (
+        generator.set_state(state) and None
+    )
+    tp_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: (
+        generator.set_state(state) and None
+    )
+    # megatron-core warns when the CPU generator changes with the CUDA one; here they are the same.
+    logger = logging.getLogger(tp_random.__name__)
+    logger.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        target = kwargs.get("device")
+        if isinstance(target, int) or (target is not None and str(target).startswith("cuda")):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+def alias_factories() -> None:
+    """Make tensor factories read device="cuda" as the CPU, and .cuda() the identity.
+
+    `with torch.device(...)` acts on the factories that torch lists at its first use. The list is
+    made here, before they are replaced: otherwise such a block would do nothing, and transformers,
+    which makes models on the meta device, would leave their rotary frequencies uninitialized.
+    """
+    _device_constructors()
+    names = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
+    for name in (*names, "empty_like", "zeros_like"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.nn.Module.cuda = lambda self, *_, **__: self
+
+
+def alias_tensor_type() -> None:
+    """Report CPU tensors as torch.cuda.*Tensor, the types megatron-core's optimizers accept."""
+    original = torch.Tensor.type
+
+    def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return original(self, dtype, *args, **kwargs)
+        return original(self).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = tensor_type
+
+
+def define_router_gemm() -> None:
+    """Define moe_utils.te_general_gemm, which is read but undefined without Transformer Engine."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def report_missing_te_to_latent_attention() -> None:
+    """Set HAVE_TE to False in multi_latent_attention.
+
+    The import of TELinear succeeds without Transformer Engine, but gives a mock, for which
+    isinstance raises TypeError.
+    """
+    from megatron.core.transformer import multi_latent_attention
+
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
+
+
+def recompute_without_fp8() -> None:
+    """Hand CheckpointWithoutOutput fp8=None where fp8 is off.
+
+    It tests `fp8 is not None`, so its own default, False, asks for Transformer Engine's fp8
+    context.
+    """
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    original = CheckpointWithoutOutput.__init__
+    CheckpointWithoutOutput.__init__ = lambda self, fp8=False: original(self, fp8 or None)
+
+
+def convert_alltoall_splits() -> None:
+    """Convert the all-to-all dispatcher's split sizes to numpy on the CPU, too.
+
+    megatron-core converts them only when it moves them from a GPU to the host. On CPU they would
+    stay tensors, which all_to_all_single rejects.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def to_host(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return value.numpy() if as_numpy and torch.is_tensor(value) else value
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def use_fused_adam() -> None:
+    """Give the distributed optimizer an Adam with Transformer Engine's state layout."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    from mcore_rl.cpu.adam import FusedAdam
+    from mcore_rl.device.adam_in_parts import step_in_parts
+
+    optimizer.Adam = distrib_optimizer.Adam = step_in_parts(FusedAdam)
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def allow_precision_aware_adam() -> None:
+    """Let OptimizerConfig have the precision-aware optimizer without Transformer Engine.
+
+    It asks for Transformer Engine's version, which is None, and last looks for its FusedAdam.
+    """
+    from megatron.core import optimizer
+    from megatron.core.optimizer import OptimizerConfig, optimizer_config
+
+    optimizer.is_te_min_version = optimizer_config.is_te_min_version = lambda version: False
+    check = OptimizerConfig.__post_init__
+
+    def checked(self: Any) -> None:
+        try:
+            check(self)
+        except RuntimeError:
+            if not self.use_precision_aware_optimizer:
+                raise
+
+    OptimizerConfig.__post_init__ = checked
+
+
+def use_te_workalike() -> None:
+    """Build layers from torch modules with the tree and names of Transformer Engine's."""
+    from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
+    from megatron.core.transformer import transformer_block
+
+    from mcore_rl.cpu import te_workalike
+
+    gpt_layer_specs.TESpecProvider = moe_module_specs.TESpecProvider = te_workalike.SpecProvider
+    gpt_layer_specs.TENorm = transformer_block.LayerNormImpl = te_workalike.Norm
+
+
+def run_eagerly() -> None:
+    """Run functions decorated with megatron-core's jit_fuser uncompiled.
+
+    jit_fuser is torch.compile, which needs a C++ compiler and minutes of compilation on CPU.
+    """
+    leave_compiler_out()
+    if "torch._dynamo" in sys.modules:  # something was decorated before that
+        torch.compiler.set_stance("force_eager")
+
+
+WITHOUT_TRANSFORMER_ENGINE: tuple[Callable[[], None], ...] = (
+    define_router_gemm,
+    report_missing_te_to_latent_attention,
+    recompute_without_fp8,
+    use_fused_adam,
+    allow_precision_aware_adam,
+    use_te_workalike,
+)
+"""Patches that have to do with Transformer Engine alone, not with the CPU."""
+
+PATCHES: tuple[Callable[[], None], ...] = (
+    alias_streams,
+    alias_rng,
+    alias_factories,
+    alias_tensor_type,
+    convert_alltoall_splits,
+    uneven_collectives,
+    contiguous_collectives,
+    buckets_in_place,
+    *WITHOUT_TRANSFORMER_ENGINE,
+    run_eagerly,
+)

@@ -1,0 +1,206 @@
+"""Torch work-alikes of the Transformer Engine modules in megatron-core's TE layer spec.
+
+Module tree, parameter names and distributed-checkpoint keys equal those of a GPU with Transformer
+Engine, so the model, its checkpoints and the table to HF names need no CPU variant.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.parallel_state import get_context_parallel_group, get_tensor_model_parallel_group
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch import Tensor
+
+from mcore_rl.cpu.kernels.attention import causal_attention, takes_attention
+from mcore_rl.cpu.kernels.norm import RmsNorm, rms_norm
+from mcore_rl.cpu.te_grouped_linear import (
+    ColumnParallelGroupedLinear,
+    RowParallelGroupedLinear,
+)
+from mcore_rl.device.attention import (
+    BOTTOM_RIGHT,
+    Form,
+    bottom_right_attention,
+    context_parallel_attention,
+    packed_attention,
+)
+from mcore_rl.device.flash_attention import TorchFlash, fits_flash, flash_attention
+
+
+class Norm:
+    """TENorm: a torch norm whose parameters are marked for sequence parallelism."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
+        kind = {"RMSNorm": RmsNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+        for p in norm.parameters():
+            p.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+class DotProductAttention(MegatronModule):
+    """TEDotProductAttention for packed (THD) causal sequences.
+
+    Supports grouped queries, sliding windows, sinks and context parallelism. On CUDA, half
+    precision takes torch's flash attention where context is not cut.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert not config.attention_dropout, "attention dropout is not supported on CPU"
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
+        self.cp_group = getattr(pg_collection, "cp", None) or get_context_parallel_group()
+        self.tp_group = getattr(pg_collection, "tp", None) or get_tensor_model_parallel_group()
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.window = config.window_size[0] if windowed else None
+        self.softmax_offset: Any = None
+        if config.softmax_type == "learnable":
+            num_heads = config.num_attention_heads // self.tp_group.size()
+            self.softmax_offset = torch.nn.Parameter(
+                torch.zeros(num_heads, dtype=config.params_dtype)
+            )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """query, key, value [T, h, d] of this context-parallel rank -> [T, h * d].
+
+        With the mask type BOTTOM_RIGHT, sequences may have more keys than queries.
+        """
+        assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd", (
+            "only packed sequences"
+        )
+        assert attention_bias is None and attention_mask is None
+        if self.cp_group.size() == 1 and fits_flash(query, value):
+            kernel = TorchFlash.of(packed_seq_params, self.softmax_scale, self.window)
+            return flash_attention(query, key, value, self.softmax_offset, kernel).flatten(1)
+        lens_N = tuple(packed_seq_params.cu_seqlens_q.diff().tolist())
+        form = Form(self.softmax_scale, self.window, self.softmax_offset)
+        key_lens_N = lens_N
+        if attn_mask_type is BOTTOM_RIGHT:
+            key_lens_N = tuple(packed_seq_params.cu_seqlens_kv.diff().tolist())
+        is_whole = self.cp_group.size() == 1
+        if is_whole and form.is_plain and takes_attention(query, key, value):
+            return causal_attention(query, key, value, lens_N, form.scale, key_lens_N)
+        if attn_mask_type is BOTTOM_RIGHT:
+            return bottom_right_attention(query, key, value, lens_N, key_lens_N, form)
+        if is_whole:
+            return packed_attention(query, key, value, lens_N, form)
+        key = gather_from_sequence_parallel_region(key.contiguous(), group=self.cp_group)
+        value = gather_from_sequence_parallel_region(value.contiguous(), group=self.cp_group)
+        rank, size = self.cp_group.rank(), self.cp_group.size()
+        return context_parallel_attention(query, key, value, lens_N, form, rank, size)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Return the heads' sinks, if any, sharded over the tensor-parallel ranks."""
+        return make_sharded_tensors_for_checkpoint(
+            dict(self.named_parameters()),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
+
+
+class LayerNormColumnParallelLinear(ColumnParallelLinear):
+    """TELayerNormColumnParallelLinear: norm of the (sequence-sharded) input, then the linear."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = self._norm_parameter(
+            torch.ones(input_size, dtype=config.params_dtype)
+        )
+        if config.normalization == "LayerNorm":
+            self.layer_norm_bias = self._norm_parameter(
+                torch.zeros(input_size, dtype=config.params_dtype)
+            )
+
+    def _norm_parameter(self, value: Tensor) -> torch.nn.Parameter:
+        parameter: Any = torch.nn.Parameter(value)
+        parameter.sequence_parallel = self.config.sequence_parallel
+        return parameter
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
+        weight = self.layer_norm_weight
+        eps = self.config.layernorm_epsilon
+        if self.config.normalization == "LayerNorm":
+            normed = F.layer_norm(input_, weight.shape, weight, self.layer_norm_bias, eps)
+        else:
+            normed = rms_norm(input_, weight, eps)
+        return super().forward(normed, *args, **kwargs)
+
+
+class SpecProvider(BackendSpecProvider):
+    """Megatron's TESpecProvider, answering with the torch modules of this file."""
+
+    def linear(self) -> type:
+        return Linear
+
+    def column_parallel_linear(self) -> type:
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return RowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return LayerNormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return Norm
+
+    def core_attention(self) -> type:
+        return DotProductAttention
+
+    def activation_func(self) -> Any:
+        return None
+
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+    ) -> tuple[type, MLPSubmodules]:
+        if moe_use_grouped_gemm:
+            linears = MLPSubmodules(
+                linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear
+            )
+            return TEGroupedMLP, linears
+        return SequentialMLP, MLPSubmodules(
+            linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
+        )
