@@ -28,8 +28,8 @@ from mcore_rl.process.safe_path import keep_path_safe
 from mcore_rl.process.short_folder import keep_sockets_short
 from mcore_rl.process.stop_request import EXIT_STATUS, StoppedEarly, watch_for_stop_requests
 from mcore_rl.run.agent_command import add_arguments as add_agent_arguments
-from mcore_rl.run.sandbox_command import add_arguments as add_sandbox_arguments
 from mcore_rl.run.settings import load_settings, read_recipe, with_inputs
+from mcore_rl.services.sandbox.command import add_arguments as add_sandbox_arguments
 from mcore_rl.services.search.command import add_arguments as add_search_arguments
 from mcore_rl.tools.translate.command import add_arguments as add_translate_arguments
 

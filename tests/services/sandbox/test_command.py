@@ -3,7 +3,7 @@
 import pytest
 
 from mcore_rl.cli import main, make_parser
-from mcore_rl.run import sandbox_command
+from mcore_rl.services.sandbox import command as sandbox_command
 
 
 def test_the_command_has_defaults_and_options() -> None:
