@@ -19,8 +19,7 @@ from mcore_rl.batches.batch import make_filler, select_each, tokens_of
 from mcore_rl.batches.episodes import TOKEN_IDS
 from mcore_rl.batches.kept_rows import ROUTED_EXPERTS, STALE, ReadRequest
 from mcore_rl.batches.sample_store import ROLLOUT_LOGPROBS
-from mcore_rl.loops.roles import TokenWork
-from mcore_rl.types import Array, OwnExperts, StoredBatch, StoredColumn, TrainBatch
+from mcore_rl.types import Array, OwnExperts, StoredBatch, StoredColumn, TokenWork, TrainBatch
 
 ReadStores = Callable[[Mapping[int, ReadRequest]], Mapping[int, Mapping[str, Array]]]
 """Requests by store -> the columns by store and name."""

@@ -26,7 +26,6 @@ from mcore_rl.config import RolloutConfig
 from mcore_rl.data.decoding import Decode
 from mcore_rl.data.images.batch import GroupRow
 from mcore_rl.data.images.shared_patches import PlacedPatches
-from mcore_rl.loops.roles import TokenWork
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.http import open_session
 from mcore_rl.process.redaction import remember_secret
@@ -34,7 +33,7 @@ from mcore_rl.rollout.collector import CollectorNews, Orders
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
-from mcore_rl.types import Array, Sample, StoredBatch, StoredColumn
+from mcore_rl.types import Array, Sample, StoredBatch, StoredColumn, TokenWork
 from mcore_rl.types.lost_samples import SamplesLost
 from mcore_rl.types.scores import Scores
 

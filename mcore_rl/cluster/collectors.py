@@ -17,13 +17,12 @@ from mcore_rl.cluster.collector_worker import CollectorSpec, CollectorWorker
 from mcore_rl.cluster.independent_ranks import IndependentRanks
 from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.cluster.stores import StoreHandles
-from mcore_rl.loops.roles import TokenWork
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.restart_budget import RestartBudget
 from mcore_rl.rollout.collector import CollectorLost, CollectorNews, Orders
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
-from mcore_rl.types import Sample, StoredBatch, StoredSample
+from mcore_rl.types import Sample, StoredBatch, StoredSample, TokenWork
 from mcore_rl.types.lost_samples import SamplesLost, join_losses
 from mcore_rl.types.scores import Scores, join_scores
 

@@ -10,6 +10,7 @@ from mcore_rl.types import (
     Sample,
     StepStats,
     TokenScores,
+    TokenWork,
     TrainBatch,
     WeightVersion,
 )
@@ -174,8 +175,6 @@ class Log(Protocol):
     ) -> None: ...
 
 
-TokenWork = Callable[[TrainBatch], tuple[TrainBatch, Any]]
-"""Sets fields of a batch with its tokens, and returns something small beside it."""
 OnTokens = Callable[[Sequence[tuple[TokenWork, Batch]]], list[tuple[Batch, Any]]]
 """Calls each function on its batch; returns batches with the fields that are set, and the rest."""
 

@@ -14,7 +14,7 @@ from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.run import RunProcesses, experts_shape
 from mcore_rl.config import Config, RewardConfig
 from mcore_rl.data.decoding import make_decode
-from mcore_rl.loops.roles import OnTokens, ReadSamples, Reward, ScoreLater, TokenWork
+from mcore_rl.loops.roles import OnTokens, ReadSamples, Reward, ScoreLater
 from mcore_rl.planning.server_needs import explain_servers
 from mcore_rl.process.log_throttle import LogThrottle
 from mcore_rl.process.redaction import known_secrets
@@ -24,7 +24,7 @@ from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.run.episodes import check_episodes, episode_spec
 from mcore_rl.run.images import patch_maker
 from mcore_rl.run.node_servers import check_node_servers, node_servers_spec
-from mcore_rl.types import Sample, StoredBatch, StoredSample, TrainBatch
+from mcore_rl.types import Sample, StoredBatch, StoredSample, TokenWork, TrainBatch
 from mcore_rl.types.scores import Scores
 from mcore_rl.weights.hf.facts import ModelFacts
 

@@ -12,6 +12,7 @@ from mcore_rl.types.batches import (
     StoredBatch,
     StoredColumn,
     SumsFrom,
+    TokenWork,
     TrainBatch,
 )
 from mcore_rl.types.episodes import (
@@ -52,6 +53,7 @@ __all__ = [
     "StoredSample",
     "SumsFrom",
     "TokenScores",
+    "TokenWork",
     "TrainBatch",
     "TurnRecord",
     "VersionSpan",

@@ -1,7 +1,8 @@
 """Batches: sequences of samples laid end to end, as tensors or by reference to their stores."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -162,3 +163,7 @@ class StoredBatch:
 
 
 AnyBatch = TrainBatch | StoredBatch
+
+
+TokenWork = Callable[[TrainBatch], tuple[TrainBatch, Any]]
+"""Sets fields of a batch with its tokens, and returns something small beside it."""
