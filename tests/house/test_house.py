@@ -14,8 +14,8 @@ from tests.support.policy import ROOT, parse, python_files, read, tracked
 
 FILE_LINES = 500
 FUNCTION_LINES = 50
-DEVICE = "mcore_rl/device/"
-PURE = ("data", "rewards", "algo", "slices")
+DEVICE = ("mcore_rl/device/", "mcore_rl/cpu/")
+PURE = ("algo", "batches", "data", "rewards", "tasks", "weights")
 DEVICE_WORDS = re.compile(r"\btorch\.cuda\b|\bnccl\b|\btransformer_engine\b|\bapex\b")
 LEANING = re.compile(r'("""|# )(Of|What|Likewise)\b')
 IN_OUT = re.compile(r"\bin(?: \(.*?\))?[,;:.] .*\bout\b")
