@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.search.corpora import write_corpus
 
 from mcore_rl.agents.environments.search_options import Searcher, SearchOptions
 from mcore_rl.cluster.node_servers import (
@@ -25,6 +24,7 @@ from mcore_rl.config import SandboxConfig, SearchConfig
 from mcore_rl.process.run_servers import sandbox_url, search_url, split_key
 from mcore_rl.services.search.build import build_index
 from mcore_rl.services.search.layout import IndexOptions
+from tests.services.search.corpora import write_corpus
 
 START_S = 240.0
 

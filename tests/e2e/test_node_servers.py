@@ -10,11 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.search.corpora import write_corpus
 
 from mcore_rl.services.search.build import build_index
 from mcore_rl.services.search.layout import IndexOptions
 from mcore_rl.tasks.calculator import prepare_calculator
+from tests.services.search.corpora import write_corpus
 from tests.support.runs import Run
 from tests.support.submitted import SubmittedRun
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.search.corpora import record
 
 from mcore_rl.services.search.client import SearchClient
+from tests.services.search.corpora import record
 from tests.support.documented import documented
 from tests.support.policy import ROOT
 

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.search.test_client import ANSWER, answering
 
 from mcore_rl.agents.environments.search_options import (
     PASSAGE,
@@ -18,6 +17,7 @@ from mcore_rl.agents.environments.search_options import (
 from mcore_rl.process.run_servers import SEARCH_URL
 from mcore_rl.services.search.client import SearchUnavailableError
 from mcore_rl.services.search.passages import Hit
+from tests.services.search.test_client import ANSWER, answering
 
 URL = "http://127.0.0.1:1/retrieve"
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.search.corpora import Served, record, served
 
 from mcore_rl.agents.chat.chat_format import ChatFormat
 from mcore_rl.agents.environments.adapters import check_options
@@ -24,6 +23,7 @@ from mcore_rl.agents.environments.search_tags import (
 from mcore_rl.agents.player import EpisodePlayer, PlayOptions
 from mcore_rl.agents.recorder import EpisodeLimits
 from mcore_rl.types import Prompt, Sample
+from tests.services.search.corpora import Served, record, served
 from tests.support.chat_templates import make_tokenizer, stop_ids
 from tests.support.stand_in_policy import PlainParser, StandInPolicy
 

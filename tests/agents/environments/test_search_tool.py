@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.search.corpora import record, served
 
 from mcore_rl.agents.environments.adapters import check_options
 from mcore_rl.agents.environments.errors import EnvironmentFailed
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.search_tool import TOOL, SearchToolOptions
+from tests.services.search.corpora import record, served
 
 TASK = {"messages": [{"role": "user", "content": "Who taught bova?"}], "ground_truth": ["kilu"]}
 

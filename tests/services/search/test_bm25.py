@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.search.corpora import random_texts
 
 from mcore_rl.services.search.bm25 import K1, B, Bm25Shard, best_of, build_bm25
 from mcore_rl.services.search.words import words_of
+from tests.services.search.corpora import random_texts
 
 
 def score(texts: list[str], query: str, place: int) -> float:

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.search.corpora import command, environment, random_texts, write_corpus
 
 from mcore_rl.process.file_lock import holding_lock
 from mcore_rl.services.search.build import build_index
 from mcore_rl.services.search.index import PassageIndex, verify
 from mcore_rl.services.search.layout import IndexOptions
+from tests.services.search.corpora import command, environment, random_texts, write_corpus
 
 SMALL = IndexOptions(shard_len=10)
 

@@ -7,11 +7,18 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.search.corpora import command, environment, random_texts, record, served, write_corpus
 
 from mcore_rl.cli import main
 from mcore_rl.services.search.client import SearchClient
 from mcore_rl.services.search.command import METHODS
+from tests.services.search.corpora import (
+    command,
+    environment,
+    random_texts,
+    record,
+    served,
+    write_corpus,
+)
 
 
 def test_build_and_query(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

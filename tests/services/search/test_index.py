@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from tests.search.corpora import random_texts, write_corpus
 
 from mcore_rl.services.search.build import build_index
 from mcore_rl.services.search.index import PassageIndex, read_options, verify
 from mcore_rl.services.search.layout import IndexOptions
+from tests.services.search.corpora import random_texts, write_corpus
 
 
 def made(folder: Path, texts: list[str], shard_len: int) -> Path:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.search.corpora import write_corpus
 
 from mcore_rl.services.search.passages import MappedFile, parse_row, read_lines, title_and_text
+from tests.services.search.corpora import write_corpus
 
 
 def test_rows_lie_where_the_lines_say(tmp_path: Path) -> None:

@@ -4,11 +4,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.search.test_client import answering
 
 from mcore_rl.services.search.client import SearchUnavailableError
 from mcore_rl.services.search.replay import MissingRecordingError, Recording
 from mcore_rl.services.search.web_search import WebOptions, WebSearch
+from tests.services.search.test_client import answering
 
 SERPER = {
     "organic": [

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from tests.translate.accounts import decided, values
-from tests.translate.peer_options import nemo
 
 from mcore_rl.tools.translate.nemo_algorithm import NAMES
+from tests.tools.translate.accounts import decided, values
+from tests.tools.translate.peer_options import nemo
 
 
 def of(**given: Any) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from tests.translate.accounts import decided, values
-from tests.translate.peer_options import nemo
 
 from mcore_rl.tools.translate.nemo_generation import GENERATION, SHARES, SIZES
+from tests.tools.translate.accounts import decided, values
+from tests.tools.translate.peer_options import nemo
 
 G = GENERATION.replace(".", "__")
 CLUSTER = {"cluster__num_nodes": 2, "cluster__gpus_per_node": 8}

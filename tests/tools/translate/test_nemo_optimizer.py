@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from tests.translate.accounts import decided, values
-from tests.translate.peer_options import nemo
 
 from mcore_rl.tools.translate.nemo_optimizer import SCHEDULES
+from tests.tools.translate.accounts import decided, values
+from tests.tools.translate.peer_options import nemo
 
 GROUP = "policy__megatron_cfg"
 

@@ -3,8 +3,6 @@
 from typing import Any
 
 import pytest
-from tests.translate.accounts import decided, values
-from tests.translate.peer_options import nemo
 
 from mcore_rl.tools.translate.foreign import ForeignOptions
 from mcore_rl.tools.translate.nemo_policy import (
@@ -14,6 +12,8 @@ from mcore_rl.tools.translate.nemo_policy import (
     total_len,
     trainer_gpus,
 )
+from tests.tools.translate.accounts import decided, values
+from tests.tools.translate.peer_options import nemo
 
 MEGATRON = "policy__megatron_cfg"
 

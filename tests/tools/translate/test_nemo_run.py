@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from tests.translate.accounts import decided, values
-from tests.translate.peer_options import nemo
 
 from mcore_rl.config.shipped import RECIPES_DIR
 from mcore_rl.tools.translate.nemo_run import NO_END, REWARDS, SETS
+from tests.tools.translate.accounts import decided, values
+from tests.tools.translate.peer_options import nemo
 
 
 def of(**given: Any) -> dict[str, Any]:

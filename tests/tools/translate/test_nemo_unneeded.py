@@ -1,8 +1,7 @@
 """Options that a recipe does without have a reason, and the table has no others."""
 
-from tests.translate.peer_options import NEMO
-
 from mcore_rl.tools.translate.nemo_unneeded import UNNEEDED, reason_of
+from tests.tools.translate.peer_options import NEMO
 
 
 def test_the_longest_name_decides() -> None:

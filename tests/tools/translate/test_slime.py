@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import pytest
-from tests.translate.accounts import decided, told, values
-from tests.translate.peer_options import SCRIPTS, SLIME, slime
 
 from mcore_rl.cli import main
 from mcore_rl.config.recipe import load_recipe
@@ -15,6 +13,8 @@ from mcore_rl.tools.translate.slime import translate_slime
 from mcore_rl.tools.translate.slime_script import read_slime
 from mcore_rl.tools.translate.slime_unneeded import reason_of
 from mcore_rl.tools.translate.written import write_recipe
+from tests.tools.translate.accounts import decided, told, values
+from tests.tools.translate.peer_options import SCRIPTS, SLIME, slime
 
 
 @pytest.mark.parametrize("group", SLIME)

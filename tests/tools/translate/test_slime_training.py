@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from tests.translate.accounts import decided, values
-from tests.translate.peer_options import slime
 
 from mcore_rl.tools.translate.slime_training import ADVANTAGES, ESTIMATORS
+from tests.tools.translate.accounts import decided, values
+from tests.tools.translate.peer_options import slime
 
 
 def of(**given: Any) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Each system is read and translated by its own rules."""
 
 import pytest
-from tests.translate.accounts import values
 
 from mcore_rl.tools.translate.command import NAMES
 from mcore_rl.tools.translate.systems import SYSTEMS
+from tests.tools.translate.accounts import values
 
 
 def test_the_command_names_all_systems() -> None:

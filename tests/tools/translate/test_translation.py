@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from tests.translate.accounts import decided, told, values
-
 from mcore_rl.tools.translate.foreign import Decision, ForeignOptions, RecipeLine
 from mcore_rl.tools.translate.translation import AS_HERE, account
+from tests.tools.translate.accounts import decided, told, values
 
 
 def test_options_that_nobody_took_have_a_reason_or_are_decided_on() -> None:

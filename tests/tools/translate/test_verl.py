@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.translate.accounts import changed, decided, told, values
-from tests.translate.verl_options import KINDS, defaults_of, translate
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.tools.translate.foreign import ForeignOptions
 from mcore_rl.tools.translate.verl import translate_verl
 from mcore_rl.tools.translate.written import write_recipe
 from tests.agents.environments.foreign import needs_verl
+from tests.tools.translate.accounts import changed, decided, told, values
+from tests.tools.translate.verl_options import KINDS, defaults_of, translate
 
 
 @needs_verl()

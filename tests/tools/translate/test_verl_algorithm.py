@@ -4,8 +4,6 @@ import math
 from typing import Any
 
 import pytest
-from tests.translate.accounts import decided, values
-from tests.translate.verl_options import translate
 
 import mcore_rl.algo.advantages
 import mcore_rl.algo.losses  # noqa: F401
@@ -18,6 +16,8 @@ from mcore_rl.tools.translate.verl_algorithm import (
     LOSSES,
 )
 from mcore_rl.tools.translate.verl_training import ACTOR
+from tests.tools.translate.accounts import decided, values
+from tests.tools.translate.verl_options import translate
 
 A = ACTOR.replace(".", "__")
 

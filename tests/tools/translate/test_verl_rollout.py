@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from tests.translate.accounts import decided, values
-from tests.translate.verl_options import translate
-
 from mcore_rl.tools.translate.verl_rollout import TURNS
 from mcore_rl.tools.translate.verl_training import ROLLOUT
+from tests.tools.translate.accounts import decided, values
+from tests.tools.translate.verl_options import translate
 
 R, T = ROLLOUT.replace(".", "__"), TURNS.replace(".", "__")
 

@@ -6,12 +6,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.translate.accounts import decided, values
-from tests.translate.verl_options import translate
 
 from mcore_rl.config import Config
 from mcore_rl.config.tree import leaves_under
 from mcore_rl.tools.translate.verl_run import OVERLONG, TRACKERS
+from tests.tools.translate.accounts import decided, values
+from tests.tools.translate.verl_options import translate
 
 
 def of(**given: Any) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-from tests.translate.accounts import decided, values
-from tests.translate.verl_options import translate
 
 from mcore_rl.tools.translate.foreign import ForeignOptions
 from mcore_rl.tools.translate.verl import translate_verl
 from mcore_rl.tools.translate.verl_training import ACTOR, MODEL, home_of, is_megatron
+from tests.tools.translate.accounts import decided, values
+from tests.tools.translate.verl_options import translate
 
 A, M = ACTOR.replace(".", "__"), MODEL.replace(".", "__")
 MEGATRON = f"{A}__megatron"

@@ -1,9 +1,8 @@
 """Options that a recipe does without have a reason, and the table has no others."""
 
-from tests.translate.verl_options import KINDS, defaults_of
-
 from mcore_rl.tools.translate.verl_unneeded import UNNEEDED, reason_of
 from tests.agents.environments.foreign import needs_verl
+from tests.tools.translate.verl_options import KINDS, defaults_of
 
 OF_OTHER_VERSIONS = {
     "actor_rollout_ref.actor.use_fused_kernels",

@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-from tests.slices.families.test_qwen3_vl import CONFIG as QWEN3_VL
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.weights.layouts.check import check_layout
 from tests.support.layout_strategies import GROUPED
 from tests.support.megatron_layout import model_config
+from tests.weights.models.test_qwen3_vl import CONFIG as QWEN3_VL
 
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4}
 

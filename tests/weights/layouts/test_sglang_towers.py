@@ -4,8 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.slices.families.test_qwen2_5_vl import FLAT
-from tests.slices.families.test_qwen3_vl import CONFIG, MOE_CONFIG, with_tower
 
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.layouts.engine_rule import COLUMNS, WHOLE, EngineRule
@@ -16,6 +14,8 @@ from mcore_rl.weights.layouts.tensors import Tensors
 from mcore_rl.weights.models import family_of, kimi_vl
 from mcore_rl.weights.models.qwen2_5_vl import FAMILY
 from tests.support.tiny_kimi_vl import write_kimi_vl_model
+from tests.weights.models.test_qwen2_5_vl import FLAT
+from tests.weights.models.test_qwen3_vl import CONFIG, MOE_CONFIG, with_tower
 
 
 def test_each_rank_has_its_rows_of_every_block() -> None:
