@@ -12,7 +12,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from mcore_rl.logs.report_curve import moving_average
+from mcore_rl.logs.run_report import moving_average
 from variants import COUNTDOWN, ROOT, Folders, read_summaries, step_rows, train_variants
 
 DOCUMENT = ROOT / "docs" / "algorithms.md"

@@ -15,17 +15,16 @@ from typing import Any
 
 import torch
 
-from mcore_rl.process.garbage import collections_paused
+from mcore_rl.process.gc_pause import collections_paused
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.link_store import LinkStore
 from mcore_rl.weight_sync.plan_handshake import PlanHandshake
 from mcore_rl.weight_sync.wire import Link
-from mcore_rl.weights.box import Shard
+from mcore_rl.weights.box import Shard, contiguous_strides
 from mcore_rl.weights.layouts.layout import Layout, boxes_of
+from mcore_rl.weights.layouts.listed import RecordedLayouts
 from mcore_rl.weights.layouts.megatron import MegatronSizes
-from mcore_rl.weights.layouts.recorded import RecordedLayouts
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
-from mcore_rl.weights.strides import contiguous_strides
 from sync_model import DTYPE, make_config
 
 TIMEOUT_S = 300.0

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mcore_rl.data.files import prompt_row
+from mcore_rl.data.rows import prompt_row
 from mcore_rl.tasks.tiny_model import CHAT_TEMPLATE
 
 

@@ -23,10 +23,10 @@ from statistics import fmean
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.models import read_models
+from mcore_rl.planning.moments import read_models
 from mcore_rl.tools.simulate.command import checked
-from mcore_rl.tools.simulate.hardware import ReachedShares
-from mcore_rl.tools.simulate.recipe_costs import RecipeCosts
+from mcore_rl.tools.simulate.costs import RecipeCosts
+from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.simulate import simulate
 from mcore_rl.tools.simulate.workload import Workload
 

@@ -34,7 +34,7 @@ from typing import Any
 import psutil
 
 from checkpoint_tools.memory import PeakMemory, proportional_bytes
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.weight_sync.controller.engine_control import LOADER

@@ -26,15 +26,15 @@ from typing import Any
 from unittest.mock import patch
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.models import read_models
+from mcore_rl.planning.moments import read_models
 from mcore_rl.rollout.client import RolloutClient
-from mcore_rl.rollout.engine_load import EngineLoad
+from mcore_rl.rollout.engine_health import EngineLoad
 from mcore_rl.rollout.least_loaded import LeastLoaded
 from mcore_rl.rollout.length_history import LengthHistory
 from mcore_rl.tools.simulate.command import checked
+from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.engine import SimulatedEngine
-from mcore_rl.tools.simulate.hardware import ReachedShares
-from mcore_rl.tools.simulate.recipe_costs import RecipeCosts
+from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.simulate import simulate
 from mcore_rl.tools.simulate.virtual_loop import VirtualLoop
 from mcore_rl.types import Prompt

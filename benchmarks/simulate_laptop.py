@@ -23,12 +23,12 @@ from typing import Any
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.logs.report_rows import load_metrics
-from mcore_rl.planning.models import read_models
+from mcore_rl.logs.run_report import load_metrics
+from mcore_rl.planning.moments import read_models
 from mcore_rl.tools.simulate.calibration import Calibration
 from mcore_rl.tools.simulate.command import checked
-from mcore_rl.tools.simulate.hardware import ReachedShares
-from mcore_rl.tools.simulate.recipe_costs import RecipeCosts
+from mcore_rl.tools.simulate.costs import RecipeCosts
+from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.simulate import simulate
 
 LAYOUTS = {

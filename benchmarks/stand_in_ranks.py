@@ -33,12 +33,11 @@ from mcore_rl.weight_sync.sender import WeightSender
 from mcore_rl.weight_sync.transports.choice import make_routed_transport
 from mcore_rl.weight_sync.verify import ROWS
 from mcore_rl.weight_sync.wire import Link, Report, decode_command
-from mcore_rl.weights.box import Shard
+from mcore_rl.weights.box import Shard, contiguous_strides
 from mcore_rl.weights.layouts.layout import Layout, boxes_of
+from mcore_rl.weights.layouts.listed import RecordedLayouts
 from mcore_rl.weights.layouts.megatron import MegatronSizes
-from mcore_rl.weights.layouts.recorded import RecordedLayouts
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
-from mcore_rl.weights.strides import contiguous_strides
 from sync_model import DTYPE, make_config
 
 RANKS_PER_HOST = 8

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.weight_sync.controller.engine_control import LOADER

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mcore_rl.tasks.tiny_model import qwen3_moe_config
 from mcore_rl.weight_sync.controller.sync import RecordLayouts
+from mcore_rl.weights.layouts.listed import RecordedLayouts
 from mcore_rl.weights.layouts.megatron import MegatronSizes
-from mcore_rl.weights.layouts.recorded import RecordedLayouts
 from mcore_rl.weights.layouts.training import LocalPart
 
 DTYPE = torch.float32

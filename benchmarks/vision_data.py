@@ -29,10 +29,10 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from mcore_rl.config import Config, DataConfig, ModelConfig, RolloutConfig
-from mcore_rl.data.files import prompt_row, write_parquet
 from mcore_rl.data.images.batch import join_patches
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.images.shared_patches import SharedPatches
+from mcore_rl.data.rows import prompt_row, write_parquet
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine import EngineProcess

@@ -19,10 +19,10 @@ from typing import Any
 from zlib_ng import zlib_ng
 
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk
+from mcore_rl.weights.box import contiguous_strides
 from mcore_rl.weights.hf.checksums import ByteSpan
 from mcore_rl.weights.megatron_files.metadata import READ_ERRORS
 from mcore_rl.weights.models.table import Shape
-from mcore_rl.weights.strides import contiguous_strides
 
 STORAGES = {
     "DoubleStorage": "float64",

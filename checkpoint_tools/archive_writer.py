@@ -13,8 +13,8 @@ from zlib_ng import zlib_ng
 
 from checkpoint_tools.archive import LOCAL_HEADER, STORAGES
 from checkpoint_tools.stored import DTYPE_BYTES
+from mcore_rl.weights.box import contiguous_strides
 from mcore_rl.weights.models.table import Shape
-from mcore_rl.weights.strides import contiguous_strides
 
 DATA_NAME = "archive/data/0"
 _LIMIT = 0xFFFFFFFF

@@ -12,8 +12,8 @@ from math import prod
 
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk
 from checkpoint_tools.tiling import check_boxes
+from mcore_rl.weights.box import contiguous_strides
 from mcore_rl.weights.models.table import Shape
-from mcore_rl.weights.strides import contiguous_strides
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.weights.hf.fp8 import num_blocks
-from mcore_rl.weights.hf.quantize import quantize_into
+from mcore_rl.weights.hf.fp8 import num_blocks, quantize_into
 
 
 def cast(data: memoryview, dtype: str, to: str) -> memoryview:
@@ -20,7 +19,7 @@ def cast(data: memoryview, dtype: str, to: str) -> memoryview:
 def quantize(data: memoryview, dtype: str, num_columns: int) -> tuple[memoryview, memoryview]:
     """Quantize whole rows of blocks; return (8-bit values, float32 scales) as bytes.
 
-    See mcore_rl/weights/hf/quantize.py for the formula.
+    See mcore_rl/weights/hf/fp8.py for the formula.
     """
     weights_NK = _view(data, dtype).view(-1, num_columns)
     values_NK = torch.empty(weights_NK.shape, dtype=torch.float8_e4m3fn)

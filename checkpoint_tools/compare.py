@@ -9,7 +9,7 @@ from checkpoint_tools.assembly import Assembly
 from checkpoint_tools.output import buffer_bytes
 from checkpoint_tools.reader import Reader, ReadRecord, bands
 from checkpoint_tools.stored import DTYPE_BYTES
-from mcore_rl.weights.strides import unravel
+from mcore_rl.weights.box import unravel
 
 
 @dataclass(frozen=True)

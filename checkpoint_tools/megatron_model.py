@@ -21,13 +21,12 @@ from checkpoint_tools.assembly import (
 )
 from checkpoint_tools.foreign_keys import part_of, unknown_remedy
 from checkpoint_tools.stored import Chunk, StoredTensor
-from mcore_rl.weights.box import Shard
+from mcore_rl.weights.box import Shard, contiguous_strides
 from mcore_rl.weights.hf.config import moe_layers, padded_vocab_size
 from mcore_rl.weights.layouts.training import LocalPart, training_padding, training_shards
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import NUMBERED_BY, Family, HfConfig, Rule, Shape, numbered_key
 from mcore_rl.weights.models.value_head import with_value_head
-from mcore_rl.weights.strides import contiguous_strides
 
 OUTPUT_LAYER = "output_layer.weight"
 

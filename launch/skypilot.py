@@ -21,7 +21,7 @@ from launch.jobs import ENDED, RUNNING, WAITING, State, SubmittedJob, call
 from launch.options import SkyPilotOptions
 from launch.submission import Submission
 from launch.text import dump_yaml, render
-from mcore_rl.process.stop_request import EXIT_STATUS
+from mcore_rl.process.signals import EXIT_STATUS
 
 TASK = "task.yaml"
 RECIPE = "sent_recipe.yaml"

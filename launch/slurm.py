@@ -11,7 +11,7 @@ from launch.jobs import ENDED, RUNNING, WAITING, State, SubmittedJob, call
 from launch.options import SlurmOptions
 from launch.submission import Submission
 from launch.text import render
-from mcore_rl.process.stop_request import EXIT_STATUS
+from mcore_rl.process.signals import EXIT_STATUS
 
 SCRIPT = "job.sh"
 _WAITING_STATES = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD")

@@ -17,16 +17,19 @@ from mcore_rl.process.command_line import parse_arguments
 from mcore_rl.process.cores import check_threads
 from mcore_rl.process.disk import naming_full_disk
 from mcore_rl.process.errors import describe_error
-from mcore_rl.process.fork_signals import keep_interrupts
-from mcore_rl.process.home import keep_home_usable
-from mcore_rl.process.lasting_output import keep_output_lasting
-from mcore_rl.process.lazy_imports import without_collector
-from mcore_rl.process.proxies import bypass_proxies
+from mcore_rl.process.folders import keep_home_usable, keep_sockets_short
+from mcore_rl.process.gc_pause import without_collector
+from mcore_rl.process.log_files import keep_output_lasting
+from mcore_rl.process.network import bypass_proxies
 from mcore_rl.process.redaction import redact, remember_environment
 from mcore_rl.process.refused_files import explain_refusal, is_refused
 from mcore_rl.process.safe_path import keep_path_safe
-from mcore_rl.process.short_folder import keep_sockets_short
-from mcore_rl.process.stop_request import EXIT_STATUS, StoppedEarly, watch_for_stop_requests
+from mcore_rl.process.signals import (
+    EXIT_STATUS,
+    StoppedEarly,
+    keep_interrupts,
+    watch_for_stop_requests,
+)
 from mcore_rl.run.agent_command import add_arguments as add_agent_arguments
 from mcore_rl.run.settings import load_settings, read_recipe, with_inputs
 from mcore_rl.services.sandbox.command import add_arguments as add_sandbox_arguments

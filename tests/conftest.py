@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from mcore_rl.cpu.engine_forks import engine_forks
 from mcore_rl.cpu.worker_forks import worker_forks
-from mcore_rl.process.lazy_imports import without_collector
+from mcore_rl.process.gc_pause import without_collector
 from tests.support import models_table
 from tests.support.policy import ROOT
 from tests.support.sglang_parsers import ParserProcess

@@ -77,7 +77,7 @@ def test_a_model_directory_without_weights_is_refused(tmp_path, capsys) -> None:
 
 DROPPED_INTERRUPT = """
 import time
-from mcore_rl.process.fork_signals import keep_interrupts
+from mcore_rl.process.signals import keep_interrupts
 
 class Dropping:
     def __del__(self):
@@ -101,7 +101,7 @@ def test_an_interrupt_that_python_drops_comes_again():
 
 DROPPED_SIGTERM = """
 import signal, sys, time
-from mcore_rl.process.fork_signals import keep_interrupts
+from mcore_rl.process.signals import keep_interrupts
 
 class Dropping:
     def __del__(self):

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mcore_rl.agents.environments.adapters import is_program
-from mcore_rl.agents.environments.environment import Step
-from mcore_rl.agents.environments.errors import EnvironmentLost, EpisodeError
+from mcore_rl.agents.environments.environment import EnvironmentLost, EpisodeError, Step
 from mcore_rl.agents.environments.pool import EnvironmentPool, OpenEpisode, task_fields
 from mcore_rl.agents.gateway import Gateway
 from mcore_rl.agents.images import MessageImages, SeeingFormat, Sight, prompt_messages

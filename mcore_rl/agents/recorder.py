@@ -20,8 +20,9 @@ from mcore_rl.agents.messages import (
     EpisodeEnded,
     Message,
     Tool,
+    fingerprints,
+    with_message,
 )
-from mcore_rl.agents.normal import fingerprints, with_message
 from mcore_rl.agents.turn_tree import Fork, Turn, TurnTree, at_leaves, rows_of
 from mcore_rl.types import EpisodeRecord, PromptImage, Sample
 

@@ -18,7 +18,7 @@ from mcore_rl.cluster.independent_ranks import IndependentRanks
 from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.planning.slots import Slot
-from mcore_rl.process.restart_budget import RestartBudget
+from mcore_rl.process.process_state import RestartBudget
 from mcore_rl.rollout.collector import CollectorLost, CollectorNews, Orders
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.served_endpoint import ServedEndpoint

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from mcore_rl.cluster.rank_actor import ProcessLost, node_address
 from mcore_rl.config.deadlines import STOPPED_S
-from mcore_rl.process.process_state import find_stopped
-from mcore_rl.process.restart_budget import RestartBudget
+from mcore_rl.process.process_state import RestartBudget, find_stopped
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineState
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec

@@ -6,7 +6,6 @@ from functools import partial
 
 from mcore_rl.agents.chat.answer_parser import Ask
 from mcore_rl.agents.chat.setup import make_format_and_parser
-from mcore_rl.agents.compaction import keep_last_answers
 from mcore_rl.agents.environments.adapters import is_program
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.gateway import (
@@ -16,6 +15,7 @@ from mcore_rl.agents.gateway import (
     GatewayOptions,
     rare_collections,
 )
+from mcore_rl.agents.messages import keep_last_answers
 from mcore_rl.agents.player import EpisodePlayer, PlayOptions
 from mcore_rl.agents.recorder import EpisodeLimits, SampleTurn, TurnRequest
 from mcore_rl.cluster.episode_spec import EpisodeSpec, environment_options, make_sight

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from mcore_rl.cluster import watchdog
 from mcore_rl.process.disk import reporting_full_disk, reserve_space
-from mcore_rl.process.killed import wait_killed
-from mcore_rl.process.own_folder import compile_caches
-from mcore_rl.process.short_folder import find_short_root
+from mcore_rl.process.folders import compile_caches, find_short_root
+from mcore_rl.process.process_state import wait_killed
 
 TEMP_PREFIX = "mcore_rl_ray_"
 OPEN = "r"

@@ -21,7 +21,7 @@ from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, Profil
 from mcore_rl.config.deadlines import answer_s
 from mcore_rl.device import device_name, exact_pinning, leave_compiler_out, peak_flops
 from mcore_rl.planning.slots import Slot
-from mcore_rl.process.lazy_imports import without_collector
+from mcore_rl.process.gc_pause import without_collector
 from mcore_rl.types import StoredBatch, TrainBatch
 from mcore_rl.types.lost_samples import SamplesLost
 

@@ -12,8 +12,7 @@ from typing import Any
 import ray
 
 from mcore_rl.batches.sample_store import SampleStore
-from mcore_rl.data.images.batch import GroupRow
-from mcore_rl.data.images.patch_cache import PatchCache
+from mcore_rl.data.images.batch import GroupRow, PatchCache
 from mcore_rl.data.images.shared_patches import PlacedPatches, SharedPatches
 
 

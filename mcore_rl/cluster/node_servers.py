@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.config import SandboxConfig, SearchConfig
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from mcore_rl.process.redaction import remember_secret
-from mcore_rl.process.run_servers import SANDBOX_URL, SEARCH_URL, publish, withdraw
 from mcore_rl.process.safe_path import safe_module
+from mcore_rl.process.server_keys import SANDBOX_URL, SEARCH_URL, publish, withdraw
 from mcore_rl.process.supervised import SupervisedServer, SupervisedSpec
 
 HOST = "127.0.0.1"

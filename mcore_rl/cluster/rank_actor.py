@@ -23,12 +23,10 @@ from mcore_rl.cluster.breakpoints import answer_in_rank
 from mcore_rl.process.cores import THREADS, take_cores
 from mcore_rl.process.disk import is_disk_full, name_full_disk
 from mcore_rl.process.errors import describe_error
-from mcore_rl.process.lasting_output import keep_output_lasting
-from mcore_rl.process.lazy_imports import collect_from_here
-from mcore_rl.process.ports import find_free_port
-from mcore_rl.process.proxies import bypass_proxies
+from mcore_rl.process.gc_pause import collect_from_here
+from mcore_rl.process.log_files import keep_output_lasting, rotate_output
+from mcore_rl.process.network import bypass_proxies, find_free_port
 from mcore_rl.process.redaction import RedactingFormatter, redact, remember_environment
-from mcore_rl.process.rotated_output import rotate_output
 from mcore_rl.process.safe_path import let_programs_be, put_last
 from mcore_rl.types.lost_samples import SamplesLost
 

@@ -31,7 +31,7 @@ from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.config.deadlines import Deadlines
 from mcore_rl.config.upstream.arguments import server_arguments
-from mcore_rl.planning.critic_training import critic_training
+from mcore_rl.planning.node_needs import critic_training
 from mcore_rl.planning.run_size import RunSize
 from mcore_rl.planning.slots import RunSlots
 from mcore_rl.process.event_loop import EventLoop

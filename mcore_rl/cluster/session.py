@@ -28,8 +28,8 @@ from mcore_rl.cluster.safe_job import SafeJob
 from mcore_rl.cluster.small_ray import small_ray
 from mcore_rl.config import ClusterConfig
 from mcore_rl.device import has_cuda
-from mcore_rl.process.fork_signals import handle_outside_forks
 from mcore_rl.process.process_state import describe_state
+from mcore_rl.process.signals import handle_outside_forks
 from mcore_rl.process.variables import set_variables
 
 _log = logging.getLogger(__name__)

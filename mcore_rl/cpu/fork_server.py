@@ -21,11 +21,11 @@ from typing import Any, Never
 
 from mcore_rl.cpu.forked_process import ForkRequest, become
 from mcore_rl.process.cores import quiet_threads
+from mcore_rl.process.folders import find_short_root
 from mcore_rl.process.fork_request import FORKED, GO, PID_BYTES, READY, STATUS_BYTES
-from mcore_rl.process.killed import wait_killed
-from mcore_rl.process.lazy_imports import without_collector
+from mcore_rl.process.gc_pause import without_collector
+from mcore_rl.process.process_state import wait_killed
 from mcore_rl.process.safe_path import safe_module
-from mcore_rl.process.short_folder import find_short_root
 from mcore_rl.process.tied import die_with_parent
 
 BACKLOG = 64

@@ -9,7 +9,7 @@ could not read the memory of another (CUDA IPC), and weights would take NCCL wit
 
 from collections.abc import Mapping, Sequence
 
-from mcore_rl.process.rotated_output import ROTATE_BYTES
+from mcore_rl.process.log_files import ROTATE_BYTES
 
 AGREED = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """Variables that all processes must have alike, and their defaults: those that SGLang takes

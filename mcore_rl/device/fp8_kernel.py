@@ -26,7 +26,7 @@ def quantize_blocks(
     """Fill `values_NK` (float8_e4m3fn) and `scales_nk` (float32) from `weights_NK`, block by block.
 
     A scale is max(largest magnitude, min_amax) / fp8_max, and NaN for a block with a NaN. All three
-    may be strided views. Bit for bit what weights/hf/quantize.py computes with torch.
+    may be strided views. Bit for bit what weights/hf/fp8.py computes with torch.
     """
     num_rows, num_columns = weights_NK.shape
     from mcore_rl.device import fp8_triton

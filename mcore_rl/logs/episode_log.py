@@ -13,9 +13,8 @@ from threading import Lock
 from typing import Any
 
 from mcore_rl.logs.rows import RowFile, iter_rows_backward
-from mcore_rl.process.errors import describe_error
+from mcore_rl.process.errors import describe_error, shorten
 from mcore_rl.process.redaction import redact
-from mcore_rl.process.text import shorten
 from mcore_rl.types import AnySample, Prompt
 
 ABORTED = "aborted"

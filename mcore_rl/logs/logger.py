@@ -1,5 +1,9 @@
-"""Sends the metrics and samples of each step to the console, to files and to trackers."""
+"""Sends the metrics and samples of each step to the console, to files and to trackers.
 
+Writes small copies of the images of logged samples into the run folder, each once.
+"""
+
+import io
 import logging
 import sys
 import time
@@ -13,13 +17,46 @@ from mcore_rl.logs.console import make_console
 from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.logs.names import with_former_names
 from mcore_rl.logs.rows import RowFile
-from mcore_rl.logs.thumbnails import Thumbnails
 from mcore_rl.logs.trackers import MLflow, TensorBoard, Tracker, WandB
+from mcore_rl.process.disk import reporting_full_disk
+from mcore_rl.process.errors import shorten
 from mcore_rl.process.redaction import redact
-from mcore_rl.process.text import shorten
-from mcore_rl.types import Sample, TurnRecord
+from mcore_rl.types import PromptImage, Sample, TurnRecord
 from mcore_rl.types.lost_samples import SamplesLost, kept_places
 from mcore_rl.types.scores import Scores
+
+FOLDER = "images"
+SIDE = 256
+"""Pixels of the longer side, at most."""
+
+
+class Thumbnails:
+    """The images of a run folder; `images/<hash>.png`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    def path(self, image: PromptImage) -> str:
+        """Return the path of an image's copy in the run folder, and write it if it is new."""
+        path = Path(FOLDER, f"{image.digest[:16]}.png")
+        file = self._run_dir / path
+        if not file.exists():
+            with reporting_full_disk(file):
+                file.parent.mkdir(exist_ok=True)
+                file.write_bytes(_small(image.data))
+        return str(path)
+
+
+def _small(data: bytes) -> bytes:
+    from PIL import Image  # runs without images do without it
+
+    with Image.open(io.BytesIO(data)) as opened:
+        image = opened.convert("RGB")
+    image.thumbnail((SIDE, SIDE))
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
 
 _log = logging.getLogger(__name__)
 SAMPLES_PER_LOG = 64

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mcore_rl.process.disk import reporting_full_disk
-from mcore_rl.process.log_segments import find_segments, number_of, rotate, segment_path
+from mcore_rl.process.log_files import find_segments, number_of, rotate, segment_path
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BLOCK_BYTES = 1 << 20

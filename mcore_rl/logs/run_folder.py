@@ -35,7 +35,7 @@ from mcore_rl.process.disk import (
 )
 from mcore_rl.process.file_list import MANIFEST, find_fault
 from mcore_rl.process.file_lock import LockedError, holding_lock
-from mcore_rl.process.log_segments import rotate
+from mcore_rl.process.log_files import rotate
 from mcore_rl.process.redaction import RedactingFormatter
 
 DAMAGED = ".damaged"

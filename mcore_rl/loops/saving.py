@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from mcore_rl.process.stop_request import StoppedEarly, stop_requested
+from mcore_rl.process.signals import StoppedEarly, stop_requested
 
 
 def is_due(step: int, every_steps: int, last_step: int) -> bool:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from mcore_rl.config import Config, RolloutConfig
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.layouts.layout import Layout
+from mcore_rl.weights.layouts.listed import RecordedLayouts
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
-from mcore_rl.weights.layouts.recorded import RecordedLayouts
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 from mcore_rl.weights.plan.shares import RegularHosts
 

@@ -3,9 +3,14 @@
 trainer       weights, gradients, optimizer, activations, logits
 engine        weights, KV cache
 shared GPUs   the fullest of several moments, each with what nobody has released by then
+
+Predicts the bytes of images and of a vision tower's activations on a rank of the first stage.
+
+Each rank of that stage runs the whole tower on all images of its micro-batch (docs/vision.md), so
+neither tensor nor context parallelism makes them fewer.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -18,18 +23,75 @@ from mcore_rl.config import (
 )
 from mcore_rl.config.upstream import Passed
 from mcore_rl.planning.activations import FLOAT32, Activations, Pass
-from mcore_rl.planning.critic_training import critic_training
 from mcore_rl.planning.engine_memory import engine_uses, served_bytes, sync_buffer_bytes
-from mcore_rl.planning.models import RecipeModels
-from mcore_rl.planning.moments import shared_gpus
+from mcore_rl.planning.moments import RecipeModels, shared_gpus
+from mcore_rl.planning.node_needs import critic_training
 from mcore_rl.planning.rank_memory import RankMemory, Side, Uses, stage_name
-from mcore_rl.planning.tower_memory import pixel_bytes, received_features, tower_activations
 from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig
-from mcore_rl.weights.models.tower import is_frozen
+from mcore_rl.weights.models.tower import PREFIX, is_frozen, merge_size
 from mcore_rl.weights.models.value_head import has_value_head, with_value_head
+
+GATE = PREFIX + "blocks.mlp.gate_proj.weight"
+"""Key of a tensor that only blocks with a gated MLP have."""
+
+
+def tower_activations(hf_config: HfConfig, step: Pass, vision: str, in_flight: float) -> float:
+    """Return the bytes of activations if every token of the micro-batch is of an image.
+
+    vision      train.vision; blocks that are not trained keep nothing for a backward pass
+    in_flight   micro-batches whose activations the stage keeps
+    """
+    family = family_of(hf_config)
+    sizes = family.sizes(hf_config)
+    num_patches = step.tokens * merge_size(hf_config) ** 2
+    hidden = sizes["tower_hidden"]
+    # norms' inputs and outputs, queries, keys and values before and after rotation, output; gate,
+    # up, activation and product, or the activation's input and output
+    is_gated = any(rule.key == GATE for rule in family.rules)
+    block = 10 * hidden + (4 if is_gated else 2) * sizes["tower_block_ffn"]
+    kept = sizes["tower_blocks"] * (hidden if step.recomputed else block)
+    if vision != "all":
+        kept = 0
+    inner = sizes.get("deepstack_mergers", 0) * _inner_feature(sizes, step, num_patches, vision)
+    numbers = num_patches * (in_flight * kept + block) + in_flight * inner
+    return numbers * step.itemsize
+
+
+def received_features(
+    hf_config: HfConfig, step: Pass, runs: Sequence[range], in_flight: float
+) -> float:
+    """Return the bytes of inner features that a stage gets from earlier ones.
+
+    runs        the layers of each of its model chunks
+    in_flight   micro-batches whose activations the stage keeps in each chunk
+    """
+    sizes = family_of(hf_config).sizes(hf_config)
+    num_features = sizes.get("deepstack_mergers", 0)
+    received = sum(max(num_features - run.start, 0) for run in runs if run.start)
+    own_tokens = step.tokens / (step.tp * step.cp)
+    return in_flight * received * sizes["hidden"] * own_tokens * step.itemsize
+
+
+def _inner_feature(sizes: Mapping[str, int], step: Pass, num_patches: int, vision: str) -> float:
+    """Return the numbers that features of one inner block take, with those of their projector.
+
+    Each rank has the features of all images, and those of its own tokens.
+    """
+    features = sizes["hidden"] * (step.tokens + step.tokens / (step.tp * step.cp))
+    # the outputs of norm, first layer and activation
+    projector = 0 if vision == "none" else 3 * sizes["tower_hidden"] * num_patches
+    return features + projector
+
+
+def pixel_bytes(config: HfConfig, num_tokens: int) -> float:
+    """Return the bytes of the pixels of a micro-batch whose tokens all stand for images."""
+    sizes = family_of(config).sizes(config)
+    num_patches = num_tokens * merge_size(config) ** 2
+    return num_patches * sizes["channels"] * sizes["patch_frames"] * sizes["patch"] ** 2 * FLOAT32
+
 
 MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 """Options of Adam's two moments per parameter; by default they are float32."""

@@ -9,7 +9,7 @@ from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config, ParallelConfig, PlanConfig
 from mcore_rl.config.tree import Settings, value_of, with_settings
 from mcore_rl.planning.memory import predict_memory
-from mcore_rl.planning.models import RecipeModels
+from mcore_rl.planning.moments import RecipeModels
 from mcore_rl.planning.rank_memory import RankMemory, Side
 
 GIB = 2**30

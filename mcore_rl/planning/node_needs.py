@@ -1,12 +1,41 @@
-"""Counts the nodes that a command needs for a recipe, from the bundles of its ranks and engines."""
+"""Counts the nodes that a command needs for a recipe, from the bundles of its ranks and engines.
+
+Says in a sentence which servers a run starts on each node with engines.
+
+Says how a recipe trains its critic: as the policy, but for the critic's own options.
+"""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mcore_rl.config import Config
+from mcore_rl.config import Config, CriticConfig, SandboxConfig, SearchConfig, TrainConfig
 from mcore_rl.planning.bundles import Bundle, plan_run
 from mcore_rl.planning.run_size import RunSize
+
+
+def explain_servers(sandbox: SandboxConfig, search: SearchConfig) -> str:
+    """Return the servers and what they take besides the ranks' processors; empty: there is none."""
+    parts = []
+    if sandbox.is_used:
+        parts.append(
+            f"a sandbox of {sandbox.workers} programs at a time, {sandbox.memory_mib:,} MiB each"
+            f" unless they ask for up to {sandbox.max_memory_mib:,}"
+        )
+    if search.is_used:
+        parts.append(f"a search of {search.index} ({search.method}, {search.threads} threads)")
+    if not parts:
+        return ""
+    return f"Servers, on each node with engines: {'; '.join(parts)}."
+
+
+def critic_training(train: TrainConfig, critic: CriticConfig) -> TrainConfig:
+    """Return `train` with the critic's own options for megatron-core on top of the policy's."""
+    return replace(
+        train,
+        megatron={**train.megatron, **critic.megatron},
+        ddp={**train.ddp, **critic.ddp},
+    )
 
 
 @dataclass(frozen=True)

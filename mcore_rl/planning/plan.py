@@ -12,9 +12,9 @@ from mcore_rl.config.recipe import require
 from mcore_rl.planning.checks import check_engines, check_sizes
 from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.memory import predict_memory
-from mcore_rl.planning.models import read_models
+from mcore_rl.planning.moments import read_models
+from mcore_rl.planning.node_needs import explain_servers
 from mcore_rl.planning.rank_memory import as_json as memory_as_json
-from mcore_rl.planning.server_needs import explain_servers
 from mcore_rl.planning.store_memory import explain_stores, store_bytes, store_nodes
 from mcore_rl.planning.sync import comparison_table, flows_table, predict_sync
 from mcore_rl.planning.tables import explain, memory_table, verdict

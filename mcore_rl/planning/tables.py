@@ -14,7 +14,7 @@ from mcore_rl.config import (
     RolloutConfig,
     TrainConfig,
 )
-from mcore_rl.planning.models import RecipeModels
+from mcore_rl.planning.moments import RecipeModels
 from mcore_rl.planning.nearest import GIB, Settings, available_bytes, nearest_that_fits, too_large
 from mcore_rl.planning.rank_memory import RankMemory
 

@@ -1,11 +1,28 @@
 """Puts an error into one text that names its type and is never empty.
 
 This module imports the standard library only, as short programs do.
+
+Makes text from models and users fit for any file or terminal.
 """
 
 import traceback
 
 from mcore_rl.process.disk import is_disk_full, name_full_disk
+
+
+def make_encodable(text: str, encoding: str = "utf-8") -> str:
+    """Return `text` with a backslash escape for each character that `encoding` lacks.
+
+    UTF-8 lacks only lone surrogates: "\\ud83d" in Python becomes the six characters \\ud83d.
+    """
+    return text.encode(encoding, errors="backslashreplace").decode(encoding)
+
+
+def shorten(text: str, most_chars: int) -> str:
+    """Return at most the first `most_chars` characters, and how many more there were."""
+    if len(text) <= most_chars:
+        return text
+    return f"{text[:most_chars]}... ({len(text) - most_chars} more characters)"
 
 
 def describe_error(error: BaseException, silent: str = "") -> str:

@@ -2,6 +2,15 @@
 
 They travel in objects and through inherited file descriptors, never in command lines or
 environment variables, which other users of the machine can read.
+
+The addresses of the servers that a run starts beside its collectors.
+
+collector --starts--> sandbox, search
+    |  MCORE_RL_SANDBOX_URL, MCORE_RL_SEARCH_URL
+    v
+reward functions, workers of environments, programs of agents
+
+Reads the JSON bodies that strangers send to a server of ours.
 """
 
 import hmac
@@ -13,6 +22,73 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import orjson
+
+SANDBOX_URL = "MCORE_RL_SANDBOX_URL"
+SEARCH_URL = "MCORE_RL_SEARCH_URL"
+
+
+def sandbox_url() -> str:
+    """Return the address of the run's sandbox, /run_code and key included; empty: it has none."""
+    return os.environ.get(SANDBOX_URL, "")
+
+
+def search_url() -> str:
+    """Return the address of the run's search, /retrieve and key included; empty: it has none."""
+    return os.environ.get(SEARCH_URL, "")
+
+
+def publish(urls: Mapping[str, str]) -> None:
+    """Tell this process, and those that it starts from now on, the addresses by variable."""
+    os.environ.update(urls)
+
+
+def withdraw(urls: Mapping[str, str]) -> None:
+    """Undo `publish`, unless another address stands there by now."""
+    for name, url in urls.items():
+        if os.environ.get(name) == url:
+            del os.environ[name]
+
+
+def split_key(url: str) -> tuple[str, str]:
+    """Return (the address without user and password, the password, or an empty text)."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=host)), parts.password or ""
+
+
+def parse_json(data: bytes) -> Any:
+    """Return the value in a body. Raises ValueError for all else, nested too deeply included."""
+    try:
+        return json.loads(data)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"the body is no JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("the body is nested too deeply") from None
+
+
+def read_call_arguments(given: object) -> str:
+    """Return the arguments of a tool call in a history, the text of an object; none are `{}`.
+
+    Raises ValueError with the reason if they are anything else: chat templates read an object.
+    """
+    if given is None or (isinstance(given, str) and not given.strip()):
+        return "{}"
+    if not isinstance(given, str):
+        raise ValueError(f"must be a string of JSON, not {type(given).__name__}")
+    try:
+        value: Any = orjson.loads(given)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(
+            f"must be an object of JSON, but {given[:40]!r} is no JSON: {error}"
+        ) from None
+    if not isinstance(value, dict):
+        raise ValueError(f"must be an object of JSON, as templates want, not {given[:40]!r}")
+    return given
+
 
 KEYS_FD = "--keys-fd"
 """The option by which a server is told the file descriptor of its keys."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_rl.process.disk import reporting_full_disk
-from mcore_rl.process.log_segments import read_tail
-from mcore_rl.process.proxies import open_directly
+from mcore_rl.process.log_files import read_tail
+from mcore_rl.process.network import open_directly
 from mcore_rl.process.safe_path import safe_module
 
 _log = logging.getLogger(__name__)

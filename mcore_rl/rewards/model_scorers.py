@@ -14,7 +14,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from mcore_rl.config import JudgeConfig
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.process.text import make_encodable
+from mcore_rl.process.errors import make_encodable
 from mcore_rl.rewards.user_function import find_file
 from mcore_rl.types import Prompt, Sample
 

@@ -2,9 +2,15 @@
 
 A failure or a missed deadline costs its sample, which has no outcome, or reward.error_value if
 reward.on_error=value.
+
+Derives a pseudo-random number from each sample, which rehearsals add to its reward.
+
+A random model earns the same reward for each of its responses. Advantages and gradients would then
+be zero, and a rehearsed step would move no weights.
 """
 
 import asyncio
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -13,14 +19,20 @@ from types import TracebackType
 from typing import Any, Self
 
 from mcore_rl.config import RewardConfig
-from mcore_rl.process.errors import describe_error
-from mcore_rl.process.text import shorten
+from mcore_rl.process.errors import describe_error, shorten
 from mcore_rl.rewards.function_calls import FunctionCalls
 from mcore_rl.rewards.model_scorers import ModelScorer, Post, ask
-from mcore_rl.rewards.noise import noise_of
 from mcore_rl.rewards.user_function import Answer, Fields, load_function
 from mcore_rl.types import Sample, has_outcome
 from mcore_rl.types.scores import ENVIRONMENT, Scores
+
+
+def noise_of(sample: Sample, part: str) -> float:
+    """Return a number in [0, 1) that depends only on prompt, response tokens and `part`."""
+    tokens = (sample.prompt.token_ids, sample.response_ids)
+    digest = hashlib.blake2b(f"{part} {tokens}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) / (1 << 53)
+
 
 _log = logging.getLogger(__name__)
 LOGGED_ERRORS = 3

@@ -18,8 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from mcore_rl.config.shipped import HOME
-from mcore_rl.process.errors import describe_error
-from mcore_rl.process.text import make_encodable
+from mcore_rl.process.errors import describe_error, make_encodable
 from mcore_rl.process.user_files import import_file
 
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from mcore_rl.process.errors import describe_error
-from mcore_rl.process.killed import wait_killed
+from mcore_rl.process.process_state import wait_killed
 from mcore_rl.rewards.user_function import Answer
 
 START_S = 120.0

@@ -7,8 +7,7 @@ from contextlib import asynccontextmanager
 from statistics import fmean
 
 from mcore_rl.config import RolloutConfig
-from mcore_rl.rollout.engine_health import EngineHealth
-from mcore_rl.rollout.engine_load import EngineLoad
+from mcore_rl.rollout.engine_health import EngineHealth, EngineLoad
 from mcore_rl.rollout.engine_room import EngineRoom, KvAdmission
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.migration import Migration, UnderWay, moved

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import psutil
 
-from mcore_rl.process.log_segments import read_tail
-from mcore_rl.process.network import loopback_interfaces, zmq_peers
-from mcore_rl.process.own_folder import compile_caches
-from mcore_rl.process.ports import find_free_port
-from mcore_rl.process.proxies import bypass_proxies, open_directly
+from mcore_rl.process.folders import TempDir, compile_caches
+from mcore_rl.process.log_files import read_tail
+from mcore_rl.process.network import (
+    bypass_proxies,
+    find_free_port,
+    loopback_interfaces,
+    open_directly,
+    zmq_peers,
+)
 from mcore_rl.process.server_keys import bearer
-from mcore_rl.process.temp_dir import TempDir
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 from mcore_rl.rollout.server_process import ServerProcess
 

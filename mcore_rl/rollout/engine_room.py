@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import aiohttp
 
 from mcore_rl.process.server_keys import user_headers
-from mcore_rl.rollout.engine_health import EngineHealth
-from mcore_rl.rollout.engine_load import EngineLoad
+from mcore_rl.rollout.engine_health import EngineHealth, EngineLoad
 from mcore_rl.rollout.engine_spec import EngineAddress
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from uuid import uuid4
 
-from mcore_rl.rollout.engine_load import EngineLoad
+from mcore_rl.rollout.engine_health import EngineLoad
 from mcore_rl.rollout.request import EngineAffinity, Request
 from mcore_rl.rollout.transport import EngineTransport
 from mcore_rl.types import Sample

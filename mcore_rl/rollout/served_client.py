@@ -10,7 +10,7 @@ import aiohttp
 
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.http import open_session
-from mcore_rl.process.log_throttle import LogThrottle
+from mcore_rl.process.log_files import LogThrottle
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mcore_rl.config import ServedModelConfig
 from mcore_rl.process.errors import describe_error
-from mcore_rl.process.proxies import open_directly
+from mcore_rl.process.network import open_directly
 from mcore_rl.process.server_keys import bearer
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.process.cores import THREADS
-from mcore_rl.process.lasting_output import keep_output_lasting
-from mcore_rl.process.lazy_imports import without_collector
+from mcore_rl.process.gc_pause import without_collector
+from mcore_rl.process.log_files import follow_output, keep_output_lasting, rotate_output
 from mcore_rl.process.meeting_store import bind_meetings_to_their_host
-from mcore_rl.process.rotated_output import follow_output, rotate_output
 from mcore_rl.process.server_keys import KEYS_FD, ServerKeys, read_keys
 from mcore_rl.process.shared_names import start_resource_tracker
 from mcore_rl.process.tied import die_with_parent

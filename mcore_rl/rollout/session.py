@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.rollout.engine_load import EngineLoad
+from mcore_rl.rollout.engine_health import EngineLoad
 from mcore_rl.rollout.engine_room import KvAdmission
 from mcore_rl.rollout.request import EngineAffinity, Request, Sampling
 from mcore_rl.rollout.transport import EngineTransport

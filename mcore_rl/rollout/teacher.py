@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from mcore_rl.process.http import open_session
-from mcore_rl.process.log_throttle import LogThrottle
+from mcore_rl.process.log_files import LogThrottle
 from mcore_rl.rollout.scoring import UnreachableError, score_tokens
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.rollout.transport import RolloutError

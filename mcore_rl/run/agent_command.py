@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from mcore_rl.config import Config
-from mcore_rl.process.lazy_imports import without_collector
+from mcore_rl.process.gc_pause import without_collector
 
 
 def add_arguments(

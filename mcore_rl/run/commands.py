@@ -14,7 +14,7 @@ from mcore_rl.cluster.run import RunProcesses, run_processes
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
 from mcore_rl.data.sft import SftStream
-from mcore_rl.data.token_cache import token_cache_dir
+from mcore_rl.data.tokenization import token_cache_dir
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.logs.run_report import make_report
 from mcore_rl.loops.dpo import optimize_preferences
@@ -25,8 +25,8 @@ from mcore_rl.loops.roles import Roles, in_turn
 from mcore_rl.loops.sft import fine_tune
 from mcore_rl.planning.checks import check_engines
 from mcore_rl.planning.run_size import RunSize
-from mcore_rl.process.rotated_output import rotating_logs
-from mcore_rl.process.threads import at_once
+from mcore_rl.process.event_loop import at_once
+from mcore_rl.process.log_files import rotating_logs
 from mcore_rl.run.images import sft_images
 from mcore_rl.run.inputs import (
     check_no_trainer,

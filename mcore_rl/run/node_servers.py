@@ -7,7 +7,7 @@ from pathlib import Path
 from mcore_rl.cluster.node_servers import NodeServersSpec
 from mcore_rl.config import Config
 from mcore_rl.logs.run_folder import RunFolder
-from mcore_rl.process.run_servers import SANDBOX_URL, SEARCH_URL
+from mcore_rl.process.server_keys import SANDBOX_URL, SEARCH_URL
 from mcore_rl.services.search.index import read_manifest
 
 _NOWHERE = "http://127.0.0.1:1"

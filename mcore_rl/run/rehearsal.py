@@ -46,7 +46,7 @@ MAX_RESPONSE_LEN = 16
 MAX_TOKENS = 1024
 KV_CACHE_LEN = 8192
 REWARD_NOISE = 1.0
-"""Noise added to rewards (rewards/noise.py): a random model earns 0 for every response."""
+"""Noise added to rewards (rewards/scorer.py): a random model earns 0 for every response."""
 LEARNING_RATE = 1e-3
 """One step at this rate changes log-probs far more than rounding does, so stale engines show."""
 

@@ -15,8 +15,8 @@ from mcore_rl.cluster.run import RunProcesses, experts_shape
 from mcore_rl.config import Config, RewardConfig
 from mcore_rl.data.decoding import make_decode
 from mcore_rl.loops.roles import OnTokens, ReadSamples, Reward, ScoreLater
-from mcore_rl.planning.server_needs import explain_servers
-from mcore_rl.process.log_throttle import LogThrottle
+from mcore_rl.planning.node_needs import explain_servers
+from mcore_rl.process.log_files import LogThrottle
 from mcore_rl.process.redaction import known_secrets
 from mcore_rl.rewards.of_recipe import make_scorer
 from mcore_rl.rewards.scorer import LOGGED_ERRORS, log_failures

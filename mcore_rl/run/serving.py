@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mcore_rl.process.errors import describe_error
-from mcore_rl.process.network import refuse_open_door
-from mcore_rl.process.proxies import open_directly
+from mcore_rl.process.network import open_directly, refuse_open_door
 from mcore_rl.process.server_keys import ServerKeys, read_key_file, user_headers
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.files import write_parquet, write_prompts
+from mcore_rl.data.rows import write_parquet, write_prompts
 from mcore_rl.tasks.tiny_model import make_vocabulary, make_word_tokenizer, write_tiny_model
 
 NUM_TRAIN = 6000

@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.files import prompt_row, write_parquet
+from mcore_rl.data.rows import prompt_row, write_parquet
 from mcore_rl.tasks.tiny_model import make_vocabulary, write_tiny_model
 
 NUM_TRAIN = 2000

@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.files import write_parquet
-from mcore_rl.data.rows import Row, load_rows, required
+from mcore_rl.data.rows import Row, load_rows, required, write_parquet
 from mcore_rl.rewards.code.calls import CALL_LANGUAGES
 from mcore_rl.rewards.code.languages import PROGRAM_LANGUAGES, read_languages
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.files import prompt_row, write_parquet
 from mcore_rl.data.images.placeholders import IMAGE
-from mcore_rl.data.rows import Row, load_rows, required
+from mcore_rl.data.rows import Row, load_rows, prompt_row, required, write_parquet
 from mcore_rl.tasks.downloads import files_of_split, source_folder
 
 INSTRUCTION = "Think step by step, and put the final answer in \\boxed{}."

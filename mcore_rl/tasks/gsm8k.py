@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from mcore_rl.data.files import prompt_row, write_parquet
-from mcore_rl.data.rows import load_rows
+from mcore_rl.data.rows import load_rows, prompt_row, write_parquet
 from mcore_rl.tasks.downloads import files_of_split, source_folder
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'

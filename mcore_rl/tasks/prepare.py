@@ -61,7 +61,7 @@ def _prepare_code_files(args: argparse.Namespace) -> None:
 
 
 def _check_overlap(args: argparse.Namespace) -> None:
-    from mcore_rl.tasks.code_overlap import check_overlap
+    from mcore_rl.tasks.code import check_overlap
 
     check_overlap(args.train, args.held_out)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.files import prompt_row, write_parquet
+from mcore_rl.data.rows import prompt_row, write_parquet
 from mcore_rl.process.disk import write_whole
 from mcore_rl.tasks.tiny_model import SPECIAL_TOKENS, write_tiny_model
 

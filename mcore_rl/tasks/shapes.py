@@ -25,7 +25,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from mcore_rl.data.files import prompt_row, write_parquet
+from mcore_rl.data.rows import prompt_row, write_parquet
 from mcore_rl.tasks.tiny_vision_model import write_tiny_vision_model
 
 NUM_TRAIN = 2000

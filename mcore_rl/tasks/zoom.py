@@ -17,7 +17,7 @@ from typing import Any
 
 from PIL import Image
 
-from mcore_rl.data.files import prompt_row, write_parquet
+from mcore_rl.data.rows import prompt_row, write_parquet
 from mcore_rl.tasks.shapes import COLORS, EMPTY, KINDS, SIDE, Cell, draw, encoded
 from mcore_rl.tasks.tiny_vision_model import write_tiny_vision_model
 

@@ -14,8 +14,6 @@ from mcore_rl.algo.diagnostics import attribute_diff
 from mcore_rl.algo.sample_sums import add_up_samples, known_sums
 from mcore_rl.algo.sequences import SequenceSum, samples_of_tokens, sequence_sum
 from mcore_rl.train.chunk_run import RoutingRecord
-from mcore_rl.train.finite import check_finite
-from mcore_rl.train.gather import gather_tokens
 from mcore_rl.train.logprobs import (
     VocabParallelSoftmax,
     vocab_parallel_logprobs,
@@ -27,12 +25,12 @@ from mcore_rl.train.reference import ReferenceWeights
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import Report
 from mcore_rl.train.shards import local_tensors
-from mcore_rl.train.stats import masked_sums, token_sums
+from mcore_rl.train.stats import check_finite, gather_tokens, masked_sums, token_sums
 from mcore_rl.train.trained_model import TrainedModel
-from mcore_rl.train.vision.work import tower_work
+from mcore_rl.train.vision.rank_images import tower_work
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 from mcore_rl.weights.hf.facts import ModelFacts
-from mcore_rl.weights.hf.tower_flops import TowerFlops
+from mcore_rl.weights.hf.flops import TowerFlops
 
 TokenLoss = Callable[[Tensor, Tensor, TrainBatch, SequenceSum], tuple[Tensor, Mapping[str, Tensor]]]
 """(logprobs_T, entropy_T, batch of the same tokens, its sequence sums) -> (loss_T, metrics_T)."""

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_rl.device import device, synchronize
 from mcore_rl.process.disk import DiskFullError, reporting_full_disk
-from mcore_rl.train.optimizer_state import Readable, as_it_is
+from mcore_rl.train.optimizer import Readable, as_it_is
 from mcore_rl.train.storage import (
     FILE_MANIFEST,
     SHARED,

@@ -6,12 +6,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from mcore_rl.train.finite import check_finite
-from mcore_rl.train.gather import gather_tokens
 from mcore_rl.train.packing import RankBatch
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import Report
-from mcore_rl.train.stats import token_sums
+from mcore_rl.train.stats import check_finite, gather_tokens, token_sums
 from mcore_rl.train.trained_model import TrainedModel
 from mcore_rl.types import StepStats, TrainBatch
 from mcore_rl.weights.hf.facts import ModelFacts

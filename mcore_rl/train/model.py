@@ -1,30 +1,149 @@
-"""Builds this rank's megatron-core GPTModel chunks, not yet filled, from HF config and layout."""
+"""Builds this rank's megatron-core GPTModel chunks, not yet filled, from HF config and layout.
+
+Experts whose first linear layer alternates gate and up rows, as in gpt-oss.
+
+linear_fc1 gives   g0 u0 g1 u1 g2 u2     (the rows of the HF tensor)
+the activation     g0 g1 g2 u0 u1 u2     (what megatron-core expects)
+
+RMSNorm of queries or keys over all heads of a token, which are spread over several ranks.
+
+Replaces the output layer of a critic: turns hidden states into one number per token.
+"""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
 
 from mcore_rl.device import attention_with_sinks
-from mcore_rl.train.interleaved_experts import with_halves
-from mcore_rl.train.projection_norm import ProjectionNorm
 from mcore_rl.train.router import TokenWeightedRouter
 from mcore_rl.train.transformer_config import rotary_options
-from mcore_rl.train.value_head import ValueHead
 from mcore_rl.train.vision.deepstack import DeepstackLayer
 from mcore_rl.train.vision.model import VisionLanguageModel
 from mcore_rl.weights.hf.config import padded_vocab_size
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig
 from mcore_rl.weights.models.value_head import has_value_head
+
+
+class _Alternating:
+    """Marks the classes that `with_halves` makes."""
+
+
+@cache
+def with_halves(linear: type) -> type:
+    """Return a subclass of linear_fc1's class whose output has the gate first, then up.
+
+    The weight keeps the alternating rows of the HF tensor. Stored in halves, every row would be a
+    slice of its own in load and weight sync. A class made here is returned unchanged, since layers
+    share their spec.
+    """
+    if issubclass(linear, _Alternating):
+        return linear
+
+    class AlternatingLinear(_Alternating, linear):
+        def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+            out, bias = super().forward(*args, **kwargs)
+            assert bias is None, (
+                "linear_fc1 must add its bias itself, before the rows are reordered"
+            )
+            return out.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), None
+
+    return AlternatingLinear
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """All-reduce in both directions.
+
+    Every tensor-parallel rank continues with the total, so the gradient of a rank's part is the sum
+    of all ranks' gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        total = value.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ps.get_tensor_model_parallel_group())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return _SumOverRanks.forward(ctx, grads[0])
+
+
+class ProjectionNorm(torch.nn.Module):
+    """RMSNorm over the whole projection, as in OLMoE (arXiv:2409.02060, section 2) and MiniMax-M2.
+
+    megatron-core normalizes each head separately. Every tensor-parallel rank holds the whole weight
+    and uses its heads' part; Megatron sums the gradients of such norms over these ranks. Forward
+    and backward each all-reduce 4 bytes per token.
+    """
+
+    def __init__(
+        self, num_heads: int, hidden_size: int, config: TransformerConfig, eps: float
+    ) -> None:
+        """num_heads     query heads or key-value heads of the whole layer
+        hidden_size   size of one head
+        """
+        super().__init__()
+        self._num_heads = num_heads
+        self._eps = eps
+        self.weight = torch.nn.Parameter(
+            torch.ones(num_heads * hidden_size, dtype=config.params_dtype)
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x_THd: Tensor) -> Tensor:
+        """Normalize this rank's H heads [..., H, d]; several ranks may hold the same KV head."""
+        num_local, head_dim = x_THd.shape[-2:]
+        rank = ps.get_tensor_model_parallel_rank()
+        size = ps.get_tensor_model_parallel_world_size()
+        squares_T = x_THd.float().square().sum((-2, -1), keepdim=True)
+        if size > 1:
+            squares_T = _SumOverRanks.apply(squares_T)
+        scale_T = torch.rsqrt(squares_T / (num_local * size * head_dim) + self._eps)
+        first = rank * self._num_heads // size
+        weight_Hd = self.weight.view(self._num_heads, head_dim)[first : first + num_local]
+        return (x_THd.float() * scale_T * weight_Hd.float()).to(x_THd.dtype)
+
+
+class ValueHead(MegatronModule):
+    """Replaces GPTModel.output_layer and takes its arguments; computes in float32.
+
+    Every tensor-parallel rank holds the whole head. Under sequence parallelism each rank computes
+    its own tokens, and Megatron sums the gradients of the head over the ranks.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        weight = torch.empty(1, config.hidden_size, dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden_THx: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+        """Return values [T, 1, 1] of hidden states [T, 1, hidden].
+
+        Under sequence parallelism the input is this rank's [T / tp, 1, hidden].
+        """
+        values_T11 = F.linear(hidden_THx.float(), self.weight.float())
+        if self.sequence_parallel:
+            values_T11 = gather_from_sequence_parallel_region(
+                values_T11, tensor_parallel_output_grad=False
+            )
+        return values_T11, None
 
 
 def make_chunks(config: TransformerConfig, hf_config: HfConfig) -> list[GPTModel]:

@@ -1,6 +1,10 @@
-"""Makes the process groups of a parallel layout and says where this rank stands in it."""
+"""Makes the process groups of a parallel layout and says where this rank stands in it.
+
+The place of a rank in the parallel layout. Imports no Megatron; the controller uses it, too.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,8 +18,19 @@ from mcore_rl.device import dist_backend, set_local_device, setup_device
 from mcore_rl.device.rng import default_generators
 from mcore_rl.process.meeting_store import make_meeting_store
 from mcore_rl.process.network import is_loopback, stay_on_loopback
-from mcore_rl.train.coordinate import RankCoordinate
 from mcore_rl.train.rng import seed_generators
+
+
+@dataclass(frozen=True)
+class RankCoordinate:
+    """A rank's index in each parallel dimension; `owns_output` is True on one rank per `dp`."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    owns_output: bool
 
 
 def init_distributed(

@@ -199,7 +199,7 @@ def _parallelism(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
         "pipeline_dtype": dtype,
-        # Each micro-batch has its own length; train/pipeline.py knows them.
+        # Each micro-batch has its own length; train/schedule.py knows them.
         "variable_seq_lengths": parallel.pp > 1,
         # megatron-core would wait for the device on every hop, for the sake of old torch versions.
         "batch_p2p_sync": False,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import DeviceStream
-from mcore_rl.process.garbage import collections_paused
+from mcore_rl.process.gc_pause import collections_paused
 from mcore_rl.weight_sync.buckets import Bucket
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.placed_bucket import Holding, PlacedBucket

@@ -1,21 +1,141 @@
-"""Connects a rank to its peers by a plan, then moves one version after another by it."""
+"""Connects a rank to its peers by a plan, then moves one version after another by it.
+
+Compares what lies in an engine rank's live parameters with the checksums that senders took.
+
+    trainer rank's slices --sum--> kept by the engine rank while it receives a version
+    live parameters, after the swap --packed again, bucket by bucket--> sum ------> compared
+
+Checksums in flight end where a bucket is placed. This one covers what comes after: the place, the
+swap, and whatever else wrote to the parameters.
+"""
 
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from mcore_rl.process.garbage import collections_paused
-from mcore_rl.weight_sync.bucket_transfer import BucketTransfer
-from mcore_rl.weight_sync.destination import DestinationCheck, SentSums
+from mcore_rl.device.gpu_memory import DeviceStream
+from mcore_rl.process.gc_pause import collections_paused
+from mcore_rl.weight_sync.bucket_transfer import BucketTransfer, RankBucket
 from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.placed_bucket import PlacedBucket
 from mcore_rl.weight_sync.plan_handshake import MakeShards, PlanHandshake
 from mcore_rl.weight_sync.rank_plan import RankPlan
 from mcore_rl.weight_sync.transports.choice import MakeTransport
 from mcore_rl.weight_sync.transports.transport import TransferError
 from mcore_rl.weight_sync.verified_buckets import VerifiedBuckets
 from mcore_rl.weight_sync.wire import Link, Report
+
+_UNSIGNED = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class SentSums:
+    """The checksums that senders took of the slices of one version.
+
+    sums_P  int64 [slices], those of one bucket after another
+    """
+
+    version: int
+    sums_P: Tensor
+
+    @staticmethod
+    def join(version: int, sums: Sequence[Tensor]) -> "SentSums":
+        """Join the checksums of each bucket, int64 [its slices]."""
+        joined_P = torch.cat(list(sums)) if sums else torch.zeros(0, dtype=torch.int64)
+        return SentSums(version, joined_P)
+
+    def count_changed(self, before: "SentSums") -> int:
+        """Return how many slices are other bytes than those of version `before`."""
+        return int((self.sums_P != before.sums_P).sum())
+
+
+class DestinationCheck:
+    """Reads an engine rank's slices back. Takes memory for one bucket on the rank's device."""
+
+    def __init__(self, end: LinkEnd, buckets: Sequence[RankBucket], sums: str) -> None:
+        """`buckets`: all that the rank receives; `sums`: the kind of their checksums."""
+        self._end = end
+        self._buckets = buckets
+        self._kind = sums
+        self._stream = DeviceStream(end.device)
+        most_words = max((own.bucket.num_words for own in buckets), default=0)
+        with torch.inference_mode(False):
+            self._scratch_W = torch.zeros(most_words, dtype=torch.int64, device=end.device)
+        names = (part.shard.tensor for own in buckets for part in own.held)
+        self._tensor_names = list(dict.fromkeys(names))
+        self._bound: list[tuple[list[int], list[PlacedBucket]]] = []
+        """Addresses of tensors, and the buckets bound to them: an engine's two sets take turns."""
+
+    def check(self, version: int, tensors: Mapping[str, Tensor], sent: SentSums | None) -> None:
+        """Compare the slices in `tensors`, which are to be those of `version`.
+
+        Raises TransferError naming the first slice that differs, or the version that was received
+        instead.
+        """
+        if sent is None or sent.version != version:
+            held = "none" if sent is None else str(sent.version)
+            raise TransferError(
+                f"{self._end.name} was to verify version {version}, but received {held} last"
+            )
+        different = self.find_difference(version, self.sums(tensors), sent)
+        if different is not None:
+            raise TransferError(
+                f"{different}. The engine gets no requests until it is linked and synced anew"
+                " (docs/debugging.md)"
+            )
+
+    def sums(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the checksums of the slices in `tensors`, int64 [slices]."""
+        with self._stream.running():
+            sums = []
+            for placed in self._bind(tensors):
+                placed.pack(version=0)
+                sums.append(placed.sums_P)
+            return SentSums.join(0, sums).sums_P
+
+    def find_difference(self, version: int, found_P: Tensor, sent: SentSums) -> str | None:
+        """Name the first slice of `version` whose checksum is another; None if all are equal."""
+        differs_P = (found_P != sent.sums_P).nonzero()
+        if not len(differs_P):
+            return None
+        first = int(differs_P[0])
+        named = self._describe(version, first, int(found_P[first]), int(sent.sums_P[first]))
+        return f"{named}; {len(differs_P)} of {len(found_P)} slices differ"
+
+    def _bind(self, tensors: Mapping[str, Tensor]) -> list[PlacedBucket]:
+        addresses = [tensors[name].data_ptr() for name in self._tensor_names]
+        for known, buckets in self._bound:
+            if known == addresses:
+                return buckets
+        with collections_paused():
+            placed = [
+                PlacedBucket(
+                    own.bucket,
+                    self._scratch_W[: own.bucket.num_words],
+                    own.held,
+                    tensors,
+                    sums=self._kind,
+                )
+                for own in self._buckets
+            ]
+        self._bound = [*self._bound[-1:], (addresses, placed)]
+        return placed
+
+    def _describe(self, version: int, index: int, found: int, sent: int) -> str:
+        """Name slice number `index`, counted over all buckets, and its checksums."""
+        places = [(own, piece) for own in self._buckets for piece in range(len(own.bucket.pieces))]
+        own, number = places[index]
+        box = own.bucket.pieces[number].box
+        tensor = next(part.shard.tensor for part in own.held if part.piece == number)
+        return (
+            f"{box.name} {box.start} to {box.stop} of version {version} lies in {tensor} of"
+            f" {self._end.name} with checksum {found & _UNSIGNED:#x}, but trainer rank"
+            f" {own.bucket.source_rank} sent {sent & _UNSIGNED:#x}"
+        )
+
 
 SENDER_GRACE_S = 2.0
 """How much longer senders wait than the engine's ranks, so that a receiver's error comes first.

@@ -21,7 +21,7 @@ from mcore_rl.device.gpu_memory import DeviceStream, common_device
 from mcore_rl.weight_sync.transports.transport import TransferError
 from mcore_rl.weights.layouts.copy_recorder import HfTensors, LoadWeights
 from mcore_rl.weights.layouts.engine_trace import TracedLoad, find_unlike, record_all
-from mcore_rl.weights.layouts.loader_error import LoaderFailedError
+from mcore_rl.weights.layouts.loader import LoaderFailedError
 
 _log = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from mcore_rl.weight_sync.transports.host.one_pass import OnePass, Part
 from mcore_rl.weight_sync.transports.transport import TransferError
 from mcore_rl.weight_sync.verify import ROW_WORDS, ROWS, XXH3, make_sums
 from mcore_rl.weights.box import Shard
-from mcore_rl.weights.hf.fp8 import FP8, scale_box
-from mcore_rl.weights.hf.quantize import quantize_into
+from mcore_rl.weights.hf.fp8 import FP8, quantize_into, scale_box
 
 _UNSIGNED = 2**64 - 1
 

@@ -22,9 +22,8 @@ from mcore_rl.weight_sync.rank_plan import Draft, Layouts, RankPlan
 from mcore_rl.weight_sync.wire import decode_shards, encode_shards
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.layouts.layout import HfTensors, Layout, check_rank
-from mcore_rl.weights.layouts.listed import ListedLayout
+from mcore_rl.weights.layouts.listed import ListedLayout, RecordedLayouts
 from mcore_rl.weights.layouts.megatron import MegatronLayout
-from mcore_rl.weights.layouts.recorded import RecordedLayouts
 
 _log = logging.getLogger(__name__)
 _LISTS = "layout"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import common_device
-from mcore_rl.process.garbage import collections_paused
+from mcore_rl.process.gc_pause import collections_paused
 from mcore_rl.weight_sync.connection import Connection
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.link_keeper import DATA, ERROR

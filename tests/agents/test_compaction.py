@@ -1,7 +1,6 @@
 """The first messages and the last answers stay."""
 
-from mcore_rl.agents.compaction import keep_last_answers
-from mcore_rl.agents.messages import Message
+from mcore_rl.agents.messages import Message, keep_last_answers
 
 
 def message(role: str, text: str) -> Message:

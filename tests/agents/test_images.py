@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.agents.chat.chat_format import ChatFormat
-from mcore_rl.agents.environments.errors import EpisodeError
-from mcore_rl.agents.environments.pictures import image_part, images_in
+from mcore_rl.agents.environments.environment import EpisodeError, image_part, images_in
 from mcore_rl.agents.images import (
     ImageLimits,
     MessageImages,

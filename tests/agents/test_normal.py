@@ -1,7 +1,6 @@
 """Conversations that differ in form alone have the same fingerprint; others do not."""
 
-from mcore_rl.agents.messages import Message
-from mcore_rl.agents.normal import fingerprints
+from mcore_rl.agents.messages import Message, fingerprints
 
 
 def call(arguments: object) -> Message:

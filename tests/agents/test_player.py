@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 
 from mcore_rl.agents.chat.chat_format import ChatFormat
-from mcore_rl.agents.compaction import keep_last_answers
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.gateway import AdmissionOptions, Gateway, GatewayOptions
-from mcore_rl.agents.messages import Answer, CallAttempt, CallStatus, EndReason, Tool
+from mcore_rl.agents.messages import (
+    Answer,
+    CallAttempt,
+    CallStatus,
+    EndReason,
+    Tool,
+    keep_last_answers,
+)
 from mcore_rl.agents.player import EpisodePlayer, PlayOptions
 from mcore_rl.agents.recorder import EpisodeLimits, Parser, TurnRequest
 from mcore_rl.types import Prompt, Sample

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from checkpoint_tools.assembly import Piece, checked, cut, joined, make_pieces, row_of, whole
 from checkpoint_tools.stored import Chunk
-from mcore_rl.weights.strides import contiguous_strides
+from mcore_rl.weights.box import contiguous_strides
 from tests.support.assembly_elements import element_pairs
 
 

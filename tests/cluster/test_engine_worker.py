@@ -12,7 +12,7 @@ import ray
 
 from mcore_rl.cluster.engine_worker import EngineWorker, RestartCounts
 from mcore_rl.cluster.rank_actor import ProcessLost
-from mcore_rl.process.restart_budget import HOUR_S
+from mcore_rl.process.process_state import HOUR_S
 from mcore_rl.rollout.engine_health import EngineState
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.server_process import FORKS

@@ -16,8 +16,7 @@ from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
-from mcore_rl.process.log_segments import find_segments
-from mcore_rl.process.rotated_output import rotating_logs
+from mcore_rl.process.log_files import find_segments, rotating_logs
 from tests.support.cluster_workers import Worker
 from tests.support.debuggers import ray_debug
 

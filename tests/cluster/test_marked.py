@@ -13,7 +13,7 @@ from mcore_rl.cluster import marked
 from mcore_rl.cluster.marked import OPEN, TEMP_PREFIX, marked_processes, ray_temp_dir, uninterrupted
 from mcore_rl.cluster.watchdog import MARK
 from mcore_rl.process.disk import DiskFullError
-from mcore_rl.process.short_folder import LONGEST_PATH
+from mcore_rl.process.folders import LONGEST_PATH
 from tests.support.small_disks import mounted
 
 

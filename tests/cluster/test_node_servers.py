@@ -21,7 +21,7 @@ from mcore_rl.cluster.node_servers import (
     search_arguments,
 )
 from mcore_rl.config import SandboxConfig, SearchConfig
-from mcore_rl.process.run_servers import sandbox_url, search_url, split_key
+from mcore_rl.process.server_keys import sandbox_url, search_url, split_key
 from mcore_rl.services.search.build import build_index
 from mcore_rl.services.search.layout import IndexOptions
 from tests.services.search.corpora import write_corpus

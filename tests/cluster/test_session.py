@@ -18,7 +18,7 @@ from mcore_rl.cluster.environment import RAY_DEFAULTS
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.worker_setup import FORKS
 from mcore_rl.config import ClusterConfig
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 
 pytestmark = pytest.mark.e2e
 

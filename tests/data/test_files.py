@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.data.files import prompt_row, write_parquet
+from mcore_rl.data.rows import prompt_row, write_parquet
 
 
 def test_rows_come_back_in_verls_columns(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.data.mixing import Mixing
+from mcore_rl.data.source import Mixing
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 400))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.data.files import prompt_row, write_parquet
 from mcore_rl.data.prompts import load_prompts
+from mcore_rl.data.rows import prompt_row, write_parquet
 from mcore_rl.tasks.arithmetic import make_tokenizer
 
 SHORT, LONG = (

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.data.files import write_parquet
 from mcore_rl.data.rows import (
     ground_truth_of,
     load_rows,
@@ -18,6 +17,7 @@ from mcore_rl.data.rows import (
     python_rows,
     refuse_images,
     required,
+    write_parquet,
 )
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.data.files import write_parquet
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.images.prompts import ImagePrompts, ImageRules
-from mcore_rl.data.sft import SftStream
-from mcore_rl.data.sft_images import MESSAGES, SftImages
+from mcore_rl.data.rows import write_parquet
+from mcore_rl.data.sft import MESSAGES, SftImages, SftStream
 from tests.support.odd_images import (
     PLACEHOLDER,
     encode,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.data.token_cache import TokenCache, default_cache_dir
+from mcore_rl.data.tokenization import TokenCache, default_cache_dir
 
 ROWS = [[1, 2, 3], [], [2**31 - 1]]
 

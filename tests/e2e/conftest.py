@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from mcore_rl.tasks.arithmetic import prepare_arithmetic
 from tests.support.runs import Run, tiny_settings
 from tests.support.slurm import missing_commands, two_nodes

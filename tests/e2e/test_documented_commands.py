@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from tests.support.documented import Documented, documented, in_workspace, own_algorithm
 from tests.support.forked_commands import run_forked
 from tests.support.policy import ROOT

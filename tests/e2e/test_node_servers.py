@@ -34,7 +34,7 @@ ENVIRONMENT = '''
 import base64, json, time, urllib.error, urllib.request
 from mcore_rl.agents.environments.environment import Start, Step
 from mcore_rl.agents.environments.search_options import Searcher, SearchOptions
-from mcore_rl.process.run_servers import sandbox_url, split_key
+from mcore_rl.process.server_keys import sandbox_url, split_key
 
 def run(code):
     url, key = split_key(sandbox_url())

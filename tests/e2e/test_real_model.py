@@ -11,7 +11,7 @@ import pytest
 
 from checkpoint_tools.cli import main as ckpt
 from mcore_rl.config import ParallelConfig
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from tests.support.distributed import run_ranks
 from tests.support.policy import ROOT
 from tests.support.real_model import batch_of, logprobs_of, write_smollm2

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from mcore_rl.cli import main
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from mcore_rl.process.server_keys import bearer
 
 pytestmark = pytest.mark.e2e

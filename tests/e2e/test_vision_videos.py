@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.data.files import write_parquet
-from mcore_rl.data.rows import load_rows
+from mcore_rl.data.rows import load_rows, write_parquet
 from mcore_rl.tasks.shapes import prepare_shapes
 from tests.e2e.test_vision import TWO_STEPS, check_agreement, settings_of
 from tests.support.runs import Run

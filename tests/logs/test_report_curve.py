@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from mcore_rl.logs.report_curve import draw_reward_curve, moving_average
+from mcore_rl.logs.run_report import draw_reward_curve, moving_average
 
 
 def test_moving_average_starts_at_the_first_value_and_follows() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.logs.report_rows import load_last_samples, load_metrics, pick_samples, series
 from mcore_rl.logs.rows import RowFile
+from mcore_rl.logs.run_report import load_last_samples, load_metrics, pick_samples, series
 
 
 def write(path: Path, *rows: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.logs.report_summary import summarize
+from mcore_rl.logs.run_report import summarize
 
 
 def test_numbers_of_a_run() -> None:

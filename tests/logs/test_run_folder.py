@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from mcore_rl.config import Config, LogConfig
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.disk import DiskFullError
-from mcore_rl.process.log_segments import find_segments
+from mcore_rl.process.log_files import find_segments
 from tests.support.checkpoint_folders import write_checkpoint
 
 

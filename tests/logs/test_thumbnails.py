@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from mcore_rl.logs import MetricsLogger
+from mcore_rl.logs.logger import SIDE, Thumbnails
 from mcore_rl.logs.rows import read_rows
 from mcore_rl.logs.run_report import make_report
-from mcore_rl.logs.thumbnails import SIDE, Thumbnails
 from mcore_rl.types import EpisodeRecord, PromptImage
 from mcore_rl.types.scores import Scores
 from tests.support.odd_images import encode, noise

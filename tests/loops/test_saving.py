@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.loops.saving import is_due, save_if_due
-from mcore_rl.process.stop_request import SIGNAL, StoppedEarly, watch_for_stop_requests
+from mcore_rl.process.signals import SIGNAL, StoppedEarly, watch_for_stop_requests
 
 
 @pytest.fixture

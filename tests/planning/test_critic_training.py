@@ -1,7 +1,7 @@
 """A critic's own options for megatron-core come on top of the policy's."""
 
 from mcore_rl.config import CriticConfig, TrainConfig
-from mcore_rl.planning.critic_training import critic_training
+from mcore_rl.planning.node_needs import critic_training
 
 
 def test_a_critic_is_trained_as_the_policy_but_for_its_own_options() -> None:

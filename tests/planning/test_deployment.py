@@ -12,7 +12,7 @@ from mcore_rl.planning.deployment import (
     make_deployment,
     relays,
 )
-from mcore_rl.planning.models import read_policy
+from mcore_rl.planning.moments import read_policy
 
 COLOCATED = {
     "rollout.stage_weights": False,

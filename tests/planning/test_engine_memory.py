@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.engine_memory import engine_uses, sync_buffer_bytes
-from mcore_rl.planning.models import read_models
+from mcore_rl.planning.moments import read_models
 
 DEEPSEEK = "deepseek_v3_grpo_128"
 LAYERS, DENSE_LAYERS = 61, 3

@@ -9,7 +9,7 @@ from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.tree import with_settings
 from mcore_rl.planning.memory import predict_memory
-from mcore_rl.planning.models import read_models
+from mcore_rl.planning.moments import read_models
 from mcore_rl.planning.nearest import available_bytes, nearest_that_fits, too_large
 from mcore_rl.planning.rank_memory import RankMemory
 

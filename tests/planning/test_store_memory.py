@@ -6,7 +6,7 @@ import torch
 from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.models import read_models
+from mcore_rl.planning.moments import read_models
 from mcore_rl.planning.store_memory import (
     explain_stores,
     most_groups,

@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.deployment import make_deployment
-from mcore_rl.planning.models import read_policy
+from mcore_rl.planning.moments import read_policy
 from mcore_rl.planning.sync import (
     busiest_copy,
     comparison_table,

@@ -1,7 +1,7 @@
 """The memory of ranks in words: verdict, and the recipe's arithmetic."""
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.models import read_models
+from mcore_rl.planning.moments import read_models
 from mcore_rl.planning.rank_memory import RankMemory
 from mcore_rl.planning.tables import explain, memory_table, verdict
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mcore_rl.planning.activations import Pass
-from mcore_rl.planning.tower_memory import pixel_bytes, received_features, tower_activations
+from mcore_rl.planning.memory import pixel_bytes, received_features, tower_activations
 from mcore_rl.weights.hf.facts import ModelFacts
 
 KIMI_VL = ModelFacts.read("recipes/model/kimi_vl_a3b").config

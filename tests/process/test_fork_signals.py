@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mcore_rl.process import fork_signals
+from mcore_rl.process import signals
 
 FORKS = """
 import logging, os, signal, sys, threading, time
@@ -36,7 +36,7 @@ def stop(number, frame):
     sys.exit(128 + number)
 
 if kind == "ours":
-    from mcore_rl.process.fork_signals import handle_outside_forks
+    from mcore_rl.process.signals import handle_outside_forks
     handle_outside_forks(number, stop)
     handle_outside_forks(signal.SIGUSR2, stop)  # registers the callbacks once more
 else:
@@ -76,7 +76,7 @@ def test_python_alone_drops_it_and_keeps_the_lock() -> None:
 
 LATER = f"""
 import os, signal, time
-from {fork_signals.__name__} import handle_outside_forks
+from {signals.__name__} import handle_outside_forks
 
 def stop(number, frame):
     raise KeyboardInterrupt

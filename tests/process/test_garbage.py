@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from mcore_rl.process.garbage import collections_paused
+from mcore_rl.process.gc_pause import collections_paused
 
 
 def collections_of(num_objects: int) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.process.home import keep_home_usable
+from mcore_rl.process.folders import keep_home_usable
 
 NAMES = ("LOGNAME", "USER", "LNAME", "USERNAME", "HF_HOME")
 UNKNOWN_UID = 1_234_567
@@ -68,7 +68,7 @@ def test_a_user_id_that_nobody_knows_has_a_name_and_a_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getuid", lambda: UNKNOWN_UID)
-    monkeypatch.setattr("mcore_rl.process.own_folder._is_own", lambda path: True)
+    monkeypatch.setattr("mcore_rl.process.folders._is_own", lambda path: True)
     keep_home_usable()
     assert getpass.getuser() == f"uid{UNKNOWN_UID}"
     assert os.environ["HOME"] == str(tmp_path / f"mcore_rl_home_{UNKNOWN_UID}")
@@ -78,8 +78,8 @@ def test_a_user_id_that_nobody_knows_has_a_name_and_a_home(
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_the_caches_have_a_place_under_any_user_id() -> None:
     code = (
-        "import os, sys; from mcore_rl.process.home import keep_home_usable;"
-        "from mcore_rl.data.token_cache import default_cache_dir as cache;"
+        "import os, sys; from mcore_rl.process.folders import keep_home_usable;"
+        "from mcore_rl.data.tokenization import default_cache_dir as cache;"
         f"os.setgid({UNKNOWN_UID}); os.setuid({UNKNOWN_UID}); keep_home_usable();"
         "cache().mkdir(parents=True); print(cache())"
     )

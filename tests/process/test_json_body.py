@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.process.json_body import parse_json
+from mcore_rl.process.server_keys import parse_json
 
 
 def test_json_is_read() -> None:

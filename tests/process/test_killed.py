@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.process.killed import wait_killed
+from mcore_rl.process.process_state import wait_killed
 
 
 def start_popen() -> Any:

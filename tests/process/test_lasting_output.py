@@ -9,7 +9,7 @@ from tests.support.small_disks import call_with_full_disk
 
 PRINT = """
 import sys
-from mcore_rl.process.lasting_output import keep_output_lasting
+from mcore_rl.process.log_files import keep_output_lasting
 
 keep_output_lasting()
 for number in range(3):
@@ -18,7 +18,7 @@ for number in range(3):
 """
 RECOVER = """
 import json, os, sys
-from mcore_rl.process.lasting_output import keep_output_lasting
+from mcore_rl.process.log_files import keep_output_lasting
 
 [folder] = json.loads(sys.argv[1])
 answer = os.dup(1)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mcore_rl.process.lazy_imports import collect_from_here, without_collector
+from mcore_rl.process.gc_pause import collect_from_here, without_collector
 
 
 @pytest.fixture(autouse=True)

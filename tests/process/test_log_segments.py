@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mcore_rl.process.log_segments import find_segments, read_tail, rotate
+from mcore_rl.process.log_files import find_segments, read_tail, rotate
 
 
 def test_segments_are_numbered_from_the_oldest_on(tmp_path: Path) -> None:

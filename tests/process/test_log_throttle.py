@@ -1,7 +1,7 @@
 """One of many like messages is written in a while, and says how many were not."""
 
 from mcore_rl.process.clock import replaced_clock
-from mcore_rl.process.log_throttle import LogThrottle
+from mcore_rl.process.log_files import LogThrottle
 
 
 def test_one_message_in_a_while_counts_those_held_back() -> None:

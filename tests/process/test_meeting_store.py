@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 
 RANK = """
 import os, sys

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.utils.cpp_extension import get_default_build_root
 
-from mcore_rl.process.own_folder import INDUCTOR, compile_caches, make_own_folder
+from mcore_rl.process.folders import INDUCTOR, compile_caches, make_own_folder
 
 MODES = {"open": 0o777, "group's": 0o770}
 DEFAULTS = {

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.process import ports
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process import network
+from mcore_rl.process.network import find_free_port
 
 
 @pytest.fixture
 def nothing_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ports that were found may be found again at once."""
-    monkeypatch.setattr(ports, "RESERVED_S", -1.0)
+    monkeypatch.setattr(network, "RESERVED_S", -1.0)
 
 
 def test_a_free_port_can_be_bound_and_is_never_an_outgoing_one() -> None:
@@ -34,19 +34,19 @@ def test_a_port_is_not_free_if_a_derived_one_is_taken(
     port = other = find_free_port("127.0.0.1")
     while abs(other - port) <= 300:
         other = find_free_port("127.0.0.1")
-    monkeypatch.setattr(ports.random.SystemRandom, "sample", lambda *_: [port])
+    monkeypatch.setattr(network.random.SystemRandom, "sample", lambda *_: [port])
     assert find_free_port("127.0.0.1") == port
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port + derived))
         with pytest.raises(RuntimeError, match="no free port between 20000 and"):
             find_free_port("127.0.0.1")
-        monkeypatch.setattr(ports.random.SystemRandom, "sample", lambda *_: [port, other])
+        monkeypatch.setattr(network.random.SystemRandom, "sample", lambda *_: [port, other])
         assert find_free_port("127.0.0.1") == other
 
 
 def test_processes_that_look_at_once_never_get_the_same_port_nor_a_derived_one() -> None:
     script = (
-        "from mcore_rl.process.ports import find_free_port\n"
+        "from mcore_rl.process.network import find_free_port\n"
         "print(*(find_free_port('127.0.0.1') for _ in range(20)), flush=True)\n"
         "input()"
     )
@@ -62,33 +62,33 @@ def test_processes_that_look_at_once_never_get_the_same_port_nor_a_derived_one()
         for search in searches:
             search.communicate("\n", timeout=30)
     assert len(found) == 60
-    bound = [{port + derived for derived in ports._DERIVED_PORTS} for port in found]
+    bound = [{port + derived for derived in network._DERIVED_PORTS} for port in found]
     for one, other in combinations(bound, 2):
         assert not one & other
 
 
 def test_a_port_can_be_found_again_after_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     port = find_free_port("127.0.0.1")
-    monkeypatch.setattr(ports.random.SystemRandom, "sample", lambda *_: [port])
+    monkeypatch.setattr(network.random.SystemRandom, "sample", lambda *_: [port])
     with pytest.raises(RuntimeError, match="no free port"):
         find_free_port("127.0.0.1")
-    monkeypatch.setattr(ports, "RESERVED_S", -1.0)
+    monkeypatch.setattr(network, "RESERVED_S", -1.0)
     assert find_free_port("127.0.0.1") == port
 
 
 def test_a_port_can_be_found_again_once_the_process_that_found_it_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    script = "from mcore_rl.process.ports import find_free_port as f; print(f('127.0.0.1'))"
+    script = "from mcore_rl.process.network import find_free_port as f; print(f('127.0.0.1'))"
     port = int(subprocess.check_output([sys.executable, "-c", script]))
-    monkeypatch.setattr(ports.random.SystemRandom, "sample", lambda *_: [port])
+    monkeypatch.setattr(network.random.SystemRandom, "sample", lambda *_: [port])
     assert find_free_port("127.0.0.1") == port
 
 
 def test_a_lack_of_descriptors_is_not_taken_for_a_lack_of_ports() -> None:
     script = (
         "import resource\n"
-        "from mcore_rl.process.ports import find_free_port\n"
+        "from mcore_rl.process.network import find_free_port\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))\n"
         "find_free_port('127.0.0.1')"
     )

@@ -16,7 +16,7 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.config import ServedModelConfig
 from mcore_rl.process.http import open_session
-from mcore_rl.process.proxies import bypass_proxies, open_directly
+from mcore_rl.process.network import bypass_proxies, open_directly
 from mcore_rl.rollout.engine import EngineProcess, make_environment
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.served_endpoint import find_endpoint

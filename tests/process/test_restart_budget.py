@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from mcore_rl.process.restart_budget import HOUR_S, RestartBudget
+from mcore_rl.process.process_state import HOUR_S, RestartBudget
 
 
 def test_restarts_of_the_last_hour_count(monkeypatch: pytest.MonkeyPatch) -> None:

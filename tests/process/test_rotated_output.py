@@ -6,12 +6,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from mcore_rl.process.log_segments import find_segments
-from mcore_rl.process.rotated_output import ROTATE_BYTES, rotating_logs
+from mcore_rl.process.log_files import ROTATE_BYTES, find_segments, rotating_logs
 
 WRITER = """
 import os, subprocess, sys, time
-from mcore_rl.process.rotated_output import follow_output, rotate_output
+from mcore_rl.process.log_files import follow_output, rotate_output
 
 who, num_lines = sys.argv[1], int(sys.argv[2])
 if who == "parent":

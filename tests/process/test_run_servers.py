@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from mcore_rl.process.run_servers import (
+from mcore_rl.process.server_keys import (
     SANDBOX_URL,
     SEARCH_URL,
     publish,
@@ -22,7 +22,7 @@ URLS = {
 def test_addresses_are_there_until_they_are_withdrawn() -> None:
     publish(URLS)
     assert (sandbox_url(), search_url()) == tuple(URLS.values())
-    code = "from mcore_rl.process.run_servers import search_url; print(search_url())"
+    code = "from mcore_rl.process.server_keys import search_url; print(search_url())"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == URLS[SEARCH_URL]
     publish({SEARCH_URL: "http://127.0.0.1:3/retrieve"})

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cpu.fork_server import fork_server
-from mcore_rl.process import short_folder
-from mcore_rl.process.short_folder import LONGEST_PATH, find_short_root, keep_sockets_short
-from mcore_rl.process.temp_dir import TempDir
+from mcore_rl.process import folders
+from mcore_rl.process.folders import LONGEST_PATH, TempDir, find_short_root, keep_sockets_short
 from tests.support import forking
 
 LISTENS = """
@@ -76,6 +75,6 @@ def test_commands_say_where_temporary_files_go(
 
 
 def test_no_place_is_one_message(long_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short_folder, "_OTHERS", (str(long_folder / "none"),))
+    monkeypatch.setattr(folders, "_OTHERS", (str(long_folder / "none"),))
     with pytest.raises(ValueError, match=r"a path of 143 bytes, 107 are.*at most 97 bytes"):
         find_short_root(10)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mcore_rl.process.stop_request import SIGNAL, stop_requested, watch_for_stop_requests
+from mcore_rl.process.signals import SIGNAL, stop_requested, watch_for_stop_requests
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from mcore_rl.process.supervised import SupervisedServer, SupervisedSpec
 
 SERVER = """

@@ -4,11 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mcore_rl.process.temp_dir import TempDir, sweep
+from mcore_rl.process.folders import TempDir, sweep
 
 OWN_A_FOLDER = """
 import os, signal, sys
-from mcore_rl.process.temp_dir import TempDir
+from mcore_rl.process.folders import TempDir
 folder = TempDir(sys.argv[1])
 print(folder.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.process.text import make_encodable
+from mcore_rl.process.errors import make_encodable
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from mcore_rl.process.threads import at_once
+from mcore_rl.process.event_loop import at_once
 
 
 def test_both_run_at_the_same_time() -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from statistics import fmean
 
-from mcore_rl.rewards.noise import noise_of
+from mcore_rl.rewards.scorer import noise_of
 from tests.support.samples import make_sample
 
 

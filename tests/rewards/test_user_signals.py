@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import RewardConfig
-from mcore_rl.rewards.function_calls import FunctionCalls
+from mcore_rl.rewards.function_calls import CALLS, FunctionCalls, refuse_signals
 from mcore_rl.rewards.user_function import describe_failure, load_function
-from mcore_rl.rewards.user_signals import CALLS, refuse_signals
 
 HEADS = {
     "import signal\n": "signal.alarm",

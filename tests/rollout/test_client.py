@@ -15,7 +15,7 @@ from transformers import Qwen3MoeForCausalLM
 
 from mcore_rl.config import RolloutConfig, ServedModelConfig
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth

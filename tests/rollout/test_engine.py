@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.device.sglang_setup import rank_cpus
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from tests.support.engines import live_processes, save_tiny_moe, wait_until_gone

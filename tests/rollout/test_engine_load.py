@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.process.clock import replaced_clock
-from mcore_rl.rollout.engine_load import EngineLoad
+from mcore_rl.rollout.engine_health import EngineLoad
 from mcore_rl.rollout.engine_spec import EngineAddress
 
 

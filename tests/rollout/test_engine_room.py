@@ -9,8 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from mcore_rl.rollout.engine_health import EngineHealth
-from mcore_rl.rollout.engine_load import EngineLoad
+from mcore_rl.rollout.engine_health import EngineHealth, EngineLoad
 from mcore_rl.rollout.engine_room import EngineRoom, KvAdmission, ask_free_kv
 from mcore_rl.rollout.engine_spec import EngineAddress
 

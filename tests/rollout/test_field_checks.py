@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.rollout.field_checks import FieldError, bound_number, bound_whole, show
+from mcore_rl.rollout.request_fields import FieldError, bound_number, bound_whole, show
 
 
 def test_a_number_is_no_boolean_and_no_infinity() -> None:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from mcore_rl.rollout.field_checks import FieldError
-from mcore_rl.rollout.grammar_fields import refuse_grammars
+from mcore_rl.rollout.request_fields import FieldError, refuse_grammars
 
 
 def test_a_constraint_is_refused_with_the_way_to_get_it() -> None:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
 
-from mcore_rl.rollout.engine_load import EngineLoad
+from mcore_rl.rollout.engine_health import EngineLoad
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.migration import Migration, UnderWay, moved
 from mcore_rl.rollout.request import EngineAffinity, Request

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.rollout.field_checks import FieldError
 from mcore_rl.rollout.request_fields import (
     REFUSED,
     SAMPLING_FIELDS,
+    FieldError,
     ModelBounds,
     bounded_names,
     check_request,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from mcore_rl.rollout.scoring import UnreachableError, score_sequences
 from mcore_rl.rollout.transport import RolloutError
 from tests.support.fake_sglang import FakeSGLang

@@ -4,7 +4,7 @@ import pytest
 
 from mcore_rl.config import ServedModelConfig
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.served_endpoint import ServedEndpoint

@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.data.files import write_parquet
+from mcore_rl.data.rows import write_parquet
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.run.agent import run_agent
 from mcore_rl.run.commands import _run, run_eval, run_pairs, run_sft, run_train

@@ -20,7 +20,7 @@ from mcore_rl.config import (
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
-from mcore_rl.process.log_segments import find_segments
+from mcore_rl.process.log_files import find_segments
 from mcore_rl.run.parts import (
     finish,
     load_models,

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 
 PRELOAD = ["torch", "mcore_rl.train.actor", "pytest"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.tools.doctor.machine.facts import list_interfaces, own_address
 from mcore_rl.tools.doctor.machine.finding import Finding
-from mcore_rl.tools.doctor.machine.network import list_interfaces, own_address
 from tests.support.policy import ROOT
 
 

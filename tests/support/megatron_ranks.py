@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
 from mcore_rl.config import Config
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from mcore_rl.train.actor import Actor
 from mcore_rl.train.runtime import init_distributed, rank_coordinate
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch

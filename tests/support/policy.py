@@ -5,7 +5,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from mcore_rl.process.lazy_imports import without_collector
+from mcore_rl.process.gc_pause import without_collector
 
 ROOT = Path(__file__).resolve().parents[2]
 

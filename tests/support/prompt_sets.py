@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from mcore_rl.config import CurriculumConfig
 from mcore_rl.data.curriculum import Curriculum
-from mcore_rl.data.files import prompt_row
+from mcore_rl.data.rows import prompt_row
 from mcore_rl.data.streamed.index import RowIndex, index_rows
 from mcore_rl.data.streamed.mixed import MixedPrompts, MixedSource
 from mcore_rl.data.streamed.prompts import RowRules, StreamedPrompts

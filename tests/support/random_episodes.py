@@ -12,7 +12,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.agents.chat.chat_format import ChatFormat
-from mcore_rl.agents.compaction import keep_last_answers
 from mcore_rl.agents.messages import (
     Answer,
     ChatRequest,
@@ -20,6 +19,7 @@ from mcore_rl.agents.messages import (
     EpisodeEnded,
     Message,
     Tool,
+    keep_last_answers,
 )
 from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder, SampleTurn, TurnRequest
 from mcore_rl.agents.turn_tree import TurnTree

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from tests.support.runs import SMALL
 
 WALK = "from tests.support.rough_commands import walk; walk()"
@@ -63,8 +63,8 @@ def prepare(folder: Path) -> None:
 
 def _write_small(folder: Path) -> None:
     """Write a run to report on, passages to search and pairs to prefer."""
-    from mcore_rl.data.files import write_parquet
     from mcore_rl.data.preferences import preference_row
+    from mcore_rl.data.rows import write_parquet
 
     rows = [{"step": 0, "eval/accuracy": 0.1}, {"step": 1, "reward/mean": 0.2}]
     passages = [{"id": str(i), "contents": f"Ada {i}\nhas {i} coins"} for i in range(9)]
@@ -189,7 +189,7 @@ def long_commands(given: Path) -> Mapping[str, Command]:
 
 def walk() -> None:
     """Run commands (JSON in argv: name -> words) in forks; print name -> [status, output]."""
-    from mcore_rl.process.home import keep_home_usable
+    from mcore_rl.process.folders import keep_home_usable
 
     keep_home_usable()  # as a command does, before libraries look for their caches
     import checkpoint_tools.cli

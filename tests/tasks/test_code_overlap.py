@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.data.files import write_parquet
-from mcore_rl.tasks.code import prepare_code
-from mcore_rl.tasks.code_overlap import check_overlap, find_overlaps, runs_of
+from mcore_rl.data.rows import write_parquet
+from mcore_rl.tasks.code import check_overlap, find_overlaps, prepare_code, runs_of
 
 LONG = "Given a list of numbers read from standard input print the sum of all that are even and"
 

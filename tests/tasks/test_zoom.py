@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from mcore_rl.agents.environments.crop_env import CropEnvironment, CropOptions
-from mcore_rl.agents.environments.pictures import image_part, images_in
+from mcore_rl.agents.environments.environment import image_part, images_in
 from mcore_rl.tasks.shapes import CELL, COLORS
 from mcore_rl.tasks.zoom import VIEW, demonstrate_zoom, make_zoom_problem, prepare_zoom
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.train.actor import Actor
-from mcore_rl.train.finite import NotFiniteError
+from mcore_rl.train.stats import NotFiniteError
 from mcore_rl.types import LogprobOptions
 from tests.support.distributed import run_ranks
 from tests.support.tiny_training import (

@@ -9,7 +9,7 @@ import torch
 
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.train.actor import Actor
-from mcore_rl.train.checkpoint_faults import naming_damage
+from mcore_rl.train.checkpoint import naming_damage
 from mcore_rl.weights.hf.checksums import MANIFEST
 from tests.support.distributed import run_ranks
 from tests.support.tiny_training import make_actor, write_hf_model

@@ -12,10 +12,9 @@ from torch import Tensor
 from mcore_rl.algo.values import value_loss
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.train.critic import CriticModel, _value_places
-from mcore_rl.train.finite import NotFiniteError
-from mcore_rl.train.gather import gather_tokens
 from mcore_rl.train.packing import make_rank_batch
 from mcore_rl.train.runtime import init_distributed
+from mcore_rl.train.stats import NotFiniteError, gather_tokens
 from mcore_rl.types import StepStats, TrainBatch
 from tests.support.distributed import run_alone, run_ranks
 from tests.support.gradients import boxed_gradients, check_gradients, whole_gradients

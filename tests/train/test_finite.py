@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mcore_rl.train.finite import NotFiniteError, check_finite
+from mcore_rl.train.stats import NotFiniteError, check_finite
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

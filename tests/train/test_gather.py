@@ -6,9 +6,9 @@ from megatron.core import parallel_state as ps
 from torch import Tensor
 
 from mcore_rl.config import ParallelConfig
-from mcore_rl.train.gather import gather_tokens
 from mcore_rl.train.packing import make_rank_batch
 from mcore_rl.train.runtime import init_distributed
+from mcore_rl.train.stats import gather_tokens
 from mcore_rl.types import TrainBatch
 from tests.support.distributed import run_ranks
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.train.interleaved_experts import with_halves
+from mcore_rl.train.model import with_halves
 
 
 class Linear:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
-from mcore_rl.train.optimizer_state import KINDS, split
+from mcore_rl.train.optimizer import KINDS, split
 from tests.support.distributed import run_each, run_ranks
 from tests.support.saved import saved_tensors
 from tests.support.tiny_training import (

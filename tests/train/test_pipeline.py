@@ -9,7 +9,7 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from mcore_rl.config import ModelConfig, ParallelConfig
-from mcore_rl.train.pipeline import KnownShapes, _check, _in_order
+from mcore_rl.train.schedule import KnownShapes, _check, _in_order
 from tests.support.distributed import run_ranks
 from tests.support.tiny_training import (
     NUM_TOKENS,

@@ -9,7 +9,7 @@ from megatron.core import parallel_state as ps
 from torch import Tensor
 
 from mcore_rl.config import ParallelConfig
-from mcore_rl.train.projection_norm import ProjectionNorm
+from mcore_rl.train.model import ProjectionNorm
 from mcore_rl.train.runtime import init_distributed
 from tests.support.distributed import run_ranks
 

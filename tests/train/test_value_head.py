@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from mcore_rl.train.value_head import ValueHead
+from mcore_rl.train.model import ValueHead
 from tests.support.distributed import run_alone
 
 

@@ -16,10 +16,9 @@ from mcore_rl.weight_sync.link_store import LinkStore
 from mcore_rl.weight_sync.receiver import WeightReceiver
 from mcore_rl.weight_sync.sender import WeightSender
 from mcore_rl.weight_sync.wire import Action, Command, Report, StageRequest
-from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.box import Box, Shard, contiguous_strides
 from mcore_rl.weights.layouts.engine_trace import trace_load_weights
 from mcore_rl.weights.layouts.repeated_layers import split_layer
-from mcore_rl.weights.strides import contiguous_strides
 from tests.support.link_ends import make_link, run_ranks
 
 NUM_LAYERS = 5

@@ -23,12 +23,11 @@ from mcore_rl.weight_sync.transports.host.segment import Segment
 from mcore_rl.weight_sync.transports.transport import TransferError
 from mcore_rl.weight_sync.verify import XXH3
 from mcore_rl.weight_sync.wire import Link, encode_shards
-from mcore_rl.weights.box import Shard
+from mcore_rl.weights.box import Shard, contiguous_strides
 from mcore_rl.weights.layouts.layout import boxes_of
+from mcore_rl.weights.layouts.listed import RecordedLayouts
 from mcore_rl.weights.layouts.megatron import MegatronSizes
-from mcore_rl.weights.layouts.recorded import RecordedLayouts
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
-from mcore_rl.weights.strides import contiguous_strides
 from tests.support.link_ends import HOST, make_link, open_ends, run_ranks
 
 NUM_SENDERS = 2

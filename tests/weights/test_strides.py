@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.weights.strides import Padding, contiguous_strides, unravel
+from mcore_rl.weights.box import Padding, contiguous_strides, unravel
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.agents.chat.call_ids import CallIds
 from mcore_rl.agents.chat.decoding import decode, token_span, token_starts
 from mcore_rl.agents.chat.template import TRIAL_TOOL
 from mcore_rl.agents.chat.tool_syntax import (
     SYNTAXES,
+    CallIds,
     Written,
     arguments_error,
     explain,

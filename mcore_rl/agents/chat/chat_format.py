@@ -4,25 +4,148 @@ row:  | whole(messages) | sampled answer | appended(...) | sampled answer | appe
                                            end of the answer's turn, new messages, prompt
 
 Sampled ids are never decoded and encoded again: only the text after them is tokenized.
+
+Marks in an answer, by which its parts are found in a rendered conversation.
+
+Finds where an answer's turn ends in a rendered conversation, and what follows it.
 """
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.agents.chat.marks import (
-    mark_answer,
-    mark_content,
-    unused_mark,
-    without_reasoning,
-)
 from mcore_rl.agents.chat.probe import TemplateBehavior, probe_format
 from mcore_rl.agents.chat.shortcut import Shortcut
 from mcore_rl.agents.chat.template import TRIAL_TOOL, ChatTemplate, RenderError
-from mcore_rl.agents.chat.turn_end import TurnEnd
 from mcore_rl.agents.messages import Message, Tool
+
+END_OF_REASONING = "</think>"
+
+
+def unused_mark(messages: Sequence[Message]) -> str:
+    """Return letters and digits that occur nowhere in the messages."""
+    text = json.dumps([dict(message) for message in messages], default=str)
+    number = 0
+    while (mark := f"qX{number}mark") in text:
+        number += 1
+    return mark
+
+
+def mark_answer(message: Message, mark: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the answer with a mark in each part that it has, and the marks.
+
+    Parts are the reasoning, the content and the calls. The mark ends the reasoning and the content,
+    and replaces a call's arguments. An answer without content and calls gets a mark as content.
+    Reasoning that was left in the content, up to </think>, gets a mark of its own.
+    """
+    marked = dict(message)
+    marks = []
+
+    def put(name: str) -> str:
+        marks.append(f"{mark}{name}z")
+        return marks[-1]
+
+    reasoning = marked.get("reasoning_content")
+    content = marked.get("content") or ""
+    calls = marked.get("tool_calls") or ()
+    if reasoning and reasoning.strip():
+        marked["reasoning_content"] = reasoning + put("reasoning")
+    elif END_OF_REASONING in content:
+        thought, _, rest = content.partition(END_OF_REASONING)
+        if thought.replace("<think>", "").strip():
+            thought += put("thought")
+        content = thought + END_OF_REASONING + rest
+    if content.strip() or not calls:
+        marked["content"] = content + put("content")
+    if calls:
+        marked["tool_calls"] = [_mark_call(call, put(f"call{i}")) for i, call in enumerate(calls)]
+    return marked, marks
+
+
+def mark_content(message: Message, mark: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the answer with a mark in its content alone, and the mark."""
+    return {**message, "content": (message.get("content") or "") + mark}, [mark]
+
+
+def without_reasoning(message: Message, text_is_reasoning: bool = False) -> Message:
+    """Return the message without the assistant's reasoning.
+
+    `text_is_reasoning`: text beside a call is reasoning, too.
+    """
+    if message.get("role") != "assistant":
+        return message
+    if text_is_reasoning and message.get("tool_calls"):
+        message = {**message, "content": ""}
+    stripped = {key: value for key, value in message.items() if key != "reasoning_content"}
+    content = stripped.get("content")
+    if isinstance(content, str) and END_OF_REASONING in content:
+        stripped["content"] = content.rpartition(END_OF_REASONING)[2]
+    return stripped
+
+
+def _mark_call(call: Any, mark: str) -> dict[str, Any]:
+    function = {**call["function"], "arguments": json.dumps({"mark": mark})}
+    return {**call, "function": function}
+
+
+class TurnEnd:
+    """The stop tokens of an engine, as texts in a rendered conversation."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> None:
+        self._stops = {
+            token_id: str(tokenizer.decode([token_id], skip_special_tokens=False))
+            for token_id in stop_token_ids
+        }
+        added = tokenizer.added_tokens_decoder.values()
+        self._tokens = sorted(
+            {*(str(token.content) for token in added), *self._stops.values()},
+            key=len,
+            reverse=True,
+        )
+        self._special = {str(token.content) for token in added if token.special}
+
+    def sampled_stop(self, answer_ids: Sequence[int]) -> str | None:
+        """Return the text of the stop token that ends the answer; None if it was cut off."""
+        return self._stops.get(answer_ids[-1]) if answer_ids else None
+
+    def tail(self, alone: str, now: str, answer_ids: Sequence[int]) -> str | None:
+        """Return the text that follows the sampled answer; None if its place isn't known.
+
+        alone   text after the answer's last part if nothing follows the answer
+        now     the same if messages and the generation prompt follow
+
+        Either a token closes the answer's turn. The sampled stop token stands for it even if it is
+        another one: gpt-oss samples <|return|> and later reads <|end|>. Or the next message opens
+        with a stop token, as GLM's <|user|> and <|observation|> do. It follows an answer that was
+        cut off or that ended with another stop token.
+        """
+        stop = self.sampled_stop(answer_ids)
+        closing = self._closing(alone)
+        start = len(alone) if closing is None else closing
+        if not now.startswith(alone[:start]):
+            return None
+        rest = now[start:]
+        if closing is None:
+            return rest.removeprefix(stop) if stop else rest
+        token = next((token for token in self._tokens if token and rest.startswith(token)), None)
+        if token is None:
+            return None
+        return rest.removeprefix(token) if stop else rest
+
+    def _closing(self, text: str) -> int | None:
+        """Return where the token that closes the answer's turn begins; None if there is none.
+
+        It is the first stop token, or else a special token that is all that follows the answer:
+        templates may close turns with a token that the model's settings do not name.
+        """
+        starts = [text.find(stop) for stop in self._stops.values() if stop and stop in text]
+        if starts:
+            return min(starts)
+        return text.find(text.strip()) if text.strip() in self._special else None
+
 
 Reasoning = Literal["template", "keep"]
 

@@ -11,9 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.agents.environments.environment import Message, Start, Step
-from mcore_rl.agents.environments.pictures import image_bytes, image_part
-from mcore_rl.agents.environments.texts import text_of
+from mcore_rl.agents.environments.environment import (
+    Message,
+    Start,
+    Step,
+    image_bytes,
+    image_part,
+    text_of,
+)
 
 if TYPE_CHECKING:  # its interpreter may lack Pillow until an episode is played
     from PIL import Image

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rl.agents.environments.environment import Message, Start, Step
-from mcore_rl.agents.environments.texts import text_of, with_text
+from mcore_rl.agents.environments.environment import Message, Start, Step, text_of, with_text
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rl.agents.environments.environment import Message, Start, Step
-from mcore_rl.agents.environments.texts import text_of, with_text
+from mcore_rl.agents.environments.environment import Message, Start, Step, text_of, with_text
 from mcore_rl.data.rows import mapping_of
 from mcore_rl.process.errors import describe_error
 

@@ -9,12 +9,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from mcore_rl.agents.environments.environment import Message, ProgramResult, Start, Step
-from mcore_rl.agents.environments.errors import EpisodeError
+from mcore_rl.agents.environments.environment import (
+    EpisodeError,
+    Message,
+    ProgramResult,
+    Start,
+    Step,
+)
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.worker_process import WorkerProcess, make_import_folder
 from mcore_rl.agents.messages import EpisodeTask
-from mcore_rl.process.temp_dir import TempDir
+from mcore_rl.process.folders import TempDir
 
 _RUN_GRACE_S = 30.0
 """A worker ends a program that takes too long by itself; the pool waits this much longer."""

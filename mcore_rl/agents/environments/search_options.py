@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.agents.environments.search_rewards import SCORES
-from mcore_rl.process.run_servers import search_url, split_key
-from mcore_rl.process.server_keys import read_secret
+from mcore_rl.process.server_keys import read_secret, search_url, split_key
 from mcore_rl.services.search.client import SearchClient
 from mcore_rl.services.search.passages import Hit, title_and_text
 

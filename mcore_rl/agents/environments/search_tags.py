@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.agents.environments.environment import Message, Start, Step
+from mcore_rl.agents.environments.environment import Message, Start, Step, text_of, with_text
 from mcore_rl.agents.environments.search_options import (
     Searcher,
     SearchOptions,
@@ -21,7 +21,6 @@ from mcore_rl.agents.environments.search_options import (
     check_score,
 )
 from mcore_rl.agents.environments.search_rewards import best_score
-from mcore_rl.agents.environments.texts import text_of, with_text
 
 INSTRUCTIONS = """\
 You may search before you answer: write <search> query </search>, and you are told what was found \

@@ -11,11 +11,11 @@ from mcore_rl.agents.environments.environment import (
     Step,
     Tool,
     ToolUnavailableError,
+    text_of,
 )
 from mcore_rl.agents.environments.search_options import Searcher, SearchOptions, check_score
 from mcore_rl.agents.environments.search_rewards import best_score
 from mcore_rl.agents.environments.search_tags import action_of
-from mcore_rl.agents.environments.texts import text_of
 from mcore_rl.agents.environments.tool_calls import ToolCalls, ToolOutcome
 from mcore_rl.agents.environments.tools_env import ToolEpisode, call_either
 

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.agents.environments.environment import Message, ToolUnavailableError
-from mcore_rl.agents.environments.texts import cut
+from mcore_rl.agents.environments.environment import Message, ToolUnavailableError, cut
 from mcore_rl.process.errors import describe_error
 from mcore_rl.services.sandbox.limits import SandboxError
 from mcore_rl.services.search.client import SearchUnavailableError

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from mcore_rl.agents.environments.environment import Message, Start, Step
-from mcore_rl.agents.environments.verl_config import (
+from mcore_rl.agents.environments.verl_tools import (
     check_classes,
     check_file,
     load_class,

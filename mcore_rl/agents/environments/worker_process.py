@@ -1,29 +1,122 @@
-"""One worker as its pool sees it: starts it, calls it, and ends it with all its processes."""
+"""One worker as its pool sees it: starts it, calls it, and ends it with all its processes.
+
+Decides how many episodes a worker takes at once, from how long its answers take.
+
+Kills what a worker started, where the keeper that should do it was killed itself.
+"""
 
 import asyncio
 import contextlib
 import itertools
 import os
 import secrets
+import signal
 import socket
+import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import mcore_rl
-from mcore_rl.agents.environments.concurrency import Concurrency
-from mcore_rl.agents.environments.errors import (
+from mcore_rl.agents.environments.environment import (
     EnvironmentFailed,
     EnvironmentLost,
     EnvironmentTimeout,
 )
 from mcore_rl.agents.environments.keeper import OVER_MEMORY_STATUS
 from mcore_rl.agents.environments.options import EnvironmentOptions
-from mcore_rl.agents.environments.orphans import MARK, kill_marked
 from mcore_rl.agents.environments.wire import encode, read_frame
 from mcore_rl.process.redaction import is_secret_name
 from mcore_rl.process.safe_path import start_module, without_safe_path
+
+WINDOW_LEN = 16
+SLOW_RATIO = 2.0
+SLOW_MARGIN_S = 0.2
+"""Nobody waits for less beside a policy that samples tokens."""
+DECREASE = 0.7
+FORGET = 1.1
+"""Factor by which the best is forgotten per slow window, as later tasks may be slower by nature."""
+
+
+class Concurrency:
+    """Additive increase, multiplicative decrease between an eighth of `most` and `most` episodes.
+
+    The median of a window of answers, at least WINDOW_LEN and about one of each episode, is
+    compared with the best median that this worker has had. A window more than SLOW_RATIO times as
+    slow lowers `limit`; any other raises it.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.least = max(1, most // 8)
+        self.limit = max(1, most // 2)
+        self._best_s: float | None = None
+        self._window: list[float] = []
+
+    def observe(self, seconds: float) -> str:
+        """Take the seconds of one answer; return why `limit` fell, or an empty text."""
+        self._window.append(seconds)
+        if len(self._window) < max(WINDOW_LEN, self.limit):
+            return ""
+        median_s = statistics.median(self._window)
+        self._window.clear()
+        if self._best_s is None or median_s < self._best_s:
+            self._best_s = median_s
+        before = self.limit
+        best_s = self._best_s
+        if median_s > SLOW_RATIO * self._best_s + SLOW_MARGIN_S:
+            self.limit = max(self.least, int(self.limit * DECREASE))
+            self._best_s = min(median_s, self._best_s * FORGET)
+        else:
+            self.limit = min(self.most, self.limit + self.least)
+        if self.limit >= before:
+            return ""
+        return (
+            f"its answers take {median_s:.3f} s, {best_s:.3f} s at best: "
+            f"it takes {self.limit} episodes at once instead of {before}"
+        )
+
+
+MARK = "MCORE_RL_WORKER"
+"""Environment variable that all processes below a worker inherit."""
+_DEADLINE_S = 10.0
+
+
+def kill_marked(mark: str) -> int:
+    """Kill the processes whose environment says MARK=`mark`, until none is left; return how many.
+
+    Those that cleared their environment, or belong to another user, are not found.
+    """
+    entry = f"{MARK}={mark}".encode()
+    killed: set[int] = set()
+    deadline_s = time.monotonic() + _DEADLINE_S
+    while (pids := _marked(entry)) and time.monotonic() < deadline_s:
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            killed.add(pid)
+        time.sleep(0.005)
+    return len(killed)
+
+
+def _marked(entry: bytes) -> list[int]:
+    """Return the processes that have this entry; one that ended has an empty environment."""
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                if entry in file.read().split(b"\0"):
+                    found.append(int(name))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
 
 _ABANDON_S = 5.0
 """A worker that has not answered after it, to a request that needs no environment, hangs."""

@@ -2,9 +2,8 @@
 
 from mcore_rl.agents.gateway.admission import AdmissionOptions, FreeKv
 from mcore_rl.agents.gateway.episode_chat import EpisodeChat, Overloaded
-from mcore_rl.agents.gateway.gateway import Gateway
+from mcore_rl.agents.gateway.gateway import Gateway, rare_collections
 from mcore_rl.agents.gateway.options import GatewayOptions
-from mcore_rl.agents.gateway.pauses import rare_collections
 from mcore_rl.agents.gateway.sessions import Session
 
 __all__ = [

@@ -7,7 +7,7 @@ import orjson
 
 from mcore_rl.agents.gateway.errors import BadRequest
 from mcore_rl.agents.messages import Message, Tool
-from mcore_rl.process.json_body import read_call_arguments
+from mcore_rl.process.server_keys import read_call_arguments
 
 UNREADABLE = "unparsed_arguments"
 """Key of a tool call's arguments, where an object is needed and they are none."""

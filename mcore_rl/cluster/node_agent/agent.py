@@ -27,7 +27,7 @@ from mcore_rl.cluster.node_agent.local_ray import LocalRay, RayNode
 from mcore_rl.cluster.node_agent.rendezvous import FAILED, LEFT, STARTED, Note, Rendezvous
 from mcore_rl.cluster.node_agent.signals import StopSignals
 from mcore_rl.planning.bundles import ENGINE_NODE, TRAINER_NODE
-from mcore_rl.process.stop_request import EXIT_STATUS
+from mcore_rl.process.signals import EXIT_STATUS
 
 POLL_S = 0.5
 FAREWELL_S = 20.0

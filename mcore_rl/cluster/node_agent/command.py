@@ -4,9 +4,9 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
-from mcore_rl.process.killed import wait_killed
+from mcore_rl.process.process_state import wait_killed
 from mcore_rl.process.safe_path import safe_module
-from mcore_rl.process.stop_request import SIGNAL
+from mcore_rl.process.signals import SIGNAL
 
 
 class RunCommand:

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rl.process.killed import wait_killed
+from mcore_rl.process.process_state import wait_killed
 from mcore_rl.process.safe_path import safe_module
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.cluster.labels import NAME_LABEL, ORDER_LABEL
-from mcore_rl.process.killed import wait_killed
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
+from mcore_rl.process.process_state import wait_killed
 from mcore_rl.process.safe_path import safe_module
 
 STOP_TIMEOUT_S = 5.0

@@ -3,7 +3,7 @@
 import signal
 from types import FrameType
 
-from mcore_rl.process.stop_request import SIGNAL
+from mcore_rl.process.signals import SIGNAL
 
 
 class StopSignals:

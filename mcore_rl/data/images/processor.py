@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from PIL import Image
 
+from mcore_rl.data.images.batch import PatchCache
 from mcore_rl.data.images.decode import ImageSize, decode
 from mcore_rl.data.images.encoded import EncodedImage
 from mcore_rl.data.images.kimi_vl import KimiVlPatches, read_settings
-from mcore_rl.data.images.patch_cache import PatchCache
 from mcore_rl.data.images.video_rule import VideoRule, read_video_rule
 from mcore_rl.types import Clip, Patches, PromptImage
 

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.data.images.decode import decode
-from mcore_rl.data.images.encoded import BadImage, encoded_images
-from mcore_rl.data.images.fitting import expanded, limit_that_fits
+from mcore_rl.data.images.encoded import BadImage, encoded_images, expanded, limit_that_fits
 from mcore_rl.data.images.placeholders import IMAGE, VIDEO, placeholders_of, with_image_parts
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.images.shown import Shown, shown_image, shown_video
-from mcore_rl.data.images.videos import encoded_videos
+from mcore_rl.data.images.video_rule import encoded_videos
 from mcore_rl.data.rows import Row, messages_of
 from mcore_rl.types import PromptImage
 

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_rl.data.images.patch_cache import PatchCache
+from mcore_rl.data.images.batch import PatchCache
 from mcore_rl.process.disk import reporting_full_disk
-from mcore_rl.process.temp_dir import TempDir
+from mcore_rl.process.folders import TempDir
 from mcore_rl.types import Patches, PromptImage
 
 SHARED_MEMORY = "/dev/shm"

@@ -13,8 +13,7 @@ from mcore_rl.data.images.decode import ImageSize, read_size
 from mcore_rl.data.images.encoded import BadImage, EncodedImage
 from mcore_rl.data.images.placeholders import Part
 from mcore_rl.data.images.processor import ImageProcessor, digest_of, digest_of_clip
-from mcore_rl.data.images.video_rule import VideoRule
-from mcore_rl.data.images.videos import EncodedVideo
+from mcore_rl.data.images.video_rule import EncodedVideo, VideoRule
 from mcore_rl.types import Clip, PromptImage
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rl.data.curriculum import Curriculum
-from mcore_rl.data.mixing import Mixing
+from mcore_rl.data.source import Mixing
 from mcore_rl.data.streamed.prompts import ReadRow, StreamedPrompts
 from mcore_rl.types import Prompt
 from mcore_rl.types.scores import Scores

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rl.process.own_folder import make_own_folder
+from mcore_rl.process.folders import make_own_folder
 
 FLAGS = (
     "-O3",

@@ -70,7 +70,7 @@ TRAINING: tuple[Patch, ...] = (
         test="tests/train/vision/test_tower.py::test_a_tower_keeps_its_frequencies_in_float32",
     ),
     Patch(
-        "mcore_rl.train.optimizer_state:write_whole_parameters",
+        "mcore_rl.train.optimizer:write_whole_parameters",
         (
             f"{_CORE}.optimizer.distrib_optimizer.DistributedOptimizer"
             ".sharded_param_state_fully_reshardable",

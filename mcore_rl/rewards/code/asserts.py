@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_rl.rewards.code.calls import pack, unpack
 from mcore_rl.rewards.code.execution import CaseRun, CaseSettings, call_case, run_cases, script_case
-from mcore_rl.rewards.code.values import pack, unpack
 
 _HELD = "held"
 """The second program prints this if the assertion holds."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_rl.process.text import make_encodable
+from mcore_rl.process.errors import make_encodable
 from mcore_rl.rewards.code.calls import (
     ARGUMENTS,
     RESULT,

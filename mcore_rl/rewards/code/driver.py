@@ -21,7 +21,7 @@ import time
 import types
 from typing import Any, NoReturn
 
-from mcore_rl.rewards.code.values import pack, unpack
+from mcore_rl.rewards.code.calls import pack, unpack
 
 _HEADER_LEN = 8
 ERROR_LEN = 2000

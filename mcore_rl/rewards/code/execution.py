@@ -16,7 +16,7 @@ from mcore_rl.rewards.code.places import execute
 from mcore_rl.services.sandbox.execution import CodeRequest
 from mcore_rl.services.sandbox.limits import MIB, Limits, RunRecord, RunVerdict, SandboxError
 
-_IMPORT = "from mcore_rl.rewards.code.values import pack, unpack\n"
+_IMPORT = "from mcore_rl.rewards.code.calls import pack, unpack\n"
 _SIGKILL = 137
 ENDED_SUPERVISOR = "the program ended its supervisor"
 _STALLS = 2

@@ -23,7 +23,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from mcore_rl.rewards.code.asserts import Assertion, check_assertions, read_assertion
-from mcore_rl.rewards.code.calls import CALL_LANGUAGES, arguments_file
+from mcore_rl.rewards.code.calls import CALL_LANGUAGES, arguments_file, pack, unpack
 from mcore_rl.rewards.code.compiled import run_other
 from mcore_rl.rewards.code.execution import (
     CaseRun,
@@ -33,7 +33,6 @@ from mcore_rl.rewards.code.execution import (
     script_case,
 )
 from mcore_rl.rewards.code.languages import Program, read_languages
-from mcore_rl.rewards.code.values import pack, unpack
 
 _TOLERANCE = 1e-9
 """Relative difference at which two floats are the same answer."""

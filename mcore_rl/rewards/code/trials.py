@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+from mcore_rl.rewards.code.calls import pack, unpack
 from mcore_rl.rewards.code.execution import CaseRun, CaseSettings, call_case, run_cases
 from mcore_rl.rewards.code.languages import PROGRAM_LANGUAGES, Program, program_of
 from mcore_rl.rewards.code.tests import ProgramTests, is_passed, read_tests
-from mcore_rl.rewards.code.values import pack, unpack
 from mcore_rl.tasks.code_steps import FUNCTION, as_python, feedback, is_program
 
 STEPS = "steps"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from mcore_rl.data.images.fitting import expanded
+from mcore_rl.data.images.encoded import expanded
 from mcore_rl.data.images.processor import PatchRule, open_rule
 from mcore_rl.rollout.image_outputs import as_images
 

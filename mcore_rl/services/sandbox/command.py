@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mcore_rl.process.lazy_imports import without_collector
+from mcore_rl.process.gc_pause import without_collector
 
 _BUSY_STATUSES = (429, 503, 504)
 

@@ -4,7 +4,7 @@ import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from mcore_rl.process.text import make_encodable
+from mcore_rl.process.errors import make_encodable
 from mcore_rl.services.sandbox.box import FilesRefused, ProgramBox
 from mcore_rl.services.sandbox.isolation import BOX
 from mcore_rl.services.sandbox.languages import EXECUTABLE, Language, choose

@@ -6,7 +6,7 @@ import os
 import signal
 import struct
 
-from mcore_rl.services.sandbox.syscalls import ALLOWED, NEEDED
+from mcore_rl.services.sandbox.seccomp import ALLOWED, NEEDED
 
 NEW_MOUNTS, NEW_CGROUP, NEW_UTS, NEW_IPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 NEW_USER, NEW_PIDS, NEW_NET = 0x10000000, 0x20000000, 0x40000000

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from mcore_rl.process.json_body import parse_json
+from mcore_rl.process.server_keys import parse_json
 from mcore_rl.services.sandbox import wire
 from mcore_rl.services.sandbox.limits import SandboxError, SandboxFull
 from mcore_rl.services.sandbox.service import Sandbox

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mcore_rl.process.text import make_encodable
+from mcore_rl.process.errors import make_encodable
 from mcore_rl.services.sandbox.box import ProgramBox, Streams
 from mcore_rl.services.sandbox.execution import check_path
 from mcore_rl.services.sandbox.limits import MIB, BoxStep, Limits, RunRecord, SandboxError

@@ -1,6 +1,8 @@
 """Opens a finished index and finds passages in it: by words, by vectors, or by both.
 
 query --> top of each shard --merged by score--> passages of the memory-mapped corpus
+
+Merges rankings of several indexes into one.
 """
 
 import json
@@ -12,7 +14,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from mcore_rl.services.search.bm25 import Bm25Shard
-from mcore_rl.services.search.fusion import fuse
 from mcore_rl.services.search.layout import (
     MANIFEST,
     OFFSETS,
@@ -24,6 +25,24 @@ from mcore_rl.services.search.layout import (
     shard_folder,
 )
 from mcore_rl.services.search.passages import Hit, MappedFile, Row
+
+RANK_OFFSET = 60
+"""Constant k of reciprocal rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009)."""
+
+
+def fuse(rankings: Sequence[Sequence[int]], num: int) -> list[tuple[int, float]]:
+    """Return (passage, score) of the `num` best passages of all rankings, the best first.
+
+    A passage's score is the sum of 1 / (60 + rank) over the rankings that have it, with ranks from
+    1 on; of equal passages the one with the lower number comes first.
+    """
+    scores: dict[int, float] = {}
+    for ranking in rankings:
+        for rank, passage in enumerate(ranking, start=1):
+            scores[passage] = scores.get(passage, 0.0) + 1.0 / (RANK_OFFSET + rank)
+    best = sorted(scores.items(), key=lambda item: (-item[1], item[0]))
+    return best[:num]
+
 
 _FUSED_DEPTH = 4
 """A fusion looks at so many times more passages of each ranking than it returns."""

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from mcore_rl.process.errors import describe_error
-from mcore_rl.process.json_body import parse_json
 from mcore_rl.process.network import refuse_open_door, url_of
-from mcore_rl.process.server_keys import is_bearer
+from mcore_rl.process.server_keys import is_bearer, parse_json
 from mcore_rl.services.search.client import SearchUnavailableError
 from mcore_rl.services.search.index import Retriever
 from mcore_rl.services.search.passages import Hit

@@ -10,8 +10,7 @@ A check may crash its process, or leave a GPU's context broken, without harm to 
 import json
 import sys
 
-from mcore_rl.tools.doctor.check import Check, Figures, MissedTarget, SkipCheck
-from mcore_rl.tools.doctor.check_folder import own_folder
+from mcore_rl.tools.doctor.check import Check, Figures, MissedTarget, SkipCheck, own_folder
 from mcore_rl.tools.doctor.stages import find_check
 
 OUTCOME = "outcome.json"

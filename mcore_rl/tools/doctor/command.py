@@ -66,8 +66,8 @@ def run_doctor(args: argparse.Namespace) -> None:
 
 def _check_machines(args: argparse.Namespace) -> None:
     from mcore_rl.tools.doctor.machine.checks import choose_checks, run_checks
+    from mcore_rl.tools.doctor.machine.finding import has_failed, print_report
     from mcore_rl.tools.doctor.machine.places import place_of
-    from mcore_rl.tools.doctor.machine.report import has_failed, print_report
 
     began_s = time.monotonic()
     checks = choose_checks(args.only)
@@ -130,7 +130,7 @@ def _ports(text: str) -> list[int]:
 
 
 def _ray_head_ports() -> tuple[int, ...]:
-    from mcore_rl.tools.doctor.machine.ports import RAY_HEAD_PORTS
+    from mcore_rl.tools.doctor.machine.needs import RAY_HEAD_PORTS
 
     return RAY_HEAD_PORTS
 

@@ -1,11 +1,30 @@
-"""The options of the kit, which runs checks as real processes: which of them, and in what time."""
+"""The options of the kit, which runs checks as real processes: which of them, and in what time.
+
+Names one folder for all that compilers of GPU kernels keep, so that it can be carried.
+
+The first run on a machine compiles for minutes; with the folder of an earlier one it does not.
+"""
 
 import argparse
 import json
 import os
+from collections.abc import MutableMapping
 from pathlib import Path
 
-from mcore_rl.tools.doctor.compiler_caches import CACHES, keep_compiled
+CACHES = Path("runs/doctor_caches")
+_VARIABLES = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "SGLANG_CACHE_DIR": "sglang",
+    "CUDA_CACHE_PATH": "driver",
+}
+"""Variable -> folder below the one that is named; the last is of the driver, which compiles PTX."""
+
+
+def keep_compiled(folder: Path, environ: MutableMapping[str, str]) -> None:
+    """Set the variables that compilers read; those that are set already stay."""
+    for variable, name in _VARIABLES.items():
+        environ.setdefault(variable, str(folder.resolve() / name))
 
 
 def add_kit(group: "argparse._ArgumentGroup") -> None:

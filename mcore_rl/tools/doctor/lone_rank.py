@@ -18,7 +18,7 @@ from mcore_rl.algo.sequences import SequenceSum
 from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.config.shipped import RECIPES_DIR
 from mcore_rl.device import device, has_cuda, peak_bytes
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from mcore_rl.tasks.tiny_model import qwen3_moe_config
 from mcore_rl.tools.doctor.check import Figures, MissedTarget, expect
 from mcore_rl.types import StepStats, TrainBatch
@@ -279,7 +279,7 @@ def compare_with_plan(rank: LoneRank) -> Figures:
     Raises MissedTarget if it is more than MEMORY_TOLERANCE away.
     """
     from mcore_rl.planning.memory import predict_memory
-    from mcore_rl.planning.models import read_models
+    from mcore_rl.planning.moments import read_models
 
     [planned] = predict_memory(rank.recipe, read_models(rank.recipe), "trainer")
     expected = planned.num_bytes - planned.uses.get("sync buffers", 0)  # no weights are sent

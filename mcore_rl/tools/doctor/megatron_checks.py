@@ -9,8 +9,7 @@ import time
 import torch
 
 from mcore_rl.device import forget_peak, peak_bytes, synchronize, use_torch_modules_on_cuda
-from mcore_rl.tools.doctor.check import Check, Figures, Stage, expect
-from mcore_rl.tools.doctor.check_folder import own_folder
+from mcore_rl.tools.doctor.check import Check, Figures, Stage, expect, own_folder
 from mcore_rl.tools.doctor.lone_rank import (
     LoneRank,
     compare_with_plan,

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from mcore_rl.device import can_pin_exactly, exact_pinning, probes
-from mcore_rl.process.killed import wait_killed
+from mcore_rl.process.process_state import wait_killed
 from mcore_rl.tools.doctor.check import Check, Figures, SkipCheck, Stage, expect
 
 ODD_BYTES = int(1.1 * 2**30)

@@ -18,8 +18,15 @@ from typing import Any
 
 from mcore_rl.device import has_cuda
 from mcore_rl.process.safe_path import safe_module
-from mcore_rl.tools.doctor.check import Check, Figures, MissedTarget, SkipCheck, Stage, expect
-from mcore_rl.tools.doctor.check_folder import own_folder
+from mcore_rl.tools.doctor.check import (
+    Check,
+    Figures,
+    MissedTarget,
+    SkipCheck,
+    Stage,
+    expect,
+    own_folder,
+)
 from mcore_rl.tools.doctor.sync_checks import GPU_BUCKET_MIB
 from mcore_rl.tools.doctor.warm_start import FOLDER, PROMPTS, WEIGHTS, prepare
 

@@ -15,10 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.device import describe_device, has_cuda
-from mcore_rl.process.killed import wait_killed
+from mcore_rl.process.process_state import wait_killed
 from mcore_rl.process.safe_path import safe_module
-from mcore_rl.tools.doctor.check import Check, Result, Stage, full_name
-from mcore_rl.tools.doctor.check_folder import FOLDER, make_empty, remove_large_files
+from mcore_rl.tools.doctor.check import (
+    FOLDER,
+    Check,
+    Result,
+    Stage,
+    full_name,
+    make_empty,
+    remove_large_files,
+)
 from mcore_rl.tools.doctor.child import OUTCOME
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]

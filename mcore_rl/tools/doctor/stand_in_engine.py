@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mcore_rl.device import device
 from mcore_rl.loops.roles import KeepsSamples
 from mcore_rl.process.errors import describe_error
-from mcore_rl.process.killed import wait_killed
+from mcore_rl.process.process_state import wait_killed
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from mcore_rl.weight_sync.receiver import WeightReceiver
 from mcore_rl.weight_sync.wire import Action, Command, Link, Report

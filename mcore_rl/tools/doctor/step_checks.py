@@ -25,8 +25,7 @@ from mcore_rl.config import (
     RunConfig,
 )
 from mcore_rl.device import has_cuda, has_transformer_engine, use_torch_modules_on_cuda
-from mcore_rl.tools.doctor.check import Check, Figures, Stage, expect
-from mcore_rl.tools.doctor.check_folder import own_folder
+from mcore_rl.tools.doctor.check import Check, Figures, Stage, expect, own_folder
 from mcore_rl.tools.doctor.lone_rank import LoneRank, qwen3_moe
 from mcore_rl.tools.doctor.stand_in_engine import MAX_NEW_TOKENS, StandInEngine
 from mcore_rl.tools.doctor.sync_checks import GPU_BUCKET_MIB

@@ -6,7 +6,7 @@ import time
 from multiprocessing.connection import wait
 from typing import Any
 
-from mcore_rl.process.killed import wait_killed
+from mcore_rl.process.process_state import wait_killed
 from mcore_rl.tools.doctor.sync_ranks import run_rank
 from mcore_rl.tools.doctor.sync_scene import Scene, SceneOutcome
 from mcore_rl.weight_sync.link_store import LinkStore

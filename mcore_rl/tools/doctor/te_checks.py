@@ -22,8 +22,15 @@ from mcore_rl.device import (
     synchronize,
 )
 from mcore_rl.run.roles.train_speed import TrainSpeed
-from mcore_rl.tools.doctor.check import Check, Figures, MissedTarget, SkipCheck, Stage, expect
-from mcore_rl.tools.doctor.check_folder import own_folder
+from mcore_rl.tools.doctor.check import (
+    Check,
+    Figures,
+    MissedTarget,
+    SkipCheck,
+    Stage,
+    expect,
+    own_folder,
+)
 from mcore_rl.tools.doctor.lone_rank import (
     LEARNING_RATE,
     LoneRank,

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.weights.box import Box, Shard
-from mcore_rl.weights.strides import contiguous_strides
+from mcore_rl.weights.box import Box, Shard, contiguous_strides
 
 
 @dataclass(frozen=True)

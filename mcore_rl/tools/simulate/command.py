@@ -12,11 +12,11 @@ from mcore_rl.algo.requirements import check_algorithm
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import require
 from mcore_rl.planning.checks import check_engines, check_sizes
-from mcore_rl.planning.models import read_models
+from mcore_rl.planning.moments import read_models
 from mcore_rl.process.disk import reporting_full_disk, write_whole
 from mcore_rl.tools.simulate.calibration import Calibration
-from mcore_rl.tools.simulate.hardware import ReachedShares
-from mcore_rl.tools.simulate.recipe_costs import RecipeCosts
+from mcore_rl.tools.simulate.costs import RecipeCosts
+from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.search import search
 from mcore_rl.tools.simulate.simulate import SimulationResult, gpus_of, simulate
 from mcore_rl.tools.simulate.workload import prompt_len_of

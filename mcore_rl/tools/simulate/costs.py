@@ -2,6 +2,12 @@
 
 Each cost is a sum of what an accelerator does one after the other: operations, reads of its memory,
 bytes over links, and a fixed time. Operations are counted as in weights/hf/flops.py.
+
+Predicts the seconds of a vision tower for the image of a simulated prompt.
+
+The image is the most nearly square one of simulate.image_tokens tokens.
+
+Predicts all that the simulation of a recipe needs to know of time, before it begins.
 """
 
 from collections.abc import Sequence
@@ -9,15 +15,55 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mcore_rl.config import Config, ParallelConfig
+from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.engine_memory import engine_uses
+from mcore_rl.planning.memory import critic_uses, trainer_uses
+from mcore_rl.planning.moments import RecipeModels
 from mcore_rl.planning.rank_memory import Uses
+from mcore_rl.planning.sync import predict_sync
 from mcore_rl.tools.simulate.engine_request import EngineSpeed
-from mcore_rl.tools.simulate.hardware import GpuRates, ReachedShares
-from mcore_rl.tools.simulate.tower_costs import TowerCosts
+from mcore_rl.tools.simulate.machine import GPUS, GpuRates, ReachedShares
 from mcore_rl.tools.simulate.workload import prompt_len_of
 from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.hf.facts import ModelFacts
-from mcore_rl.weights.hf.flops import BACKWARD, ModelFlops
+from mcore_rl.weights.hf.flops import BACKWARD, ModelFlops, TowerFlops
+from mcore_rl.weights.models.value_head import with_value_head
+
+
+@dataclass(frozen=True)
+class TowerCosts:
+    """Seconds of one rank for an image; no layout cuts the tower (docs/vision.md).
+
+    forward_s   of a forward pass
+    step_s      of forward and backward passes, by train.vision, with what is computed again
+    prefill_s   of an engine's ranks, which divide the tower
+    """
+
+    forward_s: float
+    step_s: float
+    prefill_s: float
+
+    @staticmethod
+    def of(
+        config: Config, facts: ModelFacts, gpu: GpuRates, shares: ReachedShares
+    ) -> "TowerCosts | None":
+        """Return the costs of a model's tower; None without a tower or without images."""
+        flops = TowerFlops.of(facts)
+        num_tokens = config.simulate.image_tokens
+        if flops is None or not num_tokens:
+            return None
+        image = [flops.square(num_tokens)]
+        train = config.train
+        step = flops.training(image, train.vision)
+        if train.vision == "all" and train.recompute != "none":
+            step += flops.blocks(image)
+        per_second = gpu.flops * shares.train
+        return TowerCosts(
+            flops.forward(image) / per_second,
+            step / per_second,
+            flops.forward(image) / (gpu.flops * shares.prefill * config.rollout.tp),
+        )
+
 
 RECOMPUTED = {"mlp": 0.4, "moe": 0.6, "core_attn": 0.2, "mla_up_proj": 0.1, "full": 1.0}
 """Share of a forward pass that is computed again in the backward pass, by train.recompute."""
@@ -290,3 +336,59 @@ def read_back_s(config: Config, facts: ModelFacts, gpu: GpuRates, shares: Reache
     if config.simulate.gpu == "cpu":
         return READ_BACK_CPU_S_PER_GB * weights / 1e9
     return 2 * weights / (gpu.memory * shares.memory)
+
+
+CANARY_S = 0.5
+
+
+@dataclass(frozen=True)
+class RecipeCosts:
+    """Predicted seconds and sizes of a recipe, made once.
+
+    canary_s   seconds in which the trainer, and then the engines, score a few sequences
+    other_s    seconds of a step for what is not simulated
+    of_idle    whether the seconds of sync and canary are those of idle engines, as a run in
+               rollout.mode=sync has them; engines that sample meanwhile finish a step before
+    read_back_s   by which the swap takes longer in a sync that is read back
+    """
+
+    engine: EngineSpeed
+    trainer: TrainCosts
+    critic: TrainCosts | None
+    sync_s: float
+    swap_s: float
+    sync_bytes: int
+    canary_s: float = CANARY_S
+    other_s: float = 0.0
+    of_idle: bool = False
+    read_back_s: float = 0.0
+
+    @staticmethod
+    def of(config: Config, models: RecipeModels, shares: ReachedShares) -> "RecipeCosts":
+        """Raises ValueError naming two sizes that do not divide."""
+        gpu = GPUS[config.simulate.gpu]
+        policy = models.policy
+        plan, _ = predict_sync(config, make_deployment(config, policy))
+        state = ModelState.of(trainer_uses(config, models))
+        flops = ModelFlops.of(policy)
+        tower = TowerCosts.of(config, policy, gpu, shares)
+        trainer = TrainCosts(
+            config, policy, flops, config.parallel, gpu, shares, state, tower=tower
+        )
+        critic = None
+        if models.critic is not None:
+            state = ModelState.of(critic_uses(config, models))
+            parallel = config.critic.parallel
+            facts = ModelFacts(models.critic.path, with_value_head(models.critic.config))
+            flops = ModelFlops.of(facts)
+            tower = TowerCosts.of(config, facts, gpu, shares)
+            critic = TrainCosts(config, facts, flops, parallel, gpu, shares, state, tower=tower)
+        return RecipeCosts(
+            engine_speed(config, policy, gpu, shares),
+            trainer,
+            critic,
+            plan.seconds / shares.network,
+            swap_s(config, policy, gpu, shares),
+            plan.model_bytes,
+            read_back_s=read_back_s(config, policy, gpu, shares),
+        )

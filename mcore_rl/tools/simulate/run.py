@@ -38,12 +38,12 @@ from mcore_rl.run.roles.colocation import (
 from mcore_rl.run.roles.generator import EngineGenerator, rollout_of_evaluations
 from mcore_rl.run.roles.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.run.roles.weight_sync import EngineSync
+from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.engine import SimulatedEngine
 from mcore_rl.tools.simulate.engines import SimulatedCollector, SimulatedTransport
 from mcore_rl.tools.simulate.failures import Failures
 from mcore_rl.tools.simulate.placement import ProcessPlacement
 from mcore_rl.tools.simulate.ranks import SimulatedRanks
-from mcore_rl.tools.simulate.recipe_costs import RecipeCosts
 from mcore_rl.tools.simulate.step_log import StepLog
 from mcore_rl.tools.simulate.virtual_loop import context_of
 from mcore_rl.tools.simulate.virtual_time import VirtualTime

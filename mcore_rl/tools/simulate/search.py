@@ -7,10 +7,10 @@ from mcore_rl.config import Config
 from mcore_rl.config.tree import Settings, with_settings
 from mcore_rl.planning.checks import check_engines, check_sizes
 from mcore_rl.planning.memory import predict_memory
-from mcore_rl.planning.models import RecipeModels
+from mcore_rl.planning.moments import RecipeModels
 from mcore_rl.planning.nearest import too_large
-from mcore_rl.tools.simulate.hardware import ReachedShares
-from mcore_rl.tools.simulate.recipe_costs import RecipeCosts
+from mcore_rl.tools.simulate.costs import RecipeCosts
+from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.simulate import simulate
 
 WIDTHS = (0.5, 1, 2)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.process.disk import write_whole
-from mcore_rl.tools.translate.foreign import Unneeded
+from mcore_rl.tools.translate.translation import Unneeded
 
 NAMES = ("verl", "slime", "nemo-rl")
 """The systems; systems.py has how they are read, and is imported by need."""

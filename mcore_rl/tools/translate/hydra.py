@@ -11,7 +11,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from mcore_rl.tools.translate.foreign import ForeignOptions
+from mcore_rl.tools.translate.translation import ForeignOptions
 
 
 def read_options(arguments: Sequence[str]) -> ForeignOptions:

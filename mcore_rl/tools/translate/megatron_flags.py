@@ -16,7 +16,7 @@ from mcore_rl.config.upstream.fields import (
     is_installed,
     read_fields,
 )
-from mcore_rl.tools.translate.foreign import Decision, ForeignOptions, Found, RecipeLine
+from mcore_rl.tools.translate.translation import Decision, ForeignOptions, Found, RecipeLine
 
 GROUPS = (
     (TRANSFORMER, "train.megatron"),

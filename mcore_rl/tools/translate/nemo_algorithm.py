@@ -2,9 +2,15 @@
 
 from typing import Any
 
-from mcore_rl.tools.translate.foreign import Decision, ForeignOptions, Found, RecipeLine
 from mcore_rl.tools.translate.nemo_policy import COLOCATED, is_ppo, loop_of
-from mcore_rl.tools.translate.tables import differing, renamed
+from mcore_rl.tools.translate.translation import (
+    Decision,
+    ForeignOptions,
+    Found,
+    RecipeLine,
+    differing,
+    renamed,
+)
 
 OWN_ADVANTAGE = "register an advantage of your own (docs/algorithms.md)"
 OWN_REWARD = "a reward of your own, reward.path, may return other numbers (docs/rewards.md)"

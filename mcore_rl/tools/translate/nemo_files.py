@@ -7,8 +7,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mcore_rl.tools.translate.foreign import ForeignOptions
 from mcore_rl.tools.translate.hydra import flatten, load_tree, parse_overrides
+from mcore_rl.tools.translate.translation import ForeignOptions
 
 ARITHMETIC = {
     "mul": lambda a, b: a * b,

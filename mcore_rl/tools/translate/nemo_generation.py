@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from mcore_rl.tools.translate.foreign import Decision, ForeignOptions, Found, RecipeLine
 from mcore_rl.tools.translate.nemo_policy import (
     COLOCATED,
     PLACES,
@@ -11,7 +10,14 @@ from mcore_rl.tools.translate.nemo_policy import (
     total_len,
     trainer_gpus,
 )
-from mcore_rl.tools.translate.tables import differing, renamed
+from mcore_rl.tools.translate.translation import (
+    Decision,
+    ForeignOptions,
+    Found,
+    RecipeLine,
+    differing,
+    renamed,
+)
 
 GENERATION = "policy.generation"
 SIZES = {

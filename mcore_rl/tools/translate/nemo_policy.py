@@ -4,9 +4,15 @@ from typing import Any
 
 from mcore_rl.config.training import RECOMPUTABLE
 from mcore_rl.config.upstream.fields import TRANSFORMER
-from mcore_rl.tools.translate.foreign import Decision, ForeignOptions, Found, RecipeLine
 from mcore_rl.tools.translate.megatron_flags import is_field
-from mcore_rl.tools.translate.tables import differing, renamed
+from mcore_rl.tools.translate.translation import (
+    Decision,
+    ForeignOptions,
+    Found,
+    RecipeLine,
+    differing,
+    renamed,
+)
 
 MEGATRON = "policy.megatron_cfg"
 SIZES = {

@@ -1,24 +1,208 @@
-"""Makes a recipe of NeMo-RL's options (0.7): configurations of GRPO and of PPO."""
+"""Makes a recipe of NeMo-RL's options (0.7): configurations of GRPO and of PPO.
 
-from mcore_rl.tools.translate.foreign import ForeignOptions, Found
+Data, rewards and the run itself in NeMo-RL 0.7, as options of a recipe.
+
+Optimizers and schedules of NeMo-RL 0.7, as options of a recipe.
+"""
+
+from typing import Any
+
 from mcore_rl.tools.translate.nemo_algorithm import (
     translate_advantage,
     translate_critic,
     translate_loss,
 )
 from mcore_rl.tools.translate.nemo_generation import translate_engines, translate_sampling
-from mcore_rl.tools.translate.nemo_optimizer import translate_optimizer
 from mcore_rl.tools.translate.nemo_policy import (
+    is_megatron,
     is_ppo,
+    loop_of,
     translate_batches,
     translate_layout,
     translate_micro_batches,
     translate_model,
     translate_training,
 )
-from mcore_rl.tools.translate.nemo_run import translate_data, translate_reward, translate_run
 from mcore_rl.tools.translate.nemo_unneeded import reason_of
-from mcore_rl.tools.translate.translation import Translation, account
+from mcore_rl.tools.translate.translation import (
+    Decision,
+    ForeignOptions,
+    Found,
+    RecipeLine,
+    Translation,
+    account,
+    differing,
+    renamed,
+    switched,
+)
+
+NO_END = 100_000
+"""From so many steps on, it is the epochs that end a run."""
+REWARDS = {"math": "math", "math_multi_reward": "math", "code": "code"}
+"""Environments, and the file under recipes/rewards/ that judges the same answers."""
+SETS = {"train": "data.train", "validation": "eval.data"}
+COLUMNS = "write the columns prompt, data_source, reward_model and extra_info (docs/recipes.md)"
+WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
+    "data.use_multiple_dataloader": (False, "data.sources mixes files by weight (docs/data.md)"),
+    "data.num_prompts_per_dataloader": (None, "data.sources mixes files by weight"),
+    "data.custom_dataloader": (None, "data.curriculum and data.sources choose prompts"),
+    "data.dataset_name": (None, COLUMNS),
+    "data.prompt_file": (None, COLUMNS),
+    "data.default.prompt_file": (None, COLUMNS),
+    "data.default.system_prompt_file": (None, COLUMNS),
+    "checkpointing.checkpoint_must_save_by": (None, "a job that is told to end saves first"),
+    "logger.swanlab_enabled": (False, "log.* has tensorboard, wandb_project and mlflow_uri"),
+}
+
+
+def translate_data(options: ForeignOptions) -> Found:
+    """Yield the files of prompts; sets that have a name are left to the user."""
+    for theirs, ours in SETS.items():
+        group = f"data.{theirs}"
+        several: Any = options.take(group, None)
+        path = options.take(f"{group}.data_path", None)
+        below = options.below(f"{group}.", but=("seed",))
+        yield RecipeLine(ours, [path] if path else [], (f"{group}.data_path",))
+        if several:
+            advice = f"give their files as {ours}, or data.sources mixes them by weight"
+            yield Decision(group, several, advice)
+        for name, value in below.items():
+            if name == "split_validation_size" and value:
+                yield Decision(f"{group}.{name}", value, "set eval.data, a file of its own")
+            elif name != "data_path":
+                yield Decision(f"{group}.{name}", value, COLUMNS)
+    yield from renamed(options, {"data.shuffle": ("data.shuffle", None)})
+    yield from differing(options, WITHOUT_COUNTERPART)
+
+
+def translate_reward(options: ForeignOptions) -> Found:
+    name = options.take("data.default.env_name", "math")
+    if name in REWARDS:
+        path = f"recipes/rewards/{REWARDS[name]}.py"
+        yield RecipeLine("reward.path", path, ("data.default.env_name",))
+    else:
+        advice = "set reward.path (docs/rewards.md), or agents.environment (docs/agents.md)"
+        yield Decision("data.default.env_name", name, advice)
+    group = f"{loop_of(options)}.reward_shaping"
+    if options.take(f"{group}.enabled", False):
+        for ours, theirs, default in (("buffer_len", "length", 128), ("penalty", "penalty", 1)):
+            source = f"{group}.overlong_buffer_{theirs}"
+            value = options.take(source, default)
+            yield RecipeLine(f"reward.overlong_{ours}", value, (source, f"{group}.enabled"))
+        bound = options.take(f"{group}.max_response_length", None)
+        if bound is not None:
+            advice = "the penalty here grows over the last tokens before rollout.max_response_len"
+            yield Decision(f"{group}.max_response_length", bound, advice)
+
+
+def translate_run(options: ForeignOptions) -> Found:
+    """Yield steps, saves, evaluations, folder and trackers."""
+    loop = loop_of(options)
+    folder = options.take("checkpointing.checkpoint_dir", "results/grpo")
+    yield RecipeLine("run.dir", folder, ("checkpointing.checkpoint_dir",))
+    steps = options.take(f"{loop}.max_num_steps", 1_000_000)
+    epochs = options.take(f"{loop}.max_num_epochs", 1)
+    if steps < NO_END:
+        yield RecipeLine("run.steps", steps, (f"{loop}.max_num_steps",))
+    else:
+        advice = "set run.steps: rows of data.train, times epochs, by rollout.prompts_per_step"
+        yield Decision(f"{loop}.max_num_epochs, {loop}.max_num_steps", epochs, advice)
+    saves = options.take("checkpointing.save_period", 10)
+    if options.take("checkpointing.enabled", True):
+        sources = ("checkpointing.save_period", "checkpointing.enabled")
+        yield RecipeLine("checkpoint.every_steps", saves, sources)
+        kept = options.take("checkpointing.keep_top_k", 3)
+        yield RecipeLine("checkpoint.keep", kept, ("checkpointing.keep_top_k",))
+        advice = "there the best checkpoints are kept, here the newest: see checkpoint.keep"
+        metric = options.take("checkpointing.metric_name", None)
+        yield Decision("checkpointing.metric_name", metric, advice)
+    table: dict[str, tuple[str, Any]] = {
+        f"{loop}.max_val_samples": ("eval.max_prompts", None),
+        f"{loop}.seed": ("run.seed", 42),
+    }
+    yield from renamed(options, table)
+    every = options.take(f"{loop}.val_period", 10)
+    yield RecipeLine("eval.every_steps", max(every, 0), (f"{loop}.val_period",))
+    yield from _trackers(options)
+
+
+def _trackers(options: ForeignOptions) -> Found:
+    names = ("logger.wandb_enabled", "logger.wandb.project")
+    yield from switched(options, *names, "log.wandb_project", "grpo-dev")
+    names = ("logger.mlflow_enabled", "logger.mlflow.tracking_uri")
+    yield from switched(options, *names, "log.mlflow_uri", "http://localhost:5000")
+    yield from renamed(options, {"logger.tensorboard_enabled": ("log.tensorboard", False)})
+
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+def translate_optimizer(options: ForeignOptions, role: str, ours: str) -> Found:
+    """Yield the optimizer of `role`, policy or value, as options under `ours`."""
+    clip_name = f"{role}.max_grad_norm"
+    clip = options.take(clip_name, 1.0)
+    if not is_megatron(options, role):
+        yield from _torch_optimizer(options, f"{role}.optimizer", ours)
+        yield RecipeLine(f"{ours}.clip_grad", clip, (clip_name,))
+        schedule = options.take(f"{role}.scheduler", None)
+        if schedule is not None:
+            advice = f"set {ours}.warmup_steps and {ours}.schedule, which is one of"
+            yield Decision(f"{role}.scheduler", schedule, f"{advice} {', '.join(SCHEDULES)}")
+        return
+    theirs = f"{role}.megatron_cfg.optimizer"
+    own_clip = options.take(f"{theirs}.clip_grad", clip)
+    yield RecipeLine(f"{ours}.clip_grad", own_clip, (f"{theirs}.clip_grad", clip_name))
+    table: dict[str, tuple[str, Any]] = {
+        f"{theirs}.lr": (f"{ours}.lr", 5e-6),
+        f"{theirs}.weight_decay": (f"{ours}.weight_decay", 0.01),
+        f"{theirs}.adam_beta1": (f"{ours}.beta1", 0.9),
+        f"{theirs}.adam_beta2": (f"{ours}.beta2", 0.999),
+        f"{theirs}.adam_eps": (f"{ours}.eps", 1e-8),
+        f"{theirs}.use_precision_aware_optimizer": (
+            f"{ours}.megatron.use_precision_aware_optimizer",
+            True,
+        ),
+    }
+    yield from renamed(options, table)
+    yield from differing(options, {f"{theirs}.optimizer": ("adam", "the optimizer is Adam")})
+    name = f"{theirs}.optimizer_cpu_offload"
+    if options.take(name, False):
+        yield RecipeLine(f"{ours}.megatron.optimizer_cpu_offload", True, (name,))
+    yield from _schedule(options, role, ours)
+
+
+def _torch_optimizer(options: ForeignOptions, theirs: str, ours: str) -> Found:
+    kwargs = f"{theirs}.kwargs"
+    table: dict[str, tuple[str, Any]] = {
+        f"{kwargs}.lr": (f"{ours}.lr", 5e-6),
+        f"{kwargs}.weight_decay": (f"{ours}.weight_decay", 0.01),
+        f"{kwargs}.eps": (f"{ours}.eps", 1e-8),
+    }
+    yield from renamed(options, table)
+    for i, beta in enumerate(options.take(f"{kwargs}.betas", [0.9, 0.999]), 1):
+        yield RecipeLine(f"{ours}.beta{i}", beta, (f"{kwargs}.betas",))
+    kind = options.take(f"{theirs}.name", "torch.optim.AdamW")
+    if not kind.endswith(("AdamW", "FusedAdam")):
+        yield Decision(f"{theirs}.name", kind, "the optimizer is Adam")
+
+
+def _schedule(options: ForeignOptions, role: str, ours: str) -> Found:
+    theirs = f"{role}.megatron_cfg.scheduler"
+    style = options.take(f"{theirs}.lr_decay_style", "constant")
+    if style in SCHEDULES:
+        yield RecipeLine(f"{ours}.schedule", style, (f"{theirs}.lr_decay_style",))
+    else:
+        advice = f"{ours}.schedule is one of {', '.join(SCHEDULES)}"
+        yield Decision(f"{theirs}.lr_decay_style", style, advice)
+    if style != "constant":
+        # Megatron's own constant schedule never falls to min_lr.
+        table = {f"{role}.megatron_cfg.optimizer.min_lr": (f"{ours}.min_lr", 5e-7)}
+        yield from renamed(options, table)
+        iters = options.take(f"{theirs}.lr_decay_iters", None)
+        if iters is not None:
+            yield Decision(f"{theirs}.lr_decay_iters", iters, "a schedule ends with run.steps")
+    yield from renamed(options, {f"{theirs}.lr_warmup_iters": (f"{ours}.warmup_steps", 13)})
+
 
 OTHER_LOOPS = {
     "sft": "`mcore-rl sft` with sft.* (docs/recipes.md)",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from mcore_rl.tools.translate.tables import longest_prefix
+from mcore_rl.tools.translate.translation import longest_prefix
 
 ALWAYS = "it is how Megatron ranks always run here"
 SLICES = "weights travel in slices: sync.bucket_mib"

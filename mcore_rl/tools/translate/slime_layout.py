@@ -3,8 +3,13 @@
 from typing import Any
 
 from mcore_rl.config.training import RECOMPUTABLE
-from mcore_rl.tools.translate.foreign import Decision, ForeignOptions, Found, RecipeLine
-from mcore_rl.tools.translate.tables import renamed
+from mcore_rl.tools.translate.translation import (
+    Decision,
+    ForeignOptions,
+    Found,
+    RecipeLine,
+    renamed,
+)
 
 SIZES = {
     "tp": "--tensor-model-parallel-size",

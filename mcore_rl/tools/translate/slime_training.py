@@ -3,9 +3,15 @@
 from typing import Any
 
 from mcore_rl.config.data import DataConfig
-from mcore_rl.tools.translate.foreign import Decision, ForeignOptions, Found, RecipeLine
 from mcore_rl.tools.translate.slime_layout import SIZES, has_critic
-from mcore_rl.tools.translate.tables import differing, renamed
+from mcore_rl.tools.translate.translation import (
+    Decision,
+    ForeignOptions,
+    Found,
+    RecipeLine,
+    differing,
+    renamed,
+)
 
 SCHEDULES = ("constant", "linear", "cosine")
 ADVANTAGES = {

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from mcore_rl.config.upstream.owned_megatron import TRANSFORMER_RULES
-from mcore_rl.tools.translate.tables import longest_prefix
+from mcore_rl.tools.translate.translation import longest_prefix
 
 CONFIG = "config.json in model.path says what the model is"
 OWN_LOOP = "Megatron's training script reads it, and its loop is not used"

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_rl.tools.translate.foreign import ForeignOptions
 from mcore_rl.tools.translate.hydra import read_options
 from mcore_rl.tools.translate.nemo_files import read_nemo_rl
 from mcore_rl.tools.translate.nemo_rl import translate_nemo_rl
 from mcore_rl.tools.translate.slime import translate_slime
 from mcore_rl.tools.translate.slime_script import read_slime
-from mcore_rl.tools.translate.translation import Translation
+from mcore_rl.tools.translate.translation import ForeignOptions, Translation
 from mcore_rl.tools.translate.verl import translate_verl
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from mcore_rl.tools.translate.foreign import Decision, ForeignOptions, Found, RecipeLine
+from mcore_rl.tools.translate.translation import Decision, ForeignOptions, Found, RecipeLine
 from mcore_rl.tools.translate.verl_training import (
     ACTOR,
     is_megatron,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from mcore_rl.tools.translate.tables import longest_prefix
+from mcore_rl.tools.translate.translation import longest_prefix
 
 UNNEEDED: Mapping[str, str] = {
     "actor_rollout_ref.actor._target_": "classes are not chosen by name",

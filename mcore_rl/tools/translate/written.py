@@ -6,8 +6,7 @@ from typing import Any
 
 import yaml
 
-from mcore_rl.tools.translate.foreign import RecipeLine
-from mcore_rl.tools.translate.translation import Translation
+from mcore_rl.tools.translate.translation import RecipeLine, Translation
 
 WIDTH = 120
 

@@ -2,18 +2,65 @@
 
 Every rank of the first stage runs the whole tower on all distinct images of the micro-batch, and
 takes the embeddings of the tokens that it holds.
+
+Finds equal images of a micro-batch, so that the tower runs once on each of them.
+
+images    a a b a      -->  distinct images a b
+rows of their tokens   -->  rows of the embeddings of a b, those of a three times
+
+Adds up the operations that vision towers have in an optimizer step, over all ranks.
+
+Only ranks of the first stage see pixels, so only they know which images of a micro-batch are equal.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.data.images.places import ImageTokens, split_grids
-from mcore_rl.device import on_device
-from mcore_rl.train.vision.distinct import distinct_images
+from mcore_rl.device import device, on_device
+from mcore_rl.train.runtime import rank_coordinate
 from mcore_rl.types import Images, TrainBatch
+from mcore_rl.weights.hf.flops import TowerFlops
+
+
+def distinct_images(images: Images, nums_tokens: list[int]) -> tuple[Images, Tensor]:
+    """Return the distinct images, and for each row of all images' embeddings the row of theirs.
+
+    Gradients of equal images add up where their embeddings are taken. Without pixels, on the meta
+    device, no tower runs, and all images are returned.
+
+    nums_tokens   rows that each image takes
+    """
+    if images.pixels_PD.is_meta:
+        return images, torch.arange(sum(nums_tokens))
+    parts = images.pixels_PD.split(images.grids_I3.prod(-1).tolist())
+    first_row: dict[bytes, int] = {}
+    kept: list[int] = []
+    rows: list[Tensor] = []
+    num_rows = 0
+    for number, (pixels_PD, num_tokens) in enumerate(zip(parts, nums_tokens, strict=True)):
+        key = _content(pixels_PD, images.grids_I3[number])
+        if key not in first_row:
+            first_row[key] = num_rows
+            num_rows += num_tokens
+            kept.append(number)
+        rows.append(torch.arange(first_row[key], first_row[key] + num_tokens))
+    if len(kept) < len(parts):
+        pixels_PD = torch.cat([parts[number] for number in kept])
+        images = Images(pixels_PD, images.grids_I3[kept], (len(kept),))
+    return images, torch.cat(rows)
+
+
+def _content(pixels_PD: Tensor, grid_3: Tensor) -> bytes:
+    """Return a hash of an image, at about a gigabyte a second."""
+    found = hashlib.blake2b(grid_3.numpy().tobytes(), digest_size=16)
+    found.update(pixels_PD.contiguous().numpy().data)
+    return found.digest()
 
 
 @dataclass(frozen=True)
@@ -75,3 +122,24 @@ def make_rank_images(
     distinct, rows_R = distinct_images(images, tokens.nums_tokens(images.grids_I3))
     local_T = torch.where(local_T >= 0, rows_R[local_T.clamp(min=0)], -1)
     return RankImages(torch.cat(rotary, dim=1), local_T, distinct)
+
+
+def tower_work(
+    flops: TowerFlops, micro_batches: Iterable[RankImages | None], part: str
+) -> dict[str, float]:
+    """Return the operations of the step's towers as a metric, 10**12; a collective over all ranks.
+
+    Each data-parallel coordinate counts once, although all of its ranks of the first stage run the
+    same tower.
+
+    part   train.vision
+    """
+    operations = 0.0
+    where = rank_coordinate()
+    if where.pp == where.tp == where.cp == 0:
+        for images in micro_batches:
+            if images is not None and images.images is not None:
+                operations += flops.training(images.images.grids_I3.tolist(), part)
+    total = torch.tensor(operations / 1e12, device=device(), dtype=torch.float32)
+    dist.all_reduce(total)
+    return {"train/tower_tflop": float(total)}

@@ -15,15 +15,20 @@ import aiohttp
 from mcore_rl.process.http import open_session
 from mcore_rl.process.server_keys import ServerKeys, admin_headers
 from mcore_rl.weight_sync.controller.engine_control import EngineCallError, EngineControl
-from mcore_rl.weight_sync.controller.in_place_sync import InPlaceSync
 from mcore_rl.weight_sync.controller.linked_engine import LinkedEngine
 from mcore_rl.weight_sync.controller.linking import EngineLinker, LinkError
 from mcore_rl.weight_sync.controller.staged_sync import StagedSync
-from mcore_rl.weight_sync.controller.strategy import GRACE_S, SyncStrategy, SyncTarget, TrainerRanks
+from mcore_rl.weight_sync.controller.strategy import (
+    GRACE_S,
+    InPlaceSync,
+    SyncStrategy,
+    SyncTarget,
+    TrainerRanks,
+)
 from mcore_rl.weight_sync.controller.sync_report import SyncReport
 from mcore_rl.weight_sync.link_store import LinkStore
 from mcore_rl.weight_sync.wire import Link
-from mcore_rl.weights.layouts.recorded import RecordedLayouts
+from mcore_rl.weights.layouts.listed import RecordedLayouts
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_rl.process.disk import force_to_disk
 from mcore_rl.process.refused_files import check_readable
-from mcore_rl.weights.box import Box, Shard, itemsize
+from mcore_rl.weights.box import Box, Shard, contiguous_strides, itemsize
 from mcore_rl.weights.finite import count_not_finite
 from mcore_rl.weights.hf.checksums import (
     MANIFEST,
@@ -41,7 +41,6 @@ from mcore_rl.weights.hf.fp8 import scaled_name
 from mcore_rl.weights.hf.tied_head import refuse_untied_head
 from mcore_rl.weights.models.settings import DEQUANTIZE_REMEDY
 from mcore_rl.weights.models.table import HfConfig, Shape
-from mcore_rl.weights.strides import contiguous_strides
 
 PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
 """The dtypes that weights can be loaded from, by their safetensors names."""

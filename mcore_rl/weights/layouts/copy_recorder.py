@@ -14,18 +14,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mcore_rl.weights.box import Shard
+from mcore_rl.weights.box import Padding, Shard
 from mcore_rl.weights.hf.fp8 import FP8, SCALE_DTYPE, num_blocks, scale_name
-from mcore_rl.weights.layouts.loader_error import (
+from mcore_rl.weights.layouts.layout import LocalTensors
+from mcore_rl.weights.layouts.loader import (
     LOADER_ERRORS,
+    Joined,
     LoaderFailedError,
+    Tracer,
     UntraceableError,
     describe_loader_error,
+    is_uniform,
 )
-from mcore_rl.weights.layouts.local_tensors import LocalTensors
 from mcore_rl.weights.layouts.strided import shards_of_view
-from mcore_rl.weights.layouts.tracers import Joined, Tracer, is_uniform
-from mcore_rl.weights.strides import Padding
 
 aten = torch.ops.aten
 JOIN = {aten.cat.default}

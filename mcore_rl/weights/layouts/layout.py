@@ -7,16 +7,93 @@
 
 Nothing in a layout grows with the number of ranks, and tensors that are cut alike share one
 placement.
+
+A rule that says how SGLang cuts a tensor over the ranks of an engine.
+
+Finds the parameter of an engine rank, and the element of it, at which a view begins.
+
+    qkv_proj [12, 8]      view qkv_proj[4:8], strides (8, 1)     locate -> ("qkv_proj", 32)
+                          a new tensor, or one of another dtype  locate -> None
+
+Several parameters may lie in one memory block.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations, product
-from typing import Protocol
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
 
 from mcore_rl.weights.box import Box, Shard
 from mcore_rl.weights.layouts.ranks import Ranks
+
+ROWS, COLUMNS = 0, 1
+
+
+@dataclass(frozen=True)
+class EngineRule:
+    """The group of ranks that cuts a tensor, and along which axis; "all" does not cut it.
+
+    blocks     equal blocks of the axis, each of which is cut for itself: q, k and v in one tensor
+    multiple   the axis is padded to a multiple of so many elements before it is cut
+    is_first   only the first pipeline stage has a tensor of a tower, not every stage
+    """
+
+    group: Literal["all", "attention", "kv_heads", "tensor"]
+    axis: int = ROWS
+    blocks: int = 1
+    multiple: int = 1
+    is_first: bool = False
+
+
+WHOLE = EngineRule("all")
+"""The rule of a tensor that every rank holds whole."""
+
+
+class LocalTensors:
+    """The local tensors of a rank; raises ValueError naming one that is not contiguous."""
+
+    def __init__(self, local_tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(local_tensors)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Find the tensors where they lie now, after someone gave them new memory."""
+        self._storages = {name: tensor.untyped_storage() for name, tensor in self._tensors.items()}
+        self._names: dict[int, list[str]] = {}
+        """Memory block -> local tensors that lie in it."""
+        for name, tensor in self._tensors.items():
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"parameter {name!r} is not contiguous (strides {tensor.stride()})"
+                )
+            self._names.setdefault(self._storages[name]._cdata, []).append(name)
+
+    def locate(self, view: Tensor) -> tuple[str, int] | None:
+        """Return (local tensor, element of it that `view` begins at), or None if it is in none."""
+        for name in self._names.get(view.untyped_storage()._cdata, ()):
+            tensor = self._tensors[name]
+            offset = int(view.storage_offset()) - int(tensor.storage_offset())
+            if 0 <= offset < tensor.numel() and view.dtype == tensor.dtype:
+                return name, offset
+        return None
+
+    def check_unchanged(self) -> None:
+        """Raise ValueError if a parameter got new memory, to which no recorded place applies."""
+        for name, tensor in self._tensors.items():
+            if tensor.untyped_storage()._cdata != self._storages[name]._cdata:
+                raise ValueError(
+                    f"load_weights replaced the memory of parameter {name!r}: cannot be traced"
+                )
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of the parameters; the CPU if there are none."""
+        return next((tensor.device for tensor in self._tensors.values()), torch.device("cpu"))
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mcore_rl.weights.box import Box, Shard
-from mcore_rl.weights.strides import Padding
+from mcore_rl.weights.box import Box, Padding, Shard
 
 MIN_ALIKE = 3
 """Layers from which on an example pays."""

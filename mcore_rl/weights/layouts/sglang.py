@@ -13,8 +13,7 @@ get_pp_indices).
 
 from collections.abc import Iterable
 
-from mcore_rl.weights.layouts.engine_rule import COLUMNS, WHOLE, EngineRule
-from mcore_rl.weights.layouts.layout import PlacedPiece, Placement
+from mcore_rl.weights.layouts.layout import COLUMNS, WHOLE, EngineRule, PlacedPiece, Placement
 from mcore_rl.weights.layouts.ranks import Ranks
 from mcore_rl.weights.layouts.sglang_models import (
     DENSE_MLP,

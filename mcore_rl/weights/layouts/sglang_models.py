@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from mcore_rl.weights.hf.config import named_dtype
-from mcore_rl.weights.layouts.engine_rule import COLUMNS, ROWS, WHOLE, EngineRule
+from mcore_rl.weights.layouts.layout import COLUMNS, ROWS, WHOLE, EngineRule
 from mcore_rl.weights.layouts.sglang_towers import QWEN3, QWEN3_MOE, TOWER_RULES, tower_problems
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.settings import sparse_layers

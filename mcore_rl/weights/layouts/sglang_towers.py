@@ -10,7 +10,7 @@ tests/scenarios/rollout compares all of it with SGLang itself.
 
 from collections.abc import Iterator, Mapping
 
-from mcore_rl.weights.layouts.engine_rule import COLUMNS, WHOLE, EngineRule
+from mcore_rl.weights.layouts.layout import COLUMNS, WHOLE, EngineRule
 from mcore_rl.weights.layouts.tensors import Entry, cut_evenly, cut_padded
 from mcore_rl.weights.models import tower
 from mcore_rl.weights.models.table import HfConfig, Shape

@@ -16,8 +16,7 @@ from itertools import product
 
 from torch import Tensor
 
-from mcore_rl.weights.box import Box, Shard
-from mcore_rl.weights.strides import contiguous_strides, unravel
+from mcore_rl.weights.box import Box, Shard, contiguous_strides, unravel
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.box import Box, Padding, Shard, contiguous_strides
 from mcore_rl.weights.models.table import Family, HfConfig, HfTensor, Rule, Shape
-from mcore_rl.weights.strides import Padding, contiguous_strides
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.weights.box import Shard
-from mcore_rl.weights.strides import Padding
+from mcore_rl.weights.box import Padding, Shard
 
 
 def runs(

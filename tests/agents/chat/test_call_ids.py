@@ -2,7 +2,7 @@
 
 from itertools import count
 
-from mcore_rl.agents.chat.call_ids import CallIds
+from mcore_rl.agents.chat.tool_syntax import CallIds
 
 
 def kimi(call_id: str) -> str:

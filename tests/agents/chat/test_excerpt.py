@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.agents.chat.excerpt import make_excerpt, refers_outside, template_words
+from mcore_rl.agents.chat.shortcut import make_excerpt, refers_outside, template_words
 from mcore_rl.agents.messages import Message
 from tests.support.conversations import conversations
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from mcore_rl.agents.chat.families import PARSERS, Parsers, resolve_parsers
+from mcore_rl.agents.chat.setup import PARSERS, Parsers, resolve_parsers
 from mcore_rl.agents.chat.tool_syntax import SYNTAXES
 from tests.support.chat_templates import FAMILIES, template_of
 from tests.support.conversations import TOOLS

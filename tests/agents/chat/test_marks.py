@@ -2,7 +2,12 @@
 
 import json
 
-from mcore_rl.agents.chat.marks import mark_answer, mark_content, unused_mark, without_reasoning
+from mcore_rl.agents.chat.chat_format import (
+    mark_answer,
+    mark_content,
+    unused_mark,
+    without_reasoning,
+)
 
 CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"x": 1}'}}
 

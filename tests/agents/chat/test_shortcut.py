@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from mcore_rl.agents.chat import shortcut
 from mcore_rl.agents.chat.chat_format import ChatFormat, Reasoning
-from mcore_rl.agents.chat.excerpt import make_excerpt
-from mcore_rl.agents.chat.shortcut import Shortcut
+from mcore_rl.agents.chat.shortcut import Shortcut, make_excerpt
 from mcore_rl.agents.chat.template import TRIAL_TOOL
 from mcore_rl.agents.messages import Message
 from tests.agents.chat.test_chat_format import draw_conversation, make_blank_tokenizer, sampled

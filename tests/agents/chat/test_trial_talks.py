@@ -1,7 +1,6 @@
 """Trial conversations are valid, repeat kinds of turns, and are the same each time."""
 
-from mcore_rl.agents.chat.excerpt import make_excerpt
-from mcore_rl.agents.chat.trial_talks import trial_talks
+from mcore_rl.agents.chat.shortcut import make_excerpt, trial_talks
 
 
 def test_trials_end_with_an_answer_whose_calls_get_results():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.agents.chat.turn_end import TurnEnd
+from mcore_rl.agents.chat.chat_format import TurnEnd
 from tests.support.chat_templates import make_tokenizer, stop_ids
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.agents.environments.bounded_output import BoundedOutput
+from mcore_rl.agents.environments.command import BoundedOutput
 
 
 @given(st.lists(st.text("abc", max_size=30)), st.integers(2, 40))

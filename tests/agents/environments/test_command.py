@@ -14,7 +14,7 @@ from mcore_rl.agents.environments.command import (
     inner_path,
     reward_in,
 )
-from mcore_rl.agents.environments.errors import EnvironmentFailed
+from mcore_rl.agents.environments.environment import EnvironmentFailed
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from tests.agents.environments.episodes import all_gone

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.agents.environments.concurrency import WINDOW_LEN, Concurrency
+from mcore_rl.agents.environments.worker_process import WINDOW_LEN, Concurrency
 
 
 def observe(concurrency, seconds, windows=1):

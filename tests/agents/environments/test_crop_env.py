@@ -7,8 +7,7 @@ import pytest
 from PIL import Image
 
 from mcore_rl.agents.environments.crop_env import CropEnvironment, CropOptions
-from mcore_rl.agents.environments.environment import Message, Start
-from mcore_rl.agents.environments.pictures import image_part, images_in
+from mcore_rl.agents.environments.environment import Message, Start, image_part, images_in
 
 COLORS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)]
 """The colors of the quarters of the picture, row by row."""

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from mcore_rl.agents.environments.host import Host, describe
+from mcore_rl.agents.environments.worker import Host, describe
 from tests.agents.environments.pools import COROUTINES, COUNTDOWN
 
 

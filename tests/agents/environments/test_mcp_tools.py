@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.agents.environments.errors import EnvironmentFailed
+from mcore_rl.agents.environments.environment import EnvironmentFailed
 from mcore_rl.agents.environments.mcp_tools import McpOptions
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from tests.agents.environments.foreign import PYTHON, needs_agents_venv, play
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.agents.environments.errors import EnvironmentFailed
+from mcore_rl.agents.environments.environment import EnvironmentFailed
 from mcore_rl.agents.environments.openenv_env import OpenEnvOptions
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from mcore_rl.agents.environments.orphans import MARK, kill_marked
+from mcore_rl.agents.environments.worker_process import MARK, kill_marked
 
 DETACHED = """
 import os, time

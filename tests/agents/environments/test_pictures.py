@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.agents.environments.pictures import image_bytes, image_part, images_in
+from mcore_rl.agents.environments.environment import image_bytes, image_part, images_in
 
 
 def test_bytes_come_back_as_they_went() -> None:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from mcore_rl.agents.environments.errors import (
+from mcore_rl.agents.environments.environment import (
     EnvironmentFailed,
     EnvironmentLost,
     EnvironmentTimeout,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from mcore_rl.agents.environments.schemas import tool_of
+from mcore_rl.agents.environments.tools_env import tool_of
 from tests.agents.environments import toolbox
 
 

@@ -14,7 +14,7 @@ from mcore_rl.agents.environments.search_options import (
     read_key,
     show_passages,
 )
-from mcore_rl.process.run_servers import SEARCH_URL
+from mcore_rl.process.server_keys import SEARCH_URL
 from mcore_rl.services.search.client import SearchUnavailableError
 from mcore_rl.services.search.passages import Hit
 from tests.services.search.test_client import ANSWER, answering

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.agents.environments.adapters import check_options
-from mcore_rl.agents.environments.errors import EnvironmentFailed
+from mcore_rl.agents.environments.environment import EnvironmentFailed
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.search_tool import TOOL, SearchToolOptions

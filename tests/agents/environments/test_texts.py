@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.agents.environments.texts import cut, text_of, with_text
+from mcore_rl.agents.environments.environment import cut, text_of, with_text
 
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mcore_rl.agents.environments.verl_config import (
+from mcore_rl.agents.environments.verl_tools import (
     check_classes,
     check_file,
     load_class,

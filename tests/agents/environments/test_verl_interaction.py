@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from mcore_rl.agents.environments.environment import Step
-from mcore_rl.agents.environments.errors import EnvironmentFailed
+from mcore_rl.agents.environments.environment import EnvironmentFailed, Step
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.verl_interaction import VerlInteractionOptions

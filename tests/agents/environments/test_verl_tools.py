@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.agents.environments.errors import EnvironmentFailed
+from mcore_rl.agents.environments.environment import EnvironmentFailed
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.verl_tools import VerlToolsOptions

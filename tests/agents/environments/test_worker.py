@@ -12,8 +12,7 @@ from mcore_rl.agents.environments import worker
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.worker_process import make_import_folder
-from mcore_rl.process.log_segments import find_segments
-from mcore_rl.process.rotated_output import rotating_logs
+from mcore_rl.process.log_files import find_segments, rotating_logs
 from tests.agents.environments import episodes
 
 WHAT_IT_IMPORTS = """

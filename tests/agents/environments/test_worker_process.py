@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.agents.environments.errors import EnvironmentFailed, EnvironmentLost
+from mcore_rl.agents.environments.environment import EnvironmentFailed, EnvironmentLost
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.worker_process import make_import_folder, worker_environment
 from tests.agents.environments.episodes import all_gone

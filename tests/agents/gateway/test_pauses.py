@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mcore_rl.agents.gateway.pauses import rare_collections
+from mcore_rl.agents.gateway.gateway import rare_collections
 
 
 @pytest.fixture(autouse=True)

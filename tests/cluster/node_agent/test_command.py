@@ -3,7 +3,7 @@
 import time
 
 from mcore_rl.cluster.node_agent.command import RunCommand
-from mcore_rl.process.stop_request import EXIT_STATUS
+from mcore_rl.process.signals import EXIT_STATUS
 
 
 def status_of(command: RunCommand, timeout_s: float = 60.0) -> int:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.data.images.fitting import expanded, limit_that_fits
+from mcore_rl.data.images.encoded import expanded, limit_that_fits
 
 
 @given(

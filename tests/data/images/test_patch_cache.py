@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.data.images.patch_cache import PatchCache
+from mcore_rl.data.images.batch import PatchCache
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 7)), max_size=30))

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.data.files import write_parquet
 from mcore_rl.data.images.encoded import BadImage
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.images.prompts import ImagePrompt, ImagePrompts, ImageRules
-from mcore_rl.data.rows import load_rows
+from mcore_rl.data.rows import load_rows, write_parquet
 from mcore_rl.types import Patches
 from tests.support.odd_images import (
     PLACEHOLDER,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.data.images.encoded import BadImage
-from mcore_rl.data.images.videos import FPS, encoded_videos
+from mcore_rl.data.images.video_rule import FPS, encoded_videos
 
 FRAMES = [b"one", {"bytes": b"two"}, "three.png"]
 

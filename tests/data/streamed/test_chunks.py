@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.data.rows import load_rows
-from mcore_rl.data.streamed import chunks as module
-from mcore_rl.data.streamed.chunks import ChunkReader
+from mcore_rl.data.streamed import windows as module
+from mcore_rl.data.streamed.windows import ChunkReader
 from tests.support.prompt_sets import RULES, open_index, write_rows
 
 COLUMNS = ("prompt", "data_source", "reward_model", "extra_info")

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from mcore_rl.process.run_servers import SANDBOX_URL
+from mcore_rl.process.server_keys import SANDBOX_URL
 from mcore_rl.rewards.code import places as code_places
 from mcore_rl.rewards.code.places import ATTEMPTS, execute
 from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult

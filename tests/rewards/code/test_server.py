@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.rewards.code import server as code_server
+from mcore_rl.rewards.code import places as code_server
 from mcore_rl.rewards.code.execution import CaseSettings, run_cases, script_case
 from mcore_rl.rewards.code.languages import Program
-from mcore_rl.rewards.code.server import read_answer, run_on_server
+from mcore_rl.rewards.code.places import read_answer, run_on_server
 from mcore_rl.rewards.code.tests import read_tests
 from mcore_rl.services.sandbox.execution import CodeRequest
 from mcore_rl.services.sandbox.languages import find_languages

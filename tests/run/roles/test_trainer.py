@@ -16,8 +16,7 @@ import torch
 from mcore_rl.batches.batch import with_loss_weights
 from mcore_rl.config import CheckpointConfig, ParallelConfig, TrainConfig
 from mcore_rl.logs.run_folder import RunFolder
-from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.process.threads import at_once
+from mcore_rl.process.event_loop import EventLoop, at_once
 from mcore_rl.run.roles.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.types import Images, LogprobOptions, StepStats, TokenScores, TrainBatch
 from mcore_rl.weights.hf.facts import ModelFacts

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from mcore_rl.data.images.batch import join_patches
-from mcore_rl.data.images.encoded import EncodedImage
-from mcore_rl.data.images.fitting import expanded
+from mcore_rl.data.images.encoded import EncodedImage, expanded
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec

@@ -7,8 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.process.log_segments import find_segments
-from mcore_rl.process.rotated_output import rotating_logs
+from mcore_rl.process.log_files import find_segments, rotating_logs
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from tests.scenarios.rollout.test_native_forward import generate, save_model

@@ -11,8 +11,7 @@ import pytest
 from mcore_rl.services.sandbox.box import ProgramBox, Streams
 from mcore_rl.services.sandbox.languages import readable_paths
 from mcore_rl.services.sandbox.limits import BoxStep, Limits, SandboxError
-from mcore_rl.services.sandbox.outer_layer import outer_command
-from mcore_rl.services.sandbox.worker import Worker
+from mcore_rl.services.sandbox.worker import Worker, outer_command
 from tests.support.sandboxes import PROGRAM, descendants, run, wait_until
 
 has_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not installed")

@@ -11,8 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.services.sandbox import linux
-from mcore_rl.services.sandbox.seccomp import ALLOW, KILL, install, make_filter, ranges_of, refusal
-from mcore_rl.services.sandbox.syscalls import ALLOWED, NEEDED, NEWEST
+from mcore_rl.services.sandbox.seccomp import (
+    ALLOW,
+    ALLOWED,
+    KILL,
+    NEEDED,
+    NEWEST,
+    install,
+    make_filter,
+    ranges_of,
+    refusal,
+)
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 

@@ -7,7 +7,7 @@ import pytest
 
 from mcore_rl.services.sandbox.languages import readable_paths
 from mcore_rl.services.sandbox.limits import Limits, SandboxFull
-from mcore_rl.services.sandbox.sessions import Sessions
+from mcore_rl.services.sandbox.service import Sessions
 from tests.support.sandboxes import wait_until
 
 LIMITS = Limits(wall_s=600, cpu_s=600)

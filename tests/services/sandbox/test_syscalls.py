@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.services.sandbox.syscalls import ALLOWED, NEEDED
+from mcore_rl.services.sandbox.seccomp import ALLOWED, NEEDED
 
 HEADER = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
 DANGEROUS = """

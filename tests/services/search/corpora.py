@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from mcore_rl.services.search.passages import Hit
 from mcore_rl.services.search.replay import Recording
 from tests.support.policy import ROOT

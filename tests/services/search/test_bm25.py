@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.services.search.bm25 import K1, B, Bm25Shard, best_of, build_bm25
-from mcore_rl.services.search.words import words_of
+from mcore_rl.services.search.bm25 import K1, B, Bm25Shard, best_of, build_bm25, words_of
 from tests.services.search.corpora import random_texts
 
 

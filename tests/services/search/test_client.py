@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from mcore_rl.services.search.client import Ask, SearchClient, SearchUnavailableError, ask_json
 from mcore_rl.services.search.passages import Hit
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.services.search.fusion import RANK_OFFSET, fuse
+from mcore_rl.services.search.index import RANK_OFFSET, fuse
 
 RANKING = st.lists(st.integers(0, 20), unique=True)
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.services.search.words import STOP_WORDS, hash_words, words_of
+from mcore_rl.services.search.bm25 import STOP_WORDS, hash_words, words_of
 
 
 def test_words_of_a_sentence() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.tools.doctor.check_folder import (
+from mcore_rl.tools.doctor.check import (
     FOLDER,
     LARGEST_KEPT_MIB,
     make_empty,

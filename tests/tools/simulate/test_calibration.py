@@ -11,11 +11,11 @@ from omegaconf import OmegaConf
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.secrets import written_config
-from mcore_rl.planning.models import read_models
+from mcore_rl.planning.moments import read_models
 from mcore_rl.tools.simulate.calibration import Calibration
 from mcore_rl.tools.simulate.command import checked
-from mcore_rl.tools.simulate.hardware import ReachedShares
-from mcore_rl.tools.simulate.recipe_costs import RecipeCosts
+from mcore_rl.tools.simulate.costs import RecipeCosts
+from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.simulate import simulate
 
 SMALL = ("rollout.prompts_per_step=16", "rollout.samples_per_prompt=4", "checkpoint.every_steps=0")

@@ -8,10 +8,16 @@ import pytest
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.engine_memory import engine_uses
-from mcore_rl.planning.models import read_models
-from mcore_rl.tools.simulate.costs import ModelState, TrainCosts, engine_speed, read_back_s, swap_s
-from mcore_rl.tools.simulate.hardware import GPUS, ReachedShares
-from mcore_rl.tools.simulate.tower_costs import TowerCosts
+from mcore_rl.planning.moments import read_models
+from mcore_rl.tools.simulate.costs import (
+    ModelState,
+    TowerCosts,
+    TrainCosts,
+    engine_speed,
+    read_back_s,
+    swap_s,
+)
+from mcore_rl.tools.simulate.machine import GPUS, ReachedShares
 from mcore_rl.weights.hf.flops import ModelFlops
 
 SHARES = ReachedShares()

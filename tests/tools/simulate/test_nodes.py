@@ -4,7 +4,7 @@ import pytest
 
 from mcore_rl.planning.bundles import ENGINE_NODE, TRAINER_NODE, make_bundle
 from mcore_rl.planning.slots import Slot
-from mcore_rl.tools.simulate.nodes import ImaginedNodes
+from mcore_rl.tools.simulate.placement import ImaginedNodes
 
 GPU = make_bundle(1.0, 1)
 

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.models import read_models
-from mcore_rl.tools.simulate.hardware import ReachedShares
+from mcore_rl.planning.moments import read_models
+from mcore_rl.tools.simulate.costs import RecipeCosts, TowerCosts
+from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.ranks import SimulatedRanks
-from mcore_rl.tools.simulate.recipe_costs import RecipeCosts
-from mcore_rl.tools.simulate.tower_costs import TowerCosts
 from mcore_rl.types import LogprobOptions, StoredBatch, StoredColumn
 
 CONFIG = load_recipe("qwen3_30b_a3b_grpo_32", [])

@@ -4,10 +4,10 @@ import pytest
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.deployment import make_deployment
-from mcore_rl.planning.models import read_models
+from mcore_rl.planning.moments import read_models
 from mcore_rl.planning.sync import predict_sync
-from mcore_rl.tools.simulate.hardware import ReachedShares
-from mcore_rl.tools.simulate.recipe_costs import RecipeCosts
+from mcore_rl.tools.simulate.costs import RecipeCosts
+from mcore_rl.tools.simulate.machine import ReachedShares
 
 
 def costs_of(recipe: str, *overrides: str) -> RecipeCosts:

@@ -11,11 +11,11 @@ from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
-from mcore_rl.planning.models import read_models
+from mcore_rl.planning.moments import read_models
 from mcore_rl.process.clock import replaced_clock
 from mcore_rl.tools.simulate.command import checked
-from mcore_rl.tools.simulate.hardware import ReachedShares
-from mcore_rl.tools.simulate.recipe_costs import RecipeCosts
+from mcore_rl.tools.simulate.costs import RecipeCosts
+from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.run import SimulatedRun
 from mcore_rl.tools.simulate.step_log import StepLog
 from mcore_rl.tools.simulate.virtual_loop import VirtualLoop

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.models import read_models
+from mcore_rl.planning.moments import read_models
 from mcore_rl.tools.simulate.command import checked
-from mcore_rl.tools.simulate.hardware import ReachedShares
-from mcore_rl.tools.simulate.recipe_costs import RecipeCosts
+from mcore_rl.tools.simulate.costs import RecipeCosts
+from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.simulate import SimulationResult, simulate
 
 SMALL = ("rollout.prompts_per_step=16", "rollout.samples_per_prompt=4", "simulate.steps=4")

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from mcore_rl.tools.simulate.timeline import SHOWN_ENGINES, Timeline
+from mcore_rl.tools.simulate.simulate import SHOWN_ENGINES, Timeline
 
 
 def test_a_trace_has_spans_queues_and_marks(tmp_path: Path) -> None:

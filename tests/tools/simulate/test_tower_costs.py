@@ -3,10 +3,10 @@
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.models import read_models
-from mcore_rl.tools.simulate.hardware import GPUS, ReachedShares
-from mcore_rl.tools.simulate.tower_costs import TowerCosts
-from mcore_rl.weights.hf.tower_flops import TowerFlops
+from mcore_rl.planning.moments import read_models
+from mcore_rl.tools.simulate.costs import TowerCosts
+from mcore_rl.tools.simulate.machine import GPUS, ReachedShares
+from mcore_rl.weights.hf.flops import TowerFlops
 
 SHARES = ReachedShares()
 

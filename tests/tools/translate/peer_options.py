@@ -14,10 +14,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.tools.translate.foreign import ForeignOptions
 from mcore_rl.tools.translate.nemo_rl import translate_nemo_rl
 from mcore_rl.tools.translate.slime import translate_slime
-from mcore_rl.tools.translate.translation import Translation
+from mcore_rl.tools.translate.translation import ForeignOptions, Translation
 
 PEERS = Path(__file__).with_name("peers")
 

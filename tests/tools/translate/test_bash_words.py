@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.tools.translate.bash_words import Computed, end_of_word, expand, statements_of
+from mcore_rl.tools.translate.slime_script import Computed, end_of_word, expand, statements_of
 
 TEXT = """# a comment
 A=1; B="two words"  # another

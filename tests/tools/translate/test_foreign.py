@@ -1,6 +1,6 @@
 """Options of another system are taken, and those that nobody takes are left."""
 
-from mcore_rl.tools.translate.foreign import ForeignOptions, says
+from mcore_rl.tools.translate.translation import ForeignOptions, says
 
 
 def test_options_that_nobody_read_are_left() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.tools.translate.nemo_optimizer import SCHEDULES
+from mcore_rl.tools.translate.nemo_rl import SCHEDULES
 from tests.tools.translate.accounts import decided, values
 from tests.tools.translate.peer_options import nemo
 

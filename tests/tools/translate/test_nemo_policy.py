@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.tools.translate.foreign import ForeignOptions
 from mcore_rl.tools.translate.nemo_policy import (
     is_megatron,
     is_ppo,
@@ -12,6 +11,7 @@ from mcore_rl.tools.translate.nemo_policy import (
     total_len,
     trainer_gpus,
 )
+from mcore_rl.tools.translate.translation import ForeignOptions
 from tests.tools.translate.accounts import decided, values
 from tests.tools.translate.peer_options import nemo
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.shipped import RECIPES_DIR
-from mcore_rl.tools.translate.nemo_run import NO_END, REWARDS, SETS
+from mcore_rl.tools.translate.nemo_rl import NO_END, REWARDS, SETS
 from tests.tools.translate.accounts import decided, values
 from tests.tools.translate.peer_options import nemo
 

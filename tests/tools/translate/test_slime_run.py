@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.shipped import RECIPES_DIR
-from mcore_rl.tools.translate.slime_run import REWARDS, ROLLOUTS, UNEQUAL_REWARDS
+from mcore_rl.tools.translate.slime import REWARDS, ROLLOUTS, UNEQUAL_REWARDS
 from tests.tools.translate.accounts import decided, values
 from tests.tools.translate.peer_options import slime
 

@@ -1,7 +1,14 @@
 """Tables of options make lines, decisions and reasons."""
 
-from mcore_rl.tools.translate.foreign import Decision, ForeignOptions, RecipeLine
-from mcore_rl.tools.translate.tables import differing, longest_prefix, renamed, switched
+from mcore_rl.tools.translate.translation import (
+    Decision,
+    ForeignOptions,
+    RecipeLine,
+    differing,
+    longest_prefix,
+    renamed,
+    switched,
+)
 
 
 def test_renamed_options_have_the_others_default() -> None:

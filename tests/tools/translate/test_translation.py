@@ -2,8 +2,13 @@
 
 from collections.abc import Iterator
 
-from mcore_rl.tools.translate.foreign import Decision, ForeignOptions, RecipeLine
-from mcore_rl.tools.translate.translation import AS_HERE, account
+from mcore_rl.tools.translate.translation import (
+    AS_HERE,
+    Decision,
+    ForeignOptions,
+    RecipeLine,
+    account,
+)
 from tests.tools.translate.accounts import decided, told, values
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.tools.translate.foreign import ForeignOptions
+from mcore_rl.tools.translate.translation import ForeignOptions
 from mcore_rl.tools.translate.verl import translate_verl
 from mcore_rl.tools.translate.written import write_recipe
 from tests.agents.environments.foreign import needs_verl

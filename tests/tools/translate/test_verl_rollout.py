@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from mcore_rl.tools.translate.verl_rollout import TURNS
-from mcore_rl.tools.translate.verl_training import ROLLOUT
+from mcore_rl.tools.translate.verl_training import ROLLOUT, TURNS
 from tests.tools.translate.accounts import decided, values
 from tests.tools.translate.verl_options import translate
 

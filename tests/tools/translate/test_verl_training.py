@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.tools.translate.foreign import ForeignOptions
+from mcore_rl.tools.translate.translation import ForeignOptions
 from mcore_rl.tools.translate.verl import translate_verl
 from mcore_rl.tools.translate.verl_training import ACTOR, MODEL, home_of, is_megatron
 from tests.tools.translate.accounts import decided, values

@@ -2,8 +2,7 @@
 
 import yaml
 
-from mcore_rl.tools.translate.foreign import Decision, RecipeLine
-from mcore_rl.tools.translate.translation import Translation
+from mcore_rl.tools.translate.translation import Decision, RecipeLine, Translation
 from mcore_rl.tools.translate.written import write_recipe
 
 

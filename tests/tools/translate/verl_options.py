@@ -4,9 +4,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mcore_rl.tools.translate.foreign import ForeignOptions
 from mcore_rl.tools.translate.hydra import flatten
-from mcore_rl.tools.translate.translation import Translation
+from mcore_rl.tools.translate.translation import ForeignOptions, Translation
 from mcore_rl.tools.translate.verl import translate_verl
 from tests.agents.environments.foreign import VERL
 

@@ -13,8 +13,7 @@ from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.data.images.batch import join_patches, split_images
 from mcore_rl.data.images.places import ImageTokens
 from mcore_rl.train.transformer_config import make_transformer_config
-from mcore_rl.train.vision.distinct import distinct_images
-from mcore_rl.train.vision.rank_images import make_rank_images
+from mcore_rl.train.vision.rank_images import distinct_images, make_rank_images
 from mcore_rl.train.vision.tower import embed_images, make_tower
 from mcore_rl.types import Images, Patches, TrainBatch
 from tests.support.tiny_vision import PLACEHOLDER, TEXT, VISION, make_vision_batches

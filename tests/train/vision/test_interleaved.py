@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.train.runtime import init_distributed
-from mcore_rl.train.vision.interleaved import InterleavedPositions, interleaved_axes
+from mcore_rl.train.vision.model import InterleavedPositions, interleaved_axes
 from tests.support.distributed import run_ranks
 
 

@@ -7,11 +7,10 @@ import torch
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.train.runtime import init_distributed
-from mcore_rl.train.vision.rank_images import RankImages
-from mcore_rl.train.vision.work import tower_work
+from mcore_rl.train.vision.rank_images import RankImages, tower_work
 from mcore_rl.types import TrainBatch
 from mcore_rl.weights.hf.facts import ModelFacts
-from mcore_rl.weights.hf.tower_flops import TowerFlops
+from mcore_rl.weights.hf.flops import TowerFlops
 from tests.support.distributed import run_each
 from tests.support.tiny_training import my_batches
 from tests.support.tiny_vision import make_vision_batches

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from mcore_rl.weights.hf.facts import ModelFacts
-from mcore_rl.weights.hf.tower_flops import TowerFlops
+from mcore_rl.weights.hf.flops import TowerFlops
 from tests.support.tiny_glm4v import write_glm4v_model
 from tests.support.tiny_kimi_vl import write_kimi_vl_model
 from tests.support.tiny_qwen3_vl import write_qwen3_vl_model, write_qwen3_vl_moe_model

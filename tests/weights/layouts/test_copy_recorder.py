@@ -2,9 +2,9 @@
 
 import torch
 
+from mcore_rl.weights.box import Padding
 from mcore_rl.weights.layouts.copy_recorder import CopyRecorder, HfTensors
-from mcore_rl.weights.layouts.local_tensors import LocalTensors
-from mcore_rl.weights.strides import Padding
+from mcore_rl.weights.layouts.layout import LocalTensors
 
 SHAPES: HfTensors = dict.fromkeys(("a", "b"), ((2, 3), torch.float32))
 

@@ -7,7 +7,7 @@ import torch
 
 from mcore_rl.device import has_cuda
 from mcore_rl.weights.layouts.engine_trace import trace_load_weights
-from mcore_rl.weights.layouts.loader_error import UntraceableError, describe_loader_error
+from mcore_rl.weights.layouts.loader import UntraceableError, describe_loader_error
 
 
 class LoadsByKernel(torch.nn.Module):

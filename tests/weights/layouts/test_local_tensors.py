@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mcore_rl.weights.layouts.local_tensors import LocalTensors
+from mcore_rl.weights.layouts.layout import LocalTensors
 
 
 def test_views_are_located_by_the_element_they_begin_at() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_rl.weight_sync.buckets import Bucket, plan_buckets
 from mcore_rl.weight_sync.placed_bucket import PlacedBucket, holdings
-from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.box import Box, Shard, contiguous_strides
 from mcore_rl.weights.hf.fp8 import FP8
 from mcore_rl.weights.layouts.layout import PlacedPiece, Placement
 from mcore_rl.weights.layouts.listed import ListedLayout
@@ -22,7 +22,6 @@ from mcore_rl.weights.plan.cost import predict
 from mcore_rl.weights.plan.local import plan_recvs, plan_sends
 from mcore_rl.weights.plan.shared_region import SplitGranularity
 from mcore_rl.weights.plan.shares import RegularHosts
-from mcore_rl.weights.strides import contiguous_strides
 from tests.support.fp8_oracle import per_block_cast_to_fp8
 
 NAME = "model.layers.0.mlp.up_proj.weight"

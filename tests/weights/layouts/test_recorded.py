@@ -1,9 +1,8 @@
 """Layouts survive their way as JSON; the shapes they give are those of whole tensors."""
 
 from mcore_rl.weights.box import Box, Shard
-from mcore_rl.weights.layouts.listed import ListedLayout
+from mcore_rl.weights.layouts.listed import ListedLayout, RecordedLayouts
 from mcore_rl.weights.layouts.megatron import MegatronSizes
-from mcore_rl.weights.layouts.recorded import RecordedLayouts
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 from mcore_rl.weights.models import family_of
 from tests.support.megatron_layout import model_config

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.weights.layouts.repeated_fills import merge_padding, repeated_fills
-from mcore_rl.weights.strides import Padding
+from mcore_rl.weights.box import Padding
+from mcore_rl.weights.layouts.engine_trace import merge_padding, repeated_fills
 
 
 @given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 3))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.weights.hf.config import read_hf_config
-from mcore_rl.weights.layouts.engine_rule import COLUMNS, WHOLE, EngineRule
+from mcore_rl.weights.layouts.layout import COLUMNS, WHOLE, EngineRule
 from mcore_rl.weights.layouts.sglang import SGLangLayout
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes, refuse_unserved
 from mcore_rl.weights.layouts.sglang_towers import QWEN2_5_TOWER, cut_tower, tower_rule_of

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.weights.layouts.tracers import Joined, Tracer, is_uniform
+from mcore_rl.weights.layouts.loader import Joined, Tracer, is_uniform
 
 
 class Refusal:

@@ -5,13 +5,12 @@ from dataclasses import asdict, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.box import Box, Shard, contiguous_strides
 from mcore_rl.weights.layouts.listed import ListedLayout
 from mcore_rl.weights.plan.cost import Load, by_host, predict, predict_gather_broadcast
 from mcore_rl.weights.plan.local import Flow, plan_recvs, plan_sends
 from mcore_rl.weights.plan.shared_region import SplitGranularity
 from mcore_rl.weights.plan.shares import RegularHosts, Topology
-from mcore_rl.weights.strides import contiguous_strides
 from tests.support.layout_strategies import (
     GRANULARITIES,
     megatron_layout,

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.box import Box, Padding, Shard, contiguous_strides
 from mcore_rl.weights.plan.coverage import check_coverage, runs
-from mcore_rl.weights.strides import Padding, contiguous_strides
 
 
 def rows(start: int, stop: int, name: str = "w", num_columns: int = 4) -> Shard:

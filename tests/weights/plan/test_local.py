@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.box import Box, Shard, contiguous_strides
 from mcore_rl.weights.layouts.layout import Placement
 from mcore_rl.weights.layouts.listed import ListedLayout
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
@@ -16,7 +16,6 @@ from mcore_rl.weights.models import hf_tensor_shapes
 from mcore_rl.weights.plan.local import plan_recvs, plan_sends
 from mcore_rl.weights.plan.shared_region import SplitGranularity
 from mcore_rl.weights.plan.shares import ListedHosts, RegularHosts
-from mcore_rl.weights.strides import contiguous_strides
 from tests.support.layout_strategies import (
     GRANULARITIES,
     megatron_layout,

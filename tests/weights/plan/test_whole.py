@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.weights.box import Box, Shard, subtract
+from mcore_rl.weights.box import Box, Shard, contiguous_strides, subtract
 from mcore_rl.weights.plan.reshard import reshard
 from mcore_rl.weights.plan.whole import make_plan
-from mcore_rl.weights.strides import contiguous_strides
 
 
 def grid(

@@ -12,15 +12,14 @@ from statistics import median
 from typing import Any
 
 from mcore_rl.process.disk import describe_filesystem
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from mcore_rl.tools.doctor.machine.clock import TimeSample, judge_offset, measure_offset
 from mcore_rl.tools.doctor.machine.facts import NodeFacts, compare_facts, gather_facts
-from mcore_rl.tools.doctor.machine.finding import Finding, failed, ok, warning
+from mcore_rl.tools.doctor.machine.finding import Finding, failed, has_failed, ok, warning
 from mcore_rl.tools.doctor.machine.meeting import Meeting, MeetingOverError, MissingNodesError
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 from mcore_rl.tools.doctor.machine.places import NodePlace
 from mcore_rl.tools.doctor.machine.reach import PeerAddress, PeerAnswer, listening, reach_all
-from mcore_rl.tools.doctor.machine.report import has_failed
 from mcore_rl.tools.doctor.machine.sharing import (
     SharedView,
     call_and_answer,

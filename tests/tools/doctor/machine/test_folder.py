@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.tools.doctor.machine.folder import (
+from mcore_rl.tools.doctor.machine.needs import MachineNeeds
+from mcore_rl.tools.doctor.machine.space import (
     check_run_folder,
     check_time_of_files,
     existing_part,
 )
-from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 from tests.support.machine_doctor import in_own_mounts, run_doctor
 
 

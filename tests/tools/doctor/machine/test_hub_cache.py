@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.tools.doctor.machine.hub_cache import check_hub_cache, hub_home, is_offline
+from mcore_rl.tools.doctor.machine.model_files import check_hub_cache, hub_home, is_offline
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 
 

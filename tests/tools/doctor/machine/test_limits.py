@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.tools.doctor.machine.limits import check_huge_pages, check_limits
-from mcore_rl.tools.doctor.machine.needs import MachineNeeds
+from mcore_rl.tools.doctor.machine.needs import MachineNeeds, check_huge_pages, check_limits
 from tests.support.machine_doctor import run_doctor
 
 

@@ -4,8 +4,7 @@ import socket
 
 import pytest
 
-from mcore_rl.tools.doctor.machine.needs import MachineNeeds
-from mcore_rl.tools.doctor.machine.network import (
+from mcore_rl.tools.doctor.machine.facts import (
     VARIABLES,
     Interface,
     check_hostname,
@@ -14,6 +13,7 @@ from mcore_rl.tools.doctor.machine.network import (
     list_interfaces,
     own_address,
 )
+from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 from tests.support.machine_doctor import reachable_interface, run_doctor
 
 FACES = {

@@ -4,9 +4,8 @@ import os
 import socket
 from pathlib import Path
 
-from mcore_rl.process.ports import find_free_port
-from mcore_rl.tools.doctor.machine.needs import MachineNeeds
-from mcore_rl.tools.doctor.machine.ports import check_ports
+from mcore_rl.process.network import find_free_port
+from mcore_rl.tools.doctor.machine.needs import MachineNeeds, check_ports
 from tests.support.machine_doctor import run_doctor
 
 

@@ -3,8 +3,15 @@
 import io
 import json
 
-from mcore_rl.tools.doctor.machine.finding import failed, ok, warning
-from mcore_rl.tools.doctor.machine.report import has_failed, make_table, print_report, summarize
+from mcore_rl.tools.doctor.machine.finding import (
+    failed,
+    has_failed,
+    make_table,
+    ok,
+    print_report,
+    summarize,
+    warning,
+)
 
 FOUND = [ok("python", "3.11"), warning("limits", "few", "more"), failed("shm", "full", "empty it")]
 

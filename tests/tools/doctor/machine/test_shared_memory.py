@@ -1,7 +1,7 @@
 """A tiny /dev/shm, mounted for the doctor alone, as in a container without --ipc host."""
 
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
-from mcore_rl.tools.doctor.machine.shared_memory import check_shared_memory
+from mcore_rl.tools.doctor.machine.sharing import check_shared_memory
 from tests.support.machine_doctor import in_own_mounts, run_doctor
 
 

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.network import find_free_port
 from mcore_rl.tools.doctor.machine.traffic import TrafficSpec, measure_traffic, plan_rounds
 
 

@@ -1,0 +1,256 @@
+"""Names the segments of a log that is rotated: what was written first has the smallest number.
+
+    engine.log, full -> engine.000001.log, and a new engine.log
+
+A segment is renamed once and never written again, so nothing is lost or copied. A name that ends
+with .previous is another log.
+
+Rotates the log that the output of processes goes to; nothing that they write is lost.
+
+    one process     log is full -> renamed to a segment, a new log opened, its output turned to it
+    its children    the log is another file than theirs -> their output turned to it
+
+Output that comes between the two steps goes to the segment, and so does that of children which do
+not follow. This module imports the standard library only, as short programs do.
+
+Keeps a process going when its output, such as its log, cannot be written any more.
+
+    write fails -> said once on the other of stdout and stderr; what follows is counted, not kept
+    write works again -> a line that tells how much is missing, then the output as before
+
+This module imports the standard library only, as short programs do.
+
+Lets one of many like messages through in a while, as in an outage that each request meets.
+"""
+
+import contextlib
+import errno
+import io
+import os
+import re
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.process.clock import now_s
+from mcore_rl.process.disk import explain_loss
+from mcore_rl.process.variables import set_variables
+
+_NUMBERED = re.compile(r"\.(\d{6,})$")
+
+
+def find_segments(path: Path) -> list[Path]:
+    """Return the segments of a log, the oldest first, without the file that is written."""
+    found = [
+        each
+        for each in path.parent.glob(f"{_escape(path.stem)}.*{_escape(path.suffix)}")
+        if _is_segment(each, path)
+    ]
+    return sorted(found, key=number_of)
+
+
+def number_of(segment: Path) -> int:
+    match = _NUMBERED.search(segment.stem)
+    assert match is not None, segment
+    return int(match[1])
+
+
+def segment_path(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}.{number:06d}{path.suffix}")
+
+
+def rotate(path: Path) -> Path:
+    """Make the log's file its newest segment, which is returned; the caller makes a new file."""
+    number = max((number_of(segment) for segment in find_segments(path)), default=0) + 1
+    segment = segment_path(path, number)
+    path.rename(segment)
+    return segment
+
+
+def _is_segment(candidate: Path, path: Path) -> bool:
+    match = _NUMBERED.search(candidate.stem)
+    return (
+        match is not None
+        and candidate.suffix == path.suffix
+        and candidate.stem[: match.start()] == path.stem
+    )
+
+
+def _escape(name: str) -> str:
+    """Return a name in which glob's own characters stand for themselves."""
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def read_tail(path: Path, num_lines: int, most_bytes: int = 1 << 16) -> list[str]:
+    """Return the last lines of a log, of its newest segments where the file itself has too few.
+
+    No more than `most_bytes` are read of each file. Without a file there are no lines.
+    """
+    lines: list[str] = []
+    for part in (path, *reversed(find_segments(path))):
+        if len(lines) >= num_lines:
+            break
+        if part.exists():
+            with part.open("rb") as file:
+                file.seek(max(0, part.stat().st_size - most_bytes))
+                lines = file.read(most_bytes).decode(errors="replace").splitlines() + lines
+    return lines[-num_lines:]
+
+
+ROTATE_BYTES = "MCORE_RL_ROTATE_LOG_BYTES"
+"""The variable that tells the processes of a run at which size to rotate their logs."""
+_PATH = "MCORE_RL_LOG_PATH"
+"""The variable that tells the children of a process where its log is."""
+_LOOK_EVERY_S = 2.0
+
+
+@contextlib.contextmanager
+def rotating_logs(rotate_bytes: int) -> Iterator[None]:
+    """Have processes that start in the block rotate logs of `rotate_bytes`; 0: none does."""
+    with set_variables({ROTATE_BYTES: str(rotate_bytes)}):
+        yield
+
+
+def rotate_output(look_every_s: float = _LOOK_EVERY_S) -> None:
+    """Begin to rotate the log that this process's output goes to, in a thread.
+
+    Does nothing where the output is no file, or where ROTATE_BYTES does not ask for it.
+    """
+    os.environ.pop(_PATH, None)  # of another log, that of the process which started this one
+    rotate_bytes = int(os.environ.get(ROTATE_BYTES) or 0)
+    if rotate_bytes and stat.S_ISREG(os.fstat(1).st_mode):
+        path = Path(os.readlink("/proc/self/fd/1"))
+        os.environ[_PATH] = str(path)
+        _start(path, rotate_bytes, look_every_s)
+
+
+def follow_output(look_every_s: float = _LOOK_EVERY_S) -> None:
+    """Begin to turn this process's output to the log that its parent has rotated, in a thread.
+
+    Does nothing in a process whose parent does not rotate.
+    """
+    if path := os.environ.get(_PATH):
+        _start(Path(path), 0, look_every_s)
+
+
+def _start(path: Path, rotate_bytes: int, look_every_s: float) -> None:
+    def look() -> None:
+        while True:
+            time.sleep(look_every_s)
+            with contextlib.suppress(OSError):  # a full disk; the old file goes on
+                _look(path, rotate_bytes)
+
+    threading.Thread(target=look, name="log rotation", daemon=True).start()
+
+
+def _look(path: Path, rotate_bytes: int) -> None:
+    """Rotate the log if it has `rotate_bytes`, unless they are 0; turn the output to the newest."""
+    own = os.fstat(1)
+    is_newest = path.exists() and os.path.samestat(own, path.stat())
+    if is_newest and rotate_bytes and own.st_size >= rotate_bytes:
+        rotate(path)
+        is_newest = False
+    elif not is_newest and not rotate_bytes and not path.exists():
+        return  # the parent is about to make it
+    if not is_newest:
+        _turn_output(path)
+
+
+def _turn_output(path: Path) -> None:
+    newest = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        for descriptor in (1, 2):
+            os.dup2(newest, descriptor)
+    finally:
+        os.close(newest)
+
+
+def keep_output_lasting() -> None:
+    """Have sys.stdout and sys.stderr raise nothing, whatever becomes of the files behind them.
+
+    A stream that does not write to its usual descriptor stays as it is.
+    """
+    sys.stdout = _lasting(sys.stdout, 1)
+    sys.stderr = _lasting(sys.stderr, 2)
+
+
+def _lasting(stream: Any, descriptor: int) -> Any:
+    if not isinstance(stream, io.TextIOWrapper) or _descriptor_of(stream) != descriptor:
+        return stream
+    with contextlib.suppress(OSError):
+        stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_LastingFile(descriptor)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering or descriptor == 2,
+    )
+
+
+def _descriptor_of(stream: io.TextIOWrapper) -> int | None:
+    try:
+        return stream.fileno()
+    except (OSError, ValueError):
+        return None
+
+
+class _LastingFile(io.FileIO):
+    """Takes every byte; those that cannot be written are lost and counted."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._num_lost_bytes = 0
+        self._was_told = False
+
+    def write(self, data: Any, /) -> int:
+        try:
+            if self._num_lost_bytes:
+                self._tell_loss()
+            written = super().write(data)
+            if written is None:  # a pipe that does not block, with a slow reader
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        except OSError as error:
+            self._tell_once(error)
+            written = len(data)
+            self._num_lost_bytes += written
+        return written
+
+    def _tell_loss(self) -> None:
+        super().write(f"[{self._num_lost_bytes} bytes of this output are lost]\n".encode())
+        self._num_lost_bytes = 0
+
+    def _tell_once(self, error: OSError) -> None:
+        if self._was_told:
+            return
+        self._was_told = True
+        other = 3 - self.fileno()
+        path = os.path.realpath(f"/proc/self/fd/{self.fileno()}")
+        with contextlib.suppress(OSError):  # the other one is often the same file
+            os.write(other, f"its output is lost: {explain_loss(path, error)}\n".encode())
+
+
+class LogThrottle:
+    """Says which messages to write: the first, and one in every `every_s` seconds after it."""
+
+    def __init__(self, every_s: float = 30.0) -> None:
+        self._every_s = every_s
+        self._next_s = -float("inf")
+        self._num_held = 0
+
+    def is_due(self, num_events: int = 1) -> bool:
+        """Return whether to write about `num_events` now; those that are not due are counted."""
+        if now_s() < self._next_s:
+            self._num_held += num_events
+            return False
+        self._next_s = now_s() + self._every_s
+        return True
+
+    def describe_held(self) -> str:
+        """Return "" or ", and 12 more before it" for what was counted, which is forgotten."""
+        held = self._num_held
+        self._num_held = 0
+        return f", and {held} more before it" if held else ""
