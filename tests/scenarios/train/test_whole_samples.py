@@ -8,7 +8,6 @@ from log-probs that differ from the current ones.
 
 import random
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +44,9 @@ from tests.support.gradients import Boxed, boxed_gradients, check_gradients, who
 from tests.support.tiny_training import VOCAB, make_actor, write_hf_model
 from tests.support.turn_trees import random_tree, sample_of
 
-LAYOUTS = [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp": 2, "ep": 1}, {"ep": 2}]
+LAYOUTS = [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"dp": 2, "ep": 1}, {"ep": 2}]
+MIXED = {"tp": 2, "dp": 2, "ep": 2, "etp": 1}
+"""Four ranks."""
 PLACES = [(layout, False) for layout in LAYOUTS] + [({"dp": 2, "ep": 1}, True)]
 """(layout, whether what rows have in common at their beginning is computed once)."""
 SEED = 3
@@ -93,6 +94,9 @@ CASES = [
         2,
         ("old", "old"),
     ),
+]
+JOBS: list[tuple[Case, Cut, bool]] = [
+    (case, cut, False) for case in CASES for cut in (at_leaves, at_turns)
 ]
 
 
@@ -228,24 +232,56 @@ def test_rows_of_a_sample_lie_in_several_micro_batches_and_on_both_ranks() -> No
     assert make_batch(at_leaves).sample_N == tuple(range(10))
 
 
-@pytest.mark.gloo
-def test_steps_over_whole_samples_are_those_of_one_row_in_every_layout(tmp_path: Path) -> None:
-    model = ModelConfig(path=str(write_hf_model(tmp_path / "model")))
-    jobs = [(case, cut, False) for case in CASES for cut in (at_leaves, at_turns)]
+@dataclass(frozen=True)
+class OneProcess:
+    """What one process makes of rows that are whole episodes.
+
+    wanted   the step of each case, by the case's id
+    chosen   the step of each of `choices`
+    """
+
+    model: ModelConfig
+    wanted: dict[int, Step]
+    chosen: list[Step]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
+    model = ModelConfig(path=str(write_hf_model(tmp_path_factory.mktemp("whole") / "model")))
     wrong_jobs = [(case, at_turns, True) for case in CASES if of_samples(case)]
-    [(alone, chosen)] = run_ranks(
-        take_steps, 1, model, [*jobs, *wrong_jobs], ({}, False), timeout_s=300
-    )
+    jobs = [*JOBS, *wrong_jobs]
+    [(alone, chosen)] = run_ranks(take_steps, 1, model, jobs, ({}, False), timeout_s=300)
     wanted = {id(case): alone[2 * i] for i, case in enumerate(CASES)}
-    for (case, *_), (boxed, *_) in zip(wrong_jobs, alone[len(jobs) :], strict=True):
+    check(({}, False), [alone[: len(JOBS)]], wanted)
+    for (case, *_), (boxed, *_) in zip(wrong_jobs, alone[len(JOBS) :], strict=True):
         right = whole_gradients(wanted[id(case)][0])
         with pytest.raises(AssertionError):  # sums of rows are something else
             check_gradients([boxed], right, case, 1e-2)
-    per_place = run_each(take_steps, 2, PLACES, model, jobs, timeout_s=300)
-    check(({}, False), jobs, [alone[: len(jobs)]], wanted)
-    for place, of_ranks in zip(PLACES, per_place, strict=True):
-        check(place, jobs, [steps for steps, _ in of_ranks], wanted)
-        check_chosen(place, [steps for _, steps in of_ranks], chosen)
+    return OneProcess(model, wanted, chosen)
+
+
+@pytest.mark.gloo
+def test_steps_over_whole_samples_are_those_of_one_row_in_every_layout(
+    one_process: OneProcess,
+) -> None:
+    check_places(2, PLACES, one_process)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_steps_over_whole_samples_are_those_of_one_row_in_a_mixed_layout(
+    one_process: OneProcess,
+) -> None:
+    check_places(4, [(MIXED, False)], one_process)
+
+
+def check_places(
+    world_size: int, places: list[tuple[dict[str, int], bool]], one_process: OneProcess
+) -> None:
+    per_place = run_each(take_steps, world_size, places, one_process.model, JOBS, timeout_s=300)
+    for place, of_ranks in zip(places, per_place, strict=True):
+        check(place, [steps for steps, _ in of_ranks], one_process.wanted)
+        check_chosen(place, [steps for _, steps in of_ranks], one_process.chosen)
 
 
 def of_samples(case: Case) -> bool:
@@ -269,12 +305,9 @@ def check_chosen(
 
 
 def check(
-    place: tuple[dict[str, int], bool],
-    jobs: list[Any],
-    of_ranks: list[Any],
-    wanted: dict[int, Any],
+    place: tuple[dict[str, int], bool], of_ranks: list[list[Step]], wanted: dict[int, Step]
 ) -> None:
-    for (case, cut, _), *answers in zip(jobs, *of_ranks, strict=True):
+    for (case, cut, _), *answers in zip(JOBS, *of_ranks, strict=True):
         where = (place, case.algorithm.loss, cut.__name__)
         boxed, metrics, _ = wanted[id(case)]
         check_gradients([answer[0] for answer in answers], whole_gradients(boxed), where, 3e-6)
