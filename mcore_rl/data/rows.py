@@ -1,6 +1,5 @@
-"""Reads the rows of data files (parquet or jsonl), each with its place for error messages.
-
-Writes rows to parquet files in verl's columns.
+"""Reads the rows of data files (parquet or jsonl), each with its place for error messages, and
+writes rows to parquet files in verl's columns.
 """
 
 import json
@@ -8,47 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from mcore_rl.process.disk import PART, reporting_full_disk
 
-
-def prompt_row(
-    question: str, answer: str, data_source: str, split: str, index: int
-) -> dict[str, Any]:
-    """Return a row in verl's columns: prompt, data_source, ability, reward_model, extra_info."""
-    return {
-        "prompt": [{"role": "user", "content": question}],
-        "data_source": data_source,
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {"split": split, "index": index},
-    }
-
-
-def write_prompts(
-    problems: Sequence[tuple[str, str]], data_source: str, split: str, out_dir: Path
-) -> None:
-    """Write (question, answer) pairs as the prompt file `<out_dir>/<split>.parquet`."""
-    rows = [
-        prompt_row(question, answer, data_source, split, i)
-        for i, (question, answer) in enumerate(problems)
-    ]
-    write_parquet(rows, out_dir / f"{split}.parquet")
-
-
-def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write the rows, under a temporary name first, so that a file at `path` is always complete."""
-    temporary = path.with_name(path.name + PART)
-    with reporting_full_disk(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), temporary)
-        temporary.replace(path)
-
-
 if TYPE_CHECKING:
-    import pyarrow as pa  # starts a thread: collectors import this module, too
+    import pyarrow as pa
 
 Row = Mapping[str, Any]
 
@@ -67,7 +29,7 @@ def load_rows(files: Sequence[str]) -> Iterator[tuple[str, Row]]:
                 " prepared"
             )
         if path.suffix == ".parquet":
-            import pyarrow.parquet as pq  # starts a thread: collectors import this module, too
+            import pyarrow.parquet as pq  # starts a thread
 
             for i, row in enumerate(python_rows(pq.read_table(path), name)):
                 yield f"{name} row {i}", row
@@ -185,3 +147,39 @@ def refuse_images(row: Row, where: str) -> None:
                 " vision-language model as model.path where it can be one (docs/vision.md), or"
                 " remove the column"
             )
+
+
+def prompt_row(
+    question: str, answer: str, data_source: str, split: str, index: int
+) -> dict[str, Any]:
+    """Return a row in verl's columns: prompt, data_source, ability, reward_model, extra_info."""
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "data_source": data_source,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def write_prompts(
+    problems: Sequence[tuple[str, str]], data_source: str, split: str, out_dir: Path
+) -> None:
+    """Write (question, answer) pairs as the prompt file `<out_dir>/<split>.parquet`."""
+    rows = [
+        prompt_row(question, answer, data_source, split, i)
+        for i, (question, answer) in enumerate(problems)
+    ]
+    write_parquet(rows, out_dir / f"{split}.parquet")
+
+
+def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write the rows, under a temporary name first, so that a file at `path` is always complete."""
+    import pyarrow as pa  # starts a thread: collectors import this module, too
+    import pyarrow.parquet as pq
+
+    temporary = path.with_name(path.name + PART)
+    with reporting_full_disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), temporary)
+        temporary.replace(path)
