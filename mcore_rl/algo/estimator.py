@@ -21,7 +21,7 @@ from mcore_rl.algo.batch_outcomes import (
     with_tokens,
     with_turn_rewards,
 )
-from mcore_rl.algo.choice import adopt_user_file, advantage_of, needs_of, user_file_of
+from mcore_rl.algo.lookup import adopt_user_file, advantage_of, needs_of, user_file_of
 from mcore_rl.algo.moments import Moments, join_moments, standardize
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.registry import Sees, advantages

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algo.aggregation import AGGREGATIONS
-from mcore_rl.algo.choice import loss_of, user_file_of
 from mcore_rl.algo.correction import correction_weights, old_policy
 from mcore_rl.algo.diagnostics import log_ratio, logprob_diff, policy_drift
 from mcore_rl.algo.kl import KL_ESTIMATORS
+from mcore_rl.algo.lookup import loss_of, user_file_of
 from mcore_rl.algo.loss_tokens import LossTokens, Metrics
 from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.algo.registry import PolicyLoss, losses

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.algo.aggregation import AGGREGATIONS
-from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.algo.registry import Needs, Registry, advantages, losses
 from mcore_rl.config import (

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.registry import losses
 from mcore_rl.algo.sequences import SequenceSum, sums_at
 from mcore_rl.config import AlgorithmConfig

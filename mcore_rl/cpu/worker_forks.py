@@ -22,7 +22,7 @@ MODULES = (
     "mcore_rl.batches.sample_store",
     "mcore_rl.planning.slots",
     "mcore_rl.process.http",
-    "mcore_rl.rewards.of_recipe",
+    "mcore_rl.rewards.make",
     "mcore_rl.rollout.collector",
     "mcore_rl.train.actor",
     "mcore_rl.train.runtime",

@@ -7,8 +7,8 @@ play them.
 
 from functools import partial
 
-from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.diagnostics import check_drift
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.batches.summary import summarize_samples
 from mcore_rl.config import Config
 from mcore_rl.logs import PhaseTimer

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import (
     Config,
     DataConfig,

@@ -6,7 +6,7 @@ Reads the facts about a recipe's policy and critic, each model directory once.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import Config, ParallelConfig
 from mcore_rl.planning.rank_memory import RankMemory, Uses, stage_name
 from mcore_rl.weights.hf.facts import ModelFacts

@@ -5,7 +5,7 @@ from itertools import product
 from math import ceil, log2
 from typing import Any
 
-from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import Config, ParallelConfig, PlanConfig
 from mcore_rl.config.tree import Settings, value_of, with_settings
 from mcore_rl.planning.memory import predict_memory

@@ -1,6 +1,6 @@
 """Predicts the host memory that samples take in the collectors' stores."""
 
-from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import Config
 from mcore_rl.weights.hf.facts import ModelFacts
 

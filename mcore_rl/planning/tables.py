@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import (
     Config,
     CriticConfig,

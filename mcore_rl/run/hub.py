@@ -15,7 +15,7 @@ from typing import Any, Literal
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import Config, SourceConfig
 from mcore_rl.config.recipe import value_of
 from mcore_rl.config.tree import with_settings

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
 from mcore_rl.algo.requirements import check_algorithm, check_names
 from mcore_rl.cluster.collector_worker import CollectorSpec

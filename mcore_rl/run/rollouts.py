@@ -18,7 +18,7 @@ from mcore_rl.loops.roles import OnTokens, ReadSamples, Reward, ScoreLater
 from mcore_rl.planning.node_needs import explain_servers
 from mcore_rl.process.log_files import LogThrottle
 from mcore_rl.process.redaction import known_secrets
-from mcore_rl.rewards.of_recipe import make_scorer
+from mcore_rl.rewards.make import make_scorer
 from mcore_rl.rewards.scorer import LOGGED_ERRORS, log_failures
 from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.run.episodes import check_episodes, episode_spec

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.algo.advantages import normalize, weights_of_groups
-from mcore_rl.algo.choice import advantages
+from mcore_rl.algo.lookup import advantages
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.config import AlgorithmConfig, PreferenceConfig
 from tests.support.outcomes import Rows, outcomes_of

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mcore_rl.algo.choice import losses
 from mcore_rl.algo.covariance import pick_largest, with_held_back
+from mcore_rl.algo.lookup import losses
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig, CovarianceConfig
 from mcore_rl.types import TrainBatch
 

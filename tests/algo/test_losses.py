@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.algo.choice import losses
+from mcore_rl.algo.lookup import losses
 from mcore_rl.algo.losses import clipped_surrogate
 from mcore_rl.config import AlgorithmConfig, CovarianceConfig
 from tests.algo.test_sequence_losses import REFERENCES as REFERENCES_OF_SEQUENCES

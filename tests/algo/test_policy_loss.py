@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.algo.choice import losses
+from mcore_rl.algo.lookup import losses
 from mcore_rl.algo.policy_loss import make_policy_loss, sft_loss
 from mcore_rl.algo.sequences import sequence_sum
 from mcore_rl.batches.batch import select

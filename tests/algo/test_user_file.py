@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.algo import choice, user_file
-from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo import lookup as choice
+from mcore_rl.algo import user_file
 from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.algo.registry import advantages, losses
 from mcore_rl.algo.requirements import check_algorithm

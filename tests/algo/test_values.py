@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algo.advantages import normalize
-from mcore_rl.algo.choice import advantages
 from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.lookup import advantages
 from mcore_rl.algo.moments import Moments
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.values import explained_variance, generalized, value_loss

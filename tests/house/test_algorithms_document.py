@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.algo.aggregation import AGGREGATIONS
-from mcore_rl.algo.choice import advantages, losses
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.kl import KL_ESTIMATORS
+from mcore_rl.algo.lookup import advantages, losses
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.config.recipe import load_recipe

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import Config, ModelConfig
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.moments import read_critic, read_models, read_policy

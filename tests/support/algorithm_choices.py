@@ -6,9 +6,9 @@ from itertools import cycle, islice
 from typing import Any
 
 from mcore_rl.algo.aggregation import AGGREGATIONS
-from mcore_rl.algo.choice import losses
 from mcore_rl.algo.correction import REJECTIONS, WEIGHTS
 from mcore_rl.algo.kl import KL_ESTIMATORS
+from mcore_rl.algo.lookup import losses
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig, KLConfig
 
 REJECT_ABOVE = {

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.batches.batch import make_train_batch
 from mcore_rl.config import AlgorithmConfig, Config

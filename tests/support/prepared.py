@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.logs import PhaseTimer

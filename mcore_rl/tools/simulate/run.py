@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import Config
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder

@@ -17,7 +17,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import Config
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.algo import choice
-from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo import lookup as choice
 from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.registry import advantages
 from mcore_rl.algo.user_file import register_user_file

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_rl.algo.advantages import teacher_log_ratio
-from mcore_rl.algo.choice import advantages
+from mcore_rl.algo.lookup import advantages
 from mcore_rl.config import AlgorithmConfig
 from tests.support.outcomes import outcomes_of
 

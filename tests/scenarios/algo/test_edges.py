@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mcore_rl.algo.advantages import distillation, teacher_log_ratio
 from mcore_rl.algo.aggregation import constant, sequence_weights
-from mcore_rl.algo.choice import advantages
 from mcore_rl.algo.covariance import covariance
 from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.lookup import advantages
 from mcore_rl.algo.loss_tokens import LossTokens
 from mcore_rl.algo.losses import binary_tv, cispo, clip_cov, dppo, kl_cov
 from mcore_rl.algo.preferences import Likelihoods, implicit_rewards, pairs_by_turns

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_rl.algo import outcomes as outcomes_module
-from mcore_rl.algo.choice import advantages
+from mcore_rl.algo.lookup import advantages
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.config import AlgorithmConfig
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algo.aggregation import AGGREGATIONS
-from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.correction import REJECTIONS, WEIGHTS
 from mcore_rl.algo.kl import KL_ESTIMATORS
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.algo.registry import losses
 from mcore_rl.algo.sample_sums import add_up_samples, known_sums

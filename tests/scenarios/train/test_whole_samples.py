@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.agents.turn_tree import Cut, TurnTree, at_leaves, at_turns
-from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.covariance import with_held_back
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.registry import losses
 from mcore_rl.algo.sample_sums import with_sums
 from mcore_rl.batches.batch import make_train_batch, rows_of_samples, with_loss_weights

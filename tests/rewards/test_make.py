@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import Config, RewardConfig
-from mcore_rl.rewards.of_recipe import make_scorer
+from mcore_rl.rewards.make import make_scorer
 from tests.support.samples import make_sample
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from mcore_rl.algo import advantages as built_in_advantages
-from mcore_rl.algo import choice, user_file
-from mcore_rl.algo.choice import advantage_of, loss_of, needs_of, user_file_of
+from mcore_rl.algo import lookup as choice
+from mcore_rl.algo import user_file
+from mcore_rl.algo.lookup import advantage_of, loss_of, needs_of, user_file_of
 from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.algo.registry import Registry, advantages, losses
 from mcore_rl.algo.user_file import UserFile
