@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.rewards.code.calls import pack, unpack
+from mcore_rl.rewards.code.driver import pack, unpack
 from mcore_rl.rewards.code.execution import CaseRun, CaseSettings, call_case, run_cases, script_case
 
 _HELD = "held"

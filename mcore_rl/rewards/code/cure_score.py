@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mcore_rl.rewards.code.calls import pack, unpack
 from mcore_rl.rewards.code.cure import rate_programs, rate_tests_scaled
+from mcore_rl.rewards.code.driver import pack, unpack
 from mcore_rl.rewards.code.execution import CaseSettings, call_case, run_cases, script_case
 from mcore_rl.rewards.code.languages import blocks_of, program_of
 from mcore_rl.rewards.code.score import in_parallel

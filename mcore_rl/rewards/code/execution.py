@@ -16,7 +16,6 @@ from mcore_rl.rewards.code.places import execute
 from mcore_rl.services.sandbox.execution import CodeRequest
 from mcore_rl.services.sandbox.limits import MIB, Limits, RunRecord, RunVerdict, SandboxError
 
-_IMPORT = "from mcore_rl.rewards.code.calls import pack, unpack\n"
 _SIGKILL = 137
 ENDED_SUPERVISOR = "the program ended its supervisor"
 _STALLS = 2
@@ -191,11 +190,8 @@ class _Driver:
 
 @cache
 def driver_text() -> str:
-    """Return the program of the sandbox: values and driver, in one file."""
-    folder = Path(__file__).parent
-    driver = (folder / "code_driver.py").read_text()
-    assert _IMPORT in driver, f"the driver does not begin with {_IMPORT!r}"
-    return (folder / "code_values.py").read_text() + driver.replace(_IMPORT, "")
+    """Return the program of the sandbox."""
+    return Path(__file__).with_name("driver.py").read_text()
 
 
 def _frame(content: Any) -> str:

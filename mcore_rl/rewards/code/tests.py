@@ -23,8 +23,9 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from mcore_rl.rewards.code.asserts import Assertion, check_assertions, read_assertion
-from mcore_rl.rewards.code.calls import CALL_LANGUAGES, arguments_file, pack, unpack
+from mcore_rl.rewards.code.calls import CALL_LANGUAGES, arguments_file
 from mcore_rl.rewards.code.compiled import run_other
+from mcore_rl.rewards.code.driver import pack, unpack
 from mcore_rl.rewards.code.execution import (
     CaseRun,
     CaseSettings,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from mcore_rl.rewards.code.calls import pack, unpack
+from mcore_rl.rewards.code.driver import pack, unpack
 from mcore_rl.rewards.code.execution import CaseRun, CaseSettings, call_case, run_cases
 from mcore_rl.rewards.code.languages import PROGRAM_LANGUAGES, Program, program_of
 from mcore_rl.rewards.code.tests import ProgramTests, is_passed, read_tests

@@ -7,13 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.rewards.code.calls import (
-    CALL_LANGUAGES,
-    arguments_file,
-    pack,
-    packed_result,
-    with_call,
-)
+from mcore_rl.rewards.code.calls import CALL_LANGUAGES, arguments_file, packed_result, with_call
+from mcore_rl.rewards.code.driver import pack
 from mcore_rl.rewards.code.languages import Program
 from mcore_rl.rewards.code.tests import read_tests
 from mcore_rl.services.sandbox.languages import find_languages

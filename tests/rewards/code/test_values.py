@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.rewards.code.calls import pack, unpack
+from mcore_rl.rewards.code.driver import pack, unpack
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 hashable = st.recursive(scalars, lambda inner: st.tuples(inner, inner) | st.frozensets(inner))
