@@ -9,7 +9,13 @@ from mcore_rl.process.disk import write_whole
 from mcore_rl.tasks.arithmetic import prepare_arithmetic
 from mcore_rl.tasks.shapes import prepare_shapes, vocabulary
 from mcore_rl.tasks.tiny_model import SPECIAL_TOKENS
-from mcore_rl.tasks.tiny_vision_model import END, IMAGE_TOKENS, PLACEHOLDER, PROCESSOR, START
+from mcore_rl.tasks.tiny_vision_model import (
+    IMAGE_END,
+    IMAGE_START,
+    IMAGE_TOKENS,
+    PLACEHOLDER,
+    PROCESSOR,
+)
 from mcore_rl.weights.hf.nested import with_text_settings
 from mcore_rl.weights.models import family_of, refuse_unsupported
 from mcore_rl.weights.models.tower import PLACEHOLDERS, vision_settings
@@ -138,4 +144,4 @@ def _meaning(key: str) -> str:
         return PLACEHOLDER
     if key.startswith("video_") or key == "vision_token_id":
         return SPECIAL_TOKENS[0]
-    return START if "start" in key else END
+    return IMAGE_START if "start" in key else IMAGE_END

@@ -11,10 +11,10 @@ from mcore_rl.data.images.placeholders import IMAGE
 from mcore_rl.data.rows import Row, load_rows, prompt_row, required, write_parquet
 from mcore_rl.tasks.downloads import files_of_split, source_folder
 
-INSTRUCTION = "Think step by step, and put the final answer in \\boxed{}."
-SPLITS = (("train", "train"), ("validation", "validation"), ("test", "heldout"))
+GEOMETRY3K_INSTRUCTION = "Think step by step, and put the final answer in \\boxed{}."
+GEOMETRY3K_SPLITS = (("train", "train"), ("validation", "validation"), ("test", "heldout"))
 """Split there -> name of the file here."""
-DATA_SOURCE = "hiyouga/geometry3k"
+GEOMETRY3K = "hiyouga/geometry3k"
 
 
 def prepare_geometry3k(source: str, out_dir: Path) -> None:
@@ -26,13 +26,13 @@ def prepare_geometry3k(source: str, out_dir: Path) -> None:
     Raises ValueError naming the file and row of what is missing or malformed.
     """
     folder = source_folder(source, ["data/*", "*.parquet"])
-    for split, name in SPLITS:
-        rows = list(_rows(folder, split))
+    for split, name in GEOMETRY3K_SPLITS:
+        rows = list(_make_geometry3k_rows(folder, split))
         write_parquet(rows, out_dir / f"{name}.parquet")
         print(f"{len(rows)} problems in {out_dir / f'{name}.parquet'}")
 
 
-def _rows(folder: Path, split: str) -> Iterator[dict[str, Any]]:
+def _make_geometry3k_rows(folder: Path, split: str) -> Iterator[dict[str, Any]]:
     files = files_of_split(folder, split)
     for i, (where, row) in enumerate(load_rows(files)):
         problem = required(row, "problem", where)
@@ -43,7 +43,7 @@ def _rows(folder: Path, split: str) -> Iterator[dict[str, Any]]:
             raise ValueError(
                 f"{where} has {len(images)} images, but its problem has {num_named} {IMAGE}"
             )
-        made = prompt_row(f"{problem} {INSTRUCTION}", answer, DATA_SOURCE, split, i)
+        made = prompt_row(f"{problem} {GEOMETRY3K_INSTRUCTION}", answer, GEOMETRY3K, split, i)
         yield {**made, "images": images}
 
 

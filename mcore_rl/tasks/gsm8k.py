@@ -6,7 +6,7 @@ from pathlib import Path
 from mcore_rl.data.rows import load_rows, prompt_row, write_parquet
 from mcore_rl.tasks.downloads import files_of_split, source_folder
 
-INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
 
 def prepare_gsm8k(source: str, out_dir: Path) -> None:
@@ -19,14 +19,16 @@ def prepare_gsm8k(source: str, out_dir: Path) -> None:
     """
     folder = source_folder(source, ["main/*"])
     for split, name in (("train", "train"), ("test", "heldout")):
-        rows = list(_rows(folder, split))
+        rows = list(_read_gsm8k(folder, split))
         prompts = [
-            prompt_row(f"{question} {INSTRUCTION}", final_answer(answer), "openai/gsm8k", split, i)
+            prompt_row(
+                f"{question} {GSM8K_INSTRUCTION}", final_answer(answer), "openai/gsm8k", split, i
+            )
             for i, (question, answer) in enumerate(rows)
         ]
         write_parquet(prompts, out_dir / f"{name}.parquet")
         if split == "train":
-            write_parquet([_conversation(*row) for row in rows], out_dir / "sft.parquet")
+            write_parquet([_make_conversation(*row) for row in rows], out_dir / "sft.parquet")
         print(f"{len(rows)} problems in {out_dir / f'{name}.parquet'}")
 
 
@@ -38,14 +40,14 @@ def final_answer(answer: str) -> str:
     return final.strip().replace(",", "")
 
 
-def _conversation(question: str, answer: str) -> dict[str, list[dict[str, str]]]:
-    content = f"{question} {INSTRUCTION}"
+def _make_conversation(question: str, answer: str) -> dict[str, list[dict[str, str]]]:
+    content = f"{question} {GSM8K_INSTRUCTION}"
     return {
         "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
     }
 
 
-def _rows(folder: Path, split: str) -> Iterator[tuple[str, str]]:
+def _read_gsm8k(folder: Path, split: str) -> Iterator[tuple[str, str]]:
     """Yield (question, answer) of a split. Raises ValueError if there is no file or a column is
     missing.
     """

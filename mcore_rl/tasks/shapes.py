@@ -94,7 +94,7 @@ def prepare_shapes(out_dir: Path, seed: int = 0) -> None:
 
 def make_problem(rng: random.Random) -> PictureProblem:
     """Return a random picture and question."""
-    cells = [_cell(rng) for _ in range(SIDE**2)]
+    cells = [_choose_cell(rng) for _ in range(SIDE**2)]
     picture = encoded(draw(cells, rng))
     shown = tuple(map(_word, cells))
     if rng.random() < COUNTS:
@@ -171,7 +171,7 @@ def best_blind(problems: Sequence[PictureProblem]) -> float:
     return best / len(problems)
 
 
-def _cell(rng: random.Random) -> Cell:
+def _choose_cell(rng: random.Random) -> Cell:
     if rng.random() < EMPTY:
         return None
     return rng.choice(list(COLORS)), rng.choice(KINDS)

@@ -8,9 +8,9 @@ from typing import Any
 from mcore_rl.process.disk import reporting_full_disk, write_whole
 from mcore_rl.tasks.tiny_model import SPECIAL_TOKENS, make_word_tokenizer
 
-START, END, PLACEHOLDER = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
-IMAGE_TOKENS = (START, END, PLACEHOLDER)
-CHAT_TEMPLATE = (
+IMAGE_START, IMAGE_END, PLACEHOLDER = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
+IMAGE_TOKENS = (IMAGE_START, IMAGE_END, PLACEHOLDER)
+IMAGE_CHAT_TEMPLATE = (
     "{% for m in messages %}"
     "{{ '<|user|> ' if m['role'] == 'user' else '<|assistant|> ' }}"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -52,7 +52,7 @@ VISION = {
 def write_tiny_vision_model(
     folder: Path,
     words: Sequence[str],
-    chat_template: str = CHAT_TEMPLATE,
+    chat_template: str = IMAGE_CHAT_TEMPLATE,
     roles: Sequence[str] = (),
 ) -> None:
     """Write config.json, the image processor and a tokenizer with one token per word.
@@ -102,8 +102,8 @@ def qwen2_5_vl_config(vocabulary: Sequence[str]) -> dict[str, Any]:
         "vision_config": VISION,
         "image_token_id": vocabulary.index(PLACEHOLDER),
         "video_token_id": vocabulary.index(SPECIAL_TOKENS[0]),
-        "vision_start_token_id": vocabulary.index(START),
-        "vision_end_token_id": vocabulary.index(END),
+        "vision_start_token_id": vocabulary.index(IMAGE_START),
+        "vision_end_token_id": vocabulary.index(IMAGE_END),
         "eos_token_id": end,
         "tie_word_embeddings": False,
         "dtype": "float32",

@@ -21,15 +21,15 @@ from mcore_rl.data.rows import prompt_row, write_parquet
 from mcore_rl.tasks.shapes import COLORS, EMPTY, KINDS, SIDE, Cell, draw, encoded
 from mcore_rl.tasks.tiny_vision_model import write_tiny_vision_model
 
-NUM_TRAIN = 1000
-NUM_HELD_OUT = 128
-NUM_DEMONSTRATIONS = 2000
-GUESSES = 0.5
+NUM_ZOOM_TRAIN = 1000
+NUM_ZOOM_HELD_OUT = 128
+NUM_ZOOM_DEMONSTRATIONS = 2000
+ZOOM_GUESSES = 0.5
 """Share of the demonstrations that guess."""
 VIEW = 56
 """Pixels along each side of a picture as it is first seen, and of an enlarged piece."""
 TOOL = "<|tool|>"
-CHAT_TEMPLATE = (
+ZOOM_CHAT_TEMPLATE = (
     "{% for m in messages %}"
     "{{ {'user': '<|user|> ', 'tool': '<|tool|> '}.get(m['role'], '<|assistant|> ') }}"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -67,9 +67,9 @@ class ZoomProblem:
 def prepare_zoom(out_dir: Path, seed: int = 0) -> None:
     """Write {train,heldout,sft}.parquet and model/ to `out_dir`."""
     rng = random.Random(seed)
-    held_out = [make_zoom_problem(rng) for _ in range(NUM_HELD_OUT)]
-    train = [make_zoom_problem(rng) for _ in range(NUM_TRAIN)]
-    shown = [make_zoom_problem(rng) for _ in range(NUM_DEMONSTRATIONS)]
+    held_out = [make_zoom_problem(rng) for _ in range(NUM_ZOOM_HELD_OUT)]
+    train = [make_zoom_problem(rng) for _ in range(NUM_ZOOM_TRAIN)]
+    shown = [make_zoom_problem(rng) for _ in range(NUM_ZOOM_DEMONSTRATIONS)]
     for name, problems in (("train", train), ("heldout", held_out)):
         rows = [
             {
@@ -81,7 +81,7 @@ def prepare_zoom(out_dir: Path, seed: int = 0) -> None:
         write_parquet(rows, out_dir / f"{name}.parquet")
     rows = [row for problem in shown for row in demonstrate_zoom(problem, rng)]
     write_parquet(rows, out_dir / "sft.parquet")
-    write_tiny_vision_model(out_dir / "model", zoom_vocabulary(), CHAT_TEMPLATE, (TOOL,))
+    write_tiny_vision_model(out_dir / "model", zoom_vocabulary(), ZOOM_CHAT_TEMPLATE, (TOOL,))
     print(
         f"{len(train)} training and {len(held_out)} held-out prompts,"
         f" {len(rows)} demonstrations of turns in {out_dir}"
@@ -92,7 +92,7 @@ def make_zoom_problem(rng: random.Random) -> ZoomProblem:
     """Return a random picture and a cell of it that is not empty."""
     place = rng.randrange(SIDE**2)
     color = rng.choice(list(COLORS))
-    cells = [_cell(rng) for _ in range(SIDE**2)]
+    cells = [_choose_cell(rng) for _ in range(SIDE**2)]
     cells[place] = (color, rng.choice(KINDS))
     picture = encoded(draw(cells, rng))
     return ZoomProblem(picture, place % SIDE, place // SIDE, color)
@@ -102,14 +102,14 @@ def demonstrate_zoom(problem: ZoomProblem, rng: random.Random) -> list[dict[str,
     """Return a row for each turn, which ends with that turn's answer."""
     whole = Image.open(io.BytesIO(problem.picture))
     question = {"role": "user", "content": problem.question}
-    view = {"bytes": _enlarged(whole)}
-    if rng.random() < GUESSES:
+    view = {"bytes": _enlarge(whole)}
+    if rng.random() < ZOOM_GUESSES:
         guess = {"role": "assistant", "content": rng.choice(list(COLORS))}
         return [{"messages": [question, guess], "images": [view]}]
     call = {"role": "assistant", "content": problem.call}
     side = whole.width // SIDE
     left, upper = problem.column * side, problem.row * side
-    piece = _enlarged(whole.crop((left, upper, left + side, upper + side)))
+    piece = _enlarge(whole.crop((left, upper, left + side, upper + side)))
     told = {"role": "tool", "content": "<image>"}
     answer = {"role": "assistant", "content": problem.answer}
     return [
@@ -126,11 +126,11 @@ def zoom_vocabulary() -> list[str]:
     return [*numbers, *sorted(words)]
 
 
-def _enlarged(picture: Image.Image) -> bytes:
+def _enlarge(picture: Image.Image) -> bytes:
     return encoded(picture.resize((VIEW, VIEW), Image.Resampling.BICUBIC))
 
 
-def _cell(rng: random.Random) -> Cell:
+def _choose_cell(rng: random.Random) -> Cell:
     if rng.random() < EMPTY:
         return None
     return rng.choice(list(COLORS)), rng.choice(KINDS)

@@ -22,16 +22,16 @@ from mcore_rl.agents.messages import ChatRequest, EndReason, EpisodeEnded, Messa
 from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.tasks.tiny_model import SPECIAL_TOKENS, make_word_tokenizer
-from mcore_rl.tasks.tiny_vision_model import IMAGE_TOKENS, PLACEHOLDER, START
-from mcore_rl.tasks.zoom import CHAT_TEMPLATE, TOOL, zoom_vocabulary
+from mcore_rl.tasks.tiny_vision_model import IMAGE_START, IMAGE_TOKENS, PLACEHOLDER
+from mcore_rl.tasks.zoom import TOOL, ZOOM_CHAT_TEMPLATE, zoom_vocabulary
 from mcore_rl.types import Prompt, PromptImage, Row
 from tests.support.odd_images import encode, noise, write_processor
 from tests.support.stand_in_policy import PlainParser, StandInPolicy
 
 VOCABULARY = [*SPECIAL_TOKENS, *IMAGE_TOKENS, TOOL, *zoom_vocabulary()]
-TOKENIZER: Any = make_word_tokenizer(VOCABULARY, CHAT_TEMPLATE, (*IMAGE_TOKENS, TOOL))
+TOKENIZER: Any = make_word_tokenizer(VOCABULARY, ZOOM_CHAT_TEMPLATE, (*IMAGE_TOKENS, TOOL))
 PLACEHOLDER_ID = VOCABULARY.index(PLACEHOLDER)
-MARKS = frozenset({PLACEHOLDER_ID, VOCABULARY.index(START)})
+MARKS = frozenset({PLACEHOLDER_ID, VOCABULARY.index(IMAGE_START)})
 END_ID = VOCABULARY.index("<|end|>")
 LIMITS = ImageLimits(max_pixels=10_000, max_bytes=100_000)
 PICTURES = [encode(noise(16 + 8 * (n % 4), 16 + 8 * (n // 4), seed=n)) for n in range(8)]
@@ -156,7 +156,7 @@ def test_a_piece_in_a_tool_turn_is_appended(sight: Sight) -> None:
     assert first.images == row.images[:1] and second.images == row.images
 
 
-@pytest.mark.parametrize("mark", [PLACEHOLDER, START])
+@pytest.mark.parametrize("mark", [PLACEHOLDER, IMAGE_START])
 def test_a_policy_that_says_a_mark_says_nothing_more(sight: Sight, mark: str) -> None:
     scene = Scene(sight, [f"red {mark}", "blue"])
     question = said("user", 0, "what is at 1 2 ?")

@@ -16,7 +16,13 @@ from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.image_request import PATH, pack_request
-from mcore_rl.tasks.tiny_vision_model import END, PLACEHOLDER, PROCESSOR, START, qwen2_5_vl_config
+from mcore_rl.tasks.tiny_vision_model import (
+    IMAGE_END,
+    IMAGE_START,
+    PLACEHOLDER,
+    PROCESSOR,
+    qwen2_5_vl_config,
+)
 from tests.support.odd_images import encode, make_vision_tokenizer, noise
 from tests.support.tiny_kimi_vl import KIMI_VL_PROCESSOR, write_kimi_vl_model
 from tests.support.tiny_qwen3_vl import write_qwen3_vl_model
@@ -62,8 +68,8 @@ def write_qwen3_vl(folder: Path, ids: dict[str, int]) -> None:
     processor = {"processor_class": "Qwen3VLProcessor", "patch_size": 16, "size": size}
     write_qwen3_vl_model(folder, vocab_size=len(ids), eos_token_id=ids["<|end|>"])
     config = json.loads((folder / "config.json").read_text())
-    config |= {"image_token_id": ids[PLACEHOLDER], "vision_start_token_id": ids[START]}
-    config |= {"vision_end_token_id": ids[END], "eos_token_id": ids["<|end|>"]}
+    config |= {"image_token_id": ids[PLACEHOLDER], "vision_start_token_id": ids[IMAGE_START]}
+    config |= {"vision_end_token_id": ids[IMAGE_END], "eos_token_id": ids["<|end|>"]}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, **processor}))
 
