@@ -81,7 +81,7 @@ warm-start: venv ## data/warm_start: a small model that learns within 40 steps, 
 	$(BIN)/python -m mcore_rl.tools.doctor.warm_start
 
 patches: venv ## docs/patches.md: every name of other packages that is replaced
-	$(BIN)/python -m mcore_rl.device.replaced > docs/patches.md
+	$(BIN)/python -m mcore_rl.device.replaced.document > docs/patches.md
 
 published-steps: venv ## the table of published and simulated step times in docs/simulate.md
 	$(BIN)/python benchmarks/published_steps.py --write

@@ -29,7 +29,7 @@ from typing import Any
 from checkpoint_tools.memory import proportional_bytes
 from checkpoint_tools.options import show_bytes
 from mcore_rl.process.network import find_free_port
-from mcore_rl.tasks.tiny_model import qwen3_moe_config
+from mcore_rl.tasks.tiny_models import qwen3_moe_config
 
 LAYOUT: dict[str, Any] = {"tp": 2, "pp": 2, "ep": 2}
 RANKS = 4

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.data.rows import prompt_row
-from mcore_rl.tasks.tiny_model import CHAT_TEMPLATE
+from mcore_rl.tasks.tiny_models import CHAT_TEMPLATE
 
 
 def generate(folder: Path, num_rows: int, num_files: int, kind: str, group_rows: int) -> None:

@@ -27,11 +27,9 @@ import torch
 from mcore_rl.config import DataConfig
 from mcore_rl.data.streamed.index import index_rows
 from mcore_rl.data.streamed.mixed import MixedPrompts
-from mcore_rl.data.streamed.open import open_prompts
-from mcore_rl.data.streamed.order import CHUNKS_PER_WINDOW
-from mcore_rl.data.streamed.paths import data_files
+from mcore_rl.data.streamed.open import data_files, open_prompts
 from mcore_rl.data.streamed.prompts import RowRules
-from mcore_rl.data.streamed.windows import Windows
+from mcore_rl.data.streamed.windows import CHUNKS_PER_WINDOW, Windows
 from mcore_rl.data.tokenizer import load_tokenizer
 
 DEADLINE_S = 3600.0

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.tasks.tiny_model import qwen3_moe_config
+from mcore_rl.tasks.tiny_models import qwen3_moe_config
 from mcore_rl.weight_sync.controller.sync import RecordLayouts
 from mcore_rl.weights.layouts.listed import RecordedLayouts
 from mcore_rl.weights.layouts.megatron import MegatronSizes

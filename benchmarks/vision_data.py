@@ -41,7 +41,7 @@ from mcore_rl.rollout.image_request import pack_request, refer_request
 from mcore_rl.rollout.request import EngineAffinity, Request, Sampling, make_body
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.run.prompts import load_split
-from mcore_rl.tasks.tiny_vision_model import write_tiny_vision_model
+from mcore_rl.tasks.tiny_models import write_tiny_vision_model
 from mcore_rl.types import Prompt
 
 CACHE_BYTES = 1 << 30

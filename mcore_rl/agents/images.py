@@ -14,8 +14,7 @@ from mcore_rl.agents.chat.probe import Format
 from mcore_rl.agents.environments.environment import EpisodeError, image_bytes, image_part
 from mcore_rl.agents.messages import Message, Tool
 from mcore_rl.data.images.decode import decode, read_size
-from mcore_rl.data.images.encoded import BadImage, EncodedImage, expanded
-from mcore_rl.data.images.placeholders import with_image_parts
+from mcore_rl.data.images.encoded import BadImage, EncodedImage, expanded, with_image_parts
 from mcore_rl.data.images.processor import ImageProcessor, digest_of
 from mcore_rl.types import Prompt, PromptImage
 

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.cpu.kernels import usable
-from mcore_rl.cpu.kernels.experts import add_rows, take_rows
-from mcore_rl.cpu.kernels.matmul import linear
-from mcore_rl.cpu.kernels.rotary import rotary
-from mcore_rl.cpu.kernels.swiglu import swiglu
+from mcore_rl.cpu.kernels.layers import rotary, swiglu
+from mcore_rl.cpu.kernels.matmul import add_rows, linear, take_rows
 
 
 def fuse_rotary() -> None:

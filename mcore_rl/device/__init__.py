@@ -30,6 +30,8 @@ PEAK_FLOPS = {
     "B200": 2250e12,
 }
 """Part of a GPU's name -> dense bfloat16 operations per second, from NVIDIA's data sheets."""
+HOST_RNG = "torch"
+GPU_RNG = "cuda"
 _cpu_patches_installed = False
 _torch_modules_on_cuda = False
 
@@ -160,6 +162,19 @@ def pinned_like(value: torch.Tensor) -> torch.Tensor:
     return torch.empty(value.shape, dtype=value.dtype, pin_memory=has_cuda())
 
 
+def default_generators() -> dict[str, torch.Generator]:
+    """Return the generators that torch's random functions draw from without one of their own.
+
+    By name: HOST_RNG and, with CUDA, GPU_RNG, which is the current device's. Without CUDA there is
+    one: `alias_rng` in cpu/megatron_patches.py hands megatron-core the host's for both.
+    """
+    generators = {HOST_RNG: torch.default_generator}
+    if has_cuda():
+        torch.cuda.init()  # the generators of GPUs exist from here on
+        generators[GPU_RNG] = torch.cuda.default_generators[torch.cuda.current_device()]
+    return generators
+
+
 def empty_cache() -> None:
     """Return cached, unused memory to the device, where another process may take it."""
     if has_cuda():
@@ -252,7 +267,7 @@ def setup_device() -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     else:
         _install_cpu_patches()
-    from mcore_rl.device.checkpoint_io import keep_write_results_in_process
+    from mcore_rl.device.training_patches import keep_write_results_in_process
 
     keep_write_results_in_process()
 
@@ -263,7 +278,7 @@ def _prepare_transformer_engine() -> None:
         raise ValueError(
             "CUDA is present but transformer_engine is not: pip install 'mcore_rl[gpu]'"
         )
-    from mcore_rl.device.adam_in_parts import use_adam_in_parts
+    from mcore_rl.device.training_patches import use_adam_in_parts
 
     use_adam_in_parts()
 

@@ -63,9 +63,9 @@ class ChunkTable:
         num_chunks = len(self._chunks_CF)
         if not num_chunks:
             return
-        from mcore_rl.device import checked_copy_triton
+        from mcore_rl.device import triton_kernels
 
-        kernel: Any = checked_copy_triton.checked_copy
+        kernel: Any = triton_kernels.checked_copy
         kernel[num_chunks,](
             self._chunks_CF,
             self._words_W,

@@ -29,9 +29,9 @@ def quantize_blocks(
     may be strided views. Bit for bit what weights/hf/fp8.py computes with torch.
     """
     num_rows, num_columns = weights_NK.shape
-    from mcore_rl.device import fp8_triton
+    from mcore_rl.device import triton_kernels
 
-    kernel: Any = fp8_triton.quantize
+    kernel: Any = triton_kernels.quantize
     kernel[tuple(scales_nk.shape)](
         weights_NK,
         values_NK,

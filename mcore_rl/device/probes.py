@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from mcore_rl.device.attention import Form, packed_attention
-from mcore_rl.device.flash_attention import TorchFlash, flash_attention
+from mcore_rl.device.attention import Form, TorchFlash, flash_attention, packed_attention
 from mcore_rl.device.gpu_groups import make_group
 
 MAX_CTAS = 4

@@ -4,17 +4,31 @@ A sync function runs in this thread, an async one on an event loop with a deadli
 reward.workers, either runs in processes, which are killed at the deadline.
 
 Finds reward files that set handlers of signals, which Python allows in main threads only.
+
+Calls a function in worker processes: each call has a deadline, and costs its own sample alone.
+
+A thread serves each worker over a pipe of its own, so that a worker that dies at any moment takes
+no lock and no answer of another with it. Workers lead process groups, which end with them:
+processes that a function starts do not outlive its worker.
 """
 
 import ast
 import asyncio
 import inspect
+import multiprocessing
+import os
+import signal
 import threading
-from collections.abc import Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from mcore_rl.config import RewardConfig
+from mcore_rl.process.errors import describe_error
+from mcore_rl.process.process_state import wait_killed
 from mcore_rl.rewards.user_function import (
     Answer,
     Fields,
@@ -25,7 +39,175 @@ from mcore_rl.rewards.user_function import (
     reraise_interrupt,
     run_in_worker,
 )
-from mcore_rl.rewards.worker_pool import RewardWorkers
+
+START_S = 120.0
+"""Deadline for a worker to start and import what it needs."""
+POLL_S = 0.2
+"""Longest time that the death of a worker stays unnoticed whose own processes live on."""
+_spawn = multiprocessing.get_context("spawn")
+_lock = threading.Lock()
+"""Held to start and to reap: multiprocessing reaps all children whenever it starts one."""
+
+
+class RewardWorkers:
+    """Up to `num_workers` processes, started when needed. Call `close` at the end."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward_worker")
+        self._own = threading.local()
+        self._workers: set[_Worker] = set()
+        self._workers_lock = threading.Lock()
+        self._is_closed = False
+
+    def call(
+        self, function: Callable[..., Answer], calls: Sequence[tuple[Any, ...]], timeout_s: float
+    ) -> list[Answer]:
+        """Return the answers of `function` to each tuple of arguments, in order.
+
+        A call that takes longer than `timeout_s` seconds, ends its process or cannot be pickled is
+        answered by the text of an error. Several threads may call.
+        """
+        futures = [self._threads.submit(self._call, function, args, timeout_s) for args in calls]
+        answers: list[Answer] = []
+        for future in futures:
+            try:
+                answers.append(future.result())
+            except CancelledError:
+                answers.append("RuntimeError: the reward's worker processes were ended")
+        return answers
+
+    def close(self) -> None:
+        """Kill the workers, whatever they do."""
+        with self._workers_lock:
+            self._is_closed = True
+            workers = list(self._workers)
+        for worker in workers:
+            worker.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _call(
+        self, function: Callable[..., Answer], args: tuple[Any, ...], timeout_s: float
+    ) -> Answer:
+        try:
+            return self._worker().call(function, args, timeout_s)
+        except _LostWorkerError as error:
+            self._discard()
+            return str(error)
+        except Exception as error:  # arguments that cannot be pickled, for example
+            return describe_error(error)
+
+    def _worker(self) -> "_Worker":
+        """Return this thread's worker; start it if there is none."""
+        worker: _Worker | None = getattr(self._own, "worker", None)
+        if worker is None:
+            with self._workers_lock:
+                if self._is_closed:
+                    raise RuntimeError("the reward's worker processes were ended")
+                worker = self._own.worker = _Worker()
+                self._workers.add(worker)
+            worker.wait_until_ready()
+        return worker
+
+    def _discard(self) -> None:
+        worker = self._own.worker
+        self._own.worker = None
+        worker.kill()
+        with self._workers_lock:
+            self._workers.discard(worker)
+
+
+class _LostWorkerError(RuntimeError):
+    """A worker that has to be replaced; its text is the answer to the call."""
+
+
+class _Worker:
+    def __init__(self) -> None:
+        self._connection, theirs = _spawn.Pipe()
+        # A daemon, so that an exit without `close` does not wait for it.
+        self._process = _spawn.Process(target=_serve, args=(theirs,), daemon=True)
+        with _lock:
+            self._process.start()
+        theirs.close()
+
+    def wait_until_ready(self) -> None:
+        late = f"RuntimeError: a worker process did not start within {START_S:g} s"
+        assert self._receive(START_S, late) is None
+
+    def call(
+        self, function: Callable[..., Answer], args: tuple[Any, ...], timeout_s: float
+    ) -> Answer:
+        try:
+            self._connection.send((function, args))
+        except (BrokenPipeError, ConnectionResetError):
+            raise _LostWorkerError(self._how_it_ended()) from None
+        late = f"TimeoutError: no answer within reward.timeout_s={timeout_s:g}"
+        return self._receive(timeout_s, late)
+
+    def kill(self) -> None:
+        """Kill the worker and all processes of its group."""
+        pid = self._process.pid
+        assert pid is not None
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        self._process.kill()  # if it did not lead its group yet
+        with _lock:
+            wait_killed(self._process, "a reward's worker")
+
+    def _receive(self, timeout_s: float, late: str) -> Any:
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+            wait([self._connection, self._process.sentinel], min(left_s, POLL_S))
+            with _lock:
+                is_alive = self._process.is_alive()
+            if self._connection.poll():
+                try:
+                    return self._connection.recv()
+                except (EOFError, ConnectionResetError):
+                    raise _LostWorkerError(self._how_it_ended()) from None
+            if not is_alive:
+                raise _LostWorkerError(self._how_it_ended())
+            if time.monotonic() >= deadline_s:
+                raise _LostWorkerError(late)
+
+    def _how_it_ended(self) -> str:
+        with _lock:
+            self._process.join(START_S)
+        status = self._process.exitcode
+        if status is not None and status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
+        else:
+            how = f"ended with status {status}"
+        return (
+            f"RuntimeError: its process {how}: the reward function must"
+            " return or raise, not end its process (os._exit, a crash in native code, memory)"
+        )
+
+
+def _serve(connection: Connection) -> None:
+    """Answer calls until the pool is gone."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the controller's
+    multiprocessing.current_process().daemon = False  # functions may start processes of their own
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    connection.send(None)
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            os._exit(0)
+        except Exception as error:  # what cannot be unpickled
+            connection.send(describe_error(error))
+        else:
+            connection.send(function(*args))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)
+
 
 CALLS = ("alarm", "setitimer", "signal", "siginterrupt", "set_wakeup_fd")
 """Functions of the module `signal` that need the main thread, or whose handlers do."""

@@ -8,13 +8,13 @@ from typing import Any
 from mcore_rl.process.disk import write_whole
 from mcore_rl.tasks.arithmetic import prepare_arithmetic
 from mcore_rl.tasks.shapes import prepare_shapes, vocabulary
-from mcore_rl.tasks.tiny_model import SPECIAL_TOKENS
-from mcore_rl.tasks.tiny_vision_model import (
+from mcore_rl.tasks.tiny_models import (
     IMAGE_END,
     IMAGE_START,
     IMAGE_TOKENS,
     PLACEHOLDER,
     PROCESSOR,
+    SPECIAL_TOKENS,
 )
 from mcore_rl.weights.hf.nested import with_text_settings
 from mcore_rl.weights.models import family_of, refuse_unsupported

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.data.rows import prompt_row, write_parquet
-from mcore_rl.tasks.tiny_model import make_vocabulary, write_tiny_model
+from mcore_rl.tasks.tiny_models import make_vocabulary, write_tiny_model
 
 NUM_TRAIN = 2000
 NUM_HELD_OUT = 20

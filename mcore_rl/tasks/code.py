@@ -40,7 +40,7 @@ from mcore_rl.tasks.code_steps import (
     number_shown,
     words_of,
 )
-from mcore_rl.tasks.tiny_model import make_vocabulary, write_tiny_model
+from mcore_rl.tasks.tiny_models import make_vocabulary, write_tiny_model
 
 RUN_LEN = 13
 """Words in a row that two statements share; shorter statements are compared as a whole."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.data.rows import write_parquet, write_prompts
-from mcore_rl.tasks.tiny_model import make_vocabulary, write_tiny_model
+from mcore_rl.tasks.tiny_models import make_vocabulary, write_tiny_model
 
 NUM_TRAIN = 6000
 NUM_HELD_OUT = 256

@@ -91,7 +91,7 @@ def _prepare_shapes(args: argparse.Namespace) -> None:
 
 
 def _prepare_zoom(args: argparse.Namespace) -> None:
-    from mcore_rl.tasks.zoom import prepare_zoom
+    from mcore_rl.tasks.shapes import prepare_zoom
 
     prepare_zoom(args.out, seed=args.seed)
 
@@ -115,12 +115,12 @@ def _prepare_arithmetic(args: argparse.Namespace) -> None:
 
 
 def _prepare_gsm8k(args: argparse.Namespace) -> None:
-    from mcore_rl.tasks.gsm8k import prepare_gsm8k
+    from mcore_rl.tasks.published import prepare_gsm8k
 
     prepare_gsm8k(args.source, args.out)
 
 
 def _prepare_geometry3k(args: argparse.Namespace) -> None:
-    from mcore_rl.tasks.geometry3k import prepare_geometry3k
+    from mcore_rl.tasks.published import prepare_geometry3k
 
     prepare_geometry3k(args.source, args.out)

@@ -22,7 +22,7 @@ from typing import Any
 
 from mcore_rl.data.rows import prompt_row, write_parquet
 from mcore_rl.process.disk import write_whole
-from mcore_rl.tasks.tiny_model import SPECIAL_TOKENS, write_tiny_model
+from mcore_rl.tasks.tiny_models import SPECIAL_TOKENS, write_tiny_model
 
 NUM_PEOPLE = 200
 NUM_VALUES = 30

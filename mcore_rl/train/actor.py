@@ -13,21 +13,21 @@ from torch import Tensor
 from mcore_rl.algo.diagnostics import attribute_diff
 from mcore_rl.algo.sample_sums import add_up_samples, known_sums
 from mcore_rl.algo.sequences import SequenceSum, samples_of_tokens, sequence_sum
-from mcore_rl.train.chunk_run import RoutingRecord
 from mcore_rl.train.logprobs import (
     VocabParallelSoftmax,
+    at_tokens,
     vocab_parallel_logprobs,
     vocab_parallel_scores,
 )
-from mcore_rl.train.output_rows import at_tokens
+from mcore_rl.train.offload import ReferenceWeights
 from mcore_rl.train.packing import RankBatch, fields_on_device
-from mcore_rl.train.reference import ReferenceWeights
+from mcore_rl.train.router import RoutingRecord
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import Report
-from mcore_rl.train.shards import local_tensors
 from mcore_rl.train.stats import check_finite, gather_tokens, masked_sums, token_sums
 from mcore_rl.train.trained_model import TrainedModel
 from mcore_rl.train.vision.rank_images import tower_work
+from mcore_rl.train.weights import local_tensors
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.hf.flops import TowerFlops

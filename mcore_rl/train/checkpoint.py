@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_rl.config import ParallelConfig
-from mcore_rl.device import device
-from mcore_rl.device.rng import default_generators
+from mcore_rl.device import default_generators, device
 from mcore_rl.train.checkpoint_check import (
     check_checkpoint,
     load_safely,
@@ -38,7 +37,7 @@ from mcore_rl.train.checkpoint_check import (
 )
 from mcore_rl.train.checkpoint_save import Save, start_save
 from mcore_rl.train.optimizer import READABLE, Readable
-from mcore_rl.train.rng import rng_state, set_rng_state
+from mcore_rl.train.runtime import rng_state, set_rng_state
 from mcore_rl.train.storage import SHARED, Storage
 from mcore_rl.weights.finite import count_not_finite
 from mcore_rl.weights.megatron_files.integrity import COPY_AGAIN

@@ -31,8 +31,7 @@ from torch import Tensor
 from mcore_rl.device import attention_with_sinks
 from mcore_rl.train.router import TokenWeightedRouter
 from mcore_rl.train.transformer_config import rotary_options
-from mcore_rl.train.vision.deepstack import DeepstackLayer
-from mcore_rl.train.vision.model import VisionLanguageModel
+from mcore_rl.train.vision.model import DeepstackLayer, VisionLanguageModel
 from mcore_rl.weights.hf.config import padded_vocab_size
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig

@@ -7,18 +7,62 @@
 Storages that are moved out are empty until they are moved back, so that reading them meanwhile
 fails instead of giving old values; `readable` gives their copies. Views of them stay valid. Host
 memory is allocated (pinned) once and kept. Gradients are not copied: each step begins with zeros.
+
+Keeps a frozen copy of the weights in host memory and swaps it in for a forward pass.
+
+    device   current weights ----> frozen weights ----> current weights
+               | to host   ^ from host   (forward pass)   ^ from host
+               v           |                              |
+    host     buffer        frozen copy                    buffer
+
+Copies from and to pinned memory are queued in the order of the GPU's work, so the host never waits.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from mcore_rl.device import empty_cache, host_memory, synchronize
+from mcore_rl.device import empty_cache, host_memory, pinned_like, synchronize
 from mcore_rl.train.optimizer import parts_of
-from mcore_rl.train.shards import local_tensors
+from mcore_rl.train.weights import local_tensors
+
+
+class ReferenceWeights:
+    """A host copy of the tensors it is made from.
+
+    A second one, made at the first pass, keeps the current values while it is swapped in.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._frozen = _buffers(tensors)
+        self._current: dict[str, Tensor] = {}
+        _copy(tensors, self._frozen)
+
+    @contextmanager
+    def swapped_in(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within the block `tensors` hold the frozen values; afterwards the previous ones again."""
+        self._current = self._current or _buffers(tensors)
+        _copy(tensors, self._current)
+        _copy(self._frozen, tensors)
+        try:
+            yield
+        finally:
+            _copy(self._current, tensors)
+
+
+def _buffers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: pinned_like(tensor) for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    for name, tensor in target.items():
+        tensor.copy_(source[name], non_blocking=True)
+
 
 WEIGHTS, TRAINING = "weights", "training"
 

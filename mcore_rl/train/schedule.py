@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mcore_rl.train.packing import RankBatch
 from mcore_rl.train.shared_attention import SharedSeqParams
-from mcore_rl.train.vision.deepstack import carried_features
+from mcore_rl.train.vision.model import carried_features
 
 Shape = list[int]
 """[rows, 1, hidden size] of what two stages exchange for a micro-batch: a row for each token of

@@ -18,8 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mcore_rl.device.attention import BOTTOM_RIGHT
-from mcore_rl.train.packing import RankBatch
-from mcore_rl.train.shared_rows import SharedRows
+from mcore_rl.train.packing import RankBatch, SharedRows
 
 
 @dataclass

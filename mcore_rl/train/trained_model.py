@@ -17,25 +17,22 @@ from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainC
 from mcore_rl.data.images.places import ImageTokens
 from mcore_rl.device import forget_peak
 from mcore_rl.train.checkpoint import Checkpointer, TrainState
-from mcore_rl.train.chunk_run import RoutingRecord, layers_of
-from mcore_rl.train.expert_load import load_metrics
 from mcore_rl.train.export import export_hf
+from mcore_rl.train.logprobs import OutputRows
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.offload import DeviceMemory
 from mcore_rl.train.optimizer import learning_rate, make_optimizer, set_learning_rate, wrap_chunks
-from mcore_rl.train.output_rows import OutputRows
 from mcore_rl.train.packing import RankBatch, local_sources, local_tokens, make_rank_batch
-from mcore_rl.train.router import balance_losses
-from mcore_rl.train.routing import Routing
+from mcore_rl.train.router import RoutingRecord, balance_losses, layers_of
+from mcore_rl.train.routing import Routing, load_metrics
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
-from mcore_rl.train.shards import local_tensors, weight_layout
 from mcore_rl.train.shared_attention import SharedAttention
 from mcore_rl.train.stats import peak_memory, reduce_sums
 from mcore_rl.train.storage import Storage
 from mcore_rl.train.transformer_config import make_transformer_config, token_multiple
 from mcore_rl.train.vision.tower import train_only
-from mcore_rl.train.weights import fill_weights
+from mcore_rl.train.weights import fill_weights, local_tensors, weight_layout
 from mcore_rl.types import StepStats, TrainBatch
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.hf.config import moe_layers

@@ -12,8 +12,7 @@ code`. All take from reward.kwargs `sandbox_url`, a server that runs the program
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_rl.rewards.code.cure import rate_tests
-from mcore_rl.rewards.code.cure_score import execute_programs, execute_steps, score_samples
+from mcore_rl.rewards.code.cure import execute_programs, execute_steps, rate_tests, score_samples
 
 
 def reward(

@@ -21,9 +21,14 @@ from mcore_rl.agents.images import (
 from mcore_rl.agents.messages import ChatRequest, EndReason, EpisodeEnded, Message
 from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder
 from mcore_rl.data.images.processor import ImageProcessor
-from mcore_rl.tasks.tiny_model import SPECIAL_TOKENS, make_word_tokenizer
-from mcore_rl.tasks.tiny_vision_model import IMAGE_START, IMAGE_TOKENS, PLACEHOLDER
-from mcore_rl.tasks.zoom import TOOL, ZOOM_CHAT_TEMPLATE, zoom_vocabulary
+from mcore_rl.tasks.shapes import TOOL, ZOOM_CHAT_TEMPLATE, zoom_vocabulary
+from mcore_rl.tasks.tiny_models import (
+    IMAGE_START,
+    IMAGE_TOKENS,
+    PLACEHOLDER,
+    SPECIAL_TOKENS,
+    make_word_tokenizer,
+)
 from mcore_rl.types import Prompt, PromptImage, Row
 from tests.support.odd_images import encode, noise, write_processor
 from tests.support.stand_in_policy import PlainParser, StandInPolicy

@@ -22,7 +22,7 @@ from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import EngineAffinity, Request, Sampling
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.tasks.calculator import CHAT_TEMPLATE, vocabulary
-from mcore_rl.tasks.tiny_model import write_tiny_model
+from mcore_rl.tasks.tiny_models import write_tiny_model
 from mcore_rl.types import Prompt, Sample
 from tests.agents.environments import episodes
 from tests.support.fake_sglang import FakeSGLang

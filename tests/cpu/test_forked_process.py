@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.cpu import forked_process as identity
+from mcore_rl.cpu import fork_server as identity
 
 SCRIPT = f"""
 import ctypes, json, os, signal, sys

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_rl.cpu import gloo_patches
+from mcore_rl.cpu import megatron_patches
 from tests.support.distributed import join_gloo, run_ranks
 from tests.support.upstream import assert_defect
 
@@ -17,7 +17,7 @@ def send_strided(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what this rank gets of a broadcast and a scatter of transposed tensors."""
     if patched:
-        gloo_patches.contiguous_collectives()
+        megatron_patches.contiguous_collectives()
     join_gloo(rank, world_size, port)
     strided = torch.arange(6.0).view(2, 3).t()
     broadcast = strided if rank == 0 else torch.zeros(3, 2)
@@ -33,7 +33,7 @@ def test_contiguous_collectives() -> None:
     assert all(torch.equal(got, wanted) for got in run_ranks(send_strided, 2, True)[1])
     unpatched = run_ranks(send_strided, 2, False)[1]
     wrong = not any(torch.equal(got, wanted) for got in unpatched)
-    assert_defect("gloo_patches.contiguous_collectives", wrong)
+    assert_defect("megatron_patches.contiguous_collectives", wrong)
 
 
 SHARD = 1 << 20
@@ -48,7 +48,7 @@ def sync_bucket(
     from megatron.core.distributed import param_and_grad_buffer as megatron
 
     if patched:
-        gloo_patches.buckets_in_place()
+        megatron_patches.buckets_in_place()
     join_gloo(rank, world_size, port)
     group = dist.group.WORLD
     gradients = torch.arange(world_size * SHARD) % 100 + 10.0 * rank
@@ -82,7 +82,7 @@ def test_buckets_in_place(world_size: int, is_async: bool) -> None:
         print(f"{got['pages']} new pages, {plain[rank]['pages']} without the patch")
         assert got["pages"] < PAGES
     wasted = plain[0]["pages"] > 2 * world_size * PAGES
-    assert_defect("gloo_patches.buckets_in_place", wasted)
+    assert_defect("megatron_patches.buckets_in_place", wasted)
 
 
 def test_other_collectives_of_a_block_are_still_carried_out() -> None:
@@ -93,7 +93,7 @@ def sum_in_a_block(rank: int, world_size: int, port: int) -> list[float]:
     """Return two sums over ranks, waited for by the block and by its caller."""
     from megatron.core.distributed import param_and_grad_buffer as megatron
 
-    gloo_patches.buckets_in_place()
+    megatron_patches.buckets_in_place()
     join_gloo(rank, world_size, port)
     sums = []
     for is_async in (False, True):

@@ -11,9 +11,9 @@ import torch
 
 from mcore_rl import device
 from mcore_rl.config import ModelConfig, ParallelConfig
-from mcore_rl.cpu import gloo_patches, megatron_patches
+from mcore_rl.cpu import megatron_patches
 from mcore_rl.cpu.megatron_patches import PATCHES
-from tests.device import test_gloo_patches
+from tests.cpu import test_gloo_patches
 from tests.support.distributed import run_ranks
 from tests.support.tiny_training import (
     NUM_TOKENS,
@@ -94,7 +94,7 @@ def test_every_patch_has_a_test() -> None:
 def test_every_function_of_the_modules_that_patch_is_in_the_list() -> None:
     public = {
         name
-        for module in (megatron_patches, gloo_patches)
+        for module in (megatron_patches, megatron_patches)
         for name, value in vars(module).items()
         if callable(value)
         and getattr(value, "__module__", "") == module.__name__

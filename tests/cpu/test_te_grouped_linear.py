@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mcore_rl.cpu.te_grouped_linear import ColumnParallelGroupedLinear, RowParallelGroupedLinear
+from mcore_rl.cpu.te_workalike import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 
 CONFIG = SimpleNamespace(
     params_dtype=torch.float32, perform_initialization=False, sequence_parallel=False

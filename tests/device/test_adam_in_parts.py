@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_rl.cpu.adam import FusedAdam
-from mcore_rl.device.adam_in_parts import step_in_parts
+from mcore_rl.device.training_patches import step_in_parts
 
 BFLOAT16 = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
 

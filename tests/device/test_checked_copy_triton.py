@@ -9,7 +9,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from mcore_rl.device.checked_copy_triton import checked_copy
+from mcore_rl.device.triton_kernels import checked_copy
 
 constants = {"ROW_WORDS": 72, "FIELDS": 7, "MOST_WORDS": 8192, "BLOCK": 1024}
 for placing in (False, True):

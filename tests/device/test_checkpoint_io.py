@@ -5,7 +5,7 @@ import queue
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from mcore_rl.device.checkpoint_io import keep_write_results_in_process
+from mcore_rl.device.training_patches import keep_write_results_in_process
 from tests.support.upstream import assert_defect
 
 

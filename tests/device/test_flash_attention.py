@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device import has_cuda
-from mcore_rl.device.attention import Form, packed_attention
-from mcore_rl.device.flash_attention import fits_flash, flash_attention
+from mcore_rl.device.attention import Form, fits_flash, flash_attention, packed_attention
 from mcore_rl.device.probes import error_of_sinks
 
 SCALE = 0.4

@@ -33,7 +33,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from mcore_rl.device.fp8_triton import quantize
+from mcore_rl.device.triton_kernels import quantize
 
 pointers = {"weights": "*bf16", "values": "*fp8e4nv", "scales": "*fp32"}
 numbers = {"fp8_max": "fp32", "min_amax": "fp32", "BLOCK": "constexpr"}

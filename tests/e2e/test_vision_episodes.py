@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.tasks.zoom import prepare_zoom
+from mcore_rl.tasks.shapes import prepare_zoom
 from tests.support.runs import Run
 
 pytestmark = pytest.mark.e2e

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.rewards.function_calls import RewardWorkers
 from mcore_rl.rewards.user_function import run_in_worker
-from mcore_rl.rewards.worker_pool import RewardWorkers
 
 FUNCTIONS = """
 import os, signal, subprocess, sys, time
@@ -94,7 +94,7 @@ def test_workers_and_their_processes_end_with_the_controller(tmp_path: Path) -> 
     script.write_text(
         "import sys\n"
         "from mcore_rl.rewards.user_function import run_in_worker\n"
-        "from mcore_rl.rewards.worker_pool import RewardWorkers\n"
+        "from mcore_rl.rewards.function_calls import RewardWorkers\n"
         "if __name__ == '__main__':\n"
         "    row = ('unit', 'hang', '7', {'pid': sys.argv[2]})\n"
         "    RewardWorkers(1).call(run_in_worker, [(sys.argv[1], 'reward', {}, row)], 600.0)\n"

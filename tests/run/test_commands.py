@@ -14,7 +14,7 @@ from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.run.agent import run_agent
 from mcore_rl.run.commands import _run, run_eval, run_pairs, run_sft, run_train
 from mcore_rl.tasks.shapes import prepare_shapes
-from mcore_rl.tasks.tiny_model import qwen3_moe_config
+from mcore_rl.tasks.tiny_models import qwen3_moe_config
 from mcore_rl.weights.hf.facts import ModelFacts
 from tests.agents.environments import episodes
 from tests.support.chat_templates import make_tokenizer

@@ -13,7 +13,7 @@ from mcore_rl.tasks.calculator import (
     prepare_calculator,
     vocabulary,
 )
-from mcore_rl.tasks.tiny_model import make_word_tokenizer
+from mcore_rl.tasks.tiny_models import make_word_tokenizer
 
 
 def test_a_sum() -> None:

@@ -18,7 +18,7 @@ from mcore_rl.tasks.code import (
     vocabulary,
 )
 from mcore_rl.tasks.code_steps import make_task
-from mcore_rl.tasks.tiny_model import make_word_tokenizer
+from mcore_rl.tasks.tiny_models import make_word_tokenizer
 
 
 @pytest.fixture(scope="module")

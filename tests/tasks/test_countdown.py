@@ -22,7 +22,7 @@ from mcore_rl.tasks.countdown import (
     random_steps,
     vocabulary,
 )
-from mcore_rl.tasks.tiny_model import make_word_tokenizer
+from mcore_rl.tasks.tiny_models import make_word_tokenizer
 
 NUMBERS = st.lists(st.integers(*GIVEN), min_size=NUM_GIVEN, max_size=NUM_GIVEN)
 PROBLEM = CountdownProblem((3, 8, 5), 10)

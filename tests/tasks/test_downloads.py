@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.tasks.downloads import files_of_split, source_folder
+from mcore_rl.tasks.published import files_of_split, source_folder
 
 
 def test_a_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -6,10 +6,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.data.images.encoded import encoded_images
-from mcore_rl.data.images.placeholders import with_image_parts
+from mcore_rl.data.images.encoded import encoded_images, with_image_parts
 from mcore_rl.data.rows import write_parquet
-from mcore_rl.tasks.geometry3k import prepare_geometry3k
+from mcore_rl.tasks.published import prepare_geometry3k
 from tests.support.odd_images import encode, noise
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.tasks.gsm8k import final_answer, prepare_gsm8k
+from mcore_rl.tasks.published import final_answer, prepare_gsm8k
 
 
 def write_split(folder: Path, name: str, answer: str) -> None:

@@ -18,7 +18,7 @@ from mcore_rl.tasks.search_questions import (
     split_questions,
     vocabulary,
 )
-from mcore_rl.tasks.tiny_model import make_word_tokenizer
+from mcore_rl.tasks.tiny_models import make_word_tokenizer
 
 BOOK = make_encyclopedia(3, num_people=40)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from mcore_rl.tasks.tiny_model import (
+from mcore_rl.tasks.tiny_models import (
     SPECIAL_TOKENS,
     make_vocabulary,
     make_word_tokenizer,

@@ -6,7 +6,7 @@ from typing import Any
 from mcore_rl.data.images.decode import ImageSize
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.tasks.tiny_vision_model import PLACEHOLDER, write_tiny_vision_model
+from mcore_rl.tasks.tiny_models import PLACEHOLDER, write_tiny_vision_model
 from mcore_rl.weights.hf.facts import ModelFacts
 
 

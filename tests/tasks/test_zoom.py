@@ -11,8 +11,14 @@ from transformers import AutoTokenizer
 
 from mcore_rl.agents.environments.crop_env import CropEnvironment, CropOptions
 from mcore_rl.agents.environments.environment import image_part, images_in
-from mcore_rl.tasks.shapes import CELL, COLORS
-from mcore_rl.tasks.zoom import VIEW, demonstrate_zoom, make_zoom_problem, prepare_zoom
+from mcore_rl.tasks.shapes import (
+    CELL,
+    COLORS,
+    VIEW,
+    demonstrate_zoom,
+    make_zoom_problem,
+    prepare_zoom,
+)
 
 
 def test_the_answer_is_the_color_of_the_cell() -> None:

@@ -2,8 +2,8 @@
 
 import torch
 
-from mcore_rl.train.chunk_run import ChunkRun, RoutingRecord, layers_of
 from mcore_rl.train.packing import make_rank_batch
+from mcore_rl.train.router import ChunkRun, RoutingRecord, layers_of
 from mcore_rl.types import TrainBatch
 from tests.support.chunks import chunk_of
 

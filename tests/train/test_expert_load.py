@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.train.expert_load import StepLoad, load_metrics
+from mcore_rl.train.routing import StepLoad, load_metrics
 from tests.support.distributed import run_alone
 
 FIRST = torch.tensor([[True, False, True], [True, True, False]])

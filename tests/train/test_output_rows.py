@@ -9,7 +9,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from mcore_rl.config import ModelConfig, ParallelConfig
-from mcore_rl.train.output_rows import at_tokens, scored_rows
+from mcore_rl.train.logprobs import at_tokens, scored_rows
 from mcore_rl.types import TrainBatch
 from tests.support.distributed import run_ranks
 from tests.support.tiny_training import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.train.reference import ReferenceWeights
+from mcore_rl.train.offload import ReferenceWeights
 
 
 def make_tensors() -> dict[str, Tensor]:

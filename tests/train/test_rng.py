@@ -9,15 +9,14 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from mcore_rl.device import device, has_cuda
-from mcore_rl.device.rng import GPU, HOST, default_generators
-from mcore_rl.train.rng import rng_state, seed_generators, set_rng_state
+from mcore_rl.device import GPU_RNG, HOST_RNG, default_generators, device, has_cuda
+from mcore_rl.train.runtime import rng_state, seed_generators, set_rng_state
 from tests.support.distributed import run_alone
 
 
 def two_generators() -> dict[str, torch.Generator]:
-    """Return the host's generator, and one apart from it where a GPU has its own."""
-    return {HOST: torch.default_generator, GPU: torch.Generator().manual_seed(5)}
+    """Return the host's generator, and one apart from it where a GPU_RNG has its own."""
+    return {HOST_RNG: torch.default_generator, GPU_RNG: torch.Generator().manual_seed(5)}
 
 
 def draw(generators: Mapping[str, torch.Generator]) -> list[float]:
@@ -51,10 +50,10 @@ def draw_from_default_generators() -> list[list[float]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not has_cuda(), reason="needs a GPU")
+@pytest.mark.skipif(not has_cuda(), reason="needs a GPU_RNG")
 def test_a_restored_state_draws_the_same_from_the_generator_of_a_gpu() -> None:
     first, second, again = run_alone(draw_from_default_generators)
-    assert len(first) == 5, "the GPU has no generator of its own"
+    assert len(first) == 5, "the GPU_RNG has no generator of its own"
     assert again == first
     assert all(a != b for a, b in zip(first, second, strict=True))
 
@@ -85,15 +84,15 @@ def test_ranks_of_two_runs_with_the_same_seed_draw_the_same() -> None:
 
 
 def restore_on_another_device() -> tuple[list[float], list[float], list[str]]:
-    """Restore a state of this device's generators whose states on a GPU have another length."""
+    """Restore a state of this device's generators whose states on a GPU_RNG have another length."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("mcore_rl.train.rng").addHandler(handler)
+    logging.getLogger("mcore_rl.train.runtime").addHandler(handler)
     generators = two_generators()
     state = rng_state(generators)
     of_gpu = torch.zeros(16, dtype=torch.uint8)
-    foreign = {**state, "tracker": dict.fromkeys(state["tracker"], of_gpu), GPU: of_gpu}
+    foreign = {**state, "tracker": dict.fromkeys(state["tracker"], of_gpu), GPU_RNG: of_gpu}
     before = draw(generators)
     set_rng_state(state, generators)
     set_rng_state(foreign, generators)

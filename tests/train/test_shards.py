@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from mcore_rl.train.shards import _leaves, _part, local_tensors
+from mcore_rl.train.weights import _leaves, _part, local_tensors
 
 
 def make_chunk() -> torch.nn.Module:

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from mcore_rl.batches.shared_prefixes import Sharing
 from mcore_rl.device.attention import BOTTOM_RIGHT
-from mcore_rl.train.packing import RankBatch, make_rank_batch
+from mcore_rl.train.packing import RankBatch, lay_out_shared, make_rank_batch
 from mcore_rl.train.shared_attention import SharedAttention, SharedSeqParams
-from mcore_rl.train.shared_rows import lay_out_shared
 from mcore_rl.types import TrainBatch
 
 

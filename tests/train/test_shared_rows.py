@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.batches.shared_prefixes import Sharing, find_sharing
-from mcore_rl.train.shared_rows import lay_out_shared
+from mcore_rl.train.packing import lay_out_shared
 
 
 def test_the_layout_of_the_docstring() -> None:

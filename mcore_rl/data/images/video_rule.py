@@ -26,13 +26,14 @@ from typing import Any
 
 from mcore_rl.data.images.decode import ImageSize
 from mcore_rl.data.images.encoded import (
+    IMAGE_PART,
     BadImage,
     EncodedImage,
+    Part,
     encoded_image,
     entries_of,
     refuse_url,
 )
-from mcore_rl.data.images.placeholders import IMAGE_PART, Part
 from mcore_rl.data.rows import Row
 
 FPS = 2.0

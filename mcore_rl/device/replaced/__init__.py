@@ -1,6 +1,6 @@
 """The registry of all names of other packages that this one replaces: data, and no imports of them.
 
-`python -m mcore_rl.device.replaced` prints docs/patches.md. A house test compares the registry with
+`make patches` writes docs/patches.md. A house test compares the registry with
 the assignments in the code.
 """
 

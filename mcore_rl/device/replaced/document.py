@@ -1,5 +1,6 @@
-"""Makes docs/patches.md of the registry."""
+"""Makes docs/patches.md of the registry; `python -m` prints it."""
 
+import sys
 from collections.abc import Iterable, Sequence
 
 from mcore_rl.device.replaced import PATCHES, megatron_on_cpu, on_gpus, sglang_on_cpu
@@ -118,3 +119,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         .replace("| --- |", "|---|")
         .replace(" --- |", "---|")
     )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(make_document())

@@ -4,7 +4,6 @@ from mcore_rl.device.replaced.entry import Patch
 
 _CORE = "megatron.core"
 _CPU = "mcore_rl.cpu.megatron_patches"
-_GLOO = "mcore_rl.cpu.gloo_patches"
 _KERNELS = "mcore_rl.cpu.kernel_patches"
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
 _TEST = "tests/cpu/test_megatron_patches.py"
@@ -37,7 +36,7 @@ PATCHES: tuple[Patch, ...] = (
         by="CUDA's random generator by the default one",
         reason="torch defers calls on the CUDA generator until an initialization that never comes",
         on_gpu="other random numbers, of which no weights are drawn; checkpoints hold both"
-        " generators of a rank (`device/rng.py`)",
+        " generators of a rank (`device/__init__.py`)",
         test=_FAILS,
     ),
     Patch(
@@ -68,7 +67,7 @@ PATCHES: tuple[Patch, ...] = (
         test=_FAILS,
     ),
     Patch(
-        f"{_GLOO}:uneven_collectives",
+        f"{_CPU}:uneven_collectives",
         (
             f"{_CORE}.tensor_parallel.mappings._gather_along_first_dim",
             f"{_CORE}.tensor_parallel.mappings._reduce_scatter_along_first_dim",
@@ -79,7 +78,7 @@ PATCHES: tuple[Patch, ...] = (
         test=_FAILS,
     ),
     Patch(
-        f"{_GLOO}:contiguous_collectives",
+        f"{_CPU}:contiguous_collectives",
         ("torch.distributed.scatter", "torch.distributed.broadcast"),
         by="strided tensors in scatter and broadcast by contiguous copies",
         reason="gloo silently ignores strides",
@@ -87,7 +86,7 @@ PATCHES: tuple[Patch, ...] = (
         test="tests/cpu/test_gloo_patches.py::test_contiguous_collectives",
     ),
     Patch(
-        f"{_GLOO}:buckets_in_place",
+        f"{_CPU}:buckets_in_place",
         tuple(
             f"{_CORE}.distributed.param_and_grad_buffer.{name}"
             for name in ("_coalescing_manager", "dist_all_gather_func", "dist_reduce_scatter_func")

@@ -8,7 +8,7 @@ _OTHER_MODEL = "a model of another family"
 
 TRAINING: tuple[Patch, ...] = (
     Patch(
-        "mcore_rl.device.adam_in_parts:use_adam_in_parts",
+        "mcore_rl.device.training_patches:use_adam_in_parts",
         (f"{_CORE}.optimizer.Adam", f"{_CORE}.optimizer.distrib_optimizer.Adam"),
         by="Transformer Engine's Adam by one whose step updates 64 M elements at a time, and whose"
         " state is begun with the argument that megatron-core leaves out",
@@ -86,7 +86,7 @@ TRAINING: tuple[Patch, ...] = (
         "::test_states_are_those_of_one_process_and_each_rank_writes_its_share",
     ),
     Patch(
-        "mcore_rl.device.checkpoint_io:keep_write_results_in_process",
+        "mcore_rl.device.training_patches:keep_write_results_in_process",
         (f"{_CORE}.dist_checkpointing.strategies.filesystem_async._results_queue",),
         by="the manager process for results of checkpoint writes by a queue of this process",
         reason="the manager takes seconds to start and outlives a killed rank",

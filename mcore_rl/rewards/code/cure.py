@@ -6,9 +6,25 @@
                    +-> rewards of tests  +-> rewards of programs, which programs are right
 
 Source: CURE, arXiv:2506.03136. Axes: P programs, T generated tests, G tests of the ground truth.
+
+Scores the programs and unit tests of each problem: runs all programs on all tests.
+
+samples of a call --by problem--> programs, tests --sandbox--> matrix --cure.py--> numbers
 """
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mcore_rl.rewards.code.driver import pack, unpack
+from mcore_rl.rewards.code.execution import CaseSettings, call_case, run_cases, script_case
+from mcore_rl.rewards.code.languages import blocks_of, program_of
+from mcore_rl.rewards.code.score import in_parallel
+from mcore_rl.rewards.code.tests import read_tests
+from mcore_rl.services.sandbox.limits import SandboxError
+from mcore_rl.tasks.code_steps import FUNCTION, as_python, is_program
 
 Matrix = Sequence[Sequence[bool]]
 """[P][tests], whether a program passes a test."""
@@ -70,3 +86,138 @@ def _split(passes_PG: Matrix) -> tuple[list[int], list[int]]:
 
 def _num_tests(passes_PT: Matrix) -> int:
     return len(passes_PT[0]) if passes_PT else 0
+
+
+ROLE = "is_test"
+"""The number that says whether a sample is a unit test: for algorithm.role_part."""
+_STEPS_TEST = re.compile(r"a = (\d{1,2}) b = (\d{1,2})(?: ; (?:- )?\d{1,2})* ; ((?:- )?\d{1,2})")
+_LIMITS = CaseSettings(wall_s=10.0, total_s=200.0, output_kib=16)
+
+
+@dataclass
+class Problem:
+    """The samples of one problem: their numbers in the call, and what they wrote."""
+
+    ground_truth: Any
+    programs: list[tuple[int, str]] = field(default_factory=list)
+    tests: list[tuple[int, str]] = field(default_factory=list)
+
+
+Matrices = tuple[list[list[bool]], list[list[bool]]]
+"""(passes_PG, passes_PT) of cure.py; a test that is none is passed by no program."""
+Execution = Callable[[Problem, str], Matrices]
+"""(problem, address of a sandbox's server or "") -> matrices"""
+RateTests = Callable[[Any, Any], list[float]]
+
+
+def score_samples(
+    responses: Sequence[str],
+    ground_truths: Sequence[Any],
+    extra_infos: Sequence[Mapping[str, Any]],
+    execution: Execution,
+    rate_tests: RateTests = rate_tests_scaled,
+    sandbox_url: str = "",
+) -> list[dict[str, float] | Exception]:
+    """Return the numbers of each sample: `program` or `test`, and `is_test`.
+
+    `extra_info["episode"]["is_test"]` says what a sample is; the environment `cure` sets it before
+    the answer. One that was cut off is rated as it stands: half a program passes no test, and no
+    program passes half a test. A problem without tests, or whose sandbox does not start, costs its
+    samples.
+    """
+    problems = _problems_of(responses, ground_truths, extra_infos)
+    answers: list[dict[str, float] | Exception] = [
+        ValueError(
+            "the sample does not say whether it is a unit test: set agents.environment=cure, or"
+            f" give {ROLE!r} among the metrics of an environment of your own"
+        )
+        for _ in responses
+    ]
+
+    def execute(problem: Problem) -> Matrices | Exception:
+        try:
+            return execution(problem, sandbox_url)
+        except (ValueError, SandboxError) as error:
+            return error
+
+    for problem, matrices in zip(
+        problems, in_parallel(execute, problems, sandbox_url), strict=True
+    ):
+        numbers = [number for number, _ in [*problem.programs, *problem.tests]]
+        if isinstance(matrices, Exception):
+            values: list[Any] = [matrices] * len(numbers)
+        else:
+            values = _numbers_of(*matrices, len(problem.tests), rate_tests)
+        for number, value in zip(numbers, values, strict=True):
+            answers[number] = value
+    return answers
+
+
+def execute_programs(problem: Problem, sandbox_url: str = "") -> Matrices:
+    """Run programs, each in a sandbox of its own, on texts of input and output.
+
+    A test is written as two fenced blocks: the input and what must be printed.
+    """
+    truth = read_tests(problem.ground_truth)
+    if truth.assertions or any("function" in test for test, _ in truth.cases):
+        raise ValueError("unit tests are written for programs that read standard input")
+    written = [[text for _, text in blocks_of(answer)[-2:]] for _, answer in problem.tests]
+    cases = [(script_case(pair[0]), pair[1]) for pair in written if len(pair) == 2]
+    both = replace(truth, cases=[*truth.cases, *cases])
+    settings = CaseSettings(sandbox_url=sandbox_url)
+    matrices: Matrices = ([], [])
+    for _, response in problem.programs:
+        program = program_of(response, both.languages)
+        results = [False] * len(both) if program is None else both.results(program, settings)
+        generated = iter(results[len(truth) :])
+        matrices[0].append(results[: len(truth)])
+        matrices[1].append([len(pair) == 2 and next(generated) for pair in written])
+    return matrices
+
+
+def execute_steps(problem: Problem, sandbox_url: str = "") -> Matrices:
+    """Run programs in steps (tasks/code_steps.py), which share a sandbox."""
+    truth = json.loads(problem.ground_truth)
+    tests = [_STEPS_TEST.fullmatch(text.strip()) for _, text in problem.tests]
+    cases = [*truth["inputs"], *([int(m[1]), int(m[2])] if m else [0, 1] for m in tests)]
+    wanted = [*truth["outputs"], *(int(m[3].replace(" ", "")) if m else None for m in tests)]
+    texts = [text.strip() for _, text in problem.programs]
+    programs = {text: as_python(text) for text in texts if is_program(text)}
+    runs = [call_case(FUNCTION, pack([cases]), number) for number in range(len(programs))]
+    values: dict[str, list[Any]] = {}
+    settings = replace(_LIMITS, sandbox_url=sandbox_url)
+    ends = run_cases(list(programs.values()), runs, settings)
+    for text, run in zip(programs, ends, strict=True):
+        if run.is_clean:
+            values[text] = unpack(json.loads(run.result))
+    passes = [
+        [value is not None and value == want for value, want in zip(got, wanted, strict=True)]
+        for got in (values.get(text, [None] * len(cases)) for text in texts)
+    ]
+    num_truth = len(truth["inputs"])
+    return [row[:num_truth] for row in passes], [row[num_truth:] for row in passes]
+
+
+def _problems_of(
+    responses: Sequence[str], ground_truths: Sequence[Any], extra_infos: Sequence[Mapping[str, Any]]
+) -> list[Problem]:
+    problems: dict[str, Problem] = {}
+    rows = zip(responses, ground_truths, extra_infos, strict=True)
+    for number, (response, truth, extra_info) in enumerate(rows):
+        is_test = extra_info.get("episode", {}).get(ROLE)
+        if is_test is None:
+            continue
+        problem = problems.setdefault(json.dumps(truth, sort_keys=True), Problem(truth))
+        (problem.tests if is_test else problem.programs).append((number, response))
+    return list(problems.values())
+
+
+def _numbers_of(
+    passes_PG: list[list[bool]],
+    passes_PT: list[list[bool]],
+    num_tests: int,
+    rate_tests: RateTests,
+) -> list[dict[str, float]]:
+    of_tests = rate_tests(passes_PG, passes_PT) if passes_PG else [0.0] * num_tests
+    programs = [{"program": r, "test": 0.0, ROLE: 0.0} for r in rate_programs(passes_PG)]
+    return [*programs, *({"program": 0.0, "test": r, ROLE: 1.0} for r in of_tests)]

@@ -19,7 +19,7 @@ from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
 from mcore_rl.config.shipped import RECIPES_DIR
 from mcore_rl.device import device, has_cuda, peak_bytes
 from mcore_rl.process.network import find_free_port
-from mcore_rl.tasks.tiny_model import qwen3_moe_config
+from mcore_rl.tasks.tiny_models import qwen3_moe_config
 from mcore_rl.tools.doctor.check import Figures, MissedTarget, expect
 from mcore_rl.types import StepStats, TrainBatch
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_rl.cpu.kernels.experts import add_rows, grouped_linear, take_rows
+from mcore_rl.cpu.kernels.matmul import add_rows, grouped_linear, take_rows
 
 INDEX = torch.tensor([2, 0, 2, 5, 1])
 

@@ -9,10 +9,8 @@ from torch import Tensor
 from mcore_rl.cpu import kernels as cpu_kernels
 from mcore_rl.cpu.kernels import is_parallel, library, usable
 from mcore_rl.cpu.kernels.attention import causal_attention
-from mcore_rl.cpu.kernels.experts import add_rows, take_rows
-from mcore_rl.cpu.kernels.norm import rms_norm
-from mcore_rl.cpu.kernels.rotary import rotary
-from mcore_rl.cpu.kernels.swiglu import swiglu
+from mcore_rl.cpu.kernels.layers import rms_norm, rotary, swiglu
+from mcore_rl.cpu.kernels.matmul import add_rows, take_rows
 
 
 @pytest.fixture

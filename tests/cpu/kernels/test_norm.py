@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mcore_rl.cpu.kernels.norm import RmsNorm, rms_norm
+from mcore_rl.cpu.kernels.layers import RmsNorm, rms_norm
 
 
 @pytest.mark.parametrize("shape", [(7, 128), (3, 5, 33), (0, 8)])

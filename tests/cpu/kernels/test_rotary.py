@@ -5,7 +5,7 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from torch import Tensor
 
-from mcore_rl.cpu.kernels.rotary import rotary
+from mcore_rl.cpu.kernels.layers import rotary
 
 LENS = (5, 1, 3)
 

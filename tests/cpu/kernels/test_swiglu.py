@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_rl.cpu.kernels.swiglu import swiglu
+from mcore_rl.cpu.kernels.layers import swiglu
 
 
 def by_torch(x: Tensor, weights: Tensor | None) -> Tensor:

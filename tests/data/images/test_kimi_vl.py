@@ -14,8 +14,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mcore_rl.data.images.decode import ImageSize
-from mcore_rl.data.images.kimi_vl import LONGEST_SIDE, KimiVlPatches, read_settings
-from mcore_rl.data.images.processor import ImageProcessor
+from mcore_rl.data.images.processor import (
+    LONGEST_SIDE,
+    ImageProcessor,
+    KimiVlPatches,
+    read_settings,
+)
 from tests.support.odd_images import noise
 from tests.support.tiny_kimi_vl import KIMI_VL_PROCESSOR
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from mcore_rl.data.images.encoded import BadImage
-from mcore_rl.data.images.placeholders import placeholders_of, with_image_parts
+from mcore_rl.data.images.encoded import BadImage, placeholders_of, with_image_parts
 
 IMAGE = {"type": "image"}
 

@@ -8,8 +8,13 @@ import pytest
 
 from mcore_rl.data.images.encoded import BadImage, EncodedImage
 from mcore_rl.data.images.processor import ImageProcessor
-from mcore_rl.data.images.prompts import ImagePrompt, ImagePrompts, ImageRules
-from mcore_rl.data.images.shown import shown_image, shown_video
+from mcore_rl.data.images.prompts import (
+    ImagePrompt,
+    ImagePrompts,
+    ImageRules,
+    shown_image,
+    shown_video,
+)
 from mcore_rl.data.images.video_rule import EncodedVideo
 from tests.support.odd_images import (
     PLACEHOLDER,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.config import CurriculumConfig, StageConfig
-from mcore_rl.data.streamed import order, windows
+from mcore_rl.data.streamed import windows
 from mcore_rl.data.streamed.mixed import MixedPrompts
 from mcore_rl.types import Prompt
 from mcore_rl.types.scores import Scores
@@ -35,7 +35,7 @@ BY_PASS_RATE = CurriculumConfig(solved=0.5, unsolved=0.25)
 def small_windows() -> Iterator[None]:
     """Several windows in an epoch, and several blocks in a window."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order, "CHUNKS_PER_WINDOW", 8)
+        patch.setattr(windows, "CHUNKS_PER_WINDOW", 8)
         patch.setattr(windows, "BLOCK_ROWS", 5)
         yield
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.data.streamed.order import CHUNKS_PER_WINDOW, permutation, plan_epoch
+from mcore_rl.data.streamed.windows import CHUNKS_PER_WINDOW, permutation, plan_epoch
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=400), st.integers(0, 9), st.booleans())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.data.streamed import order
+from mcore_rl.data.streamed import windows
 from mcore_rl.data.streamed import windows as module
 from mcore_rl.data.streamed.windows import Windows
 from tests.support.prompt_sets import RULES, open_index, write_rows
@@ -15,7 +15,7 @@ SIZES = [40, 3, 57]
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "CHUNKS_PER_WINDOW", 8)
+    monkeypatch.setattr(windows, "CHUNKS_PER_WINDOW", 8)
     monkeypatch.setattr(module, "BLOCK_ROWS", 5)
 
 

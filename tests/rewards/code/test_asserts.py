@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.rewards.code.asserts import check_assertions, read_assertion
+from mcore_rl.rewards.code.tests import check_assertions, read_assertion
 
 TEXTS = [
     "assert f([3, 1]) == [1, 3]",

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.rewards.code import compiled as code_compiled
-from mcore_rl.rewards.code.compiled import run_other
-from mcore_rl.rewards.code.execution import CaseSettings, script_case
+from mcore_rl.rewards.code import execution as code_compiled
+from mcore_rl.rewards.code.execution import CaseSettings, run_other, script_case
 from mcore_rl.rewards.code.languages import Program
 from mcore_rl.rewards.code.places import execute
 from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult

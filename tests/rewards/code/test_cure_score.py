@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.rewards.code.cure_score import execute_programs, execute_steps, score_samples
+from mcore_rl.rewards.code.cure import execute_programs, execute_steps, score_samples
 
 TRUTH = json.dumps({"inputs": [[3, 4], [5, 6]], "outputs": [7, 11]})
 PYTHON = {"inputs": ["1", "2"], "outputs": ["2", "4"]}

@@ -21,7 +21,7 @@ from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.tasks.calculator import CHAT_TEMPLATE, vocabulary
-from mcore_rl.tasks.tiny_model import write_tiny_model
+from mcore_rl.tasks.tiny_models import write_tiny_model
 from mcore_rl.types import Prompt, Sample
 from tests.support.engine_keys import KEYS
 

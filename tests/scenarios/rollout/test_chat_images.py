@@ -16,7 +16,7 @@ from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.image_request import PATH, pack_request
-from mcore_rl.tasks.tiny_vision_model import (
+from mcore_rl.tasks.tiny_models import (
     IMAGE_END,
     IMAGE_START,
     PLACEHOLDER,

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcore_rl.config import ModelConfig, ParallelConfig
-from mcore_rl.train.shards import local_parts
+from mcore_rl.train.weights import local_parts
 from mcore_rl.types import StepStats
 from mcore_rl.weights.hf.carried import carried_tensors
 from mcore_rl.weights.hf.config import read_hf_config

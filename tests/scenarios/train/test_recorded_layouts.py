@@ -11,8 +11,8 @@ from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.planning.memory import stage_parameters
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.runtime import init_distributed
-from mcore_rl.train.shards import weight_layout
 from mcore_rl.train.transformer_config import make_transformer_config
+from mcore_rl.train.weights import weight_layout
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.layouts.layout import check_rank
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes

@@ -12,7 +12,7 @@ from torch import Tensor
 from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.transformer_config import make_transformer_config
-from mcore_rl.train.vision.deepstack import (
+from mcore_rl.train.vision.model import (
     DeepstackLayer,
     carried_features,
     join_features,

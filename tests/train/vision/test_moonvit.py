@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mcore_rl.train.vision.moonvit import MoonViT, turned, turns_of
+from mcore_rl.train.vision.tower import MoonViT, turned, turns_of
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.models import family_of
 from tests.support.tiny_kimi_vl import PIXELS, KimiVl, write_kimi_vl_model

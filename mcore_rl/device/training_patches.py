@@ -3,13 +3,30 @@
 An Adam with moments in less than float32 computes in float32: Transformer Engine's makes copies of
 all moments of a group at once, 8 bytes per parameter, and only then rounds them (2.11,
 fused_adam.py). That is more than moments in bfloat16 save.
+
+A patch of megatron-core's checkpoint writer that applies on CPU and GPU alike.
 """
 
+import queue
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def keep_write_results_in_process() -> None:
+    """Collect the results of checkpoint writes in a queue of this process.
+
+    megatron-core 0.16.1 starts a manager process at the first save to carry results from forked
+    writers. The manager takes seconds to start and outlives a killed rank. Our saves are written by
+    a thread of this process, so a plain queue is enough.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+
 
 MOST_ELEMENTS = 64 * 2**20
 """How much of the parameters is updated at once: copies of their moments take half a GiB."""
