@@ -252,7 +252,7 @@ def by_stores(
         samples = loop.run(pool.generate(make_prompts(num_prompts), num_samples, sampling))
         scores = loop.run(collectors.score(samples))
         batch = make_stored_batch(samples, WeightVersion(0))
-        advantages_N = advantages.of_samples(scores, samples).numpy()
+        advantages_N = advantages.compute_from_samples(scores, samples).numpy()
         batch = with_loss_weights(
             replace(batch, advantages_N=advantages_N), "token_mean", num_tokens
         )

@@ -14,7 +14,12 @@ from mcore_rl.agents.chat.probe import Format
 from mcore_rl.agents.environments.environment import EpisodeError, image_bytes, image_part
 from mcore_rl.agents.messages import Message, Tool
 from mcore_rl.data.images.decode import decode, read_size
-from mcore_rl.data.images.encoded import BadImage, EncodedImage, expanded, with_image_parts
+from mcore_rl.data.images.encoded import (
+    BadImageError,
+    EncodedImage,
+    expand_placeholders,
+    with_image_parts,
+)
 from mcore_rl.data.images.processor import ImageProcessor, digest_of
 from mcore_rl.types import Prompt, PromptImage
 
@@ -93,7 +98,7 @@ class MessageImages:
         try:
             encoded = EncodedImage(image_bytes(part), f"an image in {where}")
             image = await asyncio.to_thread(self._image, encoded, self._sight)
-        except BadImage as error:
+        except BadImageError as error:
             raise EpisodeError(str(error)) from error
         except ValueError as error:
             raise EpisodeError(f"{where} has {error}") from error
@@ -106,7 +111,7 @@ class MessageImages:
             return known
         limits = sight.limits
         if len(encoded.data) > limits.max_bytes:
-            raise BadImage(
+            raise BadImageError(
                 f"{encoded.where} has {len(encoded.data)} bytes, {limits.max_bytes} are allowed"
                 " (data.images.max_mib): shrink it"
             )
@@ -151,7 +156,7 @@ class SeeingFormat:
                 f" {found} placeholders (token {self._placeholder_id}): leave the placeholder out"
                 " of texts, and take a chat template that renders images in every role"
             )
-        return tuple(expanded(ids, self._placeholder_id, counts))
+        return tuple(expand_placeholders(ids, self._placeholder_id, counts))
 
 
 def image_parts(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:

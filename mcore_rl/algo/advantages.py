@@ -15,7 +15,7 @@ from mcore_rl.algo.moments import Moments, standardize
 from mcore_rl.algo.outcomes import Groups, Outcomes
 from mcore_rl.algo.preferences import Likelihoods, pairs_of_groups, preference_weights
 from mcore_rl.algo.registry import Needs, advantages
-from mcore_rl.algo.values import generalized
+from mcore_rl.algo.values import estimate_gae
 from mcore_rl.config import AlgorithmConfig, PreferenceConfig
 
 STD_EPS = 1e-6
@@ -31,13 +31,13 @@ def grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     GRPO, arXiv:2402.03300, section 4.1.2. std is the sample standard deviation (divided by G - 1).
     A group of one, or of equal rewards, gets 0.
     """
-    return outcomes.spread(_standardized(Groups.of(outcomes.group_N), outcomes.scores_N))
+    return outcomes.spread(_standardize(Groups.from_ids(outcomes.group_N), outcomes.scores_N))
 
 
 @advantages.register("dr_grpo", reads=(), sees="samples")
 def dr_grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = r_i - mean(r) within each group; Dr. GRPO, arXiv:2503.20783, section 3.2."""
-    return outcomes.spread(Groups.of(outcomes.group_N).centered(outcomes.scores_N))
+    return outcomes.spread(Groups.from_ids(outcomes.group_N).center(outcomes.scores_N))
 
 
 @advantages.register("rloo", reads=(), sees="samples")
@@ -46,11 +46,9 @@ def rloo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 
     A group of one gets 0: it has nothing to be compared with.
     """
-    groups = Groups.of(outcomes.group_N)
+    groups = Groups.from_ids(outcomes.group_N)
     sizes_N = groups.sizes_N
-    return outcomes.spread(
-        groups.centered(outcomes.scores_N) * sizes_N / (sizes_N - 1).clamp(min=1)
-    )
+    return outcomes.spread(groups.center(outcomes.scores_N) * sizes_N / (sizes_N - 1).clamp(min=1))
 
 
 @advantages.register("opo", reads=(), sees="samples")
@@ -60,8 +58,8 @@ def opo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     OPO, arXiv:2505.23585, section 3. This baseline has the least variance if a gradient's norm
     grows with the length. A group of one gets 0.
     """
-    groups = Groups.of(outcomes.group_N)
-    return outcomes.spread(groups.centered(outcomes.scores_N, outcomes.lens_N.double()))
+    groups = Groups.from_ids(outcomes.group_N)
+    return outcomes.spread(groups.center(outcomes.scores_N, outcomes.lens_N.double()))
 
 
 @advantages.register("gpg", reads=(), sees="samples")
@@ -71,8 +69,8 @@ def gpg(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     GPG, arXiv:2504.02546, eq. 6. Groups of equal rewards add nothing to the gradient; the factor
     makes up for them.
     """
-    groups = Groups.of(outcomes.group_N)
-    centered_N = groups.centered(outcomes.scores_N)
+    groups = Groups.from_ids(outcomes.group_N)
+    centered_N = groups.center(outcomes.scores_N)
     num_with_signal = (groups.sum(centered_N.abs()) > 0).sum().clamp(min=1)
     return outcomes.spread(centered_N * len(centered_N) / num_with_signal)
 
@@ -84,7 +82,7 @@ def grpo_pass_k(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     This is the leave-one-out gradient of the group's best reward, arXiv:2503.19595, section 3,
     scaled as in GRPO. If two samples share the best reward, or the group has one sample, all get 0.
     """
-    groups = Groups.of(outcomes.group_N)
+    groups = Groups.from_ids(outcomes.group_N)
     scores_N = outcomes.scores_N
     order_N = scores_N.argsort(descending=True, stable=True)
     order_N = order_N[groups.index_N[order_N].argsort(stable=True)]  # by group, the best first
@@ -94,7 +92,7 @@ def grpo_pass_k(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     second_G = order_N[first_G[has_two_G] + 1]
     advantages_N = torch.zeros_like(scores_N)
     advantages_N[best_G] = scores_N[best_G] - scores_N[second_G]
-    return outcomes.spread(advantages_N / (groups.std(groups.centered(scores_N)) + STD_EPS))
+    return outcomes.spread(advantages_N / (groups.std(groups.center(scores_N)) + STD_EPS))
 
 
 @advantages.register(
@@ -111,8 +109,8 @@ def reinforce_plus_plus(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 @advantages.register("reinforce_plus_plus_baseline", reads=(), sees="samples")
 def reinforce_plus_plus_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """r_i - mean(r) in each group, normalized over all tokens; arXiv:2501.03262, section 3.3."""
-    centered_N = Groups.of(outcomes.group_N).centered(outcomes.scores_N)
-    return outcomes.spread(_normalized_over_tokens(centered_N, outcomes.lens_N))
+    centered_N = Groups.from_ids(outcomes.group_N).center(outcomes.scores_N)
+    return outcomes.spread(_normalize_over_tokens(centered_N, outcomes.lens_N))
 
 
 @advantages.register(
@@ -129,7 +127,7 @@ def gae(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     `algorithm.gae_lambda` and, with `algorithm.bootstrap_truncated`, the values of the last states
     of samples that were cut off.
     """
-    return generalized(outcomes, config.gamma, config.gae_lambda)
+    return estimate_gae(outcomes, config.gamma, config.gae_lambda)
 
 
 @advantages.register("gdpo", Needs(parts=True), reads=(), sees="samples")
@@ -143,11 +141,11 @@ def gdpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
         raise ValueError(
             "algorithm.advantage=gdpo needs rewards of several parts: set reward.parts"
         )
-    groups = Groups.of(outcomes.group_N)
+    groups = Groups.from_ids(outcomes.group_N)
     advantages_N = torch.zeros(len(outcomes.group_N), dtype=torch.float64)
     for weight, values_N in outcomes.parts:
-        advantages_N += weight * _standardized(groups, values_N.double())
-    return outcomes.spread(_normalized_over_tokens(advantages_N, outcomes.lens_N))
+        advantages_N += weight * _standardize(groups, values_N.double())
+    return outcomes.spread(_normalize_over_tokens(advantages_N, outcomes.lens_N))
 
 
 @advantages.register("remax", Needs(greedy_baseline=True), reads=(), sees="groups")
@@ -182,7 +180,7 @@ def optimal_token_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tenso
     to_go_R = outcomes.rewards_to_go(1.0)
     to_go_of = to_go_R.split(lens)
     energy_of = outcomes.energy_R.split(lens)
-    for members in Groups.of(outcomes.group_N).members:
+    for members in Groups.from_ids(outcomes.group_N).members:
         to_go = [to_go_of[n] for n in members]
         baseline_M = _optimal_baseline(to_go, [energy_of[n] for n in members])
         for of_sample in to_go:  # a view of to_go_R, which keeps the difference
@@ -254,17 +252,17 @@ def teacher_log_ratio(outcomes: Outcomes) -> Tensor:
     return outcomes.teacher_logprobs_R.double() - outcomes.logprobs_R.double()
 
 
-def _standardized(groups: Groups, values_N: Tensor) -> Tensor:
+def _standardize(groups: Groups, values_N: Tensor) -> Tensor:
     """(x - mean(x)) / (std(x) + 1e-6) within each group."""
-    centered_N = groups.centered(values_N)
+    centered_N = groups.center(values_N)
     return centered_N / (groups.std(centered_N) + STD_EPS)
 
 
 def normalize(values_R: Tensor) -> Tensor:
     """float32 (x - mean) / sqrt(var + 1e-8), var divided by R - 1. Equal values get exactly 0."""
-    return standardize(values_R, Moments.of(values_R)).float()
+    return standardize(values_R, Moments.from_values(values_R)).float()
 
 
-def _normalized_over_tokens(values_N: Tensor, lens_N: Tensor) -> Tensor:
+def _normalize_over_tokens(values_N: Tensor, lens_N: Tensor) -> Tensor:
     """float64 [N], `normalize` of the tokens that all have the value of their sample."""
-    return standardize(values_N, Moments.of(values_N, lens_N.double()))
+    return standardize(values_N, Moments.from_values(values_N, lens_N.double()))

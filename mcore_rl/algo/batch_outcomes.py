@@ -13,7 +13,7 @@ from mcore_rl.algo.correction import old_policy, weights_of_batch
 from mcore_rl.algo.diagnostics import log_ratio
 from mcore_rl.algo.kl import KL_ESTIMATORS
 from mcore_rl.algo.outcomes import Outcomes
-from mcore_rl.algo.sequences import trained_in_order
+from mcore_rl.algo.sequences import order_trained_tokens
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig
 from mcore_rl.types import CUT_OFF, AnySample, TrainBatch
 from mcore_rl.types.scores import Scores
@@ -32,7 +32,7 @@ class SampleShapes:
     is_cut_off_N: Tensor
 
     @staticmethod
-    def of(samples: Sequence[AnySample]) -> "SampleShapes":
+    def from_samples(samples: Sequence[AnySample]) -> "SampleShapes":
         return SampleShapes(
             torch.tensor([sample.prompt.index for sample in samples], dtype=torch.int64),
             torch.tensor([sample.response_len for sample in samples], dtype=torch.int64),
@@ -65,10 +65,10 @@ def with_tokens(
     return replace(
         outcomes,
         energy_R=_energy(batch, config.correction),
-        logprobs_R=_trained(batch, old_policy(batch, config)),
-        ref_logprobs_R=_trained(batch, batch.ref_logprobs_T),
-        teacher_logprobs_R=_trained(batch, _teacher_logprobs(scores, batch)),
-        values_R=_trained(batch, batch.values_T),
+        logprobs_R=_take_trained(batch, old_policy(batch, config)),
+        ref_logprobs_R=_take_trained(batch, batch.ref_logprobs_T),
+        teacher_logprobs_R=_take_trained(batch, _teacher_logprobs(scores, batch)),
+        values_R=_take_trained(batch, batch.values_T),
     )
 
 
@@ -78,7 +78,7 @@ def with_turn_rewards(outcomes: Outcomes, batch: TrainBatch, weight: float) -> O
     They come with the last tokens of the turns; the rest of the episode's reward comes with its
     last token.
     """
-    turn_rewards_R = _trained(batch, batch.turn_rewards_T)
+    turn_rewards_R = _take_trained(batch, batch.turn_rewards_T)
     if turn_rewards_R is None:
         return outcomes
     turn_rewards_R = weight * turn_rewards_R.double()
@@ -117,7 +117,7 @@ def kl_of_tokens(batch: TrainBatch, config: AlgorithmConfig) -> Tensor:
     log_ratio_T = log_ratio(
         old_logprobs_T.double(), batch.ref_logprobs_T.double(), batch.loss_mask_T
     )
-    return KL_ESTIMATORS[config.kl.estimator](log_ratio_T)[trained_in_order(batch)]
+    return KL_ESTIMATORS[config.kl.estimator](log_ratio_T)[order_trained_tokens(batch)]
 
 
 def groups_by_role(group_N: Tensor, scores: Scores, part: str) -> Tensor:
@@ -136,13 +136,13 @@ def groups_by_role(group_N: Tensor, scores: Scores, part: str) -> Tensor:
     return pairs_N2.unique(dim=0, return_inverse=True)[1]
 
 
-def at_tokens(batch: TrainBatch, values_R: Tensor, config: AlgorithmConfig) -> Tensor:
+def place_at_tokens(batch: TrainBatch, values_R: Tensor, config: AlgorithmConfig) -> Tensor:
     """Return [T], the values at the trained tokens and 0 at others.
 
     Raises ValueError if they are not one per trained token: a user's advantage may return another
     shape or dtype.
     """
-    trained_R = trained_in_order(batch)
+    trained_R = order_trained_tokens(batch)
     num_trained = len(trained_R)
     if values_R.shape != (num_trained,):
         raise ValueError(
@@ -161,8 +161,8 @@ def _teacher_logprobs(scores: Scores, batch: TrainBatch) -> Tensor | None:
     return torch.zeros(len(mask_T)).masked_scatter_(mask_T, teacher_R)
 
 
-def _trained(batch: TrainBatch, values_T: Tensor | None) -> Tensor | None:
-    return None if values_T is None else values_T[trained_in_order(batch)]
+def _take_trained(batch: TrainBatch, values_T: Tensor | None) -> Tensor | None:
+    return None if values_T is None else values_T[order_trained_tokens(batch)]
 
 
 def _energy(batch: TrainBatch, correction: CorrectionConfig) -> Tensor | None:
@@ -174,4 +174,4 @@ def _energy(batch: TrainBatch, correction: CorrectionConfig) -> Tensor | None:
     energy_T = 1 - 2 * batch.old_logprobs_T.double().exp() + batch.sum_squares_T.double()
     if correction.is_weighted:
         energy_T *= weights_of_batch(batch, correction).square()
-    return energy_T[trained_in_order(batch)]
+    return energy_T[order_trained_tokens(batch)]

@@ -108,7 +108,7 @@ def correction_weights(
     count in the denominators of the loss.
     """
     log_ratio_T = log_ratio_T.detach()
-    weight_T, is_outside_T = bounded_weights(log_ratio_T, sequences, config)
+    weight_T, is_outside_T = apply_bounds(log_ratio_T, sequences, config)
     metrics = {"correction/weight": weight_T, "correction/bounded_share": is_outside_T.float()}
     if config.normalize:
         of_samples = WEIGHTS.needs(config.weight_name).whole_samples
@@ -126,7 +126,7 @@ def correction_weights(
     return weight_T, metrics
 
 
-def bounded_weights(
+def apply_bounds(
     log_ratio_T: Tensor, sequences: Sequences, config: CorrectionConfig
 ) -> tuple[Tensor, Tensor]:
     """Return (weights_T within the bounds, bool: which of them were outside)."""
@@ -147,4 +147,4 @@ def weights_of_batch(batch: TrainBatch, config: CorrectionConfig) -> Tensor:
     mask_T = batch.loss_mask_T
     log_ratio_T = log_ratio(batch.old_logprobs_T, batch.rollout_logprobs_T, mask_T)
     sums = sequence_sum(batch.lens_N, mask_T.device, sample_N=batch.sample_N)
-    return bounded_weights(log_ratio_T, Sequences(sums, mask_T), config)[0]
+    return apply_bounds(log_ratio_T, Sequences(sums, mask_T), config)[0]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_rl.algo.correction import old_policy
 from mcore_rl.algo.registry import Pick
-from mcore_rl.algo.sequences import trained_in_order
+from mcore_rl.algo.sequences import order_trained_tokens
 from mcore_rl.config import AlgorithmConfig, CovarianceConfig
 from mcore_rl.types import TrainBatch
 
@@ -24,7 +24,7 @@ def with_held_back(
     old_logprobs_T = old_policy(batch, config)
     if old_logprobs_T is None or batch.advantages_T is None:
         raise ValueError(f"algorithm.loss={config.loss} needs old log-probs and advantages")
-    trained = trained_in_order(batch)  # so that chance picks the same tokens in any rows
+    trained = order_trained_tokens(batch)  # so that chance picks the same tokens in any rows
     covariance_R = covariance(batch.advantages_T[trained], old_logprobs_T[trained])
     held_back_T = torch.zeros_like(batch.loss_mask_T)
     held_back_T[trained[pick(covariance_R, config.covariance, seed)]] = True

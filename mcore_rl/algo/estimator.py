@@ -14,9 +14,9 @@ from torch import Tensor
 from mcore_rl.algo.advantages import teacher_log_ratio, weights_of_groups
 from mcore_rl.algo.batch_outcomes import (
     SampleShapes,
-    at_tokens,
     kl_of_tokens,
     outcomes_of_scores,
+    place_at_tokens,
     with_last_values,
     with_tokens,
     with_turn_rewards,
@@ -26,7 +26,7 @@ from mcore_rl.algo.moments import Moments, join_moments, standardize
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.registry import Sees, advantages
 from mcore_rl.algo.user_file import UserFile
-from mcore_rl.algo.values import explained_variance, generalized
+from mcore_rl.algo.values import estimate_gae, explained_variance
 from mcore_rl.config import AlgorithmConfig, KLConfig
 from mcore_rl.types import AnySample, TrainBatch
 from mcore_rl.types.scores import ENVIRONMENT, Scores
@@ -102,7 +102,7 @@ class Advantages:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the options: a user's function, from a file, has no module to be found in."""
         options = (self._config, self._part_weights, self._return_lambda)
-        return _restored, (user_file_of(self._config), self._kl_coef, *options)
+        return _restore, (user_file_of(self._config), self._kl_coef, *options)
 
     def __call__(
         self, scores: Scores, samples: Sequence[AnySample], batch: TrainBatch
@@ -112,13 +112,13 @@ class Advantages:
         `batch` was made of `samples`, in their order. Advantages and returns are 0 off its loss
         mask.
         """
-        shapes = SampleShapes.of(samples)
-        batch, sums = self.of_tokens(batch, shapes, scores)
+        shapes = SampleShapes.from_samples(samples)
+        batch, sums = self.compute_from_tokens(batch, shapes, scores)
         metrics = self.summarize(scores, samples, sums)
         if self.sees == "samples":
-            advantages_N = self.of_samples(scores, samples, sums)
+            advantages_N = self.compute_from_samples(scores, samples, sums)
             advantages_R = advantages_N.repeat_interleave(shapes.lens_N)
-            batch = replace(batch, advantages_T=at_tokens(batch, advantages_R, self._config))
+            batch = replace(batch, advantages_T=place_at_tokens(batch, advantages_R, self._config))
         elif self.are_normalized:
             batch, _ = self.normalize(batch, sums)
         self.steer(metrics, len(samples))
@@ -131,12 +131,12 @@ class Advantages:
 
     @property
     def are_normalized(self) -> bool:
-        """Return whether `normalize` comes after `of_tokens`."""
+        """Return whether `normalize` comes after `compute_from_tokens`."""
         return advantages.entry(self._config.advantage).normalized
 
     @property
     def need_tokens(self) -> bool:
-        """Return whether `of_tokens` tells more than rewards, groups and lengths do."""
+        """Return whether `compute_from_tokens` tells more than rewards, groups and lengths do."""
         own = advantages.needs(self._config.advantage)
         return (
             self.sees != "samples"
@@ -147,23 +147,24 @@ class Advantages:
             or self._needs.teacher
         )
 
-    def of_tokens(
+    def compute_from_tokens(
         self, batch: TrainBatch, shapes: SampleShapes, scores: Scores
     ) -> tuple[TrainBatch, PartSums]:
         """Return the batch with what its own tokens tell of advantages and returns, and its sums.
 
         The batch has all samples of some prompts, or of the step if `sees` says so. Advantages
-        that are normalized are float64 yet; an advantage that sees samples is left to `of_samples`.
+        that are normalized are float64 yet; advantages that see samples are left to
+        `compute_from_samples`.
         """
         outcomes = outcomes_of_scores(scores, shapes, self._config, self._part_weights)
         outcomes = with_tokens(outcomes, scores, batch, self._config)
         moments: dict[str, Moments] = {}
         if self._has_kl_in_reward:
             kl_R = kl_of_tokens(batch, self._config)
-            moments["kl"] = Moments.of(kl_R)
+            moments["kl"] = Moments.from_values(kl_R)
             outcomes = replace(outcomes, token_rewards_R=-self._kl_coef * kl_R)
         if outcomes.teacher_logprobs_R is not None:
-            moments["teacher"] = Moments.of(teacher_log_ratio(outcomes))
+            moments["teacher"] = Moments.from_values(teacher_log_ratio(outcomes))
         by_sample = sum_by_sample(outcomes) if self._reads_sums else {}
         outcomes = with_turn_rewards(outcomes, batch, self._part_weights.get(ENVIRONMENT, 1.0))
         if self._config.bootstrap_truncated:
@@ -182,7 +183,7 @@ class Advantages:
         normal_T = normal_T.masked_fill_(~batch.loss_mask_T, 0.0)
         return replace(batch, advantages_T=normal_T), PartSums()
 
-    def of_samples(
+    def compute_from_samples(
         self, scores: Scores, samples: Sequence[AnySample], sums: PartSums = NO_SUMS
     ) -> Tensor:
         """Return float32 [N], the advantage of each sample at all of its tokens."""
@@ -217,7 +218,7 @@ class Advantages:
         """Adapt the coefficient of a KL in the reward to the KL of a step."""
         if "kl/reward" in metrics:
             kl = metrics["kl/reward"]
-            self._kl_coef = steered(self._kl_coef, kl, num_samples, self._config.kl)
+            self._kl_coef = steer_coefficient(self._kl_coef, kl, num_samples, self._config.kl)
 
     def state_dict(self) -> dict[str, float]:
         return {"kl_coef": self._kl_coef}
@@ -236,7 +237,7 @@ class Advantages:
     def _without_tokens(
         self, scores: Scores, samples: Sequence[AnySample], sums: PartSums
     ) -> Outcomes:
-        shapes = SampleShapes.of(samples)
+        shapes = SampleShapes.from_samples(samples)
         outcomes = outcomes_of_scores(scores, shapes, self._config, self._part_weights)
         return replace(outcomes, by_sample=True, sums=sums.by_sample)
 
@@ -244,18 +245,18 @@ class Advantages:
         """Return the batch with the function's advantages, and their moments if they matter."""
         advantages_R = self._function(outcomes, self._config)
         advantages_R = advantages_R.double() if self.are_normalized else advantages_R.float()
-        batch = replace(batch, advantages_T=at_tokens(batch, advantages_R, self._config))
-        return batch, Moments.of(advantages_R) if self.are_normalized else Moments()
+        batch = replace(batch, advantages_T=place_at_tokens(batch, advantages_R, self._config))
+        return batch, Moments.from_values(advantages_R) if self.are_normalized else Moments()
 
     def _with_returns(
         self, batch: TrainBatch, outcomes: Outcomes, values_R: Tensor
     ) -> tuple[TrainBatch, dict[str, Moments]]:
         """Return the batch with returns, and the moments of the critic's errors and of returns."""
-        errors_R = generalized(outcomes, self._config.gamma, self._return_lambda)
-        moments = {"errors": Moments.of(errors_R)}
+        errors_R = estimate_gae(outcomes, self._config.gamma, self._return_lambda)
+        moments = {"errors": Moments.from_values(errors_R)}
         returns_R = errors_R.add_(values_R)
-        moments["returns"] = Moments.of(returns_R)
-        returns_T = at_tokens(batch, returns_R.float(), self._config)
+        moments["returns"] = Moments.from_values(returns_R)
+        returns_T = place_at_tokens(batch, returns_R.float(), self._config)
         return replace(batch, returns_T=returns_T), moments
 
 
@@ -265,7 +266,7 @@ def sum_by_sample(outcomes: Outcomes) -> dict[str, Tensor]:
     return {name: sums_N for name, sums_N in sums.items() if sums_N is not None}
 
 
-def _restored(
+def _restore(
     user_file: UserFile | None,
     coef: float,
     config: AlgorithmConfig,
@@ -279,7 +280,7 @@ def _restored(
     return restored
 
 
-def steered(coef: float, kl: float, num_samples: int, config: KLConfig) -> float:
+def steer_coefficient(coef: float, kl: float, num_samples: int, config: KLConfig) -> float:
     """Return the coefficient after a step of `num_samples` with this KL; arXiv:1909.08593, section
     2.2.
     """

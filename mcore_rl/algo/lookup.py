@@ -45,9 +45,9 @@ def needs_of(config: AlgorithmConfig) -> Needs:
     Raises ValueError naming the option if a name is unknown or `algorithm.path` cannot be used.
     """
     _register(user_file_of(config))
-    own = advantages.needs(config.advantage).joined(losses.needs(config.loss))
-    own = own.joined(WEIGHTS.needs(config.correction.weight_name))
-    own = own.joined(REJECTIONS.needs(config.correction.reject))
+    own = advantages.needs(config.advantage).join(losses.needs(config.loss))
+    own = own.join(WEIGHTS.needs(config.correction.weight_name))
+    own = own.join(REJECTIONS.needs(config.correction.reject))
     has_kl = config.kl.coef != 0
     pairs_need_reference = own.pairs and needs_reference(config.preference)
     return replace(

@@ -195,7 +195,7 @@ def clip_cov(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[
     loss_T, metrics = clipped_surrogate(
         tokens.log_ratio_T, tokens.advantages_T, clip_low, clip_high
     )
-    held_back_T = _held_back(tokens)
+    held_back_T = _get_held_back(tokens)
     return loss_T.masked_fill(held_back_T, 0.0), {
         **metrics,
         "clip/held_back_share": held_back_T.float(),
@@ -213,13 +213,13 @@ def make_kl_cov(config: AlgorithmConfig) -> PolicyLoss:
 
 def kl_cov(tokens: LossTokens, *, kl_coef: float) -> tuple[Tensor, Metrics]:
     """-w A, plus kl_coef |log w| on the tokens held back; KL-Cov, arXiv:2505.22617, eq. 13."""
-    held_back_T = _held_back(tokens)
+    held_back_T = _get_held_back(tokens)
     penalty_T = torch.where(held_back_T, kl_coef * tokens.log_ratio_T.abs(), 0.0)
     loss_T = -tokens.advantages_T * tokens.log_ratio_T.exp() + penalty_T
     return loss_T, {"clip/held_back_share": held_back_T.float()}
 
 
-def _held_back(tokens: LossTokens) -> Tensor:
+def _get_held_back(tokens: LossTokens) -> Tensor:
     if tokens.held_back_T is None:
         raise ValueError("this loss needs batch.held_back_T, see mcore_rl.algo.covariance")
     return tokens.held_back_T

@@ -31,7 +31,7 @@ class Moments:
     squares: float = 0.0
 
     @staticmethod
-    def of(values_V: Tensor, weights_V: Tensor | None = None) -> "Moments":
+    def from_values(values_V: Tensor, weights_V: Tensor | None = None) -> "Moments":
         """Take float64 numbers; a weight says how often a number is there, 0 if it is not."""
         if weights_V is not None:
             values_V, weights_V = values_V[weights_V > 0], weights_V[weights_V > 0]
@@ -45,7 +45,7 @@ class Moments:
         squares = float((apart_V if weights_V is None else weights_V * apart_V).sum())
         return Moments(num, lowest, above, squares)
 
-    def joined(self, other: "Moments") -> "Moments":
+    def join(self, other: "Moments") -> "Moments":
         """Return the moments of the numbers of both.
 
         Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample
@@ -72,7 +72,7 @@ class Moments:
 
 def join_moments(parts: Iterable[Moments]) -> Moments:
     """Return the moments of the numbers of all parts."""
-    return reduce(Moments.joined, parts, Moments())
+    return reduce(Moments.join, parts, Moments())
 
 
 def standardize(values_V: Tensor, moments: Moments) -> Tensor:

@@ -156,7 +156,7 @@ class Groups:
     sizes_G: Tensor
 
     @staticmethod
-    def of(group_N: Tensor) -> "Groups":
+    def from_ids(group_N: Tensor) -> "Groups":
         """Group samples with equal ids."""
         _, index_N, sizes_G = group_N.unique(return_inverse=True, return_counts=True)
         return Groups(index_N, sizes_G.double())
@@ -178,7 +178,7 @@ class Groups:
         sums_G = torch.zeros_like(self.sizes_G)
         return sums_G.index_add_(0, self.index_N, values_N)[self.index_N]
 
-    def centered(self, values_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
+    def center(self, values_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
         """values - (weighted) mean of the group; float64 [N].
 
         Equal values give exactly 0, not rounding errors that a division by their standard deviation

@@ -50,7 +50,7 @@ class Needs:
     whole_samples: bool = False
     whole_batch: bool = False
 
-    def joined(self, other: "Needs") -> "Needs":
+    def join(self, other: "Needs") -> "Needs":
         """Everything that either of the two needs."""
         union = {
             field.name: getattr(self, field.name) or getattr(other, field.name)

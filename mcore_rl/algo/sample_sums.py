@@ -81,7 +81,7 @@ def add_up_samples(
         totals.append(sums_S1[:-1])
 
 
-def known_sums(totals: Sequence[Tensor], sample_T: Tensor) -> SequenceSum:
+def make_known_sums(totals: Sequence[Tensor], sample_T: Tensor) -> SequenceSum:
     """Return the sums of a micro-batch as `add_up_samples` found them; for one run of its loss."""
     calls = count()
 

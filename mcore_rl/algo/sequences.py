@@ -68,7 +68,7 @@ def samples_of_tokens(batch: TrainBatch) -> Tensor:
     return torch.tensor(batch.sample_N, device=device).repeat_interleave(lens_N)
 
 
-def trained_in_order(batch: TrainBatch) -> Tensor:
+def order_trained_tokens(batch: TrainBatch) -> Tensor:
     """Return int64 [R], the trained tokens, sample after sample, in the order they were sampled in.
 
     Rows of an episode with branches are not in that order: a row goes on after the branch.

@@ -12,7 +12,7 @@ from mcore_rl.algo.outcomes import Outcomes, discount_
 from mcore_rl.types import TrainBatch
 
 
-def generalized(outcomes: Outcomes, gamma: float, lam: float) -> Tensor:
+def estimate_gae(outcomes: Outcomes, gamma: float, lam: float) -> Tensor:
     """float64 [R]: A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t.
 
     Generalized advantage estimation, arXiv:1506.02438, eq. 16. A_(t+1) is 0 at the last token, and

@@ -18,10 +18,10 @@ TURN = "turn"
 def columns_of_row(episode: EpisodeRecord, row: Row) -> dict[str, Array]:
     """Return the token-aligned columns of one of an episode's rows, but for its routed experts."""
     rewards = _turn_rewards(episode, row)
-    return {**_sampled_columns(row), TURN_REWARDS: rewards, TURN: row.turn_T}
+    return {**_make_sampled_columns(row), TURN_REWARDS: rewards, TURN: row.turn_T}
 
 
-def _sampled_columns(row: Row) -> dict[str, Array]:
+def _make_sampled_columns(row: Row) -> dict[str, Array]:
     return {
         TOKEN_IDS: row.token_ids,
         ROLLOUT_LOGPROBS: row.logprobs,
@@ -40,7 +40,7 @@ def _turn_rewards(episode: EpisodeRecord, row: Row) -> Array:
 
 def sample_of_episode(prompt: Prompt, index: int, episode: EpisodeRecord, text: str) -> Sample:
     """Return an episode as sample number `index` of its prompt; `text` is the conversation."""
-    parts = [(row.versions, _sampled_columns(row)) for row in episode.rows]
+    parts = [(row.versions, _make_sampled_columns(row)) for row in episode.rows]
     return Sample(
         prompt=prompt,
         sample_index=index,

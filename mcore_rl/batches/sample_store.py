@@ -95,21 +95,21 @@ class SampleStore:
 
     def put(self, group: int, samples: Sequence[Sample]) -> None:
         """Keep the samples of one prompt."""
-        kept = KeptGroup(list(map(_emptied, samples)), list(map(self._rows, samples)))
+        kept = KeptGroup(list(map(_without_tokens, samples)), list(map(self._rows, samples)))
         rows = kept.rows
-        if 0 < self._limit_bytes < self._num_bytes + _bytes_in_memory(rows):
+        if 0 < self._limit_bytes < self._num_bytes + _sum_memory(rows):
             self._move_out(rows)
         with self._lock:
             assert group not in self._groups, f"group {group} is kept already"
             self._groups[group] = kept
-            self._num_bytes += _bytes_in_memory(rows)
+            self._num_bytes += _sum_memory(rows)
 
     def drop(self, groups: Sequence[int]) -> None:
         """Forget groups; those that are not there are ignored."""
         with self._lock:
             for group in groups:
                 kept = self._groups.pop(group, None)
-                self._num_bytes -= _bytes_in_memory(kept.rows) if kept else 0
+                self._num_bytes -= _sum_memory(kept.rows) if kept else 0
 
     @property
     def num_groups(self) -> int:
@@ -122,7 +122,7 @@ class SampleStore:
     def samples(self, group_N: Sequence[int], index_N: Sequence[int]) -> list[Sample]:
         """Return whole samples, for rewards and logs."""
         return [
-            _filled(self._find(group, index), index)
+            _with_tokens(self._find(group, index), index)
             for group, index in zip(group_N, index_N, strict=True)
         ]
 
@@ -145,11 +145,11 @@ class SampleStore:
         ends = np.cumsum([len(sample.columns[TOKEN_IDS]) for sample in found])
         for name, values in columns.items():
             assert len(values) == (ends[-1] if len(ends) else 0), f"{name}: {values.shape}"
-            values = self._compacted(name, values)
+            values = self._compact(name, values)
             for sample, part in zip(found, np.split(values, ends[:-1]), strict=True):
                 own = part[:-1] if name == ROUTED_EXPERTS else part
                 with self._lock:
-                    self._num_bytes += own.nbytes - _in_memory(sample.columns.get(name))
+                    self._num_bytes += own.nbytes - _count_memory(sample.columns.get(name))
                     # A copy: a view would keep the values of all samples alive.
                     sample.columns[name] = own.copy()
 
@@ -195,10 +195,10 @@ class SampleStore:
     ) -> KeptRow:
         if routed_experts is not None:
             columns[ROUTED_EXPERTS] = routed_experts.numpy()
-        kept = {name: self._compacted(name, values) for name, values in columns.items()}
+        kept = {name: self._compact(name, values) for name, values in columns.items()}
         return KeptRow(versions, kept, images)
 
-    def _compacted(self, name: str, values: Array) -> Array:
+    def _compact(self, name: str, values: Array) -> Array:
         if name == ROUTED_EXPERTS:
             return values.astype(self._expert_dtype)
         if name in LOGPROBS and self._logprob_dtype == BFLOAT16:
@@ -214,15 +214,15 @@ class SampleStore:
         return entry
 
 
-def _bytes_in_memory(group: Sequence[KeptRow]) -> int:
-    return sum(_in_memory(array) for sample in group for array in sample.columns.values())
+def _sum_memory(group: Sequence[KeptRow]) -> int:
+    return sum(_count_memory(array) for sample in group for array in sample.columns.values())
 
 
-def _in_memory(array: Array | None) -> int:
+def _count_memory(array: Array | None) -> int:
     return 0 if array is None or isinstance(array, np.memmap) else array.nbytes
 
 
-def _emptied(sample: Sample) -> Sample:
+def _without_tokens(sample: Sample) -> Sample:
     """Return a sample without what its rows keep."""
     episode = sample.episode and replace(sample.episode, rows=())
     return replace(
@@ -230,7 +230,7 @@ def _emptied(sample: Sample) -> Sample:
     )
 
 
-def _filled(group: KeptGroup, index: int) -> Sample:
+def _with_tokens(group: KeptGroup, index: int) -> Sample:
     """Return a whole sample; of an episode, all but its record's rows, whose images it has."""
     sample, rows = group.samples[index], group.rows_of[index]
     if sample.episode is not None:

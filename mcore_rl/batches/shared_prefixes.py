@@ -57,7 +57,7 @@ def find_sharing(rows: Sequence[Array], first_trained: Sequence[int]) -> Sharing
     return Sharing(tuple(parents), tuple(starts), tuple(order))
 
 
-def sharing_of(batch: TrainBatch) -> Sharing:
+def find_batch_sharing(batch: TrainBatch) -> Sharing:
     """Return what the sequences of a batch share."""
     rows = [ids.numpy() for ids in batch.token_ids_T.split(list(batch.lens_N))]
     masks = [mask.numpy() for mask in batch.loss_mask_T.split(list(batch.lens_N))]

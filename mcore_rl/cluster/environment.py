@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config import ProfileConfig
-from mcore_rl.device.environment import AGREED, differences, forwarded
+from mcore_rl.device.environment import AGREED, differences, select_forwarded
 from mcore_rl.process.safe_path import SAFE_PATH
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def variables_for_workers() -> dict[str, str]:
     job = json.loads(os.environ.get(_JOB, "{}")).get("runtime_env") or {}
     of_job = job.get("env_vars") or {}
     of_path = {name: os.environ[name] for name in (SAFE_PATH,) if name in os.environ}
-    variables = {**of_ray, **of_path, **forwarded(os.environ)}
+    variables = {**of_ray, **of_path, **select_forwarded(os.environ)}
     left_out = {*of_job, *_of_node()}
     return {name: value for name, value in variables.items() if name not in left_out}
 

@@ -116,7 +116,7 @@ class ModelWorker:
         try:
             model = self._model
             parts = self._stores.assemble_parts(
-                share, model.layers, model.routed_tokens, model.seen_tokens
+                share, model.layers, model.select_routed_tokens, model.select_seen_tokens
             )
             if share.nums_images_N is not None:
                 parts = self._stores.with_images(parts, share, with_pixels=self._model.reads_pixels)

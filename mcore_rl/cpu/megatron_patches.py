@@ -92,7 +92,7 @@ def buckets_in_place() -> None:
     works: list[Any] = []
 
     @contextlib.contextmanager
-    def collected(group: Any, async_ops: bool = False) -> Iterator[Any]:
+    def collect(group: Any, async_ops: bool = False) -> Iterator[Any]:
         """Yield what waits for the collectives of the block."""
         works.clear()
         with coalesced(group, async_ops=async_ops) as all_works:
@@ -115,7 +115,7 @@ def buckets_in_place() -> None:
             options.reduceOp = op
             works.append(group.allreduce([whole], options))
 
-    param_and_grad_buffer._coalescing_manager = collected
+    param_and_grad_buffer._coalescing_manager = collect
     param_and_grad_buffer.dist_all_gather_func = gather
     param_and_grad_buffer.dist_reduce_scatter_func = reduce
 
@@ -174,16 +174,16 @@ def alias_rng() -> None:
     logger.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _redirect_to_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
-    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def make_on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
         target = kwargs.get("device")
         if isinstance(target, int) or (target is not None and str(target).startswith("cuda")):
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
-    return wrapped
+    return make_on_cpu
 
 
 def alias_factories() -> None:
@@ -196,7 +196,7 @@ def alias_factories() -> None:
     _device_constructors()
     names = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
     for name in (*names, "empty_like", "zeros_like"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+        setattr(torch, name, _redirect_to_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *_, **__: self
     torch.nn.Module.cuda = lambda self, *_, **__: self
 
@@ -253,10 +253,10 @@ def convert_alltoall_splits() -> None:
     """
     from megatron.core.transformer.moe import token_dispatcher
 
-    def to_host(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def keep_on_host(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return value.numpy() if as_numpy and torch.is_tensor(value) else value
 
-    token_dispatcher.maybe_move_tensor_to_cpu = to_host
+    token_dispatcher.maybe_move_tensor_to_cpu = keep_on_host
 
 
 def use_fused_adam() -> None:
@@ -283,14 +283,14 @@ def allow_precision_aware_adam() -> None:
     optimizer.is_te_min_version = optimizer_config.is_te_min_version = lambda version: False
     check = OptimizerConfig.__post_init__
 
-    def checked(self: Any) -> None:
+    def check_but_te(self: Any) -> None:
         try:
             check(self)
         except RuntimeError:
             if not self.use_precision_aware_optimizer:
                 raise
 
-    OptimizerConfig.__post_init__ = checked
+    OptimizerConfig.__post_init__ = check_but_te
 
 
 def use_te_workalike() -> None:

@@ -38,13 +38,13 @@ from mcore_rl.cpu.kernels.layers import RmsNorm, rms_norm
 from mcore_rl.cpu.kernels.matmul import grouped_linear
 from mcore_rl.device.attention import (
     BOTTOM_RIGHT,
-    Form,
+    AttentionSpec,
     TorchFlash,
-    bottom_right_attention,
-    context_parallel_attention,
+    attend_bottom_right,
+    attend_context_parallel,
+    attend_packed,
     fits_flash,
     flash_attention,
-    packed_attention,
 )
 
 KINDS = ("weight", "bias")
@@ -215,24 +215,24 @@ class DotProductAttention(MegatronModule):
         )
         assert attention_bias is None and attention_mask is None
         if self.cp_group.size() == 1 and fits_flash(query, value):
-            kernel = TorchFlash.of(packed_seq_params, self.softmax_scale, self.window)
+            kernel = TorchFlash.from_params(packed_seq_params, self.softmax_scale, self.window)
             return flash_attention(query, key, value, self.softmax_offset, kernel).flatten(1)
         lens_N = tuple(packed_seq_params.cu_seqlens_q.diff().tolist())
-        form = Form(self.softmax_scale, self.window, self.softmax_offset)
+        spec = AttentionSpec(self.softmax_scale, self.window, self.softmax_offset)
         key_lens_N = lens_N
         if attn_mask_type is BOTTOM_RIGHT:
             key_lens_N = tuple(packed_seq_params.cu_seqlens_kv.diff().tolist())
         is_whole = self.cp_group.size() == 1
-        if is_whole and form.is_plain and takes_attention(query, key, value):
-            return causal_attention(query, key, value, lens_N, form.scale, key_lens_N)
+        if is_whole and spec.is_plain and takes_attention(query, key, value):
+            return causal_attention(query, key, value, lens_N, spec.scale, key_lens_N)
         if attn_mask_type is BOTTOM_RIGHT:
-            return bottom_right_attention(query, key, value, lens_N, key_lens_N, form)
+            return attend_bottom_right(query, key, value, lens_N, key_lens_N, spec)
         if is_whole:
-            return packed_attention(query, key, value, lens_N, form)
+            return attend_packed(query, key, value, lens_N, spec)
         key = gather_from_sequence_parallel_region(key.contiguous(), group=self.cp_group)
         value = gather_from_sequence_parallel_region(value.contiguous(), group=self.cp_group)
         rank, size = self.cp_group.rank(), self.cp_group.size()
-        return context_parallel_attention(query, key, value, lens_N, form, rank, size)
+        return attend_context_parallel(query, key, value, lens_N, spec, rank, size)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

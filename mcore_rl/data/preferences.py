@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.batches.batch import with_loss_weights
-from mcore_rl.data.rows import load_rows, refuse_images, required
+from mcore_rl.data.rows import load_rows, refuse_images, require
 from mcore_rl.data.sft import Answered, answers_batch, tokenize_answered
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.data.tokenization import Tokenization, Tokenizer
@@ -85,9 +85,9 @@ def conversations(row: Mapping[str, Any], where: str) -> tuple[Messages, Message
 
 
 def _conversation(row: Mapping[str, Any], name: str, where: str) -> Messages:
-    messages = _messages(required(row, name, where), "assistant")
+    messages = _messages(require(row, name, where), "assistant")
     if len(messages) == 1:
-        messages = _messages(required(row, "prompt", where), "user") + messages
+        messages = _messages(require(row, "prompt", where), "user") + messages
     if len(messages) < 2 or messages[-1].get("role") != "assistant":
         raise ValueError(
             f"{where}: `{name}` must end with the assistant's answer to a prompt, is"

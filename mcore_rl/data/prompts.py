@@ -8,12 +8,12 @@ from pathlib import Path
 from mcore_rl.data.images.prompts import ImagePrompts
 from mcore_rl.data.rows import (
     Row,
+    get_mapping,
     ground_truth_of,
     load_rows,
-    mapping_of,
     messages_of,
     refuse_images,
-    required,
+    require,
 )
 from mcore_rl.data.tokenization import Tokenization, Tokenizer
 from mcore_rl.types import Prompt
@@ -104,7 +104,7 @@ def make_prompt(
         index=index,
         token_ids=token_ids,
         messages=messages,
-        data_source=required(row, "data_source", where),
+        data_source=require(row, "data_source", where),
         ground_truth=ground_truth_of(row, where),
-        extra_info=mapping_of(row, "extra_info", where),
+        extra_info=get_mapping(row, "extra_info", where),
     )

@@ -89,14 +89,14 @@ def parse_line(line: bytes, where: str) -> Row:
     return row
 
 
-def required(row: Row, name: str, where: str) -> Any:
+def require(row: Row, name: str, where: str) -> Any:
     """Return the value of a column. Raises ValueError if the row lacks it or it is null."""
     if row.get(name) is None:
         raise ValueError(f"{where} lacks `{name}`; it has {', '.join(sorted(row))}")
     return row[name]
 
 
-def mapping_of(row: Row, name: str, where: str) -> Row:
+def get_mapping(row: Row, name: str, where: str) -> Row:
     """Return the mapping in a column, which may be written as the JSON text of one; {} for none.
 
     Raises ValueError that names place, column and remedy for anything else.
@@ -122,14 +122,14 @@ def mapping_of(row: Row, name: str, where: str) -> Row:
 
 def ground_truth_of(row: Row, where: str) -> Any:
     """Return `reward_model.ground_truth`. Raises ValueError if a row has none."""
-    required(row, "reward_model", where)
-    truth = mapping_of(row, "reward_model", where)
-    return required(truth, "ground_truth", f"{where}: `reward_model`")
+    require(row, "reward_model", where)
+    truth = get_mapping(row, "reward_model", where)
+    return require(truth, "ground_truth", f"{where}: `reward_model`")
 
 
 def messages_of(row: Row, where: str, column: str = "prompt") -> tuple[dict[str, Any], ...]:
     """Return the chat messages of a row. Raises ValueError if it has none."""
-    messages = required(row, column, where)
+    messages = require(row, column, where)
     if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
         raise ValueError(
             f"{where}: `{column}` is {messages!r:.100}, not a list of chat messages such as"

@@ -14,7 +14,7 @@ import torch
 from mcore_rl.batches.batch import with_loss_weights
 from mcore_rl.data.images.batch import join_patches
 from mcore_rl.data.images.prompts import ImagePrompts
-from mcore_rl.data.rows import load_rows, messages_of, refuse_images, required
+from mcore_rl.data.rows import load_rows, messages_of, refuse_images, require
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.data.tokenization import Tokenization, Tokenizer
 from mcore_rl.types import Patches, PromptImage, TrainBatch
@@ -145,7 +145,7 @@ def load_conversations(files: Sequence[str]) -> list[list[dict[str, str]]]:
     conversations = []
     for where, row in load_rows(files):
         refuse_images(row, where)
-        messages = [dict(message) for message in required(row, "messages", where)]
+        messages = [dict(message) for message in require(row, "messages", where)]
         if not messages or messages[-1].get("role") != "assistant":
             raise ValueError(f"{where}: `messages` must end with a message of role 'assistant'")
         conversations.append(messages)

@@ -95,7 +95,7 @@ class ShuffledStream(Generic[T]):
                 position = self._position
                 self._position += 1
             self._open.add(position)
-            return position, self._at(position)
+            return position, self._get_item(position)
 
     def end(self, positions: Iterable[int]) -> None:
         """Mark begun items as used; they are not handed out again after a restart."""
@@ -129,7 +129,7 @@ class ShuffledStream(Generic[T]):
         self._position = state["position"]
         self._again = list(state.get("open", ()))
 
-    def _at(self, position: int) -> T:
+    def _get_item(self, position: int) -> T:
         epoch, place = divmod(position, len(self._items))
         return self._items[self._order(epoch)[place]]
 

@@ -154,10 +154,10 @@ def to_host(value: torch.Tensor) -> torch.Tensor:
     """
     if not has_cuda():
         return value
-    return pinned_like(value).copy_(value, non_blocking=True)
+    return allocate_pinned_like(value).copy_(value, non_blocking=True)
 
 
-def pinned_like(value: torch.Tensor) -> torch.Tensor:
+def allocate_pinned_like(value: torch.Tensor) -> torch.Tensor:
     """Return uninitialized host memory for a tensor's values, pinned on CUDA."""
     return torch.empty(value.shape, dtype=value.dtype, pin_memory=has_cuda())
 
@@ -191,8 +191,8 @@ def leave_compiler_out() -> None:
     if has_cuda():
         return
     untyped_torch: Any = torch
-    untyped_torch.compile = _unchanged
-    untyped_torch.compiler.disable = _unchanged
+    untyped_torch.compile = _return_unchanged
+    untyped_torch.compiler.disable = _return_unchanged
     for method in vars(torch.optim.Optimizer).values():
         function = getattr(method, "__wrapped__", None)
         if method is not function and function is not None:
@@ -200,7 +200,7 @@ def leave_compiler_out() -> None:
             vars(function).setdefault("__dynamo_disable", function)
 
 
-def _unchanged(model: Any = None, *_: Any, **__: Any) -> Any:
+def _return_unchanged(model: Any = None, *_: Any, **__: Any) -> Any:
     return (lambda function: function) if model is None else model
 
 

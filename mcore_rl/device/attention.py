@@ -1,28 +1,25 @@
-"""Causal attention over packed sequences by torch alone.
+"""Causal attention over packed sequences, by torch or by a flash kernel, with or without sinks.
 
-Takes packed q, k, v of all sequences and returns their attention output, with one SDPA call per
-bucket of similar lengths:
+The result equals that of each sequence by itself. Torch's SDPA is called once for each bucket of
+sequences of similar length (`attend_packed`):
 
     packed          a a a b b b b c            lens_N = (3, 4, 1)
     bucket 1   a a a .   bucket 2   c          "." repeats a's last token; causality hides it
                b b b b
 
-Axes: T tokens of all sequences end to end, h heads, d head dimension, N sequences, L tokens of the
-longest sequence in a bucket.
-
-Attention with sinks over packed sequences, by kernels that know no sinks.
-
-Transformer Engine 2.11 has no kernel for both. A sink is a logit that joins each query's softmax
-without a value (arXiv:2309.17453), so it only scales the output. With l the logarithm of a query's
-sum of exponentials, s the sink and O the output without it:
+A sink is a logit that joins each query's softmax without a value (arXiv:2309.17453), so it only
+scales the output. Kernels without sinks, such as Transformer Engine 2.11's for packed sequences,
+can therefore be used (`flash_attention`). With l the logarithm of a query's sum of exponentials,
+s the sink and O the output without it:
 
     l' = log(exp(l) + exp(s))       O' = O * exp(l - l')
 
 The kernel's backward pass gets O' and l' in place of O and l. It computes probabilities as
-exp(logit - l') and their gradient as P * (dP - rowsum(dO' * O')), which is that of the softmax with
-a sink. The sink's own gradient is -exp(s - l') * rowsum(dO' * O').
+exp(logit - l') and their gradient as P * (dP - rowsum(dO' * O')), which is the gradient of the
+softmax with a sink. The sink's own gradient is -exp(s - l') * rowsum(dO' * O').
 
-Axes: T tokens of all sequences end to end, h query heads, g key heads, d head dimension.
+Axes: T tokens of all sequences end to end, h query heads, g key heads, d head dimension, N
+sequences, L tokens of the longest sequence in a bucket.
 """
 
 from dataclasses import dataclass
@@ -68,7 +65,7 @@ class TorchFlash:
     window: int | None = None
 
     @staticmethod
-    def of(params: Any, scale: float, window: int | None) -> "TorchFlash":
+    def from_params(params: Any, scale: float, window: int | None) -> "TorchFlash":
         """Take the lengths of megatron-core's PackedSeqParams."""
         return TorchFlash(
             params.cu_seqlens_q,
@@ -154,8 +151,8 @@ MAX_PADDING = 1.5
 
 
 @dataclass(frozen=True)
-class Form:
-    """The form of causal attention.
+class AttentionSpec:
+    """How causal attention is computed.
 
     scale     factor on the products of queries and keys
     window    number of earlier tokens that a token sees; None means all
@@ -171,8 +168,8 @@ class Form:
         return self.window is None and self.sinks_h is None
 
 
-def packed_attention(
-    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, lens_N: tuple[int, ...], form: Form
+def attend_packed(
+    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, lens_N: tuple[int, ...], spec: AttentionSpec
 ) -> Tensor:
     """Return causal attention within each sequence, [T, h * d].
 
@@ -181,11 +178,11 @@ def packed_attention(
     the result equals that of one sequence at a time.
     """
     if len(lens_N) == 1:
-        return _causal(q_Thd[None], k_Thd[None], v_Thd[None], form)[0]
+        return _causal(q_Thd[None], k_Thd[None], v_Thd[None], spec)[0]
     outs: list[Tensor] = []
     rows: list[Tensor] = []
     for index_NL, tokens in _buckets(lens_N, q_Thd.device):
-        out_NLd = _causal(q_Thd[index_NL], k_Thd[index_NL], v_Thd[index_NL], form)
+        out_NLd = _causal(q_Thd[index_NL], k_Thd[index_NL], v_Thd[index_NL], spec)
         outs.append(out_NLd.flatten(0, 1).index_select(0, tokens))
         rows.append(index_NL.flatten().index_select(0, tokens))
     if len(outs) == 1:
@@ -193,61 +190,65 @@ def packed_attention(
     return torch.cat(outs).index_select(0, torch.argsort(torch.cat(rows)))
 
 
-def bottom_right_attention(
+def attend_bottom_right(
     q_Thd: Tensor,
     k_Khd: Tensor,
     v_Khd: Tensor,
     lens_N: tuple[int, ...],
     key_lens_N: tuple[int, ...],
-    form: Form,
+    spec: AttentionSpec,
 ) -> Tensor:
     """Return the attention of sequences whose last `lens_N` of `key_lens_N` tokens are queries.
 
     The result is [T, h * d].
     """
     parts = zip(q_Thd.split(lens_N), k_Khd.split(key_lens_N), v_Khd.split(key_lens_N), strict=True)
-    return torch.cat([_of_last(q, k, v, form) for q, k, v in parts])
+    return torch.cat([_attend_last_queries(q, k, v, spec) for q, k, v in parts])
 
 
-def _of_last(q_Lhd: Tensor, k_Khd: Tensor, v_Khd: Tensor, form: Form) -> Tensor:
+def _attend_last_queries(
+    q_Lhd: Tensor, k_Khd: Tensor, v_Khd: Tensor, spec: AttentionSpec
+) -> Tensor:
     """Return the attention of a sequence's last L tokens to all K, [L, h * d]."""
     num_queries, num_keys = len(q_Lhd), len(k_Khd)
     if num_queries == num_keys:
-        return _causal(q_Lhd[None], k_Khd[None], v_Khd[None], form)[0]
+        return _causal(q_Lhd[None], k_Khd[None], v_Khd[None], spec)[0]
     position_K = torch.arange(num_keys, device=q_Lhd.device)
-    mask_LK = _sees(position_K[num_keys - num_queries :], position_K, form)
+    mask_LK = _sees(position_K[num_keys - num_queries :], position_K, spec)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_Lhd, k_Khd, v_Khd))
-    return _masked(q, k, v, mask_LK, form)[0].transpose(0, 1).flatten(1)
+    return _attend_masked(q, k, v, mask_LK, spec)[0].transpose(0, 1).flatten(1)
 
 
-def _causal(q_NLhd: Tensor, k_NLhd: Tensor, v_NLhd: Tensor, form: Form) -> Tensor:
+def _causal(q_NLhd: Tensor, k_NLhd: Tensor, v_NLhd: Tensor, spec: AttentionSpec) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_NLhd, k_NLhd, v_NLhd))
-    if form.is_plain:
+    if spec.is_plain:
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=form.scale)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale)
     else:
         position_L = torch.arange(q.shape[2], device=q.device)
-        out = _masked(q, k, v, _sees(position_L, position_L, form), form)
+        out = _attend_masked(q, k, v, _sees(position_L, position_L, spec), spec)
     return out.transpose(1, 2).flatten(2)
 
 
-def _sees(q_position: Tensor, k_position: Tensor, form: Form) -> Tensor:
+def _sees(q_position: Tensor, k_position: Tensor, spec: AttentionSpec) -> Tensor:
     """Return bool [queries, keys], True where the query may attend to the key."""
     distance = q_position[:, None] - k_position
     seen = distance >= 0
-    return seen if form.window is None else seen & (distance <= form.window)
+    return seen if spec.window is None else seen & (distance <= spec.window)
 
 
-def _masked(q_NhLd: Tensor, k_NhKd: Tensor, v_NhKd: Tensor, mask_LK: Tensor, form: Form) -> Tensor:
+def _attend_masked(
+    q_NhLd: Tensor, k_NhKd: Tensor, v_NhKd: Tensor, mask_LK: Tensor, spec: AttentionSpec
+) -> Tensor:
     """Return attention where `mask_LK` is True, [N, h, L, d]."""
-    if form.sinks_h is None:
-        options = {"scale": form.scale, "enable_gqa": q_NhLd.shape[1] != k_NhKd.shape[1]}
+    if spec.sinks_h is None:
+        options = {"scale": spec.scale, "enable_gqa": q_NhLd.shape[1] != k_NhKd.shape[1]}
         return F.scaled_dot_product_attention(q_NhLd, k_NhKd, v_NhKd, attn_mask=mask_LK, **options)
     groups = q_NhLd.shape[1] // k_NhKd.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k_NhKd, v_NhKd))
-    return attend_with_sinks(q_NhLd, k, v, mask_LK, form.scale, form.sinks_h[:, None])
+    return attend_with_sinks(q_NhLd, k, v, mask_LK, spec.scale, spec.sinks_h[:, None])
 
 
 def attend_with_sinks(
@@ -265,8 +266,8 @@ def attend_with_sinks(
 
 
 @lru_cache(maxsize=64)
-def _buckets(lens_N: tuple[int, ...], place: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return (packed_index_NL, flat positions of its real tokens) per bucket, on `place`.
+def _buckets(lens_N: tuple[int, ...], device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Return (packed_index_NL, flat positions of its real tokens) per bucket, on `device`.
 
     packed_index_NL maps each padded position to a token of the packed sequences. The flat positions
     are in packed order.
@@ -278,7 +279,7 @@ def _buckets(lens_N: tuple[int, ...], place: torch.device) -> list[tuple[Tensor,
         position_L = torch.arange(int(lens.max()))
         real_NL = position_L < lens[:, None]
         index_NL = starts[list(sequences), None] + torch.minimum(position_L, lens[:, None] - 1)
-        buckets.append((index_NL.to(place), real_NL.flatten().nonzero()[:, 0].to(place)))
+        buckets.append((index_NL.to(device), real_NL.flatten().nonzero()[:, 0].to(device)))
     return buckets
 
 
@@ -319,12 +320,12 @@ def zigzag_positions(lens_N: tuple[int, ...], cp_rank: int, cp_size: int) -> tup
     return torch.cat(sequence), torch.cat(position)
 
 
-def context_parallel_attention(
+def attend_context_parallel(
     q_Thd: Tensor,
     k_Thd: Tensor,
     v_Thd: Tensor,
     lens_N: tuple[int, ...],
-    form: Form,
+    spec: AttentionSpec,
     rank: int,
     size: int,
 ) -> Tensor:
@@ -335,7 +336,7 @@ def context_parallel_attention(
     q_sequence, q_position = zigzag_positions(lens_N, rank, size)
     parts = [zigzag_positions(lens_N, r, size) for r in range(size)]
     k_sequence, k_position = (torch.cat(x) for x in zip(*parts, strict=True))
-    mask = (q_sequence[:, None] == k_sequence) & _sees(q_position, k_position, form)
+    mask = (q_sequence[:, None] == k_sequence) & _sees(q_position, k_position, spec)
     mask = mask.to(q_Thd.device)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_Thd, k_Thd, v_Thd))
-    return _masked(q, k, v, mask, form)[0].transpose(0, 1).flatten(1)
+    return _attend_masked(q, k, v, mask, spec)[0].transpose(0, 1).flatten(1)

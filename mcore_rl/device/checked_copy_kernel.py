@@ -65,7 +65,7 @@ class ChunkTable:
             return
         from mcore_rl.device import triton_kernels
 
-        kernel: Any = triton_kernels.checked_copy
+        kernel: Any = triton_kernels.copy_and_sum
         kernel[num_chunks,](
             self._chunks_CF,
             self._words_W,

@@ -38,7 +38,7 @@ _SET_BY_RAY = {"OMP_NUM_THREADS"}
 """Ray sets them in its workers where the controller has none."""
 
 
-def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+def select_forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of `environ` that every process of a run gets; no secrets."""
     return {
         name: value
@@ -49,12 +49,14 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
 
 def differences(own: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
     """Return variable -> how it differs in `other`, the environment of another process."""
-    here, there = forwarded(own), forwarded(other)
+    here, there = select_forwarded(own), select_forwarded(other)
     found = {}
     for name in sorted(here.keys() | there.keys()):
         if here.get(name) == there.get(name) or (name in _SET_BY_RAY and name not in here):
             continue
-        found[name] = f"{_in_words(there.get(name))} instead of {_in_words(here.get(name))}"
+        found[name] = (
+            f"{_describe_value(there.get(name))} instead of {_describe_value(here.get(name))}"
+        )
     return found
 
 
@@ -76,5 +78,5 @@ def local_indices(gpu_ids: Sequence[str], environ: Mapping[str, str]) -> list[in
     return [seen.index(gpu) for gpu in gpu_ids]
 
 
-def _in_words(value: str | None) -> str:
+def _describe_value(value: str | None) -> str:
     return "unset" if value is None else repr(value)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from mcore_rl.device.attention import Form, TorchFlash, flash_attention, packed_attention
+from mcore_rl.device.attention import AttentionSpec, TorchFlash, attend_packed, flash_attention
 from mcore_rl.device.gpu_groups import make_group
 
 MAX_CTAS = 4
@@ -44,7 +44,7 @@ def error_of_sinks(window: int | None) -> float:
     kernel = TorchFlash(cu_seqlens_N1, cu_seqlens_N1, max(lens_N), max(lens_N), scale, window)
     out = flash_attention(q, k, v, sinks_h, kernel).flatten(1)
     q32, k32, v32, sinks32_h = (tensor.detach().float().requires_grad_() for tensor in made)
-    exact = packed_attention(q32, k32, v32, lens_N, Form(scale, window, sinks32_h))
+    exact = attend_packed(q32, k32, v32, lens_N, AttentionSpec(scale, window, sinks32_h))
     weights = torch.randn(exact.shape, generator=generator).cuda()
     got = [out, *torch.autograd.grad((out * weights).sum(), (q, k, v, sinks_h))]
     wanted = [exact, *torch.autograd.grad((exact * weights).sum(), (q32, k32, v32, sinks32_h))]
@@ -59,7 +59,7 @@ def abort_seconds(group: Any) -> float:
     return time.monotonic() - began_s
 
 
-def pinned_bytes_taken(num_bytes: int) -> int:
+def measure_pinned_bytes(num_bytes: int) -> int:
     """Return the bytes of host memory that pinning a tensor of `num_bytes` takes."""
     torch.cuda.init()  # before that there are no statistics
     pinned_u8 = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

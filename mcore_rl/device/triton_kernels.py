@@ -47,7 +47,7 @@ def quantize(
 
 
 @triton.jit(do_not_specialize=["version", "index"])
-def checked_copy(
+def copy_and_sum(
     chunks,
     words,
     sums,

@@ -275,7 +275,7 @@ class FunctionCalls:
     def __call__(self, rows: Sequence[Fields]) -> list[Answer]:
         """Return one answer per row, in order. No error of the function passes through."""
         if self._config.workers:
-            return self._in_processes(rows)
+            return self._call_in_processes(rows)
         function = self._function
         if function.is_async and not function.takes_all:
             return asyncio.run(self._settle([function.call_async(row) for row in rows]))
@@ -283,7 +283,7 @@ class FunctionCalls:
             results = _call_in_this_thread(function, rows)
         if any(inspect.isawaitable(result) for result in results):
             return asyncio.run(self._settle(results))
-        return [answer_of(lambda result=result: _raised(result)) for result in results]
+        return [answer_of(lambda result=result: _raise_error(result)) for result in results]
 
     def close(self) -> None:
         """Kill the worker processes."""
@@ -296,7 +296,7 @@ class FunctionCalls:
 
         async def settle_one(result: Any) -> Answer:
             if not inspect.isawaitable(result):
-                return answer_of(lambda: _raised(result))
+                return answer_of(lambda: _raise_error(result))
             try:
                 return await asyncio.wait_for(answer_of_async(result), self._config.timeout_s)
             except TimeoutError:
@@ -304,7 +304,7 @@ class FunctionCalls:
 
         return await asyncio.gather(*map(settle_one, results))
 
-    def _in_processes(self, rows: Sequence[Fields]) -> list[Answer]:
+    def _call_in_processes(self, rows: Sequence[Fields]) -> list[Answer]:
         """A worker that takes too long is killed and replaced."""
         config = self._config
         with self._lock:
@@ -336,7 +336,7 @@ def _call_in_this_thread(function: UserFunction, rows: Sequence[Fields]) -> list
     return results
 
 
-def _raised(result: object) -> object:
+def _raise_error(result: object) -> object:
     """Raise a result that is an exception: of a call, or the answer for a sample that was lost."""
     if isinstance(result, BaseException):
         raise result

@@ -79,9 +79,9 @@ class JudgeScorer:
         try:
             text = answer["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError):
-            raise ValueError(f"the judge's answer is no chat: {_shown(answer)}") from None
+            raise ValueError(f"the judge's answer is no chat: {_shorten(answer)}") from None
         if not isinstance(text, str):
-            raise ValueError(f"the judge's answer is no text: {_shown(answer)}")
+            raise ValueError(f"the judge's answer is no text: {_shorten(answer)}")
         verdicts = re.findall(self._config.verdict, text)
         if not verdicts:
             raise ValueError(f"no verdict in the judge's answer {text[-SHOWN_CHARS:]!r}")
@@ -145,7 +145,7 @@ class RewardModelScorer:
             return float(value)
         except (KeyError, TypeError, ValueError):
             raise ValueError(
-                f"the reward model's answer is not one number: {_shown(answer)}"
+                f"the reward model's answer is not one number: {_shorten(answer)}"
             ) from None
 
 
@@ -174,7 +174,7 @@ def _last_user_message(prompt: Prompt) -> str:
     return texts[-1] if texts else ""
 
 
-def _shown(answer: Any) -> str:
+def _shorten(answer: Any) -> str:
     return json.dumps(answer, default=str)[:SHOWN_CHARS]
 
 

@@ -137,7 +137,7 @@ class Scorer:
             answers = self._calls([_fields(sample) for sample in samples])
         numbers = [{} if isinstance(answer, str) else dict(answer) for answer in answers]
         errors = [answer if isinstance(answer, str) else "" for answer in answers]
-        for role, values in (self._ask_models(samples) | self._of_environments(samples)).items():
+        for role, values in (self._ask_models(samples) | self._read_environments(samples)).items():
             for i, value in enumerate(values):
                 if role in numbers[i]:
                     error = f"the function gives a number {role!r}, as the {role} does"
@@ -148,7 +148,7 @@ class Scorer:
                     numbers[i][role] = value
         return numbers, errors
 
-    def _of_environments(self, samples: Sequence[Sample]) -> dict[str, list[float | Exception]]:
+    def _read_environments(self, samples: Sequence[Sample]) -> dict[str, list[float | Exception]]:
         if not self._has_environment:
             return {}
         return {ENVIRONMENT: [_reward_of_episode(sample) for sample in samples]}

@@ -42,7 +42,7 @@ class ProcessorOutput(dict[str, Any]):
 def output_of(config: HfConfig) -> Output:
     """Return how patches are given to SGLang's processor of a model, by its config.json."""
     config = with_text_settings(config)
-    tokens = ImageTokens.of(config)
+    tokens = ImageTokens.from_config(config)
     kind = config.get("model_type")
     if kind == "kimi_vl":
         return moonvit_output

@@ -25,9 +25,9 @@ from typing import Any
 
 from mcore_rl.data.rows import (
     Row,
+    get_mapping,
     ground_truth_of,
     load_rows,
-    mapping_of,
     messages_of,
     write_parquet,
 )
@@ -123,7 +123,7 @@ def _plain(value: Any) -> Any:
 
 
 def _name(where: str, row: Row) -> str:
-    name = mapping_of(row, "extra_info", where).get("name")
+    name = get_mapping(row, "extra_info", where).get("name")
     return f"{where} ({name})" if name else where
 
 
@@ -199,14 +199,14 @@ def problem_row(task: StepsTask, split: str, index: int, rng: random.Random) -> 
 
 def demonstrate(task: StepsTask, rng: random.Random) -> list[list[dict[str, str]]]:
     """Return a conversation for each attempt, which ends with that attempt."""
-    first = task.mistaken(rng, MISTAKES)
+    first = task.make_mistakes(rng, MISTAKES)
     asked = [_message("user", task.statement)]
     turns = [[*asked, _message("assistant", first)]]
     case = (rng.randint(0, 20), rng.randint(1, 15))
     got, wanted = value_of_program(first, *case), task.value(*case)
     if got != wanted:
         told = _message("user", feedback(*case, got, wanted))
-        again = _message("assistant", task.mistaken(rng, MISTAKES))
+        again = _message("assistant", task.make_mistakes(rng, MISTAKES))
         turns.append([*turns[0], told, again])
     return turns
 
@@ -217,7 +217,7 @@ def demonstrate_roles(task: StepsTask, rng: random.Random) -> list[list[dict[str
     Only problems of at most two steps have unit tests: they are worked out step by step, which a
     tiny model learns for small numbers alone.
     """
-    program = task.mistaken(rng, MISTAKES)
+    program = task.make_mistakes(rng, MISTAKES)
     written = [[_message("user", task.statement), _message("assistant", program)]]
     if len(task.steps) > TESTED_STEPS:
         return written
@@ -231,7 +231,7 @@ def write_test(task: StepsTask, rng: random.Random) -> str:
 
     A share of the steps is mixed up. Empty if a value is large.
     """
-    mistaken = task.mistaken(rng, TEST_MISTAKES)
+    mistaken = task.make_mistakes(rng, TEST_MISTAKES)
     a, b = rng.randint(0, 5), rng.randint(1, 5)
     steps = mistaken.split(" ; ")
     programs = [" ; ".join(steps[: i + 1]) for i in range(len(steps))]

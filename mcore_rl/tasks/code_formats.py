@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.rows import Row, load_rows, required, write_parquet
+from mcore_rl.data.rows import Row, load_rows, require, write_parquet
 from mcore_rl.rewards.code.calls import CALL_LANGUAGES
 from mcore_rl.rewards.code.languages import PROGRAM_LANGUAGES, read_languages
 
@@ -66,16 +66,16 @@ def read_problem(row: Row, where: str, language: str = "python") -> dict[str, An
     Raises ValueError naming `where` if it is a row of none of the data sets, or malformed.
     """
     if "input_output" in row:
-        return _of_apps(row, where, language)
+        return _read_apps(row, where, language)
     if "private_test_cases" in row:
-        return _of_livecodebench(row, where, language)
+        return _read_livecodebench(row, where, language)
     raise ValueError(
         f"{where}: neither a row of APPS or TACO, which has `input_output`, nor of LiveCodeBench,"
         f" which has `private_test_cases`; it has {', '.join(sorted(row))}"
     )
 
 
-def _of_apps(row: Row, where: str, language: str) -> dict[str, Any] | None:
+def _read_apps(row: Row, where: str, language: str) -> dict[str, Any] | None:
     if not row["input_output"]:
         return None
     tests = _json(row["input_output"], f"{where}, `input_output`")
@@ -89,7 +89,7 @@ def _of_apps(row: Row, where: str, language: str) -> dict[str, Any] | None:
     if function:
         truth |= {"fn_name": function, "wrapped": all(map(_is_wrapped, outputs))}
     name = row.get("name") or row.get("problem_id") or row.get("url")
-    question = required(row, "question", where)
+    question = require(row, "question", where)
     return _problem(row, question, truth, language, "apps", name)
 
 
@@ -97,7 +97,7 @@ def _is_wrapped(output: Any) -> bool:
     return isinstance(output, list) and len(output) == 1
 
 
-def _of_livecodebench(row: Row, where: str, language: str) -> dict[str, Any] | None:
+def _read_livecodebench(row: Row, where: str, language: str) -> dict[str, Any] | None:
     public = _json(row.get("public_test_cases") or "[]", f"{where}, `public_test_cases`")
     private = _private_tests(row["private_test_cases"], f"{where}, `private_test_cases`")
     if not private:
@@ -114,7 +114,7 @@ def _of_livecodebench(row: Row, where: str, language: str) -> dict[str, Any] | N
         truth["public"] = _tests(public, function, where)
     if function:
         truth["fn_name"] = function
-    question = required(row, "question_content", where)
+    question = require(row, "question_content", where)
     return _problem(row, question, truth, language, "livecodebench", row.get("question_id"))
 
 

@@ -60,7 +60,7 @@ class StepsTask:
     def program(self) -> str:
         return " ; ".join(f"a = {operation.code.format(x=x)}" for operation, x in self.steps)
 
-    def mistaken(self, rng: random.Random, share: float) -> str:
+    def make_mistakes(self, rng: random.Random, share: float) -> str:
         """Return its program with this share of the mistakes that can be made."""
         written = [
             operation.mistake if operation.mistake and rng.random() < share else operation.code

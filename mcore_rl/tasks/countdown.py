@@ -36,11 +36,11 @@ class CountdownProblem:
 
     @property
     def question(self) -> str:
-        return f"use {_joined(self.numbers)} to reach {self.target}"
+        return f"use {_join(self.numbers)} to reach {self.target}"
 
     @property
     def ground_truth(self) -> str:
-        return f"{_joined(self.numbers)} -> {self.target}"
+        return f"{_join(self.numbers)} -> {self.target}"
 
     @property
     def identity(self) -> tuple[int, ...]:
@@ -140,5 +140,5 @@ def _conversation(problem: CountdownProblem, rng: random.Random) -> list[dict[st
     return [{"role": "user", "content": problem.question}, {"role": "assistant", "content": answer}]
 
 
-def _joined(numbers: Sequence[int]) -> str:
+def _join(numbers: Sequence[int]) -> str:
     return " ".join(map(str, numbers))

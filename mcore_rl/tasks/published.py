@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.data.images.encoded import IMAGE
-from mcore_rl.data.rows import Row, load_rows, prompt_row, required, write_parquet
+from mcore_rl.data.rows import Row, load_rows, prompt_row, require, write_parquet
 
 
 def source_folder(source: str, patterns: Sequence[str]) -> Path:
@@ -78,8 +78,8 @@ def prepare_geometry3k(source: str, out_dir: Path) -> None:
 def _make_geometry3k_rows(folder: Path, split: str) -> Iterator[dict[str, Any]]:
     files = files_of_split(folder, split)
     for i, (where, row) in enumerate(load_rows(files)):
-        problem = required(row, "problem", where)
-        answer = required(row, "answer", where)
+        problem = require(row, "problem", where)
+        answer = require(row, "answer", where)
         images = _images(row, where)
         num_named = problem.count(IMAGE)
         if num_named != len(images):
@@ -92,7 +92,7 @@ def _make_geometry3k_rows(folder: Path, split: str) -> Iterator[dict[str, Any]]:
 
 def _images(row: Row, where: str) -> list[dict[str, bytes]]:
     """Return the encoded images of a row. Raises ValueError if one is not there as bytes."""
-    images = required(row, "images", where)
+    images = require(row, "images", where)
     for number, image in enumerate(images):
         if not isinstance(image, dict) or not isinstance(image.get("bytes"), bytes):
             raise ValueError(f"{where}, image {number}: expected an object with `bytes`")

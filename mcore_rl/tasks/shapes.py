@@ -91,7 +91,7 @@ def prepare_shapes(out_dir: Path, seed: int = 0) -> None:
     shown = [make_problem(rng) for _ in range(NUM_DEMONSTRATIONS)]
     for name, problems in (("train", train), ("heldout", held_out)):
         write_parquet(_rows(problems, name), out_dir / f"{name}.parquet")
-    blank = encoded(draw([None] * SIDE**2, rng))
+    blank = encode_png(draw([None] * SIDE**2, rng))
     blind = [replace(problem, picture=blank) for problem in held_out]
     write_parquet(_rows(blind, "heldout_blind"), out_dir / "heldout_blind.parquet")
     write_parquet([demonstrate(problem, rng) for problem in shown], out_dir / "sft.parquet")
@@ -105,13 +105,13 @@ def prepare_shapes(out_dir: Path, seed: int = 0) -> None:
 def make_problem(rng: random.Random) -> PictureProblem:
     """Return a random picture and question."""
     cells = [_choose_cell(rng) for _ in range(SIDE**2)]
-    picture = encoded(draw(cells, rng))
+    picture = encode_png(draw(cells, rng))
     shown = tuple(map(_word, cells))
     if rng.random() < COUNTS:
         color = rng.choice(list(COLORS))
         matches = [cell is not None and cell[0] == color for cell in cells]
-        right = _counted(matches, sum(matches))
-        habit = _counted(matches, sum(matches) + 1)
+        right = _count_out(matches, sum(matches))
+        habit = _count_out(matches, sum(matches) + 1)
         return PictureProblem(picture, shown, f"how many {color} ?", right, habit)
     one, other = rng.sample(list(COLORS), 2)
     words = [cell[0] if cell is not None and cell[0] in (one, other) else "no" for cell in cells]
@@ -142,7 +142,7 @@ def draw(cells: Sequence[Cell], rng: random.Random) -> Image.Image:
     return image
 
 
-def encoded(image: Image.Image) -> bytes:
+def encode_png(image: Image.Image) -> bytes:
     """Return an image as PNG."""
     out = io.BytesIO()
     image.save(out, "PNG")
@@ -191,7 +191,7 @@ def _word(cell: Cell) -> str:
     return "empty" if cell is None else cell[0]
 
 
-def _counted(matches: Sequence[bool], number: int) -> tuple[str, ...]:
+def _count_out(matches: Sequence[bool], number: int) -> tuple[str, ...]:
     words = ("yes" if match else "no" for match in matches)
     return (*words, "so", str(number))
 
@@ -279,7 +279,7 @@ def make_zoom_problem(rng: random.Random) -> ZoomProblem:
     color = rng.choice(list(COLORS))
     cells = [_choose_cell(rng) for _ in range(SIDE**2)]
     cells[place] = (color, rng.choice(KINDS))
-    picture = encoded(draw(cells, rng))
+    picture = encode_png(draw(cells, rng))
     return ZoomProblem(picture, place % SIDE, place // SIDE, color)
 
 
@@ -312,4 +312,4 @@ def zoom_vocabulary() -> list[str]:
 
 
 def _enlarge(picture: Image.Image) -> bytes:
-    return encoded(picture.resize((VIEW, VIEW), Image.Resampling.BICUBIC))
+    return encode_png(picture.resize((VIEW, VIEW), Image.Resampling.BICUBIC))

@@ -11,20 +11,20 @@ from megatron.core import parallel_state as ps
 from torch import Tensor
 
 from mcore_rl.algo.diagnostics import attribute_diff
-from mcore_rl.algo.sample_sums import add_up_samples, known_sums
+from mcore_rl.algo.sample_sums import add_up_samples, make_known_sums
 from mcore_rl.algo.sequences import SequenceSum, samples_of_tokens, sequence_sum
 from mcore_rl.train.logprobs import (
     VocabParallelSoftmax,
-    at_tokens,
+    place_at_tokens,
     vocab_parallel_logprobs,
     vocab_parallel_scores,
 )
 from mcore_rl.train.offload import ReferenceWeights
 from mcore_rl.train.packing import RankBatch, fields_on_device
 from mcore_rl.train.router import RoutingRecord
-from mcore_rl.train.runtime import on_last_stage, rank_coordinate
+from mcore_rl.train.runtime import is_on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import Report
-from mcore_rl.train.stats import check_finite, gather_tokens, masked_sums, token_sums
+from mcore_rl.train.stats import check_finite, gather_tokens, sum_masked, token_sums
 from mcore_rl.train.trained_model import TrainedModel
 from mcore_rl.train.vision.rank_images import tower_work
 from mcore_rl.train.weights import local_tensors
@@ -74,7 +74,7 @@ class Actor(TrainedModel):
                 replay=replay == "engine" and not options.reference,
                 record=replay == "old_pass" and not options.reference,
             )
-        if not on_last_stage():
+        if not is_on_last_stage():
             return None
         nums_tokens = [len(microbatch.token_ids_T) for microbatch in microbatches]
         scores = _token_scores(batches, nums_tokens, reports, records)
@@ -136,7 +136,7 @@ class Actor(TrainedModel):
             return None
         current = source == "current"
         scores = self._scores(batches, softmax, replay=replay) if current else []
-        if not on_last_stage():
+        if not is_on_last_stage():
             return []
         fields = [fields_on_device(batch.batch) for batch in batches]
         logprobs = scores or [cast(Tensor, of_batch.old_logprobs_T) for of_batch in fields]
@@ -163,9 +163,9 @@ class Actor(TrainedModel):
     def _reference_weights(self) -> AbstractContextManager[None]:
         if self._reference is None:
             raise ValueError("no reference policy was kept: call snapshot_reference() first")
-        return self._reference.swapped_in(local_tensors(self.chunks))
+        return self._reference.swap_in(local_tensors(self.chunks))
 
-    def _routed_sums(
+    def _sum_routing(
         self, report: Report, batch: RankBatch, record: RoutingRecord
     ) -> dict[str, Tensor]:
         """Return what makes log-probs differ from the engine's, and the effect of a replay."""
@@ -182,7 +182,7 @@ class Actor(TrainedModel):
                 flips_T = fields.router_flips_T
             difference_T = trainer_T - fields.rollout_logprobs_T
             metrics_T |= attribute_diff(difference_T, fields.stale_T, flips_T)
-        return masked_sums(metrics_T, fields.loss_mask_T)
+        return sum_masked(metrics_T, fields.loss_mask_T)
 
     def _work(self, batches: Sequence[RankBatch]) -> dict[str, float]:
         """Return the operations of the vision tower; {} without one. A collective."""
@@ -212,7 +212,7 @@ def _logprobs_and_entropy(
     rows_R = batch.scored_R
     assert rows_R is not None, "a training pass names the tokens that get logits"
     values_R = vocab_parallel_logprobs(logits_RV, batch.labels_T[rows_R], softmax)
-    logprobs_T, entropy_T = (at_tokens(x, rows_R, len(batch.labels_T)) for x in values_R)
+    logprobs_T, entropy_T = (place_at_tokens(x, rows_R, len(batch.labels_T)) for x in values_R)
     return logprobs_T, entropy_T
 
 
@@ -226,15 +226,15 @@ def _token_scores(
     targets_T = [batch.targets_T for batch in batches]
     twins_T = [batch.twins_T for batch in batches]
 
-    def gathered(values_T: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def gather(values_T: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         present = [value for value in values_T if value is not None]
         return gather_tokens(present, targets_T, nums_tokens, twins_T) if present else values_T
 
     logprobs_T = gather_tokens(
         [r["logprobs"].float() for r in reports], targets_T, nums_tokens, twins_T
     )
-    flips_T = gathered([record.flips_T for record in records])
-    squares_T = gathered([report["sum_squares"] for report in reports])
+    flips_T = gather([record.flips_T for record in records])
+    squares_T = gather([report["sum_squares"] for report in reports])
     experts_TLK = [
         _experts(batch, num_tokens, record.experts_TLK)
         for batch, num_tokens, record in zip(batches, nums_tokens, records, strict=True)
@@ -279,7 +279,7 @@ def _add_up(
 def _sequence_sum(batch: RankBatch, totals: Sequence[Tensor] | None) -> SequenceSum:
     """Return the sums of a micro-batch on the device; `totals` as of `_sums_over_samples`."""
     if totals is not None:
-        return known_sums(totals, samples_of_tokens(batch.batch))
+        return make_known_sums(totals, samples_of_tokens(batch.batch))
     group = ps.get_context_parallel_group()
     reduce = partial(dist.all_reduce, group=group) if group.size() > 1 else None
     device = batch.tokens_T.device

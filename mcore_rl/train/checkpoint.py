@@ -47,7 +47,7 @@ _MOVE_ASIDE = "move the checkpoint's folder aside, and the run continues from th
 
 
 @contextmanager
-def naming_damage(folder: Path) -> Iterator[None]:
+def name_damage(folder: Path) -> Iterator[None]:
     """Raise ValueError with file and tensor if the body fails to read a checkpoint that is damaged.
 
     Any other error passes through.
@@ -148,7 +148,7 @@ class Checkpointer:
         extra   JSON-like values, the same on every rank
         """
         self.finish()
-        sharded = _sharded_state(self._state, is_loading=False, readable=self._readable)
+        sharded = _make_sharded_state(self._state, is_loading=False, readable=self._readable)
         sharded |= {
             "rng": _rng_object(),
             "step": step,
@@ -195,7 +195,7 @@ class Checkpointer:
         if not (here / "metadata.json").is_file():
             raise ValueError(f"{folder} is not a complete checkpoint: choose another step's folder")
         check_checkpoint(here, verify=verify)
-        with only_safe_pickles(), naming_damage(here):
+        with only_safe_pickles(), name_damage(here):
             loaded = self._load(here)
         refuse_not_finite(tensors_in(loaded), here, loaded["step"])
         dist.barrier()
@@ -207,13 +207,13 @@ class Checkpointer:
         state = self._state
         common = dist_checkpointing.load_common_state_dict(str(folder))
         same_layout = common["layout"] == _layout(state.parallel)
-        sharded = _sharded_state(state, is_loading=True)
+        sharded = _make_sharded_state(state, is_loading=True)
         if same_layout:
             sharded["rng"] = _rng_object()
         if "optimizer" not in common:
             del sharded["optimizer"]
         loaded = dist_checkpointing.load(sharded, str(folder))
-        for name, chunk in _named_chunks(state.chunks):
+        for name, chunk in _name_chunks(state.chunks):
             unwrap_model(chunk).load_state_dict(loaded[name])
         with torch.no_grad():
             if "optimizer" in common:
@@ -230,14 +230,14 @@ def tensors_in(loaded: dict[str, Any]) -> Iterator[Tensor]:
     return (value for value in nested_values(loaded) if isinstance(value, Tensor))
 
 
-def _named_chunks(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
+def _name_chunks(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
     """Pair each chunk with its name in a checkpoint; only several chunks are numbered."""
     if len(chunks) == 1:
         return [("model", chunks[0])]
     return [(f"model{i}", chunk) for i, chunk in enumerate(chunks)]
 
 
-def _sharded_state(
+def _make_sharded_state(
     state: TrainState, *, is_loading: bool, readable: Readable | None = None
 ) -> dict[str, Any]:
     metadata: dict[str, Any] = {
@@ -248,7 +248,7 @@ def _sharded_state(
     }
     sharded: dict[str, Any] = {
         name: unwrap_model(chunk).sharded_state_dict(metadata=metadata)
-        for name, chunk in _named_chunks(state.chunks)
+        for name, chunk in _name_chunks(state.chunks)
     }
     if readable is not None:
         metadata[READABLE] = readable

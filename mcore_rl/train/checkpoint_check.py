@@ -49,9 +49,9 @@ def check_checkpoint(folder: Path, *, verify: bool) -> None:
     Raises ValueError on every rank, with the first rank's message, which names the file.
     """
     if verify:
-        _on_all_ranks(_check_sums, folder)
-    _on_all_ranks(_check_bounded, folder)
-    _on_all_ranks(_check_pickles, folder)
+        _run_on_all_ranks(_check_sums, folder)
+    _run_on_all_ranks(_check_bounded, folder)
+    _run_on_all_ranks(_check_pickles, folder)
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def only_safe_pickles() -> Iterator[None]:
         yield
 
 
-def _on_all_ranks(check: Callable[[Path], None], folder: Path) -> None:
+def _run_on_all_ranks(check: Callable[[Path], None], folder: Path) -> None:
     """Run `check` on every rank. If it fails on any, raise the first failure on all of them."""
     message = None
     try:

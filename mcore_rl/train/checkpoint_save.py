@@ -147,7 +147,11 @@ class _ThreadedStrategy(TorchDistSaveShardedStrategy):
         if request.async_fn is None:  # nothing to write on this rank
             return request
         transforms = [writer.transforms] if hasattr(writer, "transforms") else []
-        arguments = (transforms, _on_host(writer.write_buckets, self._in_use), writer.results_queue)
+        arguments = (
+            transforms,
+            _copy_to_host(writer.write_buckets, self._in_use),
+            writer.results_queue,
+        )
         write = partial(_write_buckets, storage=self._storage)
         return request._replace(async_fn=write, async_fn_args=arguments, preload_fn=None)
 
@@ -168,7 +172,7 @@ def _read_on_host(sharded: dict[str, Any], readable: Readable) -> set[int]:
     for entry in _entries(sharded):
         address = entry.data.untyped_storage().data_ptr()
         if address in moved:
-            entry.data = _in_own_storage(entry.data)
+            entry.data = _move_to_own_storage(entry.data)
         elif entry.data.device.type == device().type:
             in_use.add(address)
     return in_use
@@ -183,7 +187,7 @@ def _entries(sharded: Mapping[str, Any]) -> list[ShardedTensor | ShardedTensorFa
     ]
 
 
-def _in_own_storage(tensor: Tensor) -> Tensor:
+def _move_to_own_storage(tensor: Tensor) -> Tensor:
     """Return a host tensor as the only one of a storage; its memory is shared if contiguous.
 
     megatron-core copies a tensor that is smaller than its storage.
@@ -194,7 +198,7 @@ def _in_own_storage(tensor: Tensor) -> Tensor:
     return torch.frombuffer(bytes_u8, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
 
-def _on_host(buckets: Sequence[Any], in_use: Collection[int]) -> list[Any]:
+def _copy_to_host(buckets: Sequence[Any], in_use: Collection[int]) -> list[Any]:
     """Return megatron-core's write buckets with their tensors in host memory."""
     staged = []
     for path, key, (blobs, tensors) in buckets:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.train.packing import RankBatch
-from mcore_rl.train.runtime import on_last_stage, rank_coordinate
+from mcore_rl.train.runtime import is_on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import Report
 from mcore_rl.train.stats import check_finite, gather_tokens, token_sums
 from mcore_rl.train.trained_model import TrainedModel
@@ -27,7 +27,7 @@ class CriticModel(TrainedModel):
     sequence's first token it is that of the whole sequence.
     """
 
-    def _built_config(self, stored: ModelFacts) -> HfConfig:
+    def _make_config(self, stored: ModelFacts) -> HfConfig:
         """Return the config of a policy or of a reward model with one label, with a value head."""
         return with_value_head(stored.config)
 
@@ -42,7 +42,7 @@ class CriticModel(TrainedModel):
 
         batches = self._rank_batches(microbatches)
         reports, _ = self._run(batches, output, forward_only=True)
-        if not on_last_stage():
+        if not is_on_last_stage():
             return None
         pairs = zip(batches, microbatches, strict=True)
         places = [_value_places(batch, microbatch.lens_N) for batch, microbatch in pairs]

@@ -99,12 +99,12 @@ def exchange(
 ) -> None:
     """Carry out this rank's part of a plan, with one message per peer of the default group."""
     inboxes = []
-    for peer, transfers in _by_peer(plan.recvs(rank), "source_rank"):
+    for peer, transfers in _group_by_peer(plan.recvs(rank), "source_rank"):
         buffer = torch.empty(sum(t.num_bytes for t in transfers), dtype=torch.uint8)
         work = None if peer == rank else dist.irecv(buffer, src=peer)
         inboxes.append((peer, work, buffer, transfers))
     sent = []
-    for peer, transfers in _by_peer(plan.sends(rank), "target_rank"):
+    for peer, transfers in _group_by_peer(plan.sends(rank), "target_rank"):
         packed = torch.cat([_bytes_of(t, source) for t in transfers])
         if peer == rank:
             own_inbox = next(buffer for peer, _, buffer, _ in inboxes if peer == rank)
@@ -123,7 +123,9 @@ def exchange(
         work.wait()
 
 
-def _by_peer(transfers: Sequence[Transfer], attribute: str) -> list[tuple[int, list[Transfer]]]:
+def _group_by_peer(
+    transfers: Sequence[Transfer], attribute: str
+) -> list[tuple[int, list[Transfer]]]:
     """Group transfers by the rank that `attribute` names, in the order of ranks."""
     key = attrgetter(attribute)
     return [(peer, list(group)) for peer, group in groupby(sorted(transfers, key=key), key=key)]

@@ -33,7 +33,7 @@ from mcore_rl.train.packing import RankBatch
 from mcore_rl.types import TrainBatch
 
 
-def scored_rows(targets: TrainBatch) -> Tensor:
+def select_scored_rows(targets: TrainBatch) -> Tensor:
     """Return the tokens that the loss reads of a RankBatch's fields, int64 [R]; at least one.
 
     A rank without any scores its first token, since kernels and collectives want a row.
@@ -43,7 +43,7 @@ def scored_rows(targets: TrainBatch) -> Tensor:
     return rows_R if len(rows_R) else rows_R.new_zeros(1)
 
 
-def at_tokens(values_R: Tensor, rows_R: Tensor, num_tokens: int) -> Tensor:
+def place_at_tokens(values_R: Tensor, rows_R: Tensor, num_tokens: int) -> Tensor:
     """Return [num_tokens] with the values of `rows_R` at their tokens, and 0 elsewhere."""
     return values_R.new_zeros(num_tokens).index_copy(0, rows_R, values_R)
 
@@ -65,7 +65,7 @@ class OutputRows:
         They are all tokens where nothing is trained.
         """
         if torch.is_grad_enabled():
-            placed = replace(placed, scored_R=scored_rows(placed.batch))
+            placed = replace(placed, scored_R=select_scored_rows(placed.batch))
         self._rows_R = placed.scored_R
         return placed
 
@@ -163,7 +163,7 @@ def vocab_parallel_scores(
     index_T1, is_local_T = _local_index(targets_T, logits_TV.shape[-1], softmax)
     sums_ST = logits_TV.new_zeros(3 if sum_squares else 2, len(targets_T), dtype=torch.float32)
     for rows, x_CV in softmax.chunks(logits_TV, peak_T):
-        sums_ST[0, rows] = _of_targets(x_CV, index_T1[rows], is_local_T[rows])
+        sums_ST[0, rows] = _take_targets(x_CV, index_T1[rows], is_local_T[rows])
         x_CV.exp_()
         sums_ST[1, rows] = x_CV.sum(-1)
         if sum_squares:
@@ -182,7 +182,7 @@ def _local_index(
     return local_T.clamp(0, width - 1)[:, None], is_local_T
 
 
-def _of_targets(x_CV: Tensor, index_C1: Tensor, is_local_C: Tensor) -> Tensor:
+def _take_targets(x_CV: Tensor, index_C1: Tensor, is_local_C: Tensor) -> Tensor:
     return x_CV.gather(-1, index_C1)[:, 0].masked_fill(~is_local_C, 0.0)
 
 
@@ -196,7 +196,7 @@ class _LogprobEntropy(torch.autograd.Function):
         sums = logits.new_zeros(3, len(targets), dtype=torch.float32)
         for rows, x in softmax.chunks(logits, peak):
             exp = x.exp()
-            sums[0, rows] = _of_targets(x, index[rows], is_local[rows])
+            sums[0, rows] = _take_targets(x, index[rows], is_local[rows])
             sums[1, rows] = exp.sum(-1)
             sums[2, rows] = torch.linalg.vecdot(exp, x)
         target_x, total, weighted = softmax.reduce(sums, dist.ReduceOp.SUM)

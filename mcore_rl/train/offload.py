@@ -26,7 +26,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from mcore_rl.device import empty_cache, host_memory, pinned_like, synchronize
+from mcore_rl.device import allocate_pinned_like, empty_cache, host_memory, synchronize
 from mcore_rl.train.optimizer import parts_of
 from mcore_rl.train.weights import local_tensors
 
@@ -43,7 +43,7 @@ class ReferenceWeights:
         _copy(tensors, self._frozen)
 
     @contextmanager
-    def swapped_in(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    def swap_in(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Within the block `tensors` hold the frozen values; afterwards the previous ones again."""
         self._current = self._current or _buffers(tensors)
         _copy(tensors, self._current)
@@ -55,7 +55,7 @@ class ReferenceWeights:
 
 
 def _buffers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: pinned_like(tensor) for name, tensor in tensors.items()}
+    return {name: allocate_pinned_like(tensor) for name, tensor in tensors.items()}
 
 
 @torch.no_grad()
@@ -120,7 +120,7 @@ class DeviceMemory:
     def readable(self, tensor: Tensor) -> Tensor:
         """Return `tensor`, or the view of its copy in host memory if its storage is moved out."""
         memory = self._by_key.get(tensor.untyped_storage()._cdata)
-        return tensor if memory is None or memory.is_held else memory.on_host(tensor)
+        return tensor if memory is None or memory.is_held else memory.view_on_host(tensor)
 
     @property
     def num_bytes(self) -> int:
@@ -165,7 +165,7 @@ class _Memory:
             assert self._host is not None
             self._bytes().copy_(self._host, non_blocking=True)
 
-    def on_host(self, tensor: Tensor) -> Tensor:
+    def view_on_host(self, tensor: Tensor) -> Tensor:
         """Return a view of the host copy with the place and shape of `tensor` in the storage."""
         assert self._host is not None and self.is_copied, "its values are not in host memory"
         typed = self._host.view(tensor.dtype)

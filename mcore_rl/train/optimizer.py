@@ -80,7 +80,7 @@ def write_whole_parameters(optimizer: DistributedOptimizer) -> None:
 
     A patch of megatron-core 0.16.1; see the module's docstring for the reasons.
     """
-    optimizer.sharded_param_state_fully_reshardable = partial(_sharded_state, optimizer)
+    optimizer.sharded_param_state_fully_reshardable = partial(_make_sharded_state, optimizer)
 
 
 def split(start: int, end: int, shard_size: int) -> list[Part]:
@@ -98,7 +98,7 @@ def split(start: int, end: int, shard_size: int) -> list[Part]:
     return parts
 
 
-def _sharded_state(
+def _make_sharded_state(
     optimizer: DistributedOptimizer,
     model_state: Mapping[str, Any],
     is_loading: bool = False,
@@ -314,7 +314,7 @@ def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+def compute_learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Return the rate of optimizer step `step`, counted from 0.
 
     It rises linearly to lr during the warm-up, then follows the schedule down to min_lr.

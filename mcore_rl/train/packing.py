@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.batches.shared_prefixes import Sharing, sharing_of
+from mcore_rl.batches.shared_prefixes import Sharing, find_batch_sharing
 from mcore_rl.data.images.places import ImageTokens
 from mcore_rl.device import on_device
 from mcore_rl.train.vision.rank_images import RankImages, make_rank_images
@@ -173,7 +173,7 @@ class RankBatch:
         `named` stay on the host.
         """
         read = ("tokens_T", "positions_T", "sequences_T", "padding_T", "cu_seqlens_N1")
-        moved: dict[str, Any] = {name: _moved(getattr(self, name)) for name in read}
+        moved: dict[str, Any] = {name: _move(getattr(self, name)) for name in read}
         if self.vision is not None:
             moved["vision"] = self.vision.on_device(images=images)
         if self.shared is not None:
@@ -181,9 +181,7 @@ class RankBatch:
         return replace(self, batch=fields_on_device(self.batch) if targets else self.batch, **moved)
 
 
-def padded_lens(
-    lens_N: tuple[int, ...], cp_size: int, tp_size: int, rows: int = 1
-) -> tuple[int, ...]:
+def pad_lens(lens_N: tuple[int, ...], cp_size: int, tp_size: int, rows: int = 1) -> tuple[int, ...]:
     """Return lengths that split into 2 * cp_size chunks each, and whose sum splits over all ranks.
 
     Each length is rounded up; the last one also grows until every tensor-parallel rank gets the
@@ -218,10 +216,10 @@ def make_rank_batch(
             f"a micro-batch has {len(batch.images.grids_I3)} images, but the model sees only text:"
             " train a vision-language model, or leave the images out of the data"
         )
-    sharing = _sharing(batch) if share and cp_size == 1 else None
+    sharing = _find_sharing(batch) if share and cp_size == 1 else None
     starts_N = sharing.starts if sharing else (0,) * len(batch.lens_N)
     computed_N = tuple(n - start for n, start in zip(batch.lens_N, starts_N, strict=True))
-    padded_N = padded_lens(computed_N, cp_size, tp_size, rows)
+    padded_N = pad_lens(computed_N, cp_size, tp_size, rows)
     sequence_T, position_T = _local_tokens(padded_N, cp_rank, cp_size)
     position_T = position_T + torch.tensor(starts_N)[sequence_T]
     first_T = torch.tensor((0, *batch.lens_N)).cumsum(0)[sequence_T]
@@ -241,14 +239,14 @@ def make_rank_batch(
         max_len=max(padded_N),
         num_tokens=0 if batch.is_filler else int(real_T.sum()) + sum(starts_N),
         batch=_fields_of_targets(batch, targets_T, tuple(n // cp_size for n in padded_N)),
-        named=_named(batch),
+        named=_get_named(batch),
         vision=vision,
         shared=lay_out_shared(batch.lens_N, padded_N, sharing) if sharing else None,
     )
 
 
-def _sharing(batch: TrainBatch) -> Sharing | None:
-    found = sharing_of(batch)
+def _find_sharing(batch: TrainBatch) -> Sharing | None:
+    found = find_batch_sharing(batch)
     return found if any(found.starts) else None
 
 
@@ -256,7 +254,7 @@ def local_sources(
     lens_N: tuple[int, ...], cp_rank: int, cp_size: int, tp_size: int, rows: int = 1
 ) -> Tensor:
     """Return RankBatch.sources_T of the micro-batch of these lengths; see `make_rank_batch`."""
-    padded_N = padded_lens(lens_N, cp_size, tp_size, rows)
+    padded_N = pad_lens(lens_N, cp_size, tp_size, rows)
     return _indices(lens_N, *_local_tokens(padded_N, cp_rank, cp_size))
 
 
@@ -264,7 +262,7 @@ def local_tokens(
     lens_N: tuple[int, ...], cp_rank: int, cp_size: int, tp_size: int, rows: int = 1
 ) -> Tensor:
     """Return the tokens that `make_rank_batch` reads, computed or predicted ones, rising."""
-    padded_N = padded_lens(lens_N, cp_size, tp_size, rows)
+    padded_N = pad_lens(lens_N, cp_size, tp_size, rows)
     sequence_T, position_T = _local_tokens(padded_N, cp_rank, cp_size)
     computed_T, predicted_T = (_indices(lens_N, sequence_T, position_T + k) for k in (0, 1))
     read_T = torch.cat([computed_T, predicted_T]).unique()
@@ -277,7 +275,7 @@ def _indices(lens_N: tuple[int, ...], sequence_T: Tensor, position_T: Tensor) ->
     return torch.where(position_T < torch.tensor(lens_N)[sequence_T], start_T + position_T, -1)
 
 
-def _named(batch: TrainBatch) -> OwnExperts | None:
+def _get_named(batch: TrainBatch) -> OwnExperts | None:
     if batch.routed_experts_TLK is not None:
         return OwnExperts(torch.arange(len(batch.token_ids_T)), batch.routed_experts_TLK)
     return batch.own_experts
@@ -318,5 +316,5 @@ def fields_on_device(batch: TrainBatch) -> TrainBatch:
     return replace(batch, **{name: on_device(v) for name, v in batch.token_fields().items()})
 
 
-def _moved(value: Tensor | None) -> Tensor | None:
+def _move(value: Tensor | None) -> Tensor | None:
     return None if value is None else on_device(value)

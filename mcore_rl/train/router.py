@@ -70,7 +70,7 @@ class ChunkRun:
     given_tlK: Tensor | None
     taken_tlK: Tensor | None
 
-    def given(self, layer_number: int) -> Tensor | None:
+    def get_given(self, layer_number: int) -> Tensor | None:
         """Return the experts that the batch names in a layer, counted from 1, int64 [t, K]."""
         if self.given_tlK is None:
             return None

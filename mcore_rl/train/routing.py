@@ -196,7 +196,7 @@ class Routing:
         """Describe the run of router `layer_number`, from 1, on `num_rows` tokens of this rank."""
         run, recomputes = self._run_of(layer_number)
         assert num_rows == run.rows.stop - run.rows.start, (num_rows, run.rows, layer_number)
-        given_TK = run.given(layer_number)
+        given_TK = run.get_given(layer_number)
         return RouterCall(layer_number, run, given_TK, self._replays, recomputes)
 
     def end_call(

@@ -174,11 +174,11 @@ def rank_coordinate() -> RankCoordinate:
         pp=ps.get_pipeline_model_parallel_rank(),
         cp=cp,
         ep=ps.get_expert_model_parallel_rank(),
-        owns_output=on_last_stage() and tp == 0 and cp == 0,
+        owns_output=is_on_last_stage() and tp == 0 and cp == 0,
     )
 
 
-def on_last_stage() -> bool:
+def is_on_last_stage() -> bool:
     """Return whether one of this rank's model chunks holds the output layer."""
     return ps.is_pipeline_last_stage(ignore_virtual=True)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mcore_rl.train.packing import RankBatch
 from mcore_rl.train.shared_attention import SharedSeqParams
-from mcore_rl.train.vision.model import carried_features
+from mcore_rl.train.vision.model import count_carried_features
 
 Shape = list[int]
 """[rows, 1, hidden size] of what two stages exchange for a micro-batch: a row for each token of
@@ -60,10 +60,10 @@ class KnownShapes(P2PCommunicator):
         # for its last one. A backward pass goes through the chunks in reverse.
         last_chunk = num_chunks - 1
         backward = [(number, last_chunk - chunk) for number, chunk in table]
-        self._from_previous = _in_order(incoming, table, 0 if is_first else None)
-        self._to_next = _in_order(outgoing, table, last_chunk if is_last else None)
-        self._from_next = _in_order(outgoing, backward, last_chunk if is_last else None)
-        self._to_previous = _in_order(incoming, backward, 0 if is_first else None)
+        self._from_previous = _order_shapes(incoming, table, 0 if is_first else None)
+        self._to_next = _order_shapes(outgoing, table, last_chunk if is_last else None)
+        self._from_next = _order_shapes(outgoing, backward, last_chunk if is_last else None)
+        self._to_previous = _order_shapes(incoming, backward, 0 if is_first else None)
 
     def _communicate_shapes(
         self,
@@ -97,7 +97,7 @@ def stage_groups() -> ProcessGroupCollection:
     return groups
 
 
-def _in_order(
+def _order_shapes(
     shapes: Sequence[Sequence[Shape]], table: Sequence[tuple[int, int]], without_chunk: int | None
 ) -> Iterator[Shape]:
     """Return the shapes [chunk][number] in the order of (number, chunk) in `table`."""
@@ -174,7 +174,7 @@ def _hops(
             for b in batches
         ]
 
-    carried = [carried_features(unwrap_model(chunk)) for chunk in chunks]
+    carried = [count_carried_features(unwrap_model(chunk)) for chunk in chunks]
     incoming = [shapes(before) for before, _ in carried]
     outgoing = [shapes(behind) for _, behind in carried]
     return {
@@ -196,8 +196,8 @@ def _forward_step(
         batch.tokens_T[None],
         positions,
         None,
-        packed_seq_params=_packed_seq_params(batch),
-        padding_mask=_padding_mask(batch, model),
+        packed_seq_params=_make_packed_seq_params(batch),
+        padding_mask=_make_padding_mask(batch, model),
         **({} if vision is None else {"vision": vision}),
     )
     return out, partial(_report, output_fn, batch)
@@ -215,7 +215,7 @@ def _report(
     return loss, num_tokens, report
 
 
-def _packed_seq_params(batch: RankBatch) -> PackedSeqParams:
+def _make_packed_seq_params(batch: RankBatch) -> PackedSeqParams:
     cu_seqlens = batch.cu_seqlens_N1
     own = PackedSeqParams(
         qkv_format="thd",
@@ -224,10 +224,10 @@ def _packed_seq_params(batch: RankBatch) -> PackedSeqParams:
         max_seqlen_q=batch.max_len,
         max_seqlen_kv=batch.max_len,
     )
-    return own if batch.shared is None else SharedSeqParams.of(own, batch.shared)
+    return own if batch.shared is None else SharedSeqParams.from_rows(own, batch.shared)
 
 
-def _padding_mask(batch: RankBatch, model: torch.nn.Module) -> Tensor | None:
+def _make_padding_mask(batch: RankBatch, model: torch.nn.Module) -> Tensor | None:
     """Return the mask for the router's statistics, [1, T], True on padding; None without padding.
 
     Under sequence parallelism megatron-core 0.16.1 cuts the mask for its TP rank on the first stage

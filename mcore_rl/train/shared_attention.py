@@ -28,12 +28,12 @@ class SharedSeqParams(PackedSeqParams):
     rows: SharedRows | None = None
 
     @staticmethod
-    def of(own: PackedSeqParams, rows: SharedRows) -> "SharedSeqParams":
+    def from_rows(own: PackedSeqParams, rows: SharedRows) -> "SharedSeqParams":
         # The rotary embedding takes the longest sequence from these lengths.
         fields = {**vars(own), "max_seqlen_kv": rows.max_keys}
         return SharedSeqParams(**fields, rows=rows)
 
-    def for_kernel(self) -> PackedSeqParams:
+    def to_kernel_params(self) -> PackedSeqParams:
         """Return the lengths of queries and keys, as attention kernels take them."""
         assert self.rows is not None
         return PackedSeqParams(
@@ -52,7 +52,7 @@ class SharedAttention:
         self._positions_T: Tensor | None = None
         for chunk in chunks:
             if hasattr(chunk, "rotary_pos_emb"):
-                chunk.rotary_pos_emb.register_forward_hook(self._at_positions)
+                chunk.rotary_pos_emb.register_forward_hook(self._take_angles)
             for layer in chunk.decoder.layers:
                 core: Any = layer.self_attention.core_attention
                 core.register_forward_pre_hook(_with_shared_keys, with_kwargs=True)
@@ -61,7 +61,7 @@ class SharedAttention:
         """Name the micro-batch that a chunk runs on next, as it is on the device."""
         self._positions_T = None if placed.shared is None else placed.positions_T
 
-    def _at_positions(self, module: torch.nn.Module, args: Any, angles: Any) -> Any:
+    def _take_angles(self, module: torch.nn.Module, args: Any, angles: Any) -> Any:
         """Return the rotary angles [T, 1, 1, d] of the computed tokens."""
         if self._positions_T is None:
             return angles
@@ -80,5 +80,5 @@ def _with_shared_keys(
     query, key, value, *others = args
     keys_K = params.rows.keys_K
     seen = key.index_select(0, keys_K), value.index_select(0, keys_K)
-    changed = {"packed_seq_params": params.for_kernel(), "attn_mask_type": BOTTOM_RIGHT}
+    changed = {"packed_seq_params": params.to_kernel_params(), "attn_mask_type": BOTTOM_RIGHT}
     return (query, *seen, *others), {**kwargs, **changed}

@@ -84,11 +84,11 @@ def token_sums(
         "loss": loss.detach().clone(),
         "num_masked": mask_T.sum(),
         "num_tokens": torch.tensor(num_tokens, device=loss.device),
-        **masked_sums(metrics_T, mask_T),
+        **sum_masked(metrics_T, mask_T),
     }
 
 
-def masked_sums(metrics_T: Mapping[str, Tensor], mask_T: Tensor) -> dict[str, Tensor]:
+def sum_masked(metrics_T: Mapping[str, Tensor], mask_T: Tensor) -> dict[str, Tensor]:
     """Return the metrics summed over the tokens in `mask_T`.
 
     Those whose name ends in "_max" are maxima, and their maximum is taken over the step.

@@ -21,11 +21,16 @@ from mcore_rl.train.export import export_hf
 from mcore_rl.train.logprobs import OutputRows
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.offload import DeviceMemory
-from mcore_rl.train.optimizer import learning_rate, make_optimizer, set_learning_rate, wrap_chunks
+from mcore_rl.train.optimizer import (
+    compute_learning_rate,
+    make_optimizer,
+    set_learning_rate,
+    wrap_chunks,
+)
 from mcore_rl.train.packing import RankBatch, local_sources, local_tokens, make_rank_batch
 from mcore_rl.train.router import RoutingRecord, balance_losses, layers_of
 from mcore_rl.train.routing import Routing, load_metrics
-from mcore_rl.train.runtime import on_last_stage, rank_coordinate
+from mcore_rl.train.runtime import is_on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
 from mcore_rl.train.shared_attention import SharedAttention
 from mcore_rl.train.stats import peak_memory, reduce_sums
@@ -64,7 +69,7 @@ class TrainedModel:
         Raises what ModelFacts.read, make_transformer_config and fill_weights raise.
         """
         stored = ModelFacts.read(model.path)
-        self.hf_config = self._built_config(stored)
+        self.hf_config = self._make_config(stored)
         self.step = 0
         """Optimizer steps taken."""
         self._hf_path = stored.path
@@ -82,7 +87,7 @@ class TrainedModel:
             self._routing.freeze()
         self._image_tokens: ImageTokens | None = None
         if family_of(self.hf_config).has_tower:
-            self._image_tokens = ImageTokens.of(self.hf_config)
+            self._image_tokens = ImageTokens.from_config(self.hf_config)
             train_only(chunks, train.vision)
         self._shared = SharedAttention(chunks) if train.share_prefixes else None
         self._output_rows = OutputRows(chunks)
@@ -94,7 +99,7 @@ class TrainedModel:
             TrainState(self.chunks, self.optimizer, parallel), self._memory.readable
         )
 
-    def _built_config(self, stored: ModelFacts) -> HfConfig:
+    def _make_config(self, stored: ModelFacts) -> HfConfig:
         """Return config.json of the model that is built from the one in the model directory."""
         return stored.config
 
@@ -109,7 +114,7 @@ class TrainedModel:
         """Return whether this rank runs a vision tower, which the first stage has."""
         return self._image_tokens is not None and ps.is_pipeline_first_stage(ignore_virtual=True)
 
-    def routed_tokens(self, lens_N: tuple[int, ...]) -> Tensor:
+    def select_routed_tokens(self, lens_N: tuple[int, ...]) -> Tensor:
         """Return which tokens of a micro-batch of these lengths this rank routes, int64, rising.
 
         Context and sequence parallelism divide them among ranks. A filler has none. Where
@@ -121,7 +126,7 @@ class TrainedModel:
         own_T = sources_T[self._routing.own_rows(len(sources_T))]
         return own_T[own_T >= 0].sort().values
 
-    def seen_tokens(self, lens_N: tuple[int, ...]) -> Tensor:
+    def select_seen_tokens(self, lens_N: tuple[int, ...]) -> Tensor:
         """Return which tokens of a micro-batch this rank computes or predicts, int64, rising.
 
         Context parallelism divides them; the positions of images depend on all of a sequence.
@@ -211,7 +216,7 @@ class TrainedModel:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        rate = learning_rate(self._optimizer_config, self.step, self._total_steps)
+        rate = compute_learning_rate(self._optimizer_config, self.step, self._total_steps)
         set_learning_rate(self.optimizer, rate)
         reports, records = self._run(batches, output, forward_only=False, replay=replay)
         succeeded, grad_norm, _ = self.optimizer.step()
@@ -220,10 +225,10 @@ class TrainedModel:
         router = self._balance(num_tokens)
         memory = peak_memory()
         work = self._work(batches)
-        if not on_last_stage():
+        if not is_on_last_stage():
             return None
         sums = [
-            report["sums"] | self._routed_sums(report, batch, record)
+            report["sums"] | self._sum_routing(report, batch, record)
             for report, batch, record in zip(reports, batches, records, strict=True)
         ]
         loss, metrics = reduce_sums(sums, num_tokens)
@@ -233,7 +238,7 @@ class TrainedModel:
             loss, float(grad_norm or 0.0), rate, num_tokens, metrics | router | memory | work
         )
 
-    def _routed_sums(
+    def _sum_routing(
         self, report: Report, batch: RankBatch, record: RoutingRecord
     ) -> dict[str, Tensor]:
         """Return sums like those of the report that are known once all layers have run."""

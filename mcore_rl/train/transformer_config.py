@@ -78,8 +78,8 @@ def make_transformer_config(
         check_sharing(config, parallel)
         # The fused kernel counts the positions of sequences from 0.
         settings["apply_rope_fusion"] = False
-    settings |= {**_recompute(train, options), **_typed(train.megatron)}
-    transformer_config = _built(kind, settings, train.megatron)
+    settings |= {**_recompute(train, options), **_convert_options(train.megatron)}
+    transformer_config = _build(kind, settings, train.megatron)
     for name, value in yarn.items():
         # GPTModel reads these attributes, but megatron-core's dataclass has no such fields.
         setattr(transformer_config, name, value)
@@ -125,7 +125,7 @@ def _stages(stage_layers: Sequence[int]) -> list[list[str]] | None:
     return stages
 
 
-def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
+def _convert_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return TransformerConfig's values for options of a recipe, which spells kernels by name."""
     typed = dict(options)
     if "attention_backend" in typed:
@@ -139,7 +139,7 @@ def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
     return typed
 
 
-def _built(
+def _build(
     kind: type[TransformerConfig], settings: Mapping[str, Any], passed: Mapping[str, Any]
 ) -> TransformerConfig:
     try:

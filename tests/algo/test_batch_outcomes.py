@@ -8,9 +8,9 @@ import torch
 
 from mcore_rl.algo.batch_outcomes import (
     SampleShapes,
-    at_tokens,
     groups_by_role,
     outcomes_of_scores,
+    place_at_tokens,
     with_last_values,
     with_tokens,
     with_turn_rewards,
@@ -81,7 +81,7 @@ def test_roles_split_a_group_and_must_be_told_by_the_rewards() -> None:
 
 def test_values_are_put_at_trained_tokens_or_refused() -> None:
     values_R = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    placed_T = at_tokens(make_batch(), values_R, CONFIG)
+    placed_T = place_at_tokens(make_batch(), values_R, CONFIG)
     assert placed_T.tolist() == [0, 1, 2, 0, 3] and placed_T.dtype == torch.float64
     with pytest.raises(ValueError, match=r"advantage=grpo returned shape \(2,\) for 3 response"):
-        at_tokens(make_batch(), values_R[:2], CONFIG)
+        place_at_tokens(make_batch(), values_R[:2], CONFIG)

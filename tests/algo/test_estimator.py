@@ -12,7 +12,7 @@ from torch import Tensor
 from mcore_rl.agents.turn_tree import at_leaves, at_turns
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.policy_loss import make_policy_loss
-from mcore_rl.algo.sequences import trained_in_order
+from mcore_rl.algo.sequences import order_trained_tokens
 from mcore_rl.batches.batch import make_train_batch
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig, KLConfig
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
@@ -167,7 +167,7 @@ def test_rewards_of_turns_come_with_their_last_tokens() -> None:
     config = AlgorithmConfig(advantage="gae", gamma=1.0, gae_lambda=1.0)
     advised, _ = Advantages(config)(Scores(rewards), samples, batch)
     assert advised.returns_T is not None and batch.turn_T is not None
-    in_order = trained_in_order(batch)
+    in_order = order_trained_tokens(batch)
     returns_R, turn_R = (t[in_order].tolist() for t in (advised.returns_T, batch.turn_T))
     assert any(episode.rows[0].turn_T.max() > 1 for episode in episodes), "no row skips a turn"
     lens = [sample.response_len for sample in samples]
@@ -201,18 +201,28 @@ def test_samples_are_compared_within_their_role() -> None:
     samples = make_samples([2, 1, 3, 1], [0, 0, 0, 0])
     scores = Scores([1.0, 0.5, 0.0, -0.5], parts={"is_test": [0.0, 1.0, 0.0, 1.0]})
     config = AlgorithmConfig(advantage="dr_grpo", role_part="is_test")
-    assert Advantages(config).of_samples(scores, samples).tolist() == [0.5, 0.5, -0.5, -0.5]
+    assert Advantages(config).compute_from_samples(scores, samples).tolist() == [
+        0.5,
+        0.5,
+        -0.5,
+        -0.5,
+    ]
 
 
 def test_the_same_role_of_other_prompts_is_another_group() -> None:
     samples = make_samples([1, 1, 1, 1], [0, 0, 1, 1])
     scores = Scores([1.0, 0.0, 5.0, 3.0], parts={"is_test": [0.0] * 4})
     config = AlgorithmConfig(advantage="dr_grpo", role_part="is_test")
-    assert Advantages(config).of_samples(scores, samples).tolist() == [0.5, -0.5, 1.0, -1.0]
+    assert Advantages(config).compute_from_samples(scores, samples).tolist() == [
+        0.5,
+        -0.5,
+        1.0,
+        -1.0,
+    ]
 
 
 def test_a_role_that_rewards_do_not_have_is_refused() -> None:
     config = AlgorithmConfig(advantage="dr_grpo", role_part="is_test")
     scores = Scores([1.0], parts={"right": [1.0]})
     with pytest.raises(ValueError, match=r"algorithm\.role_part=is_test.*only right"):
-        Advantages(config).of_samples(scores, make_samples([1], [0]))
+        Advantages(config).compute_from_samples(scores, make_samples([1], [0]))

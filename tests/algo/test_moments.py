@@ -14,7 +14,7 @@ NUMBERS = st.lists(st.sampled_from([0.0, 0.1, -3.0, 1e3]) | st.floats(-1e3, 1e3)
 
 
 def of(values: list[float]) -> Moments:
-    return Moments.of(torch.tensor(values, dtype=torch.float64))
+    return Moments.from_values(torch.tensor(values, dtype=torch.float64))
 
 
 @given(parts=st.lists(NUMBERS, max_size=5))
@@ -55,7 +55,7 @@ def test_weights_say_how_often_a_number_is_there() -> None:
         torch.tensor([1.0, -9.0, 4.0]).double(),
         torch.tensor([2.0, 0.0, 3.0]).double(),
     )
-    weighted = Moments.of(values, weights)
+    weighted = Moments.from_values(values, weights)
     assert astuple(weighted) == pytest.approx(astuple(of([1.0, 1.0, 4.0, 4.0, 4.0])))
     standard = standardize(values, weighted).tolist()
     assert standard[::2] == pytest.approx([-1.8 / 2.7**0.5, 1.2 / 2.7**0.5])

@@ -25,7 +25,7 @@ def make_outcomes(rows: list[tuple[int, int, int]], **fields: Any) -> Outcomes:
 
 @given(ROWS)
 def test_every_sample_is_a_member_of_its_group(rows: list[tuple[int, int, int]]) -> None:
-    members = Groups.of(make_outcomes(rows).group_N).members
+    members = Groups.from_ids(make_outcomes(rows).group_N).members
     expected = [
         [i for i, row in enumerate(rows) if row[1] == group]
         for group in sorted({group for _, group, _ in rows})
@@ -36,7 +36,7 @@ def test_every_sample_is_a_member_of_its_group(rows: list[tuple[int, int, int]])
 @given(ROWS)
 def test_groups_agree_with_plain_python(rows: list[tuple[int, int, int]]) -> None:
     outcomes = make_outcomes(rows)
-    groups = Groups.of(outcomes.group_N)
+    groups = Groups.from_ids(outcomes.group_N)
     members = [[reward for reward, g, _ in rows if g == group] for _, group, _ in rows]
 
     def per_sample(function: Callable[[list[int]], float]) -> list[float]:
@@ -44,7 +44,7 @@ def test_groups_agree_with_plain_python(rows: list[tuple[int, int, int]]) -> Non
 
     assert groups.sizes_N.tolist() == per_sample(len)
     assert groups.sum(outcomes.scores_N).tolist() == per_sample(sum)
-    centered_N = groups.centered(outcomes.scores_N)
+    centered_N = groups.center(outcomes.scores_N)
     means = per_sample(statistics.fmean)
     expected = [reward - mean for (reward, _, _), mean in zip(rows, means, strict=True)]
     assert centered_N.tolist() == pytest.approx(expected, abs=1e-9)
@@ -93,7 +93,7 @@ def test_values_are_spread_over_tokens_and_summed_by_sample(
 
 def test_equal_values_are_centered_to_exactly_zero() -> None:
     values_N = torch.full((7,), 1e8 + 0.1, dtype=torch.float64)
-    assert not Groups.of(torch.zeros(7).long()).centered(values_N).any()
+    assert not Groups.from_ids(torch.zeros(7).long()).center(values_N).any()
 
 
 def test_shapes_and_rewards_that_are_no_numbers_are_refused() -> None:

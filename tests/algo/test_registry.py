@@ -68,16 +68,16 @@ def test_registrations_can_be_undone() -> None:
 
 @given(NEEDS, NEEDS)
 def test_joined_needs_hold_those_of_both(first: Needs, second: Needs) -> None:
-    joined = first.joined(second)
+    joined = first.join(second)
     for name in FLAGS:
         assert getattr(joined, name) == (getattr(first, name) or getattr(second, name))
-    assert first.joined(first) == first and first.joined(Needs()) == first
+    assert first.join(first) == first and first.join(Needs()) == first
 
 
 def test_a_pick_of_tokens_is_kept_when_needs_are_joined() -> None:
     picking = Needs(held_back=lambda covariance_R, options, seed: torch.zeros(0))
-    assert Needs(critic=True).joined(picking).held_back is picking.held_back
-    assert picking.joined(Needs()).held_back is picking.held_back
+    assert Needs(critic=True).join(picking).held_back is picking.held_back
+    assert picking.join(Needs()).held_back is picking.held_back
 
 
 def test_what_a_function_sees_is_kept_or_refused() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.algo.sample_sums import add_up_samples, choose_sums, known_sums, with_sums
-from mcore_rl.algo.sequences import SequenceSum, samples_of_tokens, trained_in_order
+from mcore_rl.algo.sample_sums import add_up_samples, choose_sums, make_known_sums, with_sums
+from mcore_rl.algo.sequences import SequenceSum, order_trained_tokens, samples_of_tokens
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig
 from mcore_rl.types import StoredBatch, SumsFrom, TrainBatch
 
@@ -81,7 +81,7 @@ def test_a_sum_over_the_batch_is_that_of_all_parts() -> None:
     parts = [(run, torch.tensor([0, 0, 2])), (run, torch.tensor([2, 1, 1]))]
     totals = add_up_samples(parts, 3, CPU)
     assert [total.tolist() for total in totals] == [[2, 2, 2], [12, 12, 12], [3, 6, 5]]
-    assert run(known_sums(totals, parts[1][1])).tolist() == [26, 26, 26]
+    assert run(make_known_sums(totals, parts[1][1])).tolist() == [26, 26, 26]
 
 
 def run_centered(values_T: Tensor) -> Callable[[SequenceSum], Tensor]:
@@ -110,7 +110,7 @@ def test_a_sum_of_what_another_sum_gave_is_that_of_all_rows() -> None:
     totals = add_up_samples(parts, 8, CPU, add_others)
     assert [total[[3, 7]].tolist() for total in totals] == [[36, 9], [3, 3], [8, 14]]
     assert all(len(total) == 8 for total in totals) and others_S[[3, 7]].tolist() == [47, 26]
-    spread_T = run_centered(values_T)(known_sums(totals, sample_T))
+    spread_T = run_centered(values_T)(make_known_sums(totals, sample_T))
     assert spread_T.tolist() == [14, 14, 8, 8, 8, 14]
 
 
@@ -128,7 +128,7 @@ def test_ranks_that_take_fewer_sums_go_on_with_the_others() -> None:
 
 
 def test_a_loss_whose_sums_depend_on_values_is_refused() -> None:
-    sums = known_sums([torch.ones(1)], torch.zeros(2).long())
+    sums = make_known_sums([torch.ones(1)], torch.zeros(2).long())
     assert sums(torch.zeros(2)).tolist() == [1, 1]
     with pytest.raises(ValueError, match=r"more sums over samples .* than the 1 that it took"):
         sums(torch.zeros(2))
@@ -138,5 +138,5 @@ def test_trained_tokens_follow_one_another_as_they_were_sampled() -> None:
     turn_T = torch.tensor([0, 2, -1, 0, 0, 1], dtype=torch.int16)
     mask_T = turn_T >= 0
     batch = replace(make_batch(), loss_mask_T=mask_T, turn_T=turn_T)
-    assert trained_in_order(batch).tolist() == [3, 4, 0, 5, 1]
-    assert trained_in_order(replace(batch, turn_T=None)).tolist() == [0, 1, 3, 4, 5]
+    assert order_trained_tokens(batch).tolist() == [3, 4, 0, 5, 1]
+    assert order_trained_tokens(replace(batch, turn_T=None)).tolist() == [0, 1, 3, 4, 5]

@@ -11,7 +11,7 @@ from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.lookup import advantages
 from mcore_rl.algo.moments import Moments
 from mcore_rl.algo.outcomes import Outcomes
-from mcore_rl.algo.values import explained_variance, generalized, value_loss
+from mcore_rl.algo.values import estimate_gae, explained_variance, value_loss
 from mcore_rl.batches.batch import make_train_batch
 from mcore_rl.config import AlgorithmConfig
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
@@ -55,7 +55,7 @@ def by_loops(given: Outcomes, gamma: float, lam: float) -> list[float]:
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (GAMMA, LAM), (1.0, 0.0)])
 def test_advantages_are_discounted_sums_of_td_errors(gamma: float, lam: float) -> None:
     expected = torch.tensor(by_loops(outcomes(), gamma, lam), dtype=torch.float64)
-    torch.testing.assert_close(generalized(outcomes(), gamma, lam), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(estimate_gae(outcomes(), gamma, lam), expected, rtol=0, atol=1e-12)
     config = AlgorithmConfig(advantage="gae", gamma=gamma, gae_lambda=lam)
     got = normalize(advantages["gae"](outcomes(), config))
     whitened = (expected - expected.mean()) / (expected.var() + 1e-8).sqrt()
@@ -69,7 +69,7 @@ def test_samples_that_were_cut_off_go_on_with_the_value_of_their_last_state(
     """The third sample has no token; what follows it is not the next sample's."""
     cut_off = replace(outcomes(), last_values_N=torch.tensor([0.5, 0.0, 9.0, -2.0]))
     expected = torch.tensor(by_loops(cut_off, gamma, lam), dtype=torch.float64)
-    torch.testing.assert_close(generalized(cut_off, gamma, lam), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(estimate_gae(cut_off, gamma, lam), expected, rtol=0, atol=1e-12)
 
 
 def test_the_returns_of_a_cut_off_sample_hold_its_last_value_discounted() -> None:
@@ -82,7 +82,7 @@ def test_the_returns_of_a_cut_off_sample_hold_its_last_value_discounted() -> Non
         last_values_N=torch.tensor([4.0]),
     )
     assert given.values_R is not None
-    assert (generalized(given, 0.5, 1.0) + given.values_R).tolist() == [0.75, 1.5, 3.0]
+    assert (estimate_gae(given, 0.5, 1.0) + given.values_R).tolist() == [0.75, 1.5, 3.0]
 
 
 def sample_of(response: tuple[int, ...], end: str, index: int = 0) -> Sample:
@@ -135,13 +135,13 @@ def test_an_episode_of_several_rows_is_continued_from_its_last_row() -> None:
 def test_with_lambda_one_the_returns_are_the_rewards_to_go_whatever_the_critic_says() -> None:
     given = outcomes()
     assert given.values_R is not None
-    returns_R = generalized(given, GAMMA, 1.0) + given.values_R
+    returns_R = estimate_gae(given, GAMMA, 1.0) + given.values_R
     torch.testing.assert_close(returns_R, given.rewards_to_go(GAMMA), rtol=0, atol=1e-12)
 
 
 def test_without_values_there_are_no_advantages() -> None:
     with pytest.raises(ValueError, match=r"algorithm.advantage=gae needs a critic's values"):
-        generalized(replace(outcomes(), values_R=None), 1.0, 1.0)
+        estimate_gae(replace(outcomes(), values_R=None), 1.0, 1.0)
 
 
 def test_policy_and_critic_may_have_a_lambda_each() -> None:
@@ -197,7 +197,9 @@ def test_the_critics_loss_and_gradient(clip: float) -> None:
 
 def explained(values_R: Tensor, returns_R: Tensor) -> float:
     values_R, returns_R = values_R.double(), returns_R.double()
-    return explained_variance(Moments.of(returns_R - values_R), Moments.of(returns_R))
+    return explained_variance(
+        Moments.from_values(returns_R - values_R), Moments.from_values(returns_R)
+    )
 
 
 def test_explained_variance() -> None:

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from mcore_rl.batches.shared_prefixes import (
     MIN_SHARED,
+    find_batch_sharing,
     find_sharing,
     first_of,
     parents_first,
-    sharing_of,
 )
 from mcore_rl.types import Array, TrainBatch
 
@@ -51,7 +51,7 @@ def test_a_row_that_trains_nothing_and_short_rows() -> None:
 def test_of_a_batch() -> None:
     ids = torch.tensor([*PROMPT, 1, *PROMPT, 2, 3])
     mask = torch.tensor([*[False] * 20, True, *[False] * 20, True, True])
-    sharing = sharing_of(TrainBatch(ids, mask, (21, 22)))
+    sharing = find_batch_sharing(TrainBatch(ids, mask, (21, 22)))
     assert sharing.parents == (-1, 0) and sharing.starts == (0, 19)
 
 

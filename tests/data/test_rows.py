@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.data.rows import (
+    get_mapping,
     ground_truth_of,
     load_rows,
-    mapping_of,
     messages_of,
     python_rows,
     refuse_images,
-    required,
+    require,
     write_parquet,
 )
 
@@ -82,9 +82,9 @@ def test_missing_files_other_kinds_and_lacking_columns_are_refused(tmp_path: Pat
     (tmp_path / "x.csv").write_text("a\n")
     with pytest.raises(ValueError, match=r"x.csv: expected .parquet or .jsonl"):
         list(load_rows([str(tmp_path / "x.csv")]))
-    assert required({"a": 0}, "a", "here") == 0
+    assert require({"a": 0}, "a", "here") == 0
     with pytest.raises(ValueError, match=r"here lacks `a`; it has a, b"):
-        required({"a": None, "b": 1}, "a", "here")
+        require({"a": None, "b": 1}, "a", "here")
 
 
 def test_images_are_refused_where_nothing_looks_at_them() -> None:
@@ -113,7 +113,7 @@ def test_parquet_maps_are_mappings_at_every_depth(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "x.parquet")
     [(where, row)] = load_rows([str(tmp_path / "x.parquet")])
     assert ground_truth_of(row, where) == "7"
-    assert mapping_of(row, "extra_info", where) == {"tools": {"a": "b"}}
+    assert get_mapping(row, "extra_info", where) == {"tools": {"a": "b"}}
     twice = pa.table({"reward_model": pa.array([[("a", "7"), ("a", "8")]], texts)})
     with pytest.raises(ValueError, match=r"data file x.parquet: a map in it has a key twice"):
         python_rows(twice, "x.parquet")
@@ -121,14 +121,14 @@ def test_parquet_maps_are_mappings_at_every_depth(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [{"a": 1}, '{"a": 1}', ' {"a":\n1}'])
 def test_a_mapping_may_be_written_as_json(value: object) -> None:
-    assert mapping_of({"extra_info": value}, "extra_info", "row 0") == {"a": 1}
+    assert get_mapping({"extra_info": value}, "extra_info", "row 0") == {"a": 1}
 
 
 @pytest.mark.parametrize(
     "row", [{}, *({"extra_info": value} for value in (None, {}, "", [], "{}"))]
 )
 def test_no_mapping_is_an_empty_one(row: dict) -> None:
-    assert mapping_of(row, "extra_info", "row 0") == {}
+    assert get_mapping(row, "extra_info", "row 0") == {}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_another_type_than_a_mapping_is_named_with_place_and_remedy(
         match=f"^x.jsonl line 3: `{column}` is the {told}.*, not a mapping: write an object .*"
         "or its JSON text$",
     ):
-        mapping_of({column: value}, column, "x.jsonl line 3")
+        get_mapping({column: value}, column, "x.jsonl line 3")
 
 
 def test_a_ground_truth_is_required() -> None:

@@ -8,17 +8,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_rl.device.attention import (
-    Form,
+    AttentionSpec,
     _split_by_len,
-    bottom_right_attention,
-    context_parallel_attention,
-    packed_attention,
+    attend_bottom_right,
+    attend_context_parallel,
+    attend_packed,
     zigzag_positions,
 )
 
 SCALE = 0.3
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
-FORMS = [Form(SCALE), Form(SCALE, window=3), Form(SCALE, sinks_h=SINKS), Form(SCALE, 2, SINKS)]
+FORMS = [
+    AttentionSpec(SCALE),
+    AttentionSpec(SCALE, window=3),
+    AttentionSpec(SCALE, sinks_h=SINKS),
+    AttentionSpec(SCALE, 2, SINKS),
+]
 
 
 def make_qkv(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,7 +32,9 @@ def make_qkv(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 
-def one_by_one(q: Tensor, k: Tensor, v: Tensor, lens_N: tuple[int, ...], form: Form) -> Tensor:
+def one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, lens_N: tuple[int, ...], form: AttentionSpec
+) -> Tensor:
     """Return attention sequence by sequence; with a sink or a window, query by query."""
     outs = []
     for parts in zip(*(x.split(list(lens_N)) for x in (q, k, v)), strict=True):
@@ -42,7 +49,7 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, lens_N: tuple[int, ...], form: F
     return torch.cat(outs)
 
 
-def query_by_query(parts: tuple[Tensor, ...], at: int, form: Form) -> Tensor:
+def query_by_query(parts: tuple[Tensor, ...], at: int, form: AttentionSpec) -> Tensor:
     q, k, v = parts
     first = 0 if form.window is None else max(0, at - form.window)
     heads = []
@@ -56,9 +63,9 @@ def query_by_query(parts: tuple[Tensor, ...], at: int, form: Form) -> Tensor:
 
 @pytest.mark.parametrize("form", FORMS, ids=["plain", "window", "sinks", "both"])
 @pytest.mark.parametrize("lens_N", [(7,), (5, 5, 4), (1, 40, 2, 39, 3), (64, 1, 1, 1, 20)])
-def test_packed_attention(lens_N: tuple[int, ...], form: Form) -> None:
+def test_packed_attention(lens_N: tuple[int, ...], form: AttentionSpec) -> None:
     results = []
-    attentions: list[Callable[..., Tensor]] = [one_by_one, packed_attention]
+    attentions: list[Callable[..., Tensor]] = [one_by_one, attend_packed]
     for attend in attentions:
         qkv = make_qkv(sum(lens_N))
         out = attend(*qkv, lens_N, form)
@@ -69,7 +76,7 @@ def test_packed_attention(lens_N: tuple[int, ...], form: Form) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=["plain", "window", "sinks", "both"])
-def test_the_last_tokens_of_sequences_see_what_they_do_in_the_whole(form: Form) -> None:
+def test_the_last_tokens_of_sequences_see_what_they_do_in_the_whole(form: AttentionSpec) -> None:
     lens_N, key_lens_N = (3, 5, 1), (7, 5, 6)
     ends = torch.tensor(key_lens_N).cumsum(0).tolist()
     own = torch.cat([torch.arange(e - n, e) for e, n in zip(ends, lens_N, strict=True)])
@@ -79,7 +86,7 @@ def test_the_last_tokens_of_sequences_see_what_they_do_in_the_whole(form: Form) 
         if is_whole:
             out = one_by_one(q, k, v, key_lens_N, form)[own]
         else:
-            out = bottom_right_attention(q[own], k, v, lens_N, key_lens_N, form)
+            out = attend_bottom_right(q[own], k, v, lens_N, key_lens_N, form)
         (out * torch.arange(out.numel()).view_as(out).cos()).sum().backward()
         results.append((out, *(x.grad for x in (q, k, v))))
     for got, want in zip(results[1], results[0], strict=True):
@@ -95,7 +102,7 @@ def test_every_sequence_is_in_one_bucket() -> None:
 
 @pytest.mark.parametrize("form", FORMS, ids=["plain", "window", "sinks", "both"])
 @pytest.mark.parametrize("cp_size", [2, 3])
-def test_context_parallel_parts_make_the_whole(cp_size: int, form: Form) -> None:
+def test_context_parallel_parts_make_the_whole(cp_size: int, form: AttentionSpec) -> None:
     lens_N = (2 * cp_size, 6 * cp_size, 4 * cp_size)
     starts = torch.tensor((0, *lens_N)).cumsum(0)
     q, k, v = make_qkv(sum(lens_N))
@@ -107,7 +114,7 @@ def test_context_parallel_parts_make_the_whole(cp_size: int, form: Form) -> None
     gathered = torch.cat(rows)
     wanted = one_by_one(q, k, v, lens_N, form)
     for rank in range(cp_size):
-        out = context_parallel_attention(
+        out = attend_context_parallel(
             q[rows[rank]], k[gathered], v[gathered], lens_N, form, rank, cp_size
         )
         torch.testing.assert_close(out, wanted[rows[rank]], rtol=0, atol=1e-6)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.device.environment import AGREED, differences, forwarded, local_indices
+from mcore_rl.device.environment import AGREED, differences, local_indices, select_forwarded
 
 
 def test_what_steers_the_libraries_is_forwarded_and_secrets_are_not() -> None:
@@ -15,12 +15,12 @@ def test_what_steers_the_libraries_is_forwarded_and_secrets_are_not() -> None:
         "CUDA_VISIBLE_DEVICES": "1",
         "PATH": "/bin",
     }
-    assert forwarded(environ).keys() == environ.keys() - {
+    assert select_forwarded(environ).keys() == environ.keys() - {
         "HF_TOKEN",
         "CUDA_VISIBLE_DEVICES",
         "PATH",
     }
-    assert forwarded(AGREED) == AGREED
+    assert select_forwarded(AGREED) == AGREED
 
 
 def test_differences_name_both_values() -> None:

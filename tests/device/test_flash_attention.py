@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device import has_cuda
-from mcore_rl.device.attention import Form, fits_flash, flash_attention, packed_attention
+from mcore_rl.device.attention import AttentionSpec, attend_packed, fits_flash, flash_attention
 from mcore_rl.device.probes import error_of_sinks
 
 SCALE = 0.4
@@ -86,7 +86,7 @@ def test_values_and_gradients_are_those_of_the_softmax_with_a_sink(
     tensors = inputs(sum(lens_N), torch.float64)
     q, k, v, sinks_h = tensors
     got = flash_attention(q, k, v, sinks_h, DenseKernel(lens_N, window)).flatten(1)
-    wanted = packed_attention(q, k, v, lens_N, Form(SCALE, window, sinks_h))
+    wanted = attend_packed(q, k, v, lens_N, AttentionSpec(SCALE, window, sinks_h))
     pairs = zip(with_gradients(got, tensors), with_gradients(wanted, tensors), strict=True)
     for one, other in pairs:
         # packed_attention sums probabilities in float32
@@ -98,7 +98,7 @@ def test_without_sinks_it_is_plain_attention() -> None:
     q, k, v, _ = inputs(10, torch.float64)
     tensors = [q, k, v]
     got = flash_attention(q, k, v, None, DenseKernel(lens_N)).flatten(1)
-    wanted = packed_attention(q, k, v, lens_N, Form(SCALE))
+    wanted = attend_packed(q, k, v, lens_N, AttentionSpec(SCALE))
     for one, other in zip(
         with_gradients(got, tensors), with_gradients(wanted, tensors), strict=True
     ):

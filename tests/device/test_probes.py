@@ -3,7 +3,7 @@
 import pytest
 
 from mcore_rl.device import has_cuda
-from mcore_rl.device.probes import make_lone_group, pinned_bytes_taken, reduce_alone
+from mcore_rl.device.probes import make_lone_group, measure_pinned_bytes, reduce_alone
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not has_cuda(), reason="needs a GPU")]
 
@@ -13,4 +13,4 @@ def test_a_group_of_one_reduces() -> None:
 
 
 def test_pinning_takes_at_least_what_is_asked() -> None:
-    assert pinned_bytes_taken(3 << 20) >= 3 << 20
+    assert measure_pinned_bytes(3 << 20) >= 3 << 20

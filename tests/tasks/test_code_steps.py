@@ -31,15 +31,15 @@ def test_a_right_program_gives_the_value_that_is_asked_for(task, a: int, b: int)
 @given(tasks, st.integers(0, 2**32))
 def test_right_and_mistaken_programs_are_programs(task, seed: int) -> None:
     assert is_program(task.program)
-    assert is_program(task.mistaken(random.Random(seed), 0.5))
-    assert task.mistaken(random.Random(seed), 0.0) == task.program
+    assert is_program(task.make_mistakes(random.Random(seed), 0.5))
+    assert task.make_mistakes(random.Random(seed), 0.0) == task.program
 
 
 def test_operations_that_have_a_mistake_are_mixed_up() -> None:
     rng = random.Random(0)
     for operation in OPERATIONS:
         task = next(t for t in iter(lambda: make_task(rng, 1), None) if t.steps[0][0] == operation)
-        assert (task.mistaken(rng, 1.0) != task.program) == bool(operation.mistake)
+        assert (task.make_mistakes(rng, 1.0) != task.program) == bool(operation.mistake)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_rl.data.images.encoded import encoded_images, with_image_parts
+from mcore_rl.data.images.encoded import read_encoded_images, with_image_parts
 from mcore_rl.data.rows import write_parquet
 from mcore_rl.tasks.published import prepare_geometry3k
 from tests.support.odd_images import encode, noise
@@ -36,7 +36,7 @@ def test_problems_become_prompts_with_images(tmp_path: Path) -> None:
         assert first["prompt"][0]["content"].endswith("\\boxed{}.")
         assert second["reward_model"]["ground_truth"] == "2 \\sqrt { 221 }"
         assert second["extra_info"] == {"split": split, "index": 1}
-        found = encoded_images(second, "row 1", tmp_path)
+        found = read_encoded_images(second, "row 1", tmp_path)
         assert [image.data for image in found] == pictures[1:]
         assert with_image_parts(second["prompt"], 2, "row 1")[0]["content"][0] == {"type": "image"}
 

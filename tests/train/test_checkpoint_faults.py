@@ -9,7 +9,7 @@ import torch
 
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.train.actor import Actor
-from mcore_rl.train.checkpoint import naming_damage
+from mcore_rl.train.checkpoint import name_damage
 from mcore_rl.weights.hf.checksums import MANIFEST
 from tests.support.distributed import run_ranks
 from tests.support.tiny_training import make_actor, write_hf_model
@@ -40,7 +40,7 @@ def refuse_faults(rank: int, world_size: int, port: int, model: ModelConfig, roo
         file.write_bytes(content)
         messages.append(refusal(actor, folder))
     actor.load(root / "step_0")
-    with pytest.raises(KeyError, match="another"), naming_damage(root / "step_0"):
+    with pytest.raises(KeyError, match="another"), name_damage(root / "step_0"):
         raise KeyError("another error")
     return messages
 

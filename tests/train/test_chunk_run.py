@@ -21,7 +21,7 @@ def test_recorded_experts_of_two_chunks_lie_at_their_tokens_and_layers() -> None
         taken_tlK = torch.zeros(2, 2, 2, dtype=torch.int16)
         run = ChunkRun(batch, record, slice(first, first + 2), rows, given_tlK, taken_tlK)
         for layer_number in (first + 1, first + 2):
-            given_TK = run.given(layer_number)
+            given_TK = run.get_given(layer_number)
             assert given_TK is not None
             assert given_TK.tolist() == given_tlK[:, layer_number - 1 - first].tolist()
             run.take(layer_number, given_TK)
@@ -36,7 +36,7 @@ def test_a_run_that_records_nothing_leaves_no_experts() -> None:
     ids_T = torch.arange(2)
     batch = make_rank_batch(TrainBatch(ids_T, ids_T > 0, (2,)), 0, 1, 1)
     run = ChunkRun(batch, RoutingRecord(), slice(0, 1), slice(0, 2), None, None)
-    assert run.given(1) is None
+    assert run.get_given(1) is None
     run.take(1, torch.zeros(2, 2, dtype=torch.int64))
     run.keep_taken()
     assert run.record.parts == []

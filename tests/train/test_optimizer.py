@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config import OptimizerConfig
-from mcore_rl.train.optimizer import learning_rate, parts_of, set_learning_rate
+from mcore_rl.train.optimizer import compute_learning_rate, parts_of, set_learning_rate
 
 
 @pytest.mark.parametrize(
@@ -21,14 +21,14 @@ def test_learning_rate(schedule: str, wanted: list[float]) -> None:
     config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=2, schedule=schedule)
     if schedule == "constant":
         config.min_lr = 0.0
-    rates = [learning_rate(config, step, total_steps=6) for step in range(8)]
+    rates = [compute_learning_rate(config, step, total_steps=6) for step in range(8)]
     assert rates == pytest.approx(wanted)
 
 
 def test_a_schedule_shorter_than_its_warm_up() -> None:
     config = OptimizerConfig(lr=1.0, warmup_steps=10, schedule="linear")
-    assert learning_rate(config, 4, total_steps=5) == pytest.approx(0.5)
-    assert learning_rate(config, 20, total_steps=5) == 0.0
+    assert compute_learning_rate(config, 4, total_steps=5) == pytest.approx(0.5)
+    assert compute_learning_rate(config, 20, total_steps=5) == 0.0
 
 
 def test_every_group_gets_the_rate() -> None:

@@ -9,7 +9,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from mcore_rl.config import ModelConfig, ParallelConfig
-from mcore_rl.train.logprobs import at_tokens, scored_rows
+from mcore_rl.train.logprobs import place_at_tokens, select_scored_rows
 from mcore_rl.types import TrainBatch
 from tests.support.distributed import run_ranks
 from tests.support.tiny_training import (
@@ -33,21 +33,23 @@ def make_targets(mask: list[bool], weights: list[float]) -> TrainBatch:
 
 def test_rows_are_those_with_a_mask_or_a_weight() -> None:
     targets = make_targets([False, True, False, True], [0.0, 0.5, 0.25, 0.0])
-    assert scored_rows(targets).tolist() == [1, 2, 3]
+    assert select_scored_rows(targets).tolist() == [1, 2, 3]
 
 
 def test_a_rank_without_trained_tokens_has_one_row() -> None:
-    assert scored_rows(make_targets([False] * 3, [0.0] * 3)).tolist() == [0]
+    assert select_scored_rows(make_targets([False] * 3, [0.0] * 3)).tolist() == [0]
 
 
 def test_a_batch_without_weights_is_refused() -> None:
     with pytest.raises(AssertionError, match="no loss weights"):
-        scored_rows(TrainBatch(torch.zeros(1, dtype=torch.int64), torch.ones(1).bool(), (1,)))
+        select_scored_rows(
+            TrainBatch(torch.zeros(1, dtype=torch.int64), torch.ones(1).bool(), (1,))
+        )
 
 
 def test_values_return_to_their_tokens_with_their_gradient() -> None:
     values_R = torch.tensor([2.0, 3.0], requires_grad=True)
-    values_T = at_tokens(values_R, torch.tensor([1, 3]), 5)
+    values_T = place_at_tokens(values_R, torch.tensor([1, 3]), 5)
     assert values_T.tolist() == [0.0, 2.0, 0.0, 3.0, 0.0]
     (values_T * torch.arange(5.0)).sum().backward()
     assert values_R.grad is not None and values_R.grad.tolist() == [1.0, 3.0]

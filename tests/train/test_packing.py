@@ -7,7 +7,7 @@ import torch
 
 from mcore_rl.algo.sequences import samples_of_tokens
 from mcore_rl.device.attention import zigzag_positions
-from mcore_rl.train.packing import local_sources, make_rank_batch, padded_lens
+from mcore_rl.train.packing import local_sources, make_rank_batch, pad_lens
 from mcore_rl.types import OwnExperts, TrainBatch
 
 
@@ -28,7 +28,7 @@ def test_every_token_is_predicted_once(lens_N: tuple[int, ...], cp: int, tp: int
     targets = sorted(t for part in parts for t in part.targets_T.tolist() if t >= 0)
     assert targets == sorted(set(range(sum(lens_N))) - firsts)
     for part in parts:
-        assert len(part.tokens_T) * cp == sum(padded_lens(lens_N, cp, tp))
+        assert len(part.tokens_T) * cp == sum(pad_lens(lens_N, cp, tp))
         assert len(part.tokens_T) % tp == 0
         real_T = part.sources_T >= 0
         assert torch.equal(part.tokens_T[real_T], batch.token_ids_T[part.sources_T[real_T]])
@@ -52,7 +52,7 @@ def test_a_filler_counts_nowhere() -> None:
 
 def test_tokens_lie_where_attention_expects_them() -> None:
     lens_N, cp = (6, 16, 3), 2
-    padded_N = padded_lens(lens_N, cp, 1)
+    padded_N = pad_lens(lens_N, cp, 1)
     for rank in range(cp):
         part = make_rank_batch(make_batch(lens_N), rank, cp, 1)
         _, positions_T = zigzag_positions(padded_N, rank, cp)
@@ -72,7 +72,7 @@ def test_tokens_lie_where_attention_expects_them() -> None:
 def test_padding_is_no_more_than_needed(
     lens_N: tuple[int, ...], cp: int, tp: int, wanted: tuple[int, ...]
 ) -> None:
-    assert padded_lens(lens_N, cp, tp) == wanted
+    assert pad_lens(lens_N, cp, tp) == wanted
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_padding_is_no_more_than_needed(
 def test_every_rank_gets_a_multiple_of_the_rows_that_its_products_take(
     cp: int, tp: int, wanted: tuple[int, ...]
 ) -> None:
-    assert padded_lens((5, 3), cp, tp, rows=16) == wanted
+    assert pad_lens((5, 3), cp, tp, rows=16) == wanted
     batch = make_batch((5, 3))
     for rank in range(cp):
         assert len(make_rank_batch(batch, rank, cp, tp, rows=16).tokens_T) // tp % 16 == 0

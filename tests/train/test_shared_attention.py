@@ -52,7 +52,12 @@ def test_kernels_get_the_keys_that_a_sequence_takes_over() -> None:
     own = PackedSeqParams("thd", lens, lens, max_seqlen_q=6, max_seqlen_kv=6)
     query, key, value = (torch.arange(9) + 100 * n for n in range(3))
     q, k, v, more = core(
-        query, key, value, None, attn_mask_type="", packed_seq_params=SharedSeqParams.of(own, rows)
+        query,
+        key,
+        value,
+        None,
+        attn_mask_type="",
+        packed_seq_params=SharedSeqParams.from_rows(own, rows),
     )
     seen = [0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 8]
     assert q is query and (k - 100).tolist() == seen and (v - 200).tolist() == seen

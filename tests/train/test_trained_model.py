@@ -17,8 +17,8 @@ LENS = (5, 1, 6, 9)
 def routed(rank: int, world_size: int, port: int, model: ModelConfig, layout: Any) -> Any:
     actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout))
     assert isinstance(actor, TrainedModel)
-    assert len(actor.routed_tokens(())) == 0, "a filler has no token"
-    return actor.routed_tokens(LENS).tolist(), actor.seen_tokens(LENS).tolist()
+    assert len(actor.select_routed_tokens(())) == 0, "a filler has no token"
+    return actor.select_routed_tokens(LENS).tolist(), actor.select_seen_tokens(LENS).tolist()
 
 
 @pytest.mark.gloo

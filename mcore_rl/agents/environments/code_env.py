@@ -72,7 +72,7 @@ class CodeEnvironment:
             return Step(
                 messages=[{"role": "user", "content": verdict.feedback}], metrics=self._metrics
             )
-        hidden = await self._trial.hidden(verdict)
+        hidden = await self._trial.run_hidden(verdict)
         share = sum(hidden) / len(hidden)
         worth = float(all(hidden)) if self.options.reward == "all" else share
         self._metrics |= {"attempts": float(self._num_attempts), "solved": float(all(hidden))}

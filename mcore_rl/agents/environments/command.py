@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.agents.environments.environment import ProgramResult, text_of
-from mcore_rl.data.rows import mapping_of
+from mcore_rl.data.rows import get_mapping
 
 _CHUNK_BYTES = 64 * 1024
 
@@ -173,7 +173,7 @@ class CommandEpisode:
         hidden = {key: value for key, value in task.items() if key != "gateway_key"}
         files = {
             **self._options.files,
-            **mapping_of(task.get("extra_info") or {}, "files", "the task's extra_info"),
+            **get_mapping(task.get("extra_info") or {}, "files", "the task's extra_info"),
             "task.json": json.dumps(hidden),
         }
         for name, text in files.items():

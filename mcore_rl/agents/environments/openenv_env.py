@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rl.agents.environments.environment import Message, Start, Step, text_of, with_text
-from mcore_rl.data.rows import mapping_of
+from mcore_rl.data.rows import get_mapping
 from mcore_rl.process.errors import describe_error
 
 _MAX_MESSAGE_BYTES = 100 * 1024 * 1024
@@ -89,7 +89,7 @@ class OpenEnvEnvironment:
             raise RuntimeError(
                 f"the OpenEnv server at {address} gives no session: {describe_error(error, silent)}"
             ) from error
-        given = mapping_of(task.get("extra_info") or {}, "reset", "the task's extra_info")
+        given = get_mapping(task.get("extra_info") or {}, "reset", "the task's extra_info")
         data = await self._ask("reset", {"seed": task.get("seed"), **given})
         text = self._text(data)
         if self._options.instructions:

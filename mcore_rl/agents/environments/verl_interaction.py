@@ -18,7 +18,7 @@ from mcore_rl.agents.environments.verl_tools import (
     load_class,
     read_config,
 )
-from mcore_rl.data.rows import mapping_of
+from mcore_rl.data.rows import get_mapping
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class VerlInteractionEnvironment:
 
     async def reset(self, task: Mapping[str, Any]) -> Start:
         self._keywords = dict(
-            mapping_of(task.get("extra_info") or {}, "interaction_kwargs", "the task's extra_info")
+            get_mapping(task.get("extra_info") or {}, "interaction_kwargs", "the task's extra_info")
         )
         name = self._keywords.get("name")
         if name is None and len(self._interactions) == 1:

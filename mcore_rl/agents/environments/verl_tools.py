@@ -17,7 +17,7 @@ from mcore_rl.agents.environments.environment import Message, Start, Step, ToolU
 from mcore_rl.agents.environments.loading import describe_failure, load_named
 from mcore_rl.agents.environments.tool_calls import ToolCalls, ToolOutcome
 from mcore_rl.agents.environments.tools_env import ToolEpisode, as_text, check_bounds
-from mcore_rl.data.rows import mapping_of
+from mcore_rl.data.rows import get_mapping
 
 
 @cache
@@ -107,7 +107,7 @@ class VerlToolsEnvironment:
 
     async def reset(self, task: Mapping[str, Any]) -> Start:
         extra = task.get("extra_info") or {}
-        self._keywords = mapping_of(extra, "tools_kwargs", "the task's extra_info")
+        self._keywords = get_mapping(extra, "tools_kwargs", "the task's extra_info")
         if extra.get("need_tools_kwargs") and not self._keywords:
             raise ValueError("the task's extra_info needs tools_kwargs, and has none")
         for name, tool in self._tools.items():
@@ -143,7 +143,7 @@ class VerlToolsEnvironment:
 
     def _given(self, name: str, which: str) -> dict[str, Any]:
         where = "the task's extra_info.tools_kwargs"
-        return dict(mapping_of(mapping_of(self._keywords, name, where), which, f"{where}.{name}"))
+        return dict(get_mapping(get_mapping(self._keywords, name, where), which, f"{where}.{name}"))
 
 
 @cache

@@ -61,7 +61,7 @@ def _starts(lens_N: Lens) -> Tensor:
     return torch.tensor((0, *lens_N)).cumsum(0)
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, lens: tuple[Lens, Lens], scale: float) -> _Packed:
+def _pack(q: Tensor, k: Tensor, v: Tensor, lens: tuple[Lens, Lens], scale: float) -> _Packed:
     sizes = (len(lens[0]), q.shape[1], k.shape[1], q.shape[2])
     strides = (stride for x in (q, k, v) for stride in x.stride()[:2])
     return _Packed(*sizes, *(_starts(lens_N).data_ptr() for lens_N in lens), scale, *strides)
@@ -79,7 +79,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out, lse = q.new_empty(len(q), q.shape[1] * q.shape[2]), q.new_empty(q.shape[:2])
-        packed = _packed(q, k, v, lens, scale)
+        packed = _pack(q, k, v, lens, scale)
         scores = q.new_empty(torch.get_num_threads(), _BLOCK * max(lens[1]))
         arguments = (packed, q, k, v, scores, scores.stride(0), out, lse)
         call("attention", "attention", _sgemm(), *arguments)
@@ -93,7 +93,7 @@ class _Attention(torch.autograd.Function):
         dout = grads[0].contiguous()
         scores = q.new_empty(torch.get_num_threads(), 2 * _BLOCK * max(ctx.lens[1]))
         dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-        packed = _packed(q, k, v, ctx.lens, ctx.scale)
+        packed = _pack(q, k, v, ctx.lens, ctx.scale)
         tensors = (q, k, v, out, lse, dout, dq, dk, dv)
         gradient = _Gradient(*(tensor.data_ptr() for tensor in tensors))
         arguments = (packed, gradient, scores, scores.stride(0))

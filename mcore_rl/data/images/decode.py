@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from PIL import Image, UnidentifiedImageError
 
-from mcore_rl.data.images.encoded import BadImage, EncodedImage
+from mcore_rl.data.images.encoded import BadImageError, EncodedImage
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """The formats that are decoded. Others of Pillow start programs (EPS) or are rarely tested."""
@@ -48,19 +48,19 @@ def read_size(image: EncodedImage, max_pixels: int) -> ImageSize:
     Raises BadImage for an unknown or damaged format, more than `max_pixels` pixels, or a side more
     than 200 times as long as the other.
     """
-    with _opened(image) as opened:
+    with _open_image(image) as opened:
         width, height = opened.size
         if _orientation(opened) >= 5:
             width, height = height, width
     if not width or not height:
-        raise BadImage(f"{image.where} has no pixels ({width} x {height}): remove it")
+        raise BadImageError(f"{image.where} has no pixels ({width} x {height}): remove it")
     if width * height > max_pixels:
-        raise BadImage(
+        raise BadImageError(
             f"{image.where} has {width} x {height} pixels, {max_pixels} are allowed: shrink it, or"
             " remove the row"
         )
     if max(width, height) > MAX_RATIO * min(width, height):
-        raise BadImage(
+        raise BadImageError(
             f"{image.where} has {width} x {height} pixels, and one side is more than {MAX_RATIO}"
             " times as long as the other: crop it, or remove the row"
         )
@@ -73,7 +73,7 @@ def decode(image: EncodedImage) -> Image.Image:
     What is transparent becomes white. 16-bit gray is scaled to 8 bits. Call `read_size` first.
     Raises BadImage if its data are damaged.
     """
-    with _opened(image) as opened:
+    with _open_image(image) as opened:
         orientation = _orientation(opened)
         opened.load()
         rgb = _rgb(opened)
@@ -107,7 +107,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 @contextmanager
-def _opened(image: EncodedImage) -> Iterator[Image.Image]:
+def _open_image(image: EncodedImage) -> Iterator[Image.Image]:
     """Open the image, and turn Pillow's errors on damaged data into BadImage."""
     damage = (
         *(OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError),
@@ -118,20 +118,20 @@ def _opened(image: EncodedImage) -> Iterator[Image.Image]:
             warnings.simplefilter("ignore")  # the limit here is lower than Pillow's
             with Image.open(io.BytesIO(image.data), formats=FORMATS) as opened:
                 yield opened
-    except BadImage:
+    except BadImageError:
         raise
     except UnidentifiedImageError as error:
-        raise BadImage(
+        raise BadImageError(
             f"{image.where} is none of {', '.join(FORMATS)} ({len(image.data)} bytes): convert it,"
             " or remove the row"
         ) from error
     except Image.DecompressionBombError as error:
-        raise BadImage(
+        raise BadImageError(
             f"{image.where} announces far too many pixels ({str(error).partition(',')[0]}): shrink"
             " it, or remove the row"
         ) from error
     except damage as error:
-        raise BadImage(
+        raise BadImageError(
             f"{image.where} is damaged ({type(error).__name__}: {str(error)[:200]}): replace it, or"
             " remove the row"
         ) from error

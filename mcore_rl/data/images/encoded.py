@@ -54,7 +54,9 @@ def limit_that_fits(
     return low
 
 
-def expanded(token_ids: Sequence[int], placeholder_id: int, counts: Sequence[int]) -> list[int]:
+def expand_placeholders(
+    token_ids: Sequence[int], placeholder_id: int, counts: Sequence[int]
+) -> list[int]:
     """Return token ids in which the i-th placeholder stands `counts[i]` times.
 
     The number of placeholders must be that of `counts`.
@@ -71,7 +73,7 @@ _URL = re.compile(r"(?!file:)[a-zA-Z][a-zA-Z0-9+.-]*://|data:")
 """How a URL begins, other than that of a file."""
 
 
-class BadImage(ValueError):
+class BadImageError(ValueError):
     """An image or its placeholder cannot be used; the message names file, row and image."""
 
 
@@ -86,7 +88,7 @@ class EncodedImage:
     where: str
 
 
-def encoded_images(
+def read_encoded_images(
     row: Row, where: str, folder: Path, column: str = "images", max_bytes: int = 64 << 20
 ) -> list[EncodedImage]:
     """Return the images of a row in order; none if it lacks the column.
@@ -94,7 +96,7 @@ def encoded_images(
     Raises BadImage for an entry of another kind, a missing file, or more than `max_bytes` bytes.
     """
     return [
-        encoded_image(entry, f"{where}, image {number}", folder, max_bytes)
+        read_encoded_image(entry, f"{where}, image {number}", folder, max_bytes)
         for number, entry in enumerate(entries_of(row, column, where, "images"))
     ]
 
@@ -108,15 +110,15 @@ def entries_of(row: Row, column: str, where: str, name: str) -> Sequence[Any]:
     if entries is None:
         return ()
     if not isinstance(entries, Sequence) or isinstance(entries, str | bytes):
-        raise BadImage(f"{where}: `{column}` is {entries!r:.100}, not a list of {name}")
+        raise BadImageError(f"{where}: `{column}` is {entries!r:.100}, not a list of {name}")
     return entries
 
 
-def encoded_image(entry: Any, place: str, folder: Path, max_bytes: int) -> EncodedImage:
-    """Return the image of an entry. Raises BadImage as `encoded_images` does."""
+def read_encoded_image(entry: Any, place: str, folder: Path, max_bytes: int) -> EncodedImage:
+    """Return the image of an entry. Raises BadImage as `read_encoded_images` does."""
     data = _data(entry, place, folder, max_bytes)
     if len(data) > max_bytes:
-        raise BadImage(
+        raise BadImageError(
             f"{place} has {len(data)} bytes, {max_bytes} are allowed: shrink it, or remove the row"
         )
     return EncodedImage(data, place)
@@ -130,19 +132,21 @@ def _data(entry: Any, place: str, folder: Path, max_bytes: int) -> bytes:
         for key in ("image_url", "url"):
             value = entry.get(key)
             refuse_url(value.get("url") if isinstance(value, Mapping) else value, place)
-        raise BadImage(f"{place} has none of `bytes`, `path` and `image`: {sorted(entry)}")
+        raise BadImageError(f"{place} has none of `bytes`, `path` and `image`: {sorted(entry)}")
     if isinstance(entry, bytes | bytearray | memoryview):
         return bytes(entry)
     if isinstance(entry, str):
         refuse_url(entry, place)
         return _read(folder / entry.removeprefix("file://"), place, max_bytes)
-    raise BadImage(f"{place} is a {type(entry).__name__}, not bytes, a path or an object with them")
+    raise BadImageError(
+        f"{place} is a {type(entry).__name__}, not bytes, a path or an object with them"
+    )
 
 
 def refuse_url(entry: Any, place: str) -> None:
     """Raise BadImage if an entry is a URL, save that of a file."""
     if isinstance(entry, str) and _URL.match(entry):
-        raise BadImage(
+        raise BadImageError(
             f"{place} is a URL, {entry!r:.100}: nothing is downloaded or decoded from one; save it"
             " as a file and give its path, or give its bytes"
         )
@@ -155,7 +159,7 @@ def _read(path: Path, place: str, max_bytes: int) -> bytes:
             return file.read(max_bytes + 1)
     except (OSError, ValueError) as error:  # a name with a null character is a ValueError
         reason = getattr(error, "strerror", None) or error
-        raise BadImage(f"{place}: {str(path)!r:.300} cannot be read: {reason}") from error
+        raise BadImageError(f"{place}: {str(path)!r:.300} cannot be read: {reason}") from error
 
 
 IMAGE = "<image>"
@@ -180,7 +184,7 @@ def placeholders_of(
     ]
     for placeholder, wanted, name in ((IMAGE, num_images, "images"), (VIDEO, num_videos, "videos")):
         if (count := found.count(placeholder)) != wanted:
-            raise BadImage(
+            raise BadImageError(
                 f"{where} has {wanted} {name} and {count} placeholders {placeholder} in its"
                 " messages: give one for each"
             )

@@ -39,7 +39,7 @@ class ImageTokens:
     three_axes: bool = True
 
     @staticmethod
-    def of(config: HfConfig) -> "ImageTokens":
+    def from_config(config: HfConfig) -> "ImageTokens":
         """Raises ValueError if config.json does not name the placeholder."""
         placeholder_id = placeholder_of(config)
         if placeholder_id is None:

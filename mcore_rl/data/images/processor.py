@@ -81,11 +81,11 @@ class KimiVlPatches:
 
     def num_tokens(self, size: ImageSize, most_tokens: int | None) -> int:
         """Return the tokens of an image that is shrunk to `most_tokens`, if it can be."""
-        return self._tokens(self._shrunk(size, most_tokens))
+        return self._tokens(self._shrink(size, most_tokens))
 
     def make(self, image: Image.Image, most_tokens: int | None) -> Patches:
         """Return the patches of an RGB image, shrunk to `most_tokens` tokens."""
-        shrunk = self._shrunk(ImageSize(*image.size), most_tokens)
+        shrunk = self._shrink(ImageSize(*image.size), most_tokens)
         if image.size != (shrunk.width, shrunk.height):
             resized = (shrunk.width, shrunk.height)
             image = image.resize(resized, Image.Resampling.BICUBIC)
@@ -97,24 +97,24 @@ class KimiVlPatches:
         pixels_PD = cut.transpose(0, 2, 4, 1, 3).reshape(rows * columns, -1)
         return Patches(torch.from_numpy(np.ascontiguousarray(pixels_PD)), (1, rows, columns))
 
-    def _shrunk(self, size: ImageSize, most_tokens: int | None) -> ImageSize:
+    def _shrink(self, size: ImageSize, most_tokens: int | None) -> ImageSize:
         """Return the size before padding."""
         if most_tokens is None or most_tokens >= self.most_tokens:
-            return self._at_most(size, self._most_patches)
+            return self._limit_patches(size, self._most_patches)
         low = 1
         high = most_tokens * self.merge**2
-        if self._tokens(self._at_most(size, high)) <= most_tokens:
-            return self._at_most(size, high)
+        if self._tokens(self._limit_patches(size, high)) <= most_tokens:
+            return self._limit_patches(size, high)
         # Padding adds patches: find the largest number that leaves room for them.
         while high - low > 1:
             middle = (low + high) // 2
-            if self._tokens(self._at_most(size, middle)) <= most_tokens:
+            if self._tokens(self._limit_patches(size, middle)) <= most_tokens:
                 low = middle
             else:
                 high = middle
-        return self._at_most(size, low)
+        return self._limit_patches(size, low)
 
-    def _at_most(self, size: ImageSize, num_patches: int) -> ImageSize:
+    def _limit_patches(self, size: ImageSize, num_patches: int) -> ImageSize:
         """Shrink an image that has more than so many whole patches, and keep its proportions."""
         longest = max(size.width, size.height)
         scale = min(1.0, LONGEST_SIDE * self.patch / longest)

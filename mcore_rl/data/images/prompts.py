@@ -23,17 +23,17 @@ from mcore_rl.data.images.decode import ImageSize, decode, read_size
 from mcore_rl.data.images.encoded import (
     IMAGE,
     VIDEO,
-    BadImage,
+    BadImageError,
     EncodedImage,
     Part,
-    encoded_images,
-    expanded,
+    expand_placeholders,
     limit_that_fits,
     placeholders_of,
+    read_encoded_images,
     with_image_parts,
 )
 from mcore_rl.data.images.processor import ImageProcessor, digest_of, digest_of_clip
-from mcore_rl.data.images.video_rule import EncodedVideo, VideoRule, encoded_videos
+from mcore_rl.data.images.video_rule import EncodedVideo, VideoRule, read_encoded_videos
 from mcore_rl.data.rows import Row, messages_of
 from mcore_rl.types import Clip, PromptImage
 
@@ -141,7 +141,7 @@ class ShownVideo:
         return self.rule.interval(self.video.fps) if self.rule.form.is_whole else 1.0
 
 
-def shown_image(
+def make_shown_image(
     image: EncodedImage, processor: ImageProcessor, max_pixels: int, max_tokens: int
 ) -> ShownImage:
     """Raises BadImage as `read_size` does.
@@ -152,7 +152,7 @@ def shown_image(
     return ShownImage(image, read_size(image, max_pixels), processor, least)
 
 
-def shown_video(video: EncodedVideo, processor: ImageProcessor, max_pixels: int) -> ShownVideo:
+def make_shown_video(video: EncodedVideo, processor: ImageProcessor, max_pixels: int) -> ShownVideo:
     """Raises BadImage as `read_size` does, or if frames differ in size; ValueError if the model
     reads no videos.
     """
@@ -164,7 +164,7 @@ def shown_video(video: EncodedVideo, processor: ImageProcessor, max_pixels: int)
     sizes = [read_size(frame, max_pixels) for frame in video.frames]
     for number, size in enumerate(sizes):
         if size != sizes[0]:
-            raise BadImage(
+            raise BadImageError(
                 f"{video.where}: frame {number} has {size.width} x {size.height} pixels, frame 0"
                 f" {sizes[0].width} x {sizes[0].height}: give frames of one size"
             )
@@ -257,7 +257,7 @@ class ImagePrompts:
         """Return the prompt of a row; None if it is left out."""
         try:
             return self._prompt(where, row, folder)
-        except BadImage:
+        except BadImageError:
             if self._rules.bad == "error":
                 raise
             self.left_out["bad"] += 1
@@ -266,7 +266,7 @@ class ImagePrompts:
     def _prompt(self, where: str, row: Row, folder: Path) -> ImagePrompt | None:
         rules = self._rules
         messages = messages_of(row, where, self._column)
-        shown, messages = self._shown(row, messages, where, folder)
+        shown, messages = self._read_shown(row, messages, where, folder)
         num_pieces = sum(each.num_pieces for each in shown)
         ids = self._token_ids(messages, num_pieces, where)
         text_len = len(ids) - num_pieces
@@ -289,22 +289,22 @@ class ImagePrompts:
                     decode(image)
         images = tuple(piece for each in shown for piece in each.pieces(limit))
         counts = [image.num_tokens for image in images]
-        token_ids = tuple(expanded(ids, self._placeholder_id, counts))
+        token_ids = tuple(expand_placeholders(ids, self._placeholder_id, counts))
         assert len(token_ids) <= rules.max_prompt_len, (where, counts)
         return ImagePrompt(where, token_ids, images, tuple(messages))
 
-    def _shown(
+    def _read_shown(
         self, row: Row, messages: Sequence[Mapping[str, Any]], where: str, folder: Path
     ) -> tuple[list[Shown], list[dict[str, Any]]]:
         """Return what the row shows, in order, and its messages with parts in place of it."""
         rules = self._rules
         images = [
-            shown_image(image, self._processor, rules.max_pixels, rules.max_tokens)
-            for image in encoded_images(row, where, folder, max_bytes=rules.max_bytes)
+            make_shown_image(image, self._processor, rules.max_pixels, rules.max_tokens)
+            for image in read_encoded_images(row, where, folder, max_bytes=rules.max_bytes)
         ]
         videos = [
-            shown_video(video, self._processor, rules.max_pixels)
-            for video in encoded_videos(row, where, folder, max_bytes=rules.max_bytes)
+            make_shown_video(video, self._processor, rules.max_pixels)
+            for video in read_encoded_videos(row, where, folder, max_bytes=rules.max_bytes)
         ]
         order = placeholders_of(messages, len(images), len(videos), where)
         parts = [video.parts for video in videos]
@@ -316,7 +316,7 @@ class ImagePrompts:
         ids = list(self._encode(messages))
         found = ids.count(self._placeholder_id)
         if found != num_pieces:
-            raise BadImage(
+            raise BadImageError(
                 f"{where} has {num_pieces} images and pieces of videos, but its rendered prompt has"
                 f" {found} of the model's placeholder (token {self._placeholder_id}): remove that"
                 " token from the text, and take a chat template that renders images"

@@ -27,11 +27,11 @@ from typing import Any
 from mcore_rl.data.images.decode import ImageSize
 from mcore_rl.data.images.encoded import (
     IMAGE_PART,
-    BadImage,
+    BadImageError,
     EncodedImage,
     Part,
-    encoded_image,
     entries_of,
+    read_encoded_image,
     refuse_url,
 )
 from mcore_rl.data.rows import Row
@@ -58,7 +58,7 @@ class EncodedVideo:
     where: str
 
 
-def encoded_videos(
+def read_encoded_videos(
     row: Row, where: str, folder: Path, column: str = "videos", max_bytes: int = 64 << 20
 ) -> list[EncodedVideo]:
     """Return the videos of a row in order; none if it lacks the column.
@@ -79,18 +79,18 @@ def _video(entry: Any, place: str, folder: Path, max_bytes: int) -> EncodedVideo
         settings = {key: value for key, value in entry.items() if value is not None}
         frames = settings.get("video")
         if unknown := sorted(set(settings) - KNOWN):
-            raise BadImage(
+            raise BadImageError(
                 f"{place} has {unknown}, which are not read: give `video` as a list of the frames"
                 " to be shown, and their `fps`; data.images.max_tokens bounds their size"
             )
     refuse_url(frames, place)
     if isinstance(frames, str | bytes | bytearray | memoryview):
         named = f" {frames!r:.300}" if isinstance(frames, str) else ""
-        raise BadImage(f"{place} is a file{named}, which is not decoded: {REMEDY}")
+        raise BadImageError(f"{place} is a file{named}, which is not decoded: {REMEDY}")
     if not isinstance(frames, Sequence) or not frames:
-        raise BadImage(f"{place} is {frames!r:.100}, not a list of frames: {REMEDY}")
+        raise BadImageError(f"{place} is {frames!r:.100}, not a list of frames: {REMEDY}")
     encoded = tuple(
-        encoded_image(frame, f"{place}, frame {number}", folder, max_bytes)
+        read_encoded_image(frame, f"{place}, frame {number}", folder, max_bytes)
         for number, frame in enumerate(frames)
     )
     return EncodedVideo(encoded, _fps(settings, place), place)
@@ -103,7 +103,9 @@ def _fps(settings: Mapping[str, Any], place: str) -> float:
     value = settings[name]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not isfinite(value) or value <= 0:
-        raise BadImage(f"{place} has {name}={value!r:.100}: give the frames per second, above 0")
+        raise BadImageError(
+            f"{place} has {name}={value!r:.100}: give the frames per second, above 0"
+        )
     return float(value)
 
 
@@ -139,14 +141,14 @@ def _whole(times: Sequence[tuple[float, float]]) -> list[Part]:
     return [IMAGE_PART]
 
 
-def _stamped_before(times: Sequence[tuple[float, float]]) -> list[Part]:
+def _stamp_before(times: Sequence[tuple[float, float]]) -> list[Part]:
     parts: list[Part] = []
     for first, last in times:
         parts += [_text(f"<{(first + last) / 2:.1f} seconds>"), IMAGE_PART]
     return parts
 
 
-def _stamped_behind(times: Sequence[tuple[float, float]]) -> list[Part]:
+def _stamp_behind(times: Sequence[tuple[float, float]]) -> list[Part]:
     parts = [_text("<|begin_of_video|>")]
     for first, _ in times:
         parts += [IMAGE_PART, _text(str(int(first)))]
@@ -157,12 +159,12 @@ def _text(text: str) -> Part:
     return {"type": "text", "text": text}
 
 
-QWEN3 = VideoForm(_stamped_before, False, True, 128 * 32**2, 768 * 32**2)
+QWEN3 = VideoForm(_stamp_before, False, True, 128 * 32**2, 768 * 32**2)
 FORMS = {
     "qwen2_5_vl": VideoForm(_whole, True, False, 128 * 28**2, 768 * 28**2),
     "qwen3_vl": QWEN3,
     "qwen3_vl_moe": QWEN3,
-    "glm4v_moe": VideoForm(_stamped_behind, False, True, 112**2, 60_000 * 28**2),
+    "glm4v_moe": VideoForm(_stamp_behind, False, True, 112**2, 60_000 * 28**2),
 }
 """model_type -> how it reads videos. Numbers of pixels are those of transformers' classes."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from mcore_rl.config import DataConfig, SourceConfig
+from mcore_rl.config import DataConfig
 from mcore_rl.data.curriculum import Curriculum
 from mcore_rl.data.streamed.index import RowIndex, count_rows, index_rows
 from mcore_rl.data.streamed.mixed import MixedPrompts, MixedSource
@@ -34,7 +34,7 @@ def data_files(paths: Sequence[str]) -> list[str]:
 
 def _files_of(path: str) -> list[str]:
     if Path(path).is_dir():
-        found = _of_our_kind(path, Path(path).rglob("*"))
+        found = _select_data_files(path, Path(path).rglob("*"))
         if not found:
             raise ValueError(
                 f"data folder {path} has no .parquet or .jsonl file: give another folder"
@@ -42,7 +42,7 @@ def _files_of(path: str) -> list[str]:
         return found
     if not Path(path).exists() and glob.has_magic(path):
         matches = glob.glob(path, recursive=True)
-        found = _of_our_kind(path, map(Path, matches))
+        found = _select_data_files(path, map(Path, matches))
         if not found:
             raise ValueError(
                 f"data files {path}: the pattern matches no .parquet or .jsonl file"
@@ -58,7 +58,7 @@ def _files_of(path: str) -> list[str]:
     return [path]
 
 
-def _of_our_kind(top: str, paths: Iterable[Path]) -> list[str]:
+def _select_data_files(top: str, paths: Iterable[Path]) -> list[str]:
     """Return data files by name, without hidden ones and those in hidden folders below `top`."""
     return sorted(
         str(path)
@@ -102,7 +102,7 @@ def open_prompts(
     pa.set_memory_pool(pa.system_memory_pool())
     rules = RowRules(config.max_prompt_len, config.overlong, config.curriculum.column)
     workers = TokenWorkers(make_tokenizer, config.workers)
-    weighted = _weighted(config)
+    weighted = _list_weighted_paths(config)
     sources: list[MixedSource] = []
     num_rows = 0
     for number, (paths, weight) in enumerate(weighted):
@@ -118,13 +118,10 @@ def open_prompts(
     return MixedPrompts(sources, seed, curriculum, are_right, workers.close)
 
 
-def _weighted(config: DataConfig) -> list[tuple[list[str], float]]:
+def _list_weighted_paths(config: DataConfig) -> list[tuple[list[str], float]]:
     """Return the paths and the weight of every data set; data.train is one data set."""
-
-    def of(source: SourceConfig) -> tuple[list[str], float]:
-        return [source.path], source.weight
-
-    return [of(source) for source in config.sources] or [(config.train, 1.0)]
+    weighted = [([source.path], source.weight) for source in config.sources]
+    return weighted or [(config.train, 1.0)]
 
 
 def _open_index(config: DataConfig, paths: Sequence[str], rules: RowRules) -> RowIndex:

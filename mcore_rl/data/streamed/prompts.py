@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_rl.data.prompts import make_prompt
-from mcore_rl.data.rows import Row, mapping_of, messages_of, refuse_images, required
+from mcore_rl.data.rows import Row, get_mapping, messages_of, refuse_images, require
 from mcore_rl.data.streamed.windows import RawRow, Windows
 from mcore_rl.data.streamed.workers import Result, TokenWorkers
 from mcore_rl.types import Prompt
@@ -146,11 +146,11 @@ class StreamedPrompts:
         return [
             ReadRow(self._first_index + raw.index, why_not="blank")
             if raw.row is None
-            else self._made(raw.index, raw.where, raw.row, tuple(next(token_ids)))
+            else self._make_row(raw.index, raw.where, raw.row, tuple(next(token_ids)))
             for raw in batch.rows
         ]
 
-    def _made(self, number: int, where: str, row: Row, token_ids: tuple[int, ...]) -> ReadRow:
+    def _make_row(self, number: int, where: str, row: Row, token_ids: tuple[int, ...]) -> ReadRow:
         rules = self._rules
         refuse_images(row, where)
         index = self._first_index + number
@@ -171,9 +171,9 @@ def _number(row: Row, column: str, where: str) -> float:
     """Return the number in a column, which may lie in mappings ("extra_info.difficulty")."""
     *parents, last = column.split(".")
     for name in parents:
-        required(row, name, where)
-        row = mapping_of(row, name, where)
-    value = required(row, last, where)
+        require(row, name, where)
+        row = get_mapping(row, name, where)
+    value = require(row, last, where)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(
             f"{where}: data.curriculum.column={column} is {value!r:.100}, not a finite number;"

@@ -61,7 +61,7 @@ class TokenWorkers:
         try:
             future = self._pool.schedule(_encode_in_worker, args=(list(conversations),))
         except RuntimeError as error:  # the pool broke when its last worker died without work
-            raise self._lost(error) from None
+            raise self._make_lost_error(error) from None
         return partial(self._result, cast("Future[Encoded]", future))
 
     def close(self) -> None:
@@ -81,9 +81,9 @@ class TokenWorkers:
                 " does not end"
             ) from None
         except (ProcessExpired, BrokenProcessPool) as error:
-            raise self._lost(error) from None
+            raise self._make_lost_error(error) from None
 
-    def _lost(self, error: Exception) -> RuntimeError:
+    def _make_lost_error(self, error: Exception) -> RuntimeError:
         status = f" with status {error.exitcode}" if isinstance(error, ProcessExpired) else ""
         return RuntimeError(
             f"a process of data.workers={self._num_workers} that tokenizes prompts ended{status}:"

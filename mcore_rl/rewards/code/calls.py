@@ -122,7 +122,7 @@ def arguments_file(packed_arguments: Any) -> bytes:
     return json.dumps(unpack(packed_arguments)).encode()
 
 
-def packed_result(content: bytes | None) -> str:
+def read_packed_result(content: bytes | None) -> str:
     """Return the packed value of a result's file, as JSON; empty if it holds none."""
     if content is None:
         return ""

@@ -21,7 +21,7 @@ from typing import Any
 from mcore_rl.rewards.code.driver import pack, unpack
 from mcore_rl.rewards.code.execution import CaseSettings, call_case, run_cases, script_case
 from mcore_rl.rewards.code.languages import blocks_of, program_of
-from mcore_rl.rewards.code.score import in_parallel
+from mcore_rl.rewards.code.score import run_in_parallel
 from mcore_rl.rewards.code.tests import read_tests
 from mcore_rl.services.sandbox.limits import SandboxError
 from mcore_rl.tasks.code_steps import FUNCTION, as_python, is_program
@@ -141,7 +141,7 @@ def score_samples(
             return error
 
     for problem, matrices in zip(
-        problems, in_parallel(execute, problems, sandbox_url), strict=True
+        problems, run_in_parallel(execute, problems, sandbox_url), strict=True
     ):
         numbers = [number for number, _ in [*problem.programs, *problem.tests]]
         if isinstance(matrices, Exception):

@@ -24,7 +24,7 @@ from mcore_rl.rewards.code.calls import (
     ARGUMENTS,
     RESULT,
     arguments_file,
-    packed_result,
+    read_packed_result,
     with_call,
 )
 from mcore_rl.rewards.code.driver import ERROR_LEN, READY
@@ -328,5 +328,5 @@ def _end_of(result: CodeResult) -> CaseRun:
     if not killed and record.verdict not in (RunVerdict.OK, RunVerdict.WRONG):
         killed = record.verdict.value
     out, error = (text.decode(errors="replace") for text in (record.stdout, record.stderr))
-    found = packed_result(result.files.get(RESULT))
+    found = read_packed_result(result.files.get(RESULT))
     return CaseRun(record.status, out, error[-ERROR_LEN:], killed, found)

@@ -43,10 +43,12 @@ def score_responses(
             return error
 
     pairs = list(zip(responses, ground_truths, strict=True))
-    return in_parallel(score, pairs, "" if settings is None else settings.sandbox_url)
+    return run_in_parallel(score, pairs, "" if settings is None else settings.sandbox_url)
 
 
-def in_parallel(function: Callable[[T], R], entries: Sequence[T], sandbox_url: str = "") -> list[R]:
+def run_in_parallel(
+    function: Callable[[T], R], entries: Sequence[T], sandbox_url: str = ""
+) -> list[R]:
     """Return what `function` returns for each entry, in order.
 
     A thread for each core calls it, or more that wait for a server.

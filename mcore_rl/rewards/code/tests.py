@@ -89,7 +89,7 @@ def check_assertions(
     """Return whether each assertion holds. Raises SandboxError if there is no sandbox."""
     tests = [call_case(name, given) for each in assertions for name, given in each.calls]
     runs = iter(run_cases([program], tests, settings))
-    filled = [_filled(each, [next(runs) for _ in each.calls]) for each in assertions]
+    filled = [_fill_in(each, [next(runs) for _ in each.calls]) for each in assertions]
     checks = [f"{text}\nprint({_HELD!r})" for text in filled if text is not None]
     if not checks:
         return [False] * len(filled)
@@ -102,7 +102,7 @@ def _holds(run: CaseRun) -> bool:
     return run.is_clean and run.out == f"{_HELD}\n"
 
 
-def _filled(assertion: Assertion, runs: Sequence[CaseRun]) -> str | None:
+def _fill_in(assertion: Assertion, runs: Sequence[CaseRun]) -> str | None:
     """Return the assertion with values in place of calls; None if a call gave none."""
     values = []
     for run in runs:

@@ -47,7 +47,7 @@ class Trial(Protocol):
         """Try the program of a response on the public tests."""
         ...
 
-    async def hidden(self, verdict: PublicVerdict) -> list[bool]:
+    async def run_hidden(self, verdict: PublicVerdict) -> list[bool]:
         """Return whether the program passes each hidden test."""
         ...
 
@@ -85,16 +85,16 @@ class ProgramTrial:
             return PublicVerdict(False, told)
         if not self._public.cases:
             return PublicVerdict(True, program=program)
-        runs = await _in_thread(self._public.runs, program, self._settings)
+        runs = await _run_in_thread(self._public.runs, program, self._settings)
         for run, (test, expected) in zip(runs, self._public.cases, strict=True):
             if not is_passed(run, test, expected):
-                return PublicVerdict(False, _told(run, test, expected), program)
+                return PublicVerdict(False, _describe_failure(run, test, expected), program)
         return PublicVerdict(True, program=program)
 
-    async def hidden(self, verdict: PublicVerdict) -> list[bool]:
+    async def run_hidden(self, verdict: PublicVerdict) -> list[bool]:
         if verdict.program is None:
             return [False] * len(self._hidden)
-        return await _in_thread(self._hidden.results, verdict.program, self._settings)
+        return await _run_in_thread(self._hidden.results, verdict.program, self._settings)
 
 
 class StepsTrial:
@@ -125,7 +125,7 @@ class StepsTrial:
                 )
         return PublicVerdict(True, values=values)
 
-    async def hidden(self, verdict: PublicVerdict) -> list[bool]:
+    async def run_hidden(self, verdict: PublicVerdict) -> list[bool]:
         pairs = zip(verdict.values, self._expected, strict=True)
         return [got == wanted for got, wanted in pairs][self._num_public :]
 
@@ -160,7 +160,7 @@ class _Batcher:
             programs = [program for program, _, _ in batch]
             tests = [call_case(FUNCTION, pack([given]), i) for i, (_, given, _) in enumerate(batch)]
             try:
-                runs = await _in_thread(run_cases, programs, tests, self._settings)
+                runs = await _run_in_thread(run_cases, programs, tests, self._settings)
             except Exception as error:  # handed on to everyone who waits
                 for _, _, future in batch:
                     future.set_exception(error)
@@ -179,7 +179,7 @@ def _batcher(sandbox_url: str) -> _Batcher:
     return batchers.setdefault(sandbox_url, _Batcher(sandbox_url))
 
 
-async def _in_thread(function: Any, *arguments: Any) -> Any:
+async def _run_in_thread(function: Any, *arguments: Any) -> Any:
     """Call a function in a thread; as many at once as there are cores."""
     loop = asyncio.get_running_loop()
     cores = asyncio.Semaphore(len(os.sched_getaffinity(0)))
@@ -187,19 +187,19 @@ async def _in_thread(function: Any, *arguments: Any) -> Any:
         return await asyncio.to_thread(function, *arguments)
 
 
-def _told(run: CaseRun, test: Mapping[str, Any], expected: Any) -> str:
+def _describe_failure(run: CaseRun, test: Mapping[str, Any], expected: Any) -> str:
     """Return what the policy is told of a public test that failed."""
     is_call = "function" in test
     given = f"{test['function']}{tuple(unpack(test['arguments']))!r}" if is_call else test["stdin"]
     why = run.killed or (f"{run.error}\nexit status {run.status}" if run.status else "")
-    got = _shown(run.result) if is_call else run.out
+    got = _shorten(run.result) if is_call else run.out
     lines = ["A test failed.", f"Input: {given:.{_SHOWN_LEN}}"]
     lines.append(f"Expected: {expected!s:.{_SHOWN_LEN}}")
     lines.append(f"Error: {why[-_SHOWN_LEN:]}" if why else f"Got: {got:.{_SHOWN_LEN}}")
     return "\n".join([*lines, "Write the whole program again."])
 
 
-def _shown(result: str) -> str:
+def _shorten(result: str) -> str:
     try:
         return repr(unpack(json.loads(result)))
     except (ValueError, TypeError, RecursionError):

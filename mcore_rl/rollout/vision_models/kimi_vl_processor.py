@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from mcore_rl.data.images.encoded import expanded
+from mcore_rl.data.images.encoded import expand_placeholders
 from mcore_rl.data.images.processor import PatchRule, open_rule
 from mcore_rl.rollout.image_outputs import as_images
 
@@ -52,7 +52,7 @@ class KimiVlProcessor:
             raise ValueError(f"{len(images)} images for {ids.count(placeholder_id)} {PLACEHOLDER}")
         made = [self._rule.make(image.convert("RGB"), None) for image in images]
         counts = [len(each.pixels_PD) // self._rule.merge**2 for each in made]
-        found = {"input_ids": torch.tensor([expanded(ids, placeholder_id, counts)])}
+        found = {"input_ids": torch.tensor([expand_placeholders(ids, placeholder_id, counts)])}
         if made:
             found["pixel_values"] = as_images(torch.cat([each.pixels_PD for each in made]))
             found["image_grid_hws"] = torch.tensor([each.grid[1:] for each in made])

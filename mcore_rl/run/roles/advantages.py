@@ -50,7 +50,7 @@ class StoredAdvantages:
         metrics = advantages.summarize(scores, samples, sums)
         if advantages.sees == "samples":
             has_tokens_N = np.array([sample.response_len > 0 for sample in samples])
-            advantages_N = advantages.of_samples(scores, samples, sums).numpy()
+            advantages_N = advantages.compute_from_samples(scores, samples, sums).numpy()
             batch = replace(batch, advantages_N=by_sequence(batch, advantages_N[has_tokens_N]))
         advantages.steer(metrics, len(samples))
         return batch, metrics
@@ -85,9 +85,9 @@ class StoredAdvantages:
         """Return the batch and the sums of each part."""
         works = []
         for part in parts:
-            shapes = SampleShapes.of([samples[place] for place in part.places])
+            shapes = SampleShapes.from_samples([samples[place] for place in part.places])
             own = scores.select(part.places)
-            estimate = partial(self._advantages.of_tokens, shapes=shapes, scores=own)
+            estimate = partial(self._advantages.compute_from_tokens, shapes=shapes, scores=own)
             works.append((estimate, part.batch))
         made, answers = zip(*self._on_tokens(works), strict=True)
         return list(made), list(answers)

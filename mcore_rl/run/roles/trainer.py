@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_rl.batches.batch import make_filler, select_each, tokens_of
 from mcore_rl.batches.packing import plan_microbatches, plan_shared_microbatches
-from mcore_rl.batches.shared_prefixes import sharing_of
+from mcore_rl.batches.shared_prefixes import find_batch_sharing
 from mcore_rl.batches.stored_batch import in_parts, stored_sharing
 from mcore_rl.config import CheckpointConfig, ParallelConfig, TrainConfig
 from mcore_rl.logs.run_folder import RunFolder
@@ -100,7 +100,7 @@ class Packing:
         if not self.shares:
             return plan_microbatches(batch.lens_N, *limits)
         is_stored = isinstance(batch, StoredBatch)
-        sharing = stored_sharing(batch) if is_stored else sharing_of(batch)
+        sharing = stored_sharing(batch) if is_stored else find_batch_sharing(batch)
         return plan_shared_microbatches(batch.lens_N, sharing, *limits)
 
     def _work(self, num_tokens: int) -> float:

@@ -61,7 +61,7 @@ def _pinned_bytes(environment: dict[str, str]) -> int:
 
 
 def _tell_pinned_bytes(pipe: Connection) -> None:
-    pipe.send(probes.pinned_bytes_taken(ODD_BYTES))
+    pipe.send(probes.measure_pinned_bytes(ODD_BYTES))
 
 
 def memory_saver() -> Figures:

@@ -79,7 +79,7 @@ def spread_features(features: tuple[Tensor, ...], rows_t: Tensor, like: Tensor) 
     return torch.where(is_image_t11, own_Kt1H, 0).to(like.dtype)
 
 
-def carried_features(chunk: GPTModel) -> tuple[int, int]:
+def count_carried_features(chunk: GPTModel) -> tuple[int, int]:
     """Return how many features of each image travel into a chunk of a model, and out of it."""
     num_features = getattr(chunk, "num_features", 0)
     if not num_features:
@@ -103,7 +103,7 @@ def part_features(rows: Tensor, num_tokens: int) -> tuple[Tensor, Tensor | None]
     return hidden_t1H, rest.unflatten(0, (-1, num_tokens))
 
 
-def interleaved_axes(section: Sequence[int], num_frequencies: int) -> list[int]:
+def interleave_axes(section: Sequence[int], num_frequencies: int) -> list[int]:
     """Return the axis of each frequency: 0 for time, 1 for height, 2 for width.
 
     section   frequencies of each axis; height and width have every third until theirs are used up
@@ -122,9 +122,9 @@ class InterleavedPositions(MultimodalRotaryEmbedding):
     """
 
     def __init__(self, *, section: Sequence[int], **options: Any) -> None:
-        """`section` as of `interleaved_axes`; `options` are those of megatron-core's class."""
+        """`section` as of `interleave_axes`; `options` are those of megatron-core's class."""
         super().__init__(**options)
-        axes = interleaved_axes(section, len(self.inv_freq))
+        axes = interleave_axes(section, len(self.inv_freq))
         self._axes_F = torch.tensor(axes, device=self.inv_freq.device)
 
     def forward(self, position_ids: Tensor, mrope_section: list[int], cp_group: Any = None) -> Any:
@@ -217,7 +217,7 @@ class VisionLanguageModel(GPTModel):
             padding_mask=padding_mask,
             **more,
         )
-        _, num_behind = carried_features(self)
+        _, num_behind = count_carried_features(self)
         if features_Kt1H is None or not num_behind:
             return out
         return join_features(out, features_Kt1H[-num_behind:])

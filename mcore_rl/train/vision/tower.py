@@ -99,7 +99,7 @@ class TowerBlock(nn.Module):
 
     def _attend(self, hidden_PD: Tensor, turns_PF: Tensor, images: Sequence[Sides]) -> Tensor:
         parts_3PhC = self.wqkv(hidden_PD).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
-        query, key = (turned(part, turns_PF) for part in parts_3PhC[:2])
+        query, key = (turn(part, turns_PF) for part in parts_3PhC[:2])
         lens = [height * width for height, width in images]
         heads_first = (part.transpose(0, 1) for part in (query, key, parts_3PhC[2]))
         per_image = zip(*(part.split(lens, 1) for part in heads_first), strict=True)
@@ -154,9 +154,9 @@ class MoonViT(nn.Module):
                 hidden_PD = checkpoint(block, hidden_PD, turns_PF, images, use_reentrant=False)
             else:
                 hidden_PD = block(hidden_PD, turns_PF, images)
-        return self.merger(self._merged(self.final_layernorm(hidden_PD), images))
+        return self.merger(self._merge(self.final_layernorm(hidden_PD), images))
 
-    def _merged(self, hidden_PD: Tensor, images: Sequence[Sides]) -> Tensor:
+    def _merge(self, hidden_PD: Tensor, images: Sequence[Sides]) -> Tensor:
         """Return [R, merge**2, hidden], the patches that merge into each embedding."""
         merge = self._merge
         parts = []
@@ -181,7 +181,7 @@ def turns_of(sides: Sides, num_pairs: int, device: torch.device) -> Tensor:
     return torch.polar(torch.ones_like(angles_PF), angles_PF)
 
 
-def turned(heads_PhC: Tensor, turns_PF: Tensor) -> Tensor:
+def turn(heads_PhC: Tensor, turns_PF: Tensor) -> Tensor:
     """Return queries or keys with their pairs turned; computed in float32."""
     pairs_PhF = torch.view_as_complex(heads_PhC.float().unflatten(-1, (-1, 2)))
     turned_PhF2 = torch.view_as_real(pairs_PhF * turns_PF[:, None])
@@ -222,10 +222,10 @@ class Float32Buffers(torch.nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> "Float32Buffers":
         """Let `fn` move the buffers to another device, but not cast them."""
 
-        def moved(tensor: Tensor) -> Tensor:
+        def move(tensor: Tensor) -> Tensor:
             return tensor.to(fn(tensor).device)
 
-        super()._apply(moved, recurse)
+        super()._apply(move, recurse)
         return self
 
 
@@ -242,7 +242,7 @@ def make_tower(config: TransformerConfig, hf_config: HfConfig) -> torch.nn.Modul
     tower: Any
     with torch.random.fork_rng(devices=[]):
         if stem in TOWERS:
-            tower = _of_transformers(stem, hf_config, config.params_dtype, recompute)
+            tower = _make_transformers_tower(stem, hf_config, config.params_dtype, recompute)
         else:
             tower = MoonViT(hf_config, family.sizes(hf_config), recompute=recompute)
             tower.to(config.params_dtype)
@@ -251,7 +251,7 @@ def make_tower(config: TransformerConfig, hf_config: HfConfig) -> torch.nn.Modul
     return tower
 
 
-def _of_transformers(
+def _make_transformers_tower(
     stem: str, hf_config: HfConfig, dtype: torch.dtype, recompute: bool
 ) -> torch.nn.Module:
     config_class, tower_class = _classes(stem)

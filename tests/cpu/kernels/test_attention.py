@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.cpu.kernels.attention import causal_attention
-from mcore_rl.device.attention import Form, bottom_right_attention, packed_attention
+from mcore_rl.device.attention import AttentionSpec, attend_bottom_right, attend_packed
 
 WAYS = (("compiled", torch.float32), ("torch", torch.float64))
 """The exact result is that in float64: two sums in float32 may each be off, to either side."""
@@ -28,7 +28,7 @@ def test_values_and_gradients_are_those_of_torch(
         out = (
             causal_attention(q, k, v, lens_N, scale)
             if way == "compiled"
-            else packed_attention(q, k, v, lens_N, Form(scale))
+            else attend_packed(q, k, v, lens_N, AttentionSpec(scale))
         )
         results.append((out, *torch.autograd.grad(out, [leaf], dout.to(dtype))))
     for ours, theirs in zip(*results, strict=True):
@@ -45,7 +45,7 @@ def test_sequences_may_have_more_keys_than_queries() -> None:
         out = (
             causal_attention(q_, k_, v_, lens_N, 0.3, key_lens_N)
             if way == "compiled"
-            else bottom_right_attention(q_, k_, v_, lens_N, key_lens_N, Form(0.3))
+            else attend_bottom_right(q_, k_, v_, lens_N, key_lens_N, AttentionSpec(0.3))
         )
         results.append((out, *torch.autograd.grad(out, leaves, dout.to(dtype))))
     for ours, theirs in zip(*results, strict=True):

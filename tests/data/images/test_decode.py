@@ -8,7 +8,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from mcore_rl.data.images.decode import ImageSize, decode, read_size
-from mcore_rl.data.images.encoded import BadImage, EncodedImage
+from mcore_rl.data.images.encoded import BadImageError, EncodedImage
 from tests.support.odd_images import bad_images, bomb, encode, good_images, noise, turned
 
 MAX_PIXELS = 1 << 20
@@ -30,7 +30,7 @@ def test_unusual_images_are_decoded(name: str) -> None:
 @pytest.mark.parametrize("name", bad_images())
 def test_unusable_images_are_refused_by_place(name: str) -> None:
     image = encoded(bad_images()[name])
-    with pytest.raises(BadImage, match=r"a\.parquet row 3, image 0 (is|has|announces)"):
+    with pytest.raises(BadImageError, match=r"a\.parquet row 3, image 0 (is|has|announces)"):
         read_size(image, MAX_PIXELS)
         decode(image)
 
@@ -41,7 +41,7 @@ def test_unusable_images_are_refused_by_place(name: str) -> None:
 )
 def test_a_bomb_is_refused_by_its_header(side: int, message: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(BadImage, match=message):
+    with pytest.raises(BadImageError, match=message):
         read_size(encoded(bomb(side, side)), MAX_PIXELS)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
 

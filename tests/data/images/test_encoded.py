@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.data.images.encoded import BadImage, encoded_images
+from mcore_rl.data.images.encoded import BadImageError, read_encoded_images
 
 
 @pytest.mark.parametrize(
@@ -24,19 +24,19 @@ from mcore_rl.data.images.encoded import BadImage, encoded_images
 def test_every_form_gives_the_bytes(tmp_path: Path, entry: Any) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/a.png").write_bytes(b"pixels")
-    [image] = encoded_images({"images": [entry]}, "a.parquet row 3", tmp_path)
+    [image] = read_encoded_images({"images": [entry]}, "a.parquet row 3", tmp_path)
     assert (image.data, image.where) == (b"pixels", "a.parquet row 3, image 0")
 
 
 def test_absolute_paths_are_taken_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"pixels")
-    [image] = encoded_images({"images": [str(tmp_path / "a.png")]}, "row 0", Path("/nowhere"))
+    [image] = read_encoded_images({"images": [str(tmp_path / "a.png")]}, "row 0", Path("/nowhere"))
     assert image.data == b"pixels"
 
 
 def test_a_row_without_images_has_none(tmp_path: Path) -> None:
-    assert encoded_images({}, "row 0", tmp_path) == []
-    assert encoded_images({"images": None}, "row 0", tmp_path) == []
+    assert read_encoded_images({}, "row 0", tmp_path) == []
+    assert read_encoded_images({"images": None}, "row 0", tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -56,5 +56,5 @@ def test_a_row_without_images_has_none(tmp_path: Path) -> None:
     ],
 )
 def test_other_forms_are_refused(tmp_path: Path, images: Any, message: str) -> None:
-    with pytest.raises(BadImage, match=message):
-        encoded_images({"images": images}, "row 0", tmp_path, max_bytes=8)
+    with pytest.raises(BadImageError, match=message):
+        read_encoded_images({"images": images}, "row 0", tmp_path, max_bytes=8)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.data.images.encoded import expanded, limit_that_fits
+from mcore_rl.data.images.encoded import expand_placeholders, limit_that_fits
 
 
 @given(
@@ -29,7 +29,7 @@ def test_the_limit_is_the_largest_that_fits(
 @given(st.lists(st.integers(0, 3), max_size=20), st.data())
 def test_placeholders_are_expanded_in_order(ids: list[int], data: st.DataObject) -> None:
     counts = [data.draw(st.integers(1, 4)) for _ in range(ids.count(2))]
-    out = expanded(ids, 2, counts)
+    out = expand_placeholders(ids, 2, counts)
     assert [token for token in out if token != 2] == [token for token in ids if token != 2]
     assert out.count(2) == sum(counts)
     runs = iter(counts)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.data.images.encoded import BadImage, placeholders_of, with_image_parts
+from mcore_rl.data.images.encoded import BadImageError, placeholders_of, with_image_parts
 
 IMAGE = {"type": "image"}
 
@@ -21,7 +21,7 @@ def test_placeholders_become_parts_in_several_turns() -> None:
 
 @pytest.mark.parametrize("num_images", [0, 2])
 def test_placeholders_and_images_must_agree(num_images: int) -> None:
-    with pytest.raises(BadImage, match=f"row 0 has {num_images} images and 1 placeholders"):
+    with pytest.raises(BadImageError, match=f"row 0 has {num_images} images and 1 placeholders"):
         with_image_parts([{"role": "user", "content": "<image>?"}], num_images, "row 0")
 
 
@@ -55,5 +55,7 @@ def test_a_video_is_text_in_a_row_without_videos() -> None:
 @pytest.mark.parametrize("num_videos", [1, 3])
 def test_placeholders_and_videos_must_agree(num_videos: int) -> None:
     messages = [{"role": "user", "content": "<video> and <video>"}]
-    with pytest.raises(BadImage, match=f"row 0 has {num_videos} videos and 2 placeholders <video>"):
+    with pytest.raises(
+        BadImageError, match=f"row 0 has {num_videos} videos and 2 placeholders <video>"
+    ):
         with_image_parts(messages, 0, "row 0", [[IMAGE]] * num_videos)

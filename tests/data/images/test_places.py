@@ -94,11 +94,11 @@ def test_the_placeholder_comes_from_the_config() -> None:
         "vision_config": {"spatial_merge_size": 3},
         "rope_parameters": {"mrope_section": [2, 3, 3]},
     }
-    assert ImageTokens.of(config) == ImageTokens(7, 3)
+    assert ImageTokens.from_config(config) == ImageTokens(7, 3)
     kimi = {"media_placeholder_token_id": 8, "vision_config": {"merge_kernel_size": [4, 4]}}
-    assert ImageTokens.of(kimi) == ImageTokens(8, 4, three_axes=False)
+    assert ImageTokens.from_config(kimi) == ImageTokens(8, 4, three_axes=False)
     with pytest.raises(ValueError, match="image_token_id"):
-        ImageTokens.of({"vision_config": {}})
+        ImageTokens.from_config({"vision_config": {}})
 
 
 def test_positions_of_one_axis_count_images_as_text() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.data.images.encoded import BadImage
+from mcore_rl.data.images.encoded import BadImageError
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.images.prompts import ImagePrompt, ImagePrompts, ImageRules
 from mcore_rl.data.rows import load_rows, write_parquet
@@ -101,7 +101,8 @@ def test_overlong_prompts_are_dropped_shrunk_or_refused(folder: Path) -> None:
 def test_a_placeholder_of_the_model_in_the_text_is_refused(folder: Path) -> None:
     row = row_of(f"<image> {PLACEHOLDER}", encode(noise(8, 8)))
     with pytest.raises(
-        BadImage, match="row 0 has 1 images and pieces of videos, but its rendered prompt has 2"
+        BadImageError,
+        match="row 0 has 1 images and pieces of videos, but its rendered prompt has 2",
     ):
         make_prompts(folder).prompt("row 0", row, folder)
 
@@ -119,7 +120,7 @@ def test_a_limit_of_tokens_shrinks_each_image(folder: Path) -> None:
 
 def test_damage_behind_the_header_is_found_only_if_images_are_verified(folder: Path) -> None:
     row = row_of("<image>", bad_images()["truncated"])
-    with pytest.raises(BadImage, match="row 0, image 0 is damaged"):
+    with pytest.raises(BadImageError, match="row 0, image 0 is damaged"):
         make_prompts(folder).prompt("row 0", row, folder)
     assert make_prompts(folder, verify=False).prompt("row 0", row, folder) is not None
 
@@ -142,7 +143,7 @@ def test_two_hundred_rows_of_any_kind(folder: Path, tmp_path: Path) -> None:
     strict = make_prompts(folder)
     for (where, row), bad in zip(loaded, is_bad, strict=True):
         if bad:
-            with pytest.raises(BadImage, match=rf"rows\.parquet {where.partition(' ')[2]}\b"):
+            with pytest.raises(BadImageError, match=rf"rows\.parquet {where.partition(' ')[2]}\b"):
                 strict.prompt(where, row, tmp_path)
         else:
             prompt = strict.prompt(where, row, tmp_path)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_rl.data.images import shared_patches
-from mcore_rl.data.images.encoded import BadImage
+from mcore_rl.data.images.encoded import BadImageError
 from mcore_rl.data.images.shared_patches import SharedPatches, map_patches, roomy_folder
 from mcore_rl.types import Patches, PromptImage
 from tests.support.image_prompts import make_image, make_patches
@@ -96,11 +96,11 @@ def test_a_thread_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_damaged_image_is_an_error_each_time(tmp_path: Path) -> None:
     def make(image: PromptImage) -> Patches:
-        raise BadImage(f"{image.where} is damaged")
+        raise BadImageError(f"{image.where} is damaged")
 
     shared = SharedPatches(make, 10 * NUM_BYTES, str(tmp_path))
     for _ in range(2):
-        with pytest.raises(BadImage, match="image a is damaged"):
+        with pytest.raises(BadImageError, match="image a is damaged"):
             shared.place(make_image("a"))
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.data.images.encoded import BadImage, EncodedImage
+from mcore_rl.data.images.encoded import BadImageError, EncodedImage
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.images.prompts import (
     ImagePrompt,
     ImagePrompts,
     ImageRules,
-    shown_image,
-    shown_video,
+    make_shown_image,
+    make_shown_video,
 )
 from mcore_rl.data.images.video_rule import EncodedVideo
 from tests.support.odd_images import (
@@ -125,7 +125,7 @@ def test_a_limit_of_tokens_holds_for_each_two_frames(tmp_path: Path) -> None:
 def test_pieces_take_the_tokens_of_the_video(tmp_path: Path, kind: str, num_pieces: int) -> None:
     make_prompts(tmp_path, kind)
     frames = tuple(EncodedImage(data, f"frame {k}") for k, data in enumerate(FRAMES))
-    video = shown_video(EncodedVideo(frames, 2.0, "video"), ImageProcessor(tmp_path), 1 << 20)
+    video = make_shown_video(EncodedVideo(frames, 2.0, "video"), ImageProcessor(tmp_path), 1 << 20)
     assert video.num_pieces == num_pieces == sum(p["type"] == "image" for p in video.parts)
     for limit in (1, 5, 9, video.most_tokens):
         pieces = video.pieces(limit)
@@ -137,22 +137,22 @@ def test_an_image_is_not_shrunk_below_the_least_of_its_processor(tmp_path: Path)
     make_prompts(tmp_path, "qwen2_5_vl")
     processor = ImageProcessor(tmp_path)
     image = EncodedImage(encode(noise(64, 64)), "image")
-    shown = shown_image(image, processor, 1 << 20, max_tokens=0)
+    shown = make_shown_image(image, processor, 1 << 20, max_tokens=0)
     assert shown.num_tokens(1) == shown.num_tokens(processor.least_tokens) > 1
-    [small] = shown_image(image, processor, 1 << 20, max_tokens=1).pieces(1)
+    [small] = make_shown_image(image, processor, 1 << 20, max_tokens=1).pieces(1)
     assert (small.num_tokens, small.most_tokens) == (1, 1)
 
 
 def test_frames_of_unequal_sizes_are_refused(tmp_path: Path) -> None:
     row = row_of("<video>", [[FRAMES[0], STILL]], [])
     message = "row 0, video 0: frame 1 has 16 x 16 pixels, frame 0 40 x 24: give frames of one size"
-    with pytest.raises(BadImage, match=message):
+    with pytest.raises(BadImageError, match=message):
         make_prompts(tmp_path, "qwen2_5_vl").prompt("row 0", row, tmp_path)
 
 
 def test_a_damaged_frame_is_found_at_the_start(tmp_path: Path) -> None:
     row = row_of("<video>", [[FRAMES[0], FRAMES[1][:-200]]], [])
-    with pytest.raises(BadImage, match="row 0, video 0, frame 1 is damaged"):
+    with pytest.raises(BadImageError, match="row 0, video 0, frame 1 is damaged"):
         make_prompts(tmp_path, "qwen2_5_vl").prompt("row 0", row, tmp_path)
 
 

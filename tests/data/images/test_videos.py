@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.data.images.encoded import BadImage
-from mcore_rl.data.images.video_rule import FPS, encoded_videos
+from mcore_rl.data.images.encoded import BadImageError
+from mcore_rl.data.images.video_rule import FPS, read_encoded_videos
 
 FRAMES = [b"one", {"bytes": b"two"}, "three.png"]
 
@@ -22,7 +22,7 @@ FRAMES = [b"one", {"bytes": b"two"}, "three.png"]
 )
 def test_every_form_gives_the_frames(tmp_path: Path, entry: Any, fps: float) -> None:
     (tmp_path / "three.png").write_bytes(b"three")
-    [video] = encoded_videos({"videos": [entry]}, "row 3", tmp_path)
+    [video] = read_encoded_videos({"videos": [entry]}, "row 3", tmp_path)
     assert [frame.data for frame in video.frames] == [b"one", b"two", b"three"]
     assert (video.fps, video.where, video.frames[2].where) == (
         fps,
@@ -32,8 +32,8 @@ def test_every_form_gives_the_frames(tmp_path: Path, entry: Any, fps: float) -> 
 
 
 def test_a_row_without_videos_has_none(tmp_path: Path) -> None:
-    assert encoded_videos({}, "row 0", tmp_path) == []
-    assert encoded_videos({"videos": None}, "row 0", tmp_path) == []
+    assert read_encoded_videos({}, "row 0", tmp_path) == []
+    assert read_encoded_videos({"videos": None}, "row 0", tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def test_a_row_without_videos_has_none(tmp_path: Path) -> None:
     ],
 )
 def test_other_forms_are_refused(tmp_path: Path, entry: Any, message: str) -> None:
-    with pytest.raises(BadImage, match=message):
-        encoded_videos({"videos": [entry]}, "row 0", tmp_path, max_bytes=8)
+    with pytest.raises(BadImageError, match=message):
+        read_encoded_videos({"videos": [entry]}, "row 0", tmp_path, max_bytes=8)
 
 
 def test_the_column_is_a_list(tmp_path: Path) -> None:
-    with pytest.raises(BadImage, match=r"row 0: `videos` is 'a\.mp4', not a list of videos"):
-        encoded_videos({"videos": "a.mp4"}, "row 0", tmp_path)
+    with pytest.raises(BadImageError, match=r"row 0: `videos` is 'a\.mp4', not a list of videos"):
+        read_encoded_videos({"videos": "a.mp4"}, "row 0", tmp_path)

@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.rewards.code.calls import CALL_LANGUAGES, arguments_file, packed_result, with_call
+from mcore_rl.rewards.code.calls import (
+    CALL_LANGUAGES,
+    arguments_file,
+    read_packed_result,
+    with_call,
+)
 from mcore_rl.rewards.code.driver import pack
 from mcore_rl.rewards.code.languages import Program
 from mcore_rl.rewards.code.tests import read_tests
@@ -113,12 +118,12 @@ def test_a_program_stands_whole_in_what_runs(language: str, source: str) -> None
 
 @given(JSON)
 def test_values_come_back_as_they_went_in(value: Any) -> None:
-    assert json.loads(packed_result(arguments_file(pack(value)))) == pack(value)
+    assert json.loads(read_packed_result(arguments_file(pack(value)))) == pack(value)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"[", b"\xff", b"[" * 100_000])
 def test_a_file_without_a_value_is_no_result(content: bytes | None) -> None:
-    assert packed_result(content) == ""
+    assert read_packed_result(content) == ""
 
 
 def test_what_json_cannot_hold_is_refused() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from mcore_rl.rewards.code import execution as code_execution
 from mcore_rl.rewards.code.places import execute
-from mcore_rl.rewards.code.score import in_parallel, score_of, score_responses
+from mcore_rl.rewards.code.score import run_in_parallel, score_of, score_responses
 from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult
 from mcore_rl.services.sandbox.limits import SandboxError
 
@@ -50,6 +50,6 @@ def test_entries_are_worked_on_at_the_same_time(monkeypatch: pytest.MonkeyPatch)
         time.sleep(0.01 * (3 - number))
         return number
 
-    assert in_parallel(meet, [0, 1, 2]) == [0, 1, 2]
+    assert run_in_parallel(meet, [0, 1, 2]) == [0, 1, 2]
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
-    assert in_parallel(meet, [0, 1, 2], "http://server") == [0, 1, 2]
+    assert run_in_parallel(meet, [0, 1, 2], "http://server") == [0, 1, 2]

@@ -55,7 +55,7 @@ def test_the_first_failed_public_test_is_told(truth: Any, answer: str, told: str
 def test_without_public_tests_hidden_ones_decide() -> None:
     async def judge() -> list[bool]:
         trial = trial_of("python", {"inputs": ["1", "2"], "outputs": ["1", "0"]})
-        return await trial.hidden(await trial.run("```\nprint(input())\n```"))
+        return await trial.run_hidden(await trial.run("```\nprint(input())\n```"))
 
     assert asyncio.run(judge()) == [True, False]
 

@@ -12,7 +12,7 @@ from mcore_rl.algo.covariance import pick_between, pick_largest, with_held_back
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.kl import KL_ESTIMATORS
 from mcore_rl.algo.registry import Pick, advantages
-from mcore_rl.algo.sequences import trained_in_order
+from mcore_rl.algo.sequences import order_trained_tokens
 from mcore_rl.batches.batch import make_train_batch, without_truncated
 from mcore_rl.config import AlgorithmConfig, CovarianceConfig, KLConfig
 from mcore_rl.types import Prompt, Sample, TrainBatch
@@ -49,7 +49,7 @@ def make_samples(cut: Cut) -> list[Sample]:
 def make_batch(cut: Cut) -> TrainBatch:
     """Return their rows, with numbers that go with the token, whatever row it is in."""
     batch = make_train_batch(make_samples(cut))
-    in_order = trained_in_order(batch)
+    in_order = order_trained_tokens(batch)
     generator = torch.Generator().manual_seed(2)
     values = {}
     for name in FIELDS:

@@ -20,7 +20,7 @@ from mcore_rl.algo.kl import KL_ESTIMATORS
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.algo.registry import losses
-from mcore_rl.algo.sample_sums import add_up_samples, known_sums
+from mcore_rl.algo.sample_sums import add_up_samples, make_known_sums
 from mcore_rl.algo.sequences import samples_of_tokens
 from mcore_rl.batches.batch import select, with_loss_weights
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig, KLConfig
@@ -133,7 +133,7 @@ def run_step(
         samples = [samples_of_tokens(batch) for batch in microbatches]
         parts = [(partial(loss_fn, *x), s) for x, s in zip(inputs, samples, strict=True)]
         totals = add_up_samples(parts, len(LENS), CPU)
-        sums = [known_sums(totals, sample_T) for sample_T in samples]
+        sums = [make_known_sums(totals, sample_T) for sample_T in samples]
     loss = torch.zeros((), dtype=torch.float64)
     metrics: dict[str, Tensor] = {}
     for x, own_sums in zip(inputs, sums, strict=True):

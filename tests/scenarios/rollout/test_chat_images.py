@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mcore_rl.data.images.batch import join_patches
-from mcore_rl.data.images.encoded import EncodedImage, expanded
+from mcore_rl.data.images.encoded import EncodedImage, expand_placeholders
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
@@ -122,7 +122,7 @@ def patches_logprob(
         add_generation_prompt=True,
         return_dict=False,
     )
-    whole = expanded(ids, placeholder, [len(patches.pixels_PD) // 4])
+    whole = expand_placeholders(ids, placeholder, [len(patches.pixels_PD) // 4])
     body = {
         "input_ids": whole,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},

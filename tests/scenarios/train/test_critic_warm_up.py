@@ -10,7 +10,7 @@ from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import AlgorithmConfig, CriticConfig, OptimizerConfig, TrainConfig
 from mcore_rl.loops.roles import Roles
 from mcore_rl.loops.training import StepOptions, train_policy_and_critic
-from mcore_rl.train.optimizer import learning_rate
+from mcore_rl.train.optimizer import compute_learning_rate
 from mcore_rl.types import StepStats, TrainBatch
 from tests.support.optimizer_steps import CountingCritic, options_of, sampled
 from tests.support.table_policy import TablePolicy
@@ -27,7 +27,7 @@ class RateRecorder(TablePolicy):
         self.rates: list[float] = []
 
     def train_step(self, batch: TrainBatch) -> StepStats:
-        self.rates.append(learning_rate(self._optimizer, self.num_taken, self._total_steps))
+        self.rates.append(compute_learning_rate(self._optimizer, self.num_taken, self._total_steps))
         self.num_taken += 1
         return super().train_step(batch)
 

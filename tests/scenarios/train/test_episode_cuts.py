@@ -13,7 +13,7 @@ import torch
 
 from mcore_rl.agents.turn_tree import Cut, TurnTree, at_leaves, at_turns
 from mcore_rl.batches.batch import make_train_batch, with_loss_weights
-from mcore_rl.batches.shared_prefixes import sharing_of
+from mcore_rl.batches.shared_prefixes import find_batch_sharing
 from mcore_rl.config import CheckpointConfig, ModelConfig, ParallelConfig, TrainConfig
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.run.roles.trainer import PackedTrainer, Packing
@@ -113,7 +113,7 @@ def test_any_cut_gives_the_same_gradient_in_every_layout(tmp_path: Path) -> None
     for number in range(NUM_BATCHES):
         here = slice(number * len(CUTS), (number + 1) * len(CUTS))
         of_batch = alone[here]
-        assert any(sharing_of(make_batch(number, at_turns)).starts), "nothing is shared"
+        assert any(find_batch_sharing(make_batch(number, at_turns)).starts), "nothing is shared"
         wanted = whole_gradients(of_batch[0])
         first = first or wanted
         assert max(g.abs().max().item() for g in wanted.values()) > 1e-3

@@ -14,7 +14,7 @@ from mcore_rl.train.model import make_chunks
 from mcore_rl.train.transformer_config import make_transformer_config
 from mcore_rl.train.vision.model import (
     DeepstackLayer,
-    carried_features,
+    count_carried_features,
     join_features,
     part_features,
     spread_features,
@@ -56,7 +56,7 @@ def test_features_travel_as_rows_below_the_hidden_states(num_tokens: int, num: i
 def carried_by(config: dict[str, Any]) -> tuple[int, int]:
     megatron = make_transformer_config(config, ParallelConfig(), torch.float32, TrainConfig())
     [chunk] = make_chunks(megatron, config)
-    return carried_features(chunk)
+    return count_carried_features(chunk)
 
 
 def test_a_chunk_with_all_layers_sends_no_features_on() -> None:

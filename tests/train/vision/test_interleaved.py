@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.train.runtime import init_distributed
-from mcore_rl.train.vision.model import InterleavedPositions, interleaved_axes
+from mcore_rl.train.vision.model import InterleavedPositions, interleave_axes
 from tests.support.distributed import run_ranks
 
 
@@ -25,7 +25,7 @@ def test_axes_are_those_of_transformers(height: int, width: int, more: int) -> N
     torch.nn.Module.__init__(module)
     module.mrope_section = section
     wanted = module.recomposition_frequencies(axes_3F)[:num_frequencies].tolist()
-    found = interleaved_axes(section, num_frequencies)
+    found = interleave_axes(section, num_frequencies)
     assert found == wanted
     assert [found.count(axis) for axis in range(3)] == section
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mcore_rl.train.vision.tower import MoonViT, turned, turns_of
+from mcore_rl.train.vision.tower import MoonViT, turn, turns_of
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.models import family_of
 from tests.support.tiny_kimi_vl import PIXELS, KimiVl, write_kimi_vl_model
@@ -95,7 +95,7 @@ def test_scores_depend_on_distances_alone(rows: int, columns: int, fours: int) -
     grid = turns_PF.unflatten(0, sides)
 
     def score(at: tuple[int, int], other: tuple[int, int]) -> Tensor:
-        return (turned(query, grid[at][None]) * turned(key, grid[other][None])).sum()
+        return (turn(query, grid[at][None]) * turn(key, grid[other][None])).sum()
 
     corner = score((rows, columns), (rows - 1, columns - 1))
     torch.testing.assert_close(score((1, 1), (0, 0)), corner, rtol=1e-4, atol=1e-4)

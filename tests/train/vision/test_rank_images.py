@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mcore_rl.data.images.places import ImageTokens
-from mcore_rl.train.packing import make_rank_batch, padded_lens
+from mcore_rl.train.packing import make_rank_batch, pad_lens
 from mcore_rl.train.vision.rank_images import RankImages, make_rank_images
 from tests.support.tiny_vision import PLACEHOLDER, make_vision_batches
 
@@ -21,7 +21,7 @@ def test_ranks_hold_every_row_once(cp: int, tp: int) -> None:
         is_image_T = rows_T >= 0
         places = sources_T[is_image_T][rows_T[is_image_T].argsort()]
         assert torch.equal(places, (batch.token_ids_T == PLACEHOLDER).nonzero()[:, 0])
-        padded_N = padded_lens(batch.lens_N, cp, tp)
+        padded_N = pad_lens(batch.lens_N, cp, tp)
         for vision in visions:
             assert vision.rotary_3P.shape == (3, sum(padded_N))
             assert (vision.images is None) == (batch.images is None)

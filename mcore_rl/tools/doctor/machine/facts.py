@@ -18,7 +18,7 @@ import psutil
 
 from mcore_rl import __version__
 from mcore_rl.device import inventory
-from mcore_rl.device.environment import AGREED, differences, forwarded
+from mcore_rl.device.environment import AGREED, differences, select_forwarded
 from mcore_rl.process.versions import installed_versions
 from mcore_rl.tools.doctor.machine.finding import Finding, failed, ok, warning
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
@@ -182,7 +182,7 @@ def gather_facts(place: NodePlace, needs: MachineNeeds) -> NodeFacts:
         address=address,
         interface=face.name if face else "",
         versions={name: version for name, version in versions.items() if version},
-        environ=forwarded(os.environ),
+        environ=select_forwarded(os.environ),
         gpus=[f"{gpu.name}, {gpu.memory_mib} MiB" for gpu in gpus],
     )
 
