@@ -106,7 +106,7 @@ class MessageImages:
         return {"type": PART, "image": image.digest, "num_tokens": image.num_tokens}
 
     def _image(self, encoded: EncodedImage, sight: Sight) -> PromptImage:
-        """Return an image that can be decoded. Raises BadImage for others."""
+        """Return an image that can be decoded. Raises BadImageError for others."""
         if known := self._by_data.get(encoded.data):
             return known
         limits = sight.limits

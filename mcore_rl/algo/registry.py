@@ -66,7 +66,7 @@ Sees = Literal["samples", "groups", "step"]
 
 samples  a number of each sample: its reward, group and length, and sums over its tokens; it is the
          same at all tokens of a sample
-groups   all tokens of the samples of a prompt; what it finds of them depends on no other prompt
+groups   all tokens of the samples of a prompt; its result depends on no other prompt
 step     all tokens of the step, which one process then holds
 """
 
@@ -111,7 +111,7 @@ class Registry(Generic[F]):
         no option is refused.
 
         sees         of an advantage: `samples` if it returns Outcomes.spread of values that it
-                     computed of numbers by sample alone, `groups` if it treats each prompt by
+                     computed from numbers by sample alone, `groups` if it treats each prompt by
                      itself; tokens then stay where they were sampled
         normalized   of an advantage that sees groups or the step: it returns float64, which is
                      then normalized over the step's trained tokens, to mean 0 and variance 1

@@ -98,7 +98,7 @@ def make_known_sums(totals: Sequence[Tensor], sample_T: Tensor) -> SequenceSum:
 
 
 def _add_next_sum(totals: Sequence[Tensor], sample_T: Tensor, sums_S1: Tensor) -> SequenceSum:
-    """Return known_sums, which adds the values of the next sum to `sums_S1` and counts it.
+    """Return the sums of a micro-batch, which add the next sum's values to `sums_S1` and count it.
 
     Nothing is known of that sum and later ones; what the loss makes of their values is not used.
     """

@@ -30,7 +30,7 @@ def sequence_sum(
     *,
     is_whole_batch: bool = True,
 ) -> SequenceSum:
-    """Return a function that sums token values by sample, where no other rows are of these samples.
+    """Return a function that sums token values by sample, if the call has all rows of the samples.
 
     lens_N     tokens of each sequence on this rank
     reduce     adds, in place, the sums of the ranks that hold other parts of the sequences; None if

@@ -231,7 +231,10 @@ def _without_tokens(sample: Sample) -> Sample:
 
 
 def _with_tokens(group: KeptGroup, index: int) -> Sample:
-    """Return a whole sample; of an episode, all but its record's rows, whose images it has."""
+    """Return the sample with its tokens put back.
+
+    An episode keeps its images; its rows stay in the store.
+    """
     sample, rows = group.samples[index], group.rows_of[index]
     if sample.episode is not None:
         parts = [

@@ -52,9 +52,7 @@ def _import_all() -> bool:
 
 
 def _prepare_titles() -> None:
-    """Have the library by which SGLang titles its processes look for the place of the title now,
-    while the environment lies where it lay at the start.
-    """
+    """Let setproctitle, which SGLang uses, find the memory of the title before variables move."""
     os.environ["SPT_NOENV"] = "1"  # titles leave the variables alone that ps shows
     from setproctitle import getproctitle
 

@@ -1,10 +1,13 @@
 """Imports what other processes need, once, and forks them from there.
 
-A fork is safe of a process that has one thread and no CUDA: this one runs imports and nothing else.
-Where a package has started a thread, or a variable that imports read has another value, it refuses,
-and whoever asked starts the process itself (fork_request.py has what they say to each other).
+    fork server    imports, waits ----o-------------------o----
+    new process                       o- fork             o- fork: turned into the requested program
+                                         by its arguments, environment, folder and streams
 
-Makes of a fork the process that it was asked to be.
+Only a process with one thread and without CUDA can be forked safely, so this process runs imports
+and nothing else. It refuses to fork where a package has started a thread, or where a variable that
+imports read has another value. Whoever asked then starts the process itself (fork_request.py has
+the messages between the two).
 """
 
 import ctypes
@@ -56,9 +59,9 @@ class ForkRequest:
 
 
 def become(request: ForkRequest) -> None:
-    """Be as a new process would that was given the request's command.
+    """Turn a forked child into the requested program: arguments, environment, folder, streams.
 
-    Its first three descriptors become its standard streams; the request keeps the others.
+    The first three descriptors become its standard streams; the request keeps the others.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGCHLD):
@@ -100,7 +103,7 @@ def _take_environment(environment: Mapping[str, str]) -> None:
 
 BACKLOG = 64
 ANSWER_S = 10.0
-"""Seconds that another process may take to say what it needs."""
+"""Seconds that another process may take to send its request."""
 MAX_DESCRIPTORS = 8
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Numpy's OpenBLAS would start threads when it is imported."""
@@ -205,7 +208,7 @@ def _end(path: str) -> Never:
 
 
 class _Server:
-    """Forks for those that ask, buries the forks, and kills those whose owners are gone."""
+    """Forks processes on request, reaps them, and kills those whose owners are gone."""
 
     def __init__(self, listener: socket.socket, environment: Mapping[str, str]) -> None:
         self._listener = listener
@@ -222,9 +225,9 @@ class _Server:
         signal.set_wakeup_fd(self._wakeup.fileno())
 
     def next_fork(self) -> tuple[ForkRequest, socket.socket] | None:
-        """Do what is to be done next; return None in this process.
+        """Handle the next event; return None in this process.
 
-        In a new fork, return what it is to become, and the connection of whoever asked for it.
+        In a new fork, return its request and the connection to the process that asked for it.
         """
         for key, _ in self._selector.select():
             if key.fileobj is self._ended:
@@ -281,7 +284,7 @@ class _Server:
         return request if connection.recv(1) == GO else None
 
     def _leave(self, request: ForkRequest, server_pid: int) -> None:
-        """Close the server's files in a fork, which gets a group; a tied one dies with the server.
+        """Close the server's files in a fork and give it a group; a tied fork dies with the server.
 
         Without a group of its own, Ray's node would end the server's group with the fork.
         """

@@ -2,10 +2,9 @@
 
 torch.cpu implements the interface of torch.cuda (streams, events, synchronize) as no-ops. Every
 torch.cuda entry point that megatron-core reaches is replaced by its torch.cpu or default-generator
-counterpart. tests/cpu/test_megatron_patches.py has a test per patch that fails once megatron-core
-works without it, and docs/patches.md lists them.
-
-Patches that have megatron-core's collectives work over gloo, and without needless copies.
+counterpart. Collectives are changed so that gloo can run them, without needless copies.
+tests/cpu/test_megatron_patches.py has a test per patch that fails once megatron-core works without
+it, and docs/patches.md lists them.
 """
 
 import contextlib

@@ -2,10 +2,6 @@
 
 Module tree, parameter names and distributed-checkpoint keys equal those of a GPU with Transformer
 Engine, so the model, its checkpoints and the table to HF names need no CPU variant.
-
-Torch work-alike of Transformer Engine's TEGroupedLinear: the products of a rank's experts.
-
-Parameter names and distributed-checkpoint keys equal those of a GPU with Transformer Engine.
 """
 
 import math

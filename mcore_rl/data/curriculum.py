@@ -85,7 +85,7 @@ class PassRates:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what another table knew, which may have had another number of places."""
+        """Load the state of a table, which may have had another number of places."""
         self._prompt_S.fill(_EMPTY)
         prompts = state["prompts"].numpy()
         places = prompts % len(self._prompt_S)
@@ -115,7 +115,7 @@ class Curriculum:
         return not self._stages or bounds_after(self._stages, num_drawn).allow(difficulty)
 
     def draws(self, prompt: int, epoch: int) -> bool:
-        """Return whether the prompt is drawn in this epoch, by its samples the last time."""
+        """Return whether the prompt is drawn in this epoch, given its last samples."""
         if self._rates is None:
             return True
         share = self._shares.get(self._rates.get(prompt), 1.0)

@@ -1,5 +1,6 @@
-"""Reads the rows of data files (parquet or jsonl), each with its place for error messages, and
-writes rows to parquet files in verl's columns.
+"""Reads the rows of data files (parquet or jsonl), each with its place for error messages.
+
+Prompt files are written with verl's columns.
 """
 
 import json
@@ -139,7 +140,7 @@ def messages_of(row: Row, where: str, column: str = "prompt") -> tuple[dict[str,
 
 
 def refuse_images(row: Row, where: str) -> None:
-    """Raise ValueError if a row has images or videos, where nothing would look at them."""
+    """Raise ValueError if a row has images or videos: a text model would not see them."""
     for column in ("images", "videos"):
         if entries := row.get(column):
             raise ValueError(

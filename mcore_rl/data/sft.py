@@ -1,6 +1,6 @@
 """Turns conversations into train batches with the loss on the last answer.
 
-Conversations with images and videos: their token ids, and the patches of a batch.
+Conversations with images and videos become token ids, and their batches get the patches.
 """
 
 import logging

@@ -1,9 +1,9 @@
-"""Turns a list into an endless shuffled stream of its items, whose position can be saved.
+"""An endless shuffled stream of a list's items, whose position is saved, and mixing of sources.
 
-Decides which of several sources gives the next item, so that shares are exact at every moment.
-
-R. Tijdeman, The chairman assignment problem, Discrete Mathematics 32 (1980): after any number n of
-items, source i with share w_i has given w_i * n of them, to within 1 - 1 / (2k - 2) for k sources.
+`Mixing` decides which of several sources gives the next item, so that shares are exact at every
+moment. After any number n of items, source i with share w_i has given w_i * n of them, to within
+1 - 1 / (2k - 2) for k sources: R. Tijdeman, The chairman assignment problem, Discrete Mathematics
+32 (1980).
 """
 
 import threading
@@ -34,7 +34,7 @@ class Mixing:
         return chosen
 
     def _choose(self) -> int:
-        """Return, of the sources that are behind, the one that would first be too far behind.
+        """Return the source that would first be too far behind, among those that are behind.
 
         With n items given, source i is behind by w_i * (n + 1) - counts[i]. All numbers are
         multiplied by the sum of the weights and by `parts`, which makes them integers.

@@ -1,9 +1,7 @@
-"""Turns conversations into token ids, many at once, and keeps them on disk between runs.
+"""Turns conversations into token ids, many at once, and keeps the ids on disk between runs.
 
 The chat template is rendered conversation by conversation; the texts are then encoded in batches,
-which tokenizers spreads over the machine's cores.
-
-Keeps lists of token ids on disk by key, one .npz file each.
+which tokenizers spreads over the machine's cores. The cache has one .npz file per key.
 """
 
 import hashlib

@@ -163,7 +163,7 @@ def allocate_pinned_like(value: torch.Tensor) -> torch.Tensor:
 
 
 def default_generators() -> dict[str, torch.Generator]:
-    """Return the generators that torch's random functions draw from without one of their own.
+    """Return the generators that torch's random functions use if they are given none.
 
     By name: HOST_RNG and, with CUDA, GPU_RNG, which is the current device's. Without CUDA there is
     one: `alias_rng` in cpu/megatron_patches.py hands megatron-core the host's for both.

@@ -1,10 +1,8 @@
-"""Bounds the memory that Adam's step takes beside its state, and mends how its state is begun.
+"""Patches of megatron-core in training ranks: Adam in bounded memory, and writes of checkpoints.
 
 An Adam with moments in less than float32 computes in float32: Transformer Engine's makes copies of
 all moments of a group at once, 8 bytes per parameter, and only then rounds them (2.11,
 fused_adam.py). That is more than moments in bfloat16 save.
-
-A patch of megatron-core's checkpoint writer that applies on CPU and GPU alike.
 """
 
 import queue

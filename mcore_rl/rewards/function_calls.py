@@ -1,11 +1,8 @@
 """Calls the user's reward function for many samples and returns its answers.
 
 A sync function runs in this thread, an async one on an event loop with a deadline per sample. With
-reward.workers, either runs in processes, which are killed at the deadline.
-
-Finds reward files that set handlers of signals, which Python allows in main threads only.
-
-Calls a function in worker processes: each call has a deadline, and costs its own sample alone.
+reward.workers, either runs in worker processes, which are killed at the deadline. A function that
+sets handlers of signals needs workers, since Python allows handlers in main threads only.
 
 A thread serves each worker over a pipe of its own, so that a worker that dies at any moment takes
 no lock and no answer of another with it. Workers lead process groups, which end with them:

@@ -3,10 +3,9 @@
 A failure or a missed deadline costs its sample, which has no outcome, or reward.error_value if
 reward.on_error=value.
 
-Derives a pseudo-random number from each sample, which rehearsals add to its reward.
-
-A random model earns the same reward for each of its responses. Advantages and gradients would then
-be zero, and a rehearsed step would move no weights.
+Rehearsals add a pseudo-random number to each sample's reward. A random model earns the same reward
+for each of its responses, so advantages and gradients would be zero, and a rehearsed step would
+move no weights.
 """
 
 import asyncio
@@ -259,7 +258,7 @@ def _reward_of_episode(sample: Sample) -> float | Exception:
 
 
 def _fields(sample: Sample) -> Fields:
-    """Return the arguments of a function; of an episode, extra_info has its numbers as well."""
+    """Return the arguments of a function; an episode's numbers are in extra_info as well."""
     prompt = sample.prompt
     extra_info = prompt.extra_info
     if sample.episode is not None:

@@ -9,9 +9,8 @@ where two operations are easily mixed up (least and most, remainder and quotient
 subtracted from which), 65 % write the other one. Some of them show a second attempt after the
 result of a public test; it is no better, so that reinforcement learning finds what pays.
 
-No held-out problem gives the same values as a problem of the other sets.
-
-Finds held-out problems whose statement or tests occur among the problems of a training set.
+No held-out problem gives the same values as a problem of the other sets. `check_overlap` finds
+held-out problems, of any data set, whose statement or tests occur in a training set.
 """
 
 import json

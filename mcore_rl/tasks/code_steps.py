@@ -24,7 +24,7 @@ FUNCTION = "solve"
 
 @dataclass(frozen=True)
 class Operation:
-    """A step in words, as Python, and as those write it who mix it up with another; "" if none.
+    """A step in words, as Python, and as the Python of a common mistake ("" if there is none).
 
     {x} stands for b or a constant; `takes_b`: it may be b.
     """

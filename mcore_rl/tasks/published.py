@@ -1,10 +1,11 @@
-"""Turns GSM8K (arXiv:2110.14168), local or from the hub, into prompt and conversation files.
+"""Turns published data sets, GSM8K and Geometry3K, into prompt files.
 
-Finds the files of a published data set: in a local folder, or on the Hugging Face hub.
+A source is a local folder, or the name of a data set on the Hugging Face hub.
 
-Turns Geometry3K (arXiv:2105.04165), as hiyouga/geometry3k has it, into prompt files with images.
+    GSM8K        question, answer ("... #### 7")          -->  prompt, reward_model; conversations
+    Geometry3K   images, problem ("<image>Find x."), answer  -->  prompt, images, reward_model
 
-images, problem ("<image>Find x."), answer  -->  verl's columns: prompt, images, reward_model
+Sources: arXiv:2110.14168; arXiv:2105.04165, as hiyouga/geometry3k has it.
 """
 
 from collections.abc import Iterator, Sequence

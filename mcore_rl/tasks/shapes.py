@@ -5,24 +5,21 @@ A picture has 3 x 3 cells, each empty or with a ring, a disk or a square in one 
     <image> how many red ?          no yes no no no yes no no no so 2
     <image> more red or blue ?      red no blue red no no blue no red so red
 
-The answers go through the cells, so a response has 12 tokens. Of the demonstrations for supervised
-fine-tuning, half describe a picture, which teaches to see. The others answer questions, 60 % of
-them with one of two bad habits: they end with one too many, or with the color that the question
+The answers go through the cells, so a response has 12 tokens. Half of the demonstrations for
+supervised fine-tuning describe a picture, which teaches to see. The others answer questions, 60 %
+of them with one of two bad habits: they end with one too many, or with the color that the question
 names first. So the warm start has good and bad habits, and reinforcement learning finds which of
-them pays. All is made from a seed.
+them pays.
 
-`heldout_blind` has the questions of `heldout` with blank pictures: whoever does not look does no
-better than the best answer that is always the same.
+`heldout_blind` has the questions of `heldout` with blank pictures: a policy that does not look does
+no better than the best constant answer.
 
-Pictures of shapes that are too small to see, for a policy that may look closer.
-
-The policy sees a picture of 3 x 3 cells shrunk to two thirds, asks for a cell by the corners of a
-piece, and gets it enlarged (agents/environments/crop_env.py):
+In the zoom task the policy sees a picture shrunk to two thirds, in which shapes are too small to
+see. It asks for a cell by its corners, and gets it enlarged (agents/environments/crop_env.py):
 
     <image> what is at 1 2 ?      crop 1 2 2 3      <image>      red
 
-Of the demonstrations for supervised fine-tuning, some guess a color instead. So the warm start has
-two habits, and reinforcement learning finds which of them pays. All is made from a seed.
+Some of its demonstrations guess a color instead. Everything is made from a seed.
 """
 
 import io

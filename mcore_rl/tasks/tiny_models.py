@@ -1,8 +1,6 @@
-"""The tiny Qwen3-MoE and the word tokenizer of the recipes that learn on a laptop.
+"""Writes the tiny models of recipes that learn on a laptop: Qwen3-MoE, and Qwen2.5-VL for images.
 
-One word or number is one token, so a response of a few steps has about a dozen tokens.
-
-A tiny Qwen2.5-VL with a word tokenizer, for recipes that learn from pixels on a laptop.
+Their tokenizer has one token per word or number, so a response of a few steps has about a dozen.
 """
 
 import json

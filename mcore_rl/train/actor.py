@@ -277,7 +277,7 @@ def _add_up(
 
 
 def _sequence_sum(batch: RankBatch, totals: Sequence[Tensor] | None) -> SequenceSum:
-    """Return the sums of a micro-batch on the device; `totals` as of `_sums_over_samples`."""
+    """Return the sums of a micro-batch on the device; `_sums_over_samples` returned `totals`."""
     if totals is not None:
         return make_known_sums(totals, samples_of_tokens(batch.batch))
     group = ps.get_context_parallel_group()

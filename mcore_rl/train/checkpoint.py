@@ -1,11 +1,8 @@
 """Saves model, optimizer and extra state to one folder per save, which any layout can load.
 
-The folder is written by checkpoint_save.py and checked by checkpoint_check.py before anything of
-it is loaded.
-
-Names the file and the tensor of a checkpoint that cannot be read, or has NaN in it.
-
-Files are searched only after a load has failed or has given numbers that are not finite.
+The folder is written by checkpoint_save.py. Before anything of it is loaded, checkpoint_check.py
+checks it. If a load fails, or gives numbers that are not finite, the files are searched, and the
+error names the file and the tensor.
 """
 
 import io

@@ -1,12 +1,4 @@
-"""Computes token log-probs and entropies from vocab-parallel logits, with two small all-reduces.
-
-The logits are not modified. They stay in the model's precision; float32 copies are made of a few
-tokens at a time:
-
-    logits_TV   bfloat16, kept for the backward pass
-    x_CV        float32, of `chunk` tokens: (logits - their maximum) / temperature
-
-Computes the logits of the tokens that a loss reads, and of no others.
+"""Computes log-probs and entropies of the tokens that a loss reads, from vocab-parallel logits.
 
 A prompt's tokens are not trained, so their part of the output layer, of the softmax and of both
 gradients is left out:
@@ -17,6 +9,12 @@ gradients is left out:
 
 Under sequence parallelism each rank holds a part of the tokens, and the trained ones may lie on one
 rank. The hidden states are gathered first, and the layer then runs as without it.
+
+The softmax takes two small all-reduces. The logits are not modified. They stay in the model's
+precision; float32 copies are made of a few tokens at a time:
+
+    logits_TV   bfloat16, kept for the backward pass
+    x_CV        float32, of `chunk` tokens: (logits - their maximum) / temperature
 """
 
 from collections.abc import Iterator, Sequence

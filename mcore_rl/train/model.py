@@ -1,13 +1,12 @@
 """Builds this rank's megatron-core GPTModel chunks, not yet filled, from HF config and layout.
 
-Experts whose first linear layer alternates gate and up rows, as in gpt-oss.
+Three modules replace those of megatron-core where a model differs from it:
 
-linear_fc1 gives   g0 u0 g1 u1 g2 u2     (the rows of the HF tensor)
-the activation     g0 g1 g2 u0 u1 u2     (what megatron-core expects)
-
-RMSNorm of queries or keys over all heads of a token, which are spread over several ranks.
-
-Replaces the output layer of a critic: turns hidden states into one number per token.
+    with_halves      experts whose first linear layer alternates gate and up rows (gpt-oss):
+                     linear_fc1 gives   g0 u0 g1 u1 g2 u2     (the rows of the HF tensor)
+                     the activation     g0 g1 g2 u0 u1 u2     (what megatron-core expects)
+    ProjectionNorm   RMSNorm of queries or keys over all heads of a token, on several ranks
+    ValueHead        a critic's output layer: one number per token from its hidden state
 """
 
 from collections.abc import Sequence

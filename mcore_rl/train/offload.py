@@ -8,7 +8,7 @@ Storages that are moved out are empty until they are moved back, so that reading
 fails instead of giving old values; `readable` gives their copies. Views of them stay valid. Host
 memory is allocated (pinned) once and kept. Gradients are not copied: each step begins with zeros.
 
-Keeps a frozen copy of the weights in host memory and swaps it in for a forward pass.
+A frozen copy of the weights, in host memory, is swapped in for the reference's forward passes:
 
     device   current weights ----> frozen weights ----> current weights
                | to host   ^ from host   (forward pass)   ^ from host
@@ -132,7 +132,7 @@ class DeviceMemory:
 
 
 class _Memory:
-    """One device storage, of which any number of tensors are views, and its host copy."""
+    """One device storage and its host copy; any number of tensors are views of the storage."""
 
     def __init__(self, storage: torch.UntypedStorage, *, has_values: bool) -> None:
         """Without `has_values`, its values are not kept while it is moved out."""

@@ -1,13 +1,12 @@
-"""Wraps model chunks in Megatron's DDP, and makes the optimizer and learning-rate schedule.
+"""Wraps model chunks in Megatron's DDP, and makes the optimizer and its learning-rate schedule.
 
-Gives a distributed optimizer the sharded state of its parameters for a checkpoint.
-
-One of the ranks that update a parameter writes its whole state; each of them reads it. Replaces
-`DistributedOptimizer.sharded_param_state_fully_reshardable` of megatron-core, which gathers the
-states of all data-parallel ranks on each of them, reads all of them on each, and takes the states
-of parameters behind a padded bucket from the wrong place. Tied embeddings over pipeline stages
-have such buckets. Names and shapes are megatron-core's, and so is the code that puts loaded states
-in place.
+A checkpoint holds the optimizer's state parameter by parameter: one of the ranks that update a
+parameter writes its whole state, and each of them reads it. This replaces megatron-core's
+`DistributedOptimizer.sharded_param_state_fully_reshardable`, which gathers the states of all
+data-parallel ranks on each of them and reads all of them on each. It also takes the states of
+parameters behind a padded bucket from the wrong place; tied embeddings over pipeline stages have
+such buckets. Names and shapes are megatron-core's, and so is the code that puts loaded states in
+place.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

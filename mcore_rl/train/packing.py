@@ -11,9 +11,8 @@ that every rank has the same causal attention work. One sequence of 5 tokens wit
 The loss needs the fields of the token that is predicted, since logits at position p score token
 p + 1. RankBatch.batch therefore holds every per-token field shifted: entry t is that of the target.
 
-Lays out a micro-batch whose sequences share beginnings, which are computed once.
-
-A sequence attends to the keys of the tokens that it takes over, and to its own:
+Without context parallelism, beginnings that sequences share can be computed once. A sequence then
+attends to the keys of the tokens that it takes over, and to its own:
 
     micro-batch   s a b c d e | s a b f g h         indices 0 to 11
     computed      s a b c d e | b f g h             positions 0 to 5, and 2 to 5
@@ -60,7 +59,7 @@ class SharedRows:
 
 
 def lay_out_shared(lens_N: Sequence[int], padded_N: Sequence[int], sharing: Sharing) -> SharedRows:
-    """Return the layout of sequences of `lens_N` tokens of which `padded_N` are computed.
+    """Return the layout of sequences with `lens_N` tokens; `padded_N` of each are computed.
 
     The computed tokens lie end to end, with padding behind a sequence.
     """

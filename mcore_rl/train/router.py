@@ -2,12 +2,10 @@
 
 Replay sends a token to experts that its batch names (`RouterCall.given_TK`) instead of those with
 the best scores. The batch may name the engine's experts, or those of the trainer's own earlier
-pass.
+pass. A `ChunkRun` holds what routers read and record while a micro-batch runs through a chunk.
 
     logits -> scores -> ExpertChoice -> experts, gating weights -> balance loss
                             ^   given_TK (replay), or the top K scores
-
-Holds what routers read and record while a micro-batch runs through a chunk of the model.
 
 Axes: T tokens of the micro-batch on a context-parallel rank, t those of them that this rank routes
 (sequence parallelism splits them), L layers of the model, l layers of the chunk, K experts a token.

@@ -5,12 +5,11 @@
     router -> start_call, end_call      gets the experts to replay, reports where tokens went
     Actor -> take(batches)              closes the pass, returns a record per micro-batch
 
-A flip is a layer in which the router sends a token to other experts than the batch names.
+A flip is a layer in which the router sends a token to other experts than the batch names. The
+tokens that each expert got in an optimizer step are added up, and become metrics of its load.
 
-The experts of a step's tokens may take gigabytes. They stay in host memory, but for those of the
-micro-batches on their way, of this rank's tokens and of the chunk's layers.
-
-Adds up the tokens that each expert got in an optimizer step and makes metrics of them.
+The experts of a step's tokens may take gigabytes. They stay in host memory; only the experts of
+the current micro-batches, of this rank's tokens and of the chunk's layers are on the device.
 """
 
 import math

@@ -1,8 +1,6 @@
-"""Makes the process groups of a parallel layout and says where this rank stands in it.
+"""Makes the process groups of a parallel layout, says where this rank stands in it, and seeds it.
 
-The place of a rank in the parallel layout. Imports no Megatron; the controller uses it, too.
-
-Seeds, saves and restores every random generator that training on a rank may draw from.
+Every random generator that training on a rank may draw from is seeded, saved and restored here.
 """
 
 import logging

@@ -2,10 +2,9 @@
 
 A report is what the last stage's output function returns for a micro-batch beside the loss.
 
-Passes activations and gradients between pipeline stages whose micro-batches differ in length.
-
-Every stage has all micro-batches, so it knows the shape of what comes next. megatron-core would
-send each shape ahead, and wait for the device twice on every hop.
+Micro-batches differ in length. Every stage has all of them, so it knows the shape of the next
+activation or gradient. megatron-core would send each shape ahead, and wait for the device twice on
+every hop.
 """
 
 from collections.abc import Callable, Iterator, Sequence

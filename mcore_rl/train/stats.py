@@ -1,10 +1,8 @@
-"""Turns the sums of each micro-batch into the loss and metrics of the optimizer step.
+"""Reduces the sums of micro-batches to the loss and metrics of an optimizer step.
 
-They are reduced over the data- and context-parallel ranks.
-
-Refuses numbers of a forward pass that are not finite, before anything is trained on them.
-
-Brings the values of all context-parallel ranks together.
+They are reduced over the data- and context-parallel ranks. `gather_tokens` brings the values of all
+context-parallel ranks together, and `check_finite` refuses numbers of a forward pass that are not
+finite, before anything is trained on them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -87,7 +87,7 @@ def make_transformer_config(
 
 
 def token_multiple(config: TransformerConfig) -> int:
-    """Return the number of which every rank's tokens must be a multiple.
+    """Return the number that must divide the tokens of every rank.
 
     Matrix products in FP8 and FP4 take rows by the blocks of their scales, others by 16 rows
     (Transformer Engine's quantizers and cuBLAS).

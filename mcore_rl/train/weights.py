@@ -1,6 +1,8 @@
-"""Fills this rank's parameters from an HF directory or at random, alike in every layout.
+"""Finds which parts of HF tensors the model chunks hold, and fills them, alike in every layout.
 
-Finds which boxes of Megatron's global tensors and of HF tensors the model chunks hold.
+    parameter --sharded_state_dict--> box of a Megatron tensor --> boxes of HF tensors
+
+Values come from an HF directory, or are drawn at random.
 """
 
 import hashlib

@@ -89,7 +89,7 @@ def test_values_and_gradients_are_those_of_the_softmax_with_a_sink(
     wanted = attend_packed(q, k, v, lens_N, AttentionSpec(SCALE, window, sinks_h))
     pairs = zip(with_gradients(got, tensors), with_gradients(wanted, tensors), strict=True)
     for one, other in pairs:
-        # packed_attention sums probabilities in float32
+        # attend_packed sums probabilities in float32
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 

@@ -9,7 +9,7 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from mcore_rl.config import ModelConfig, ParallelConfig
-from mcore_rl.train.schedule import KnownShapes, _check, _in_order
+from mcore_rl.train.schedule import KnownShapes, _check, _order_shapes
 from tests.support.distributed import run_ranks
 from tests.support.tiny_training import (
     NUM_TOKENS,
@@ -29,9 +29,9 @@ def numbers(shapes: Iterator[Any]) -> list[int]:
 
 def test_a_stage_expects_every_micro_batch_once_per_chunk_but_at_the_ends() -> None:
     shapes = [[[10 * chunk + n, 1, 8] for n in range(4)] for chunk in range(2)]
-    assert numbers(_in_order(shapes, TABLE, None)) == [0, 1, 10, 11, 2, 3, 12, 13]
-    assert numbers(_in_order(shapes, TABLE, 0)) == [10, 11, 12, 13]
-    assert numbers(_in_order(shapes[:1], [(n, 0) for n in range(4)], 0)) == []
+    assert numbers(_order_shapes(shapes, TABLE, None)) == [0, 1, 10, 11, 2, 3, 12, 13]
+    assert numbers(_order_shapes(shapes, TABLE, 0)) == [10, 11, 12, 13]
+    assert numbers(_order_shapes(shapes[:1], [(n, 0) for n in range(4)], 0)) == []
 
 
 def test_a_tensor_of_another_shape_is_not_sent() -> None:

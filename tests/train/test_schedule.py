@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from mcore_rl.train.packing import RankBatch, make_rank_batch
-from mcore_rl.train.schedule import _packed_seq_params, _padding_mask, _report
+from mcore_rl.train.schedule import _make_packed_seq_params, _make_padding_mask, _report
 from mcore_rl.types import TrainBatch
 
 
@@ -34,15 +34,15 @@ def test_a_report_counts_real_tokens_only() -> None:
 
 
 def test_attention_gets_padded_lengths() -> None:
-    params = _packed_seq_params(rank_batch((3, 2), tp_size=4))
+    params = _make_packed_seq_params(rank_batch((3, 2), tp_size=4))
     assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 3, 8]
     assert params.qkv_format == "thd" and params.max_seqlen_q == params.max_seqlen_kv == 5
 
 
 def test_the_routers_mask_marks_padding() -> None:
-    assert _padding_mask(rank_batch((4,), tp_size=1), model()) is None
+    assert _make_padding_mask(rank_batch((4,), tp_size=1), model()) is None
     batch = rank_batch((3, 2), tp_size=4)
     for chunk in (model(), model(sequence_parallel=True), model(pre_process=False)):
-        mask_1T = _padding_mask(batch, chunk)
+        mask_1T = _make_padding_mask(batch, chunk)
         assert mask_1T is not None
         assert mask_1T.tolist() == [[False] * 5 + [True] * 3]

@@ -11,7 +11,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.train.transformer_config import (
-    _typed,
+    _convert_options,
     make_transformer_config,
     rotary_options,
     token_multiple,
@@ -152,9 +152,11 @@ def test_what_megatron_core_refuses_is_told_with_what_was_passed(tmp_path: Path)
 
 
 def test_an_attention_kernel_has_one_of_megatrons_names() -> None:
-    assert _typed({"attention_backend": "flash"})["attention_backend"] is AttnBackend.flash
+    assert (
+        _convert_options({"attention_backend": "flash"})["attention_backend"] is AttnBackend.flash
+    )
     with pytest.raises(ValueError, match="attention_backend=fa9: one of flash, fused, unfused"):
-        _typed({"attention_backend": "fa9"})
+        _convert_options({"attention_backend": "fa9"})
 
 
 @pytest.mark.parametrize(

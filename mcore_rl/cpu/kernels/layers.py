@@ -1,8 +1,6 @@
-"""RMSNorm (arXiv:1910.07467) in one pass.
+"""RMSNorm, rotary embedding and SwiGLU, each in one pass over memory.
 
-Rotary embedding (arXiv:2104.09864) of packed sequences in one pass.
-
-SwiGLU (arXiv:2002.05202) with a weight for each row, in one pass.
+Sources: arXiv:1910.07467, arXiv:2104.09864, arXiv:2002.05202.
 """
 
 from functools import lru_cache
@@ -105,7 +103,7 @@ class _Swiglu(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight over the last axis, of the shape of x."""
+    """Return x / sqrt(mean(x^2) + eps) * weight, with the mean over the last axis."""
     if usable(x, weight):
         return _RmsNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)

@@ -1,6 +1,6 @@
-"""Products of matrices by numpy's OpenBLAS, where that is faster than torch's library.
+"""Matrix products by numpy's OpenBLAS where it is faster than torch's library, also of experts.
 
-Rows on their way to experts and back, and the experts' products, without copies of them all.
+The rows of tokens go to their experts and back without a copy of all of them.
 """
 
 from collections.abc import Sequence

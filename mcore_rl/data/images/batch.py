@@ -1,9 +1,7 @@
-"""Puts the patches of sequences into batches, and selects those of some sequences.
+"""Puts the patches of sequences into batches, selects them, and keeps recent ones in a cache.
 
 StoredBatch: sequences a0 a1 b0 of two stores       -->  places of their patches, by digest
 TrainBatch:  a0 a1 | b0, micro-batches              -->  Images of a0 a1 | b0
-
-A cache of bounded bytes that forgets what was used longest ago.
 """
 
 from collections import OrderedDict

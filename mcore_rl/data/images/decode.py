@@ -45,8 +45,8 @@ class ImageSize:
 def read_size(image: EncodedImage, max_pixels: int) -> ImageSize:
     """Return the size that the header tells; no pixel is decoded.
 
-    Raises BadImage for an unknown or damaged format, more than `max_pixels` pixels, or a side more
-    than 200 times as long as the other.
+    Raises BadImageError for an unknown or damaged format, more than `max_pixels` pixels, or a side
+    more than 200 times as long as the other.
     """
     with _open_image(image) as opened:
         width, height = opened.size
@@ -68,10 +68,10 @@ def read_size(image: EncodedImage, max_pixels: int) -> ImageSize:
 
 
 def decode(image: EncodedImage) -> Image.Image:
-    """Return the image in RGB, upright; of an animation the first frame.
+    """Return the image, or the first frame of an animation, in RGB and upright.
 
     What is transparent becomes white. 16-bit gray is scaled to 8 bits. Call `read_size` first.
-    Raises BadImage if its data are damaged.
+    Raises BadImageError if its data are damaged.
     """
     with _open_image(image) as opened:
         orientation = _orientation(opened)
@@ -108,7 +108,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 @contextmanager
 def _open_image(image: EncodedImage) -> Iterator[Image.Image]:
-    """Open the image, and turn Pillow's errors on damaged data into BadImage."""
+    """Open the image, and turn Pillow's errors on damaged data into BadImageError."""
     damage = (
         *(OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError),
         *(struct.error, OverflowError, AttributeError, ZeroDivisionError, MemoryError),

@@ -1,17 +1,15 @@
-"""Finds the encoded images of a row in verl's `images` column.
+"""Finds the images of a row, turns placeholders into message parts, and says how far to shrink.
 
-An entry is bytes, a path, or an object that holds one of these under `bytes`, `path` or `image`.
-Paths are relative to the folder of the data file.
+Images are in verl's `images` column. An entry is bytes, a path, or an object that holds one of
+these under `bytes`, `path` or `image`. Paths are relative to the folder of the data file.
 
-Decides how far the images of an overlong prompt are shrunk, so that it fits whole.
+    "<video> Which of <image> <image> is in it?"
+    --> parts of the video, text, image, text, image, text
 
-text 40, images 300 + 20 + 90 tokens, at most 200 in all
-budget of the images: 160  -->  limit 70 tokens each: 70 + 20 + 70
+An overlong prompt fits if its images are shrunk to a common limit of tokens:
 
-Turns `<image>` and `<video>` in chat messages into parts, as chat templates ask.
-
-"<video> Which of <image> <image> is in it?"
---> parts of the video, text, image, text, image, text
+    text 40, images 300 + 20 + 90 tokens, at most 200 in all
+    budget of the images: 160  -->  limit 70 tokens each: 70 + 20 + 70
 """
 
 import re
@@ -93,7 +91,8 @@ def read_encoded_images(
 ) -> list[EncodedImage]:
     """Return the images of a row in order; none if it lacks the column.
 
-    Raises BadImage for an entry of another kind, a missing file, or more than `max_bytes` bytes.
+    Raises BadImageError for an entry of another kind, a missing file, or more than `max_bytes`
+    bytes.
     """
     return [
         read_encoded_image(entry, f"{where}, image {number}", folder, max_bytes)
@@ -104,7 +103,7 @@ def read_encoded_images(
 def entries_of(row: Row, column: str, where: str, name: str) -> Sequence[Any]:
     """Return the list in a column; () if the row lacks it.
 
-    Raises BadImage for anything else, which should have been a list of `name`.
+    Raises BadImageError for anything but a list, which the message calls a list of `name`.
     """
     entries = row.get(column)
     if entries is None:
@@ -115,7 +114,7 @@ def entries_of(row: Row, column: str, where: str, name: str) -> Sequence[Any]:
 
 
 def read_encoded_image(entry: Any, place: str, folder: Path, max_bytes: int) -> EncodedImage:
-    """Return the image of an entry. Raises BadImage as `read_encoded_images` does."""
+    """Return the image of an entry. Raises BadImageError as `read_encoded_images` does."""
     data = _data(entry, place, folder, max_bytes)
     if len(data) > max_bytes:
         raise BadImageError(
@@ -144,7 +143,7 @@ def _data(entry: Any, place: str, folder: Path, max_bytes: int) -> bytes:
 
 
 def refuse_url(entry: Any, place: str) -> None:
-    """Raise BadImage if an entry is a URL, save that of a file."""
+    """Raise BadImageError if an entry is a URL, save that of a file."""
     if isinstance(entry, str) and _URL.match(entry):
         raise BadImageError(
             f"{place} is a URL, {entry!r:.100}: nothing is downloaded or decoded from one; save it"
@@ -174,7 +173,7 @@ def placeholders_of(
 ) -> list[str]:
     """Return the placeholders in the messages, in order. `<video>` is text in a row without videos.
 
-    Raises BadImage unless there is one for each image and video.
+    Raises BadImageError unless there is one for each image and video.
     """
     found = [
         text
@@ -200,7 +199,7 @@ def with_image_parts(
     """Return chat messages in which placeholders are parts of kind image, and videos their parts.
 
     Messages without a placeholder are left as they are. Images and videos may be spread over
-    several turns. Raises BadImage as `placeholders_of` does.
+    several turns. Raises BadImageError as `placeholders_of` does.
     """
     placeholders_of(messages, num_images, len(videos), where)
     remaining = iter(videos)

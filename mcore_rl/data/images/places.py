@@ -1,6 +1,6 @@
 """Finds which tokens stand for images, and the rotary positions (time, height, width) of all.
 
-A sequence of 6 tokens with an image of 1 x 4 x 4 patches, of which 2 x 2 merge into a token:
+A sequence of 6 tokens with an image of 1 x 4 x 4 patches; 2 x 2 patches merge into a token:
 
     token     text  image  image  image  image  text
     row         -     0      1      2      3      -      row of the merged image embeddings

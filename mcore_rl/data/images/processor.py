@@ -3,7 +3,7 @@
 Engines get these patches, too: torchvision's resizing, which SGLang would use on a GPU, gives other
 pixels than Pillow's (docs/vision.md).
 
-Turns images into patches as Kimi-VL's authors do, whose own processor is code of a checkpoint.
+Kimi-VL's own processor is code of its checkpoint, so its steps are done here:
 
     131 x 90 pixels --> shrunk if they have too many patches --> black below and to the right, up to
     140 x 112 --> patches of 14 x 14, row by row; 2 x 2 of them make a token
@@ -288,7 +288,7 @@ class ImageProcessor:
     def patches(self, image: EncodedImage, most_tokens: int | None = None) -> Patches:
         """Return the patches of an image, shrunk to `most_tokens` tokens.
 
-        Raises BadImage if its data are damaged.
+        Raises BadImageError if its data are damaged.
         """
         limit = self.most_tokens if most_tokens is None else min(most_tokens, self.most_tokens)
         key = (hashlib.sha256(image.data).digest(), limit)

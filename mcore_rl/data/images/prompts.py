@@ -4,13 +4,10 @@ patches.
     row --> encoded images --> sizes by their headers --> tokens; too many? drop or shrink
         --> ids with placeholders, images by the hash of their content
 
-Patches are made later, near the engines (shared_patches.py). No prompt is cut inside an image.
-
-Images and videos of a row that can be shrunk, in the order of their placeholders.
-
     image  --> one PromptImage              video  --> one PromptImage for each piece
 
-All take tokens by a limit: of an image, or of the frames that share a patch of a video.
+A limit bounds the tokens of each image, and of the frames that share a patch of a video. Patches
+are made later, near the engines (shared_patches.py). No prompt is cut inside an image.
 """
 
 from collections import Counter
@@ -57,7 +54,7 @@ class Shown(Protocol):
         ...
 
     def pieces(self, limit: int) -> list[PromptImage]:
-        """Return what it is to a model if it is shrunk to `limit` tokens."""
+        """Return the images that a model gets for it if it is shrunk to `limit` tokens."""
         ...
 
 
@@ -144,7 +141,7 @@ class ShownVideo:
 def make_shown_image(
     image: EncodedImage, processor: ImageProcessor, max_pixels: int, max_tokens: int
 ) -> ShownImage:
-    """Raises BadImage as `read_size` does.
+    """Return an image that can be shrunk. Raises BadImageError as `read_size` does.
 
     max_tokens   an option's limit; 0: none
     """
@@ -153,7 +150,9 @@ def make_shown_image(
 
 
 def make_shown_video(video: EncodedVideo, processor: ImageProcessor, max_pixels: int) -> ShownVideo:
-    """Raises BadImage as `read_size` does, or if frames differ in size; ValueError if the model
+    """Return a video that can be shrunk.
+
+    Raises BadImageError as `read_size` does, or if frames differ in size; ValueError if the model
     reads no videos.
     """
     if processor.video is None:
@@ -246,7 +245,7 @@ class ImagePrompts:
     def prompts(self, rows: Iterable[tuple[str, Row]], folder: Path) -> Iterator[ImagePrompt]:
         """Yield the prompts of (place, row) pairs; `folder` is where paths of images begin.
 
-        Raises BadImage, or ValueError for an overlong prompt, if the rules say so.
+        Raises BadImageError, or ValueError for an overlong prompt, if the rules say so.
         """
         for where, row in rows:
             prompt = self.prompt(where, row, folder)
@@ -296,7 +295,7 @@ class ImagePrompts:
     def _read_shown(
         self, row: Row, messages: Sequence[Mapping[str, Any]], where: str, folder: Path
     ) -> tuple[list[Shown], list[dict[str, Any]]]:
-        """Return what the row shows, in order, and its messages with parts in place of it."""
+        """Return the row's images and videos, in order, and its messages with parts for them."""
         rules = self._rules
         images = [
             make_shown_image(image, self._processor, rules.max_pixels, rules.max_tokens)

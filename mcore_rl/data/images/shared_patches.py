@@ -69,8 +69,8 @@ class SharedPatches:
     def place(self, image: PromptImage) -> PlacedPatches:
         """Return where the patches of an image lie, and make them if they are not there.
 
-        Raises BadImage if the image is damaged, ValueError if its patches alone are too large, and
-        TimeoutError if another thread takes too long to make them.
+        Raises BadImageError if the image is damaged, ValueError if its patches alone are too large,
+        and TimeoutError if another thread takes too long to make them.
         """
         with self._lock:
             placed = self._kept.get(image.digest)

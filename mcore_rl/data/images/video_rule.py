@@ -1,4 +1,8 @@
-"""How a family of models reads videos: the size of frames, the pieces, and the texts around them.
+"""Finds the videos of a row, and says how a family of models reads them.
+
+Videos are in verl's `videos` column. An entry is a list of frames, or an object that holds one
+under `video`, with the frames per second under `fps` or `sample_fps`. A frame is what an entry of
+`images` may be. Files of videos are not decoded: Pillow has no decoder for them.
 
     frames 0 1 2 3 4 --> the last one twice --> pairs 0 1 | 2 3 | 4 4, all resized to one size
 
@@ -6,15 +10,9 @@
     Qwen3-VL     <0.2 seconds> image  <1.2 seconds> image  <2.0 seconds> image
     GLM-4.5V     <|begin_of_video|> image 0  image 1  image 2 <|end_of_video|>
 
-"Image" is what the chat template renders for one, whose placeholder stands for a piece of a video.
-The model's own processors write the placeholder of videos there (not GLM-4.5V's), whose embedding
-is replaced as well.
-
-Finds the videos of a row in verl's `videos` column: lists of frames.
-
-An entry is a list of frames, or an object that holds one under `video`, with the frames per second
-under `fps` or `sample_fps`. A frame is what an entry of `images` may be. Files of videos are not
-decoded: Pillow has no decoder for them.
+"Image" is what the chat template renders for an image, whose placeholder stands for a piece of a
+video. The models' own processors write the placeholder of videos there (but for GLM-4.5V's), and
+its embedding is replaced as well.
 """
 
 import json
@@ -63,8 +61,8 @@ def read_encoded_videos(
 ) -> list[EncodedVideo]:
     """Return the videos of a row in order; none if it lacks the column.
 
-    Raises BadImage for an entry of another kind, a file of a video, or a frame that cannot be read
-    or has more than `max_bytes` bytes.
+    Raises BadImageError for an entry of another kind, a file of a video, or a frame that cannot be
+    read or has more than `max_bytes` bytes.
     """
     return [
         _video(entry, f"{where}, video {number}", folder, max_bytes)

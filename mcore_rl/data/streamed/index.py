@@ -138,7 +138,7 @@ def unreadable(name: str, error: Exception) -> ValueError:
 
 
 def columns_of(fields: Iterable[pa.Field], prefix: str = "") -> list[str]:
-    """Return the names of columns and, as "struct.name", of those in structs."""
+    """Return the names of columns; those of columns in structs are "struct.name"."""
     names: list[str] = []
     for column in fields:
         names.append(f"{prefix}{column.name}")
@@ -148,7 +148,7 @@ def columns_of(fields: Iterable[pa.Field], prefix: str = "") -> list[str]:
 
 
 def keys_of(row: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return the keys of a row and, as "mapping.key", of those in mappings."""
+    """Return the keys of a row; those of keys in mappings are "mapping.key"."""
     names: list[str] = []
     for key, value in row.items():
         names.append(f"{prefix}{key}")
@@ -168,7 +168,7 @@ def _chunks_of(name: str, chunk_bytes: int, rows_per_chunk: int, check: Check) -
 
 
 def _parquet_chunks(name: str, rows_per_chunk: int, check: Check) -> Iterator[Chunk]:
-    """Yield chunks of equal size, to within a row, of each row group."""
+    """Cut each row group into chunks whose sizes differ by at most a row."""
     with open_parquet(name) as file:
         check(name, columns_of(file.schema_arrow))
         metadata = file.metadata

@@ -1,7 +1,4 @@
-"""Opens the data sets that a recipe names, as one stream of prompts.
-
-Turns files, folders and globs into the list of a data set's files.
-"""
+"""Opens the data sets that a recipe names, by file, folder or glob, as one stream of prompts."""
 
 import glob
 import logging

@@ -1,8 +1,7 @@
-"""Gives the rows at any position of a shuffled data set, reading the next window ahead of need.
+r"""Reads the rows of a shuffled data set at any position, and the next window ahead of need.
 
-Reads chunks of a data set and turns single rows of them into Python objects when asked.
-
-Draws the order of a streamed data set from seed and epoch: windows of chunks, both shuffled.
+The order is drawn from seed and epoch. Chunks of rows are shuffled, and rows within a window of
+chunks:
 
     files      |chunk|chunk|chunk|chunk|chunk|chunk|chunk|chunk|      contiguous rows each
                    \  chunks in a random order, cut into windows  /
@@ -10,7 +9,8 @@ Draws the order of a streamed data set from seed and epoch: windows of chunks, b
                    \  rows of a window in a random order  /
     positions  row, row, row, ...
 
-Any position of any epoch is found without drawing those before it. Axes: C chunks, W windows.
+Any position of any epoch is found without drawing those before it. Single rows become Python
+objects when they are asked for. Axes: C chunks, W windows.
 """
 
 from collections import OrderedDict

@@ -25,7 +25,7 @@ Result = Callable[[], Encoded]
 _RENDER_ERRORS = (TemplateError, KeyError, TypeError, ValueError, AttributeError)
 """Chat templates raise these at messages that they were not written for."""
 _in_worker: dict[str, Any] = {}
-"""The worker's way to make its tokenizer, and what it made."""
+"""The worker's function that makes its tokenizer, and the result."""
 
 
 class TokenWorkers:

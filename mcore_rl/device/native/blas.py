@@ -28,7 +28,7 @@ def find_set_threads() -> ctypes.c_void_p | None:
 
 @cache
 def find_openblas() -> ctypes.c_void_p | None:
-    """Return the address of sgemm_ in numpy's OpenBLAS, of which a call now takes one thread.
+    """Return the address of sgemm_ in numpy's OpenBLAS, whose calls take one thread from now on.
 
     It is the faster library for large matrices where torch has MKL and the processor is not of
     MKL's maker. None: elsewhere, without a C compiler, or if numpy has another library.

@@ -59,7 +59,7 @@ TRAINING: tuple[Patch, ...] = (
         test="tests/train/test_model.py::test_a_value_head_is_never_tied",
     ),
     Patch(
-        "mcore_rl.train.vision.tower:_of_transformers",
+        "mcore_rl.train.vision.tower:_make_transformers_tower",
         ("torch.nn.Module.rotary_pos_emb",),
         by="the rotary frequencies of transformers' vision towers by the same in float32",
         reason="a tower in bfloat16 would round them",

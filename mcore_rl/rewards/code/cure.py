@@ -1,4 +1,6 @@
-"""Rewards of programs and of unit tests that one policy writes for the same problem.
+"""Rewards programs and unit tests that one policy writes for the same problem (CURE).
+
+All programs of a problem run on all of its tests; the rewards follow from what passes:
 
                  generated tests T    ground-truth tests
     programs P [ passes_PT          | passes_PG         ]
@@ -6,10 +8,6 @@
                    +-> rewards of tests  +-> rewards of programs, which programs are right
 
 Source: CURE, arXiv:2506.03136. Axes: P programs, T generated tests, G tests of the ground truth.
-
-Scores the programs and unit tests of each problem: runs all programs on all tests.
-
-samples of a call --by problem--> programs, tests --sandbox--> matrix --cure.py--> numbers
 """
 
 import json

@@ -1,13 +1,12 @@
 """Runs programs on tests, each test in a process of its own inside a sandbox.
 
+    Python:        programs + tests --> sandbox: driver --> their ends
+    C, C++, Rust:  source + first test --> sandbox: compile, run --> its end, the executable
+                   executable + further tests --> sandbox: driver --> their ends
+    Go:            the same, but the executable runs in a sandbox of its own for each further test
+    others:        source + test --> sandbox, for each test
+
 A sandbox that fails raises SandboxError. How a program ended is an answer, whatever it did.
-
-Runs programs of other languages than Python on tests of standard input or of a function.
-
-C, C++, Rust:  source + first test --> sandbox: compile, run --> its end, the executable
-               executable + further tests --> sandbox: driver --> their ends
-Go:            the same, but the executable runs in a sandbox of its own for each further test
-others:        source + test --> sandbox, for each test
 """
 
 import json
@@ -129,10 +128,10 @@ def run_cases(
 
     files   of the sandbox's folder, by path, executable
 
-    Programs that do not trust one another belong into different calls. Tests for which there is no
-    time left, or whose driver the program ended, count as killed. What SIGKILL ended is tried once
-    more, as it may have come from outside; the second time it is the program's doing. Raises
-    SandboxError if no test could begin, or if the sandbox refused one what it needs.
+    Programs that do not trust one another belong into different calls. A test counts as killed if
+    no time is left for it, or if its program ended the driver. If SIGKILL ended a test, it is tried
+    once more, as the signal may have come from outside; the second time the program is to blame.
+    Raises SandboxError if no test could begin, or if the sandbox refused one what it needs.
     """
     driver = _Driver(list(programs), settings or CaseSettings(), files or {})
     runs: list[CaseRun] = []

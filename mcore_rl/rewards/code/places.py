@@ -1,11 +1,10 @@
-"""The one way in which code of a reward reaches a sandbox: in this process, or on a server.
+"""Runs the code of a reward in a sandbox of this process, or on a server.
 
-request --> the server of the recipe, else that of the run, else this process's sandbox --> result
-              ^ again, if the sandbox was lost meanwhile
+    request --> the recipe's server, else the run's, else this process's sandbox --> result
+                  ^ again, if the sandbox was lost meanwhile
 
-Asks a server to run code: `mcore-rl sandbox serve`, or another of SandboxFusion's API.
-
-A server that is busy, or was killed and starts again, is waited for.
+A server is `mcore-rl sandbox serve`, or another with SandboxFusion's API. A server that is busy, or
+was killed and starts again, is waited for.
 """
 
 import base64

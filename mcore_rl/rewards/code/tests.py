@@ -1,20 +1,20 @@
 """Reads the tests of a problem from its ground truth, and judges what a program did on them.
 
-Three forms:
+A ground truth has one of three forms:
 
-{"inputs": [text, ...], "outputs": [text, ...]}
-    texts on standard input, and what the program must print for each
-{"fn_name": "f", "inputs": [[arguments], ...], "outputs": [value, ...]}
-    calls of a function, or of a method of a class Solution, and what each must return; with
-    "wrapped": true, outputs are lists of one value, and the value itself is right as well
-{"asserts": ["assert f(1) == 2", ...]}
-    assertions about calls with constant arguments
+    {"inputs": [text, ...], "outputs": [text, ...]}
+        texts on standard input, and what the program must print for each
+    {"fn_name": "f", "inputs": [[arguments], ...], "outputs": [value, ...]}
+        calls of a function, or of a method of a class Solution, and what each must return; with
+        "wrapped": true, outputs are lists of one value, and the value itself is right as well
+    {"asserts": ["assert f(1) == 2", ...]}
+        assertions about calls with constant arguments
 
 "language" beside them names the language of the program, or several that are allowed. Functions are
 called in CALL_LANGUAGES, and assertions are for Python alone. In SQL the texts are scripts that
 make the tables.
 
-Checks assertions about a program in a process that the program cannot touch.
+An assertion is checked in a process that the program cannot touch:
 
     assert sorted(f([3, 1])) == [1, 3]
         1. the calls with constant arguments, f([3, 1]), run in the program's sandbox

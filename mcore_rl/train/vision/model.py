@@ -2,29 +2,25 @@
 
     token ids --> embedding --> [t, 1, H] --+
     pixels ----> tower ------> [R, H] ------+--> decoder_input [t, 1, H]
-                   +---------> K x [R, H] ------> added behind the first K layers (deepstack.py),
-                                                  on later stages, too
+                   +---------> K x [R, H] ------> added behind the first K layers, on later stages,
+                                                  too
+    layer 0 --> + features[0] --> layer 1 --> + features[1] --> layer 2 --> ...
 
 t are the tokens of this tensor-parallel rank: sequence parallelism has cut the embeddings already.
 
-Rotary angles of three axes that take turns over the frequencies of a head, as in Qwen3-VL.
-
-    frequency    0 1 2 3 4 5 6 7
-    axis         T H W T H W T T      sections 4, 2, 2
-
-megatron-core 0.16.1 has only axes whose frequencies lie in a row (T T T T H H W W).
-
-Layers that add features of a vision tower's inner blocks to the hidden states of images.
-
-    layer 0 --> + features[0] --> layer 1 --> + features[1] --> layer 2 --> ...
-
-The features travel as `context`, which megatron-core hands from layer to layer, through recomputed
-layers too, for cross-attention that these models do not have (DeepStack, arXiv:2406.04334). Those
-of later pipeline stages are rows of what stages exchange, below the hidden states:
+The features of the tower's inner blocks travel as `context` (DeepStack, arXiv:2406.04334).
+megatron-core hands it from layer to layer, through recomputed layers too, for cross-attention that
+these models do not have. Between pipeline stages the features are rows below the hidden states:
 
     [t, 1, H] hidden states
     [t, 1, H] features of the next layer
     [t, 1, H] features of the layer behind it ...
+
+In Qwen3-VL the three rotary axes take turns over the frequencies of a head; megatron-core 0.16.1
+has only axes whose frequencies lie in a row (T T T T H H W W):
+
+    frequency    0 1 2 3 4 5 6 7
+    axis         T H W T H W T T      sections 4, 2, 2
 """
 
 from collections.abc import Sequence

@@ -1,16 +1,13 @@
 """The images of a micro-batch on one context-parallel rank: pixels, and places of their tokens.
 
-Every rank of the first stage runs the whole tower on all distinct images of the micro-batch, and
-takes the embeddings of the tokens that it holds.
+Every rank of the first stage runs the whole tower on the distinct images of the micro-batch, once
+each, and takes the embeddings of the tokens that it holds:
 
-Finds equal images of a micro-batch, so that the tower runs once on each of them.
+    images    a a b a      -->  distinct images a b
+    rows of their tokens   -->  rows of the embeddings of a b, those of a three times
 
-images    a a b a      -->  distinct images a b
-rows of their tokens   -->  rows of the embeddings of a b, those of a three times
-
-Adds up the operations that vision towers have in an optimizer step, over all ranks.
-
-Only ranks of the first stage see pixels, so only they know which images of a micro-batch are equal.
+The operations of towers in an optimizer step are added up over all ranks. Only ranks of the first
+stage see pixels, so only they know which images of a micro-batch are equal.
 """
 
 import hashlib

@@ -3,14 +3,13 @@
     pixels_PD --> blocks --> projector (merger) --> embeddings_RH, R = P / merge**2
                     +------> further projectors --> inner features (Qwen3-VL)
 
-docs/vision.md says why none of them is megatron-core's vision model.
-
-MoonViT, the vision tower of Kimi-VL, and its projector; transformers has neither.
+docs/vision.md says why none of them is megatron-core's vision model. transformers has no MoonViT,
+the tower of Kimi-VL (arXiv:2504.07491, section 2.1), so it is here:
 
     pixels_PD --> patches + table of positions --> blocks --> 2 x 2 patches side by side
-        --> projector (merger) --> embeddings_RH, R = P / merge**2
+        --> projector (merger) --> embeddings_RH
 
-Modules have the names of the checkpoint. Kimi-VL, arXiv:2504.07491, section 2.1.
+Its modules have the names of the checkpoint.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
