@@ -55,7 +55,7 @@ def _add_code_files(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _prepare_code_files(args: argparse.Namespace) -> None:
-    from mcore_rl.tasks.code_formats import prepare_code_files
+    from mcore_rl.tasks.published import prepare_code_files
 
     prepare_code_files(args.sources, args.out, args.language)
 

@@ -64,7 +64,7 @@ def check_gate_shared_expert():
         fused_gate_sigmoid_mul,
         fused_gate_sigmoid_mul_add,
     )
-    from sglang_on_cpu.kernels import gate_shared_expert
+    from sglang_on_cpu.experts import gate_shared_expert
 
     torch.manual_seed(0)
     hidden, weight, shared, routed = (
@@ -85,7 +85,7 @@ def check_gate_shared_expert():
 
 def check_normalize_projections():
     from sglang.srt.models import minimax_m2
-    from sglang_on_cpu.kernels import normalize_projections
+    from sglang_on_cpu.models import normalize_projections
 
     torch.manual_seed(0)
     q, k, q_weight, k_weight = torch.randn(5, 8), torch.randn(5, 4), torch.randn(8), torch.randn(4)

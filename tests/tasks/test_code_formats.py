@@ -14,7 +14,7 @@ import pytest
 from mcore_rl.rewards.code.languages import Program
 from mcore_rl.rewards.code.score import score_responses
 from mcore_rl.rewards.code.tests import read_tests
-from mcore_rl.tasks.code_formats import prepare_code_files, read_problem
+from mcore_rl.tasks.published import prepare_code_files, read_problem
 
 APPS = {
     "problem_id": 7,

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.device.native import load
-from mcore_rl.device.native.blas import find_sgemm
+from mcore_rl.device.native import find_sgemm, load
 
 
 @cache

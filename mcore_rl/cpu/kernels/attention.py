@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.cpu.kernels import call, usable
-from mcore_rl.device.native.blas import find_openblas, find_sgemm
+from mcore_rl.device.native import find_openblas, find_sgemm
 
 _BLOCK = 64
 """BLOCK of native/attention.c."""

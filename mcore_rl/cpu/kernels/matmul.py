@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.cpu.kernels import call, usable
-from mcore_rl.device.native.blas import find_openblas
+from mcore_rl.device.native import find_openblas
 
 _FEW_ROWS = 256
 """OpenBLAS is slower for fewer rows times weights as [outputs, inputs]."""

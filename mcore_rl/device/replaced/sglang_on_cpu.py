@@ -118,7 +118,7 @@ PATCHES: tuple[Patch, ...] = (
         "a backend with sinks",
     ),
     _patch(
-        "kernels",
+        "experts",
         "gate_shared_expert",
         ("sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",),
         "a triton kernel of Qwen2-MoE by torch",
@@ -201,7 +201,7 @@ PATCHES: tuple[Patch, ...] = (
         switch="rollout.compiled=false",
     ),
     _patch(
-        "kernels",
+        "models",
         "normalize_projections",
         (
             f"{_SRT}.models.minimax_m2.rms_sumsq_serial",

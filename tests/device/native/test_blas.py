@@ -8,8 +8,8 @@ import numpy
 import pytest
 import torch
 
-from mcore_rl.device.native import blas
-from mcore_rl.device.native.blas import find_openblas, find_sgemm
+from mcore_rl.device import native
+from mcore_rl.device.native import find_openblas, find_sgemm
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_it_multiplies(find: Callable[[], ctypes.c_void_p | None]) -> None:
 
 @pytest.mark.usefixtures("fresh")
 def test_mkl_is_kept_on_its_makers_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blas, "_is_intel", lambda: True)
+    monkeypatch.setattr(native, "_is_intel", lambda: True)
     assert find_openblas() is None
 
 

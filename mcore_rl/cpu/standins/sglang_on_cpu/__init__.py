@@ -16,8 +16,11 @@ from sglang_on_cpu.attention import (
     rotate_without_yarn,
 )
 from sglang_on_cpu.data_parallel import pad_batches, reduce_without_nccl, wait_for_requests
-from sglang_on_cpu.experts import group_experts, keep_routed_experts_in_plain_memory
-from sglang_on_cpu.kernels import gate_shared_expert
+from sglang_on_cpu.experts import (
+    gate_shared_expert,
+    group_experts,
+    keep_routed_experts_in_plain_memory,
+)
 from sglang_on_cpu.models import import_few_image_processors, import_models_when_asked
 from sglang_on_cpu.native_forward import run_in_compiled_code
 from sglang_on_cpu.processes import (

@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer by grouped products, and the record of chosen experts."""
+"""The mixture-of-experts layer by torch, in grouped products, and the record of chosen experts."""
 
 from typing import Any
 
@@ -76,3 +76,26 @@ def keep_routed_experts_in_plain_memory() -> None:
         return torch.empty(dims, dtype=dtype)
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def gate_shared_expert() -> None:
+    """Gate Qwen2-MoE's shared expert in torch.
+
+    SGLang multiplies its output by a sigmoid, and adds it to the routed experts', in a triton
+    kernel.
+    """
+    from sglang.kernels.ops.elementwise import elementwise
+
+    def launch(
+        hidden_states: Tensor,
+        gate_weight: Tensor,
+        shared_output: Tensor,
+        output: Tensor,
+        *,
+        do_add: bool,
+    ) -> None:
+        gate_T1 = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
+        gated = gate_T1 * shared_output.float()
+        output.copy_(output.float() + gated if do_add else gated)
+
+    elementwise._launch_fused_gate_sigmoid_mul = launch

@@ -1,10 +1,11 @@
-"""Imports only the model class that an engine serves."""
+"""Imports only the model class that an engine serves, and patches that of MiniMax-M2."""
 
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from sglang_on_cpu.kernels import normalize_projections
+import torch
+from torch import Tensor
 
 MODULES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
@@ -86,3 +87,38 @@ def _import_class(architecture: str) -> type:
 def _entries(module: ModuleType) -> list[type]:
     entry = module.EntryClass
     return entry if isinstance(entry, list) else [entry]
+
+
+def normalize_projections(minimax_m2: Any) -> None:
+    """Normalize MiniMax-M2's queries and keys over the heads of all ranks in torch.
+
+    SGLang does it in triton kernels. `minimax_m2` is SGLang's module of that name, which is
+    imported only for such a model; import_models_when_asked calls this function then.
+    """
+    minimax_m2.rms_sumsq_serial = _sums_of_squares
+    minimax_m2.rms_apply_serial = _normalize
+
+
+def _sums_of_squares(q: Tensor, k: Tensor) -> Tensor:
+    """Return the queries' sums of squares, then the keys', [2 * tokens]."""
+    return torch.cat([x.float().square().sum(-1) for x in (q, k)])
+
+
+def _normalize(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    sums: Tensor,
+    num_ranks: int = 1,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's normalized (q, k); `sums` is the total over all ranks."""
+
+    def normalize(x: Tensor, weight: Tensor, sum_T: Tensor) -> Tensor:
+        scale_T1 = (sum_T / x.shape[-1] / num_ranks + eps).rsqrt()[:, None]
+        return (x.float() * scale_T1 * weight.float()).to(x.dtype)
+
+    normed_q = normalize(q, q_weight, sums[: len(q)])
+    normed_k = normalize(k, k_weight, sums[len(q) : 2 * len(q)])
+    return normed_q, normed_k

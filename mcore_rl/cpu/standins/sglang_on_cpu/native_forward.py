@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.device.native import load
-from mcore_rl.device.native.blas import find_set_threads, find_sgemm
+from mcore_rl.device.native import find_set_threads, find_sgemm, load
 from sglang_on_cpu.native_layers import Decoder, Layer, UnsupportedError, read_decoder
 
 MAX_PREFILL_PAIRS = 2**21
