@@ -36,6 +36,38 @@ from mcore_rl.process.tied import die_with_parent
 
 _VARIABLES = slice(47, 49)
 """Where they begin and end: fields of /proc/<pid>/stat behind its name (proc_pid_stat(5))."""
+BACKLOG = 64
+ANSWER_S = 10.0
+"""Seconds that another process may take to send its request."""
+MAX_DESCRIPTORS = 8
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Numpy's OpenBLAS would start threads when it is imported."""
+UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+"""So that the log of a fork that is killed has all that it printed."""
+_PREFIX = "mcore_rl_forks_"
+_BELOW = len(f"/{_PREFIX}xxxxxxxx/socket")
+ROOM_FOR_TITLES = " " * 2048
+"""Behind the command line: a fork's title, as `ps` shows it, cannot be longer than both."""
+READ_BY_IMPORTS = (
+    "CC",
+    "GOMP_",
+    "HF_",
+    "HOME",
+    "KMP_",
+    "LD_",
+    "MKL_",
+    "OMP_",
+    "PYTHONHASHSEED",
+    "PYTHONPATH",
+    "PYTORCH_",
+    "SGLANG_",
+    "TORCH_",
+    "TRANSFORMERS_",
+    "XDG_",
+)
+"""How variables begin that modules may read when they are imported, not when they are used."""
+_SET_LATER = ("OMP_NUM_THREADS", "SGLANG_ZMQ_ALLOWED_PEERS", "SGLANG_ZMQ_SOURCE_IP")
+"""Variables that begin like others, and are read when they are used."""
 
 
 @dataclass(frozen=True)
@@ -99,40 +131,6 @@ def _take_environment(environment: Mapping[str, str]) -> None:
             shown += variable
     ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
     os.environ.update(environment)
-
-
-BACKLOG = 64
-ANSWER_S = 10.0
-"""Seconds that another process may take to send its request."""
-MAX_DESCRIPTORS = 8
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Numpy's OpenBLAS would start threads when it is imported."""
-UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
-"""So that the log of a fork that is killed has all that it printed."""
-_PREFIX = "mcore_rl_forks_"
-_BELOW = len(f"/{_PREFIX}xxxxxxxx/socket")
-ROOM_FOR_TITLES = " " * 2048
-"""Behind the command line: a fork's title, as `ps` shows it, cannot be longer than both."""
-READ_BY_IMPORTS = (
-    "CC",
-    "GOMP_",
-    "HF_",
-    "HOME",
-    "KMP_",
-    "LD_",
-    "MKL_",
-    "OMP_",
-    "PYTHONHASHSEED",
-    "PYTHONPATH",
-    "PYTORCH_",
-    "SGLANG_",
-    "TORCH_",
-    "TRANSFORMERS_",
-    "XDG_",
-)
-"""How variables begin that modules may read when they are imported, not when they are used."""
-_SET_LATER = ("OMP_NUM_THREADS", "SGLANG_ZMQ_ALLOWED_PEERS", "SGLANG_ZMQ_SOURCE_IP")
-"""Variables that begin like others, and are read when they are used."""
 
 
 @contextmanager

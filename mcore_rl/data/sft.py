@@ -24,6 +24,10 @@ Encode = Callable[[list[dict[str, Any]], bool], list[int]]
 """(chat messages, whether a generation prompt follows) -> token ids by the model's template."""
 AnsweredImages = tuple[tuple[int, ...], int, tuple[PromptImage, ...]]
 """(token ids of the conversation, number of them before the last answer, its images)."""
+logger = logging.getLogger(__name__)
+Conversation = Sequence[dict[str, str]]
+Answered = tuple[tuple[int, ...], int]
+"""(token ids of the conversation, number of them before the last answer)."""
 
 
 class SftImages:
@@ -75,12 +79,6 @@ class SftImages:
         """Return the batch with the patches of its sequences' images."""
         patches = [[self._make(image) for image in of_sequence] for of_sequence in images]
         return replace(batch, images=join_patches(patches))
-
-
-logger = logging.getLogger(__name__)
-Conversation = Sequence[dict[str, str]]
-Answered = tuple[tuple[int, ...], int]
-"""(token ids of the conversation, number of them before the last answer)."""
 
 
 class SftStream:

@@ -14,6 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+T = TypeVar("T")
+
 
 class Mixing:
     """The sequence of sources, by weights. Its position is the number of items of each source."""
@@ -56,9 +58,6 @@ class Mixing:
                 best_slack, best_weight = slack, weight
         assert best >= 0, (self._weights, self.counts)
         return best
-
-
-T = TypeVar("T")
 
 
 class ShuffledStream(Generic[T]):

@@ -19,6 +19,11 @@ import numpy as np
 import transformers
 
 _log = logging.getLogger(__name__)
+Messages = Sequence[Mapping[str, Any]]
+BATCH = 4096
+"""Texts encoded at once; bounds the memory of their encodings."""
+FORMAT = 1
+"""Raise it when the meaning of cached entries changes."""
 
 
 def default_cache_dir() -> Path:
@@ -89,13 +94,6 @@ def _write(path: Path, rows: Sequence[Sequence[int]]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-Messages = Sequence[Mapping[str, Any]]
-BATCH = 4096
-"""Texts encoded at once; bounds the memory of their encodings."""
-FORMAT = 1
-"""Raise it when the meaning of cached entries changes."""
 
 
 class Tokenizer(Protocol):

@@ -31,6 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+MAX_PADDING = 1.5
+"""Largest ratio of padded to real tokens in a bucket; more padding costs more than another call."""
+
 
 class AttentionKernel(Protocol):
     """Causal attention of packed sequences; its backward pass takes any output and log-sum."""
@@ -145,9 +148,6 @@ class MaskType(Enum):
 
 BOTTOM_RIGHT = MaskType.padding_causal_bottom_right
 """Causal attention of packed sequences with more keys than queries: the last sees the last."""
-
-MAX_PADDING = 1.5
-"""Largest ratio of padded to real tokens in a bucket; more padding costs more than another call."""
 
 
 @dataclass(frozen=True)

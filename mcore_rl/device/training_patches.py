@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+MOST_ELEMENTS = 64 * 2**20
+"""How much of the parameters is updated at once: copies of their moments take half a GiB."""
+
 
 def keep_write_results_in_process() -> None:
     """Collect the results of checkpoint writes in a queue of this process.
@@ -24,10 +27,6 @@ def keep_write_results_in_process() -> None:
 
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
-
-
-MOST_ELEMENTS = 64 * 2**20
-"""How much of the parameters is updated at once: copies of their moments take half a GiB."""
 
 
 def step_in_parts(adam: type[Any], most_elements: int = MOST_ELEMENTS) -> type[Any]:

@@ -44,6 +44,8 @@ POLL_S = 0.2
 _spawn = multiprocessing.get_context("spawn")
 _lock = threading.Lock()
 """Held to start and to reap: multiprocessing reaps all children whenever it starts one."""
+CALLS = ("alarm", "setitimer", "signal", "siginterrupt", "set_wakeup_fd")
+"""Functions of the module `signal` that need the main thread, or whose handlers do."""
 
 
 class RewardWorkers:
@@ -204,10 +206,6 @@ def _end_with_parent() -> None:
     assert parent is not None
     wait([parent.sentinel])
     os.killpg(0, signal.SIGKILL)
-
-
-CALLS = ("alarm", "setitimer", "signal", "siginterrupt", "set_wakeup_fd")
-"""Functions of the module `signal` that need the main thread, or whose handlers do."""
 
 
 def refuse_signals(path: str, name: str, takes_all: bool) -> None:

@@ -25,19 +25,18 @@ from mcore_rl.rewards.user_function import Answer, Fields, load_function
 from mcore_rl.types import Sample, has_outcome
 from mcore_rl.types.scores import ENVIRONMENT, Scores
 
+_log = logging.getLogger(__name__)
+LOGGED_ERRORS = 3
+"""Errors logged per call; the others are only counted."""
+LOGGED_CHARS = 300
+"""Most characters of an error, an answer or a response in the log."""
+
 
 def noise_of(sample: Sample, part: str) -> float:
     """Return a number in [0, 1) that depends only on prompt, response tokens and `part`."""
     tokens = (sample.prompt.token_ids, sample.response_ids)
     digest = hashlib.blake2b(f"{part} {tokens}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / (1 << 53)
-
-
-_log = logging.getLogger(__name__)
-LOGGED_ERRORS = 3
-"""Errors logged per call; the others are only counted."""
-LOGGED_CHARS = 300
-"""Most characters of an error, an answer or a response in the log."""
 
 
 class Scorer:

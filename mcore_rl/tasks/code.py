@@ -45,6 +45,24 @@ RUN_LEN = 13
 """Words in a row that two statements share; shorter statements are compared as a whole."""
 SHARE = 0.5
 """Share of a problem's runs of words, or of its tests, from which on it occurs elsewhere."""
+NUM_TRAIN = {1: 30, 2: 1500, 3: 2500}
+"""Problems by difficulty; there are few of one step."""
+NUM_HELD_OUT = {1: 12, 2: 116, 3: 128}
+NUM_DEMONSTRATED = {1: 1000, 2: 5000, 3: 6000}
+NUM_PUBLIC = 2
+NUM_HIDDEN = 6
+MISTAKES = 0.65
+"""Share of demonstrated steps that are mixed up, of those that can be."""
+TEST_MISTAKES = 0.4
+"""The same of unit tests."""
+TESTED_STEPS = 2
+NUM_TESTS = 3
+"""Unit tests that are shown for each problem of at most TESTED_STEPS."""
+LARGEST_TESTED = 40
+TEST_TEXT = "test : "
+"""Said before a problem to who is to write a unit test for it."""
+_PROBES = tuple((a, b) for a in (0, 1, 3, 7, 12, 20) for b in (1, 4, 9, 15))
+"""Two problems with equal values here count as the same."""
 
 
 @dataclass(frozen=True)
@@ -124,26 +142,6 @@ def _plain(value: Any) -> Any:
 def _name(where: str, row: Row) -> str:
     name = get_mapping(row, "extra_info", where).get("name")
     return f"{where} ({name})" if name else where
-
-
-NUM_TRAIN = {1: 30, 2: 1500, 3: 2500}
-"""Problems by difficulty; there are few of one step."""
-NUM_HELD_OUT = {1: 12, 2: 116, 3: 128}
-NUM_DEMONSTRATED = {1: 1000, 2: 5000, 3: 6000}
-NUM_PUBLIC = 2
-NUM_HIDDEN = 6
-MISTAKES = 0.65
-"""Share of demonstrated steps that are mixed up, of those that can be."""
-TEST_MISTAKES = 0.4
-"""The same of unit tests."""
-TESTED_STEPS = 2
-NUM_TESTS = 3
-"""Unit tests that are shown for each problem of at most TESTED_STEPS."""
-LARGEST_TESTED = 40
-TEST_TEXT = "test : "
-"""Said before a problem to who is to write a unit test for it."""
-_PROBES = tuple((a, b) for a in (0, 1, 3, 7, 12, 20) for b in (1, 4, 9, 15))
-"""Two problems with equal values here count as the same."""
 
 
 def prepare_code(out_dir: Path, seed: int = 0) -> None:

@@ -36,6 +36,11 @@ FUNCTION_TASK = (
 ANSWER_FORM = "Give the whole program as one ```{language} block."
 MAX_TESTS_BYTES = 1 << 30
 """Bound of the unpacked tests of one LiveCodeBench row."""
+GEOMETRY3K_INSTRUCTION = "Think step by step, and put the final answer in \\boxed{}."
+GEOMETRY3K_SPLITS = (("train", "train"), ("validation", "validation"), ("test", "heldout"))
+"""Split there -> name of the file here."""
+GEOMETRY3K = "hiyouga/geometry3k"
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
 
 def prepare_code_files(sources: Sequence[str], out_file: Path, language: str = "python") -> None:
@@ -237,12 +242,6 @@ def _download(name: str, patterns: Sequence[str]) -> Path:
     return Path(copy)
 
 
-GEOMETRY3K_INSTRUCTION = "Think step by step, and put the final answer in \\boxed{}."
-GEOMETRY3K_SPLITS = (("train", "train"), ("validation", "validation"), ("test", "heldout"))
-"""Split there -> name of the file here."""
-GEOMETRY3K = "hiyouga/geometry3k"
-
-
 def prepare_geometry3k(source: str, out_dir: Path) -> None:
     """Write train.parquet, validation.parquet and heldout.parquet (its test split) to `out_dir`.
 
@@ -280,9 +279,6 @@ def _read_images(row: Row, where: str) -> list[dict[str, bytes]]:
         if not isinstance(image, dict) or not isinstance(image.get("bytes"), bytes):
             raise ValueError(f"{where}, image {number}: expected an object with `bytes`")
     return [{"bytes": image["bytes"]} for image in images]
-
-
-GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
 
 def prepare_gsm8k(source: str, out_dir: Path) -> None:

@@ -57,6 +57,24 @@ KINDS = ("ring", "disk", "square")
 DESCRIPTION = "what is there ?"
 Cell = tuple[str, str] | None
 """(color, kind); None: empty."""
+NUM_ZOOM_TRAIN = 1000
+NUM_ZOOM_HELD_OUT = 128
+NUM_ZOOM_DEMONSTRATIONS = 2000
+ZOOM_GUESSES = 0.5
+"""Share of the demonstrations that guess."""
+VIEW = 56
+"""Pixels along each side of a picture as it is first seen, and of an enlarged piece."""
+TOOL = "<|tool|>"
+ZOOM_CHAT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{{ {'user': '<|user|> ', 'tool': '<|tool|> '}.get(m['role'], '<|assistant|> ') }}"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ ' <|end|> ' if m['role'] == 'assistant' else ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 
 
 @dataclass(frozen=True)
@@ -201,26 +219,6 @@ def _rows(problems: Sequence[PictureProblem], split: str) -> list[dict[str, Any]
         }
         for i, p in enumerate(problems)
     ]
-
-
-NUM_ZOOM_TRAIN = 1000
-NUM_ZOOM_HELD_OUT = 128
-NUM_ZOOM_DEMONSTRATIONS = 2000
-ZOOM_GUESSES = 0.5
-"""Share of the demonstrations that guess."""
-VIEW = 56
-"""Pixels along each side of a picture as it is first seen, and of an enlarged piece."""
-TOOL = "<|tool|>"
-ZOOM_CHAT_TEMPLATE = (
-    "{% for m in messages %}"
-    "{{ {'user': '<|user|> ', 'tool': '<|tool|> '}.get(m['role'], '<|assistant|> ') }}"
-    "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for part in m['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
-    "{{ ' <|end|> ' if m['role'] == 'assistant' else ' ' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,44 @@ CHAT_TEMPLATE = (
     "{{ ' ' if m['role'] == 'user' else ' <|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+IMAGE_START, IMAGE_END, PLACEHOLDER = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
+IMAGE_TOKENS = (IMAGE_START, IMAGE_END, PLACEHOLDER)
+IMAGE_CHAT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{{ '<|user|> ' if m['role'] == 'user' else '<|assistant|> ' }}"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ ' ' if m['role'] == 'user' else ' <|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+PIXELS_PER_TOKEN = 28 * 28
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2_5_VLProcessor",
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "size": {"shortest_edge": 4 * PIXELS_PER_TOKEN, "longest_edge": 64 * PIXELS_PER_TOKEN},
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+"""SGLang takes patches of 14 x 14 pixels alone for Qwen2.5-VL."""
+VISION = {
+    "model_type": "qwen2_5_vl",
+    "depth": 2,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_heads": 2,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "out_hidden_size": 96,
+    "fullatt_block_indexes": [1],
+    "initializer_range": 0.05,
+}
 
 
 def make_vocabulary(max_number: int, words: set[str]) -> list[str]:
@@ -103,47 +141,6 @@ def write_tiny_model(
     write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
     with reporting_full_disk(folder):
         make_word_tokenizer(vocabulary, chat_template, roles).save_pretrained(folder)
-
-
-IMAGE_START, IMAGE_END, PLACEHOLDER = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
-IMAGE_TOKENS = (IMAGE_START, IMAGE_END, PLACEHOLDER)
-IMAGE_CHAT_TEMPLATE = (
-    "{% for m in messages %}"
-    "{{ '<|user|> ' if m['role'] == 'user' else '<|assistant|> ' }}"
-    "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for part in m['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
-    "{{ ' ' if m['role'] == 'user' else ' <|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-PIXELS_PER_TOKEN = 28 * 28
-PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "processor_class": "Qwen2_5_VLProcessor",
-    "patch_size": 14,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "size": {"shortest_edge": 4 * PIXELS_PER_TOKEN, "longest_edge": 64 * PIXELS_PER_TOKEN},
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-}
-"""SGLang takes patches of 14 x 14 pixels alone for Qwen2.5-VL."""
-
-VISION = {
-    "model_type": "qwen2_5_vl",
-    "depth": 2,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_heads": 2,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "window_size": 112,
-    "out_hidden_size": 96,
-    "fullatt_block_indexes": [1],
-    "initializer_range": 0.05,
-}
 
 
 def write_tiny_vision_model(

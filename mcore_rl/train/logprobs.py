@@ -30,6 +30,9 @@ from torch import Tensor
 from mcore_rl.train.packing import RankBatch
 from mcore_rl.types import TrainBatch
 
+FAR_BELOW = -1e30
+"""The logit of vocabulary padding; finite, so that 0 * FAR_BELOW is 0."""
+
 
 def select_scored_rows(targets: TrainBatch) -> Tensor:
     """Return the tokens that the loss reads of a RankBatch's fields, int64 [R]; at least one.
@@ -85,10 +88,6 @@ class OutputRows:
         linear: Any = layer
         if linear.allreduce_dgrad and linear.config.sequence_parallel:
             linear.sequence_parallel, linear.allreduce_dgrad = True, False
-
-
-FAR_BELOW = -1e30
-"""The logit of vocabulary padding; finite, so that 0 * FAR_BELOW is 0."""
 
 
 @dataclass(frozen=True)

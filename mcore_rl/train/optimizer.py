@@ -46,6 +46,12 @@ READABLE = "readable"
 Readable = Callable[[Tensor], Tensor]
 _PIECE_NUMEL = 1 << 24
 """Elements sent at once: what a gather takes of the device memory, 64 MiB."""
+DDP_DEFAULTS: Mapping[str, Any] = {
+    "grad_reduce_in_fp32": True,
+    "use_distributed_optimizer": True,
+    "check_for_nan_in_grad": True,
+}
+_DTYPE_FIELDS = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")
 
 
 @dataclass(frozen=True)
@@ -217,14 +223,6 @@ def _like(
     if isinstance(sharded, ShardedTensor):
         changes["dtype"] = value.dtype
     return replace(sharded, **changes)
-
-
-DDP_DEFAULTS: Mapping[str, Any] = {
-    "grad_reduce_in_fp32": True,
-    "use_distributed_optimizer": True,
-    "check_for_nan_in_grad": True,
-}
-_DTYPE_FIELDS = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")
 
 
 class ModelPrecision(Float16Module):

@@ -28,6 +28,8 @@ from mcore_rl.weights.models.table import HfConfig
 from mcore_rl.weights.models.value_head import SCORE, has_value_head
 from mcore_rl.weights.plan.coverage import check_coverage
 
+DRAWN_AT_ONCE = min(8, os.cpu_count() or 1)
+
 
 def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
     """Return this rank's parameters and saved buffers, not copied, by "<chunk>.<name>"."""
@@ -114,9 +116,6 @@ def _part(shard: ShardedTensor, name: str, tensor: Tensor) -> LocalPart:
         dtype=str(tensor.dtype).removeprefix("torch."),
         offset=data.storage_offset() - tensor.storage_offset(),
     )
-
-
-DRAWN_AT_ONCE = min(8, os.cpu_count() or 1)
 
 
 @torch.no_grad()

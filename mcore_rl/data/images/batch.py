@@ -15,6 +15,10 @@ import torch
 from mcore_rl.types import Images, Patches, StoredBatch, TrainBatch
 
 Value = TypeVar("Value")
+GroupRow = tuple[int, int]
+"""(group, index in the group) of a row in a store."""
+PatchesOf = Mapping[tuple[int, GroupRow], Sequence[Patches]]
+"""(store, row) -> the patches of its images."""
 
 
 class PatchCache(Generic[Value]):
@@ -56,12 +60,6 @@ class PatchCache(Generic[Value]):
         if entry is not None:
             self.num_bytes -= entry[1]
             self._on_forget(entry[0])
-
-
-GroupRow = tuple[int, int]
-"""(group, index in the group) of a row in a store."""
-PatchesOf = Mapping[tuple[int, GroupRow], Sequence[Patches]]
-"""(store, row) -> the patches of its images."""
 
 
 def rows_with_images(batch: StoredBatch) -> dict[int, list[GroupRow]]:

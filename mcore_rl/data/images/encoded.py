@@ -20,6 +20,14 @@ from typing import Any
 
 from mcore_rl.data.rows import Row
 
+_URL = re.compile(r"(?!file:)[a-zA-Z][a-zA-Z0-9+.-]*://|data:")
+"""How a URL begins, other than that of a file."""
+IMAGE = "<image>"
+VIDEO = "<video>"
+IMAGE_PART = {"type": "image"}
+Part = dict[str, str]
+"""Text, or the place of an image: {"type": "image"}."""
+
 
 def limit_that_fits(
     num_tokens: Callable[[int, int], int], num_images: int, budget: int, least: int, most: int
@@ -65,10 +73,6 @@ def expand_placeholders(
         out.extend([token] * (next(remaining) if token == placeholder_id else 1))
     assert next(remaining, None) is None, "more counts than placeholders"
     return out
-
-
-_URL = re.compile(r"(?!file:)[a-zA-Z][a-zA-Z0-9+.-]*://|data:")
-"""How a URL begins, other than that of a file."""
 
 
 class BadImageError(ValueError):
@@ -159,13 +163,6 @@ def _read(path: Path, place: str, max_bytes: int) -> bytes:
     except (OSError, ValueError) as error:  # a name with a null character is a ValueError
         reason = getattr(error, "strerror", None) or error
         raise BadImageError(f"{place}: {str(path)!r:.300} cannot be read: {reason}") from error
-
-
-IMAGE = "<image>"
-VIDEO = "<video>"
-IMAGE_PART = {"type": "image"}
-Part = dict[str, str]
-"""Text, or the place of an image: {"type": "image"}."""
 
 
 def placeholders_of(

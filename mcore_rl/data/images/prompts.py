@@ -34,6 +34,10 @@ from mcore_rl.data.images.video_rule import EncodedVideo, VideoRule, read_encode
 from mcore_rl.data.rows import Row, messages_of
 from mcore_rl.types import Clip, PromptImage
 
+Encode = Callable[[list[dict[str, Any]]], list[int]]
+"""Chat messages -> token ids by the model's template, one placeholder for each image."""
+BAD = ("error", "skip")
+
 
 class Shown(Protocol):
     """An image or a video.
@@ -170,10 +174,6 @@ def make_shown_video(video: EncodedVideo, processor: ImageProcessor, max_pixels:
     return ShownVideo(video, sizes[0], processor.video)
 
 
-Encode = Callable[[list[dict[str, Any]]], list[int]]
-"""Chat messages -> token ids by the model's template, one placeholder for each image."""
-
-
 @dataclass(frozen=True)
 class ImageRules:
     """The rules for images that are unusual.
@@ -201,9 +201,6 @@ class ImageRules:
         for name, allowed in (("overlong", ("filter", "shrink", "error")), ("bad", BAD)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {allowed}")
-
-
-BAD = ("error", "skip")
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,14 @@ REMEDY = (
     "extract its frames, for example with `ffmpeg -i FILE -vf fps=2 frames/%05d.jpg`, and list"
     " their paths"
 )
+SETTINGS = (
+    ("processor_config.json", "video_processor"),
+    ("video_preprocessor_config.json", None),
+    ("preprocessor_config.json", None),
+)
+"""Files that may have the settings of a video processor, under which key; the first one counts."""
+TOKENS_PER_SECOND = 4
+"""Positions per second of Qwen2.5-VL if its vision_config does not give them."""
 
 
 @dataclass(frozen=True)
@@ -105,16 +113,6 @@ def _fps(settings: Mapping[str, Any], place: str) -> float:
             f"{place} has {name}={value!r:.100}: give the frames per second, above 0"
         )
     return float(value)
-
-
-SETTINGS = (
-    ("processor_config.json", "video_processor"),
-    ("video_preprocessor_config.json", None),
-    ("preprocessor_config.json", None),
-)
-"""Files that may have the settings of a video processor, under which key; the first one counts."""
-TOKENS_PER_SECOND = 4
-"""Positions per second of Qwen2.5-VL if its vision_config does not give them."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from mcore_rl.data.streamed.workers import MakeTokenizer, TokenWorkers
 from mcore_rl.types.scores import Scores
 
 SUFFIXES = (".parquet", ".jsonl")
+_log = logging.getLogger(__name__)
 
 
 def data_files(paths: Sequence[str]) -> list[str]:
@@ -67,9 +68,6 @@ def _select_data_files(top: str, paths: Iterable[Path]) -> list[str]:
 def _is_hidden(path: Path, top: str) -> bool:
     parts = path.relative_to(top).parts if Path(top).is_dir() else path.parts[-1:]
     return any(part.startswith(("_", ".")) for part in parts)
-
-
-_log = logging.getLogger(__name__)
 
 
 def is_streamed(config: DataConfig) -> bool:

@@ -32,6 +32,14 @@ from mcore_rl.types import Array
 
 CHUNKS_PER_WINDOW = 64
 """Places of the files that a window's rows come from."""
+BATCH_ROWS = 1024
+"""Rows of a row group that are decoded at once."""
+READ_TIMEOUT_S = 600.0
+"""Deadline of reading a window from the file system."""
+BLOCK_ROWS = 1024
+"""Rows that become Python objects at once: the fewer, the more calls to Arrow there are per row."""
+IN_MEMORY = 2
+"""Windows: the one that rows are taken from, and the one after or before it."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +85,6 @@ def permutation(size: int, *key: int) -> Array:
     """
     bits = np.random.PCG64(np.random.SeedSequence(key)).random_raw(size)
     return np.argsort(bits, kind="stable")
-
-
-BATCH_ROWS = 1024
-"""Rows of a row group that are decoded at once."""
 
 
 class ChunkRows(Protocol):
@@ -207,14 +211,6 @@ class ChunkReader:
                 f"data file {name} has changed since the run began: {num_rows} rows where there"
                 f" were {expected}; start the run again"
             )
-
-
-READ_TIMEOUT_S = 600.0
-"""Deadline of reading a window from the file system."""
-BLOCK_ROWS = 1024
-"""Rows that become Python objects at once: the fewer, the more calls to Arrow there are per row."""
-IN_MEMORY = 2
-"""Windows: the one that rows are taken from, and the one after or before it."""
 
 
 @dataclass(frozen=True)

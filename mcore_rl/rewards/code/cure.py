@@ -26,6 +26,13 @@ from mcore_rl.tasks.code_steps import FUNCTION, as_python, is_program
 
 Matrix = Sequence[Sequence[bool]]
 """[P][tests], whether a program passes a test."""
+ROLE = "is_test"
+"""The number that says whether a sample is a unit test: for algorithm.role_part."""
+_STEPS_TEST = re.compile(r"a = (\d{1,2}) b = (\d{1,2})(?: ; (?:- )?\d{1,2})* ; ((?:- )?\d{1,2})")
+_LIMITS = CaseSettings(wall_s=10.0, total_s=200.0, output_kib=16)
+Matrices = tuple[list[list[bool]], list[list[bool]]]
+"""(passes_PG, passes_PT) of cure.py; a test that is none is passed by no program."""
+RateTests = Callable[[Any, Any], list[float]]
 
 
 def rate_programs(passes_PG: Matrix) -> list[float]:
@@ -86,12 +93,6 @@ def _num_tests(passes_PT: Matrix) -> int:
     return len(passes_PT[0]) if passes_PT else 0
 
 
-ROLE = "is_test"
-"""The number that says whether a sample is a unit test: for algorithm.role_part."""
-_STEPS_TEST = re.compile(r"a = (\d{1,2}) b = (\d{1,2})(?: ; (?:- )?\d{1,2})* ; ((?:- )?\d{1,2})")
-_LIMITS = CaseSettings(wall_s=10.0, total_s=200.0, output_kib=16)
-
-
 @dataclass
 class Problem:
     """The samples of one problem: their numbers in the call, and what they wrote."""
@@ -101,11 +102,8 @@ class Problem:
     tests: list[tuple[int, str]] = field(default_factory=list)
 
 
-Matrices = tuple[list[list[bool]], list[list[bool]]]
-"""(passes_PG, passes_PT) of cure.py; a test that is none is passed by no program."""
 Execution = Callable[[Problem, str], Matrices]
 """(problem, address of a sandbox's server or "") -> matrices"""
-RateTests = Callable[[Any, Any], list[float]]
 
 
 def score_samples(

@@ -39,6 +39,11 @@ _STALLS = 2
 """Sandboxes in a row that end without a further test before the program counts as the cause."""
 _START_S = 20.0
 """For the sandbox and its Python to start, on a machine that is busy."""
+_COMPILED_ONCE = ("c", "cpp", "rust")
+"""The driver runs what is compiled; others need files beside an executable."""
+_KEPT = ("go",)
+"""The executable needs more addresses and threads than the driver's limits allow."""
+_SETUP = "setup.sql"
 
 
 @dataclass(frozen=True)
@@ -231,13 +236,6 @@ def _read(line: str) -> CaseRun | None:
         return CaseRun(**json.loads(line))
     except (ValueError, TypeError, RecursionError):
         return None
-
-
-_COMPILED_ONCE = ("c", "cpp", "rust")
-"""The driver runs what is compiled; others need files beside an executable."""
-_KEPT = ("go",)
-"""The executable needs more addresses and threads than the driver's limits allow."""
-_SETUP = "setup.sql"
 
 
 def run_other(

@@ -23,6 +23,8 @@ from mcore_rl.services.search.client import Ask, SearchUnavailableError, ask_jso
 
 PATIENCE_S = 300.0
 """How long a server may be away or busy, besides the time of the program itself."""
+ATTEMPTS = 3
+"""A sandbox that something outside has killed is another one at the next attempt."""
 
 
 def run_on_server(url: str, request: CodeRequest) -> CodeResult:
@@ -99,10 +101,6 @@ def _endpoint(url: str) -> tuple[str, str]:
             f"sandbox_url={redact(url)}: give a server's address, such as http://10.0.0.7:8080"
         )
     return urlunsplit(parts._replace(path=path)), key
-
-
-ATTEMPTS = 3
-"""A sandbox that something outside has killed is another one at the next attempt."""
 
 
 def execute(request: CodeRequest, url: str = "") -> CodeResult:

@@ -47,6 +47,8 @@ from mcore_rl.rewards.code.languages import Program, read_languages
 
 _HELD = "held"
 """The second program prints this if the assertion holds."""
+_TOLERANCE = 1e-9
+"""Relative difference at which two floats are the same answer."""
 
 
 @dataclass(frozen=True)
@@ -150,10 +152,6 @@ def _refusal(text: str, node: ast.Call) -> str:
         f"the assertion {text!r:.200} calls {ast.unparse(node.func)} with arguments that are not"
         ' constant: write the test as {"fn_name", "inputs", "outputs"}'
     )
-
-
-_TOLERANCE = 1e-9
-"""Relative difference at which two floats are the same answer."""
 
 
 @dataclass(frozen=True)

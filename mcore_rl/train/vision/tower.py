@@ -35,6 +35,21 @@ ROTARY_BASE = 10_000.0
 
 Sides = tuple[int, int]
 """Patches along height and along width of an image."""
+TOWERS = {
+    "Qwen2_5_VL": (
+        "qwen2_5_vl",
+        "Qwen2_5_VLConfig",
+        "Qwen2_5_VisionTransformerPretrainedModel",
+    ),
+    "Glm4vMoe": ("glm4v_moe", "Glm4vMoeConfig", "Glm4vMoeVisionModel"),
+    "Qwen3VL": ("qwen3_vl", "Qwen3VLConfig", "Qwen3VLVisionModel"),
+    "Qwen3VLMoe": (
+        "qwen3_vl_moe",
+        "Qwen3VLMoeConfig",
+        "Qwen3VLMoeVisionModel",
+    ),
+}
+"""Architecture, as stem_of has it -> transformers' module, its classes of config and tower."""
 
 
 class PositionTable(nn.Module):
@@ -185,23 +200,6 @@ def turn(heads_PhC: Tensor, turns_PF: Tensor) -> Tensor:
     pairs_PhF = torch.view_as_complex(heads_PhC.float().unflatten(-1, (-1, 2)))
     turned_PhF2 = torch.view_as_real(pairs_PhF * turns_PF[:, None])
     return turned_PhF2.flatten(-2).to(heads_PhC.dtype)
-
-
-TOWERS = {
-    "Qwen2_5_VL": (
-        "qwen2_5_vl",
-        "Qwen2_5_VLConfig",
-        "Qwen2_5_VisionTransformerPretrainedModel",
-    ),
-    "Glm4vMoe": ("glm4v_moe", "Glm4vMoeConfig", "Glm4vMoeVisionModel"),
-    "Qwen3VL": ("qwen3_vl", "Qwen3VLConfig", "Qwen3VLVisionModel"),
-    "Qwen3VLMoe": (
-        "qwen3_vl_moe",
-        "Qwen3VLMoeConfig",
-        "Qwen3VLMoeVisionModel",
-    ),
-}
-"""Architecture, as stem_of has it -> transformers' module, its classes of config and tower."""
 
 
 class Float32Buffers(torch.nn.Module):
