@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.deployment import Deployment, make_deployment
-from mcore_rl.planning.moments import read_policy
+from mcore_rl.planning.recipe_models import read_policy
 from mcore_rl.weights.plan.local import plan_recvs, plan_sends
 
 CASES: dict[str, list[str]] = {

@@ -23,7 +23,7 @@ from statistics import fmean
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.moments import read_models
+from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.command import checked
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.machine import ReachedShares

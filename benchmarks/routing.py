@@ -26,7 +26,7 @@ from typing import Any
 from unittest.mock import patch
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.moments import read_models
+from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine_health import EngineLoad
 from mcore_rl.rollout.least_loaded import LeastLoaded

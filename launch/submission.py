@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launch.options import LaunchOptions
 from mcore_rl.config import Config
-from mcore_rl.planning.node_needs import NodeNeeds, NodeSize, plan_nodes
+from mcore_rl.planning.bundles import NodeNeeds, NodeSize, plan_nodes
 
 DOCTOR = "doctor"
 """A command that runs on every node by itself, without Ray."""

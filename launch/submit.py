@@ -15,7 +15,7 @@ from launch.submission import DOCTOR, FOLDER, Submission, make_submission
 from launch.targets import TARGETS
 from mcore_rl.config import Config
 from mcore_rl.config.secrets import written_config
-from mcore_rl.planning.run_size import COMMANDS
+from mcore_rl.planning.bundles import COMMANDS
 from mcore_rl.process.disk import write_whole
 from mcore_rl.process.redaction import is_secret_name, redact
 

@@ -14,8 +14,7 @@ from ray.util.placement_group import (
 
 from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.config import ClusterConfig, RolloutConfig
-from mcore_rl.planning.bundles import Bundle
-from mcore_rl.planning.run_size import RunSize
+from mcore_rl.planning.bundles import Bundle, RunSize
 from mcore_rl.planning.slots import RunSlots, Slot, reserve_slots
 
 

@@ -31,8 +31,8 @@ from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.config.deadlines import Deadlines
 from mcore_rl.config.upstream.arguments import server_arguments
-from mcore_rl.planning.node_needs import critic_training
-from mcore_rl.planning.run_size import RunSize
+from mcore_rl.planning.bundles import RunSize
+from mcore_rl.planning.recipe_models import make_critic_training
 from mcore_rl.planning.slots import RunSlots
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.server_keys import ServerKeys
@@ -86,7 +86,7 @@ class RunProcesses:
         config = self._config
         critic = config.critic
         model = replace(config.model, path=critic.path or config.model.path)
-        train = critic_training(config.train, critic)
+        train = make_critic_training(config.train, critic)
         spec = self._spec(model, critic.parallel, train, critic.optimizer, num_steps, loss)
         assert self._trainer is not None
         gpu_ids = self._trainer.gpu_ids() if critic.colocated else []
@@ -181,7 +181,7 @@ def run_processes(
     The served models that `command` needs and the recipe has begin to start here. Raises ValueError
     if such a model cannot be started or found, or if the cluster is too small.
     """
-    size = RunSize.of(config, command)
+    size = RunSize.make(config, command)
     models = size.served
     for role, model in models.items():
         if model.path:

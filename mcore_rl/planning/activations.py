@@ -2,15 +2,20 @@
 
 After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
 section 4, for layers without dropout, with attention that keeps no score matrix, and with experts.
+
+A vision tower's activations and the pixels count on the first stage. Each rank of that stage runs
+the whole tower on all images of its micro-batch (docs/vision.md), so neither tensor nor context
+parallelism makes them fewer.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.config.training import WHOLE_LAYERS
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.settings import need
 from mcore_rl.weights.models.table import HfConfig
+from mcore_rl.weights.models.tower import PREFIX, merge_size
 
 FLOAT32 = 4
 LOGITS_COPIES = 3
@@ -49,13 +54,13 @@ class Activations:
         self._own = self._tokens / step.tp
         """Tokens of this rank in the parts of a layer that sequence parallelism cuts."""
 
-    def kept(self, layer: int) -> float:
+    def count_kept(self, layer: int) -> float:
         """Bytes that a layer keeps from the forward to the backward pass."""
         if self._step.recomputed == WHOLE_LAYERS:
             return self._hidden
-        return self._inner(layer, self._step.recomputed)
+        return self._count_inner(layer, self._step.recomputed)
 
-    def working(self, layer: int) -> float:
+    def count_working(self, layer: int) -> float:
         """Bytes in use besides what is kept, while the layer runs or is recomputed."""
         if self._is_moe(layer):
             rows = self._routed_tokens
@@ -64,12 +69,12 @@ class Activations:
             )
         else:
             buffers = 4 * self._tokens * self._sizes["dense_ffn"] / self._step.tp
-        again = self._inner(layer, frozenset())
+        again = self._count_inner(layer, frozenset())
         if self._step.recomputed != WHOLE_LAYERS:
-            again -= self.kept(layer)
+            again -= self.count_kept(layer)
         return buffers * self._step.itemsize + again
 
-    def logits(self, padded_vocab: int) -> float:
+    def count_logits(self, padded_vocab: int) -> float:
         """Bytes of logits and their gradient (last stage), and of a chunk's float32 copies.
 
         They are the shifted logits, their exponentials, and an entropy bonus' factor.
@@ -81,16 +86,20 @@ class Activations:
     def _is_moe(self, layer: int) -> bool:
         return self._family.is_moe_layer(self._config, layer)
 
-    def _inner(self, layer: int, recomputed: Collection[str]) -> float:
+    def _count_inner(self, layer: int, recomputed: Collection[str]) -> float:
         """Bytes inside a layer, but for what the modules `recomputed` compute again."""
-        rest = self._experts(recomputed) if self._is_moe(layer) else self._dense(recomputed)
-        return self._attention(recomputed) + rest
+        rest = (
+            self._count_experts(recomputed)
+            if self._is_moe(layer)
+            else self._count_dense(recomputed)
+        )
+        return self._count_attention(recomputed) + rest
 
     @property
     def _hidden(self) -> float:
         return self._own * self._sizes["hidden"] * self._step.itemsize
 
-    def _norm(self, recomputed: Collection[str]) -> float:
+    def _count_norm(self, recomputed: Collection[str]) -> float:
         """Bytes of a norm's input, and of its output unless that is recomputed."""
         return self._hidden * (1 if "layernorm" in recomputed else 2)
 
@@ -99,7 +108,7 @@ class Activations:
         top_k = need(self._config, "num_experts_per_tok")
         return self._own * top_k * self._step.etp * self._step.expert_load
 
-    def _attention(self, recomputed: Collection[str]) -> float:
+    def _count_attention(self, recomputed: Collection[str]) -> float:
         """Bytes of queries, keys, values and the output; flash attention keeps no scores."""
         sizes = self._sizes
         step = self._step
@@ -112,26 +121,91 @@ class Activations:
             numbers = cut * (2 * sizes["q"] + 2 * sizes["kv"])
             if sizes["q_norm"]:
                 numbers += cut * (sizes["q"] + sizes["kv"])
-        return self._norm(recomputed) + numbers * step.itemsize
+        return self._count_norm(recomputed) + numbers * step.itemsize
 
-    def _dense(self, recomputed: Collection[str]) -> float:
+    def _count_dense(self, recomputed: Collection[str]) -> float:
         numbers = 3 * self._tokens * self._sizes["dense_ffn"] / self._step.tp
         if "mlp" in recomputed:
             numbers = 0.0
-        return self._norm(recomputed) + numbers * self._step.itemsize
+        return self._count_norm(recomputed) + numbers * self._step.itemsize
 
-    def _experts(self, recomputed: Collection[str]) -> float:
+    def _count_experts(self, recomputed: Collection[str]) -> float:
         """Bytes of the norm, the router's float32 scores, the experts' inputs and their
         matrices' outputs.
         """
         sizes = self._sizes
         step = self._step
         if "moe" in recomputed:
-            return self._norm(recomputed)
+            return self._count_norm(recomputed)
         halves = 3 if "moe_act" in recomputed else 4
         rows = self._routed_tokens * (sizes["hidden"] + halves * sizes["expert_ffn"] / step.etp)
         shared = 3 * self._tokens * sizes.get("shared_ffn", 0) / step.tp
         if "shared_experts" in recomputed:
             shared = 0.0
         scores = 2 * self._own * sizes["experts"] * FLOAT32
-        return self._norm(recomputed) + scores + (rows + shared) * step.itemsize
+        return self._count_norm(recomputed) + scores + (rows + shared) * step.itemsize
+
+
+GATE = PREFIX + "blocks.mlp.gate_proj.weight"
+"""Key of a tensor that only blocks with a gated MLP have."""
+
+
+def count_tower_activations(
+    hf_config: HfConfig, step: Pass, vision: str, in_flight: float
+) -> float:
+    """Return the bytes of activations if every token of the micro-batch is of an image.
+
+    vision      train.vision; blocks that are not trained keep nothing for a backward pass
+    in_flight   micro-batches whose activations the stage keeps
+    """
+    family = family_of(hf_config)
+    sizes = family.sizes(hf_config)
+    num_patches = step.tokens * merge_size(hf_config) ** 2
+    hidden = sizes["tower_hidden"]
+    # norms' inputs and outputs, queries, keys and values before and after rotation, output; gate,
+    # up, activation and product, or the activation's input and output
+    is_gated = any(rule.key == GATE for rule in family.rules)
+    block = 10 * hidden + (4 if is_gated else 2) * sizes["tower_block_ffn"]
+    kept = sizes["tower_blocks"] * (hidden if step.recomputed else block)
+    if vision != "all":
+        kept = 0
+    inner = sizes.get("deepstack_mergers", 0) * _count_inner_feature(
+        sizes, step, num_patches, vision
+    )
+    numbers = num_patches * (in_flight * kept + block) + in_flight * inner
+    return numbers * step.itemsize
+
+
+def count_received_features(
+    hf_config: HfConfig, step: Pass, runs: Sequence[range], in_flight: float
+) -> float:
+    """Return the bytes of inner features that a stage gets from earlier ones.
+
+    runs        the layers of each of its model chunks
+    in_flight   micro-batches whose activations the stage keeps in each chunk
+    """
+    sizes = family_of(hf_config).sizes(hf_config)
+    num_features = sizes.get("deepstack_mergers", 0)
+    received = sum(max(num_features - run.start, 0) for run in runs if run.start)
+    own_tokens = step.tokens / (step.tp * step.cp)
+    return in_flight * received * sizes["hidden"] * own_tokens * step.itemsize
+
+
+def _count_inner_feature(
+    sizes: Mapping[str, int], step: Pass, num_patches: int, vision: str
+) -> float:
+    """Return the numbers that features of one inner block take, with those of their projector.
+
+    Each rank has the features of all images, and those of its own tokens.
+    """
+    features = sizes["hidden"] * (step.tokens + step.tokens / (step.tp * step.cp))
+    # the outputs of norm, first layer and activation
+    projector = 0 if vision == "none" else 3 * sizes["tower_hidden"] * num_patches
+    return features + projector
+
+
+def count_pixel_bytes(config: HfConfig, num_tokens: int) -> float:
+    """Return the bytes of the pixels of a micro-batch whose tokens all stand for images."""
+    sizes = family_of(config).sizes(config)
+    num_patches = num_tokens * merge_size(config) ** 2
+    return num_patches * sizes["channels"] * sizes["patch_frames"] * sizes["patch"] ** 2 * FLOAT32

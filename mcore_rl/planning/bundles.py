@@ -1,10 +1,98 @@
-"""Turns numbers of ranks and engines into Ray bundles: one per rank, or per node of an engine."""
+"""Counts what a command needs of a cluster: ranks and engines, their Ray bundles, and nodes.
 
-from collections.abc import Mapping
+    recipe, command --> RunSize (ranks, engines) --> RunBundles --> NodeNeeds
+
+A bundle is for one rank, or for an engine's ranks on one node.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_rl.config import ClusterConfig, RolloutConfig, ServedModelConfig
-from mcore_rl.planning.run_size import RunSize
+from mcore_rl.algo.lookup import needs_of
+from mcore_rl.config import (
+    ClusterConfig,
+    Config,
+    RolloutConfig,
+    ServedModelConfig,
+)
+
+_REWARD_MODELS = ("judge", "reward_model")
+
+
+@dataclass(frozen=True)
+class CommandParts:
+    """The parts of a recipe that a command starts; `served` are roles of served models."""
+
+    trainer: bool = False
+    engines: bool = False
+    served: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "train": CommandParts(True, True, (*_REWARD_MODELS, "teacher")),
+    "sft": CommandParts(trainer=True),
+    "dpo": CommandParts(trainer=True),
+    "pairs": CommandParts(engines=True, served=_REWARD_MODELS),
+    "eval": CommandParts(engines=True, served=_REWARD_MODELS),
+}
+
+
+@dataclass(frozen=True)
+class RunSize:
+    """Numbers of ranks and engines of a command, and which share the trainer ranks' GPUs."""
+
+    trainer: int
+    critic: int
+    engines: int
+    served: Mapping[str, ServedModelConfig]
+    engines_colocated: bool
+    critic_colocated: bool
+    trainer_tp: int = 1
+    critic_tp: int = 1
+
+    @staticmethod
+    def make(config: Config, command: str) -> "RunSize":
+        """The sizes that `command`, one of COMMANDS, needs of the recipe."""
+        parts = COMMANDS[command]
+        has_critic = command == "train" and needs_of(config.algorithm).critic
+        return RunSize(
+            trainer=config.parallel.world_size if parts.trainer else 0,
+            critic=config.critic.parallel.world_size if has_critic else 0,
+            engines=config.rollout.engines if parts.engines else 0,
+            served={r: m for r, m in config.served_models.items() if r in parts.served},
+            engines_colocated=config.cluster.colocated and parts.engines and parts.trainer,
+            critic_colocated=config.critic.colocated and has_critic,
+            trainer_tp=config.parallel.tp,
+            critic_tp=config.critic.parallel.tp,
+        )
+
+    @property
+    def tenants(self) -> int:
+        """Processes that share the bundle of a trainer rank: its GPU and its CPUs."""
+        return 1 + self.engines_colocated + self.critic_colocated + len(self.colocated_served)
+
+    @property
+    def colocated_served(self) -> dict[str, ServedModelConfig]:
+        return {
+            role: model
+            for role, model in self.served.items()
+            if model.is_colocated and self.trainer
+        }
+
+    def num_cpus(self, cpus_per_rank: float, ranks_per_engine: int) -> float:
+        """CPUs that the command reserves in Ray."""
+        engine_ranks = 0 if self.engines_colocated else self.engines * ranks_per_engine
+        critic_ranks = 0 if self.critic_colocated else self.critic
+        own = [
+            model
+            for role, model in self.served.items()
+            if role not in self.colocated_served and model.path
+        ]
+        served = sum(model.engine_ranks * model.engines for model in own)
+        ranks = self.trainer + critic_ranks + engine_ranks + served
+        return cpus_per_rank * ranks
+
 
 Bundle = Mapping[str, float]
 TRAINER_NODE = "trainer_node"
@@ -28,12 +116,12 @@ class RunBundles:
     served: dict[str, list[list[Bundle]]]
 
     @property
-    def of_models(self) -> list[list[Bundle]]:
+    def models(self) -> list[list[Bundle]]:
         """The plans of trainer, critic and engines, in this order."""
         return [self.trainer, self.critic, *self.engines]
 
     @property
-    def of_served(self) -> list[list[Bundle]]:
+    def served_engines(self) -> list[list[Bundle]]:
         return [engine for engines in self.served.values() for engine in engines]
 
 
@@ -50,19 +138,19 @@ def plan_run(
         [engine] * (0 if size.engines_colocated else size.engines),
         plan_served(own, cpus, gpus_per_node),
     )
-    return _on_nodes_of_their_own(bundles) if cluster.separate_nodes else bundles
+    return _separate_nodes(bundles) if cluster.separate_nodes else bundles
 
 
-def _on_nodes_of_their_own(bundles: RunBundles) -> RunBundles:
-    def on(kind: str, plan: list[Bundle]) -> list[Bundle]:
+def _separate_nodes(bundles: RunBundles) -> RunBundles:
+    def reserve_kind(kind: str, plan: list[Bundle]) -> list[Bundle]:
         return [{**bundle, kind: _NODE_SHARE} for bundle in plan]
 
     return RunBundles(
-        on(TRAINER_NODE, bundles.trainer),
-        on(TRAINER_NODE, bundles.critic),
-        [on(ENGINE_NODE, engine) for engine in bundles.engines],
+        reserve_kind(TRAINER_NODE, bundles.trainer),
+        reserve_kind(TRAINER_NODE, bundles.critic),
+        [reserve_kind(ENGINE_NODE, engine) for engine in bundles.engines],
         {
-            role: [on(ENGINE_NODE, engine) for engine in engines]
+            role: [reserve_kind(ENGINE_NODE, engine) for engine in engines]
             for role, engines in bundles.served.items()
         },
     )
@@ -117,3 +205,72 @@ def plan_served(
             engine = plan_engine(config.engine_ranks, cpus_per_rank, gpus_per_node, role=role)
             bundles[role] = [engine] * config.engines
     return bundles
+
+
+@dataclass(frozen=True)
+class NodeSize:
+    """A node of the cluster. `cpus` None: as many as its bundles ask for."""
+
+    gpus: int
+    cpus: int | None = None
+
+
+@dataclass(frozen=True)
+class NodeNeeds:
+    """The nodes of a run, and what its fullest node must have.
+
+    trainer_nodes   of these, the first ones, kept for trainer and critic; 0 if all share all nodes
+    """
+
+    nodes: int
+    trainer_nodes: int
+    gpus_per_node: int
+    cpus_per_node: int
+
+    @property
+    def engine_nodes(self) -> int:
+        """Nodes kept for engines; 0 if all share all nodes."""
+        return self.nodes - self.trainer_nodes if self.trainer_nodes else 0
+
+
+def plan_nodes(config: Config, command: str, node: NodeSize) -> NodeNeeds:
+    """The fewest nodes of that size that hold the processes of `command`.
+
+    Raises ValueError naming the recipe's options and the node's size if a process fits no node.
+    """
+    bundles = plan_run(RunSize.make(config, command), config.rollout, config.cluster, node.gpus)
+    trainer = [*bundles.trainer, *bundles.critic]
+    engines = [bundle for engine in bundles.engines + bundles.served_engines for bundle in engine]
+    if config.cluster.separate_nodes:
+        filled = [*_fill_nodes(trainer, node), *_fill_nodes(engines, node)]
+        trainer_nodes = len(_fill_nodes(trainer, node))
+    else:
+        filled = _fill_nodes([*trainer, *engines], node)
+        trainer_nodes = 0
+    cpus = math.ceil(max(sum(bundle["CPU"] for bundle in of_node) for of_node in filled))
+    return NodeNeeds(len(filled), trainer_nodes, node.gpus, max(cpus, 1))
+
+
+def _fill_nodes(bundles: Sequence[Bundle], node: NodeSize) -> list[list[Bundle]]:
+    """Bundles by node: the largest first, each on the first node with room for it."""
+    nodes: list[list[Bundle]] = []
+    for bundle in sorted(bundles, key=lambda b: (b.get("GPU", 0), b["CPU"]), reverse=True):
+        if not _fits([bundle], node):
+            raise ValueError(
+                f"a process needs {bundle['CPU']:g} CPUs and {bundle.get('GPU', 0):g} GPUs of one"
+                f" node, which has {node.cpus} CPUs and {node.gpus} GPUs: lower"
+                " cluster.cpus_per_rank, or the ranks of an engine on a node (rollout.tp,"
+                " rollout.nodes_per_engine)"
+            )
+        room = next((n for n in nodes if _fits([*n, bundle], node)), None)
+        if room is None:
+            nodes.append([bundle])
+        else:
+            room.append(bundle)
+    return nodes
+
+
+def _fits(bundles: Sequence[Bundle], node: NodeSize) -> bool:
+    gpus = sum(bundle.get("GPU", 0) for bundle in bundles)
+    cpus = sum(bundle["CPU"] for bundle in bundles)
+    return gpus <= node.gpus and (node.cpus is None or cpus <= node.cpus)

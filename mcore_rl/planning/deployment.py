@@ -28,7 +28,7 @@ class Deployment:
     relays: bool
 
 
-def engine_sizes(rollout: RolloutConfig) -> SGLangSizes:
+def make_engine_sizes(rollout: RolloutConfig) -> SGLangSizes:
     """Parallel sizes of the recipe's engines."""
     passed = rollout.sglang
     return SGLangSizes(
@@ -54,18 +54,18 @@ def record_layouts(config: Config, policy: ModelFacts, engines: SGLangSizes) -> 
 def make_deployment(config: Config, policy: ModelFacts) -> Deployment:
     """The recipe's deployment. Raises ValueError naming two sizes that do not divide."""
     per_host = config.plan.ranks_per_host
-    recorded = record_layouts(config, policy, engine_sizes(config.rollout))
+    recorded = record_layouts(config, policy, make_engine_sizes(config.rollout))
     source = recorded.source()
     target = recorded.target()
     first_host = 0 if config.cluster.colocated else -(-source.num_ranks // per_host)
     hosts = RegularHosts(per_host, per_host, first_host)
     engine_ranks = target.num_ranks // config.rollout.engines
     return Deployment(
-        source, target, hosts, recorded.trainer.stage_ranks, engine_ranks, relays(config)
+        source, target, hosts, recorded.trainer.stage_ranks, engine_ranks, does_relay(config)
     )
 
 
-def relays(config: Config) -> bool:
+def does_relay(config: Config) -> bool:
     """Return whether engines pass weights on to one another.
 
     Colocated engines do not: they run on the trainer's hosts, where the weights are near anyway.
@@ -73,6 +73,6 @@ def relays(config: Config) -> bool:
     return config.sync.relay and config.rollout.stage_weights and not config.cluster.colocated
 
 
-def engine_links(num_engines: int, relays: bool) -> int:
+def count_engine_links(num_engines: int, relays: bool) -> int:
     """Links of an engine rank: to the trainer and, with relay, to its two neighbor engines."""
     return min(3, num_engines + 1) if relays else 1

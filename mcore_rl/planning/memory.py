@@ -1,96 +1,116 @@
 """Predicts the bytes of GPU memory that each kind of rank takes, from a recipe and its config.json.
 
-trainer       weights, gradients, optimizer, activations, logits
-engine        weights, KV cache
-shared GPUs   the fullest of several moments, each with what nobody has released by then
-
-Predicts the bytes of images and of a vision tower's activations on a rank of the first stage.
-
-Each rank of that stage runs the whole tower on all images of its micro-batch (docs/vision.md), so
-neither tensor nor context parallelism makes them fewer.
+trainer, critic   weights, gradients, optimizer, activations, logits
+engine            weights, KV cache, buffers of the weight sync
+shared GPUs       the fullest of several moments (peak_memory.py)
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import (
     Config,
     OptimizerConfig,
     ParallelConfig,
+    ServedModelConfig,
     TrainConfig,
 )
 from mcore_rl.config.upstream import Passed
-from mcore_rl.planning.activations import FLOAT32, Activations, Pass
-from mcore_rl.planning.engine_memory import engine_uses, served_bytes, sync_buffer_bytes
-from mcore_rl.planning.moments import RecipeModels, shared_gpus
-from mcore_rl.planning.node_needs import critic_training
-from mcore_rl.planning.rank_memory import RankMemory, Side, Uses, stage_name
+from mcore_rl.planning.activations import (
+    FLOAT32,
+    Activations,
+    Pass,
+    count_pixel_bytes,
+    count_received_features,
+    count_tower_activations,
+)
+from mcore_rl.planning.deployment import (
+    count_engine_links,
+    does_relay,
+    make_engine_sizes,
+    record_layouts,
+)
+from mcore_rl.planning.peak_memory import RankMemory, Side, Uses, find_peaks, name_stage
+from mcore_rl.planning.recipe_models import RecipeModels, make_critic_training
+from mcore_rl.weight_sync.bucket_transfer import NUM_SLOTS
+from mcore_rl.weight_sync.buckets import largest_message_bytes
 from mcore_rl.weights.box import itemsize
+from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.layouts.layout import Layout, boxes_of
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig
-from mcore_rl.weights.models.tower import PREFIX, is_frozen, merge_size
+from mcore_rl.weights.models.tower import is_frozen
 from mcore_rl.weights.models.value_head import has_value_head, with_value_head
 
-GATE = PREFIX + "blocks.mlp.gate_proj.weight"
-"""Key of a tensor that only blocks with a gated MLP have."""
+
+def count_sync_buffers(config: Config) -> int:
+    """Bytes of the buffers at one end of a link of the weight sync, padding included."""
+    return NUM_SLOTS * largest_message_bytes(int(config.sync.bucket_mib * 2**20))
 
 
-def tower_activations(hf_config: HfConfig, step: Pass, vision: str, in_flight: float) -> float:
-    """Return the bytes of activations if every token of the micro-batch is of an image.
-
-    vision      train.vision; blocks that are not trained keep nothing for a backward pass
-    in_flight   micro-batches whose activations the stage keeps
-    """
-    family = family_of(hf_config)
-    sizes = family.sizes(hf_config)
-    num_patches = step.tokens * merge_size(hf_config) ** 2
-    hidden = sizes["tower_hidden"]
-    # norms' inputs and outputs, queries, keys and values before and after rotation, output; gate,
-    # up, activation and product, or the activation's input and output
-    is_gated = any(rule.key == GATE for rule in family.rules)
-    block = 10 * hidden + (4 if is_gated else 2) * sizes["tower_block_ffn"]
-    kept = sizes["tower_blocks"] * (hidden if step.recomputed else block)
-    if vision != "all":
-        kept = 0
-    inner = sizes.get("deepstack_mergers", 0) * _inner_feature(sizes, step, num_patches, vision)
-    numbers = num_patches * (in_flight * kept + block) + in_flight * inner
-    return numbers * step.itemsize
-
-
-def received_features(
-    hf_config: HfConfig, step: Pass, runs: Sequence[range], in_flight: float
-) -> float:
-    """Return the bytes of inner features that a stage gets from earlier ones.
-
-    runs        the layers of each of its model chunks
-    in_flight   micro-batches whose activations the stage keeps in each chunk
-    """
-    sizes = family_of(hf_config).sizes(hf_config)
-    num_features = sizes.get("deepstack_mergers", 0)
-    received = sum(max(num_features - run.start, 0) for run in runs if run.start)
-    own_tokens = step.tokens / (step.tp * step.cp)
-    return in_flight * received * sizes["hidden"] * own_tokens * step.itemsize
+def predict_engine(config: Config, policy: ModelFacts) -> list[Uses]:
+    """Bytes per purpose of a rank of each of an engine's pipeline stages."""
+    rollout = config.rollout
+    one_engine = replace(make_engine_sizes(rollout), engines=1)
+    target = record_layouts(config, policy, one_engine).target()
+    attention_tp = rollout.tp // rollout.attention_dp
+    size = itemsize(config.model.dtype)
+    is_fp8 = str(rollout.sglang.get("kv_cache_dtype", "auto")).startswith("fp8")
+    kv_size = 1 if is_fp8 else size
+    num_links = count_engine_links(rollout.engines, does_relay(config))
+    buffers = num_links * count_sync_buffers(config)
+    if config.sync.verify == "destination":
+        buffers += largest_message_bytes(int(config.sync.bucket_mib * 2**20))
+    stages = []
+    for stage in range(rollout.pp):
+        first_rank = stage * rollout.tp
+        num_layers = _count_layers(target, first_rank)
+        weights = _count_bytes(target, first_rank)
+        derived = num_layers * _count_derived(policy.sizes, attention_tp) * size
+        kv_bytes = num_layers * _count_kv(policy.sizes, attention_tp) * kv_size
+        uses: Uses = {
+            "weights": weights + derived,
+            "KV cache": rollout.kv_cache_len * kv_bytes,
+            "sync buffers": buffers,
+        }
+        if rollout.stage_weights:
+            uses["staged weights"] = weights
+        stages.append(uses)
+    return stages
 
 
-def _inner_feature(sizes: Mapping[str, int], step: Pass, num_patches: int, vision: str) -> float:
-    """Return the numbers that features of one inner block take, with those of their projector.
-
-    Each rank has the features of all images, and those of its own tokens.
-    """
-    features = sizes["hidden"] * (step.tokens + step.tokens / (step.tp * step.cp))
-    # the outputs of norm, first layer and activation
-    projector = 0 if vision == "none" else 3 * sizes["tower_hidden"] * num_patches
-    return features + projector
+def count_served_bytes(model: ServedModelConfig) -> float:
+    """Bytes of weights per rank, by the size of the model's files; its KV cache is not counted."""
+    files = Path(model.path).glob("*.safetensors")
+    return sum(path.stat().st_size for path in files) / model.engine_ranks
 
 
-def pixel_bytes(config: HfConfig, num_tokens: int) -> float:
-    """Return the bytes of the pixels of a micro-batch whose tokens all stand for images."""
-    sizes = family_of(config).sizes(config)
-    num_patches = num_tokens * merge_size(config) ** 2
-    return num_patches * sizes["channels"] * sizes["patch_frames"] * sizes["patch"] ** 2 * FLOAT32
+def _count_bytes(layout: Layout, rank: int) -> int:
+    return sum(box.numel * itemsize(dtype) for box, dtype in boxes_of(layout, rank))
+
+
+def _count_layers(layout: Layout, rank: int) -> int:
+    """Number of layers with a tensor on the rank."""
+    names = (name.partition(".layers.")[2] for name in layout.names(rank) if ".layers." in name)
+    return len({name.partition(".")[0] for name in names})
+
+
+def _count_derived(sizes: Mapping[str, int], attention_tp: int) -> int:
+    """Numbers per layer of the two matrices that SGLang makes of kv_b_proj (latent attention)."""
+    if "kv_rank" not in sizes:
+        return 0
+    return sizes["kv_up"] * sizes["kv_rank"] // attention_tp
+
+
+def _count_kv(sizes: Mapping[str, int], attention_tp: int) -> int:
+    """Numbers of the KV cache per token and layer on one rank."""
+    if "kv_rank" in sizes:
+        return sizes["kv_down"]
+    return 2 * max(sizes["kv_heads"] // attention_tp, 1) * sizes["head"]
 
 
 MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
@@ -114,7 +134,7 @@ class Parameters:
         return self.dense + self.expert
 
 
-def stage_parameters(
+def count_parameters(
     layout: MegatronLayout, sizes: MegatronSizes, stage: int, vision: str = "all"
 ) -> Parameters:
     """Parameters of each rank of a pipeline stage, vocabulary padding included.
@@ -144,49 +164,49 @@ def predict_memory(
     """
     ranks: list[RankMemory] = []
     if side in (None, "trainer"):
-        ranks += _trainer_gpus(config, models)
+        ranks += _predict_trainer_gpus(config, models)
     has_critic = needs_of(config.algorithm).critic
     if side in (None, "critic") and has_critic and not config.critic.colocated:
-        ranks += _own_gpus("critic", critic_uses(config, models), config.critic.parallel)
+        ranks += _list_own_gpus("critic", predict_critic(config, models), config.critic.parallel)
     if side in (None, "engine") and not config.cluster.colocated:
-        ranks += _engine_ranks(engine_uses(config, models.policy))
+        ranks += _list_engine_ranks(predict_engine(config, models.policy))
     return ranks
 
 
-def _trainer_gpus(config: Config, models: RecipeModels) -> Iterable[RankMemory]:
+def _predict_trainer_gpus(config: Config, models: RecipeModels) -> Iterable[RankMemory]:
     parallel = config.parallel
-    trainer = trainer_uses(config, models)
+    trainer = predict_trainer(config, models)
     shares_critic = needs_of(config.algorithm).critic and config.critic.colocated
-    critic = critic_uses(config, models) if shares_critic else []
-    engines = engine_uses(config, models.policy) if config.cluster.colocated else []
+    critic = predict_critic(config, models) if shares_critic else []
+    engines = predict_engine(config, models.policy) if config.cluster.colocated else []
     served = {
-        role: served_bytes(model)
+        role: count_served_bytes(model)
         for role, model in config.served_models.items()
         if model.is_colocated
     }
     if critic or engines or served:
         offload = config.cluster.offload
-        return shared_gpus(parallel, offload, trainer, critic, engines, served)
-    return _own_gpus("trainer", trainer, parallel)
+        return find_peaks(parallel, offload, trainer, critic, engines, served)
+    return _list_own_gpus("trainer", trainer, parallel)
 
 
-def trainer_uses(config: Config, models: RecipeModels) -> list[Uses]:
+def predict_trainer(config: Config, models: RecipeModels) -> list[Uses]:
     """Bytes per purpose of a trainer rank of each pipeline stage."""
     train = config.train
     hf_config = models.policy.config
-    return _trained(config, hf_config, config.parallel, train, train.optimizer, sends=True)
+    return _predict_training(config, hf_config, config.parallel, train, train.optimizer, sends=True)
 
 
-def critic_uses(config: Config, models: RecipeModels) -> list[Uses]:
+def predict_critic(config: Config, models: RecipeModels) -> list[Uses]:
     """Bytes per purpose of a critic rank of each pipeline stage; the recipe has a critic."""
     assert models.critic is not None, "a recipe with a critic was read without one"
     model = with_value_head(models.critic.config)
     critic = config.critic
-    train = critic_training(config.train, critic)
-    return _trained(config, model, critic.parallel, train, critic.optimizer, sends=False)
+    train = make_critic_training(config.train, critic)
+    return _predict_training(config, model, critic.parallel, train, critic.optimizer, sends=False)
 
 
-def _trained(
+def _predict_training(
     config: Config,
     hf_config: HfConfig,
     parallel: ParallelConfig,
@@ -198,32 +218,32 @@ def _trained(
     """Bytes per purpose of a rank of each pipeline stage of a model in training."""
     sizes = MegatronSizes.of(parallel, hf_config)
     layout = MegatronLayout(family_of(hf_config), hf_config, sizes, config.model.dtype)
-    step = _pass(config.model.dtype, parallel, train, config.plan.expert_load)
+    step = _make_pass(config.model.dtype, parallel, train, config.plan.expert_load)
     activations = Activations(hf_config, step)
-    per_parameter = _parameter_bytes(config.model.dtype, optimizer.megatron, train.ddp)
+    per_parameter = _count_parameter_bytes(config.model.dtype, optimizer.megatron, train.ddp)
     stages = []
     for stage in range(parallel.pp):
-        count = stage_parameters(layout, sizes, stage, train.vision)
-        uses = _states(count, parallel, sizes, per_parameter)
+        count = count_parameters(layout, sizes, stage, train.vision)
+        uses = _count_states(count, parallel, sizes, per_parameter)
         runs = layout.stage_layers(stage)
-        uses["activations"] = _passes(activations, parallel, runs, stage)
-        in_flight = _in_flight(parallel, stage) / len(runs)
-        if features := received_features(hf_config, step, runs, in_flight):
+        uses["activations"] = _count_passes(activations, parallel, runs, stage)
+        in_flight = _count_in_flight(parallel, stage) / len(runs)
+        if features := count_received_features(hf_config, step, runs, in_flight):
             uses["tower's features"] = features
         if stage == 0 and family_of(hf_config).has_tower:
-            uses["tower's activations"] = tower_activations(
+            uses["tower's activations"] = count_tower_activations(
                 hf_config, step, train.vision, in_flight
             )
-            uses["pixels"] = in_flight * pixel_bytes(hf_config, step.tokens)
+            uses["pixels"] = in_flight * count_pixel_bytes(hf_config, step.tokens)
         if stage == parallel.pp - 1 and not has_value_head(hf_config):
-            uses["logits and log-probs"] = activations.logits(sizes.padded_vocab)
+            uses["logits and log-probs"] = activations.count_logits(sizes.padded_vocab)
         if sends:
-            uses["sync buffers"] = config.rollout.engines * sync_buffer_bytes(config)
+            uses["sync buffers"] = config.rollout.engines * count_sync_buffers(config)
         stages.append(uses)
     return stages
 
 
-def _parameter_bytes(dtype: str, optimizer: Passed, ddp: Passed) -> Uses:
+def _count_parameter_bytes(dtype: str, optimizer: Passed, ddp: Passed) -> Uses:
     """Bytes of each parameter's weight, gradient and optimizer state, before ranks share them.
 
     A main weight in float32 is kept of weights in bfloat16, and by the precision-aware optimizer of
@@ -238,7 +258,7 @@ def _parameter_bytes(dtype: str, optimizer: Passed, ddp: Passed) -> Uses:
     }
 
 
-def _states(
+def _count_states(
     count: Parameters, parallel: ParallelConfig, sizes: MegatronSizes, per_parameter: Uses
 ) -> Uses:
     """Weights, gradients and share of the optimizer of one rank with `count` parameters."""
@@ -252,17 +272,19 @@ def _states(
     }
 
 
-def _passes(
+def _count_passes(
     activations: Activations, parallel: ParallelConfig, runs: Sequence[range], stage: int
 ) -> float:
     """Bytes of activations of a stage. `runs`: the layers of each of its model chunks."""
     layers = [layer for run in runs for layer in run]
-    in_flight = _in_flight(parallel, stage) / len(runs)
-    kept = in_flight * sum(activations.kept(layer) for layer in layers)
-    return kept + max(activations.working(layer) for layer in layers)
+    in_flight = _count_in_flight(parallel, stage) / len(runs)
+    kept = in_flight * sum(activations.count_kept(layer) for layer in layers)
+    return kept + max(activations.count_working(layer) for layer in layers)
 
 
-def _pass(dtype: str, parallel: ParallelConfig, train: TrainConfig, expert_load: float) -> Pass:
+def _make_pass(
+    dtype: str, parallel: ParallelConfig, train: TrainConfig, expert_load: float
+) -> Pass:
     return Pass(
         tokens=train.max_tokens_per_microbatch,
         tp=parallel.tp,
@@ -275,7 +297,7 @@ def _pass(dtype: str, parallel: ParallelConfig, train: TrainConfig, expert_load:
     )
 
 
-def _in_flight(parallel: ParallelConfig, stage: int) -> int:
+def _count_in_flight(parallel: ParallelConfig, stage: int) -> int:
     """Forward passes a stage makes before its first backward pass (1F1B).
 
     They are counted by model chunk, as in megatron-core's schedules, interleaved or not
@@ -287,12 +309,14 @@ def _in_flight(parallel: ParallelConfig, stage: int) -> int:
     return 2 * behind + (parallel.vpp - 1) * parallel.pp + 1
 
 
-def _own_gpus(side: Side, stages: list[Uses], parallel: ParallelConfig) -> Iterable[RankMemory]:
+def _list_own_gpus(
+    side: Side, stages: list[Uses], parallel: ParallelConfig
+) -> Iterable[RankMemory]:
     for stage, uses in enumerate(stages):
-        yield RankMemory(side, stage_name(side, stage, len(stages), parallel), "train step", uses)
+        yield RankMemory(side, name_stage(side, stage, len(stages), parallel), "train step", uses)
 
 
-def _engine_ranks(stages: list[Uses]) -> Iterable[RankMemory]:
+def _list_engine_ranks(stages: list[Uses]) -> Iterable[RankMemory]:
     for stage, uses in enumerate(stages):
         which = f" of stage {stage}" if len(stages) > 1 else ""
         yield RankMemory("engine", f"engine ranks{which}", "weight sync", uses)

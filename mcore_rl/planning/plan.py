@@ -1,23 +1,168 @@
-"""`mcore-rl plan`: prints the memory of a recipe's ranks and the traffic of its weight sync."""
+"""`mcore-rl plan`: prints the memory of a recipe's ranks and the traffic of its weight sync.
+
+Tables show the memory; sentences explain the layout, the memory and the batch, and judge whether
+the recipe fits its GPUs.
+"""
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.console import Console
+from rich.table import Table
 
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.requirements import check_algorithm
-from mcore_rl.config import Config
+from mcore_rl.config import (
+    Config,
+    CriticConfig,
+    DataConfig,
+    ParallelConfig,
+    PlanConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from mcore_rl.config.recipe import require
 from mcore_rl.planning.checks import check_engines, check_sizes
 from mcore_rl.planning.deployment import make_deployment
+from mcore_rl.planning.host_memory import (
+    count_store_bytes,
+    count_store_nodes,
+    explain_servers,
+    explain_stores,
+)
 from mcore_rl.planning.memory import predict_memory
-from mcore_rl.planning.moments import read_models
-from mcore_rl.planning.node_needs import explain_servers
-from mcore_rl.planning.rank_memory import as_json as memory_as_json
-from mcore_rl.planning.store_memory import explain_stores, store_bytes, store_nodes
-from mcore_rl.planning.sync import comparison_table, flows_table, predict_sync
-from mcore_rl.planning.tables import explain, memory_table, verdict
+from mcore_rl.planning.peak_memory import RankMemory
+from mcore_rl.planning.peak_memory import encode_ranks as memory_as_json
+from mcore_rl.planning.recipe_models import RecipeModels, read_models
+from mcore_rl.planning.suggest import (
+    GIB,
+    Settings,
+    count_available,
+    find_too_large,
+    suggest_settings,
+)
+from mcore_rl.planning.sync import make_comparison_table, make_flows_table, predict_sync
+
+
+def make_memory_table(plan: PlanConfig, ranks: Sequence[RankMemory]) -> Table:
+    """A table with a row for each kind of rank."""
+    table = Table(
+        title=f"memory of each rank of {plan.gpu_memory_gib:g} GiB, at its fullest moment",
+        caption=f"GiB; besides, {plan.process_gib:g} for each process",
+    )
+    for column in ("ranks", "moment", "what takes it"):
+        table.add_column(column)
+    for column in ("in all", "of"):
+        table.add_column(column, justify="right")
+    for rank in ranks:
+        uses = sorted(rank.uses.items(), key=lambda use: -use[1])
+        shown = ", ".join(f"{what} {size / GIB:.1f}" for what, size in uses if size / GIB >= 0.05)
+        available = count_available(plan, rank) / GIB
+        table.add_row(
+            rank.who, rank.moment, shown, f"{rank.num_bytes / GIB:.1f}", f"{available:.1f}"
+        )
+    return table
+
+
+def judge(config: Config, models: RecipeModels, ranks: Sequence[RankMemory]) -> tuple[bool, str]:
+    """Return whether all ranks fit, and a sentence that says so or names what to change."""
+    plan = config.plan
+    large = find_too_large(plan, ranks)
+    if not large:
+        fullest = max(ranks, key=lambda rank: rank.num_bytes / count_available(plan, rank))
+        share = fullest.num_bytes / count_available(plan, fullest)
+        return (
+            True,
+            f"fits: {fullest.who} are the fullest, {share:.0%} of what there is; most is"
+            f" {fullest.largest}",
+        )
+    worst = max(large, key=lambda rank: rank.num_bytes - count_available(plan, rank))
+    beyond = (worst.num_bytes - count_available(plan, worst)) / GIB
+    return False, (
+        f"does not fit: {worst.who} are {beyond:.1f} GiB beyond {plan.gpu_memory_gib:g} GiB"
+        f" at their {worst.moment}; most is {worst.largest}, {worst.uses[worst.largest] / GIB:.1f}"
+        " GiB. " + _advise(suggest_settings(config, models))
+    )
+
+
+def _advise(settings: Settings | None) -> str:
+    if settings is None:
+        return "No layout on up to eight times as many GPUs fits."
+    return "The nearest layout that fits: " + " ".join(
+        f"{key}={'null' if value is None else str(value).lower()}"
+        for key, value in settings.items()
+    )
+
+
+def explain(config: Config, ranks: Sequence[RankMemory]) -> list[str]:
+    """Three sentences with the recipe's arithmetic: layout, memory, batch."""
+    critic = config.critic if needs_of(config.algorithm).critic else None
+    batch = _explain_batch(config.data, config.rollout, config.train, config.parallel.dp_size)
+    return [
+        _explain_layout(config.parallel, config.rollout, critic, config.cluster.colocated),
+        _explain_memory(config.plan, ranks),
+        batch,
+    ]
+
+
+def _explain_layout(
+    parallel: ParallelConfig, rollout: RolloutConfig, critic: CriticConfig | None, colocated: bool
+) -> str:
+    trainer = f"{parallel.world_size} trainer ranks ({_show_sizes(parallel)})"
+    sizes = {"EP": rollout.ep, "PP": rollout.pp, "attention DP": rollout.attention_dp}
+    shown = [f"TP {rollout.tp}", *(f"{name} {size}" for name, size in sizes.items() if size > 1)]
+    engines = f"{rollout.engines} engines of {rollout.engine_ranks} ranks ({', '.join(shown)})"
+    shared = " on the same GPUs" if colocated else ""
+    beside = ""
+    if critic is not None:
+        where = " on the trainer's GPUs" if critic.colocated else ""
+        ranks = critic.parallel.world_size
+        beside = f", {ranks} critic ranks ({_show_sizes(critic.parallel)}){where}"
+    return f"Layout: {trainer}{beside}, {engines}{shared}."
+
+
+def _show_sizes(parallel: ParallelConfig) -> str:
+    sizes = {
+        "TP": parallel.tp,
+        "PP": parallel.pp,
+        "VPP": parallel.vpp or 1,
+        "CP": parallel.cp,
+        "DP": parallel.dp_size,
+        "EP": parallel.ep,
+        "ETP": parallel.etp,
+    }
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one"
+
+
+def _explain_memory(plan: PlanConfig, ranks: Sequence[RankMemory]) -> str:
+    fullest: dict[str, RankMemory] = {}
+    for rank in ranks:
+        if rank.side not in fullest or rank.num_bytes > fullest[rank.side].num_bytes:
+            fullest[rank.side] = rank
+    parts = []
+    for rank in fullest.values():
+        most = f"{rank.largest} {rank.uses[rank.largest] / GIB:.1f}"
+        parts.append(f"{rank.who} {rank.num_bytes / GIB:.1f} GiB at their {rank.moment} ({most})")
+    besides = f"{plan.process_gib:g} GiB for each process besides"
+    return f"Memory, of {plan.gpu_memory_gib:g} GiB: {'; '.join(parts)}; {besides}."
+
+
+def _explain_batch(
+    data: DataConfig, rollout: RolloutConfig, train: TrainConfig, dp_size: int
+) -> str:
+    num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    num_steps = train.mini_batches * train.epochs
+    longest = data.max_prompt_len + rollout.max_response_len
+    return (
+        f"Batch: {rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt} ="
+        f" {num_samples:,} sequences of at most {data.max_prompt_len:,} +"
+        f" {rollout.max_response_len:,} = {longest:,} tokens; {num_steps} optimizer"
+        f" step{'s' * (num_steps > 1)} of {num_samples // train.mini_batches:,} sequences, in"
+        f" micro-batches of at most {train.max_tokens_per_microbatch:,} tokens on"
+        f" {dp_size} data-parallel rank{'s' * (dp_size > 1)}."
+    )
 
 
 def print_plan(config: Config, as_json: bool = False) -> bool:
@@ -33,23 +178,23 @@ def print_plan(config: Config, as_json: bool = False) -> bool:
     deployment = make_deployment(config, models.policy)
     summary, traffic = predict_sync(config, deployment)
     ranks = predict_memory(config, models)
-    fits, sentence = verdict(config, models, ranks)
+    fits, sentence = judge(config, models, ranks)
     if as_json:
         memory = {
             "memory": memory_as_json(ranks),
             "fits": fits,
             "verdict": sentence,
             "explained": explain(config, ranks),
-            "store_bytes": store_bytes(config, models.policy),
-            "store_nodes": store_nodes(config),
+            "store_bytes": count_store_bytes(config, models.policy),
+            "store_nodes": count_store_nodes(config),
             "servers": explain_servers(config.sandbox, config.search),
         }
         print(json.dumps(asdict(summary) | memory))
         return fits
     console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(flows_table(config, deployment, traffic, summary))
-    console.print(comparison_table(summary))
-    console.print(memory_table(config.plan, ranks))
+    console.print(make_flows_table(config, deployment, traffic, summary))
+    console.print(make_comparison_table(summary))
+    console.print(make_memory_table(config.plan, ranks))
     stores = explain_stores(config, models.policy)
     servers = explain_servers(config.sandbox, config.search)
     for line in filter(None, (*explain(config, ranks), stores, servers, sentence)):

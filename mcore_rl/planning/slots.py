@@ -11,8 +11,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from mcore_rl.config import ClusterConfig, RolloutConfig
-from mcore_rl.planning.bundles import Bundle, make_bundle, plan_run
-from mcore_rl.planning.run_size import RunSize
+from mcore_rl.planning.bundles import Bundle, RunSize, make_bundle, plan_run
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,8 @@ def reserve_slots(
     colocated engines do not fit or if a tensor-parallel group would lie on two nodes.
     """
     bundles = plan_run(size, rollout, cluster, gpus_per_node)
-    num_own = len(bundles.of_models)
-    plans = [*bundles.of_models, *bundles.of_served]
+    num_own = len(bundles.models)
+    plans = [*bundles.models, *bundles.served_engines]
     num_ranks = num_own - len(bundles.engines)  # plans of trainer and critic
     reserved = reserve(plans, spread=range(num_ranks, len(plans)))
     trainer = divide(reserved[0], size.tenants)
@@ -80,7 +79,7 @@ def reserve_slots(
     check_tensor_parallel(trainer, size.trainer_tp, "parallel.tp")
     check_tensor_parallel(critic, size.critic_tp, "critic.parallel.tp")
     engines = reserved[2:num_own]
-    served = _by_role(bundles.served, iter(reserved[num_own:]))
+    served = _group_by_role(bundles.served, iter(reserved[num_own:]))
     if size.critic_colocated:
         critic = colocate_ranks(trainer, size.critic)
     if size.engines_colocated:
@@ -104,15 +103,15 @@ def share_cores(slots: RunSlots, *, in_turns: bool) -> RunSlots:
     if not in_turns:
         training = generating = training + generating
 
-    def shared(parts: Sequence[Slot], sharers: Counter[str]) -> list[Slot]:
+    def set_sharers(parts: Sequence[Slot], sharers: Counter[str]) -> list[Slot]:
         return [replace(slot, sharers=sharers[slot.node]) for slot in parts]
 
     return RunSlots(
-        shared(slots.trainer, training),
-        shared(slots.critic, training),
-        [shared(parts, generating) for parts in slots.engines],
+        set_sharers(slots.trainer, training),
+        set_sharers(slots.critic, training),
+        [set_sharers(parts, generating) for parts in slots.engines],
         {
-            role: [shared(parts, generating) for parts in engines]
+            role: [set_sharers(parts, generating) for parts in engines]
             for role, engines in slots.served.items()
         },
     )
@@ -194,7 +193,7 @@ def _is_one_node(slots: Sequence[Slot], num_ranks: int) -> bool:
     return len(slots) == num_ranks and len({slot.node for slot in slots}) == 1
 
 
-def _by_role(
+def _group_by_role(
     bundles: dict[str, list[list[Bundle]]], slots: Iterator[list[Slot]]
 ) -> dict[str, list[list[Slot]]]:
     """Hand out the slots in order, as many to each role as it has engines."""

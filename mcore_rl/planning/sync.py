@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from rich.table import Table
 
 from mcore_rl.config import Config
-from mcore_rl.planning.deployment import Deployment, engine_links
-from mcore_rl.planning.engine_memory import sync_buffer_bytes
+from mcore_rl.planning.deployment import Deployment, count_engine_links
+from mcore_rl.planning.memory import count_sync_buffers
 from mcore_rl.weights.plan.cost import (
     GATHER_BUCKET_BYTES,
     GatherBroadcast,
@@ -79,14 +79,14 @@ def predict_sync(config: Config, deployment: Deployment) -> tuple[PlanSummary, T
     return _summarize(config, deployment, traffic, direct, rival), traffic
 
 
-def busiest_copy(traffic: Traffic) -> int:
+def find_busiest_copy(traffic: Traffic) -> int:
     """Most bytes that one rank reads from, or writes for, other ranks of its host."""
     return max((*traffic.trainer.local_out, *traffic.engines.local_in, *traffic.engines.local_out))
 
 
-def sync_seconds(traffic: Traffic, link_gbps: float, memory_gbps: float) -> float:
+def predict_seconds(traffic: Traffic, link_gbps: float, memory_gbps: float) -> float:
     """Time of the busiest link or of the busiest rank's copies, whichever is longer."""
-    return max(traffic.seconds(link_gbps), busiest_copy(traffic) * 8 / (memory_gbps * 1e9))
+    return max(traffic.seconds(link_gbps), find_busiest_copy(traffic) * 8 / (memory_gbps * 1e9))
 
 
 def _summarize(
@@ -99,8 +99,8 @@ def _summarize(
     hosts = deployment.hosts
     link_gbps = config.plan.link_gbps
     memory_gbps = config.plan.memory_gbps
-    links = engine_links(config.rollout.engines, deployment.relays)
-    buffers = _buffer_bytes(deployment, sync_buffer_bytes(config), links)
+    links = count_engine_links(config.rollout.engines, deployment.relays)
+    buffers = _count_buffers(deployment, count_sync_buffers(config), links)
     kept = exchanged_per_host(traffic, hosts) if config.sync.delta == "always" else (0, 0)
     return PlanSummary(
         trainer_ranks=deployment.source.num_ranks,
@@ -109,30 +109,34 @@ def _summarize(
         link_gbps=link_gbps,
         memory_gbps=memory_gbps,
         network_bytes=traffic.network_bytes,
-        trainer_out_per_rank=_range(traffic.trainer.network_out),
-        engine_in_per_rank=_range(traffic.engines.network_in),
-        relay_out_per_rank=_range(traffic.engines.network_out),
-        engine_local_in_per_rank=_range(traffic.engines.local_in),
-        trainer_out_per_host=_range(
+        trainer_out_per_rank=_find_range(traffic.trainer.network_out),
+        engine_in_per_rank=_find_range(traffic.engines.network_in),
+        relay_out_per_rank=_find_range(traffic.engines.network_out),
+        engine_local_in_per_rank=_find_range(traffic.engines.local_in),
+        trainer_out_per_host=_find_range(
             by_host(traffic.trainer.network_out, hosts.source_host).values()
         ),
-        engine_in_per_host=_range(by_host(traffic.engines.network_in, hosts.target_host).values()),
+        engine_in_per_host=_find_range(
+            by_host(traffic.engines.network_in, hosts.target_host).values()
+        ),
         busiest_link_bytes=traffic.busiest_link,
-        busiest_copy_bytes=busiest_copy(traffic),
+        busiest_copy_bytes=find_busiest_copy(traffic),
         lower_bound_bytes=traffic.lower_bound,
         trainer_buffer_bytes=max(buffers[0]),
         engine_buffer_bytes=max(buffers[1]),
-        engine_staged_bytes=max(_into_engines(traffic)) if config.rollout.stage_weights else 0,
+        engine_staged_bytes=max(_count_into_engines(traffic))
+        if config.rollout.stage_weights
+        else 0,
         trainer_kept_bytes=kept[0],
         engine_kept_bytes=kept[1],
-        seconds=sync_seconds(traffic, link_gbps, memory_gbps),
+        seconds=predict_seconds(traffic, link_gbps, memory_gbps),
         lower_bound_seconds=traffic.lower_bound * 8 / (link_gbps * 1e9),
         direct_network_bytes=direct.network_bytes,
-        direct_trainer_out_per_rank=_range(direct.trainer.network_out),
-        direct_engine_in_per_rank=_range(direct.engines.network_in),
+        direct_trainer_out_per_rank=_find_range(direct.trainer.network_out),
+        direct_engine_in_per_rank=_find_range(direct.engines.network_in),
         direct_busiest_link_bytes=direct.busiest_link,
-        direct_busiest_copy_bytes=busiest_copy(direct),
-        direct_seconds=sync_seconds(direct, link_gbps, memory_gbps),
+        direct_busiest_copy_bytes=find_busiest_copy(direct),
+        direct_seconds=predict_seconds(direct, link_gbps, memory_gbps),
         gather_broadcast_in_per_rank=rival.model_bytes,
         gather_broadcast_network_bytes=rival.network_bytes,
         gather_broadcast_buffer_bytes=GATHER_BUCKET_BYTES,
@@ -140,7 +144,7 @@ def _summarize(
     )
 
 
-def _buffer_bytes(
+def _count_buffers(
     deployment: Deployment, link_bytes: int, num_links: int
 ) -> tuple[list[int], list[int]]:
     """Return the buffers' bytes on a few ranks of trainer and engines: at most `link_bytes` a link.
@@ -150,24 +154,24 @@ def _buffer_bytes(
     source, target, hosts = deployment.source, deployment.target, deployment.hosts
     num_engines = target.num_ranks // deployment.engine_ranks
 
-    def buffers(flows: Iterable[Flow]) -> int:
+    def count(flows: Iterable[Flow]) -> int:
         return min(sum(flow.num_bytes for flow in flows), link_bytes)
 
     trainers = [
-        num_engines * buffers(plan_sends(rank, source, target, hosts))
+        num_engines * count(plan_sends(rank, source, target, hosts))
         for rank in range(0, source.num_ranks, deployment.stage_ranks)
     ]
     ends = {0, target.num_ranks - 1}
-    return trainers, [num_links * buffers(plan_recvs(rank, source, target, hosts)) for rank in ends]
+    return trainers, [num_links * count(plan_recvs(rank, source, target, hosts)) for rank in ends]
 
 
-def _into_engines(traffic: Traffic) -> list[int]:
+def _count_into_engines(traffic: Traffic) -> list[int]:
     """Bytes that each engine rank takes in."""
     sides = zip(traffic.engines.network_in, traffic.engines.local_in, strict=True)
     return [network + local for network, local in sides]
 
 
-def flows_table(
+def make_flows_table(
     config: Config, deployment: Deployment, traffic: Traffic, summary: PlanSummary
 ) -> Table:
     """Who sends what to whom: rows for each pipeline stage, and for what the engines pass on."""
@@ -185,7 +189,7 @@ def flows_table(
     for first in range(0, summary.trainer_ranks, stage_ranks):
         ranks = slice(first, first + stage_ranks)
         what = ", ".join(
-            _layers(layers) for layers in deployment.source.stage_layers(first // stage_ranks)
+            _show_layers(layers) for layers in deployment.source.stage_layers(first // stage_ranks)
         )
         for counts, to in (
             (traffic.trainer.network_out, engines),
@@ -207,10 +211,12 @@ def flows_table(
 
 def _add_row(table: Table, sender: str, what: str, to: str, counts: Sequence[int]) -> None:
     if any(counts):
-        table.add_row(sender, what, to, f"{sum(counts) / GIB:.2f}", _show_range(_range(counts)))
+        table.add_row(
+            sender, what, to, f"{sum(counts) / GIB:.2f}", _show_range(_find_range(counts))
+        )
 
 
-def _in_gib(summary: PlanSummary) -> dict[str, str]:
+def _convert_to_gib(summary: PlanSummary) -> dict[str, str]:
     """Return the byte counts of `summary` in GiB, by name."""
     return {
         name: f"{value / GIB:.2f}"
@@ -219,7 +225,7 @@ def _in_gib(summary: PlanSummary) -> dict[str, str]:
     }
 
 
-def _empty_comparison(summary: PlanSummary, gib: Mapping[str, str]) -> Table:
+def _make_empty_comparison(summary: PlanSummary, gib: Mapping[str, str]) -> Table:
     """Return the table with its title, caption and columns, without rows."""
     staged = f" and {gib['engine_staged_bytes']} staged" if summary.engine_staged_bytes else ""
     buffers = f"{gib['trainer_buffer_bytes']}, engine {gib['engine_buffer_bytes']}{staged}"
@@ -239,12 +245,12 @@ def _empty_comparison(summary: PlanSummary, gib: Mapping[str, str]) -> Table:
     return table
 
 
-def comparison_table(summary: PlanSummary) -> Table:
+def make_comparison_table(summary: PlanSummary) -> Table:
     """Compare the sync, as set and without relay, with its lower bound and with gather and
     broadcast.
     """
-    gib = _in_gib(summary)
-    table = _empty_comparison(summary, gib)
+    gib = _convert_to_gib(summary)
+    table = _make_empty_comparison(summary, gib)
     table.add_row(
         "out of a trainer rank",
         _show_range(summary.trainer_out_per_rank),
@@ -285,11 +291,11 @@ def comparison_table(summary: PlanSummary) -> Table:
     return table
 
 
-def _layers(layers: range) -> str:
+def _show_layers(layers: range) -> str:
     return f"layers {layers.start}-{layers.stop - 1}"
 
 
-def _range(counts: Iterable[int]) -> tuple[int, int]:
+def _find_range(counts: Iterable[int]) -> tuple[int, int]:
     listed = list(counts)
     return min(listed), max(listed)
 

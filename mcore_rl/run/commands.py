@@ -23,8 +23,8 @@ from mcore_rl.loops.pairs import sample_pairs, write_pairs
 from mcore_rl.loops.rl import train
 from mcore_rl.loops.roles import Roles, in_turn
 from mcore_rl.loops.sft import fine_tune
+from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.checks import check_engines
-from mcore_rl.planning.run_size import RunSize
 from mcore_rl.process.event_loop import at_once
 from mcore_rl.process.log_files import rotating_logs
 from mcore_rl.run.images import sft_images
@@ -224,7 +224,7 @@ def _run(
     collector: CollectorSpec | None = None,
 ) -> Iterator[tuple[RunFolder, Path | None, RunProcesses]]:
     """Yield the run folder, the checkpoint to continue from, and the processes of the run."""
-    size = RunSize.of(config, command)
+    size = RunSize.make(config, command)
     if size.engines:
         check_engines(config, policy)
     path = Path(config.run.dir)

@@ -20,7 +20,7 @@ from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.roles import Critic, ReadSamples, Watched
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.planning.deployment import record_layouts
-from mcore_rl.planning.moments import read_critic
+from mcore_rl.planning.recipe_models import read_critic
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.process.signals import StoppedEarly
 from mcore_rl.run.canary import make_canary

@@ -15,7 +15,7 @@ from mcore_rl.cluster.run import RunProcesses, experts_shape
 from mcore_rl.config import Config, RewardConfig
 from mcore_rl.data.decoding import make_decode
 from mcore_rl.loops.roles import OnTokens, ReadSamples, Reward, ScoreLater
-from mcore_rl.planning.node_needs import explain_servers
+from mcore_rl.planning.host_memory import explain_servers
 from mcore_rl.process.log_files import LogThrottle
 from mcore_rl.process.redaction import known_secrets
 from mcore_rl.rewards.make import make_scorer

@@ -6,7 +6,7 @@ from launch.agent import agent_options
 from launch.options import SlurmOptions
 from launch.submission import Submission
 from mcore_rl.cluster.node_agent.__main__ import parse
-from mcore_rl.planning.node_needs import NodeNeeds
+from mcore_rl.planning.bundles import NodeNeeds
 
 
 def test_the_agent_understands_its_options() -> None:

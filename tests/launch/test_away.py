@@ -7,7 +7,7 @@ import pytest
 from launch.away import arguments_with, job_name, own_recipe, read_recipe, require_mounted
 from launch.submission import Submission
 from mcore_rl.config.shipped import RECIPES_DIR
-from mcore_rl.planning.node_needs import NodeNeeds
+from mcore_rl.planning.bundles import NodeNeeds
 
 
 def submission(run_dir: str = "/mnt/runs/a", recipe: str = "a") -> Submission:

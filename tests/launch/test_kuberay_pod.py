@@ -8,7 +8,7 @@ from launch.options import KubeRayOptions
 from launch.submission import Submission
 from mcore_rl.cluster.environment import RAY_DEFAULTS
 from mcore_rl.device.environment import AGREED
-from mcore_rl.planning.node_needs import NodeNeeds
+from mcore_rl.planning.bundles import NodeNeeds
 
 SUBMISSION = Submission("train", ["recipe=a"], Path("/mnt/a"), NodeNeeds(2, 0, 8, 64))
 

@@ -7,7 +7,7 @@ from launch.jobs import SubmittedJob
 from launch.local import SCRIPT, cancel, make_files, state_of, submit_command
 from launch.options import LocalOptions
 from launch.submission import Submission
-from mcore_rl.planning.node_needs import NodeNeeds
+from mcore_rl.planning.bundles import NodeNeeds
 
 
 def test_each_node_is_an_agent_with_an_address() -> None:

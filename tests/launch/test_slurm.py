@@ -9,7 +9,7 @@ import pytest
 from launch.options import SlurmOptions
 from launch.slurm import SCRIPT, job_state, make_files, submit_command
 from launch.submission import Submission
-from mcore_rl.planning.node_needs import NodeNeeds
+from mcore_rl.planning.bundles import NodeNeeds
 
 GOLDEN = Path(__file__).parent / "golden"
 SETTINGS = ("recipe=qwen3_235b_a22b_grpo_64_64", "eval.data=[a.parquet]")

@@ -5,7 +5,7 @@ import pytest
 from launch.options import LocalOptions, SlurmOptions
 from launch.submission import Submission, make_submission
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.node_needs import NodeNeeds
+from mcore_rl.planning.bundles import NodeNeeds
 
 JOINED = "cluster.address=auto"
 

@@ -31,7 +31,7 @@ def test_experts_make_most_of_a_layers_activations() -> None:
     step = one_pass(1024)
     routed = 8 * (2048 + 4 * 768)
     attention = 2 * 2048 + 2 * (4096 + 512) + 4096 + 512
-    assert Activations(QWEN, step).kept(0) == 2 * 1024 * (
+    assert Activations(QWEN, step).count_kept(0) == 2 * 1024 * (
         routed + attention + 2 * 2048 + 2 * 128 * 2
     )
 
@@ -42,19 +42,21 @@ def test_full_recompute_keeps_a_layers_input_and_needs_the_rest_while_it_runs() 
 
     full = activations(*WHOLE_LAYERS)
     none = activations()
-    assert full.kept(0) == 512 / 2 / 2 * 2048 * 2
-    assert full.working(0) == pytest.approx(none.working(0) + none.kept(0))
+    assert full.count_kept(0) == 512 / 2 / 2 * 2048 * 2
+    assert full.count_working(0) == pytest.approx(none.count_working(0) + none.count_kept(0))
     # Modules that are computed again need what they don't keep.
     some = activations("layernorm", "moe_act")
-    assert some.working(0) + some.kept(0) == pytest.approx(none.working(0) + none.kept(0))
+    assert some.count_working(0) + some.count_kept(0) == pytest.approx(
+        none.count_working(0) + none.count_kept(0)
+    )
 
 
 def test_logits_are_divided_by_tensor_and_context_parallelism() -> None:
     step = one_pass(512, tp=4, cp=2)
     own = 512 / 2
-    assert Activations(QWEN, step).logits(1024) == 1024 / 4 * (own * 2 * 2 + 100 * 3 * 4)
+    assert Activations(QWEN, step).count_logits(1024) == 1024 / 4 * (own * 2 * 2 + 100 * 3 * 4)
     in_one = replace(step, logprob_chunk=1024)
-    assert Activations(QWEN, in_one).logits(1024) == 1024 / 4 * own * (2 * 2 + 3 * 4)
+    assert Activations(QWEN, in_one).count_logits(1024) == 1024 / 4 * own * (2 * 2 + 3 * 4)
 
 
 @pytest.mark.parametrize(
@@ -74,4 +76,4 @@ def test_what_a_recomputed_module_does_not_keep(
 ) -> None:
     none = Activations(model, one_pass(256))
     without = Activations(model, one_pass(256, recomputed=frozenset({module})))
-    assert none.kept(layer) - without.kept(layer) == pytest.approx(256 * 2 * saved)
+    assert none.count_kept(layer) - without.count_kept(layer) == pytest.approx(256 * 2 * saved)

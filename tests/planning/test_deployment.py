@@ -7,12 +7,12 @@ from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.tree import with_settings
 from mcore_rl.planning.deployment import (
     Deployment,
-    engine_links,
-    engine_sizes,
+    count_engine_links,
+    does_relay,
     make_deployment,
-    relays,
+    make_engine_sizes,
 )
-from mcore_rl.planning.moments import read_policy
+from mcore_rl.planning.recipe_models import read_policy
 
 COLOCATED = {
     "rollout.stage_weights": False,
@@ -36,8 +36,8 @@ def test_engines_of_their_own_with_staged_weights_relay(
     settings: dict[str, object], expected: bool, links: int
 ) -> None:
     config = with_settings(Config(), settings)
-    assert relays(config) == expected
-    assert engine_links(config.rollout.engines, relays=expected) == links
+    assert does_relay(config) == expected
+    assert count_engine_links(config.rollout.engines, relays=expected) == links
 
 
 def deployment_of(recipe: str) -> Deployment:
@@ -56,5 +56,5 @@ def test_engines_have_hosts_behind_the_trainers_unless_they_share_them() -> None
 
 
 def test_sizes_of_engines_are_the_recipes() -> None:
-    sizes = engine_sizes(load_recipe("deepseek_v3_grpo_128", []).rollout)
+    sizes = make_engine_sizes(load_recipe("deepseek_v3_grpo_128", []).rollout)
     assert (sizes.engines, sizes.tp, sizes.ep, sizes.pp, sizes.dp) == (4, 32, 32, 1, 4)

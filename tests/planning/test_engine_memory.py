@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.engine_memory import engine_uses, sync_buffer_bytes
-from mcore_rl.planning.moments import read_models
+from mcore_rl.planning.memory import count_sync_buffers, predict_engine
+from mcore_rl.planning.recipe_models import read_models
 
 DEEPSEEK = "deepseek_v3_grpo_128"
 LAYERS, DENSE_LAYERS = 61, 3
@@ -14,7 +14,7 @@ LAYERS, DENSE_LAYERS = 61, 3
 
 def uses_of(*settings: str) -> dict[str, Any]:
     config = load_recipe(DEEPSEEK, list(settings))
-    (uses,) = engine_uses(config, read_models(config).policy)
+    (uses,) = predict_engine(config, read_models(config).policy)
     return uses
 
 
@@ -47,11 +47,11 @@ def test_the_head_of_an_attention_group_is_cut_by_its_ranks() -> None:
 
 def test_reading_slices_back_takes_one_more_bucket() -> None:
     without = uses_of("sync.verify=transfer")["sync buffers"]
-    bucket = sync_buffer_bytes(load_recipe(DEEPSEEK, [])) // 4
+    bucket = count_sync_buffers(load_recipe(DEEPSEEK, [])) // 4
     assert uses_of("sync.verify=destination")["sync buffers"] == without + bucket
 
 
 def test_buffers_of_a_link_are_four_with_padding_and_header() -> None:
-    buffers = sync_buffer_bytes(load_recipe(DEEPSEEK, ["sync.bucket_mib=2"]))
+    buffers = count_sync_buffers(load_recipe(DEEPSEEK, ["sync.bucket_mib=2"]))
     padded = 4 * 2 * 2**20 * 9 / 8
     assert padded < buffers < 1.02 * padded

@@ -7,8 +7,8 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.memory import predict_memory
-from mcore_rl.planning.moments import read_models
-from mcore_rl.planning.rank_memory import RankMemory
+from mcore_rl.planning.peak_memory import RankMemory
+from mcore_rl.planning.recipe_models import read_models
 from tests.support.policy import read
 from tests.support.recipes import LARGE, plan_of
 

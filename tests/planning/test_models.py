@@ -8,7 +8,7 @@ import pytest
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import Config, ModelConfig
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.moments import read_critic, read_models, read_policy
+from mcore_rl.planning.recipe_models import read_critic, read_models, read_policy
 
 QWEN = "recipes/model/qwen3_30b_a3b"
 

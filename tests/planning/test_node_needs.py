@@ -3,7 +3,7 @@
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.node_needs import NodeNeeds, NodeSize, plan_nodes
+from mcore_rl.planning.bundles import NodeNeeds, NodeSize, plan_nodes
 
 JOINED = ["cluster.address=auto", "cluster.cpus_per_rank=1"]
 APART = "cluster.separate_nodes=true"

@@ -3,13 +3,13 @@
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.run_size import RunSize
+from mcore_rl.planning.bundles import RunSize
 
 
 def test_only_a_command_that_trains_the_critic_makes_room_for_it() -> None:
     config = load_recipe("tiny_moe_ppo", ["critic.parallel.tp=2"])
-    trained = RunSize.of(config, "train")
-    tuned = RunSize.of(config, "sft")
+    trained = RunSize.make(config, "train")
+    tuned = RunSize.make(config, "sft")
     assert (trained.critic, tuned.critic) == (2, 0)
     assert (
         trained.num_cpus(0.5, ranks_per_engine=1) - tuned.num_cpus(0.5, ranks_per_engine=1) == 1.5
@@ -21,10 +21,10 @@ def test_a_reward_model_on_the_trainers_gpus_takes_none_of_its_own() -> None:
     colocated = load_recipe(
         "tiny_moe_grpo", [*settings, "reward_model.colocated=true", "cluster.offload=true"]
     )
-    size = RunSize.of(colocated, "train")
+    size = RunSize.make(colocated, "train")
     assert (list(size.colocated_served), size.tenants) == (["reward_model"], 2)
     assert size.num_cpus(0.5, ranks_per_engine=1) == (2 + 1 + 1) * 0.5  # ranks, engine, judge
-    without_trainer = RunSize.of(colocated, "eval")
+    without_trainer = RunSize.make(colocated, "eval")
     assert list(without_trainer.served) == ["judge", "reward_model"]
     assert not without_trainer.colocated_served
     for changed, message in (

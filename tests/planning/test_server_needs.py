@@ -1,7 +1,7 @@
 """`mcore-rl plan` names the servers that a run starts."""
 
 from mcore_rl.config import SandboxConfig, SearchConfig
-from mcore_rl.planning.node_needs import explain_servers
+from mcore_rl.planning.host_memory import explain_servers
 
 
 def test_servers_are_named_with_what_they_take() -> None:

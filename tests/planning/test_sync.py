@@ -10,13 +10,13 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.deployment import make_deployment
-from mcore_rl.planning.moments import read_policy
+from mcore_rl.planning.recipe_models import read_policy
 from mcore_rl.planning.sync import (
-    busiest_copy,
-    comparison_table,
-    flows_table,
+    find_busiest_copy,
+    make_comparison_table,
+    make_flows_table,
+    predict_seconds,
     predict_sync,
-    sync_seconds,
 )
 from mcore_rl.weights.plan.cost import Load, Traffic
 from tests.support.policy import read
@@ -197,8 +197,8 @@ def test_a_sync_takes_as_long_as_its_busiest_link_or_copies(
     traffic.trainer.network_out[1] = int(link_bytes)
     traffic.engines.local_in[0] = int(copy_bytes)
     traffic.trainer.local_out[0] = int(copy_bytes) // 2
-    assert busiest_copy(traffic) == copy_bytes
-    assert sync_seconds(traffic, link_gbps=100, memory_gbps=400) == pytest.approx(seconds)
+    assert find_busiest_copy(traffic) == copy_bytes
+    assert predict_seconds(traffic, link_gbps=100, memory_gbps=400) == pytest.approx(seconds)
 
 
 def test_the_summary_adds_up_and_the_tables_show_it() -> None:
@@ -210,9 +210,11 @@ def test_the_summary_adds_up_and_the_tables_show_it() -> None:
         min(traffic.trainer.network_out),
         max(traffic.trainer.network_out),
     )
-    assert summary.seconds == sync_seconds(traffic, config.plan.link_gbps, config.plan.memory_gbps)
+    assert summary.seconds == predict_seconds(
+        traffic, config.plan.link_gbps, config.plan.memory_gbps
+    )
     assert summary.seconds >= summary.lower_bound_seconds
-    flows = flows_table(config, deployment, traffic, summary)
+    flows = make_flows_table(config, deployment, traffic, summary)
     assert [str(column.header) for column in flows.columns] == [
         "from",
         "what",
@@ -221,7 +223,7 @@ def test_the_summary_adds_up_and_the_tables_show_it() -> None:
         "per rank",
     ]
     assert flows.row_count >= 1
-    comparison = comparison_table(summary)
+    comparison = make_comparison_table(summary)
     *_, seconds = comparison.columns[1].cells
     assert seconds == f"{summary.seconds:.3f}"
 
@@ -242,5 +244,5 @@ def kept(delta: str) -> tuple[tuple[int, int], str]:
     config = load_recipe("qwen3_30b_a3b_grpo_32", [f"sync.delta={delta}"])
     deployment = make_deployment(config, read_policy(config.model.path))
     summary, _ = predict_sync(config, deployment)
-    shown = str(comparison_table(summary).caption)
+    shown = str(make_comparison_table(summary).caption)
     return (summary.trainer_kept_bytes, summary.engine_kept_bytes), shown

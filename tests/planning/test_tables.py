@@ -1,9 +1,9 @@
 """The memory of ranks in words: verdict, and the recipe's arithmetic."""
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.moments import read_models
-from mcore_rl.planning.rank_memory import RankMemory
-from mcore_rl.planning.tables import explain, memory_table, verdict
+from mcore_rl.planning.peak_memory import RankMemory
+from mcore_rl.planning.plan import explain, judge, make_memory_table
+from mcore_rl.planning.recipe_models import read_models
 
 GIB = 2**30
 CONFIG = load_recipe("qwen3_30b_a3b_grpo_8", ["plan.gpu_memory_gib=80"])
@@ -16,7 +16,7 @@ def rank(gib: float) -> RankMemory:
 
 
 def test_ranks_that_fit_and_how_full_they_are() -> None:
-    fits, sentence = verdict(CONFIG, MODELS, [rank(7), rank(35)])
+    fits, sentence = judge(CONFIG, MODELS, [rank(7), rank(35)])
     assert fits
     assert sentence == (
         "fits: trainer ranks 0-7 are the fullest, 50% of what there is; most is weights"
@@ -24,7 +24,7 @@ def test_ranks_that_fit_and_how_full_they_are() -> None:
 
 
 def test_ranks_that_do_not_fit_are_told_by_how_much() -> None:
-    fits, sentence = verdict(CONFIG, MODELS, [rank(70), rank(71)])
+    fits, sentence = judge(CONFIG, MODELS, [rank(70), rank(71)])
     assert not fits
     assert sentence.startswith(
         "does not fit: trainer ranks 0-7 are 1.0 GiB beyond 80 GiB at their train step; most is"
@@ -43,6 +43,6 @@ def test_the_arithmetic_of_a_recipe() -> None:
 
 
 def test_a_table_has_a_row_for_each_kind_of_rank() -> None:
-    table = memory_table(CONFIG.plan, [rank(7), rank(35)])
+    table = make_memory_table(CONFIG.plan, [rank(7), rank(35)])
     assert table.row_count == 2
     assert list(table.columns[-1].cells) == ["70.0", "70.0"]

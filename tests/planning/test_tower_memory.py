@@ -4,8 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.planning.activations import Pass
-from mcore_rl.planning.memory import pixel_bytes, received_features, tower_activations
+from mcore_rl.planning.activations import (
+    Pass,
+    count_pixel_bytes,
+    count_received_features,
+    count_tower_activations,
+)
 from mcore_rl.weights.hf.facts import ModelFacts
 
 KIMI_VL = ModelFacts.read("recipes/model/kimi_vl_a3b").config
@@ -27,25 +31,25 @@ BYTES = 4 * 1000 * 2
 
 
 def test_every_block_keeps_its_numbers() -> None:
-    found = tower_activations(QWEN, STEP, "all", in_flight=2)
+    found = count_tower_activations(QWEN, STEP, "all", in_flight=2)
     assert found == pytest.approx(BYTES * (2 * 32 * BLOCK + BLOCK))
 
 
 def test_recomputed_blocks_keep_their_inputs() -> None:
     step = replace(STEP, recomputed=frozenset({"core_attn"}))
-    found = tower_activations(QWEN, step, "all", in_flight=2)
+    found = count_tower_activations(QWEN, step, "all", in_flight=2)
     assert found == pytest.approx(BYTES * (2 * 32 * 1280 + BLOCK))
 
 
 @pytest.mark.parametrize("vision", ["projector", "none"])
 def test_frozen_blocks_keep_nothing(vision: str) -> None:
-    found = tower_activations(QWEN, STEP, vision, in_flight=2)
+    found = count_tower_activations(QWEN, STEP, vision, in_flight=2)
     assert found == pytest.approx(BYTES * BLOCK)
 
 
 def test_pixels_are_those_of_the_processor() -> None:
-    assert pixel_bytes(QWEN, 9) == 4 * 9 * 3 * 2 * 14 * 14 * 4
-    assert pixel_bytes(QWEN3, 9) == 4 * 9 * 3 * 2 * 16 * 16 * 4
+    assert count_pixel_bytes(QWEN, 9) == 4 * 9 * 3 * 2 * 14 * 14 * 4
+    assert count_pixel_bytes(QWEN3, 9) == 4 * 9 * 3 * 2 * 16 * 16 * 4
 
 
 @pytest.mark.parametrize(("vision", "projector"), [("all", 3 * 1152), ("none", 0)])
@@ -53,7 +57,7 @@ def test_inner_features_count_with_their_projectors(vision: str, projector: int)
     block = 10 * 1152 + 2 * 4304  # its MLP has no gate
     kept = 27 * block if vision == "all" else 0
     features = 4096 * (1000 + 1000 / 8)  # all images, and this rank's part of the tokens
-    found = tower_activations(QWEN3, STEP, vision, in_flight=2)
+    found = count_tower_activations(QWEN3, STEP, vision, in_flight=2)
     wanted = BYTES * (2 * kept + block + 2 * 3 * projector) + 2 * 3 * features * 2
     assert found == pytest.approx(wanted)
 
@@ -61,14 +65,16 @@ def test_inner_features_count_with_their_projectors(vision: str, projector: int)
 def test_later_stages_keep_the_features_that_they_get() -> None:
     """Behind the first layer, two of three features are still to be added."""
     feature = 2 * 4096 * 1000 / 8  # this rank's part of the tokens
-    assert received_features(QWEN3, STEP, [range(1, 18)], 3) == pytest.approx(3 * 2 * feature)
-    assert received_features(QWEN3, STEP, [range(0, 1), range(2, 3)], 1) == pytest.approx(feature)
-    assert received_features(QWEN3, STEP, [range(3, 18)], 3) == 0
-    assert received_features(QWEN, STEP, [range(1, 14)], 3) == 0
+    assert count_received_features(QWEN3, STEP, [range(1, 18)], 3) == pytest.approx(3 * 2 * feature)
+    assert count_received_features(QWEN3, STEP, [range(0, 1), range(2, 3)], 1) == pytest.approx(
+        feature
+    )
+    assert count_received_features(QWEN3, STEP, [range(3, 18)], 3) == 0
+    assert count_received_features(QWEN, STEP, [range(1, 14)], 3) == 0
 
 
 def test_moonvit_has_no_gate_and_images_without_frames() -> None:
     block = 10 * 1152 + 2 * 4304
-    found = tower_activations(KIMI_VL, STEP, "all", in_flight=2)
+    found = count_tower_activations(KIMI_VL, STEP, "all", in_flight=2)
     assert found == pytest.approx(BYTES * (2 * 27 * block + block))
-    assert pixel_bytes(KIMI_VL, 100) == 100 * 4 * 3 * 14 * 14 * 4
+    assert count_pixel_bytes(KIMI_VL, 100) == 100 * 4 * 3 * 14 * 14 * 4

@@ -7,7 +7,7 @@ from ray.util.placement_group import remove_placement_group
 
 from mcore_rl.cluster.placement import reserve_in_ray
 from mcore_rl.config import ClusterConfig, RolloutConfig, ServedModelConfig
-from mcore_rl.planning.run_size import RunSize
+from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.slots import RunSlots, Slot
 from tests.support.imaginary_gpus import four_imaginary_gpus
 

@@ -10,7 +10,7 @@ import torch
 
 from mcore_rl.config import Config, ModelConfig, ParallelConfig
 from mcore_rl.planning.memory import predict_memory
-from mcore_rl.planning.moments import read_models
+from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.train import checkpoint_save
 from mcore_rl.train.actor import Actor
 from mcore_rl.train.offload import TRAINING, WEIGHTS, DeviceMemory

@@ -279,7 +279,7 @@ def compare_with_plan(rank: LoneRank) -> Figures:
     Raises MissedTarget if it is more than MEMORY_TOLERANCE away.
     """
     from mcore_rl.planning.memory import predict_memory
-    from mcore_rl.planning.moments import read_models
+    from mcore_rl.planning.recipe_models import read_models
 
     [planned] = predict_memory(rank.recipe, read_models(rank.recipe), "trainer")
     expected = planned.num_bytes - planned.uses.get("sync buffers", 0)  # no weights are sent

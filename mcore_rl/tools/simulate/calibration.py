@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import make_config
 from mcore_rl.logs.run_report import load_metrics
-from mcore_rl.planning.moments import read_models
+from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.simulate import simulate

@@ -12,7 +12,7 @@ from mcore_rl.algo.requirements import check_algorithm
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import require
 from mcore_rl.planning.checks import check_engines, check_sizes
-from mcore_rl.planning.moments import read_models
+from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.process.disk import reporting_full_disk, write_whole
 from mcore_rl.tools.simulate.calibration import Calibration
 from mcore_rl.tools.simulate.costs import RecipeCosts

@@ -16,10 +16,9 @@ from functools import cached_property
 
 from mcore_rl.config import Config, ParallelConfig
 from mcore_rl.planning.deployment import make_deployment
-from mcore_rl.planning.engine_memory import engine_uses
-from mcore_rl.planning.memory import critic_uses, trainer_uses
-from mcore_rl.planning.moments import RecipeModels
-from mcore_rl.planning.rank_memory import Uses
+from mcore_rl.planning.memory import predict_critic, predict_engine, predict_trainer
+from mcore_rl.planning.peak_memory import Uses
+from mcore_rl.planning.recipe_models import RecipeModels
 from mcore_rl.planning.sync import predict_sync
 from mcore_rl.tools.simulate.engine_request import EngineSpeed
 from mcore_rl.tools.simulate.machine import GPUS, GpuRates, ReachedShares
@@ -82,7 +81,7 @@ def engine_speed(
 ) -> EngineSpeed:
     """Return the speed of one of the recipe's engines."""
     rollout = config.rollout
-    uses = engine_uses(config, facts)
+    uses = predict_engine(config, facts)
     weights = sum(stage["weights"] for stage in uses)
     per_token = sum(stage["KV cache"] for stage in uses) / rollout.kv_cache_len
     memory = gpu.memory * shares.memory
@@ -168,7 +167,7 @@ class ModelState:
 
     @staticmethod
     def of(stages: Sequence[Uses]) -> "ModelState":
-        """`stages` as planning.memory.trainer_uses returns them."""
+        """`stages` as planning.memory.predict_trainer returns them."""
         return ModelState(
             *(max(uses[name] for uses in stages) for name in ("weights", "gradients", "optimizer"))
         )
@@ -323,7 +322,7 @@ class TrainCosts:
 
 def swap_s(config: Config, facts: ModelFacts, gpu: GpuRates, shares: ReachedShares) -> float:
     """Return the seconds for which an engine pauses to swap weights that it has received."""
-    weights = max(stage["weights"] for stage in engine_uses(config, facts))
+    weights = max(stage["weights"] for stage in predict_engine(config, facts))
     return shares.pause_s + 2 * weights / (gpu.memory * shares.memory)
 
 
@@ -332,7 +331,7 @@ def read_back_s(config: Config, facts: ModelFacts, gpu: GpuRates, shares: Reache
 
     It takes as long as to copy a rank's weights once (docs/sync.md).
     """
-    weights = max(stage["weights"] for stage in engine_uses(config, facts))
+    weights = max(stage["weights"] for stage in predict_engine(config, facts))
     if config.simulate.gpu == "cpu":
         return READ_BACK_CPU_S_PER_GB * weights / 1e9
     return 2 * weights / (gpu.memory * shares.memory)
@@ -369,7 +368,7 @@ class RecipeCosts:
         gpu = GPUS[config.simulate.gpu]
         policy = models.policy
         plan, _ = predict_sync(config, make_deployment(config, policy))
-        state = ModelState.of(trainer_uses(config, models))
+        state = ModelState.of(predict_trainer(config, models))
         flops = ModelFlops.of(policy)
         tower = TowerCosts.of(config, policy, gpu, shares)
         trainer = TrainCosts(
@@ -377,7 +376,7 @@ class RecipeCosts:
         )
         critic = None
         if models.critic is not None:
-            state = ModelState.of(critic_uses(config, models))
+            state = ModelState.of(predict_critic(config, models))
             parallel = config.critic.parallel
             facts = ModelFacts(models.critic.path, with_value_head(models.critic.config))
             flops = ModelFlops.of(facts)

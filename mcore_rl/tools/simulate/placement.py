@@ -8,8 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from mcore_rl.config import Config, ParallelConfig
-from mcore_rl.planning.bundles import Bundle
-from mcore_rl.planning.run_size import RunSize
+from mcore_rl.planning.bundles import Bundle, RunSize
 from mcore_rl.planning.slots import Slot, reserve_slots
 from mcore_rl.tools.simulate.machine import Machine, WorkClock
 from mcore_rl.tools.simulate.virtual_loop import VirtualLoop
@@ -138,7 +137,7 @@ class ProcessPlacement:
         engine_ranks = config.rollout.engine_ranks
         gpus_per_node = 0 if cores else config.plan.ranks_per_host
         nodes = ImaginedNodes(cores or math.inf, gpus_per_node)
-        size = RunSize.of(config, "train")
+        size = RunSize.make(config, "train")
         slots = reserve_slots(size, config.rollout, config.cluster, gpus_per_node, nodes.reserve)
         machines = {name: Machine(cores) for name in nodes.names} if cores else {}
 

@@ -7,8 +7,8 @@ from mcore_rl.config import Config
 from mcore_rl.config.tree import Settings, with_settings
 from mcore_rl.planning.checks import check_engines, check_sizes
 from mcore_rl.planning.memory import predict_memory
-from mcore_rl.planning.moments import RecipeModels
-from mcore_rl.planning.nearest import too_large
+from mcore_rl.planning.recipe_models import RecipeModels
+from mcore_rl.planning.suggest import find_too_large
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.simulate import simulate
@@ -43,7 +43,7 @@ def search(config: Config, models: RecipeModels, num_gpus: int) -> tuple[list[Si
             changed = with_settings(config, settings)
             check_sizes(changed, models.policy)
             check_engines(changed, models.policy)
-            if too_large(changed.plan, predict_memory(changed, models)):
+            if find_too_large(changed.plan, predict_memory(changed, models)):
                 raise ValueError("it does not fit")
         except ValueError:
             num_refused += 1

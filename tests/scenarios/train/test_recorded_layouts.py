@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcore_rl.config import ParallelConfig, TrainConfig
-from mcore_rl.planning.memory import stage_parameters
+from mcore_rl.planning.memory import count_parameters
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.runtime import init_distributed
 from mcore_rl.train.transformer_config import make_transformer_config
@@ -86,7 +86,7 @@ def check_case(
     sizes = MegatronSizes.of(parallel, hf_config)
     layout = MegatronLayout(family_of(hf_config), hf_config, sizes, "float32")
     assert layout.num_ranks == world_size
-    predicted = stage_parameters(layout, sizes, rank // sizes.stage_ranks)
+    predicted = count_parameters(layout, sizes, rank // sizes.stage_ranks)
     assert predicted.total == sum(
         parameter.numel() for chunk in chunks for parameter in chunk.parameters()
     )

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.secrets import written_config
-from mcore_rl.planning.moments import read_models
+from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.calibration import Calibration
 from mcore_rl.tools.simulate.command import checked
 from mcore_rl.tools.simulate.costs import RecipeCosts

@@ -7,8 +7,8 @@ import pytest
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.engine_memory import engine_uses
-from mcore_rl.planning.moments import read_models
+from mcore_rl.planning.memory import predict_engine
+from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.costs import (
     ModelState,
     TowerCosts,
@@ -126,7 +126,7 @@ def test_a_read_back_copies_the_weights_of_a_rank_once() -> None:
     swap = swap_s(config, facts, gpu, SHARES)
     assert read_back_s(config, facts, gpu, SHARES) == pytest.approx(swap - SHARES.pause_s)
     on_cpu = recipe("simulate.gpu=cpu")
-    weights = max(stage["weights"] for stage in engine_uses(on_cpu, facts))
+    weights = max(stage["weights"] for stage in predict_engine(on_cpu, facts))
     seconds = read_back_s(on_cpu, facts, GPUS["cpu"], SHARES)
     assert seconds == pytest.approx(0.13 * weights / 1e9)
 

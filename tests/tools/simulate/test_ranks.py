@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.moments import read_models
+from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.costs import RecipeCosts, TowerCosts
 from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.ranks import SimulatedRanks

@@ -4,7 +4,7 @@ import pytest
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.deployment import make_deployment
-from mcore_rl.planning.moments import read_models
+from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.planning.sync import predict_sync
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.machine import ReachedShares

@@ -11,7 +11,7 @@ from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
-from mcore_rl.planning.moments import read_models
+from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.process.clock import replaced_clock
 from mcore_rl.tools.simulate.command import checked
 from mcore_rl.tools.simulate.costs import RecipeCosts

@@ -75,7 +75,7 @@ def read_recipe(settings: Sequence[str]) -> RecipeNeeds:
     """
     # Only here: a machine can be checked before Hydra and megatron-core are on it.
     from mcore_rl.config.recipe import load_recipe
-    from mcore_rl.planning.run_size import RunSize
+    from mcore_rl.planning.bundles import RunSize
 
     recipes = [s.removeprefix("recipe=") for s in settings if s.startswith("recipe=")]
     if len(recipes) != 1:
@@ -84,7 +84,7 @@ def read_recipe(settings: Sequence[str]) -> RecipeNeeds:
             " --run-dir and --model"
         )
     config = load_recipe(recipes[0], [s for s in settings if not s.startswith("recipe=")])
-    size = RunSize.of(config, "train")
+    size = RunSize.make(config, "train")
     policy = config.model
     models = [
         NamedModel("model.path", policy.path, policy.revision, with_weights=policy.init == "hf")

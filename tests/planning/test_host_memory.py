@@ -6,14 +6,14 @@ import torch
 from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.moments import read_models
-from mcore_rl.planning.store_memory import (
+from mcore_rl.planning.host_memory import (
+    count_groups,
+    count_store_bytes,
+    count_store_nodes,
+    count_token_bytes,
     explain_stores,
-    most_groups,
-    store_bytes,
-    store_nodes,
-    token_bytes,
 )
+from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from mcore_rl.weights.hf.facts import ModelFacts
 
@@ -35,21 +35,21 @@ def test_a_store_keeps_as_many_bytes_as_planned() -> None:
     store.put(1, [Sample(prompt, 0, response, logprobs, "stop", spans, "", experts)])
     store.write(np.array([1]), np.array([0]), {"old_logprobs": np.zeros(120, np.float32)})
     without_last = num_layers * per_token  # experts of the last token are not known
-    assert store.num_bytes() == 120 * token_bytes(config, policy) - without_last
+    assert store.num_bytes() == 120 * count_token_bytes(config, policy) - without_last
 
 
 def test_columns_are_those_that_the_algorithm_writes() -> None:
     plain, policy = recipe("drift.routed_experts=false", "train.router_replay=none")
-    assert token_bytes(plain, policy) == 8
+    assert count_token_bytes(plain, policy) == 8
     kl, _ = recipe(
         "drift.routed_experts=false", "train.router_replay=none", "algorithm.kl.coef=0.1"
     )
-    assert token_bytes(kl, policy) == 12
+    assert count_token_bytes(kl, policy) == 12
     kl.rollout.logprob_dtype = "bfloat16"
-    assert token_bytes(kl, policy) == 8
+    assert count_token_bytes(kl, policy) == 8
     ppo = load_recipe("mixtral_8x7b_ppo_16", [])
     experts = 32 * 2
-    assert token_bytes(ppo, read_models(ppo).policy) in (4 * 5 + experts, 4 * 6 + experts)
+    assert count_token_bytes(ppo, read_models(ppo).policy) in (4 * 5 + experts, 4 * 6 + experts)
 
 
 def test_steps_ahead_and_rounds_hold_more_groups() -> None:
@@ -59,15 +59,15 @@ def test_steps_ahead_and_rounds_hold_more_groups() -> None:
         (("rollout.mode=async", "rollout.max_staleness=3"), 512),
         (("rollout.mode=sync", "rollout.dynamic_sampling=true", "rollout.oversampling=1.5"), 320),
     ):
-        assert most_groups(recipe(*overrides)[0]) == groups
+        assert count_groups(recipe(*overrides)[0]) == groups
 
 
 def test_a_node_has_its_share() -> None:
     config, policy = recipe()
-    assert store_nodes(config) == 2, "four engines of four ranks"
-    assert store_nodes(recipe("rollout.tp=8", "rollout.ep=8")[0]) == 4
-    whole = 256 * 16 * (2048 + 8192) * token_bytes(config, policy)
-    assert store_bytes(config, policy) == whole
+    assert count_store_nodes(config) == 2, "four engines of four ranks"
+    assert count_store_nodes(recipe("rollout.tp=8", "rollout.ep=8")[0]) == 4
+    whole = 256 * 16 * (2048 + 8192) * count_token_bytes(config, policy)
+    assert count_store_bytes(config, policy) == whole
     sentence = explain_stores(config, policy)
     assert f"at most {whole / 2 / 2**30:.1f} GiB on each of 2 nodes" in sentence
     assert "files" not in sentence

@@ -9,8 +9,8 @@ from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import Config, ParallelConfig, PlanConfig
 from mcore_rl.config.tree import Settings, value_of, with_settings
 from mcore_rl.planning.memory import predict_memory
-from mcore_rl.planning.moments import RecipeModels
-from mcore_rl.planning.rank_memory import RankMemory, Side
+from mcore_rl.planning.peak_memory import RankMemory, Side
+from mcore_rl.planning.recipe_models import RecipeModels
 
 GIB = 2**30
 GROWTH = (1, 2, 4, 8)
@@ -19,36 +19,36 @@ FARTHEST = 3.0
 """Largest distance from the recipe that is tried, in doublings, halvings and steps of recompute."""
 
 
-def recompute_choices(now: str) -> tuple[str, str, str]:
+def list_recomputes(now: str) -> tuple[str, str, str]:
     """Return values of train.recompute from the fastest to the smallest, the recipe's own among
     them.
     """
     return ("none", "selective" if now in ("none", "full") else now, "full")
 
 
-def available_bytes(plan: PlanConfig, rank: RankMemory) -> float:
+def count_available(plan: PlanConfig, rank: RankMemory) -> float:
     """Bytes that a GPU has for the tensors of such ranks, after what its processes take."""
     return (plan.gpu_memory_gib - rank.num_processes * plan.process_gib) * GIB
 
 
-def too_large(plan: PlanConfig, ranks: Sequence[RankMemory]) -> list[RankMemory]:
-    return [rank for rank in ranks if rank.num_bytes > available_bytes(plan, rank)]
+def find_too_large(plan: PlanConfig, ranks: Sequence[RankMemory]) -> list[RankMemory]:
+    return [rank for rank in ranks if rank.num_bytes > count_available(plan, rank)]
 
 
-def nearest_that_fits(config: Config, models: RecipeModels) -> Settings | None:
+def suggest_settings(config: Config, models: RecipeModels) -> Settings | None:
     """Options to change so that the recipe fits; None if nothing that was tried fits.
 
     Each side keeps its number of GPUs if one of its layouts fits on them, otherwise it takes the
     smallest multiple with one that does. The nearest layout has the fewest doublings and halvings.
     """
     settings: dict[str, Any] = {}
-    large = too_large(config.plan, predict_memory(config, models))
+    large = find_too_large(config.plan, predict_memory(config, models))
     sides: list[Side] = [rank.side for rank in large]
     for side in dict.fromkeys(sides):
         if side == "engine":
-            candidates = _engine_candidates(config)
+            candidates = _list_engine_candidates(config)
         else:
-            candidates = _trained_candidates(config, models.policy.sizes, side)
+            candidates = _list_trained_candidates(config, models.policy.sizes, side)
         fitting = next((c for c in candidates if _fits(config, models, c, side)), None)
         if fitting is None:
             return None
@@ -62,15 +62,15 @@ def _fits(config: Config, models: RecipeModels, settings: Settings, side: Side) 
         ranks = predict_memory(changed, models, side)
     except ValueError:  # sizes that do not divide
         return False
-    return not too_large(changed.plan, ranks)
+    return not find_too_large(changed.plan, ranks)
 
 
-def _by_distance(candidates: list[tuple[float, Settings]]) -> Iterator[Settings]:
+def _sort_by_distance(candidates: list[tuple[float, Settings]]) -> Iterator[Settings]:
     candidates.sort(key=lambda candidate: candidate[0])
     return (settings for distance, settings in candidates if distance <= FARTHEST)
 
 
-def _engine_candidates(config: Config) -> Iterator[Settings]:
+def _list_engine_candidates(config: Config) -> Iterator[Settings]:
     """Yield wider engines and less KV cache, with as many ranks in all or a multiple of them."""
     rollout = config.rollout
     for growth in GROWTH:
@@ -86,11 +86,13 @@ def _engine_candidates(config: Config) -> Iterator[Settings]:
                 "rollout.stage_weights": stages,
             }
             distance = log2(wider) + log2(smaller) + (stages != rollout.stage_weights)
-            candidates.append((distance, _changes(config, settings)))
-        yield from _by_distance(candidates)
+            candidates.append((distance, _select_changes(config, settings)))
+        yield from _sort_by_distance(candidates)
 
 
-def _trained_candidates(config: Config, sizes: Mapping[str, int], side: Side) -> Iterator[Settings]:
+def _list_trained_candidates(
+    config: Config, sizes: Mapping[str, int], side: Side
+) -> Iterator[Settings]:
     """Layouts of the trainer or of the critic, on as many GPUs or on a multiple of them.
 
     A critic on the trainer's GPUs gets the trainer's layout.
@@ -100,10 +102,10 @@ def _trained_candidates(config: Config, sizes: Mapping[str, int], side: Side) ->
     if side == "trainer" and needs_of(config.algorithm).critic and config.critic.colocated:
         groups.append("critic.parallel")
     shares = side == "trainer" and (config.cluster.colocated or config.critic.colocated)
-    recomputes = recompute_choices(config.train.recompute)
+    recomputes = list_recomputes(config.train.recompute)
     for growth in GROWTH:
         candidates = []
-        for layout, distance in _layouts(
+        for layout, distance in _list_layouts(
             now, now.world_size * growth, sizes, config.plan.ranks_per_host
         ):
             settings = {
@@ -113,17 +115,17 @@ def _trained_candidates(config: Config, sizes: Mapping[str, int], side: Side) ->
                 steps = recomputes.index(recompute) - recomputes.index(config.train.recompute)
                 away = distance + abs(steps) + (offload != config.cluster.offload)
                 more = {"train.recompute": recompute, "cluster.offload": offload}
-                candidates.append((away, _changes(config, settings | more)))
-        yield from _by_distance(candidates)
+                candidates.append((away, _select_changes(config, settings | more)))
+        yield from _sort_by_distance(candidates)
 
 
-def _layouts(
+def _list_layouts(
     now: ParallelConfig, num_ranks: int, sizes: Mapping[str, int], ranks_per_host: int
 ) -> Iterator[tuple[dict[str, Any], float]]:
     """Options of ParallelConfig for `num_ranks` ranks, each with its distance from `now`."""
     experts = sizes["experts"] or 1
     limits = (ranks_per_host, sizes["layers"], 8, experts, 4 if experts > 1 else 1)
-    for tp, pp, cp, ep, etp in product(*map(_powers, limits)):
+    for tp, pp, cp, ep, etp in product(*map(_list_powers, limits)):
         dp, rest = divmod(num_ranks, tp * pp * cp)
         if rest or not dp or (tp * cp * dp) % (ep * etp):
             continue
@@ -137,11 +139,11 @@ def _layouts(
             "dp": dp,
         }
         if pp != now.pp:
-            layout |= _uneven(sizes["layers"], pp)
+            layout |= _divide_layers(sizes["layers"], pp)
         yield layout, sum(abs(log2(ratio)) for ratio in ratios)
 
 
-def _uneven(num_layers: int, pp: int) -> dict[str, Any]:
+def _divide_layers(num_layers: int, pp: int) -> dict[str, Any]:
     """Options for `pp` stages; if `pp` does not divide the layers, the last stage takes fewer."""
     most = ceil(num_layers / pp)
     last = num_layers - (pp - 1) * most
@@ -149,11 +151,11 @@ def _uneven(num_layers: int, pp: int) -> dict[str, Any]:
     return {"vpp": None, "stage_layers": [most] * (pp - 1) + [last] if uneven else []}
 
 
-def _powers(largest: int) -> list[int]:
+def _list_powers(largest: int) -> list[int]:
     return [2**n for n in range(largest.bit_length())]
 
 
-def _changes(config: Config, settings: Mapping[str, Any]) -> Settings:
+def _select_changes(config: Config, settings: Mapping[str, Any]) -> Settings:
     """The settings that differ from the recipe's."""
     sizes = {
         "parallel.dp": config.parallel.dp_size,

@@ -1,7 +1,7 @@
-"""Predicts the host memory that samples take in the collectors' stores."""
+"""Predicts the host memory of the nodes with engines: samples in stores, images, servers."""
 
 from mcore_rl.algo.lookup import needs_of
-from mcore_rl.config import Config
+from mcore_rl.config import Config, SandboxConfig, SearchConfig
 from mcore_rl.weights.hf.facts import ModelFacts
 
 _NUMBER = 4
@@ -9,7 +9,7 @@ _NUMBER = 4
 GIB = 2**30
 
 
-def most_groups(config: Config) -> int:
+def count_groups(config: Config) -> int:
     """Return the most groups that the stores hold at once.
 
     A step's groups stay until it is trained on, and those of the steps ahead that staleness allows
@@ -22,7 +22,7 @@ def most_groups(config: Config) -> int:
     return groups
 
 
-def token_bytes(config: Config, policy: ModelFacts) -> int:
+def count_token_bytes(config: Config, policy: ModelFacts) -> int:
     """Return the bytes of a token in a store, with all that is written beside it in a step."""
     needs = needs_of(config.algorithm)
     num_steps = config.train.epochs * config.train.mini_batches
@@ -39,15 +39,15 @@ def token_bytes(config: Config, policy: ModelFacts) -> int:
     return logprobs * logprob_bytes + others * _NUMBER + experts
 
 
-def store_bytes(config: Config, policy: ModelFacts) -> float:
+def count_store_bytes(config: Config, policy: ModelFacts) -> float:
     """Return the most bytes in all stores together, if all sequences were as long as may be."""
     rollout = config.rollout
     longest = config.data.max_prompt_len + rollout.max_response_len
-    num_tokens = most_groups(config) * rollout.samples_per_prompt * longest
-    return num_tokens * token_bytes(config, policy)
+    num_tokens = count_groups(config) * rollout.samples_per_prompt * longest
+    return num_tokens * count_token_bytes(config, policy)
 
 
-def store_nodes(config: Config) -> int:
+def count_store_nodes(config: Config) -> int:
     """Return the nodes that have a store: one for each node that begins an engine."""
     rollout = config.rollout
     per_node = max(1, config.plan.ranks_per_host // rollout.engine_ranks)
@@ -56,7 +56,7 @@ def store_nodes(config: Config) -> int:
 
 def explain_stores(config: Config, policy: ModelFacts) -> str:
     """Return a sentence with the stores' memory, and a second one if that is bounded."""
-    whole, nodes = store_bytes(config, policy) / GIB, store_nodes(config)
+    whole, nodes = count_store_bytes(config, policy) / GIB, count_store_nodes(config)
     limit = config.rollout.store_gib
     beyond = ""
     if 0 < limit < whole / nodes:
@@ -64,9 +64,10 @@ def explain_stores(config: Config, policy: ModelFacts) -> str:
     longest = config.data.max_prompt_len + config.rollout.max_response_len
     return (
         f"Samples in host memory: at most {whole / nodes:.1f} GiB on each of {nodes}"
-        f" node{'s' * (nodes > 1)} with engines ({most_groups(config):,} groups of"
+        f" node{'s' * (nodes > 1)} with engines ({count_groups(config):,} groups of"
         f" {config.rollout.samples_per_prompt}, {longest:,} tokens each,"
-        f" {token_bytes(config, policy):,} bytes a token).{beyond}{_explain_images(config, policy)}"
+        f" {count_token_bytes(config, policy):,} bytes a token).{beyond}"
+        + _explain_images(config, policy)
     )
 
 
@@ -77,3 +78,18 @@ def _explain_images(config: Config, policy: ModelFacts) -> str:
         f" Patches of images: at most data.images.cache_gib={config.data.images.cache_gib:g} GiB of"
         " shared memory on each, beside the encoded images of their prompts."
     )
+
+
+def explain_servers(sandbox: SandboxConfig, search: SearchConfig) -> str:
+    """Return the servers and what they take besides the ranks' processors; empty: there is none."""
+    parts = []
+    if sandbox.is_used:
+        parts.append(
+            f"a sandbox of {sandbox.workers} programs at a time, {sandbox.memory_mib:,} MiB each"
+            f" unless they ask for up to {sandbox.max_memory_mib:,}"
+        )
+    if search.is_used:
+        parts.append(f"a search of {search.index} ({search.method}, {search.threads} threads)")
+    if not parts:
+        return ""
+    return f"Servers, on each node with engines: {'; '.join(parts)}."

@@ -3,8 +3,7 @@
 import pytest
 
 from mcore_rl.config import ParallelConfig
-from mcore_rl.planning.moments import shared_gpus
-from mcore_rl.planning.rank_memory import Uses
+from mcore_rl.planning.peak_memory import Uses, find_peaks
 
 TRAINER: Uses = {
     "weights": 10,
@@ -19,7 +18,7 @@ ENGINE: Uses = {"weights": 10, "KV cache": 50, "sync buffers": 1}
 def moment_of(offload: bool, engine: Uses = ENGINE, **more: object) -> tuple[str, float, int]:
     critic: list[Uses] = more.get("critic", [])  # type: ignore[assignment]
     served: Uses = more.get("served", {})  # type: ignore[assignment]
-    [rank] = shared_gpus(ParallelConfig(), offload, [TRAINER], critic, [engine], served)
+    [rank] = find_peaks(ParallelConfig(), offload, [TRAINER], critic, [engine], served)
     return rank.moment, rank.num_bytes, rank.num_processes
 
 

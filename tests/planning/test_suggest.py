@@ -9,9 +9,9 @@ from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.tree import with_settings
 from mcore_rl.planning.memory import predict_memory
-from mcore_rl.planning.moments import read_models
-from mcore_rl.planning.nearest import available_bytes, nearest_that_fits, too_large
-from mcore_rl.planning.rank_memory import RankMemory
+from mcore_rl.planning.peak_memory import RankMemory
+from mcore_rl.planning.recipe_models import read_models
+from mcore_rl.planning.suggest import count_available, find_too_large, suggest_settings
 
 QWEN = "qwen3_30b_a3b_grpo_32"
 GIB = 2**30
@@ -23,19 +23,19 @@ def test_processes_take_memory_of_their_own() -> None:
         RankMemory("trainer", "fits", "train step", {"weights": 70 * GIB}, num_processes=2),
         RankMemory("trainer", "does not", "train step", {"weights": 70 * GIB + 1}, 2),
     ]
-    assert available_bytes(config.plan, ranks[0]) == 70 * GIB
-    assert too_large(config.plan, ranks) == ranks[1:]
+    assert count_available(config.plan, ranks[0]) == 70 * GIB
+    assert find_too_large(config.plan, ranks) == ranks[1:]
 
 
 @pytest.mark.parametrize("gpu_gib", [55, 40, 30])
 def test_the_nearest_layout_fits_and_nothing_changes_without_need(gpu_gib: int) -> None:
     config = load_recipe(QWEN, [f"plan.gpu_memory_gib={gpu_gib}"])
     models = read_models(config)
-    assert too_large(config.plan, predict_memory(config, models))
-    settings = nearest_that_fits(config, models)
+    assert find_too_large(config.plan, predict_memory(config, models))
+    settings = suggest_settings(config, models)
     assert settings
     changed = with_settings(config, settings)
-    assert not too_large(changed.plan, predict_memory(changed, read_models(changed)))
+    assert not find_too_large(changed.plan, predict_memory(changed, read_models(changed)))
     for key in settings.keys() - {"parallel.dp", "rollout.ep"}:  # which follow from the others
         fewer = {k: v for k, v in settings.items() if k != key}
         assert not _fits(config, fewer), f"{key} need not change"
@@ -46,7 +46,7 @@ def _fits(config: Config, settings: dict[str, Any]) -> bool:
         changed = with_settings(config, settings)
     except ValueError:
         return False
-    return not too_large(changed.plan, predict_memory(changed, read_models(changed)))
+    return not find_too_large(changed.plan, predict_memory(changed, read_models(changed)))
 
 
 def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
