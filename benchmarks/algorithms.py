@@ -12,7 +12,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from mcore_rl.logs.run_report import moving_average
+from mcore_rl.logs.run_report import compute_moving_average
 from variants import COUNTDOWN, ROOT, Folders, read_summaries, step_rows, train_variants
 
 DOCUMENT = ROOT / "docs" / "algorithms.md"
@@ -92,7 +92,7 @@ def draw(folders: Folders, path: Path) -> None:
     for name, seed_folders in folders.items():
         curves = [reward_curve(folder) for folder in seed_folders]
         means = [statistics.fmean(values) for values in zip(*curves, strict=False)]
-        axes.plot(range(1, len(means) + 1), moving_average(means), label=name)
+        axes.plot(range(1, len(means) + 1), compute_moving_average(means), label=name)
     axes.set(xlabel="step", ylabel="reward, mean over seeds, smoothed", ylim=(0, 1))
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.process.gc_pause import collections_paused
+from mcore_rl.process.gc_pause import pause_collections
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.link_store import LinkStore
 from mcore_rl.weight_sync.plan_handshake import PlanHandshake
@@ -68,7 +68,7 @@ def measure(
     trainer_s = []
     engine_s = []
     for _ in range(repeats):
-        with collections_paused():
+        with pause_collections():
             seconds = link(recorded, shards, num_senders, num_receivers)
         trainer_s.append(max(seconds[:num_senders]))
         engine_s.append(max(seconds[num_senders:]))

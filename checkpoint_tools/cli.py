@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 
 from checkpoint_tools.options import add_effort, effort_of, parse_bytes, show_bytes
 from mcore_rl.process.cores import THREADS, check_threads
-from mcore_rl.process.disk import naming_full_disk
-from mcore_rl.process.refused_files import explain_refusal
+from mcore_rl.process.disk import explain_refusal, naming_full_disk
 from mcore_rl.weights.megatron_files.integrity import with_remedy
 
 DTYPES = ("bfloat16", "float16", "float32")

@@ -15,14 +15,13 @@ from mcore_rl.cpu.engine_forks import engine_forks
 from mcore_rl.cpu.worker_forks import worker_forks
 from mcore_rl.process.command_line import parse_arguments
 from mcore_rl.process.cores import check_threads
-from mcore_rl.process.disk import naming_full_disk
+from mcore_rl.process.disk import explain_refusal, is_refused, naming_full_disk
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.folders import keep_home_usable, keep_sockets_short
 from mcore_rl.process.gc_pause import without_collector
 from mcore_rl.process.log_files import keep_output_lasting
 from mcore_rl.process.network import bypass_proxies
 from mcore_rl.process.redaction import redact, remember_environment
-from mcore_rl.process.refused_files import explain_refusal, is_refused
 from mcore_rl.process.safe_path import keep_path_safe
 from mcore_rl.process.signals import (
     EXIT_STATUS,

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from zlib_ng import zlib_ng
 
 from mcore_rl.process.disk import DiskFullError, reporting_full_disk
-from mcore_rl.process.file_lock import holding_lock
+from mcore_rl.process.file_lock import hold_lock
 
 T = TypeVar("T")
 CHUNK_BYTES = 16 << 20
@@ -162,7 +162,7 @@ class CarriedStorage:
         """Return a copy of the folder; the node's first rank brings it, the others wait for it."""
         here = folder.with_name(folder.name + self._suffix)
         here.parent.mkdir(parents=True, exist_ok=True)
-        with holding_lock(here.with_name(folder.name + ".fetching"), self._timeout_s):
+        with hold_lock(here.with_name(folder.name + ".fetching"), self._timeout_s):
             if not here.exists():
                 for stale in here.parent.glob(f"{folder.name}{FETCHED}*"):
                     shutil.rmtree(stale, ignore_errors=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mcore_rl.cluster import watchdog
 from mcore_rl.process.disk import reporting_full_disk, reserve_space
-from mcore_rl.process.folders import compile_caches, find_short_root
+from mcore_rl.process.folders import find_compile_caches, find_short_root
 from mcore_rl.process.process_state import wait_killed
 
 TEMP_PREFIX = "mcore_rl_ray_"
@@ -37,7 +37,7 @@ def marked_processes(session: str) -> Iterator[None]:
     watchdog_process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     before = dict(os.environ)
     os.environ[watchdog.MARK] = os.environ["TMPDIR"] = session
-    os.environ.update(compile_caches())
+    os.environ.update(find_compile_caches())
     try:
         yield
     finally:

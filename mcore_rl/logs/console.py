@@ -68,9 +68,11 @@ class LineConsole:
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [(column.label, column.read(metrics)) for column in COLUMNS]
-        parts = [f"step {_progress(step, self._total_steps)}"]
+        parts = [f"step {_format_progress(step, self._total_steps)}"]
         parts += [f"{label} {value}" for label, value in values if value is not None]
-        parts.append(" ".join(f"{phase} {s:.1f}s" for phase, s in phase_seconds(metrics).items()))
+        parts.append(
+            " ".join(f"{phase} {s:.1f}s" for phase, s in select_phase_seconds(metrics).items())
+        )
         print(" | ".join(part for part in parts if part), file=self._stream, flush=True)
 
     def close(self) -> None:
@@ -99,7 +101,7 @@ class LiveConsole:
         self._steps.setdefault(step, {}).update(metrics)
         if math.isfinite(reward := metrics.get("reward/mean", math.nan)):
             self._rewards.append(reward)
-        self._phases = phase_seconds(metrics) or self._phases
+        self._phases = select_phase_seconds(metrics) or self._phases
         while len(self._steps) > SHOWN_STEPS:
             del self._steps[min(self._steps)]
         self._live.update(self._draw(step), refresh=True)
@@ -110,7 +112,7 @@ class LiveConsole:
     def _draw(self, step: int) -> Panel:
         parts: list[RenderableType] = [self._draw_progress(step), _draw_table(self._steps)]
         if self._rewards:
-            parts.append(Text(f"reward  {sparkline(self._rewards)}", style="green"))
+            parts.append(Text(f"reward  {draw_sparkline(self._rewards)}", style="green"))
         if self._phases:
             parts.append(_draw_phases(self._phases))
         return Panel(Group(*parts), title=Text(self._title), border_style="dim")
@@ -119,19 +121,19 @@ class LiveConsole:
         assert self._start is not None
         first_step, first_time = self._start
         elapsed = time.monotonic() - first_time
-        text = f"step {_progress(step, self._total_steps)}   {_clock(elapsed)}"
+        text = f"step {_format_progress(step, self._total_steps)}   {_format_clock(elapsed)}"
         grid = Table.grid(padding=(0, 2))
         if self._total_steps is None:
             grid.add_row(text)
             return grid
         if step > first_step:
             remaining = elapsed / (step - first_step) * (self._total_steps - step)
-            text += f"   {_clock(remaining)} left"
+            text += f"   {_format_clock(remaining)} left"
         grid.add_row(text, ProgressBar(total=self._total_steps, completed=step, width=36))
         return grid
 
 
-def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+def select_phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of each phase, from time/<phase>, that took at least 0.05 s."""
     seconds = {
         name.removeprefix("time/"): value
@@ -142,7 +144,7 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     return {phase: value for phase, value in seconds.items() if value >= 0.05}
 
 
-def sparkline(values: Sequence[float] | deque[float]) -> str:
+def draw_sparkline(values: Sequence[float] | deque[float]) -> str:
     """Return one bar per value; the smallest value has the lowest bar, the largest the highest."""
     low, high = min(values), max(values)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
@@ -170,10 +172,10 @@ def _draw_phases(seconds: Mapping[str, float], width: int = 60) -> Text:
     return bar.append("\n").append(legend)
 
 
-def _progress(step: int, total_steps: int | None) -> str:
+def _format_progress(step: int, total_steps: int | None) -> str:
     return str(step) if total_steps is None else f"{step}/{total_steps}"
 
 
-def _clock(seconds: float) -> str:
+def _format_clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

@@ -1,8 +1,8 @@
-"""Writes episodes.jsonl: which groups of episodes began, and why each of their episodes ended.
+"""Writes episodes.jsonl: which groups of episodes began, and why each episode ended.
 
-begin -> row with the prompt and the number of episodes;  end -> row with a reason for each of them
+begin --> a row with the prompt and the number of episodes;  end --> a row with a reason per episode
 
-Rows are never taken back, so the file tells the episodes of all launches of a run.
+Rows are never taken back, so the file lists the episodes of all launches of a run.
 """
 
 import sys
@@ -20,7 +20,7 @@ from mcore_rl.types import AnySample, Prompt
 ABORTED = "aborted"
 DROPPED_STALE = "dropped_stale"
 _DETAIL_CHARS = 500
-"""Most of one error, which may end all groups that are open."""
+"""Most characters of an error, as one error may end all open groups."""
 
 
 class EpisodeLog:
@@ -33,13 +33,13 @@ class EpisodeLog:
     def __init__(
         self, path: Path | None = None, last_step: int | None = None, rotate_bytes: int = 0
     ) -> None:
-        """Keep nothing without a path.
+        """Open the file; without a path nothing is written.
 
         last_step      step of the checkpoint that the run continues from; None starts the file over
         rotate_bytes   see RowFile
         """
         self.step = (last_step or 0) + 1
-        """The step under way, which rows tell."""
+        """The current step, which is written into each row."""
         self._lock = Lock()
         self._open: dict[int, int] = {}
         """Group -> number of its episodes, until it ends."""
@@ -53,7 +53,7 @@ class EpisodeLog:
             self._take_over(iter_rows_backward(path), last_step)
 
     def begin(self, prompt: Prompt, num_episodes: int, *, greedy: bool = False) -> int:
-        """Note that episodes of a prompt begin; return the number of their group."""
+        """Write that episodes of a prompt begin; return the number of their group."""
         with self._lock:
             group = self._next
             self._next += 1
@@ -65,25 +65,25 @@ class EpisodeLog:
         return group
 
     def end(self, group: int, reasons: Sequence[str], detail: str = "") -> None:
-        """Note why the episodes of a group ended, once: a reason for each."""
+        """Write why the episodes of a group ended, a reason for each; call it once for a group."""
         with self._lock:
             if self._is_closed:
                 return
             num_episodes = self._open.pop(group)
             assert len(reasons) == num_episodes, f"group {group}: {reasons} of {num_episodes}"
-            self._write(group, {"ends": list(reasons), **_detail(detail)})
+            self._write(group, {"ends": list(reasons), **_make_detail(detail)})
 
     def end_all(self, group: int, reason: str, detail: str = "") -> None:
-        """Note one reason for all episodes of a group."""
+        """Write the same reason for all episodes of a group."""
         self.end(group, [reason] * self._open.get(group, 0), detail)
 
     @contextmanager
-    def recording(
+    def record(
         self, prompts: Sequence[Prompt], num_episodes: int, *, greedy: bool
     ) -> Iterator[list[Any]]:
-        """Note the episodes of a block, which appends them to the list in the order of `prompts`.
+        """Log the episodes of a block, which appends them to the list in the order of `prompts`.
 
-        If the block raises, they are aborted.
+        If the block raises, the episodes are logged as aborted.
         """
         groups = [self.begin(prompt, num_episodes, greedy=greedy) for prompt in prompts]
         samples: list[Any] = []
@@ -95,10 +95,10 @@ class EpisodeLog:
             raise
         for place, group in enumerate(groups):
             own = samples[place * num_episodes : (place + 1) * num_episodes]
-            self.end(group, reasons_of(own))
+            self.end(group, list_reasons(own))
 
     def close(self) -> None:
-        """End what is open as aborted, and close the file. Later calls do nothing."""
+        """End open groups as aborted, and close the file. Later calls do nothing."""
         for group in list(self._open):
             self.end_all(group, ABORTED, "the run ended")
         with self._lock:
@@ -133,9 +133,9 @@ class EpisodeLog:
             self._file.write({"step": self.step, "group": group, **fields})
 
 
-def reasons_of(samples: Sequence[AnySample]) -> list[str]:
+def list_reasons(samples: Sequence[AnySample]) -> list[str]:
     return [sample.finish_reason for sample in samples]
 
 
-def _detail(text: str) -> dict[str, str]:
+def _make_detail(text: str) -> dict[str, str]:
     return {"detail": shorten(redact(text), _DETAIL_CHARS)} if text else {}

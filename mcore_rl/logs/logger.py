@@ -1,6 +1,7 @@
 """Sends the metrics and samples of each step to the console, to files and to trackers.
 
-Writes small copies of the images of logged samples into the run folder, each once.
+PhaseTimer measures the seconds of each phase of a step. Samples with images are logged with small
+copies of the images, which the run folder keeps once each.
 """
 
 import io
@@ -8,16 +9,17 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from mcore_rl.logs.console import make_console
 from mcore_rl.logs.episode_log import EpisodeLog
-from mcore_rl.logs.names import with_former_names
+from mcore_rl.logs.names import add_former_names
 from mcore_rl.logs.rows import RowFile
 from mcore_rl.logs.trackers import MLflow, TensorBoard, Tracker, WandB
+from mcore_rl.process.clock import now_s
 from mcore_rl.process.disk import reporting_full_disk
 from mcore_rl.process.errors import shorten
 from mcore_rl.process.redaction import redact
@@ -25,29 +27,67 @@ from mcore_rl.types import PromptImage, Sample, TurnRecord
 from mcore_rl.types.lost_samples import SamplesLost, kept_places
 from mcore_rl.types.scores import Scores
 
+logger = logging.getLogger(__name__)
+
+
+class PhaseTimer:
+    """Adds the time of `with timer("rollout"): ...` to timer.seconds["rollout"].
+
+    The step starts when the timer is made.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.seconds: dict[str, float] = {}
+        self._start = now_s()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        logger.info("step %d: %s", self.step, phase)
+        start = now_s()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + now_s() - start
+
+    def metrics(self, waiting: Sequence[str] = ()) -> dict[str, float]:
+        """Return time/<phase> of each phase so far and time/step, in wall seconds.
+
+        `waiting` names phases in which the trainer has no work: their share of the step is
+        idle/trainer.
+        """
+        step_s = now_s() - self._start
+        metrics = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+        metrics["time/step"] = step_s
+        if waiting:
+            waiting_s = sum(self.seconds.get(phase, 0.0) for phase in waiting)
+            metrics["idle/trainer"] = waiting_s / step_s
+        return metrics
+
+
 FOLDER = "images"
 SIDE = 256
 """Pixels of the longer side, at most."""
 
 
 class Thumbnails:
-    """The images of a run folder; `images/<hash>.png`."""
+    """Small copies of images in a run folder: `images/<hash>.png`."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
 
-    def path(self, image: PromptImage) -> str:
+    def save(self, image: PromptImage) -> str:
         """Return the path of an image's copy in the run folder, and write it if it is new."""
         path = Path(FOLDER, f"{image.digest[:16]}.png")
         file = self._run_dir / path
         if not file.exists():
             with reporting_full_disk(file):
                 file.parent.mkdir(exist_ok=True)
-                file.write_bytes(_small(image.data))
+                file.write_bytes(_shrink(image.data))
         return str(path)
 
 
-def _small(data: bytes) -> bytes:
+def _shrink(data: bytes) -> bytes:
     from PIL import Image  # runs without images do without it
 
     with Image.open(io.BytesIO(data)) as opened:
@@ -72,9 +112,9 @@ _SHOWN_CHARS = 300
 class MetricsLogger:
     """Writes metrics.jsonl and samples.jsonl in `run_dir`, and to the trackers that are asked for.
 
-    last_step is the step of the checkpoint that a run continues from: rows beyond it are dropped,
-    so that none appears twice. None starts the files over. total_steps is the end of the progress
-    shown on the console.
+    last_step    step of the checkpoint that a run continues from: later rows are dropped, so that
+                 no row appears twice; None starts the files over
+    total_steps  the last step, for the progress on the console
     """
 
     def __init__(
@@ -92,9 +132,10 @@ class MetricsLogger:
         with_episodes: bool = False,
         rotate_bytes: int = 0,
     ) -> None:
-        """`read` brings the samples that are logged here, if they lie in stores.
+        """Open the files and the trackers.
 
-        with_episodes   keep episodes.jsonl, too
+        read            fetches the logged samples from the stores
+        with_episodes   also write episodes.jsonl
         rotate_bytes    size at which a file of rows becomes a segment (RowFile); 0: never
         """
         self._read = read
@@ -112,7 +153,7 @@ class MetricsLogger:
         self._thumbnails = Thumbnails(self.run_dir)
         path = self.run_dir / "episodes.jsonl" if with_episodes else None
         self.episodes = EpisodeLog(path, last_step, rotate_bytes)
-        """For those that draw samples."""
+        """Where the code that samples episodes notes them."""
         self._console = (
             make_console(sys.stdout, self.run_dir.name, total_steps) if console else None
         )
@@ -122,7 +163,7 @@ class MetricsLogger:
         if not metrics:
             return
         metrics = {name: float(value) for name, value in metrics.items()}
-        kept = with_former_names(metrics)
+        kept = add_former_names(metrics)
         self._metrics.write({"step": step, "timestamp": round(time.time(), 3), **kept})
         for tracker in self._trackers:
             tracker.log(step, kept)
@@ -134,8 +175,8 @@ class MetricsLogger:
     ) -> None:
         """Write the first SAMPLES_PER_LOG samples, and FAILED_PER_LOG others whose reward failed.
 
-        Where more failed than rows tell, a warning counts them by their errors. `split` says where
-        their prompts come from, "train" or "eval".
+        If more rewards failed than rows are written, a warning counts the failures by error.
+        `split` is "train" or "eval", the source of the prompts.
         """
         if split == "train":
             self.episodes.step = step + 1
@@ -147,21 +188,21 @@ class MetricsLogger:
         rows = rows[:SAMPLES_PER_LOG] + failed[:FAILED_PER_LOG]
         self._samples.write(
             *(
-                {**_sample_row(step, split, *row), **self._images_of(row[0])}
-                for row in self._brought_here(rows)
+                {**_make_sample_row(step, split, *row), **self._save_images(row[0])}
+                for row in self._fetch_samples(rows)
             )
         )
 
-    def _images_of(self, sample: Sample) -> dict[str, list[str]]:
+    def _save_images(self, sample: Sample) -> dict[str, list[str]]:
         """Return the paths of small copies of the images of prompt and episode, each once; nothing
         for a sample of text alone.
         """
         of_turns = sample.episode.images if sample.episode is not None else ()
         images = {image.digest: image for image in (*sample.prompt.images, *of_turns)}
-        paths = [self._thumbnails.path(image) for image in images.values()]
+        paths = [self._thumbnails.save(image) for image in images.values()]
         return {"images": paths} if paths else {}
 
-    def _brought_here(
+    def _fetch_samples(
         self, rows: Sequence[tuple[Any, float, str]]
     ) -> list[tuple[Sample, float, str]]:
         """Return (sample, reward, error) of the samples that are not lost."""
@@ -193,7 +234,9 @@ class MetricsLogger:
         self.close(failed=exception_type is not None)
 
 
-def _sample_row(step: int, split: str, sample: Sample, reward: float, error: str) -> dict[str, Any]:
+def _make_sample_row(
+    step: int, split: str, sample: Sample, reward: float, error: str
+) -> dict[str, Any]:
     row = {
         "step": step,
         "split": split,
@@ -206,7 +249,7 @@ def _sample_row(step: int, split: str, sample: Sample, reward: float, error: str
         "weights": sorted({span.version for span in sample.versions}),
     }
     if sample.episode is not None:
-        row["turns"] = [_turn_row(turn) for turn in sample.episode.turns]
+        row["turns"] = [_make_turn_row(turn) for turn in sample.episode.turns]
         row["detail"] = shorten(redact(sample.episode.detail), ERROR_CHARS)
     return {**row, "reward_error": shorten(redact(error), ERROR_CHARS)} if error else row
 
@@ -228,7 +271,7 @@ def summarize_errors(errors: Sequence[str]) -> str:
     )
 
 
-def _turn_row(turn: TurnRecord) -> dict[str, Any]:
+def _make_turn_row(turn: TurnRecord) -> dict[str, Any]:
     """Return what was said in a turn; only the tokens of `answer` are trained."""
     return {
         "parent": turn.parent,

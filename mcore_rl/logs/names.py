@@ -197,7 +197,7 @@ Path("docs/metrics.md").write_text(make_document())
 """
 
 
-def with_former_names(metrics: Mapping[str, float]) -> dict[str, float]:
+def add_former_names(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return `metrics` plus the same values under the names of version 0.1 where those differ."""
     former = {
         old + name.removeprefix(new): value

@@ -1,10 +1,10 @@
-"""Appends rows to files of JSON lines and reads them. Every row is flushed, and a row torn by a
-kill is ignored.
+"""Appends rows to files of JSON lines and reads them.
 
     metrics.000001.jsonl  metrics.000002.jsonl  metrics.jsonl
     |--- rotated: whole rows, never written again ---|  rows are appended here
 
-A row never has a smaller step than the row before, so what a resume takes back is the end.
+Every row is flushed, and a row torn by a kill is ignored. Steps never decrease from row to row, so
+a resume cuts rows off the end only.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mcore_rl.process.disk import reporting_full_disk
-from mcore_rl.process.log_files import find_segments, number_of, rotate, segment_path
+from mcore_rl.process.log_files import find_segments, name_segment, read_number, rotate
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BLOCK_BYTES = 1 << 20
@@ -50,7 +50,7 @@ class RowFile:
     def write(self, *rows: Mapping[str, Any]) -> None:
         """Append `rows` and flush them. Raises DiskFullError if the disk is full."""
         with reporting_full_disk(self._path):
-            self._file.writelines(_to_line(row).encode() for row in rows)
+            self._file.writelines(_encode_row(row).encode() for row in rows)
             self._file.flush()
             if self._rotate_bytes and self._file.tell() >= self._rotate_bytes:
                 self._file.close()
@@ -82,7 +82,7 @@ def iter_rows(path: Path) -> Iterator[Row]:
     leaves unescaped in a string. Bytes are split, as a kill can tear the last row inside a
     character.
     """
-    for part in _parts(path):
+    for part in _list_parts(path):
         with part.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 is_whole = line.endswith(b"\n")
@@ -91,7 +91,7 @@ def iter_rows(path: Path) -> Iterator[Row]:
                 except ValueError as error:  # no JSON, or no UTF-8
                     if is_whole:
                         raise ValueError(
-                            f"{part}:{number}: not a JSON row: {_shown(line)!r}"
+                            f"{part}:{number}: not a JSON row: {_show(line)!r}"
                         ) from error
                 else:
                     yield row
@@ -103,21 +103,21 @@ def iter_rows_backward(path: Path) -> Iterator[Row]:
     Files are read from their ends, as far as rows are taken. Raises ValueError naming a byte at
     which there is no JSON row.
     """
-    for part in reversed(_parts(path)):
+    for part in reversed(_list_parts(path)):
         with part.open("rb") as file:
-            for start, line in _lines_backward(file):
+            for start, line in _iter_lines_backward(file):
                 row = _parse(part, start, line)
                 if row is not None:
                     yield row
 
 
-def _parts(path: Path) -> list[Path]:
+def _list_parts(path: Path) -> list[Path]:
     """Return the files that hold the rows, in order."""
     current = [path] if path.exists() else []  # a kill may come between a rotation's two steps
     return [*find_segments(path), *current]
 
 
-def _lines_backward(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+def _iter_lines_backward(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield (first byte, line with its newline) from the last line to the first."""
     start = file.seek(0, os.SEEK_END)
     pieces: list[bytes] = []
@@ -148,10 +148,10 @@ def _parse(path: Path, start: int, line: bytes) -> Row | None:
     except ValueError as error:
         if not line.endswith(b"\n"):
             return None
-        raise ValueError(f"{path}: byte {start}: not a JSON row: {_shown(line)!r}") from error
+        raise ValueError(f"{path}: byte {start}: not a JSON row: {_show(line)!r}") from error
 
 
-def _shown(line: bytes) -> str:
+def _show(line: bytes) -> str:
     return line[:80].decode(errors="replace").removesuffix("\n")
 
 
@@ -161,9 +161,9 @@ def _cut_after(path: Path, last_step: int) -> None:
     Files are cut in place, the newest first: whenever this is killed, the rows that are left are
     the first ones, and the next call goes on.
     """
-    for part in reversed(_parts(path)):
+    for part in reversed(_list_parts(path)):
         with part.open("rb+") as file:
-            start, line = _last_kept(part, file, last_step)
+            start, line = _find_last_kept(part, file, last_step)
             file.truncate(start + len(line))
             if line and not line.endswith(b"\n"):
                 file.seek(0, os.SEEK_END)
@@ -174,9 +174,9 @@ def _cut_after(path: Path, last_step: int) -> None:
             part.unlink()
 
 
-def _last_kept(path: Path, file: BinaryIO, last_step: int) -> tuple[int, bytes]:
+def _find_last_kept(path: Path, file: BinaryIO, last_step: int) -> tuple[int, bytes]:
     """Return (first byte, line) of the last row that a resume keeps; (0, b"") if it keeps none."""
-    for start, line in _lines_backward(file):
+    for start, line in _iter_lines_backward(file):
         row = _parse(path, start, line)
         if row is not None and row["step"] <= last_step:
             return start, line
@@ -194,15 +194,15 @@ def _set_aside(path: Path) -> None:
         return
     if path.exists():
         path.replace(previous)
-    numbers = [number_of(segment) for segment in segments]
+    numbers = [read_number(segment) for segment in segments]
     for segment, number in zip(segments, numbers, strict=True):
-        segment.replace(segment_path(previous, number))
+        segment.replace(name_segment(previous, number))
     for older in find_segments(previous):
-        if number_of(older) > max(numbers, default=0):
+        if read_number(older) > max(numbers, default=0):
             older.unlink()
 
 
-def _to_line(row: Mapping[str, Any]) -> str:
+def _encode_row(row: Mapping[str, Any]) -> str:
     """Return `row` as one line of valid UTF-8 JSON.
 
     JSON has no NaN or infinity: such numbers become null. UTF-8 has no lone surrogates: they are

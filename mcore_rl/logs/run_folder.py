@@ -34,7 +34,7 @@ from mcore_rl.process.disk import (
     reporting_full_disk,
 )
 from mcore_rl.process.file_list import MANIFEST, find_fault
-from mcore_rl.process.file_lock import LockedError, holding_lock
+from mcore_rl.process.file_lock import LockedError, hold_lock
 from mcore_rl.process.log_files import rotate
 from mcore_rl.process.redaction import RedactingFormatter
 
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 class RunFolder:
     def __init__(self, path: str | Path, has_critic: bool = False) -> None:
-        """With `has_critic`, a checkpoint is complete once the critic's part is there as well."""
+        """`has_critic`: a checkpoint is complete only with the critic's part."""
         self.path = Path(path).absolute()
         self._has_critic = has_critic
         self.logs = self.path / "logs"
@@ -55,17 +55,17 @@ class RunFolder:
         self.canary = self.path / "canary.json"
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other processes from writing into the folder, which is created, meanwhile.
+    def lock(self) -> Iterator[None]:
+        """Create the folder and hold its lock for the block, so that no other command writes there.
 
-        Raises ValueError that names the process that does so already, or the folder if it cannot be
+        Raises ValueError that names the process which holds the lock, or the folder if it cannot be
         written to.
         """
         with ExitStack() as stack:
             try:
-                with _refusing_run_dir(self.path):
+                with _refuse_run_dir(self.path):
                     self.path.mkdir(parents=True, exist_ok=True)
-                    stack.enter_context(holding_lock(self.path / "run.lock"))
+                    stack.enter_context(hold_lock(self.path / "run.lock"))
             except LockedError as error:
                 raise ValueError(
                     f"the run folder {self.path} is in use by {error.holder}: wait until that run"
@@ -74,13 +74,13 @@ class RunFolder:
             yield
 
     def prepare(self, config: Config) -> Path | None:
-        """Create the folder, keep the configuration in it, and log this process to its file.
+        """Create the folder, write the configuration, and send this process's log to its file.
 
-        Returns the checkpoint to continue from. With run.resume=false there is none: checkpoints of
-        an earlier run are moved aside, so that a later resume does not mistake them for this run's,
-        and what its canary has learned is deleted.
+        Returns the checkpoint to continue from. With run.resume=false there is none: an earlier
+        run's checkpoints are moved aside, so that a later resume does not take them for this run's,
+        and its canary.json is deleted.
         """
-        with _refusing_run_dir(self.path):
+        with _refuse_run_dir(self.path):
             if self.checkpoints.exists() and not config.run.resume:
                 self.checkpoints.rename(
                     self.path / f"checkpoints.before_{time.strftime('%Y%m%d_%H%M%S')}"
@@ -110,14 +110,14 @@ class RunFolder:
         steps = self.complete_steps()
         return self.checkpoint(steps[-1]) if steps else None
 
-    def parts_of(self, step: int) -> list[Path]:
+    def list_parts(self, step: int) -> list[Path]:
         """Return the folders that make up the checkpoint of a step."""
         parts = [self.checkpoint(step), self.critic_checkpoint(step)]
         return parts if self._has_critic else parts[:1]
 
     def move_damaged(self, step: int) -> None:
-        """Rename the checkpoint of a step, so that it counts no longer and is not deleted."""
-        for path in self.parts_of(step):
+        """Rename a damaged checkpoint, so that it no longer counts and is not deleted."""
+        for path in self.list_parts(step):
             aside = path.with_name(path.name + DAMAGED)
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
@@ -129,7 +129,9 @@ class RunFolder:
         The others are renamed first: a checkpoint that is half deleted must not look complete.
         """
         whole = [
-            step for step in self.complete_steps() if not any(map(find_fault, self.parts_of(step)))
+            step
+            for step in self.complete_steps()
+            if not any(map(find_fault, self.list_parts(step)))
         ]
         for step in whole[:-keep]:
             for path in (self.checkpoint(step), self.critic_checkpoint(step)):
@@ -146,10 +148,10 @@ class RunFolder:
         """
         found = (re.fullmatch(r"step_(\d{6,})", p.name) for p in self.checkpoints.glob("step_*"))
         steps = sorted(int(name[1]) for name in found if name)
-        return [step for step in steps if all(map(_counts, self.parts_of(step)))]
+        return [step for step in steps if all(map(_is_counted, self.list_parts(step)))]
 
 
-def _counts(folder: Path) -> bool:
+def _is_counted(folder: Path) -> bool:
     if (folder / MANIFEST).is_file():
         return True
     fault = find_fault(folder)
@@ -159,7 +161,7 @@ def _counts(folder: Path) -> bool:
 
 
 @contextmanager
-def _refusing_run_dir(path: Path) -> Iterator[None]:
+def _refuse_run_dir(path: Path) -> Iterator[None]:
     """Raise ValueError if the body cannot write below `path`, DiskFullError if the disk is full."""
     with reporting_full_disk(path):
         try:

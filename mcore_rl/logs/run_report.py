@@ -1,10 +1,6 @@
-"""Prints a report of a run folder and writes its reward_curve.png and summary.json.
+"""Prints a report of a run folder, from its rows of metrics and samples.
 
-Loads the rows of metrics and samples from a run folder.
-
-Computes the numbers of summary.json from rows of metrics.
-
-Draws reward_curve.png from rows of metrics.
+metrics.jsonl --> summary.json, reward_curve.png        samples.jsonl --> a few samples
 """
 
 import json
@@ -58,7 +54,7 @@ def load_last_samples(run_dir: Path) -> list[Row]:
     return rows[::-1]
 
 
-def series(rows: Sequence[Row], name: str) -> list[tuple[int, float]]:
+def select_series(rows: Sequence[Row], name: str) -> list[tuple[int, float]]:
     """Return (step, value) of each row that has a finite value for `name`."""
     return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
 
@@ -91,18 +87,18 @@ def summarize(rows: Sequence[Row]) -> Summary:
     step0_logprob_diff_mean
                       at the first step, whose samples come from the initial weights
     """
-    last_step = max(step for step, _ in series(rows, "reward/mean"))
-    accuracies = dict(series(rows, "eval/greedy_accuracy"))
-    steps = series(rows, "time/step")
-    synced = series(rows, "sync/seconds")
-    num_samples = sum(value for _, value in series(rows, "rollout/samples"))
+    last_step = max(step for step, _ in select_series(rows, "reward/mean"))
+    accuracies = dict(select_series(rows, "eval/greedy_accuracy"))
+    steps = select_series(rows, "time/step")
+    synced = select_series(rows, "sync/seconds")
+    num_samples = sum(value for _, value in select_series(rows, "rollout/samples"))
     train_seconds = sum(value for _, value in steps)
     return {
         "warm_start_accuracy": accuracies.get(0),
         "final_accuracy": accuracies.get(last_step),
         "grpo_steps": last_step,
         "train_seconds": train_seconds if steps else None,
-        "step0_logprob_diff_mean": dict(series(rows, "logprob_diff/mean")).get(1),
+        "step0_logprob_diff_mean": dict(select_series(rows, "logprob_diff/mean")).get(1),
         "samples_per_second": num_samples / train_seconds if train_seconds else None,
         "sync_seconds_median": median(value for _, value in synced) if synced else None,
     }
@@ -114,12 +110,12 @@ def draw_reward_curve(rows: Sequence[Row], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rewards = series(rows, "reward/mean")
+    rewards = select_series(rows, "reward/mean")
     held_out = {
         name.removeprefix("eval/").replace("_", " "): points
         for name in sorted({name for row in rows for name in row})
         if name == "eval/greedy_accuracy" or name.startswith("eval/pass_at_")
-        if (points := series(rows, name))
+        if (points := select_series(rows, name))
     }
     figure = Figure(figsize=(8, 6.4 if held_out else 3.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -128,7 +124,11 @@ def draw_reward_curve(rows: Sequence[Row], path: Path) -> None:
     values = [value for _, value in rewards]
     axes[0].plot(steps, values, color="#4c78a8", alpha=0.35, linewidth=1.2, label="each step")
     axes[0].plot(
-        steps, moving_average(values), color="#4c78a8", linewidth=2.4, label="moving average"
+        steps,
+        compute_moving_average(values),
+        color="#4c78a8",
+        linewidth=2.4,
+        label="moving average",
     )
     axes[0].set_ylabel("mean reward")
     run_name = make_encodable(path.parent.resolve().name)
@@ -149,7 +149,7 @@ def draw_reward_curve(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path)
 
 
-def moving_average(values: Sequence[float], weight: float = 0.8) -> list[float]:
+def compute_moving_average(values: Sequence[float], weight: float = 0.8) -> list[float]:
     """Return the exponential moving average with `weight` on the past, without a bias to 0."""
     averages = []
     total = 0.0

@@ -49,7 +49,7 @@ class WandB:
             name=run_dir.name,
             dir=str(run_dir),
             config=dict(config),
-            id=_kept_id(run_dir / "wandb_id", last_step),
+            id=_read_id(run_dir / "wandb_id", last_step),
             resume="allow",
         )
         write_whole(run_dir / "wandb_id", self._run.id)
@@ -71,7 +71,7 @@ class MLflow:
         mlflow = _import("mlflow", f"log.mlflow_uri={uri!r}", "mlflow")
         self._metric = mlflow.entities.Metric
         self._client = mlflow.MlflowClient(tracking_uri=uri)
-        self._run_id = _kept_id(run_dir / "mlflow_id", last_step)
+        self._run_id = _read_id(run_dir / "mlflow_id", last_step)
         if self._run_id is None:
             self._run_id = self._create_run(run_dir, config)
         self._client.update_run(self._run_id, status="RUNNING")
@@ -106,7 +106,7 @@ def _import(module: str, option: str, package: str) -> ModuleType:
         ) from error
 
 
-def _kept_id(path: Path, last_step: int | None) -> str | None:
+def _read_id(path: Path, last_step: int | None) -> str | None:
     """Return the tracker's id of the run that is resumed, or None if it was not tracked."""
     return path.read_text() if last_step is not None and path.exists() else None
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from mcore_rl.process.signals import StoppedEarly, stop_requested
+from mcore_rl.process.signals import StoppedEarly, is_stop_requested
 
 
 def is_due(step: int, every_steps: int, last_step: int) -> bool:
@@ -17,7 +17,7 @@ def save_if_due(step: int, every_steps: int, last_step: int, save: Callable[[], 
 
     Raises StoppedEarly in the second case, once the step is saved.
     """
-    is_stopping = stop_requested()
+    is_stopping = is_stop_requested()
     if is_stopping or is_due(step, every_steps, last_step):
         save()
     if is_stopping and step < last_step:

@@ -1,4 +1,4 @@
-"""Reads the clock of a run's durations and deadlines, which a simulation replaces by its own."""
+"""Reads the clock for durations and deadlines of a run; a simulation puts its own in its place."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +19,8 @@ def now_s() -> float:
 
 
 @contextmanager
-def replaced_clock(read: Callable[[], float]) -> Iterator[None]:
-    """Have `now_s` return what `read` does, for the length of the block."""
+def replace_clock(read: Callable[[], float]) -> Iterator[None]:
+    """Make `now_s` call `read` within the block."""
     before = _source.read
     _source.read = read
     try:

@@ -1,4 +1,4 @@
-"""Command lines whose settings may stand between options."""
+"""Parses command lines whose settings may stand between options."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 def parse_arguments(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Parse a command line; words key=value behind later options join `settings`, in their order.
+    """Parse a command line; append words key=value behind later options to `settings`, in order.
 
-    argparse alone refuses them: it ends a list of positional arguments at the next option, and has
-    no way to mix both in a parser with subcommands.
+    argparse alone refuses such words: it ends a list of positional arguments at the next option,
+    and cannot mix arguments and options in a parser with subcommands.
     """
     args, left = parser.parse_known_args(argv)
     settings = getattr(args, "settings", None)

@@ -1,4 +1,4 @@
-"""Says with how many threads a process computes on a CPU, before it loads torch."""
+"""Sets the number of threads with which a process computes on a CPU, before it loads torch."""
 
 import os
 from collections.abc import Mapping
@@ -15,31 +15,35 @@ _LEAST_BOUND = 64
 _PER_CPU = 4
 _WAIT_POLICY = "OMP_WAIT_POLICY"
 _QUIET = {_WAIT_POLICY: "passive", "GOMP_SPINCOUNT": "1000"}
-"""Threads that have nothing to do sleep after some 20 microseconds, in which the next loop of a
-forward pass begins: to wake them takes longer. By default they spin, on cores that other processes
-need: beside busy ones, a decode step of a small model then took 50 times as long."""
+"""Idle threads sleep after about 20 microseconds, within which the next loop of a forward pass
+begins; waking them takes longer. By default idle threads spin on cores that other processes need:
+beside busy processes, a decode step of a small model then took 50 times as long."""
 
 
 def take_cores(sharers: int, threads: str | None = None) -> None:
-    """Have this process, which has not loaded torch, compute with its part of the machine's cores.
+    """Limit this process, which has not loaded torch, to its part of the machine's cores.
 
-    `sharers` processes, this one included, share them; `threads`, if given, is what each takes.
+    sharers   processes that share the cores, including this one
+    threads   threads of each process, if given
     """
     os.environ.update(quiet_threads(os.environ))
     os.environ[THREADS] = threads or str(max(1, num_cores() // sharers))
 
 
 def quiet_threads(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what `environment` lacks to let idle threads sleep; {} if it has them spin."""
+    """Return the variables missing in `environment` that let idle threads sleep.
+
+    Returns {} if `environment` asks for spinning threads.
+    """
     if environment.get(_WAIT_POLICY, "passive") != "passive":
         return {}
     return {name: value for name, value in _QUIET.items() if name not in environment}
 
 
 def check_threads(environment: Mapping[str, str]) -> None:
-    """Raise ValueError if a variable asks for more threads than a process can have, or for none.
+    """Raise ValueError if a variable asks for no thread, or for more than a process can have.
 
-    Each is read by a library of some process; thousands of threads end it with SIGSEGV or a panic.
+    Libraries read these variables; thousands of threads end a process with SIGSEGV or a panic.
     """
     most = max(_LEAST_BOUND, _PER_CPU * (os.cpu_count() or 1))
     for name in _COUNTS:
@@ -53,6 +57,6 @@ def check_threads(environment: Mapping[str, str]) -> None:
 
 
 def num_cores() -> int:
-    """Return the cores that this process may use; two threads of a core are one."""
+    """Return how many physical cores this process may use."""
     usable = len(os.sched_getaffinity(0))
     return min(usable, psutil.cpu_count(logical=False) or usable)

@@ -1,9 +1,12 @@
-"""Takes space for a file before it is written, and turns a full disk into one line that names the
-file, its free space and the remedy.
+"""Writes files whole, and turns a full disk or a refused file into one line with the remedy.
+
+A DiskFullError names the file, its filesystem and the free space. A refusal names the file and the
+user.
 """
 
 import ctypes
 import errno
+import getpass
 import os
 import re
 import shutil
@@ -13,29 +16,63 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def is_refused(error: OSError) -> bool:
+    """Return whether `error` says that this user may not read, write or make a file."""
+    return error.errno in _REFUSED
+
+
+def explain_refusal(error: ValueError | OSError) -> str:
+    """Return which file this user may not use, and the remedy; for other errors their own text."""
+    if not (isinstance(error, OSError) and is_refused(error)):
+        return str(error)
+    name = str(error) if error.filename is None else os.fsdecode(error.filename)
+    if error.errno == errno.EROFS:
+        return f"{name}: its filesystem is read-only; name another folder to write to"
+    return (
+        f"{name}: no permission for user {_name_user()}; have its owner give it (chmod), or name"
+        " another"
+    )
+
+
+def check_readable(path: Path) -> None:
+    """Raise the OSError of reading `path`, where a library would raise a less clear error."""
+    with path.open("rb"):
+        pass
+
+
+def _name_user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # an id that no file lists
+        return str(os.getuid())
+
+
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EINTR)
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """Answers of filesystems that have no fsync, or none for folders."""
 PART = ".part"
-"""Suffix of a file that is not whole yet."""
+"""Suffix of a file that is not complete yet."""
 DELETED = ".deleted"
 """Suffix of a folder that no longer counts and is being deleted."""
 _FULL_BYTES = 1 << 20
-"""A filesystem that has less free space counts as full, where no error says which one it is."""
+"""A filesystem with less free space counts as full, where the error names no file."""
 _NO_SPACE_TEXT = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b")
-"""How libraries that swallow errno (safetensors, torch's file writer) report the same error."""
+"""How libraries without errno (safetensors, torch's file writer) report the same error."""
 
 
 class DiskFullError(RuntimeError):
-    """No space was left for a file of the run; the message names file, filesystem and remedy."""
+    """No space was left for a file of the run. The message names file, filesystem and remedy."""
 
 
 @contextmanager
 def reporting_full_disk(path: str | Path) -> Iterator[None]:
-    """Raise DiskFullError naming `path` if the body fails because the disk is full or over quota.
+    """Raise DiskFullError naming `path` if the block fails because the disk is full or over quota.
 
-    `path` is the file or folder that the body writes. Any other error passes through.
+    `path` is the file or folder that the block writes. Any other error passes through.
     """
     try:
         yield
@@ -49,10 +86,10 @@ def reporting_full_disk(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def naming_full_disk() -> Iterator[None]:
-    """Raise DiskFullError if the body fails because of a full disk that no code within has named.
+    """Raise DiskFullError if the block fails because of a full disk that was not reported within.
 
-    A process puts it around all that it does. The message has the file if the error knows it,
-    otherwise a filesystem that is full. What was printed is written before the block ends.
+    The block is all that a process does. The message names the file if the error knows it, and
+    otherwise a full filesystem. Buffered output is flushed before the block ends.
     """
     try:
         yield
@@ -74,9 +111,9 @@ def _flush_output() -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all, in a folder that is made if it is missing.
+    """Write a file atomically; a missing folder is created.
 
-    Raises DiskFullError if the disk is full; the file that was there before stays.
+    Raises DiskFullError if the disk is full; an earlier file of that name then stays.
     """
     part = path.with_name(path.name + PART)
     with reporting_full_disk(path):
@@ -90,14 +127,14 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def name_full_disk(error: BaseException) -> DiskFullError:
-    """Return the DiskFullError of an error that reports a full disk, wherever it comes from."""
+    """Return a DiskFullError for any error that reports a full disk."""
     if isinstance(error, DiskFullError):
         return error
-    named = (getattr(each, "filename", None) for each in _chain(error))
+    named = (getattr(each, "filename", None) for each in _iter_chain(error))
     path = next((name for name in named if isinstance(name, str)), None)
     if path is not None:
         return DiskFullError(describe_full_disk(path, error))
-    full = [folder for folder in _written_folders() if _is_full(folder)] or [os.getcwd()]
+    full = [folder for folder in _list_written_folders() if _is_full(folder)] or [os.getcwd()]
     described = describe_full_disk(full[0], error, "a file below ")
     text = str(error).strip() or type(error).__name__
     # Several lines may name an engine and the end of its log.
@@ -105,9 +142,9 @@ def name_full_disk(error: BaseException) -> DiskFullError:
 
 
 def reserve_space(descriptor: int, num_bytes: int) -> None:
-    """Make a file `num_bytes` long and take its space on the disk, where the filesystem can.
+    """Set a file's length to `num_bytes` and reserve the space, if the filesystem can.
 
-    Bytes that the file has already stay. Raises OSError (ENOSPC, EDQUOT) if the space is not there.
+    The file keeps its content. Raises OSError (ENOSPC, EDQUOT) if there is not enough space.
     os.posix_fallocate would write to every block of a filesystem that cannot reserve.
     """
     os.truncate(descriptor, num_bytes)
@@ -121,10 +158,10 @@ def reserve_space(descriptor: int, num_bytes: int) -> None:
 
 
 def rename_whole(folder: Path, target: Path) -> None:
-    """Force all files of a folder to the disk and give it the name `target`.
+    """Force all files of a folder to the disk and rename the folder to `target`.
 
-    A machine that goes down leaves `target` as it was, or as the whole new folder. A folder that
-    has that name already is replaced.
+    A folder `target` that exists is replaced. If the machine crashes meanwhile, `target` is the old
+    folder or the complete new one.
     """
     force_to_disk(folder)
     former = target.with_name(target.name + DELETED)
@@ -156,24 +193,24 @@ def _force(path: Path) -> None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return True if `error`, or an error it was raised from, reports a full disk or quota."""
+    """Return whether `error`, or an error it was raised from, reports a full disk or quota."""
     return any(
         each.errno in _NO_SPACE
         if isinstance(each, OSError) and each.errno
-        else _NO_SPACE_TEXT.search(_text_of(each)) is not None
-        for each in _chain(error)
+        else _NO_SPACE_TEXT.search(_read_text(each)) is not None
+        for each in _iter_chain(error)
     )
 
 
-def _text_of(error: BaseException) -> str:
+def _read_text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:  # of an exception of the user's
         return ""
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, the one that it was raised from, and so on."""
+def _iter_chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error, then the error that it was raised from, and so on."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -183,11 +220,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def describe_full_disk(path: str | Path, error: BaseException, what: str = "") -> str:
-    """Return one line: the file, its filesystem, the space that is free, and what to do.
+    """Return one line with the file, its filesystem, the free space, and what to do.
 
-    `what` stands before the path, where that is only a folder above the file.
+    `what` is put before a path that is only a folder above the file.
     """
-    is_quota = any(isinstance(e, OSError) and e.errno == errno.EDQUOT for e in _chain(error))
+    is_quota = any(isinstance(e, OSError) and e.errno == errno.EDQUOT for e in _iter_chain(error))
     reason = "the disk quota is used up" if is_quota else "no space left on device"
     return (
         f"cannot write {what}{path}: {reason}; {describe_filesystem(Path(path).absolute())}. Free"
@@ -197,13 +234,13 @@ def describe_full_disk(path: str | Path, error: BaseException, what: str = "") -
 
 
 def explain_loss(path: str | Path, error: OSError) -> str:
-    """Return why a log cannot be written any more, on a full disk with what to do."""
+    """Return why a log can no longer be written, and for a full disk what to do."""
     return describe_full_disk(path, error) if is_disk_full(error) else f"{path}: {error}"
 
 
-def _written_folders() -> Iterator[str]:
-    """Yield places that this process may have written to: its output, and where temporary files,
-    caches and results usually go.
+def _list_written_folders() -> Iterator[str]:
+    """Yield paths that this process may have written to: its output, and the usual folders for
+    temporary files, caches and results.
     """
     for descriptor in (1, 2):
         path = os.path.realpath(f"/proc/self/fd/{descriptor}")
@@ -222,10 +259,10 @@ def _is_full(path: str) -> bool:
 
 
 def describe_filesystem(path: Path) -> str:
-    """Name the filesystem that holds `path` and its free space; neither lookup may fail."""
+    """Return the name of the filesystem that holds `path`, and its free space; never raises."""
     existing = next((p for p in (path, *path.parents) if p.exists()), Path("/"))
-    mount_point = _mount_point(existing)
-    kind = _filesystem_type(mount_point)
+    mount_point = _find_mount_point(existing)
+    kind = _read_filesystem_type(mount_point)
     try:
         stats = os.statvfs(existing)
     except OSError as error:
@@ -248,14 +285,14 @@ def _format_size(num_bytes: int) -> str:
     return f"{size:.4g} GiB"
 
 
-def _mount_point(path: Path) -> Path:
+def _find_mount_point(path: Path) -> Path:
     path = path.resolve()
     while not path.is_mount() and path != path.parent:
         path = path.parent
     return path
 
 
-def _filesystem_type(mount_point: Path) -> str:
+def _read_filesystem_type(mount_point: Path) -> str:
     """Return " (type)" from /proc/self/mounts, or "" if it is not listed there."""
     try:
         lines = Path("/proc/self/mounts").read_text(errors="replace").split("\n")

@@ -1,8 +1,7 @@
-"""Puts an error into one text that names its type and is never empty.
+"""Formats errors, and text from models and users, for any file or terminal.
 
-This module imports the standard library only, as short programs do.
-
-Makes text from models and users fit for any file or terminal.
+An error becomes one text that names the error's type and is never empty. This module imports the
+standard library only, as short programs do.
 """
 
 import traceback
@@ -28,10 +27,10 @@ def shorten(text: str, most_chars: int) -> str:
 def describe_error(error: BaseException, silent: str = "") -> str:
     """Return `ValueError: text`.
 
-    silent   text for an error that has none, such as asyncio's TimeoutError; by default it is told
-             by the error that it comes from, or by the place that raised it
+    silent   text for an error without one, such as asyncio's TimeoutError; by default the error
+             that it was raised from, or the place that raised it
 
-    Of a full disk, file, space and remedy are told.
+    For a full disk the text names file, space and remedy.
     """
     name = type(error).__name__
     if isinstance(error, SystemExit):

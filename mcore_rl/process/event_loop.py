@@ -1,7 +1,4 @@
-"""Runs coroutines from any thread on one event loop thread, and returns their results.
-
-Runs two functions at the same time and returns both results.
-"""
+"""Runs coroutines from any thread on one event loop thread, and two functions at the same time."""
 
 import asyncio
 import threading
@@ -13,10 +10,10 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-def at_once(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
-    """Return (first(), second()), with `second` in its own thread; raise what either raises.
+def run_both(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
+    """Return (first(), second()), with `second` in its own thread; raise the error of either.
 
-    The thread is a daemon: if `first` raises, nobody waits for `second`.
+    The thread is a daemon: if `first` raises, the caller does not wait for `second`.
     """
     outcome: Future[S] = Future()
 
@@ -31,13 +28,13 @@ def at_once(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
 
 
 CLOSE_S = 5.0
-"""Time that `close` gives the work to react to its cancellation."""
+"""Seconds that `close` gives canceled work to end."""
 
 
 class EventLoop:
     """One event loop, in its own thread, for all calls of a run.
 
-    Connections outlive a call, and work goes on while the caller computes or waits for ranks.
+    Connections outlive a call. Work goes on while the caller computes or waits for ranks.
     """
 
     def __init__(self) -> None:
@@ -65,7 +62,7 @@ class EventLoop:
             raise
 
     def close(self) -> None:
-        """Cancel all work and end the thread; after CLOSE_S a thread that hangs is left behind."""
+        """Cancel all work and end the thread; a thread that hangs for CLOSE_S is left behind."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         self._thread.join(CLOSE_S)
         if not self._thread.is_alive():

@@ -1,4 +1,4 @@
-"""Reads a folder's list of files, checksums.json, and says whether the folder is what it lists.
+"""Reads checksums.json, a folder's list of files, and compares the folder with the list.
 
     {"algorithm": "crc32", "files": {"common.pt": {"bytes": 1200, "spans": [...]}, ...}}
 
@@ -12,7 +12,7 @@ from typing import Any
 
 MANIFEST = "checksums.json"
 METADATA = ".metadata"
-"""The one hidden file that a checkpoint consists of."""
+"""The only hidden file of a checkpoint."""
 MAX_JSON_BYTES = 256 << 20
 """Size above which a JSON file is refused instead of read: an entry takes about 40 bytes."""
 
@@ -32,10 +32,10 @@ def read_json(path: Path) -> Any:
 
 
 def find_fault(folder: Path) -> str:
-    """Return why a checkpoint's folder is not what its list proves, with the file; "" if it is.
+    """Return how a checkpoint's folder differs from its list of files; "" if it does not.
 
-    The list is there, and names each file with its size. A folder without a list, as older versions
-    wrote it, needs the files that every checkpoint has.
+    The list names each file with its size. A folder without a list, as older versions wrote it,
+    needs the files that every checkpoint has.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -50,7 +50,7 @@ def find_fault(folder: Path) -> str:
 
 
 def find_difference(folder: Path, sizes: Mapping[str, int]) -> str:
-    """Return how the files of a folder differ from `sizes`, name -> bytes; "" if they do not."""
+    """Return how the files of a folder differ from `sizes` (name -> bytes); "" if they do not."""
     for name, num_bytes in sorted(sizes.items()):
         path = folder / name
         if not is_inside(name):
@@ -60,7 +60,7 @@ def find_difference(folder: Path, sizes: Mapping[str, int]) -> str:
         size = path.stat().st_size
         if size != num_bytes:
             return f"{path} has {size} bytes, by {MANIFEST} it should have {num_bytes}"
-    unlisted = next((name for name in listable_files(folder) if name not in sizes), None)
+    unlisted = next((name for name in list_files(folder) if name not in sizes), None)
     return "" if unlisted is None else f"{folder / unlisted} is not in {MANIFEST}"
 
 
@@ -69,11 +69,11 @@ def is_inside(name: str) -> bool:
     return not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
-def listable_files(folder: Path) -> Iterator[str]:
+def list_files(folder: Path) -> Iterator[str]:
     """Yield the paths, relative to `folder`, of the files that its list has to name.
 
-    Left out are the list itself, files under temporary names, and what is hidden, such as .git and
-    the files that NFS keeps open.
+    The list itself, files under temporary names and hidden files are left out, such as .git and the
+    files that NFS keeps open.
     """
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EIO)
-"""How filesystems without flock refuse it (some NFS, Lustre, FUSE and object-store mounts)."""
+"""Errors of filesystems without flock (some NFS, Lustre, FUSE and object-store mounts)."""
 POLL_S = 0.1
 _held: "weakref.WeakSet[_LockFile]" = weakref.WeakSet()
 
 
 class LockedError(ValueError):
-    """Another process holds the lock; `holder` says which."""
+    """Another process, `holder`, holds the lock."""
 
     def __init__(self, path: Path, holder: str) -> None:
         super().__init__(f"{path} is locked by {holder}")
@@ -27,15 +27,16 @@ class LockedError(ValueError):
 
 
 @contextmanager
-def holding_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold an exclusive lock on `path`, which is created, until the body ends.
+def hold_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
+    """Create `path` and hold an exclusive lock on it until the block ends.
 
-    Raises LockedError if another process, or another call in this one, still holds it after
-    `wait_s`, and ValueError if `path` is a link, as the file that it names would be overwritten. On
-    a filesystem without flock, a line on stderr says so and the body runs unlocked.
+    Raises LockedError if another process, or another call in this process, still holds the lock
+    after `wait_s`. Raises ValueError if `path` is a link, as the file that the link names would be
+    overwritten. On a filesystem without flock, the block runs unlocked and a line on stderr says
+    so.
 
-    No child holds the lock: exec closes the descriptor (O_CLOEXEC), and so does a fork. The file
-    stays behind, as deleting it would let two processes lock two files of the same name.
+    No child inherits the lock: exec closes the descriptor (O_CLOEXEC), and so does a fork. The file
+    is not deleted, as otherwise two processes could lock two files of the same name.
     """
     file = _LockFile(path)
     try:
@@ -88,7 +89,7 @@ class _LockFile:
         return True
 
     def close(self) -> None:
-        """Close the descriptor, which drops the lock if no one else has a copy of it."""
+        """Close the descriptor, which drops the lock unless a copy of the descriptor is open."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,14 +1,10 @@
-"""Keeps caches below /tmp, and other folders with well-known names, to one user.
-
-Finds a folder whose sockets have paths that the kernel takes.
+"""Makes the folders that processes need: short for sockets, private in /tmp, writable as HOME.
 
 TMPDIR  /scratch/.../a/long/path  + /mcore_rl_forks_xxxxxxxx/socket  > 107 bytes: /tmp instead
-
-Makes a temporary folder per engine, and first removes those whose owners were killed.
-
-Gives libraries a home that they can write to, as where a container runs under any user id.
-
-Ray, HuggingFace's libraries and compilers keep files in $HOME, and some ask for the user's name.
+engine  a temporary folder each; those whose owners were killed are removed first
+caches  of compiled code below /tmp or HOME: only where no other user can write
+HOME    may be read-only where a container runs under any user id, but Ray, HuggingFace's
+        libraries and compilers keep files there, and some ask for the user's name
 """
 
 import contextlib
@@ -23,15 +19,16 @@ import time
 from pathlib import Path
 
 LONGEST_PATH = 107
-"""Bytes of a socket's path in a file system (sun_path of unix(7), less its end)."""
+"""Most bytes of a socket's path (sun_path of unix(7), without the final zero)."""
 _OTHERS = ("/tmp", "/var/tmp", "/dev/shm")
 _MULTIPROCESSING = len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 
 
 def find_short_root(num_bytes: int) -> Path:
-    """Return the folder for temporary files, or /tmp and the like if its path is too long.
+    """Return the folder for temporary files, or a folder such as /tmp if that path is too long.
 
-    `num_bytes` of a socket's path follow below. Raises ValueError if no folder will do.
+    `num_bytes` is the length of a socket's path below the folder. Raises ValueError if no folder is
+    short enough.
     """
     chosen = tempfile.gettempdir()
     for folder in (chosen, *_OTHERS):
@@ -47,9 +44,9 @@ def find_short_root(num_bytes: int) -> Path:
 
 
 def keep_sockets_short() -> None:
-    """Have this process and its children use a shorter TMPDIR if multiprocessing needs it.
+    """Shorten TMPDIR for this process and its children if multiprocessing's sockets need it.
 
-    Says so on stderr. Raises ValueError as find_short_root.
+    Prints the change to stderr. Raises ValueError as find_short_root does.
     """
     before = tempfile.gettempdir()
     root = str(find_short_root(_MULTIPROCESSING))
@@ -63,16 +60,16 @@ def keep_sockets_short() -> None:
 
 _PREFIX = "mcore_rl_engine_"
 _BELOW = len(f"/{_PREFIX}xxxxxxxx/tmpxxxxxxxx") + 8
-"""Bytes of the path of SGLang's sockets below, and a few for others that it may add."""
+"""Length of the path of SGLang's sockets below the root, and a few bytes to spare."""
 _MIN_AGE_S = 60.0
-"""A younger folder may be one that its owner has not locked yet."""
+"""The owner of a younger folder may not have locked it yet."""
 
 
 class TempDir:
-    """A folder that this process keeps locked as long as it lives."""
+    """A temporary folder that this process keeps locked as long as it lives."""
 
     def __init__(self, parent: str = "") -> None:
-        """`parent` empty: the system's folder for temporary files, or a shorter one for sockets."""
+        """`parent`: by default the system's folder for temporary files, or a shorter one."""
         parent = parent or str(find_short_root(_BELOW))
         sweep(parent)
         self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
@@ -88,7 +85,7 @@ class TempDir:
 
 
 def sweep(parent: str, min_age_s: float = _MIN_AGE_S) -> None:
-    """Remove folders older than `min_age_s` in `parent` that nobody has locked."""
+    """Remove unlocked folders in `parent` that are older than `min_age_s`."""
     for path in Path(parent).glob(f"{_PREFIX}*"):
         with contextlib.suppress(FileNotFoundError, PermissionError):
             if time.time() - path.stat().st_mtime > min_age_s and not _is_locked(path):
@@ -113,14 +110,13 @@ _DEFAULTS = {
     "TRITON_CACHE_DIR": ".triton/cache",
     "TVM_FFI_CACHE_DIR": ".cache/tvm-ffi",
 }
-"""Variable -> where the cache lies in the home without it."""
+"""Variable -> path of the cache in HOME if the variable is not set."""
 
 
 def make_own_folder(path: Path) -> Path:
-    """Return `path`, created with mode 0700, or a new folder elsewhere if others write to it.
+    """Create `path` with mode 0700 and return it, or a new folder if other users can write there.
 
-    A compiled library that another user wrote, or has linked there, would run with this user's
-    rights.
+    A compiled library that another user wrote or linked there would run with this user's rights.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -132,11 +128,11 @@ def make_own_folder(path: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix=f"mcore_rl_{path.name.removeprefix('mcore_rl_')}_"))
 
 
-def compile_caches() -> dict[str, str]:
-    """Return variables that name the user's caches of compiled code, for all runs together.
+def find_compile_caches() -> dict[str, str]:
+    """Return the variables that name this user's caches of compiled code, shared by all runs.
 
-    Those in the home stay where compilers put them, and have no variable here, unless others could
-    write there. Variables that are set already are kept.
+    Caches in HOME stay where compilers put them, and get no variable, unless other users could
+    write there. Variables that are already set are left out.
     """
     folder = Path(tempfile.gettempdir()) / f"mcore_rl_inductor_{os.getuid()}"
     caches = {} if INDUCTOR in os.environ else {INDUCTOR: str(make_own_folder(folder))}
@@ -148,9 +144,9 @@ def compile_caches() -> dict[str, str]:
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether this user can write there, and no other can, or may put another in its place.
+    """Return whether only this user can write to the folder or replace it.
 
-    A folder above that others write to must be sticky, as /tmp is.
+    A parent folder that other users can write to must be sticky, as /tmp is.
     """
     found = path.lstat()
     writable_by_others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -165,12 +161,12 @@ _NAMES = ("LOGNAME", "USER", "LNAME", "USERNAME")
 
 
 def keep_home_usable() -> None:
-    """Have this process and its children use a folder below TMPDIR if HOME cannot be written to.
+    """Set HOME to a folder below TMPDIR, for this process and its children, if HOME is read-only.
 
-    Says so on stderr. Models that HuggingFace's libraries have cached in HOME are still found.
+    Prints the change to stderr. Models that HuggingFace's libraries cached in HOME are still found.
     """
     uid = os.getuid()
-    known = _known_user(uid)
+    known = _find_user(uid)
     if known is None and not any(os.environ.get(name) for name in _NAMES):
         os.environ["USER"] = f"uid{uid}"
     given = os.environ.get("HOME", "")
@@ -189,7 +185,7 @@ def keep_home_usable() -> None:
         os.environ["HOME"] = str(home)
 
 
-def _known_user(uid: int) -> pwd.struct_passwd | None:
+def _find_user(uid: int) -> pwd.struct_passwd | None:
     try:
         return pwd.getpwuid(uid)
     except KeyError:

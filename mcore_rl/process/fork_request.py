@@ -1,11 +1,11 @@
-"""Asks a process that has imported already what another one needs (fork_server.py) to fork it.
+"""Asks a process that has already imported what another process needs (fork_server.py) to fork it.
 
     this process  | request ->          | go ->            |                    <- exit status |
-    the other one |          <- ready   |       <- forked  | waits for the fork's end          |
+    fork server   |          <- ready   |       <- forked  | waits for the fork's end          |
 
-Only one of the two starts the new process, even if the other one answers too late: this one does if
-no go was sent, or if the other one hangs up instead of forking. This module imports the standard
-library only, so that a process which only asks starts at once.
+Only one of the two starts the new process, even if the fork server answers too late: this process
+starts it if no go was sent, or if the fork server hangs up instead of forking. This module imports
+the standard library only, so that a process which only asks starts at once.
 """
 
 import json
@@ -18,24 +18,24 @@ from pathlib import Path
 
 READY, GO, FORKED = b"r", b"g", b"f"
 IMPORTS_S = 60.0
-"""Seconds to wait for the other process to be ready."""
+"""Seconds to wait for the fork server to be ready."""
 PID_BYTES = 4
 STATUS_BYTES = 4
 
 
 class ForkedProcess:
-    """A process that was forked for this one, and is killed when this one ends or hangs up."""
+    """A process that was forked for this process, and is killed when this process ends."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self._connection = connection
         self.pid = pid
 
     def wait(self) -> int:
-        """Return its exit code, or minus the signal that killed it, once it has ended."""
+        """Wait for the end; return the exit code, or minus the signal that killed the process."""
         with self._connection as connection:
             connection.settimeout(None)
             status = _receive(connection, STATUS_BYTES)
-        # Whoever forked is gone; the kernel has killed its forks.
+        # The fork server is gone; the kernel has killed its forks.
         return int.from_bytes(status, "little", signed=True) if status else -signal.SIGKILL
 
 
@@ -46,11 +46,11 @@ def fork_tied(
     streams: Sequence[int],
     descriptors: Sequence[int] = (),
 ) -> ForkedProcess | None:
-    """Return a new process that runs `command` and dies with this one; None if none was forked.
+    """Fork a process that runs `command` and dies with this process; None if none was forked.
 
-    path         the other process's socket; nobody may listen there
-    streams      its standard input, output and error
-    descriptors  open files that it gets besides
+    path         the fork server's socket; nobody may listen there
+    streams      standard input, output and error of the new process
+    descriptors  other open files that the new process inherits
     """
     request = {"command": list(command), "environment": dict(environment), "tied": True}
     connection = _ask(path, request, [*streams, *descriptors])
@@ -67,9 +67,9 @@ def fork_tied(
 
 
 def fork_free(path: str, command: Sequence[str]) -> bool:
-    """Have a process forked with this one's environment and streams, which outlives this one.
+    """Fork a process with this process's environment and streams, which may outlive this process.
 
-    Returns False if it was not.
+    Returns whether it was forked.
     """
     request = {"command": list(command), "environment": dict(os.environ), "tied": False}
     connection = _ask(path, request, [0, 1, 2])
@@ -79,7 +79,7 @@ def fork_free(path: str, command: Sequence[str]) -> bool:
         try:
             return connection.recv(len(FORKED)) == FORKED
         except TimeoutError:
-            return True  # it has been told to, and is still there
+            return True  # the fork server got the go, and is still there
         except OSError:
             return False
 
@@ -87,7 +87,7 @@ def fork_free(path: str, command: Sequence[str]) -> bool:
 def _ask(
     path: str, request: Mapping[str, object], descriptors: Sequence[int]
 ) -> socket.socket | None:
-    """Return the connection after the go; None if the other process is not there or refuses."""
+    """Return the connection after the go; None if there is no fork server or it refuses."""
     data = json.dumps(
         {
             **request,
@@ -116,7 +116,7 @@ def _ask(
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """Return so many bytes; b"" if the other process hangs up before."""
+    """Receive `num_bytes` bytes; return b"" if the fork server hangs up first."""
     data = b""
     while len(data) < num_bytes:
         part = connection.recv(num_bytes - len(data))

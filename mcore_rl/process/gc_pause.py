@@ -1,6 +1,6 @@
-"""Keeps the garbage collector away while a process makes many objects that stay.
+"""Pauses the garbage collector while a process creates many objects that stay.
 
-Speeds up imports of large packages, which take most of the time before the first step.
+Imports of large packages, most of the time before the first step, are faster without it.
 """
 
 import gc
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Turn the cyclic garbage collector off in the body and freeze all objects afterwards.
+    """Turn the cyclic garbage collector off in the block and freeze all objects afterwards.
 
     Modules create hundreds of thousands of objects that live as long as the process. Walking
-    through them repeatedly takes a quarter of the time of an import, and seconds of each collection
-    that megatron-core forces.
+    through these objects repeatedly takes a quarter of an import's time, and seconds of each
+    collection that megatron-core forces.
     """
     gc.disable()
     try:
@@ -24,18 +24,18 @@ def without_collector() -> Iterator[None]:
 
 
 def collect_from_here() -> None:
-    """Turn the collector on again, for objects that are created from now on."""
+    """Turn the collector on again, only for objects that are created from now on."""
     gc.freeze()
     gc.enable()
 
 
 @contextmanager
-def collections_paused() -> Iterator[None]:
-    """Look for no garbage in the block; objects in no cycle are freed at once, as ever.
+def pause_collections() -> Iterator[None]:
+    """Pause collections in the block; objects outside cycles are still freed at once.
 
-    A hundred thousand new objects make the collector look through all objects of the process
-    several times, which in an engine takes longer than to make them. Blocks may overlap in several
-    threads: collections go on when the one that stopped them ends.
+    A hundred thousand new objects make the collector walk through all objects of the process
+    several times, which in an engine takes longer than creating them. Blocks of several threads may
+    overlap: collections go on when the block that paused them ends.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import aiohttp
 
 _KEEPALIVE_S = 2.0
-"""Below the 5 s after which SGLang closes an idle connection, so no request meets the closing."""
+"""Less than the 5 s after which SGLang closes an idle connection, so no request is cut off."""
 
 
 _PROBES = {
@@ -14,25 +14,25 @@ _PROBES = {
     socket.TCP_KEEPINTVL: 10,
     socket.TCP_KEEPCNT: 3,
 }
-"""After 30 silent seconds the other end is asked three times, 10 s apart, whether it is there."""
+"""After 30 s of silence the other end is probed three times, 10 s apart."""
 
 
 def open_session(
     timeout_s: float | None, headers: Mapping[str, str] | None = None
 ) -> aiohttp.ClientSession:
-    """Return a session without a bound on connections, to be used in `async with`.
+    """Return a session with any number of connections, for use in `async with`.
 
-    `timeout_s` is the deadline of each request; None sets none. A request fails earlier, within
-    about a minute, if the machine at the other end is gone without a word.
+    `timeout_s` is the deadline of each request; None sets none. If the other machine is gone
+    without closing the connection, a request fails earlier, within about a minute.
     """
     connector = aiohttp.TCPConnector(
-        limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=_probing_socket
+        limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=_open_probing_socket
     )
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
 
 
-def _probing_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+def _open_probing_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,26 +1,20 @@
-"""Names the segments of a log that is rotated: what was written first has the smallest number.
+"""Rotates logs and keeps their processes going; imports the standard library only.
 
-    engine.log, full -> engine.000001.log, and a new engine.log
+    engine.log is full --> engine.000001.log, and a new engine.log
 
-A segment is renamed once and never written again, so nothing is lost or copied. A name that ends
-with .previous is another log.
+The oldest segment has the smallest number. A segment is renamed once and never written again, so
+nothing is lost or copied. A name that ends with .previous is another log.
 
-Rotates the log that the output of processes goes to; nothing that they write is lost.
+Output of processes:
+    one process     log is full --> renamed to a segment, a new log opened for its output
+    its children    the log is a new file --> their output goes there, too
 
-    one process     log is full -> renamed to a segment, a new log opened, its output turned to it
-    its children    the log is another file than theirs -> their output turned to it
+Output that comes between the two steps goes to the segment, and so does the output of children that
+do not follow.
 
-Output that comes between the two steps goes to the segment, and so does that of children which do
-not follow. This module imports the standard library only, as short programs do.
-
-Keeps a process going when its output, such as its log, cannot be written any more.
-
-    write fails -> said once on the other of stdout and stderr; what follows is counted, not kept
-    write works again -> a line that tells how much is missing, then the output as before
-
-This module imports the standard library only, as short programs do.
-
-Lets one of many like messages through in a while, as in an outage that each request meets.
+A log that cannot be written:
+    write fails --> said once on the other of stdout and stderr; further output is counted and lost
+    write works again --> a line tells how many bytes are lost, then output continues
 """
 
 import contextlib
@@ -44,29 +38,29 @@ _NUMBERED = re.compile(r"\.(\d{6,})$")
 
 
 def find_segments(path: Path) -> list[Path]:
-    """Return the segments of a log, the oldest first, without the file that is written."""
+    """Return the segments of a log, the oldest first, without the current file."""
     found = [
         each
         for each in path.parent.glob(f"{_escape(path.stem)}.*{_escape(path.suffix)}")
         if _is_segment(each, path)
     ]
-    return sorted(found, key=number_of)
+    return sorted(found, key=read_number)
 
 
-def number_of(segment: Path) -> int:
+def read_number(segment: Path) -> int:
     match = _NUMBERED.search(segment.stem)
     assert match is not None, segment
     return int(match[1])
 
 
-def segment_path(path: Path, number: int) -> Path:
+def name_segment(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}.{number:06d}{path.suffix}")
 
 
 def rotate(path: Path) -> Path:
-    """Make the log's file its newest segment, which is returned; the caller makes a new file."""
-    number = max((number_of(segment) for segment in find_segments(path)), default=0) + 1
-    segment = segment_path(path, number)
+    """Rename the log to its newest segment and return that; the caller opens a new file."""
+    number = max((read_number(segment) for segment in find_segments(path)), default=0) + 1
+    segment = name_segment(path, number)
     path.rename(segment)
     return segment
 
@@ -81,14 +75,14 @@ def _is_segment(candidate: Path, path: Path) -> bool:
 
 
 def _escape(name: str) -> str:
-    """Return a name in which glob's own characters stand for themselves."""
+    """Escape the special characters of glob in a name."""
     return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def read_tail(path: Path, num_lines: int, most_bytes: int = 1 << 16) -> list[str]:
-    """Return the last lines of a log, of its newest segments where the file itself has too few.
+    """Return the last lines of a log, including its newest segments if the log itself has too few.
 
-    No more than `most_bytes` are read of each file. Without a file there are no lines.
+    At most `most_bytes` of each file are read. A missing file has no lines.
     """
     lines: list[str] = []
     for part in (path, *reversed(find_segments(path))):
@@ -102,23 +96,23 @@ def read_tail(path: Path, num_lines: int, most_bytes: int = 1 << 16) -> list[str
 
 
 ROTATE_BYTES = "MCORE_RL_ROTATE_LOG_BYTES"
-"""The variable that tells the processes of a run at which size to rotate their logs."""
+"""Variable with the size at which the processes of a run rotate their logs."""
 _PATH = "MCORE_RL_LOG_PATH"
-"""The variable that tells the children of a process where its log is."""
+"""Variable with the path of a process's log, for its children."""
 _LOOK_EVERY_S = 2.0
 
 
 @contextlib.contextmanager
-def rotating_logs(rotate_bytes: int) -> Iterator[None]:
-    """Have processes that start in the block rotate logs of `rotate_bytes`; 0: none does."""
+def rotate_logs(rotate_bytes: int) -> Iterator[None]:
+    """Make processes that start in the block rotate their logs at `rotate_bytes`; 0: never."""
     with set_variables({ROTATE_BYTES: str(rotate_bytes)}):
         yield
 
 
 def rotate_output(look_every_s: float = _LOOK_EVERY_S) -> None:
-    """Begin to rotate the log that this process's output goes to, in a thread.
+    """Start a thread that rotates the log which receives this process's output.
 
-    Does nothing where the output is no file, or where ROTATE_BYTES does not ask for it.
+    Does nothing if the output is no file, or if ROTATE_BYTES is not set.
     """
     os.environ.pop(_PATH, None)  # of another log, that of the process which started this one
     rotate_bytes = int(os.environ.get(ROTATE_BYTES) or 0)
@@ -129,9 +123,9 @@ def rotate_output(look_every_s: float = _LOOK_EVERY_S) -> None:
 
 
 def follow_output(look_every_s: float = _LOOK_EVERY_S) -> None:
-    """Begin to turn this process's output to the log that its parent has rotated, in a thread.
+    """Start a thread that redirects this process's output when its parent has rotated the log.
 
-    Does nothing in a process whose parent does not rotate.
+    Does nothing if the parent does not rotate.
     """
     if path := os.environ.get(_PATH):
         _start(Path(path), 0, look_every_s)
@@ -148,7 +142,7 @@ def _start(path: Path, rotate_bytes: int, look_every_s: float) -> None:
 
 
 def _look(path: Path, rotate_bytes: int) -> None:
-    """Rotate the log if it has `rotate_bytes`, unless they are 0; turn the output to the newest."""
+    """Rotate a log of `rotate_bytes` (0: never), and redirect the output to the newest file."""
     own = os.fstat(1)
     is_newest = path.exists() and os.path.samestat(own, path.stat())
     if is_newest and rotate_bytes and own.st_size >= rotate_bytes:
@@ -170,16 +164,16 @@ def _turn_output(path: Path) -> None:
 
 
 def keep_output_lasting() -> None:
-    """Have sys.stdout and sys.stderr raise nothing, whatever becomes of the files behind them.
+    """Make sys.stdout and sys.stderr never raise, even if their files cannot be written.
 
     A stream that does not write to its usual descriptor stays as it is.
     """
-    sys.stdout = _lasting(sys.stdout, 1)
-    sys.stderr = _lasting(sys.stderr, 2)
+    sys.stdout = _make_lasting(sys.stdout, 1)
+    sys.stderr = _make_lasting(sys.stderr, 2)
 
 
-def _lasting(stream: Any, descriptor: int) -> Any:
-    if not isinstance(stream, io.TextIOWrapper) or _descriptor_of(stream) != descriptor:
+def _make_lasting(stream: Any, descriptor: int) -> Any:
+    if not isinstance(stream, io.TextIOWrapper) or _find_descriptor(stream) != descriptor:
         return stream
     with contextlib.suppress(OSError):
         stream.flush()
@@ -191,7 +185,7 @@ def _lasting(stream: Any, descriptor: int) -> Any:
     )
 
 
-def _descriptor_of(stream: io.TextIOWrapper) -> int | None:
+def _find_descriptor(stream: io.TextIOWrapper) -> int | None:
     try:
         return stream.fileno()
     except (OSError, ValueError):
@@ -199,7 +193,7 @@ def _descriptor_of(stream: io.TextIOWrapper) -> int | None:
 
 
 class _LastingFile(io.FileIO):
-    """Takes every byte; those that cannot be written are lost and counted."""
+    """Accepts every byte, and counts the bytes that cannot be written."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -234,7 +228,7 @@ class _LastingFile(io.FileIO):
 
 
 class LogThrottle:
-    """Says which messages to write: the first, and one in every `every_s` seconds after it."""
+    """Limits repeated messages, as in an outage: the first, then one per `every_s` seconds."""
 
     def __init__(self, every_s: float = 30.0) -> None:
         self._every_s = every_s
@@ -242,7 +236,7 @@ class LogThrottle:
         self._num_held = 0
 
     def is_due(self, num_events: int = 1) -> bool:
-        """Return whether to write about `num_events` now; those that are not due are counted."""
+        """Return whether to write a message about `num_events` now; otherwise count them."""
         if now_s() < self._next_s:
             self._num_held += num_events
             return False
@@ -250,7 +244,7 @@ class LogThrottle:
         return True
 
     def describe_held(self) -> str:
-        """Return "" or ", and 12 more before it" for what was counted, which is forgotten."""
+        """Return "" or ", and 12 more before it" for the counted events, and reset the count."""
         held = self._num_held
         self._num_held = 0
         return f", and {held} more before it" if held else ""

@@ -1,10 +1,9 @@
-"""Tells addresses that only this machine reaches, and keeps a local run's collectives on them.
+"""Chooses addresses and ports for a run's servers and collectives, and keeps strangers out.
 
-Finds a port on a host that a server can bind a little later.
-
-Keeps requests to a run's own servers away from proxies, which cannot reach loopback.
-
-`HTTP_PROXY`, `HTTPS_PROXY` and `ALL_PROXY` stay set for downloads and for programs of the user.
+A local run stays on loopback. Requests to a run's own servers bypass proxies, which cannot reach
+loopback; `HTTP_PROXY`, `HTTPS_PROXY` and `ALL_PROXY` stay set for downloads and user programs.
+The TCPStore of a process group listens on one interface only: torch lets a store listen on all
+interfaces, whatever address it is given, and asks for no key, so anyone could read and write it.
 """
 
 import contextlib
@@ -19,10 +18,58 @@ import urllib.request
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from http.client import HTTPResponse
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+
+def make_meeting_store(
+    host: str, port: int, rank: int, world_size: int, timeout: timedelta, **options: Any
+) -> Any:
+    """Return the store's client; on rank 0 also serve the store, only at `host`:`port`.
+
+    `host` is the address of rank 0's machine by which all ranks reach it. Waits up to `timeout` for
+    all ranks.
+    """
+    from torch import distributed
+
+    store: Any = distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    is_server = rank == 0
+    if is_server:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=max(128, world_size))
+        options["master_listen_fd"] = listener.detach()
+    return store(host, port, world_size, is_server, timeout, multi_tenant=True, **options)
+
+
+def bind_meetings_to_their_host() -> None:
+    """Make torch's `tcp://host:port` rendezvous in this process listen at `host` only.
+
+    For processes whose groups another library creates.
+    """
+    # torch.distributed has a function of the same name.
+    rendezvous: Any = import_module("torch.distributed.rendezvous")
+
+    torchs_own = rendezvous._create_c10d_store
+
+    def create(
+        hostname: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        use_libuv: bool = True,
+    ) -> Any:
+        if rendezvous._torchelastic_use_agent_store():
+            return torchs_own(hostname, port, rank, world_size, timeout, use_libuv)
+        return make_meeting_store(hostname, port, rank, world_size, timeout)
+
+    rendezvous._create_c10d_store = create
+
 
 _FIRST_PORT = 20000
 # SGLang 0.5.23 derives further ports with DP attention (srt/server_args.py): six after the port
@@ -30,15 +77,15 @@ _FIRST_PORT = 20000
 # 13 after either.
 _DERIVED_PORTS = (*range(7), 13, *range(233, 240), 246)
 RESERVED_S = 60.0
-"""So long at least no other caller gets a port that was found: its server binds it within that."""
+"""Seconds for which no other caller gets a port, so that its server can bind it."""
 
 
 def find_free_port(host: str) -> int:
-    """Return a port nobody listens on, below the range that outgoing connections use.
+    """Return a free port below the range of outgoing connections.
 
-    The server binds it seconds later, when a port from bind(0) could be taken again. Until then no
-    other caller on this machine gets it. The ports that SGLang derives from it are free and below
-    that range as well. Raises RuntimeError if 64 tries find none.
+    The server binds the port seconds later, when a port from bind(0) could be taken again. Until
+    then no other caller on this machine gets the same port. The ports that SGLang derives from it
+    are also free and below that range. Raises RuntimeError if 64 tries find none.
     """
     port_range = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
     ephemeral_start = int(port_range.split()[0])
@@ -59,11 +106,11 @@ def is_free(host: str, port: int) -> bool:
 
 
 class _Reservations:
-    """Ports that this process has chosen and its servers have perhaps not bound yet.
+    """Ports that this process has chosen and its servers may not have bound yet.
 
-    Each is the name of a socket in Linux's abstract namespace. There only one socket has a name,
-    whoever the users are, and the namespace belongs to the same network as the ports. The kernel
-    frees the names of a process that ends.
+    Each reserved port is the name of a socket in Linux's abstract namespace. A name there is unique
+    across users, and the namespace belongs to the same network as the ports. The kernel frees the
+    names when the process ends.
     """
 
     def __init__(self) -> None:
@@ -101,26 +148,26 @@ _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def open_directly(request: str | urllib.request.Request, timeout_s: float) -> HTTPResponse:
-    """Answer as urllib.request.urlopen does, with its errors, but never ask a proxy."""
+    """Open a URL as urllib.request.urlopen does, with its errors, but never through a proxy."""
     return _direct.open(request, timeout=timeout_s)
 
 
 def bypass_proxies(environ: Mapping[str, str], hosts: Collection[str] = ()) -> dict[str, str]:
-    """Return variables by which programs with `environ` reach this machine and `hosts` directly.
+    """Return variables with which programs reach this machine and `hosts` without a proxy.
 
-    They are for clients that are not ours, such as SGLang's requests to itself (requests), SDKs
-    of agents (httpx) and Ray (gRPC). Exceptions that `environ` names are kept. Empty if it names no
+    They are for clients of other packages, such as SGLang's requests to itself (requests), SDKs of
+    agents (httpx) and Ray (gRPC). Exceptions in `environ` are kept. Empty if `environ` names no
     proxy.
     """
     if not any(name.lower() in _PROXIES and value for name, value in environ.items()):
         return {}
     named = [host for name in _EXCEPTIONS for host in environ.get(name, "").split(",")]
-    hosts = [host.strip() for host in (*named, *_LOOPBACK_PROXIES, *_own_addresses(), *hosts)]
+    hosts = [host.strip() for host in (*named, *_LOOPBACK_PROXIES, *_list_own_addresses(), *hosts)]
     return dict.fromkeys(_EXCEPTIONS, ",".join(dict.fromkeys(filter(None, hosts))))
 
 
-def _own_addresses() -> list[str]:
-    """Return this machine's name and addresses, without those that only one link knows."""
+def _list_own_addresses() -> list[str]:
+    """Return this machine's name and addresses, except link-local addresses."""
     found = [socket.gethostname()]
     for addresses in psutil.net_if_addrs().values():
         for address in addresses:
@@ -135,11 +182,11 @@ _LOOPBACK = "127.0.0.1"
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def loopback_interfaces() -> dict[str, str]:
+def find_loopback_interfaces() -> dict[str, str]:
     """Return the environment variables that keep collectives' sockets on the loopback interface.
 
     By default gloo listens on the interface of the host's name, and NCCL on the first that is not
-    loopback. Empty if no interface has that address.
+    loopback. Empty if there is no loopback interface.
     """
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.family == socket.AF_INET and a.address == _LOOPBACK for a in addresses):
@@ -147,11 +194,12 @@ def loopback_interfaces() -> dict[str, str]:
     return {}
 
 
-def zmq_peers(host: str, node_addresses: Collection[str]) -> dict[str, str]:
-    """Return the environment variables by which SGLang's zmq sockets take messages only from the
-    machines of one engine, which it would unpickle from anyone. Empty unless all are IP addresses.
+def restrict_zmq_peers(host: str, node_addresses: Collection[str]) -> dict[str, str]:
+    """Return the environment variables that let SGLang's zmq sockets accept messages only from the
+    machines of one engine. SGLang would unpickle messages from anyone. Empty unless all addresses
+    are IP addresses.
 
-    `host` is this machine's address, which the engine's other machines see as the sender's.
+    `host` is this machine's address, which the engine's other machines see as the sender.
     """
     peers = {_LOOPBACK, host, *node_addresses}
     if not all(map(_is_ip, peers)):
@@ -163,20 +211,20 @@ def zmq_peers(host: str, node_addresses: Collection[str]) -> dict[str, str]:
 
 
 def stay_on_loopback() -> None:
-    """Have this process's collectives use the loopback interface, unless the user chose another."""
-    for name, value in loopback_interfaces().items():
+    """Keep this process's collectives on the loopback interface, unless the user chose another."""
+    for name, value in find_loopback_interfaces().items():
         os.environ.setdefault(name, value)
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is reached from this machine only."""
+    """Return whether only this machine can reach `host`."""
     return host == "localhost" or (_is_ip(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def refuse_open_door(host: str, what: str) -> None:
-    """Raise ValueError if other machines reach a server at `host` that asks for no key.
+    """Raise ValueError if other machines can reach a server at `host` that asks for no key.
 
-    `what`: that which anyone who reaches it could do.
+    `what` is the harm that anyone who reaches the server could do.
     """
     if not is_loopback(host):
         raise ValueError(
@@ -186,7 +234,7 @@ def refuse_open_door(host: str, what: str) -> None:
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the URL of a server; an IPv6 address stands in brackets there."""
+    """Return the URL of a server, with an IPv6 address in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -1,19 +1,53 @@
-"""Reads from /proc why a process does nothing, and which processes of a group are stopped.
+"""Watches other processes: their state in /proc, their end after a kill, restarts within an hour.
 
-Waits for processes that were killed; one that the kernel keeps is given up and named.
+The resource tracker of Python removes names of shared memory and semaphores, here also after
+SIGKILL:
 
-Counts the restarts of one process; those of the last hour count against a limit.
+    this process --+-- pipe --> resource tracker, in a session of its own
+    its children --+              unlinks the names of processes that have ended
+
+By default Python starts the tracker in the process group of the process that first needs it. A
+SIGKILL to the group then ends the tracker before it removes anything, and /dev/shm fills up.
 """
 
 import logging
+import os
 import subprocess
+import sys
 import time
 from collections import deque
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
+
+_MAIN = "from multiprocessing.resource_tracker import main; main({})"
+
+
+def start_resource_tracker() -> None:
+    """Start the tracker for this process and its children; call this before there are children.
+
+    The tracker has an empty environment, so that it survives when all processes of a run are killed
+    by a variable in their environments.
+    """
+    reading, writing = os.pipe()
+    command = [sys.executable, "-I", "-S", "-c", _MAIN.format(reading)]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=[reading],
+        start_new_session=True,
+        env={},
+    )
+    os.close(reading)
+    tracker: Any = vars(resource_tracker)["_resource_tracker"]
+    tracker._fd, tracker._pid = writing, process.pid
+
 
 KILLED_S = 20.0
-"""A killed process ends at once, unless it is in a driver or waits for a disk that is gone."""
+"""A killed process ends at once, unless it hangs in a driver or waits for a lost disk."""
 _log = logging.getLogger(__name__)
 
 
@@ -22,7 +56,7 @@ def wait_killed(
     name: str,
     timeout_s: float = KILLED_S,
 ) -> bool:
-    """Return whether a process that was sent SIGKILL ended in time; a warning tells if not."""
+    """Return whether a process that was sent SIGKILL ended in time; log a warning if not."""
     if isinstance(process, BaseProcess):
         process.join(timeout_s)
         has_ended = process.exitcode is not None
@@ -45,13 +79,13 @@ HOUR_S = 3600.0
 
 
 class RestartBudget:
-    """The restarts so far: a run of weeks may lose a process now and then, not all the time."""
+    """Limits restarts per hour: a run of weeks may lose a process now and then, not every hour."""
 
     def __init__(self) -> None:
         self._taken_s: deque[float] = deque()
 
     def take(self, most: int) -> bool:
-        """Take a restart; return False, and take none, if `most` were taken within an hour."""
+        """Count a restart; return False, without counting, after `most` restarts within an hour."""
         if self.num_recent >= most:
             return False
         self._taken_s.append(time.monotonic())
@@ -73,20 +107,20 @@ _WORDS = {
 
 
 def describe_state(pid: int) -> str:
-    """Return words for the state of a process of this machine that does nothing, otherwise ""."""
+    """Return why a process of this machine does nothing; "" if it runs or is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:  # it is gone, or this system has no /proc
         return ""
-    return _WORDS.get(_fields(stat)[0], "")
+    return _WORDS.get(_split_fields(stat)[0], "")
 
 
 def find_stopped(group_id: int) -> list[int]:
-    """Return the processes of a process group that are stopped."""
+    """Return the stopped processes of a process group."""
     found: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            state, _, group = _fields((folder / "stat").read_text(errors="replace"))[:3]
+            state, _, group = _split_fields((folder / "stat").read_text(errors="replace"))[:3]
         except OSError:  # it ended meanwhile
             continue
         if state == "T" and int(group) == group_id:
@@ -94,6 +128,6 @@ def find_stopped(group_id: int) -> list[int]:
     return found
 
 
-def _fields(stat: str) -> list[str]:
-    """Return the fields after the name: state, parent, process group, ..."""
+def _split_fields(stat: str) -> list[str]:
+    """Return the fields of /proc/<pid>/stat after the name: state, parent, process group, ..."""
     return stat.rpartition(")")[2].split()

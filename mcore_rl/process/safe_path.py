@@ -5,7 +5,7 @@
     PYTHONSAFEPATH       not at all              what libraries start: multiprocessing, Ray
     start_module         last                    processes that import the user's modules
 
-The standard library must come before the user's files, which may have any names.
+The standard library must come before the user's files, which may have any name.
 """
 
 import os
@@ -15,32 +15,32 @@ from pathlib import Path
 
 SAFE_PATH = "PYTHONSAFEPATH"
 _OURS = "mcore_rl"
-"""The value by which a variable that the user has set is told from ours."""
+"""Our value of the variable, which distinguishes it from the user's."""
 _CHECKOUT = str(Path(__file__).parents[2])
 _START = (
     "import sys; sys.path[:1] == [''] and sys.path.append(sys.path.pop(0));"
     "from runpy import run_module; run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
-"""The first statement uses no file, so it comes before those of the working folder count."""
+"""The first statement imports no file, so no file of the working folder is imported before it."""
 
 
 def safe_module(module: str) -> list[str]:
-    """Return the command that runs a module of this package or of Ray; arguments are to follow."""
+    """Return the command that runs a module of this package or of Ray; append the arguments."""
     return [sys.executable, "-P", "-m", module]
 
 
 def start_module(python: str, module: str) -> list[str]:
-    """Return the command by which any interpreter runs a module that imports the user's files.
+    """Return the command with which any interpreter runs a module that imports the user's files.
 
-    The working folder is the last on its path. Interpreters before 3.11 have no option -P.
+    The working folder is last on the path. Interpreters before 3.11 have no option -P.
     """
     return [python, "-c", _START, module]
 
 
 def keep_path_safe() -> None:
-    """Have Pythons that libraries start from this process leave out the working folder.
+    """Remove the working folder from the path of Python processes that libraries start from here.
 
-    A checkout that is not installed, and was found there, gets into PYTHONPATH.
+    A checkout that is not installed, and was found in the working folder, is put into PYTHONPATH.
     """
     os.environ.setdefault(SAFE_PATH, _OURS)
     named = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
@@ -49,22 +49,21 @@ def keep_path_safe() -> None:
 
 
 def without_safe_path(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for a program of the user, which may import its neighbors."""
+    """Return the variables for a user's program, which may import files beside it."""
     return {name: text for name, text in environ.items() if (name, text) != (SAFE_PATH, _OURS)}
 
 
 def let_programs_be() -> None:
-    """Take keep_path_safe's variable from what this process starts: it runs the user's code.
+    """Undo keep_path_safe for the processes that this process starts, as they run the user's code.
 
-    Pythons that multiprocessing spawns from here still leave out the working folder, if this one
-    was started so.
+    Processes that multiprocessing spawns still leave out the working folder if this process does.
     """
     if os.environ.get(SAFE_PATH) == _OURS:
         del os.environ[SAFE_PATH]
 
 
 def put_last(folder: str) -> None:
-    """Make `folder` the last on the path, unless PYTHONPATH names it."""
+    """Move `folder` to the end of sys.path, unless PYTHONPATH names it."""
     named = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     if folder not in named:
         sys.path[:] = [*(path for path in sys.path if path not in ("", folder)), folder]

@@ -1,16 +1,13 @@
-"""The random keys of a run's HTTP servers, and how they reach a server's process.
+"""Makes, passes and checks the keys of a run's HTTP servers, and reads what their clients send.
 
-They travel in objects and through inherited file descriptors, never in command lines or
-environment variables, which other users of the machine can read.
-
-The addresses of the servers that a run starts beside its collectors.
+Keys travel in objects and through inherited file descriptors, never in command lines or environment
+variables, which other users of the machine can read. The exceptions are the addresses, with keys,
+of servers that a run starts beside its collectors:
 
 collector --starts--> sandbox, search
     |  MCORE_RL_SANDBOX_URL, MCORE_RL_SEARCH_URL
     v
 reward functions, workers of environments, programs of agents
-
-Reads the JSON bodies that strangers send to a server of ours.
 """
 
 import hmac
@@ -31,37 +28,37 @@ SANDBOX_URL = "MCORE_RL_SANDBOX_URL"
 SEARCH_URL = "MCORE_RL_SEARCH_URL"
 
 
-def sandbox_url() -> str:
-    """Return the address of the run's sandbox, /run_code and key included; empty: it has none."""
+def read_sandbox_url() -> str:
+    """Return the address of the run's sandbox with /run_code and key; empty if there is none."""
     return os.environ.get(SANDBOX_URL, "")
 
 
-def search_url() -> str:
-    """Return the address of the run's search, /retrieve and key included; empty: it has none."""
+def read_search_url() -> str:
+    """Return the address of the run's search with /retrieve and key; empty if there is none."""
     return os.environ.get(SEARCH_URL, "")
 
 
 def publish(urls: Mapping[str, str]) -> None:
-    """Tell this process, and those that it starts from now on, the addresses by variable."""
+    """Set the variables with the addresses, for this process and its later children."""
     os.environ.update(urls)
 
 
 def withdraw(urls: Mapping[str, str]) -> None:
-    """Undo `publish`, unless another address stands there by now."""
+    """Undo `publish` for each variable that still has this address."""
     for name, url in urls.items():
         if os.environ.get(name) == url:
             del os.environ[name]
 
 
 def split_key(url: str) -> tuple[str, str]:
-    """Return (the address without user and password, the password, or an empty text)."""
+    """Return (the URL without user and password, the password or "")."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     return urlunsplit(parts._replace(netloc=host)), parts.password or ""
 
 
 def parse_json(data: bytes) -> Any:
-    """Return the value in a body. Raises ValueError for all else, nested too deeply included."""
+    """Return the JSON value of a body. Raises ValueError if it is no JSON or nested too deeply."""
     try:
         return json.loads(data)
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -71,9 +68,10 @@ def parse_json(data: bytes) -> Any:
 
 
 def read_call_arguments(given: object) -> str:
-    """Return the arguments of a tool call in a history, the text of an object; none are `{}`.
+    """Return the arguments of a tool call in a history, as the text of a JSON object.
 
-    Raises ValueError with the reason if they are anything else: chat templates read an object.
+    Missing arguments give `{}`. Raises ValueError with the reason if the arguments are anything
+    else, as chat templates read an object.
     """
     if given is None or (isinstance(given, str) and not given.strip()):
         return "{}"
@@ -91,20 +89,20 @@ def read_call_arguments(given: object) -> str:
 
 
 KEYS_FD = "--keys-fd"
-"""The option by which a server is told the file descriptor of its keys."""
+"""The option with the file descriptor of a server's keys."""
 _NUM_BYTES = 32
 _SHORTEST = 16
-"""Characters of the shortest key that a file may hold."""
+"""Fewest characters of a key in a file."""
 _PIPE_BYTES = 4096
-"""A pipe takes so much at once, so keys are written before anyone reads."""
+"""A pipe buffers this many bytes, so keys can be written before the child reads."""
 
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """The keys that a request brings in its header `Authorization: Bearer <key>`.
+    """The keys of requests, sent in the header `Authorization: Bearer <key>`.
 
-    user    for requests that sample, score or ask about the model; empty: they need no key
-    admin   for requests that change weights or memory, pause, or end others' requests
+    user    for requests that sample, score or ask about the model; empty: no key needed
+    admin   for requests that change weights or memory, pause, or end other clients' requests
     """
 
     user: str = field(repr=False)
@@ -137,25 +135,25 @@ class ServerKeys:
 
 
 def bearer(key: str) -> dict[str, str]:
-    """Return the headers of a request with `key`; none if it is empty."""
+    """Return the headers of a request with `key`; {} for an empty key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def user_headers(keys: ServerKeys | None) -> Mapping[str, str]:
-    """Return the headers with which a server that has these keys samples."""
+    """Return the headers of requests that sample from a server with these keys."""
     return {} if keys is None else keys.user_headers
 
 
 def admin_headers(keys: ServerKeys | None) -> Mapping[str, str]:
-    """Return the headers with which a server that has these keys takes commands."""
+    """Return the headers of commands to a server with these keys."""
     return {} if keys is None else keys.admin_headers
 
 
 @contextmanager
-def passed_to_child(keys: ServerKeys | None) -> Iterator[int | None]:
-    """Yield a file descriptor for a child to inherit and to hand to `read_keys`; None without keys.
+def pass_to_child(keys: ServerKeys | None) -> Iterator[int | None]:
+    """Yield a file descriptor that a child inherits and gives to `read_keys`; None without keys.
 
-    The child must be started inside the block.
+    Start the child inside the block.
     """
     if keys is None:
         yield None
@@ -172,14 +170,14 @@ def passed_to_child(keys: ServerKeys | None) -> Iterator[int | None]:
 
 
 def read_keys(descriptor: int) -> ServerKeys:
-    """Return the keys that the parent left, and close the descriptor, so that no child gets it."""
+    """Read the keys from the parent, and close the descriptor, so that no child inherits it."""
     with os.fdopen(descriptor, "rb") as pipe:
         user, admin = json.loads(pipe.read())
     return ServerKeys(user, admin)
 
 
 def read_key_file(path: Path) -> str:
-    """Return the key in a file, which only its owner may read; ValueError says what is wrong."""
+    """Return the key in a file that only its owner may read. Raises ValueError otherwise."""
     key = read_secret(path, f"--key-file={path}")
     if len(key) < _SHORTEST or not key.isascii() or any(char.isspace() for char in key):
         raise ValueError(
@@ -190,8 +188,9 @@ def read_key_file(path: Path) -> str:
 
 
 def read_secret(path: Path, option: str) -> str:
-    """Return the text of a file that only its owner may read; ValueError, beginning with `option`,
-    says what is wrong.
+    """Return the text of a file that only its owner may read.
+
+    Raises ValueError, beginning with `option`, if it is missing, no text, or others may read it.
     """
     try:
         mode = path.stat().st_mode
@@ -206,6 +205,6 @@ def read_secret(path: Path, option: str) -> str:
 
 
 def is_bearer(header: str, key: str) -> bool:
-    """Return whether an Authorization header brings `key`."""
+    """Return whether an Authorization header carries `key`."""
     scheme, _, given = header.partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), key.encode())

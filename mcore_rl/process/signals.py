@@ -1,15 +1,14 @@
-"""Notes SIGUSR1, by which a scheduler asks a run to save and to make room.
+"""Handles the signals of a run: stop requests, and signals that come in forks and destructors.
 
-A loop asks `stop_requested` after each step, saves, and raises StoppedEarly. The command then ends
-with EXIT_STATUS, and the same command goes on from there.
+SIGUSR1 is a scheduler's request to save and to make room. A loop asks `is_stop_requested` after
+each step, saves, and raises StoppedEarly. The command then exits with EXIT_STATUS; the same command
+continues the run.
 
-Keeps what handlers of signals raise from being dropped, in forks and in destructors.
+Python drops exceptions of signal handlers that run in callbacks of os.fork, and skips the rest of
+the callback: logging's lock stays taken, and the request to stop is lost. So a signal waits:
 
     os.fork: before-callbacks | fork | after-callbacks      signal here --> noted --> handled after
              (logging takes its lock)  (gives it back)
-
-Python drops what a callback raises, and the rest of that callback does not run: logging's lock
-stays taken, and the stop that was asked for is forgotten.
 """
 
 import _thread
@@ -23,14 +22,14 @@ from types import FrameType
 Handler = Callable[[int, FrameType | None], object]
 _AGAIN_S = 0.01
 _depth = 0
-"""Callbacks of this module that the main thread's fork has still to run."""
+"""Number of this module's after-callbacks that a fork of the main thread has yet to run."""
 
 
 def handle_outside_forks(number: signal.Signals, handler: Handler) -> None:
-    """Have `handler` answer to a signal; one that comes during a fork is answered right after it.
+    """Install `handler` for a signal; a signal that comes during a fork is handled right after it.
 
-    Only for the main thread. The callbacks of modules that were imported before are covered, so
-    call this again once what registers more of them has been imported.
+    Call this from the main thread, and again after importing modules that register callbacks of
+    os.fork: only callbacks that were registered before are covered.
     """
 
     def handle(signum: int, frame: FrameType | None) -> None:
@@ -64,14 +63,14 @@ def _leave() -> None:
 
 
 def _forget() -> None:
-    """The signal was for the parent; a child of another thread's fork was never inside."""
+    """Reset the child: the signal was for the parent."""
     global _depth
     _depth = 0
     _waiting.clear()
 
 
 def keep_interrupts() -> None:
-    """Raise a Ctrl-C again, or a SIGTERM, if it hit a destructor, whose exceptions Python drops."""
+    """Raise Ctrl-C or SIGTERM again if it came in a destructor, whose exceptions Python drops."""
 
     def raise_again(dropped: "sys.UnraisableHookArgs") -> None:
         # Not from here: an exception of this hook would be dropped as well.
@@ -87,19 +86,19 @@ def keep_interrupts() -> None:
 
 SIGNAL = signal.SIGUSR1
 EXIT_STATUS = 75
-"""EX_TEMPFAIL of sysexits.h: saved, to be continued by the same command."""
+"""EX_TEMPFAIL of sysexits.h: the run was saved; the same command continues it."""
 
 _requested = False
 
 
 class StoppedEarly(Exception):
-    """A run saved and ended before its last step because it was asked to."""
+    """A run was asked to stop: it saved and ended before its last step."""
 
 
 def watch_for_stop_requests() -> None:
-    """From now on SIGUSR1 is noted instead of ending the process. Only for the main thread.
+    """Note SIGUSR1 from now on, instead of ending the process. Only for the main thread.
 
-    One that came while the signal was blocked is noted as well.
+    A signal that came while SIGUSR1 was blocked is noted, too.
     """
     global _requested
     _requested = False
@@ -107,7 +106,7 @@ def watch_for_stop_requests() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})
 
 
-def stop_requested() -> bool:
+def is_stop_requested() -> bool:
     return _requested
 
 

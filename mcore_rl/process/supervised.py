@@ -1,8 +1,8 @@
-"""Starts an HTTP server as a child process, and starts it again, at its address, if it dies.
+"""Starts an HTTP server as a child process, and restarts it at the same address if it dies.
 
     thread: start --> healthy --> dead, or silent for long --> pause --> start --> ...
 
-The server ends with this process, however that ends.
+The server ends with this process, however this process ends.
 """
 
 import contextlib
@@ -37,12 +37,12 @@ _TAIL_LINES = 10
 class SupervisedSpec:
     """A server to start.
 
-    name        in messages
-    command     its program and arguments; `--key-file` is added if there is a key
+    name        name of the server in messages
+    command     program and arguments; `--key-file` is added if there is a key
     health_url  answers 200 once the server is ready
-    log_path    its output
-    key         that its requests must bring; it reaches the server through a pipe
-    silent_s    seconds without an answer after which it is ended and started again
+    log_path    file for the server's output
+    key         key of the server's requests; it reaches the server through a pipe
+    silent_s    seconds without an answer after which the server is restarted
     """
 
     name: str
@@ -54,10 +54,10 @@ class SupervisedSpec:
 
 
 class SupervisedServer:
-    """One server. `wait_healthy` waits for its first start, `stop` ends it."""
+    """A server and its supervising thread. `wait_healthy` waits for the first start."""
 
     def __init__(self, spec: SupervisedSpec) -> None:
-        """Begin to start the server; ValueError if its log cannot be written."""
+        """Start the server in a thread. Raises ValueError if the log cannot be written."""
         self.spec = spec
         self.num_restarts = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -80,22 +80,22 @@ class SupervisedServer:
         return None if self._process is None else self._process.pid
 
     def wait_healthy(self, timeout_s: float) -> None:
-        """Return once the server has answered.
+        """Wait until the server answers.
 
-        Raises RuntimeError if it ends before, and TimeoutError after `timeout_s`; both stop it and
-        bring the last lines of its log.
+        Raises RuntimeError if the server ends first, and TimeoutError after `timeout_s`. Both stop
+        the server and carry the last lines of its log.
         """
         until_s = time.monotonic() + timeout_s
         while not self._was_healthy.wait(_POLL_S):
             if self._has_failed.is_set():
                 self.stop()
                 raise RuntimeError(
-                    f"{self._described()} {self._why_failed} at its start:\n{self._tail()}"
+                    f"{self._describe()} {self._why_failed} at its start:\n{self._read_tail()}"
                 )
             if time.monotonic() > until_s:
                 self.stop()
                 raise TimeoutError(
-                    f"waited {timeout_s:g} s for {self._described()} to answer:\n{self._tail()}"
+                    f"waited {timeout_s:g} s for {self._describe()} to answer:\n{self._read_tail()}"
                 )
 
     def is_healthy(self) -> bool:
@@ -107,11 +107,11 @@ class SupervisedServer:
             return False
 
     def stop(self) -> None:
-        """End the server, and wait until it is gone. Safe to repeat."""
+        """End the server and wait until it is gone. May be called again."""
         self._stopping.set()
         self._thread.join(3 * _STOP_S)
         if self._thread.is_alive():
-            raise TimeoutError(f"waited {3 * _STOP_S:g} s for {self._described()} to end")
+            raise TimeoutError(f"waited {3 * _STOP_S:g} s for {self._describe()} to end")
 
     def _supervise(self) -> None:
         pause_s = _FIRST_PAUSE_S
@@ -131,12 +131,12 @@ class SupervisedServer:
                 self._has_failed.set()
                 return
             self.num_restarts += 1
-            _log.warning("%s %s; it is started again", self._described(), why)
+            _log.warning("%s %s; it is started again", self._describe(), why)
             pause_s = _FIRST_PAUSE_S if time.monotonic() - began_s > 60 else 2 * pause_s
             self._stopping.wait(min(pause_s, _LONGEST_PAUSE_S))
 
     def _watch(self, process: "subprocess.Popen[bytes]") -> str:
-        """Return why the server must be started again, or an empty text if it shall stop."""
+        """Return why the server must be restarted, or "" if it shall stop."""
         answered_s = time.monotonic()
         look_s = 0.0
         while not self._stopping.wait(_POLL_S):
@@ -155,7 +155,7 @@ class SupervisedServer:
     def _start(self) -> "subprocess.Popen[bytes]":
         spec = self.spec
         command = [*safe_module("mcore_rl.process.tied"), str(os.getpid()), *spec.command]
-        with open(spec.log_path, "ab") as log, _key_pipe(spec.key) as descriptor:
+        with open(spec.log_path, "ab") as log, _open_key_pipe(spec.key) as descriptor:
             if descriptor is not None:
                 command += ["--key-file", f"/dev/fd/{descriptor}"]
             return subprocess.Popen(
@@ -168,7 +168,7 @@ class SupervisedServer:
             )
 
     def _end(self, process: "subprocess.Popen[bytes]") -> None:
-        """End the server and its process group, in order if it reacts within _STOP_S."""
+        """End the server and its process group: SIGTERM if the run stops, SIGKILL after _STOP_S."""
         if self._stopping.is_set() and process.poll() is None:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -177,17 +177,17 @@ class SupervisedServer:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(_STOP_S)
 
-    def _described(self) -> str:
+    def _describe(self) -> str:
         return f"{self.spec.name} (log {self.spec.log_path})"
 
-    def _tail(self) -> str:
+    def _read_tail(self) -> str:
         lines = read_tail(self.spec.log_path, _TAIL_LINES)
         return "\n".join(f"  | {line}" for line in lines) or "  | (nothing)"
 
 
 @contextmanager
-def _key_pipe(key: str) -> Iterator[int | None]:
-    """Yield a descriptor from which a child reads the key once; None if there is no key."""
+def _open_key_pipe(key: str) -> Iterator[int | None]:
+    """Yield a descriptor from which a child can read the key once; None if there is no key."""
     if not key:
         yield None
         return

@@ -1,9 +1,9 @@
 """Imports Python files of users as modules whose names any process can import.
 
-The name of a file's module, `mcore_rl.process.user_files.mine_<path in hexadecimal>`, says where
-the file lies. So its functions and classes can be pickled: a process that unpickles them, forked or
-spawned, imports this module first, which finds the file. Dataclasses and typing find the module in
-sys.modules while the file runs.
+The name of such a module, `mcore_rl.process.user_files.mine_<path in hexadecimal>`, contains the
+path of the file. So the file's functions and classes can be pickled: a process that unpickles them,
+forked or spawned, imports this module first, which then finds the file. Dataclasses and typing find
+the module in sys.modules while the file runs.
 """
 
 import importlib
@@ -18,12 +18,12 @@ __path__: list[str] = []  # makes this module a package, whose modules _Finder f
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import the file `path` once in a process. Errors of the file itself pass through."""
+    """Import the file `path`, once per process. Errors of the file itself pass through."""
     return importlib.import_module(name_module(path))
 
 
 def name_module(path: Path) -> str:
-    """Return the name that the module of a file has in every process."""
+    """Return the name of a file's module, which is the same in every process."""
     whole = path.expanduser().resolve()
     stem = "".join(c if c.isalnum() else "_" for c in whole.stem)
     return f"{__name__}.{stem}_{str(whole).encode(errors='surrogateescape').hex()}"

@@ -1,4 +1,4 @@
-"""Sets environment variables of this process, and so of those that it starts, for a block."""
+"""Sets environment variables of this process and its children for a block."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def set_variables(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Give the variables these values within the block, None for not set; then those of before."""
+    """Set the variables within the block, or unset them for None; restore them afterwards."""
     before = {name: os.environ.get(name) for name in values}
     _apply(values)
     try:

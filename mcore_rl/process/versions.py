@@ -9,7 +9,7 @@ CORE = ("torch", "sglang", "megatron-core", "transformer-engine", "ray", "transf
 """The packages that must fit one another."""
 
 
-def installed_versions(names: Sequence[str] = CORE) -> dict[str, str]:
+def find_versions(names: Sequence[str] = CORE) -> dict[str, str]:
     """Return normalized name -> version of those packages that are installed."""
     found = {}
     for name in names:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import psutil
 
-from mcore_rl.process.folders import TempDir, compile_caches
+from mcore_rl.process.folders import TempDir, find_compile_caches
 from mcore_rl.process.log_files import read_tail
 from mcore_rl.process.network import (
     bypass_proxies,
     find_free_port,
-    loopback_interfaces,
+    find_loopback_interfaces,
     open_directly,
-    zmq_peers,
+    restrict_zmq_peers,
 )
 from mcore_rl.process.server_keys import bearer
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
@@ -157,10 +157,10 @@ def make_environment(spec: EngineSpec, temp_dir: str) -> dict[str, str]:
     """
     environment = {**os.environ, "TMPDIR": temp_dir, "PYTHONUNBUFFERED": "1"}
     environment |= bypass_proxies(environment, [spec.host, *spec.node_addresses])
-    environment |= compile_caches()
-    variables = zmq_peers(spec.host, spec.node_addresses)
+    environment |= find_compile_caches()
+    variables = restrict_zmq_peers(spec.host, spec.node_addresses)
     if spec.is_local:
-        variables |= loopback_interfaces()
+        variables |= find_loopback_interfaces()
     for name, value in variables.items():
         environment.setdefault(name, value)
     return environment

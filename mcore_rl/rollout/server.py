@@ -17,9 +17,9 @@ from typing import Any
 from mcore_rl.process.cores import THREADS
 from mcore_rl.process.gc_pause import without_collector
 from mcore_rl.process.log_files import follow_output, keep_output_lasting, rotate_output
-from mcore_rl.process.meeting_store import bind_meetings_to_their_host
+from mcore_rl.process.network import bind_meetings_to_their_host
+from mcore_rl.process.process_state import start_resource_tracker
 from mcore_rl.process.server_keys import KEYS_FD, ServerKeys, read_keys
-from mcore_rl.process.shared_names import start_resource_tracker
 from mcore_rl.process.tied import die_with_parent
 from mcore_rl.rollout import image_request
 from mcore_rl.rollout.engine_spec import SHARE_PROMPTS, SHARE_PROMPTS_ON_CPU, UNCOMPILED

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import BinaryIO
 
 from mcore_rl.process.fork_request import ForkedProcess, fork_tied
-from mcore_rl.process.server_keys import KEYS_FD, ServerKeys, passed_to_child
+from mcore_rl.process.server_keys import KEYS_FD, ServerKeys, pass_to_child
 from mcore_rl.rollout.engine_spec import UNCOMPILED
 
 FORKS = "MCORE_RL_ENGINE_FORKS"
@@ -37,7 +37,7 @@ class ServerProcess:
     ) -> None:
         self._exit_status: int | None = None
         self._popen: subprocess.Popen[bytes] | None = None
-        with passed_to_child(keys) as keys_fd:
+        with pass_to_child(keys) as keys_fd:
             fork = _fork(arguments, environment, keys_fd, log)
             if fork is None:
                 self._start(arguments, environment, keys_fd, log)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from mcore_rl.config import Config
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.server_keys import ServerKeys
-from mcore_rl.process.versions import installed_versions
+from mcore_rl.process.versions import find_versions
 from mcore_rl.run.images import image_marks
 from mcore_rl.run.roles.canary import Canary
 from mcore_rl.run.roles.canary_tolerance import CanaryTolerance
@@ -55,7 +55,7 @@ def make_canary_tolerance(
         "compiled": rollout.compiled,
         "sglang": {name: str(value) for name, value in sorted(rollout.sglang.items())},
         "megatron": {name: str(value) for name, value in sorted(config.train.megatron.items())},
-        "versions": installed_versions(_COMPUTING),
+        "versions": find_versions(_COMPUTING),
         "devices": list(devices),
     }
     return CanaryTolerance(config.canary, config.engine_precision, folder.canary, made_by)

@@ -25,8 +25,8 @@ from mcore_rl.loops.roles import Roles, in_turn
 from mcore_rl.loops.sft import fine_tune
 from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.checks import check_engines
-from mcore_rl.process.event_loop import at_once
-from mcore_rl.process.log_files import rotating_logs
+from mcore_rl.process.event_loop import run_both
+from mcore_rl.process.log_files import rotate_logs
 from mcore_rl.run.images import sft_images
 from mcore_rl.run.inputs import (
     check_no_trainer,
@@ -102,7 +102,7 @@ def run_train(config: Config) -> None:
                 teacher=share_teacher(rollouts, gpus),
                 on_tokens=rollouts.on_tokens,
                 critic=make_critic(config, inputs.policy, started, folder),
-                both=in_turn if config.critic.colocated else at_once,
+                both=in_turn if config.critic.colocated else run_both,
             )
             with completing_saves(started.trainer, started.critic):
                 train(config, roles, start_step)
@@ -229,11 +229,11 @@ def _run(
         check_engines(config, policy)
     path = Path(config.run.dir)
     folder = RunFolder(path if size.trainer else path / command, has_critic=size.critic > 0)
-    with folder.locked():
+    with folder.lock():
         newest = choose_checkpoint(folder, folder.prepare(config), config.run.resume)
         _log.info("start-up")
         with (
-            rotating_logs(config.log.rotate_bytes),
+            rotate_logs(config.log.rotate_bytes),
             run_processes(config, policy, folder.logs, command, collector) as processes,
         ):
             yield folder, newest, processes

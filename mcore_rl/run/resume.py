@@ -27,7 +27,7 @@ def choose_checkpoint(folder: RunFolder, newest: Path | None, how: bool | str) -
         return newest
     damaged: dict[int, str] = {}
     for step in reversed(folder.complete_steps()):
-        faults = filter(None, map(find_damaged_file, folder.parts_of(step)))
+        faults = filter(None, map(find_damaged_file, folder.list_parts(step)))
         damaged[step] = next(faults, "")
         if not damaged[step]:
             return _move_newer(folder, damaged)

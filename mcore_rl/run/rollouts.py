@@ -17,7 +17,7 @@ from mcore_rl.data.decoding import make_decode
 from mcore_rl.loops.roles import OnTokens, ReadSamples, Reward, ScoreLater
 from mcore_rl.planning.host_memory import explain_servers
 from mcore_rl.process.log_files import LogThrottle
-from mcore_rl.process.redaction import known_secrets
+from mcore_rl.process.redaction import list_secrets
 from mcore_rl.rewards.make import make_scorer
 from mcore_rl.rewards.scorer import LOGGED_ERRORS, log_failures
 from mcore_rl.rollout.collector_pool import CollectorPool
@@ -75,7 +75,7 @@ def collector_spec(
         partial(make_scorer, config),
         episode_spec(config, policy, tokenizer) if config.agents.is_used else None,
         node_servers_spec(config),
-        known_secrets(),
+        list_secrets(),
         patch_maker(config.data.images, policy),
     )
 

@@ -18,8 +18,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.device import default_generators, dist_backend, set_local_device, setup_device
-from mcore_rl.process.meeting_store import make_meeting_store
-from mcore_rl.process.network import is_loopback, stay_on_loopback
+from mcore_rl.process.network import is_loopback, make_meeting_store, stay_on_loopback
 
 Generators = Mapping[str, torch.Generator]
 """torch's default generators by name, as device.default_generators returns them."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import DeviceStream
-from mcore_rl.process.gc_pause import collections_paused
+from mcore_rl.process.gc_pause import pause_collections
 from mcore_rl.weight_sync.buckets import Bucket
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.placed_bucket import Holding, PlacedBucket
@@ -219,7 +219,7 @@ class BucketTransfer:
         for bound in self._bound:
             if bound.addresses == addresses:
                 return bound
-        with collections_paused():
+        with pause_collections():
             placed = [
                 self._placed(own, message_W, tensors)
                 for own, message_W in zip(self._buckets, self._messages_W, strict=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import DeviceStream
-from mcore_rl.process.gc_pause import collections_paused
+from mcore_rl.process.gc_pause import pause_collections
 from mcore_rl.weight_sync.bucket_transfer import BucketTransfer, RankBucket
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.placed_bucket import PlacedBucket
@@ -110,7 +110,7 @@ class DestinationCheck:
         for known, buckets in self._bound:
             if known == addresses:
                 return buckets
-        with collections_paused():
+        with pause_collections():
             placed = [
                 PlacedBucket(
                     own.bucket,
@@ -164,7 +164,7 @@ class Connection:
         self._loaded_P: Tensor | None = None
         """Checksums of what the engine rank loaded, until it received a version."""
         try:
-            with collections_paused():
+            with pause_collections():
                 self._transfer = BucketTransfer(
                     end, self._buckets, make_transport, plan.sums, plan.direct
                 )
@@ -179,7 +179,7 @@ class Connection:
         Raises TransferError, which names the rank, if one does not come, fails or disagrees.
         """
         handshake = PlanHandshake(end, make_shards)
-        with collections_paused():
+        with pause_collections():
             plan = handshake.run()
         return Connection(handshake.end, plan, make_transport)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import common_device
-from mcore_rl.process.gc_pause import collections_paused
+from mcore_rl.process.gc_pause import pause_collections
 from mcore_rl.weight_sync.connection import Connection
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.link_keeper import DATA, ERROR
@@ -60,7 +60,7 @@ class WeightSender:
 
         Waits for no other rank. Drops earlier links to the same engines.
         """
-        with collections_paused():
+        with pause_collections():
             decode = cache(Roster.decode)  # that of engines which share no host with trainers
             return [self._plan(link, decode(encoded)) for link, encoded in offers]
 
@@ -72,7 +72,7 @@ class WeightSender:
         """
         opened: dict[str, str | Report] = {}
         waiting: list[tuple[str, str]] = []
-        with collections_paused():
+        with pause_collections():
             for engine, problems in verdicts:
                 if problems or waits_for_peers(self._handshakes[engine].end):
                     waiting.append((engine, problems))

@@ -16,7 +16,7 @@ from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
-from mcore_rl.process.log_files import find_segments, rotating_logs
+from mcore_rl.process.log_files import find_segments, rotate_logs
 from tests.support.cluster_workers import Worker
 from tests.support.debuggers import ray_debug
 
@@ -29,7 +29,7 @@ ROTATE_BYTES = 1 << 20
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
     with (
-        rotating_logs(ROTATE_BYTES),
+        rotate_logs(ROTATE_BYTES),
         ray_session(ClusterConfig(object_store_mib=80), num_cpus=8),
     ):
         yield

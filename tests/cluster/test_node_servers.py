@@ -21,7 +21,7 @@ from mcore_rl.cluster.node_servers import (
     search_arguments,
 )
 from mcore_rl.config import SandboxConfig, SearchConfig
-from mcore_rl.process.server_keys import sandbox_url, search_url, split_key
+from mcore_rl.process.server_keys import read_sandbox_url, read_search_url, split_key
 from mcore_rl.services.search.build import build_index
 from mcore_rl.services.search.layout import IndexOptions
 from tests.services.search.corpora import write_corpus
@@ -60,10 +60,10 @@ def test_they_serve_with_a_key_and_are_started_again_and_end(
     servers: NodeServers, tmp_path: Path
 ) -> None:
     program = {"code": "print(6 * 7)", "language": "python"}
-    assert post(sandbox_url(), program)["status"] == "Success"
+    assert post(read_sandbox_url(), program)["status"] == "Success"
     searcher = Searcher(SearchOptions(topk=1, deadline_s=START_S))
     assert "dorm" in searcher.show("town of bova")
-    for url in (sandbox_url(), search_url()):
+    for url in (read_sandbox_url(), read_search_url()):
         with pytest.raises(urllib.error.HTTPError, match="401"):
             post(split_key(url)[0], program)
 
@@ -74,7 +74,7 @@ def test_they_serve_with_a_key_and_are_started_again_and_end(
     until_s = time.monotonic() + START_S
     while True:
         try:
-            assert post(sandbox_url(), program)["status"] == "Success"
+            assert post(read_sandbox_url(), program)["status"] == "Success"
             break
         except urllib.error.URLError:
             assert time.monotonic() < until_s, "the sandbox did not come back"
@@ -82,11 +82,11 @@ def test_they_serve_with_a_key_and_are_started_again_and_end(
 
     started = [psutil.Process(pid) for pid in servers.pids.values()]
     assert not {process.pid for process in killed} & {process.pid for process in started}
-    key = split_key(sandbox_url())[1]
+    key = split_key(read_sandbox_url())[1]
     for process in started:
         assert key not in " ".join(process.cmdline())
     servers.close()
-    assert sandbox_url() == search_url() == ""
+    assert read_sandbox_url() == read_search_url() == ""
     assert not any(process.is_running() for process in [*killed, *started])
     logs = sorted(path.name for path in (tmp_path / "logs").iterdir())
     assert logs == ["sandbox_7.log", "search_7.log"]

@@ -34,10 +34,10 @@ ENVIRONMENT = '''
 import base64, json, time, urllib.error, urllib.request
 from mcore_rl.agents.environments.environment import Start, Step
 from mcore_rl.agents.environments.search_options import Searcher, SearchOptions
-from mcore_rl.process.server_keys import sandbox_url, split_key
+from mcore_rl.process.server_keys import read_sandbox_url, split_key
 
 def run(code):
-    url, key = split_key(sandbox_url())
+    url, key = split_key(read_sandbox_url())
     token = base64.b64encode(f"run:{key}".encode()).decode()
     body = json.dumps({"code": code, "language": "python"}).encode()
     request = urllib.request.Request(url, body, {"Authorization": f"Basic {token}"})

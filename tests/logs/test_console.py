@@ -6,7 +6,7 @@ import re
 
 from rich.console import Console as RichConsole
 
-from mcore_rl.logs.console import LineConsole, LiveConsole, make_console, sparkline
+from mcore_rl.logs.console import LineConsole, LiveConsole, draw_sparkline, make_console
 
 STEP = {
     "reward/mean": 0.5125,
@@ -56,5 +56,5 @@ def test_a_terminal_gets_a_panel_of_the_last_steps() -> None:
 
 
 def test_sparkline_spans_lowest_to_highest() -> None:
-    assert sparkline([0.0, 1.0, 0.5]) == "▁█▅"
-    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert draw_sparkline([0.0, 1.0, 0.5]) == "▁█▅"
+    assert draw_sparkline([2.0, 2.0]) == "▁▁"

@@ -42,11 +42,11 @@ def test_rows_say_what_began_and_how_it_ended(tmp_path: Path) -> None:
 def test_a_block_ends_with_its_samples_or_is_aborted(tmp_path: Path) -> None:
     path = tmp_path / "episodes.jsonl"
     log = EpisodeLog(path)
-    with log.recording([prompt(0), prompt(1)], 2, greedy=False) as samples:
+    with log.record([prompt(0), prompt(1)], 2, greedy=False) as samples:
         samples += [make_sample(i, "text") for i in range(4)]
     with (
         pytest.raises(KeyboardInterrupt),
-        log.recording([prompt(2)], 3, greedy=False) as samples,
+        log.record([prompt(2)], 3, greedy=False) as samples,
     ):
         raise KeyboardInterrupt
     log.close()

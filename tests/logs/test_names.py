@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from mcore_rl.logs.names import METRICS, make_document, with_former_names
+from mcore_rl.logs.names import METRICS, add_former_names, make_document
 from tests.support.policy import ROOT, parse, python_files
 
 NAMES = [name for meanings in METRICS.values() for name in meanings]
@@ -52,11 +52,11 @@ def test_the_document_is_up_to_date() -> None:
 def test_a_renamed_metric_is_kept_under_both_names() -> None:
     metrics = {"sync/seconds": 1.0, "time/sync": 2.0, "time/pause": 3.0, "time/step": 4.0}
     former = {"refit/seconds": 1.0, "time/refit": 2.0, "time/settle": 3.0}
-    assert with_former_names(metrics) == {**metrics, **former}
+    assert add_former_names(metrics) == {**metrics, **former}
 
 
 def test_metrics_without_a_former_name_stay_as_they_are() -> None:
-    assert with_former_names({"loss/policy": 1.0}) == {"loss/policy": 1.0}
+    assert add_former_names({"loss/policy": 1.0}) == {"loss/policy": 1.0}
 
 
 def logged_keys() -> Iterator[tuple[Path, int, str]]:

@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from mcore_rl.logs.run_report import draw_reward_curve, moving_average
+from mcore_rl.logs.run_report import compute_moving_average, draw_reward_curve
 
 
 def test_moving_average_starts_at_the_first_value_and_follows() -> None:
-    assert moving_average([1.0, 1.0, 1.0]) == pytest.approx([1.0, 1.0, 1.0])
-    assert moving_average([0.0, 1.0], weight=0.5) == pytest.approx([0.0, 1 / 1.5])
-    assert moving_average([]) == []
+    assert compute_moving_average([1.0, 1.0, 1.0]) == pytest.approx([1.0, 1.0, 1.0])
+    assert compute_moving_average([0.0, 1.0], weight=0.5) == pytest.approx([0.0, 1 / 1.5])
+    assert compute_moving_average([]) == []
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20), st.floats(0.0, 0.99))
 def test_moving_average_stays_within_the_values_so_far(values: list[float], weight: float) -> None:
-    for i, average in enumerate(moving_average(values, weight)):
+    for i, average in enumerate(compute_moving_average(values, weight)):
         so_far = values[: i + 1]
         slack = 1e-9 * max(map(abs, so_far), default=0.0)
         assert min(so_far) - slack <= average <= max(so_far) + slack

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.logs.rows import RowFile
-from mcore_rl.logs.run_report import load_last_samples, load_metrics, pick_samples, series
+from mcore_rl.logs.run_report import load_last_samples, load_metrics, pick_samples, select_series
 
 
 def write(path: Path, *rows: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ def test_samples_of_the_last_step_are_read_wherever_they_lie(tmp_path: Path) -> 
 
 def test_a_series_leaves_out_what_is_not_finite() -> None:
     rows = [{"step": 1, "a": 0.5}, {"step": 2, "a": None}, {"step": 3}, {"step": 4, "a": 0.0}]
-    assert series(rows, "a") == [(1, 0.5), (4, 0.0)]
+    assert select_series(rows, "a") == [(1, 0.5), (4, 0.0)]
 
 
 @pytest.mark.parametrize(

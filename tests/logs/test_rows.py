@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.logs import rows as rows_module
-from mcore_rl.logs.rows import RowFile, _to_line, iter_rows_backward, read_rows
+from mcore_rl.logs.rows import RowFile, _encode_row, iter_rows_backward, read_rows
 from mcore_rl.process.disk import DiskFullError
 
 
@@ -109,7 +109,7 @@ def test_a_lone_surrogate_is_valid_utf8_on_disk_and_reads_back(tmp_path: Path) -
 def test_any_text_reads_back(text: str) -> None:
     """Two surrogates that form a pair are the one exception: they come back as their character."""
     joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
-    line = _to_line({"step": 1, "text": text})
+    line = _encode_row({"step": 1, "text": text})
     assert line.count("\n") == 1 and line.encode("utf-8")
     assert json.loads(line) == {"step": 1, "text": joined}
 

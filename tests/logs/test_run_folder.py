@@ -96,14 +96,14 @@ def test_configuration_and_log_are_kept(tmp_path: Path) -> None:
 def test_a_folder_that_the_kernel_refuses_is_named() -> None:
     """In /proc nobody may make a folder, root included."""
     message = r"run.dir=/proc/run: .*choose another run.dir"
-    with pytest.raises(ValueError, match=message), RunFolder("/proc/run").locked():
+    with pytest.raises(ValueError, match=message), RunFolder("/proc/run").lock():
         pass
     with pytest.raises(ValueError, match=message):
         RunFolder("/proc/run").prepare(Config())
 
 
 def test_an_error_of_the_run_itself_is_not_taken_for_one_of_its_folder(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="elsewhere"), RunFolder(tmp_path).locked():
+    with pytest.raises(FileNotFoundError, match="elsewhere"), RunFolder(tmp_path).lock():
         raise FileNotFoundError("elsewhere")
 
 
@@ -122,7 +122,7 @@ def test_a_second_process_is_refused_and_told_who_is_there(tmp_path: Path) -> No
     )
     try:
         assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
-        with pytest.raises(ValueError) as caught, RunFolder(tmp_path).locked():
+        with pytest.raises(ValueError) as caught, RunFolder(tmp_path).lock():
             pass
     finally:
         holder.kill()
@@ -131,18 +131,18 @@ def test_a_second_process_is_refused_and_told_who_is_there(tmp_path: Path) -> No
     where = re.escape(f"the run folder {tmp_path} is in use by process {holder.pid} on ")
     assert re.match(where + r"\S+ since .*: wait until that run ends, stop it, or choose", message)
     assert "\n" not in message
-    with RunFolder(tmp_path).locked():
+    with RunFolder(tmp_path).lock():
         pass
 
 
 def test_errors_of_the_run_are_not_taken_for_the_lock(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^mine$"), RunFolder(tmp_path).locked():
+    with pytest.raises(ValueError, match=r"^mine$"), RunFolder(tmp_path).lock():
         raise ValueError("mine")
 
 
 def test_a_subfolder_is_locked_on_its_own(tmp_path: Path) -> None:
     """`mcore-rl eval` and `pairs` write to subfolders, and may run beside a training run."""
-    with RunFolder(tmp_path).locked(), RunFolder(tmp_path / "eval").locked():
+    with RunFolder(tmp_path).lock(), RunFolder(tmp_path / "eval").lock():
         pass
 
 

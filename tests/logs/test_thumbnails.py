@@ -26,11 +26,11 @@ def test_an_image_is_written_once_and_small(tmp_path: Path, mode: str) -> None:
     kind = "JPEG" if mode == "CMYK" else "PNG"
     image = replace(prompt_image(600, 300), data=encode(noise(600, 300, mode), kind))
     thumbnails = Thumbnails(tmp_path)
-    path = tmp_path / thumbnails.path(image)
+    path = tmp_path / thumbnails.save(image)
     with Image.open(path) as written:
         assert written.size == (SIDE, SIDE // 2)
     path.write_bytes(b"as it was")
-    assert tmp_path / thumbnails.path(image) == path
+    assert tmp_path / thumbnails.save(image) == path
     assert path.read_bytes() == b"as it was"
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from mcore_rl.logs.timer import PhaseTimer
+from mcore_rl.logs.logger import PhaseTimer
 
 
 def test_seconds_of_a_phase_add_up_and_survive_an_error() -> None:

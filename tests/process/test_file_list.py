@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.process import file_list
-from mcore_rl.process.file_list import MANIFEST, find_fault, listable_files, read_json
+from mcore_rl.process.file_list import MANIFEST, find_fault, list_files, read_json
 
 
 def write_list(folder: Path, sizes: dict[str, int]) -> None:
@@ -37,7 +37,7 @@ def test_a_damaged_list_is_a_fault(tmp_path: Path, text: str) -> None:
 def test_hidden_and_temporary_files_are_not_listed(tmp_path: Path) -> None:
     for name in (".metadata", ".hidden", "a", "a.part", MANIFEST):
         (tmp_path / name).touch()
-    assert list(listable_files(tmp_path)) == [".metadata", "a"]
+    assert list(list_files(tmp_path)) == [".metadata", "a"]
 
 
 def test_json_that_is_too_large_is_not_read(

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.process.file_lock import LockedError, holding_lock
+from mcore_rl.process.file_lock import LockedError, hold_lock
 
 HOLDER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from mcore_rl.process.file_lock import holding_lock
+from mcore_rl.process.file_lock import hold_lock
 
-with holding_lock(Path(sys.argv[1])):
+with hold_lock(Path(sys.argv[1])):
     if sys.argv[2] == "fork":
         if os.fork() == 0:  # the child tells that it runs, and so that its copy is closed
             print(os.getpid(), flush=True)
@@ -32,12 +32,12 @@ with holding_lock(Path(sys.argv[1])):
 
 def test_one_holder_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "run.lock"
-    with holding_lock(path):
-        with pytest.raises(LockedError, match=f"process {os.getpid()} on "), holding_lock(path):
+    with hold_lock(path):
+        with pytest.raises(LockedError, match=f"process {os.getpid()} on "), hold_lock(path):
             pass
-        with pytest.raises(LockedError), holding_lock(path):  # the refused one let go of nothing
+        with pytest.raises(LockedError), hold_lock(path):  # the refused one let go of nothing
             pass
-    with holding_lock(path):
+    with hold_lock(path):
         pass
 
 
@@ -52,12 +52,12 @@ def test_an_orphan_of_a_killed_holder_does_not_keep_the_lock(kind: str, tmp_path
     assert holder.stdout is not None
     child = int(holder.stdout.readline())
     try:
-        with pytest.raises(LockedError, match=f"process {holder.pid} on "), holding_lock(path):
+        with pytest.raises(LockedError, match=f"process {holder.pid} on "), hold_lock(path):
             pass
         holder.kill()
         holder.wait()
         os.kill(child, 0)  # it is alive
-        with holding_lock(path):
+        with hold_lock(path):
             pass
     finally:
         holder.kill()
@@ -70,11 +70,11 @@ def _exit() -> None:
 
 def test_a_forked_child_that_ends_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
     path = tmp_path / "run.lock"
-    with holding_lock(path):
+    with hold_lock(path):
         child = multiprocessing.get_context("fork").Process(target=_exit)
         child.start()
         child.join()
-        with pytest.raises(LockedError), holding_lock(path):
+        with pytest.raises(LockedError), hold_lock(path):
             pass
 
 
@@ -85,23 +85,23 @@ def test_a_filesystem_without_locks_is_reported(
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with holding_lock(tmp_path / "run.lock"):
+    with hold_lock(tmp_path / "run.lock"):
         pass
     assert "cannot be locked (Operation not supported)" in capsys.readouterr().err
 
 
 def test_a_lock_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with holding_lock(path):
+    with hold_lock(path):
         began = time.monotonic()
-        with pytest.raises(LockedError), holding_lock(path, wait_s=0.3):
+        with pytest.raises(LockedError), hold_lock(path, wait_s=0.3):
             pass
         assert time.monotonic() - began > 0.3
-    first = holding_lock(path)
+    first = hold_lock(path)
     first.__enter__()
     timer = threading.Timer(0.3, first.__exit__, (None, None, None))
     timer.start()
-    with holding_lock(path, wait_s=30.0):
+    with hold_lock(path, wait_s=30.0):
         assert time.monotonic() - began < 30
     timer.join()
 
@@ -112,7 +112,7 @@ def test_a_link_is_refused_and_its_file_left_alone(tmp_path: Path) -> None:
     (tmp_path / "run.lock").symlink_to(precious)
     with (
         pytest.raises(ValueError, match=r"run\.lock is a link, and a lock must be a file: remove"),
-        holding_lock(tmp_path / "run.lock"),
+        hold_lock(tmp_path / "run.lock"),
     ):
         pass
     assert precious.read_text() == "data"
@@ -122,7 +122,7 @@ def test_a_link_is_refused_and_its_file_left_alone(tmp_path: Path) -> None:
 def test_umask_decides_who_may_take_the_lock(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        with holding_lock(tmp_path / "lock"):
+        with hold_lock(tmp_path / "lock"):
             pass
     finally:
         os.umask(before)

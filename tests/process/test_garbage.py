@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from mcore_rl.process.gc_pause import collections_paused
+from mcore_rl.process.gc_pause import pause_collections
 
 
 def collections_of(num_objects: int) -> int:
@@ -16,15 +16,15 @@ def collections_of(num_objects: int) -> int:
 
 
 def test_objects_made_in_the_block_cause_no_collection() -> None:
-    with collections_paused():
+    with pause_collections():
         assert collections_of(100_000) == 0
     assert gc.isenabled()
     assert collections_of(100_000) > 0
 
 
 def test_collections_go_on_after_an_error_and_after_the_outermost_block() -> None:
-    with pytest.raises(ValueError, match="inside"), collections_paused():
-        with collections_paused():
+    with pytest.raises(ValueError, match="inside"), pause_collections():
+        with pause_collections():
             pass
         assert not gc.isenabled()
         raise ValueError("inside")

@@ -13,7 +13,7 @@ from datetime import timedelta
 import psutil
 import torch
 import torch.distributed as dist
-from mcore_rl.process.meeting_store import bind_meetings_to_their_host, make_meeting_store
+from mcore_rl.process.network import bind_meetings_to_their_host, make_meeting_store
 from mcore_rl.process.network import stay_on_loopback
 
 kind, rank, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

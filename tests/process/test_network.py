@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.process.network import (
+    find_loopback_interfaces,
     is_loopback,
-    loopback_interfaces,
     refuse_open_door,
+    restrict_zmq_peers,
     stay_on_loopback,
     url_of,
-    zmq_peers,
 )
 
 
@@ -36,7 +36,7 @@ def test_loopback_is_what_only_this_machine_reaches(host: str, expected: bool) -
 def test_collectives_stay_on_the_loopback_interface_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    [name] = set(loopback_interfaces().values())
+    [name] = set(find_loopback_interfaces().values())
     assert Path("/sys/class/net", name).exists()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
@@ -49,13 +49,13 @@ def test_collectives_stay_on_the_loopback_interface_unless_told_otherwise(
 
 def test_zmq_sockets_of_an_engine_take_messages_of_its_machines_only() -> None:
     allowed = "SGLANG_ZMQ_ALLOWED_PEERS"
-    assert zmq_peers("127.0.0.1", ()) == {allowed: "127.0.0.1"}
-    assert zmq_peers("10.0.0.2", ("10.0.0.1", "10.0.0.2")) == {
+    assert restrict_zmq_peers("127.0.0.1", ()) == {allowed: "127.0.0.1"}
+    assert restrict_zmq_peers("10.0.0.2", ("10.0.0.1", "10.0.0.2")) == {
         allowed: "10.0.0.1,10.0.0.2,127.0.0.1",
         "SGLANG_ZMQ_SOURCE_IP": "10.0.0.2",
     }
-    assert zmq_peers("127.0.0.1", ("127.0.0.1", "127.0.0.1")) == {allowed: "127.0.0.1"}
-    assert zmq_peers("node3", ()) == {}
+    assert restrict_zmq_peers("127.0.0.1", ("127.0.0.1", "127.0.0.1")) == {allowed: "127.0.0.1"}
+    assert restrict_zmq_peers("node3", ()) == {}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.utils.cpp_extension import get_default_build_root
 
-from mcore_rl.process.folders import INDUCTOR, compile_caches, make_own_folder
+from mcore_rl.process.folders import INDUCTOR, find_compile_caches, make_own_folder
 
 MODES = {"open": 0o777, "group's": 0o770}
 DEFAULTS = {
@@ -68,25 +68,25 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_compiled_code_is_kept_per_user(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = home.parent / f"mcore_rl_inductor_{os.getuid()}"
-    assert compile_caches() == {INDUCTOR: str(expected)}
+    assert find_compile_caches() == {INDUCTOR: str(expected)}
     for folder in (expected, *(home / below for below in DEFAULTS.values())):
         assert folder.stat().st_mode & 0o777 == 0o700
     monkeypatch.setenv(INDUCTOR, "/mine")
-    assert compile_caches() == {}
+    assert find_compile_caches() == {}
 
 
 @pytest.mark.parametrize("variable", DEFAULTS)
 def test_a_cache_that_others_write_to_is_replaced(
     home: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    compile_caches()
+    find_compile_caches()
     (home / DEFAULTS[variable]).chmod(0o777)
-    replaced = compile_caches()
+    replaced = find_compile_caches()
     assert set(replaced) == {INDUCTOR, variable}
     folder = Path(replaced[variable])
     assert folder.stat().st_mode & 0o777 == 0o700 and not folder.is_relative_to(home)
     monkeypatch.setenv(variable, "/mine")
-    assert set(compile_caches()) == {INDUCTOR}
+    assert set(find_compile_caches()) == {INDUCTOR}
 
 
 def test_the_caches_lie_where_their_compilers_put_them(home: Path) -> None:

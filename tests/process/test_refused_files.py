@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.process.refused_files import check_readable, explain_refusal, is_refused
+from mcore_rl.process.disk import check_readable, explain_refusal, is_refused
 from tests.support.ordinary_user import NOBODY
 from tests.support.policy import ROOT
 
@@ -16,7 +16,7 @@ USER = getpass.getuser()
 READ = """
 import os, sys
 from pathlib import Path
-from mcore_rl.process.refused_files import check_readable, explain_refusal
+from mcore_rl.process.disk import check_readable, explain_refusal
 os.chdir(sys.argv[1])  # below a folder that others may not enter
 if os.getuid() == 0:
     os.setgid(65534)

@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from mcore_rl.process.log_files import ROTATE_BYTES, find_segments, rotating_logs
+from mcore_rl.process.log_files import ROTATE_BYTES, find_segments, rotate_logs
 
 WRITER = """
 import os, subprocess, sys, time
@@ -51,7 +51,7 @@ def run_writer(log: Path, who: str, num_lines: int = NUM_LINES) -> list[str]:
 
 def test_no_line_is_lost_while_a_log_is_rotated(tmp_path: Path) -> None:
     log = tmp_path / "rank.log"
-    with rotating_logs(2000):
+    with rotate_logs(2000):
         lines = run_writer(log, "parent")
     assert ROTATE_BYTES not in os.environ
     ends = dict(line.split(" ends ") for line in lines if " ends " in line)
@@ -76,6 +76,6 @@ def test_nothing_is_rotated_unless_asked_for(tmp_path: Path) -> None:
         if rotate_bytes is None:
             run_writer(log, "parent", 20)
         else:
-            with rotating_logs(rotate_bytes):
+            with rotate_logs(rotate_bytes):
                 run_writer(log, "parent", 20)
         assert find_segments(log) == []

@@ -7,8 +7,8 @@ from mcore_rl.process.server_keys import (
     SANDBOX_URL,
     SEARCH_URL,
     publish,
-    sandbox_url,
-    search_url,
+    read_sandbox_url,
+    read_search_url,
     split_key,
     withdraw,
 )
@@ -21,15 +21,15 @@ URLS = {
 
 def test_addresses_are_there_until_they_are_withdrawn() -> None:
     publish(URLS)
-    assert (sandbox_url(), search_url()) == tuple(URLS.values())
-    code = "from mcore_rl.process.server_keys import search_url; print(search_url())"
+    assert (read_sandbox_url(), read_search_url()) == tuple(URLS.values())
+    code = "from mcore_rl.process.server_keys import read_search_url; print(read_search_url())"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == URLS[SEARCH_URL]
     publish({SEARCH_URL: "http://127.0.0.1:3/retrieve"})
     withdraw(URLS)
-    assert (sandbox_url(), search_url()) == ("", "http://127.0.0.1:3/retrieve")
+    assert (read_sandbox_url(), read_search_url()) == ("", "http://127.0.0.1:3/retrieve")
     withdraw({SEARCH_URL: "http://127.0.0.1:3/retrieve"})
-    assert search_url() == ""
+    assert read_search_url() == ""
 
 
 def test_a_key_is_taken_out_of_an_address() -> None:

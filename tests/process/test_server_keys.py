@@ -11,7 +11,7 @@ from mcore_rl.process.server_keys import (
     ServerKeys,
     admin_headers,
     bearer,
-    passed_to_child,
+    pass_to_child,
     read_key_file,
     user_headers,
 )
@@ -67,7 +67,7 @@ def test_clients_send_the_key_of_their_kind_of_call() -> None:
 def test_a_child_gets_the_keys_once_and_nothing_else_does() -> None:
     keys = ServerKeys.make()
     before = os.listdir("/proc/self/fd")
-    with passed_to_child(keys) as fd:
+    with pass_to_child(keys) as fd:
         assert fd is not None
         child = subprocess.run(
             [sys.executable, "-c", CHILD, str(fd)],
@@ -78,7 +78,7 @@ def test_a_child_gets_the_keys_once_and_nothing_else_does() -> None:
         )
     assert child.stdout.split() == [keys.user, keys.admin, "False"], child.stderr
     assert os.listdir("/proc/self/fd") == before
-    with passed_to_child(None) as fd:
+    with pass_to_child(None) as fd:
         assert fd is None
 
 

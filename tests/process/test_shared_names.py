@@ -7,14 +7,14 @@ import sys
 import time
 from pathlib import Path
 
-from mcore_rl.process import shared_names
+from mcore_rl.process import process_state
 
 CODE = f"""
 import multiprocessing, sys, time
 from multiprocessing.shared_memory import SharedMemory
 
 if __name__ == "__main__":
-    from {shared_names.__name__} import start_resource_tracker
+    from {process_state.__name__} import start_resource_tracker
 
     if sys.argv[1] == "started":
         start_resource_tracker()

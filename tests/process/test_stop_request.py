@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mcore_rl.process.signals import SIGNAL, stop_requested, watch_for_stop_requests
+from mcore_rl.process.signals import SIGNAL, is_stop_requested, watch_for_stop_requests
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +19,8 @@ def handler() -> Iterator[None]:
 
 def test_a_signal_is_noted_until_a_new_watch_begins() -> None:
     watch_for_stop_requests()
-    assert not stop_requested()
+    assert not is_stop_requested()
     os.kill(os.getpid(), SIGNAL)
-    assert stop_requested()
+    assert is_stop_requested()
     watch_for_stop_requests()
-    assert not stop_requested()
+    assert not is_stop_requested()

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from mcore_rl.process.event_loop import at_once
+from mcore_rl.process.event_loop import run_both
 
 
 def test_both_run_at_the_same_time() -> None:
@@ -14,7 +14,7 @@ def test_both_run_at_the_same_time() -> None:
         barrier.wait(20)  # breaks unless the other function runs meanwhile
         return value
 
-    assert at_once(lambda: meet("a"), lambda: meet("b")) == ("a", "b")
+    assert run_both(lambda: meet("a"), lambda: meet("b")) == ("a", "b")
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3)])
@@ -23,12 +23,12 @@ def test_the_error_of_the_second_is_raised(error: BaseException) -> None:
         raise error
 
     with pytest.raises(type(error)) as caught:
-        at_once(lambda: 1, fail)
+        run_both(lambda: 1, fail)
     assert caught.value is error
 
 
 def test_an_error_of_the_first_does_not_wait_for_the_second() -> None:
     release = threading.Event()
     with pytest.raises(ZeroDivisionError):
-        at_once(lambda: 1 // 0, lambda: release.wait(20))
+        run_both(lambda: 1 // 0, lambda: release.wait(20))
     release.set()

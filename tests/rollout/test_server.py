@@ -84,4 +84,4 @@ def test_a_spawned_process_of_the_server_binds_its_meetings_to_one_address() -> 
     spawned = subprocess.run(
         [sys.executable, "-c", SPAWNED], capture_output=True, text=True, timeout=120
     )
-    assert spawned.stdout.strip() == "mcore_rl.process.meeting_store", spawned.stderr
+    assert spawned.stdout.strip() == "mcore_rl.process.network", spawned.stderr

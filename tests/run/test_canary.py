@@ -62,8 +62,8 @@ def test_rounding_is_learned_anew_with_another_sglang(
 ) -> None:
     folder = RunFolder(tmp_path)
     learn(folder)
-    newer = {**versions.installed_versions(), "sglang": "99.0"}
-    monkeypatch.setattr(canary, "installed_versions", lambda names: newer)
+    newer = {**versions.find_versions(), "sglang": "99.0"}
+    monkeypatch.setattr(canary, "find_versions", lambda names: newer)
     assert make_canary_tolerance(Config(), folder, GPU).limits == {}
 
 

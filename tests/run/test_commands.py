@@ -29,7 +29,7 @@ def test_a_folder_in_use_is_refused(command: str, subfolder: str, tmp_path: Path
     policy = ModelFacts.read(config.model.path)
     folder = tmp_path / subfolder
     with (
-        RunFolder(folder).locked(),
+        RunFolder(folder).lock(),
         pytest.raises(ValueError, match=rf"^the run folder {folder} is in use by process \d+ on "),
         _run(config, policy, command),
     ):

@@ -14,7 +14,7 @@ from tests.support.checkpoint_folders import flip_byte, write_checkpoint
 def make_folder(root: Path, steps: tuple[int, ...], has_critic: bool = False) -> RunFolder:
     folder = RunFolder(root, has_critic=has_critic)
     for step in steps:
-        for part in folder.parts_of(step):
+        for part in folder.list_parts(step):
             write_checkpoint(part)
     return folder
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.process.file_lock import holding_lock
+from mcore_rl.process.file_lock import hold_lock
 
 WAIT_S = 600.0
 
@@ -20,7 +20,7 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     base = factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder, done = shared / name, shared / f"{name}.done"
-    with holding_lock(shared / f"{name}.lock", WAIT_S):
+    with hold_lock(shared / f"{name}.lock", WAIT_S):
         if not done.exists():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()

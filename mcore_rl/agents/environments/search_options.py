@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.agents.environments.search_rewards import SCORES
-from mcore_rl.process.server_keys import read_secret, search_url, split_key
+from mcore_rl.process.server_keys import read_search_url, read_secret, split_key
 from mcore_rl.services.search.client import SearchClient
 from mcore_rl.services.search.passages import Hit, title_and_text
 
@@ -42,7 +42,7 @@ class SearchOptions:
 
     def client(self) -> SearchClient:
         """Return the client of the server; ValueError if none is named, or its key is not there."""
-        url = self.url or search_url()
+        url = self.url or read_search_url()
         if not url:
             raise ValueError(
                 "url is empty, and the run starts no search server: give the /retrieve of one that"

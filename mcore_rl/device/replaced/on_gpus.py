@@ -162,7 +162,7 @@ ENGINES: tuple[Patch, ...] = (
 
 EVERYWHERE: tuple[Patch, ...] = (
     Patch(
-        "mcore_rl.process.meeting_store:bind_meetings_to_their_host",
+        "mcore_rl.process.network:bind_meetings_to_their_host",
         ("torch.distributed.rendezvous._create_c10d_store",),
         by="the store at which torch's `tcp://` groups meet by one that listens at its own address"
         " only",
@@ -173,7 +173,7 @@ EVERYWHERE: tuple[Patch, ...] = (
         test="tests/process/test_meeting_store.py::test_ranks_meet_and_listen_on_loopback_only",
     ),
     Patch(
-        "mcore_rl.process.shared_names:start_resource_tracker",
+        "mcore_rl.process.process_state:start_resource_tracker",
         (
             "multiprocessing.resource_tracker._resource_tracker._fd",
             "multiprocessing.resource_tracker._resource_tracker._pid",

@@ -127,4 +127,4 @@ def server_of(url: str) -> str:
 
     url   the server that the recipe names; empty: the one that the run has started, if it has
     """
-    return url or server_keys.sandbox_url()
+    return url or server_keys.read_sandbox_url()

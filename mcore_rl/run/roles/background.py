@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, Self
 
-from mcore_rl.logs.episode_log import ABORTED, DROPPED_STALE, EpisodeLog, reasons_of
+from mcore_rl.logs.episode_log import ABORTED, DROPPED_STALE, EpisodeLog, list_reasons
 from mcore_rl.loops.roles import ScoreLater, Watched
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.rollout.sampling_client import SamplingClient, SamplingSession
@@ -175,7 +175,7 @@ class BackgroundSampler:
             scores = scores.with_baselines(baselines)
         self._stats.note(samples, scores)
         if self._stats.is_replaced(scores, self._options):
-            self._buffer.remove(group, reasons_of(samples))
+            self._buffer.remove(group, list_reasons(samples))
             self._prompts.end([group.position])
         elif self._client.is_lost(samples[0]):  # since they were scored
             self._lose(group)
@@ -192,7 +192,7 @@ class BackgroundSampler:
             samples = await self._session.generate([group.prompt], num_samples, sampling)
             if self._options.with_greedy:
                 greedy_sampling = make_sampling(self._rollout, greedy=True, seed=seed)
-                with self._episodes.recording([group.prompt], 1, greedy=True) as greedy:
+                with self._episodes.record([group.prompt], 1, greedy=True) as greedy:
                     greedy += await self._session.generate([group.prompt], 1, greedy_sampling)
         finally:
             self._num_sampling -= 1

@@ -58,7 +58,7 @@ class EngineGenerator:
         """See roles.Generator."""
         config = self._evaluation if for_eval else self._config
         sampling = make_sampling(config, greedy=greedy, seed=seed)
-        with self._episodes.recording(prompts, num_samples, greedy=greedy) as samples:
+        with self._episodes.record(prompts, num_samples, greedy=greedy) as samples:
             samples += self._watched(self._generate(prompts, num_samples, sampling))
         return samples
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from mcore_rl.config import RolloutConfig
-from mcore_rl.logs.episode_log import ABORTED, EpisodeLog, reasons_of
+from mcore_rl.logs.episode_log import ABORTED, EpisodeLog, list_reasons
 from mcore_rl.run.roles.finished_groups import InOrder, OldestFirst, SampleGroup
 from mcore_rl.types import AnySample, Prompt, WeightVersion
 from mcore_rl.types.scores import Scores
@@ -119,7 +119,7 @@ class GroupBuffer:
     def close(self) -> None:
         """Log why the samples of finished groups ended, which no step takes any more."""
         for group in self.finished():
-            self.remove(group, reasons_of(group.samples))
+            self.remove(group, list_reasons(group.samples))
 
     def finished(self) -> list[SampleGroup]:
         return [group for group in self._groups if group.is_finished]
@@ -145,7 +145,7 @@ class GroupBuffer:
         chosen = self._order.take(self._per_step)
         for group in chosen:
             self._forget(group)
-            self._log.end(group.number, reasons_of(group.samples))
+            self._log.end(group.number, list_reasons(group.samples))
         self._num_taken += len(chosen)
         return chosen
 

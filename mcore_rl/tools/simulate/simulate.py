@@ -21,7 +21,7 @@ from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import Config
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
-from mcore_rl.process.clock import replaced_clock
+from mcore_rl.process.clock import replace_clock
 from mcore_rl.process.disk import write_whole
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.failures import RunLostError
@@ -190,7 +190,7 @@ def simulate(config: Config, costs: RecipeCosts) -> SimulationResult:
     log = StepLog()
     totals = _Totals()
     try:
-        with replaced_clock(loop.time), tempfile.TemporaryDirectory() as folder:
+        with replace_clock(loop.time), tempfile.TemporaryDirectory() as folder:
             stream = _run_to_end(config, costs, clock, log, totals, timeline, RunFolder(folder))
     finally:
         loop.close()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from zlib_ng import zlib_ng
 
-from mcore_rl.process.file_list import MANIFEST, is_inside, listable_files, read_json
+from mcore_rl.process.file_list import MANIFEST, is_inside, list_files, read_json
 
 ALGORITHM = "crc32"
 _READ_BYTES = 4 << 20
@@ -158,5 +158,5 @@ def sum_small_files(folder: Path, known: Iterable[str]) -> dict[str, FileSums]:
     These are the configuration, the tokenizer and other metadata.
     """
     skipped = set(known)
-    names = (name for name in listable_files(folder) if name not in skipped)
+    names = (name for name in list_files(folder) if name not in skipped)
     return {name: sum_file(folder / name) for name in names}

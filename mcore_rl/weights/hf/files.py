@@ -17,8 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mcore_rl.process.disk import force_to_disk
-from mcore_rl.process.refused_files import check_readable
+from mcore_rl.process.disk import check_readable, force_to_disk
 from mcore_rl.weights.box import Box, Shard, contiguous_strides, itemsize
 from mcore_rl.weights.finite import count_not_finite
 from mcore_rl.weights.hf.checksums import (

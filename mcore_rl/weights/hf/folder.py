@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.process.file_list import listable_files, read_json
+from mcore_rl.process.file_list import list_files, read_json
 from mcore_rl.weights.hf.config import without_absent_mtp
 from mcore_rl.weights.hf.nested import without_text_settings
 from mcore_rl.weights.models.table import HfConfig
@@ -110,7 +110,7 @@ def side_files(source: Path) -> tuple[list[str], list[str]]:
     """
     kept: list[str] = []
     left: list[str] = []
-    for name in listable_files(source):
+    for name in list_files(source):
         if name != "config.json":
             (left if _is_weights(source, name) else kept).append(name)
     return kept, left

@@ -12,7 +12,7 @@ from mcore_rl.agents.environments import worker
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.worker_process import make_import_folder
-from mcore_rl.process.log_files import find_segments, rotating_logs
+from mcore_rl.process.log_files import find_segments, rotate_logs
 from tests.agents.environments import episodes
 
 WHAT_IT_IMPORTS = """
@@ -61,7 +61,7 @@ def test_the_log_of_a_worker_is_rotated(tmp_path):
                 while not find_segments(log):
                     await asyncio.sleep(0.1)
 
-    with rotating_logs(4000):
+    with rotate_logs(4000):
         asyncio.run(run())
     assert "x" * 5000 in find_segments(log)[0].read_text()
 

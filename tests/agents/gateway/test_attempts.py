@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rl.agents.gateway.attempts import Attempt, Attempts, Mark, Rendered, read_mark
 from mcore_rl.agents.gateway.errors import BadRequest
-from mcore_rl.process.clock import now_s, replaced_clock
+from mcore_rl.process.clock import now_s, replace_clock
 
 SAME = Mark(b"same")
 MARKED = Mark(b"same", is_retry=True)
@@ -48,7 +48,7 @@ def claimed(kept, mark, window_s=10.0, later_s=0.0):
         for attempt, (_, _, is_delivered) in zip(made, kept, strict=True):
             attempt.is_delivered = is_delivered
         started_s = now_s()
-        with replaced_clock(lambda: started_s + later_s):
+        with replace_clock(lambda: started_s + later_s):
             found = attempts.claim(mark, here)
         for task in attempts.cancel():
             await asyncio.wait([task])

@@ -16,7 +16,7 @@ import torch
 from mcore_rl.batches.batch import with_loss_weights
 from mcore_rl.config import CheckpointConfig, ParallelConfig, TrainConfig
 from mcore_rl.logs.run_folder import RunFolder
-from mcore_rl.process.event_loop import EventLoop, at_once
+from mcore_rl.process.event_loop import EventLoop, run_both
 from mcore_rl.run.roles.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.types import Images, LogprobOptions, StepStats, TokenScores, TrainBatch
 from mcore_rl.weights.hf.facts import ModelFacts
@@ -275,7 +275,7 @@ def test_the_critic_sees_the_images_of_its_sequences(tmp_path: Path) -> None:
 
 def test_two_calls_run_at_once_and_either_may_fail() -> None:
     meet = threading.Barrier(2, timeout=10)
-    assert at_once(lambda: meet.wait() >= 0, lambda: meet.wait() >= 0) == (True, True)
+    assert run_both(lambda: meet.wait() >= 0, lambda: meet.wait() >= 0) == (True, True)
     for calls in ((lambda: 1 / 0, lambda: 1), (lambda: 1, lambda: 1 / 0)):
         with pytest.raises(ZeroDivisionError):
-            at_once(*calls)
+            run_both(*calls)

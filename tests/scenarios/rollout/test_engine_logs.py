@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.process.log_files import find_segments, rotating_logs
+from mcore_rl.process.log_files import find_segments, rotate_logs
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from tests.scenarios.rollout.test_native_forward import generate, save_model
@@ -30,7 +30,7 @@ def test_server_and_scheduler_turn_to_the_newest_log(tmp_path: Path) -> None:
     save_model("qwen3", tmp_path / "model")
     log = tmp_path / "engine.log"
     with (
-        rotating_logs(2000),
+        rotate_logs(2000),
         EngineProcess(EngineSpec(str(tmp_path / "model"), str(log))) as engine,
     ):
         deadline_s = time.monotonic() + DEADLINE_S

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.process.file_lock import holding_lock
+from mcore_rl.process.file_lock import hold_lock
 from mcore_rl.services.search.build import build_index
 from mcore_rl.services.search.index import PassageIndex, verify
 from mcore_rl.services.search.layout import IndexOptions
@@ -110,7 +110,7 @@ def test_other_options_and_a_second_build_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds an index of other options"):
         build_index(corpus, tmp_path / "index", IndexOptions(11), None)
     with (
-        holding_lock(tmp_path / "index" / "build.lock"),
+        hold_lock(tmp_path / "index" / "build.lock"),
         pytest.raises(ValueError, match="another build writes it"),
     ):
         build_index(corpus, tmp_path / "index", SMALL, None)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
+from mcore_rl.process.disk import explain_refusal
 from mcore_rl.process.errors import describe_error
-from mcore_rl.process.refused_files import explain_refusal
 from mcore_rl.tools.doctor.machine.finding import Finding, failed
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 

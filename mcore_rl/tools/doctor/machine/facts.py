@@ -19,7 +19,7 @@ import psutil
 from mcore_rl import __version__
 from mcore_rl.device import inventory
 from mcore_rl.device.environment import AGREED, differences, select_forwarded
-from mcore_rl.process.versions import installed_versions
+from mcore_rl.process.versions import find_versions
 from mcore_rl.tools.doctor.machine.finding import Finding, failed, ok, warning
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 from mcore_rl.tools.doctor.machine.places import NodePlace
@@ -172,7 +172,7 @@ def gather_facts(place: NodePlace, needs: MachineNeeds) -> NodeFacts:
         except inventory.NoAnswerError:
             gpus = []  # the machine's own check says why
     versions = {"python": platform.python_version(), "mcore_rl": __version__}
-    versions |= installed_versions()
+    versions |= find_versions()
     versions |= {"cuda of torch": inventory.cuda_of_torch(), "NCCL": inventory.nccl_version()}
     if gpus:
         versions["driver"] = gpus[0].driver

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.device.inventory import has_driver
-from mcore_rl.process.file_lock import LockedError, holding_lock
+from mcore_rl.process.file_lock import LockedError, hold_lock
 from mcore_rl.tools.doctor.machine.clock import TimeSample
 from mcore_rl.tools.doctor.machine.finding import Finding, failed, ok, warning
 from mcore_rl.tools.doctor.machine.meeting import Meeting
@@ -104,13 +104,13 @@ def try_lock(meeting: Meeting) -> list[bool]:
     """Have node 0 hold a lock; return by rank whether each other node was refused it meanwhile."""
     path = meeting.folder / "lock"
     if meeting.place.rank == 0:
-        with holding_lock(path):
+        with hold_lock(path):
             meeting.put("locked_0", True)
             return [True, *_refusals(meeting)]
     meeting.take(["locked_0"], "a lock")
     refused = False
     try:
-        with holding_lock(path):
+        with hold_lock(path):
             pass
     except LockedError:
         refused = True

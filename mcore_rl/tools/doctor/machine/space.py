@@ -20,7 +20,7 @@ from pathlib import Path
 
 from mcore_rl.data.tokenization import default_cache_dir
 from mcore_rl.process.disk import describe_filesystem
-from mcore_rl.process.file_lock import LockedError, holding_lock
+from mcore_rl.process.file_lock import LockedError, hold_lock
 from mcore_rl.tools.doctor.machine.clock import LARGE_SKEW_S, SMALL_SKEW_S
 from mcore_rl.tools.doctor.machine.finding import Finding, failed, ok, warning
 from mcore_rl.tools.doctor.machine.model_files import hub_home
@@ -132,7 +132,7 @@ def check_locking(probe: Path) -> Finding:
     path = probe / "lock"
     began_s = time.monotonic()
     try:
-        with holding_lock(path), holding_lock(path):
+        with hold_lock(path), hold_lock(path):
             text = f"two processes can lock one file; {describe_filesystem(probe)}"
             remedy = "two runs in one folder will not notice each other: mount it with flock"
             return warning("lock", text, remedy)

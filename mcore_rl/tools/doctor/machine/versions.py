@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from mcore_rl import __version__
-from mcore_rl.process.versions import CORE, installed_versions
+from mcore_rl.process.versions import CORE, find_versions
 from mcore_rl.tools.doctor.machine.finding import Finding, failed, ok, warning
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 
@@ -50,7 +50,7 @@ def compare_packages(extra: str) -> list[Finding]:
     extra   "gpu" or "cpu": which of the package's extras this machine should have
     """
     pins = _pins(extra)
-    versions = installed_versions([*pins, *CORE])
+    versions = find_versions([*pins, *CORE])
     wrong = [*_against_pins(pins, versions, extra), *_against_each_other(pins, versions, extra)]
     if wrong:
         return wrong
