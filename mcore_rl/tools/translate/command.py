@@ -31,8 +31,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run_translate(args: argparse.Namespace) -> None:
     """Write the recipe, and tell what it does not have. Raises ValueError for wrong input."""
-    from mcore_rl.tools.translate.systems import SYSTEMS
-    from mcore_rl.tools.translate.written import write_recipe
+    from mcore_rl.tools.translate.systems import SYSTEMS, write_recipe
 
     if args.out is not None and args.out.exists():
         raise ValueError(f"--out {args.out}: the file exists; delete it, or name another")

@@ -1,15 +1,73 @@
-"""The systems whose options are translated: how each is read, and what makes a recipe of it."""
+"""The systems whose options are translated: how each is read, and what makes a recipe of it.
 
-from collections.abc import Callable, Mapping, Sequence
+Writes a translation as a recipe in YAML, with what is left to the user at its top.
+"""
+
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import yaml
 
 from mcore_rl.tools.translate.hydra import read_options
-from mcore_rl.tools.translate.nemo_files import read_nemo_rl
-from mcore_rl.tools.translate.nemo_rl import translate_nemo_rl
+from mcore_rl.tools.translate.nemo_rl import read_nemo_rl, translate_nemo_rl
 from mcore_rl.tools.translate.slime import translate_slime
 from mcore_rl.tools.translate.slime_script import read_slime
-from mcore_rl.tools.translate.translation import ForeignOptions, Translation
+from mcore_rl.tools.translate.translation import ForeignOptions, RecipeLine, Translation
 from mcore_rl.tools.translate.verl import translate_verl
+
+WIDTH = 120
+
+
+def write_recipe(translation: Translation, title: str) -> str:
+    """Return the recipe's text; `title` is its first line, as `mcore-rl --help` lists it."""
+    head = [f"# {title}", "#"]
+    for decision in translation.decisions:
+        value = "not given" if decision.value is None else _flow(decision.value)
+        head += _comment(f"To decide: {decision.source} ({value}): {decision.advice}")
+    head += _comment(
+        "Every option that was given is in this file, under `To decide`, or among those that the"
+        " command has listed as unneeded."
+    )
+    head += ["defaults:", "  - schema", "  - _self_"]
+    return "\n".join([*head, *_body(_tree(translation.lines), 0)]) + "\n"
+
+
+def _tree(lines: Sequence[RecipeLine]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for line in lines:
+        *groups, name = line.key.split(".")
+        below = tree
+        for group in groups:
+            below = below.setdefault(group, {})
+        below[name] = line
+    return tree
+
+
+def _body(tree: Mapping[str, Any], depth: int) -> Iterator[str]:
+    indent = "  " * depth
+    for name, value in tree.items():
+        if isinstance(value, RecipeLine):
+            sources = f" # {', '.join(value.sources)}" if value.sources else ""
+            yield f"{indent}{name}: {_flow(value.value)}{sources}"
+        else:
+            yield f"{indent}{name}:"
+            yield from _body(value, depth + 1)
+
+
+def _flow(value: Any) -> str:
+    """Return a value on one line of YAML, a float so that it is read as one again."""
+    if isinstance(value, float):
+        # YAML 1.1 reads 1e-06 as text: it wants a point.
+        mantissa, exponent, power = repr(value).partition("e")
+        return f"{mantissa}{'' if '.' in mantissa else '.0'}{exponent}{power}"
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="#   ")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.tools.translate.nemo_files import read_nemo_rl
+from mcore_rl.tools.translate.nemo_rl import read_nemo_rl
 
 BASE = """
 policy: {tokens: 8, number: 3, product: '${mul:${policy.tokens}, ${policy.number}}'}

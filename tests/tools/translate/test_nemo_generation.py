@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.tools.translate.nemo_generation import GENERATION, SHARES, SIZES
+from mcore_rl.tools.translate.nemo_policy import ENGINE_SIZES, GENERATION, SHARES
 from tests.tools.translate.accounts import decided, values
 from tests.tools.translate.peer_options import nemo
 
@@ -16,9 +16,9 @@ def of(**given: Any) -> dict[str, Any]:
     return values(nemo(**given))
 
 
-@pytest.mark.parametrize("backend", SIZES)
+@pytest.mark.parametrize("backend", ENGINE_SIZES)
 def test_engines_of_each_kind_share_the_trainers_gpus(backend: str) -> None:
-    tp = f"{G}__{SIZES[backend]['tp'].replace('.', '__')}"
+    tp = f"{G}__{ENGINE_SIZES[backend]['tp'].replace('.', '__')}"
     translation = nemo(**CLUSTER, **{f"{G}__backend": backend, tp: 4})
     found = values(translation)
     assert found["rollout.tp"] == 4 and found["rollout.engines"] == 4

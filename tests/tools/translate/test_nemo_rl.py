@@ -7,8 +7,8 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.tools.translate.nemo_rl import OTHER_LOOPS, translate_nemo_rl
+from mcore_rl.tools.translate.systems import write_recipe
 from mcore_rl.tools.translate.translation import ForeignOptions
-from mcore_rl.tools.translate.written import write_recipe
 from tests.tools.translate.accounts import changed, decided, told, values
 from tests.tools.translate.peer_options import CONFIGS, NEMO, nemo, whole_nemo
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.tools.translate.slime_layout import PLACES, first_given, has_critic, trainer_ranks
+from mcore_rl.tools.translate.slime_training import PLACES, first_given, has_critic, trainer_ranks
 from mcore_rl.tools.translate.translation import ForeignOptions
 from tests.tools.translate.accounts import decided, values
 from tests.tools.translate.peer_options import slime

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.config.recipe import load_recipe
+from mcore_rl.tools.translate.systems import write_recipe
 from mcore_rl.tools.translate.translation import ForeignOptions
 from mcore_rl.tools.translate.verl import translate_verl
-from mcore_rl.tools.translate.written import write_recipe
 from tests.agents.environments.foreign import needs_verl
 from tests.tools.translate.accounts import changed, decided, told, values
 from tests.tools.translate.verl_options import KINDS, defaults_of, translate

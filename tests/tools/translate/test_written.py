@@ -2,8 +2,8 @@
 
 import yaml
 
+from mcore_rl.tools.translate.systems import write_recipe
 from mcore_rl.tools.translate.translation import Decision, RecipeLine, Translation
-from mcore_rl.tools.translate.written import write_recipe
 
 
 def test_values_are_read_back_as_they_were() -> None:
