@@ -20,7 +20,7 @@ from mcore_rl.planning.memory import predict_critic, predict_engine, predict_tra
 from mcore_rl.planning.peak_memory import Uses
 from mcore_rl.planning.recipe_models import RecipeModels
 from mcore_rl.planning.sync import predict_sync
-from mcore_rl.tools.simulate.engine_request import EngineSpeed
+from mcore_rl.tools.simulate.kv_cache import EngineSpeed
 from mcore_rl.tools.simulate.machine import GPUS, GpuRates, ReachedShares
 from mcore_rl.tools.simulate.workload import prompt_len_of
 from mcore_rl.weights.box import itemsize

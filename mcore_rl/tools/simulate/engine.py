@@ -15,8 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from mcore_rl.rollout.transport import AbortedError, TransientError
-from mcore_rl.tools.simulate.engine_request import EndedEarlyError, EngineRequest, EngineSpeed
-from mcore_rl.tools.simulate.kv_cache import KvCache
+from mcore_rl.tools.simulate.kv_cache import EndedEarlyError, EngineRequest, EngineSpeed, KvCache
 from mcore_rl.tools.simulate.machine import Alarm, WorkClock
 from mcore_rl.tools.simulate.virtual_loop import VirtualLoop, context_of
 from mcore_rl.types import VersionSpan, WeightVersion

@@ -14,7 +14,7 @@ from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.request import Request, Sampling
 from mcore_rl.rollout.transport import AbortedError
 from mcore_rl.tools.simulate.engine import SimulatedEngine
-from mcore_rl.tools.simulate.engine_request import EndedEarlyError
+from mcore_rl.tools.simulate.kv_cache import EndedEarlyError
 from mcore_rl.tools.simulate.virtual_loop import VirtualLoop, context_of
 from mcore_rl.tools.simulate.workload import Workload
 from mcore_rl.types import Sample, VersionSpan

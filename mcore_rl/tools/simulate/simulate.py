@@ -24,9 +24,8 @@ from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.clock import replace_clock
 from mcore_rl.process.disk import write_whole
 from mcore_rl.tools.simulate.costs import RecipeCosts
-from mcore_rl.tools.simulate.failures import RunLostError
-from mcore_rl.tools.simulate.run import SimulatedRun
-from mcore_rl.tools.simulate.step_log import StepLog
+from mcore_rl.tools.simulate.placement import RunLostError
+from mcore_rl.tools.simulate.run import SimulatedRun, StepLog
 from mcore_rl.tools.simulate.virtual_loop import CONTROLLER, VirtualLoop
 from mcore_rl.tools.simulate.virtual_time import VirtualTime
 from mcore_rl.tools.simulate.workload import SimulatedPrompts, prompt_len_of

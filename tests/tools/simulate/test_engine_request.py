@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.tools.simulate.engine_request import EngineRequest, EngineSpeed
+from mcore_rl.tools.simulate.kv_cache import EngineRequest, EngineSpeed
 from mcore_rl.types import VersionSpan, WeightVersion
 
 NOBODY: Any = None

@@ -4,12 +4,12 @@ from typing import Any, cast
 
 import pytest
 
-from mcore_rl.tools.simulate.engine_request import EngineRequest
 from mcore_rl.tools.simulate.kv_cache import (
     CLIP_NEW_TOKENS,
     FIRST_RATIO,
     LEAST_RATIO,
     SHORT_PROMPT_LEN,
+    EngineRequest,
     KvCache,
 )
 

@@ -16,8 +16,7 @@ from mcore_rl.process.clock import replaced_clock
 from mcore_rl.tools.simulate.command import checked
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.machine import ReachedShares
-from mcore_rl.tools.simulate.run import SimulatedRun
-from mcore_rl.tools.simulate.step_log import StepLog
+from mcore_rl.tools.simulate.run import SimulatedRun, StepLog
 from mcore_rl.tools.simulate.virtual_loop import VirtualLoop
 from mcore_rl.tools.simulate.virtual_time import VirtualTime
 from mcore_rl.tools.simulate.workload import SimulatedPrompts

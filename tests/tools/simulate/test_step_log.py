@@ -1,6 +1,6 @@
 """The log of a simulation accounts for every prompt."""
 
-from mcore_rl.tools.simulate.step_log import StepLog
+from mcore_rl.tools.simulate.run import StepLog
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from mcore_rl.types.scores import Scores
 

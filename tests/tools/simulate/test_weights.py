@@ -7,9 +7,8 @@ import pytest
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.tools.simulate.engine import SimulatedEngine
-from mcore_rl.tools.simulate.engine_request import EngineSpeed
-from mcore_rl.tools.simulate.virtual_loop import VirtualLoop
-from mcore_rl.tools.simulate.weights import (
+from mcore_rl.tools.simulate.kv_cache import EngineSpeed
+from mcore_rl.tools.simulate.ranks import (
     JOIN_S,
     MEET_S,
     TRACE_S,
@@ -18,6 +17,7 @@ from mcore_rl.tools.simulate.weights import (
     SimulatedLinks,
     link_seconds_of,
 )
+from mcore_rl.tools.simulate.virtual_loop import VirtualLoop
 from mcore_rl.types import VersionSpan, WeightVersion
 
 SPEED = EngineSpeed([0.0, 0.01], 0.0, lambda num_tokens: 0.0, 1000)
