@@ -7,7 +7,7 @@ from pathlib import Path
 from mcore_rl.agents.environments.search_rewards import SCORES
 from mcore_rl.process.server_keys import read_search_url, read_secret, split_key
 from mcore_rl.services.search.client import SearchClient
-from mcore_rl.services.search.passages import Hit, title_and_text
+from mcore_rl.services.search.layout import Hit, title_and_text
 
 PASSAGE = "Doc {rank}(Title: {title}) {text}\n"
 """As Search-R1 shows passages, so that its models read what they were trained on."""

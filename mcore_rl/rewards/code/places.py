@@ -17,7 +17,7 @@ from mcore_rl.process.redaction import redact
 from mcore_rl.process.server_keys import bearer, split_key
 from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult
 from mcore_rl.services.sandbox.limits import RunRecord, RunVerdict, SandboxError
-from mcore_rl.services.sandbox.run import run_code
+from mcore_rl.services.sandbox.service import run_code
 from mcore_rl.services.sandbox.wire import write_files
 from mcore_rl.services.search.client import Ask, SearchUnavailableError, ask_json
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO
 
-from mcore_rl.services.sandbox import linux
+from mcore_rl.services.sandbox import isolation
 
 _CHUNK_BYTES = 1 << 20
 _MODE = 0o755
@@ -45,7 +45,7 @@ def unpack(box: str, stream: IO[bytes], owner: int | None) -> None:
         with _folder(box) as box_fd:
             _make_folders(box_fd, os.path.dirname(path), owner)
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
-            file_fd = linux.open_beneath(box_fd, path, flags, _MODE)
+            file_fd = isolation.open_beneath(box_fd, path, flags, _MODE)
         with os.fdopen(file_fd, "wb") as file:
             if not stat.S_ISREG(os.fstat(file_fd).st_mode):
                 raise OSError(errno.EINVAL, "not a file", path)
@@ -57,7 +57,7 @@ def unpack(box: str, stream: IO[bytes], owner: int | None) -> None:
 def _make_folders(box_fd: int, folder: str, owner: int | None) -> None:
     parts = folder.split("/") if folder else []
     for i, name in enumerate(parts):
-        parent = linux.open_beneath(box_fd, "/".join(parts[:i]) or ".", os.O_PATH)
+        parent = isolation.open_beneath(box_fd, "/".join(parts[:i]) or ".", os.O_PATH)
         try:
             os.mkdir(name, _MODE, dir_fd=parent)
             if owner is not None:
@@ -93,7 +93,7 @@ def pack(box: str, paths: Iterable[str] | None, max_bytes: int, stream: IO[bytes
 def _read(box_fd: int, path: str, num_left: int) -> bytes | None:
     """Return a regular file's bytes, at most one more than `num_left`; None if it is none."""
     try:
-        file_fd = linux.open_beneath(box_fd, path, os.O_RDONLY | os.O_NONBLOCK)
+        file_fd = isolation.open_beneath(box_fd, path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:  # absent, a link, or unreadable even for the box's root: there is no such file
         return None
     with os.fdopen(file_fd, "rb") as file:

@@ -61,7 +61,7 @@ def _add_numbers(serve: argparse.ArgumentParser) -> None:
 def _serve(args: argparse.Namespace) -> None:
     with without_collector():
         from mcore_rl.services.sandbox.limits import Limits
-        from mcore_rl.services.sandbox.serve import serve
+        from mcore_rl.services.sandbox.server import serve
         from mcore_rl.services.sandbox.service import SandboxOptions
     limits = Limits(
         wall_s=args.wall_s,

@@ -16,7 +16,7 @@ from mcore_rl.services.sandbox.limits import (
     SandboxError,
     SandboxFull,
 )
-from mcore_rl.services.sandbox.pool import WorkerPool
+from mcore_rl.services.sandbox.worker import WorkerPool
 
 _MAX_PATHS = 256
 _MAX_PATH_LEN = 200

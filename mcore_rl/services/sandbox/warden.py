@@ -12,7 +12,7 @@ import signal
 import socket
 from collections.abc import Callable
 
-from mcore_rl.services.sandbox import linux
+from mcore_rl.services.sandbox import isolation
 from mcore_rl.services.sandbox.first_process import FirstProcess
 from mcore_rl.services.sandbox.isolation import build_root, enter_namespaces
 from mcore_rl.services.sandbox.messages import Message, receive, send, wait_readable
@@ -32,9 +32,9 @@ class Warden:
 
     def prepare(self, options: Message) -> None:
         """Enter the namespaces; OSError says which step this machine refuses."""
-        self._filter = make_filter(linux.MACHINE)
+        self._filter = make_filter(isolation.MACHINE)
         self._joins = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in options["joins"]]
-        linux.join_new_keyring()
+        isolation.join_new_keyring()
         enter_namespaces()
         build_root(options["paths"])
         gc.collect()
@@ -49,7 +49,7 @@ class Warden:
             if received is None:
                 return None
             options, fds = received
-            pid = linux.clone(linux.NEW_PIDS | linux.NEW_MOUNTS)
+            pid = isolation.clone(isolation.NEW_PIDS | isolation.NEW_MOUNTS)
             if pid == 0:
                 os.close(self._held)
                 self._control.close()

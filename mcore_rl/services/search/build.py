@@ -24,15 +24,16 @@ from mcore_rl.services.search.layout import (
     OPTIONS,
     SHARD,
     IndexOptions,
+    Line,
     ShardFacts,
     digest_of,
     file_facts,
+    read_lines,
     shard_folder,
     sync_file,
     sync_folder,
     write_json,
 )
-from mcore_rl.services.search.passages import Line, read_lines
 
 Report = Callable[[int, int], None]
 """Gets the bytes of the corpus that are done, and how many there are."""

@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING
 
 from mcore_rl.process.server_keys import read_key_file
 from mcore_rl.services.search.client import SearchClient
-from mcore_rl.services.search.layout import METHODS, EncoderOptions, IndexOptions, shard_folder
-from mcore_rl.services.search.passages import Hit, title_and_text
+from mcore_rl.services.search.layout import (
+    METHODS,
+    EncoderOptions,
+    Hit,
+    IndexOptions,
+    shard_folder,
+    title_and_text,
+)
 
 if TYPE_CHECKING:
     from mcore_rl.services.search.dense import DenseShards
@@ -200,8 +206,7 @@ def open_retriever(args: argparse.Namespace) -> "Retriever":
 
 
 def _open_web(args: argparse.Namespace) -> "Retriever":
-    from mcore_rl.services.search.replay import Recording
-    from mcore_rl.services.search.web_search import WebOptions, WebSearch
+    from mcore_rl.services.search.replay import Recording, WebOptions, WebSearch
 
     if args.record and args.replay:
         raise ValueError("--record and --replay: give one of them")

@@ -19,12 +19,14 @@ from mcore_rl.services.search.layout import (
     OFFSETS,
     OPTIONS,
     SHARD,
+    Hit,
     IndexOptions,
+    MappedFile,
+    Row,
     ShardFacts,
     digest_of,
     shard_folder,
 )
-from mcore_rl.services.search.passages import Hit, MappedFile, Row
 
 RANK_OFFSET = 60
 """Constant k of reciprocal rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009)."""

@@ -18,11 +18,16 @@ from aiohttp import web
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.network import refuse_open_door, url_of
 from mcore_rl.process.server_keys import is_bearer, parse_json
-from mcore_rl.services.search.client import SearchUnavailableError
+from mcore_rl.services.search.client import (
+    MOST_HITS,
+    RetrieveRequest,
+    SearchUnavailableError,
+    make_response,
+    parse_request,
+)
 from mcore_rl.services.search.index import Retriever
-from mcore_rl.services.search.passages import Hit
+from mcore_rl.services.search.layout import Hit
 from mcore_rl.services.search.replay import MissingRecordingError
-from mcore_rl.services.search.wire import MOST_HITS, RetrieveRequest, make_response, parse_request
 
 _MOST_BODY_BYTES = 4 << 20
 _STOP_S = 3.0

@@ -16,7 +16,7 @@ from mcore_rl.agents.environments.search_options import (
 )
 from mcore_rl.process.server_keys import SEARCH_URL
 from mcore_rl.services.search.client import SearchUnavailableError
-from mcore_rl.services.search.passages import Hit
+from mcore_rl.services.search.layout import Hit
 from tests.services.search.test_client import ANSWER, answering
 
 URL = "http://127.0.0.1:1/retrieve"

@@ -8,7 +8,7 @@ from mcore_rl.services.sandbox.box import FilesRefused
 from mcore_rl.services.sandbox.execution import CodeRequest, check_path, execute, with_wall
 from mcore_rl.services.sandbox.languages import find_languages, readable_paths
 from mcore_rl.services.sandbox.limits import Limits, RunVerdict, SandboxFull
-from mcore_rl.services.sandbox.pool import WorkerPool
+from mcore_rl.services.sandbox.worker import WorkerPool
 
 LANGUAGES = find_languages()
 

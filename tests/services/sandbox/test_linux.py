@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.services.sandbox import linux
+from mcore_rl.services.sandbox import isolation
 
 
 def in_child(work: Callable[[], bool]) -> bool:
@@ -24,8 +24,8 @@ def in_child(work: Callable[[], bool]) -> bool:
 
 def test_rights_are_gone_for_good() -> None:
     def work() -> bool:
-        linux.drop_bounding_rights()
-        linux.drop_rights()
+        isolation.drop_bounding_rights()
+        isolation.drop_rights()
         words = Path("/proc/self/status").read_text().split()
         found = dict(itertools.pairwise(words))
         names = ("CapPrm:", "CapEff:", "CapBnd:", "CapAmb:")
@@ -37,7 +37,7 @@ def test_rights_are_gone_for_good() -> None:
 
 
 def test_a_clone_is_a_fork() -> None:
-    child = linux.clone(0)
+    child = isolation.clone(0)
     if child == 0:
         os._exit(5)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
@@ -45,8 +45,8 @@ def test_a_clone_is_a_fork() -> None:
 
 def test_a_clone_is_the_first_of_new_processes() -> None:
     def work() -> bool:
-        linux.unshare(linux.NEW_USER)
-        child = linux.clone(linux.NEW_PIDS)
+        isolation.unshare(isolation.NEW_USER)
+        child = isolation.clone(isolation.NEW_PIDS)
         if child == 0:
             os._exit(0 if os.getpid() == 1 else 1)
         return os.waitpid(child, 0)[1] == 0
@@ -56,7 +56,7 @@ def test_a_clone_is_the_first_of_new_processes() -> None:
 
 def test_the_keyring_is_new_or_refused() -> None:
     def work() -> bool:
-        linux.join_new_keyring()
+        isolation.join_new_keyring()
         return True
 
     assert in_child(work)
@@ -71,10 +71,10 @@ def test_opening_beneath_a_folder_stays_there(path: str, number: int, tmp_path: 
     (tmp_path / "file").write_text("text")
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
-        with os.fdopen(linux.open_beneath(folder, "file", os.O_RDONLY)) as file:
+        with os.fdopen(isolation.open_beneath(folder, "file", os.O_RDONLY)) as file:
             assert file.read() == "text"
         with pytest.raises(OSError) as caught:
-            linux.open_beneath(folder, path, os.O_RDONLY)
+            isolation.open_beneath(folder, path, os.O_RDONLY)
         assert caught.value.errno == number
     finally:
         os.close(folder)
@@ -82,4 +82,4 @@ def test_opening_beneath_a_folder_stays_there(path: str, number: int, tmp_path: 
 
 def test_a_refused_call_says_which() -> None:
     with pytest.raises(OSError, match="mount /none/such"):
-        linux.mount("none", "/none/such", "tmpfs")
+        isolation.mount("none", "/none/such", "tmpfs")

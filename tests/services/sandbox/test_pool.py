@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rl.services.sandbox.languages import readable_paths
 from mcore_rl.services.sandbox.limits import SandboxError, SandboxFull
-from mcore_rl.services.sandbox.pool import WorkerPool
+from mcore_rl.services.sandbox.worker import WorkerPool
 from tests.support.sandboxes import run, wait_until
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from mcore_rl.services.sandbox.execution import CodeRequest
-from mcore_rl.services.sandbox.run import Limits, Outcome, run_code, run_program
+from mcore_rl.services.sandbox.service import Limits, Outcome, run_code, run_program
 
 LIMITS = Limits(wall_s=8.0, cpu_s=4, memory_mib=256, processes=6, files_mib=4, output_kib=64)
 

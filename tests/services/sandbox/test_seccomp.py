@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.services.sandbox import linux
+from mcore_rl.services.sandbox import isolation
 from mcore_rl.services.sandbox.seccomp import (
     ALLOW,
     ALLOWED,
@@ -120,8 +120,8 @@ def test_the_kernel_takes_the_filter() -> None:
     child = os.fork()
     if child == 0:
         try:
-            linux.drop_rights()
-            install(make_filter(linux.MACHINE))
+            isolation.drop_rights()
+            install(make_filter(isolation.MACHINE))
             os.getpid()
             with socket.socket(socket.AF_UNIX):
                 pass

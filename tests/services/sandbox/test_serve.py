@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.services.sandbox.serve import serve, serving_key
+from mcore_rl.services.sandbox.server import serve, serving_key
 from mcore_rl.services.sandbox.service import SandboxOptions
 
 KEY = "0123456789abcdef"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.services.sandbox import step_process
+from mcore_rl.services.sandbox import first_process
 from mcore_rl.services.sandbox.box import ProgramBox
 from mcore_rl.services.sandbox.languages import readable_paths
 from mcore_rl.services.sandbox.limits import BoxStep, Limits, RunRecord, SandboxError
@@ -106,7 +106,7 @@ def test_a_limit_above_the_machines_is_an_error_of_the_sandbox() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     source = (
         "import resource, sys\nresource.setrlimit(resource.RLIMIT_NOFILE, (50, 50))\n"
-        "from mcore_rl.services.sandbox.run import run_program\nprint(run_program('print(1)'))"
+        "from mcore_rl.services.sandbox.service import run_program\nprint(run_program('print(1)'))"
     )
     done = subprocess.run(
         [sys.executable, "-c", source],
@@ -126,7 +126,7 @@ def test_descriptors_are_placed_whatever_their_numbers_were() -> None:
     if child == 0:
         try:
             first = os.dup2(writer, 1)
-            step_process.place([reader, first, 0, writer])
+            first_process.place([reader, first, 0, writer])
             os.write(3, b"x")
             os._exit(0 if os.read(0, 1) == b"x" else 3)
         finally:

@@ -16,7 +16,7 @@ from tests.support.sandboxes import descendants, make_worker, run, wait_until
 
 CALLER = """
 import sys
-from mcore_rl.services.sandbox.run import Limits, run_program
+from mcore_rl.services.sandbox.service import Limits, run_program
 print("begins", flush=True)
 run_program("import time\\nprint('up', flush=True)\\ntime.sleep(300)", limits=Limits(wall_s=300))
 """

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from mcore_rl.process.network import find_free_port
-from mcore_rl.services.search.passages import Hit
+from mcore_rl.services.search.layout import Hit
 from mcore_rl.services.search.replay import Recording
 from tests.support.policy import ROOT
 

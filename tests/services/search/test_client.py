@@ -11,7 +11,7 @@ import pytest
 
 from mcore_rl.process.network import find_free_port
 from mcore_rl.services.search.client import Ask, SearchClient, SearchUnavailableError, ask_json
-from mcore_rl.services.search.passages import Hit
+from mcore_rl.services.search.layout import Hit
 
 ANSWER = {"result": [[{"document": {"id": 1, "contents": "a\nb"}, "score": 2.0}]]}
 

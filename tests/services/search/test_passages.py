@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.services.search.passages import MappedFile, parse_row, read_lines, title_and_text
+from mcore_rl.services.search.layout import MappedFile, parse_row, read_lines, title_and_text
 from tests.services.search.corpora import write_corpus
 
 

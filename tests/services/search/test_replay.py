@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.services.search.passages import Hit
+from mcore_rl.services.search.layout import Hit
 from mcore_rl.services.search.replay import MissingRecordingError, Recording
 
 HITS = [Hit({"id": "1", "contents": "ä\nb"}, 1.5), Hit({"id": "2", "contents": "c"}, 0.5)]

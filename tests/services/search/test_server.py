@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from mcore_rl.services.search.client import SearchClient, SearchUnavailableError
-from mcore_rl.services.search.passages import Hit
+from mcore_rl.services.search.layout import Hit
 from mcore_rl.services.search.replay import MissingRecordingError
 from mcore_rl.services.search.server import SearchServer, ServerOptions, serve
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.services.search.client import SearchUnavailableError
-from mcore_rl.services.search.replay import MissingRecordingError, Recording
-from mcore_rl.services.search.web_search import WebOptions, WebSearch
+from mcore_rl.services.search.replay import MissingRecordingError, Recording, WebOptions, WebSearch
 from tests.services.search.test_client import answering
 
 SERPER = {

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.services.search.passages import Hit
-from mcore_rl.services.search.wire import MOST_HITS, make_response, parse_request, parse_response
+from mcore_rl.services.search.client import MOST_HITS, make_response, parse_request, parse_response
+from mcore_rl.services.search.layout import Hit
 
 HITS = st.builds(
     Hit,
