@@ -29,11 +29,11 @@ NO_DEADLINE = {
     ("mcore_rl/data/streamed/workers.py", "self._pool.join()"): "its workers were killed",
     ("mcore_rl/cpu/megatron_patches.py", "all_works.wait()"): OF_GROUP,
     ("mcore_rl/device/probes.py", "group.allreduce([values]).wait()"): OF_GROUP,
-    ("mcore_rl/tools/doctor/machine/reach.py", "server.accept()"): "the socket has a time-out",
+    ("mcore_rl/tools/doctor/machine/traffic.py", "server.accept()"): "the socket has a time-out",
     ("mcore_rl/tools/doctor/machine/traffic.py", "work.wait()"): OF_GROUP,
-    ("mcore_rl/tools/doctor/probe_checks.py", "ours.recv()"): ENDED,
-    ("mcore_rl/tools/doctor/stand_in_engine.py", "pipe.recv()"): SERVES,
-    ("mcore_rl/tools/doctor/stand_in_engine.py", "self._pipe.recv()"): ENDED,
+    ("mcore_rl/tools/doctor/megatron_checks.py", "ours.recv()"): ENDED,
+    ("mcore_rl/tools/doctor/step_checks.py", "pipe.recv()"): SERVES,
+    ("mcore_rl/tools/doctor/step_checks.py", "self._pipe.recv()"): ENDED,
     ("mcore_rl/tools/doctor/warm_start.py", "subprocess.run(command, stdin=subprocess.DEVNULL)"): (
         "a training run that the user watches"
     ),

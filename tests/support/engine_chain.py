@@ -10,8 +10,7 @@ import torch
 
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.tools.doctor.sync_ranks import FaultyTransport
-from mcore_rl.tools.doctor.sync_scene import Fault
-from mcore_rl.tools.doctor.toy_engine import FusedEngine, expert_cut, make_tensors
+from mcore_rl.tools.doctor.toy_engine import Fault, FusedEngine, expert_cut, make_tensors
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.link_store import LinkStore
 from mcore_rl.weight_sync.receiver import WeightReceiver

@@ -19,8 +19,14 @@ from aiohttp import web
 
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.tools.doctor.sync_ranks import FaultyTransport
-from mcore_rl.tools.doctor.sync_scene import Fault
-from mcore_rl.tools.doctor.toy_engine import TINY, FusedEngine, ToySizes, expert_cut, make_tensors
+from mcore_rl.tools.doctor.toy_engine import (
+    TINY,
+    Fault,
+    FusedEngine,
+    ToySizes,
+    expert_cut,
+    make_tensors,
+)
 from mcore_rl.weight_sync.controller.engine_control import LOADER
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.receiver import WeightReceiver

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.tools.doctor.sync_ranks import FaultyTransport
-from mcore_rl.tools.doctor.sync_scene import Fault
+from mcore_rl.tools.doctor.toy_engine import Fault
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.sender import WeightSender
 from mcore_rl.weight_sync.transports.choice import make_routed_transport

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mcore_rl.process.command_line import parse_arguments
 from mcore_rl.process.cores import check_threads
-from mcore_rl.tools.doctor.kit_command import add_kit, is_for_kit, run_kit
+from mcore_rl.tools.doctor.gpu_checks import add_kit, is_for_kit, run_kit
 from mcore_rl.tools.doctor.machine.needs import (
     CONTAINER_RUNTIMES,
     MachineNeeds,
@@ -67,7 +67,7 @@ def run_doctor(args: argparse.Namespace) -> None:
 def _check_machines(args: argparse.Namespace) -> None:
     from mcore_rl.tools.doctor.machine.checks import choose_checks, run_checks
     from mcore_rl.tools.doctor.machine.finding import has_failed, print_report
-    from mcore_rl.tools.doctor.machine.places import place_of
+    from mcore_rl.tools.doctor.machine.meeting import place_of
 
     began_s = time.monotonic()
     checks = choose_checks(args.only)

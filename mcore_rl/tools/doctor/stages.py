@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mcore_rl.tools.doctor.check import Check, Stage, full_name
-from mcore_rl.tools.doctor.megatron_checks import MEGATRON
-from mcore_rl.tools.doctor.probe_checks import PROBES
+from mcore_rl.tools.doctor.megatron_checks import MEGATRON, PROBES
 from mcore_rl.tools.doctor.run_checks import RUN
 from mcore_rl.tools.doctor.step_checks import STEP
 from mcore_rl.tools.doctor.sync_checks import SYNC

@@ -16,9 +16,16 @@ from torch import Tensor
 from mcore_rl.config import SyncConfig
 from mcore_rl.device import device, has_cuda, synchronize
 from mcore_rl.tools.doctor.check import Check, Figures, MissedTarget, Stage, expect
-from mcore_rl.tools.doctor.sync_processes import run_scene
-from mcore_rl.tools.doctor.sync_scene import Fault, Scene, SceneOutcome
-from mcore_rl.tools.doctor.toy_engine import ToySizes, column_cut, expert_cut, row_cut
+from mcore_rl.tools.doctor.sync_ranks import run_scene
+from mcore_rl.tools.doctor.toy_engine import (
+    Fault,
+    Scene,
+    SceneOutcome,
+    ToySizes,
+    column_cut,
+    expert_cut,
+    row_cut,
+)
 from mcore_rl.weight_sync.buckets import plan_buckets
 from mcore_rl.weight_sync.placed_bucket import PlacedBucket, holdings
 from mcore_rl.weight_sync.wire import Report

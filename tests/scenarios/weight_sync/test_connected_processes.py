@@ -2,9 +2,8 @@
 
 import pytest
 
-from mcore_rl.tools.doctor.sync_processes import run_scene
-from mcore_rl.tools.doctor.sync_scene import Fault, Scene
-from mcore_rl.tools.doctor.toy_engine import column_cut, expert_cut, row_cut
+from mcore_rl.tools.doctor.sync_ranks import run_scene
+from mcore_rl.tools.doctor.toy_engine import Fault, Scene, column_cut, expert_cut, row_cut
 
 pytestmark = pytest.mark.gloo
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mcore_rl.device.gpu_memory import DeviceStream
-from mcore_rl.tools.doctor.sync_scene import Fault
+from mcore_rl.tools.doctor.toy_engine import Fault
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.transports.choice import (
     MakeTransport,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.run.roles.colocation import EngineMemory
-from mcore_rl.tools.doctor.sync_scene import Fault
+from mcore_rl.tools.doctor.toy_engine import Fault
 from mcore_rl.weight_sync.controller.sync import SyncError
 from tests.support.engine_keys import KEYS
 from tests.support.sync_stage import (

@@ -12,9 +12,8 @@ import torch
 from mcore_rl.device import has_cuda
 from mcore_rl.tools.doctor import sync_checks
 from mcore_rl.tools.doctor.check import Figures
-from mcore_rl.tools.doctor.sync_processes import run_scene
-from mcore_rl.tools.doctor.sync_scene import Fault, Scene, SceneOutcome
-from mcore_rl.tools.doctor.toy_engine import column_cut, row_cut
+from mcore_rl.tools.doctor.sync_ranks import run_scene
+from mcore_rl.tools.doctor.toy_engine import Fault, Scene, SceneOutcome, column_cut, row_cut
 
 TWO_GPUS = pytest.mark.skipif(
     torch.accelerator.device_count() < 2, reason="NCCL takes a GPU per rank"

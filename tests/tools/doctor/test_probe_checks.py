@@ -3,7 +3,7 @@
 import pytest
 
 from mcore_rl.device import has_cuda
-from mcore_rl.tools.doctor.probe_checks import PROBES, memory_saver, nccl_abort, nccl_max_ctas
+from mcore_rl.tools.doctor.megatron_checks import PROBES, memory_saver, nccl_abort, nccl_max_ctas
 
 
 def test_every_probe_needs_a_gpu() -> None:

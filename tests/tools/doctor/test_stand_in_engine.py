@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mcore_rl.tools.doctor.lone_rank import qwen3_moe
-from mcore_rl.tools.doctor.stand_in_engine import StandInEngine, _cut_at_end, load_weights
+from mcore_rl.tools.doctor.step_checks import StandInEngine, _cut_at_end, load_weights
 from mcore_rl.types import Prompt
 
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from mcore_rl.tools.doctor.sync_processes import run_scene
-from mcore_rl.tools.doctor.sync_scene import Scene
-from mcore_rl.tools.doctor.toy_engine import row_cut
+from mcore_rl.tools.doctor.sync_ranks import run_scene
+from mcore_rl.tools.doctor.toy_engine import Scene, row_cut
 
 pytestmark = pytest.mark.gloo
 

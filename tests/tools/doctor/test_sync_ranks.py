@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.tools.doctor.sync_ranks import FaultyTransport
-from mcore_rl.tools.doctor.sync_scene import Fault
+from mcore_rl.tools.doctor.toy_engine import Fault
 
 
 class Kept:

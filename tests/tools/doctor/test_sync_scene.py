@@ -1,7 +1,6 @@
 """Scenes: the route that bytes take, and the reports of those who lived."""
 
-from mcore_rl.tools.doctor.sync_scene import Received, Scene, SceneOutcome
-from mcore_rl.tools.doctor.toy_engine import row_cut
+from mcore_rl.tools.doctor.toy_engine import Received, Scene, SceneOutcome, row_cut
 from mcore_rl.weight_sync.transports.choice import (
     make_gloo_transport,
     make_gpu_pair_transport,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mcore_rl.tools.doctor.sync_scene import Cut
 from mcore_rl.tools.doctor.toy_engine import (
+    Cut,
     FusedEngine,
     ToySizes,
     column_cut,

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from mcore_rl.tools.doctor.sync_scene import Fault
+from mcore_rl.tools.doctor.toy_engine import Fault
 from mcore_rl.weight_sync.controller.strategy import InPlaceSync
 from mcore_rl.weight_sync.controller.sync import SyncController
 from tests.support.thread_engines import open_thread_stage

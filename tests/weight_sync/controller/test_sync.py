@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mcore_rl.tools.doctor.sync_scene import Fault
+from mcore_rl.tools.doctor.toy_engine import Fault
 from mcore_rl.weight_sync.controller.sync import SyncController, SyncError
 from mcore_rl.weight_sync.meeting import describe_rank
 from mcore_rl.weight_sync.receiver import WeightReceiver

@@ -21,8 +21,8 @@ from mcore_rl.device import inventory
 from mcore_rl.device.environment import AGREED, differences, select_forwarded
 from mcore_rl.process.versions import find_versions
 from mcore_rl.tools.doctor.machine.finding import Finding, failed, ok, warning
+from mcore_rl.tools.doctor.machine.meeting import NodePlace
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
-from mcore_rl.tools.doctor.machine.places import NodePlace
 
 VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 LOCAL_ONLY = ("lo", "docker", "veth", "virbr", "br-", "cni", "podman")

@@ -16,10 +16,13 @@ from mcore_rl.process.network import find_free_port
 from mcore_rl.tools.doctor.machine.clock import TimeSample, judge_offset, measure_offset
 from mcore_rl.tools.doctor.machine.facts import NodeFacts, compare_facts, gather_facts
 from mcore_rl.tools.doctor.machine.finding import Finding, failed, has_failed, ok, warning
-from mcore_rl.tools.doctor.machine.meeting import Meeting, MeetingOverError, MissingNodesError
+from mcore_rl.tools.doctor.machine.meeting import (
+    Meeting,
+    MeetingOverError,
+    MissingNodesError,
+    NodePlace,
+)
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
-from mcore_rl.tools.doctor.machine.places import NodePlace
-from mcore_rl.tools.doctor.machine.reach import PeerAddress, PeerAnswer, listening, reach_all
 from mcore_rl.tools.doctor.machine.sharing import (
     SharedView,
     call_and_answer,
@@ -29,10 +32,14 @@ from mcore_rl.tools.doctor.machine.sharing import (
 from mcore_rl.tools.doctor.machine.traffic import (
     GPU_MIB,
     MIB,
+    PeerAddress,
+    PeerAnswer,
     TrafficFigures,
     TrafficSpec,
     figures_from,
+    listening,
     measure_traffic,
+    reach_all,
 )
 
 SLOW_GB_PER_S = 0.25

@@ -36,7 +36,7 @@ print(json.dumps({"uid": os.getuid(), "cgroups": has_cgroups, "found": found}))
 """
 REFUSED = """
 from mcore_rl.services.sandbox.limits import SandboxError
-from mcore_rl.services.sandbox.run import run_program
+from mcore_rl.services.sandbox.service import run_program
 try:
     run_program("print(1)")
 except SandboxError as error:

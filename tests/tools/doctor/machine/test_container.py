@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.tools.doctor.machine.container import check_container
+from mcore_rl.tools.doctor.machine.hardware import check_container
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 from tests.support.machine_doctor import run_doctor
 

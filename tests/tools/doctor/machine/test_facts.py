@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from mcore_rl.tools.doctor.machine.facts import NodeFacts, compare_facts, gather_facts
 from mcore_rl.tools.doctor.machine.finding import Finding
+from mcore_rl.tools.doctor.machine.meeting import NodePlace
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
-from mcore_rl.tools.doctor.machine.places import NodePlace
 
 A = NodeFacts("a", "host-a", "10.0.0.1", "eth0", {"torch": "2.14.1"}, {"NCCL_DEBUG": "INFO"}, ())
 B = replace(A, name="b", host="host-b", address="10.0.0.2")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.device import has_cuda
-from mcore_rl.tools.doctor.machine.gpus import check_gpus, check_links, check_nodes
+from mcore_rl.tools.doctor.machine.hardware import check_gpus, check_links, check_nodes
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 
 pytestmark = pytest.mark.skipif(has_cuda(), reason="torch would see the real GPUs")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.tools.doctor.machine.model_files import check_hub_cache, hub_home, is_offline
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
+from mcore_rl.tools.doctor.machine.space import check_hub_cache, hub_home, is_offline
 
 
 def test_the_folder_is_that_of_huggingface_hub(tmp_path: Path, monkeypatch) -> None:

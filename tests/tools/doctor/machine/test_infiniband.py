@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.tools.doctor.machine.infiniband import AdapterPort, check_infiniband, list_ports
+from mcore_rl.tools.doctor.machine.hardware import AdapterPort, check_infiniband, list_ports
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 
 NEEDS = MachineNeeds(num_nodes=2)

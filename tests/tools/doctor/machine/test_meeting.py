@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.tools.doctor.machine.meeting import Meeting, MeetingOverError, MissingNodesError
-from mcore_rl.tools.doctor.machine.places import NodePlace
+from mcore_rl.tools.doctor.machine.meeting import (
+    Meeting,
+    MeetingOverError,
+    MissingNodesError,
+    NodePlace,
+)
 
 Act = Callable[[Meeting], Any]
 

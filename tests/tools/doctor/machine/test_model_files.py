@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mcore_rl.tools.doctor.machine.model_files import check_folder, check_models
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds, NamedModel
+from mcore_rl.tools.doctor.machine.space import check_folder, check_models
 from mcore_rl.weights.hf.folder import INDEX
 from tests.support.machine_doctor import run_doctor
 

@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.tools.doctor.machine.facts import NodeFacts
 from mcore_rl.tools.doctor.machine.finding import ok
-from mcore_rl.tools.doctor.machine.meeting import Meeting
+from mcore_rl.tools.doctor.machine.meeting import Meeting, NodePlace
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 from mcore_rl.tools.doctor.machine.nodes import (
     ClusterOutcome,
@@ -18,9 +18,7 @@ from mcore_rl.tools.doctor.machine.nodes import (
     judge_reach,
     judge_traffic,
 )
-from mcore_rl.tools.doctor.machine.places import NodePlace
-from mcore_rl.tools.doctor.machine.reach import PeerAnswer
-from mcore_rl.tools.doctor.machine.traffic import TrafficFigures
+from mcore_rl.tools.doctor.machine.traffic import PeerAnswer, TrafficFigures
 from tests.support.machine_doctor import finish_doctor, reachable_interface, start_doctor
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.tools.doctor.machine.places import NodePlace, place_of
+from mcore_rl.tools.doctor.machine.meeting import NodePlace, place_of
 
 SLURM = {"SLURM_NTASKS": "3", "SLURM_PROCID": "2", "SLURMD_NODENAME": "c7"}
 

@@ -7,7 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mcore_rl.tools.doctor.machine.clock import measure_offset
-from mcore_rl.tools.doctor.machine.reach import QUESTIONS, PeerAddress, listening, reach, reach_all
+from mcore_rl.tools.doctor.machine.traffic import (
+    QUESTIONS,
+    PeerAddress,
+    listening,
+    reach,
+    reach_all,
+)
 
 HOST = "127.0.0.1"
 

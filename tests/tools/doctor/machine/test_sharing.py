@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.tools.doctor.machine.clock import measure_offset
-from mcore_rl.tools.doctor.machine.meeting import Meeting
-from mcore_rl.tools.doctor.machine.places import NodePlace
+from mcore_rl.tools.doctor.machine.meeting import Meeting, NodePlace
 from mcore_rl.tools.doctor.machine.sharing import (
     ROUNDS,
     SharedView,

@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.cli import main as mcore_rl
 from mcore_rl.device import has_cuda
 from mcore_rl.tools.doctor.command import main
-from mcore_rl.tools.doctor.kit_command import add_kit, is_for_kit
+from mcore_rl.tools.doctor.gpu_checks import add_kit, is_for_kit
 from mcore_rl.tools.doctor.run_checks import SETTINGS
 
 
