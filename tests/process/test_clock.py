@@ -1,12 +1,12 @@
 """The clock that a simulation replaces."""
 
 from mcore_rl.logs import PhaseTimer
-from mcore_rl.process.clock import now_s, replaced_clock
+from mcore_rl.process.clock import now_s, replace_clock
 
 
 def test_durations_are_those_of_the_replaced_clock_until_it_is_put_back() -> None:
     times = iter([10.0, 11.0, 15.0, 20.0])
-    with replaced_clock(lambda: next(times)):
+    with replace_clock(lambda: next(times)):
         timer = PhaseTimer(1)
         with timer("sync"):
             pass

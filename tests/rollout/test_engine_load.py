@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mcore_rl.process.clock import replaced_clock
+from mcore_rl.process.clock import replace_clock
 from mcore_rl.rollout.engine_health import EngineLoad
 from mcore_rl.rollout.engine_spec import EngineAddress
 
@@ -13,7 +13,7 @@ from mcore_rl.rollout.engine_spec import EngineAddress
 def load() -> Iterator[EngineLoad]:
     """Its clock is a second further at each look."""
     seconds = iter(range(1000))
-    with replaced_clock(lambda: float(next(seconds))):
+    with replace_clock(lambda: float(next(seconds))):
         yield EngineLoad(EngineAddress("http://a", "a.log"))
 
 

@@ -95,14 +95,14 @@ def test_a_users_advantage_needs_its_file_in_the_controller_only(tmp_path: Path)
     file.unlink()
     code = (
         "import pickle, sys; a, scores, rows = pickle.load(open(sys.argv[1], 'rb'));"
-        " print(a.of_samples(scores, rows).tolist())"
+        " print(a.compute_from_samples(scores, rows).tolist())"
     )
     command = [sys.executable, "-c", code, str(there)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [reward - 1 for reward in scores.rewards_N]
     with pytest.raises(ValueError, match=r"forgets_to_spread returned shape \(1,\) for 15 samples"):
-        wrong.of_samples(scores, rows)
+        wrong.compute_from_samples(scores, rows)
 
 
 def test_a_kl_in_the_reward_is_computed_where_tokens_are_and_steers_its_coefficient() -> None:

@@ -12,7 +12,7 @@ from mcore_rl.config.recipe import load_recipe
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.planning.recipe_models import read_models
-from mcore_rl.process.clock import replaced_clock
+from mcore_rl.process.clock import replace_clock
 from mcore_rl.tools.simulate.command import checked
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.machine import ReachedShares
@@ -26,7 +26,7 @@ from mcore_rl.types import WeightVersion
 @pytest.fixture
 def clock() -> Iterator[VirtualTime]:
     loop = VirtualLoop()
-    with replaced_clock(loop.time):
+    with replace_clock(loop.time):
         yield VirtualTime(loop)
     loop.close()
 
