@@ -80,7 +80,7 @@ def test_a_program_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(code_compiled, "execute", counting)
     assert len(run_other(Program(ADD["c"], "c"), TESTS)) == 3
-    assert languages == ["c"], "further tests execute what it made"
+    assert languages.count("c") == 1, "the driver of further tests executes what it made"
 
 
 needs_go = pytest.mark.skipif("go" not in FOUND, reason="this machine has no Go")
