@@ -32,7 +32,7 @@ class Moments:
 
     @staticmethod
     def from_values(values_V: Tensor, weights_V: Tensor | None = None) -> "Moments":
-        """Take float64 numbers; a weight says how often a number is there, 0 if it is not."""
+        """Return the moments of float64 numbers; each counts as often as its weight says."""
         if weights_V is not None:
             values_V, weights_V = values_V[weights_V > 0], weights_V[weights_V > 0]
         if not len(values_V):

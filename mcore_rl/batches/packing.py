@@ -45,7 +45,7 @@ def _plan(
     max_tokens: int,
     multiple_of: int,
 ) -> Plan:
-    """Do as `plan_microbatches` for pieces of known tokens and work, all within `max_tokens`.
+    """Plan like `plan_microbatches`, for pieces whose tokens and work are known and fit.
 
     Where no micro-batch has room if work is balanced, tokens are, before there are more of them.
     """
@@ -67,7 +67,7 @@ def plan_shared_microbatches(
     multiple_of: int = 1,
     work: Work = float,
 ) -> Plan:
-    """Do as `plan_microbatches` where common beginnings within a micro-batch count once.
+    """Plan like `plan_microbatches`, counting common beginnings within a micro-batch once.
 
     Sequences that share stay together in pieces of a micro-batch. Of several sizes of pieces the
     one with the least work on the busiest rank is taken.
@@ -172,7 +172,7 @@ def _first_fit(lens_N: Sequence[int], max_tokens: int) -> int:
 def _spread(
     lens_N: Sequence[int], balanced_N: Sequence[float], num_bins: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Put sequences, in falling order of work, each into the bin of least work that has room.
+    """Put each sequence, in falling order of work, into the bin with room that has least work.
 
     Graham's longest processing time first; `balanced_N` is the work. None if a sequence finds no
     room. Bins without room for a sequence wait apart until one comes that they have room for, so

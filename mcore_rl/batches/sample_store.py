@@ -5,12 +5,12 @@ response, and is None where it was never written:
 
     token_ids  rollout_logprobs  routed_experts      written when a group is sampled
     loss_mask  turn_rewards  turn                    of rows of episodes, written with them
-    teacher_logprobs  old_logprobs  values  ...      written by those who compute them
+    teacher_logprobs  old_logprobs  values  ...      written when they are computed
 
 A sample of one turn is one row of these columns; an episode has as many as it takes. Log-probs may
 be kept as bfloat16; they are read as float32 in any case.
 
-Where memory is bounded, what is sampled beyond the bound goes to files, and is read from there.
+Where memory is bounded, samples beyond the bound go to files, and are read from there.
 """
 
 import logging

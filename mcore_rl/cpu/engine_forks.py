@@ -18,7 +18,7 @@ from mcore_rl.rollout.server_process import FORKS, SERVER
 
 
 def engine_forks() -> AbstractContextManager[None]:
-    """Start the process in the block, and name its socket to whoever starts engines."""
+    """Run the process during the block; code that starts engines finds its socket."""
     return fork_server(FORKS, __name__)
 
 

@@ -1,4 +1,4 @@
-"""Has this process keep the host memory that it frees, for its next allocations."""
+"""Keeps the host memory that this process frees, for its next allocations."""
 
 import ctypes
 
@@ -9,7 +9,7 @@ _PAD_BYTES = 64 << 20
 
 
 def keep_freed_memory() -> None:
-    """Have glibc's malloc give nothing back to the system, from now on; do nothing without glibc.
+    """Stop glibc's malloc from returning memory to the system; do nothing without glibc.
 
     A training step frees tensors of many megabytes and asks for as many again. By default each is
     mapped anew, and the kernel fills every page with zeros first: a quarter of the time of a step

@@ -31,12 +31,12 @@ MODULES = (
 
 
 def worker_forks() -> AbstractContextManager[None]:
-    """Start the process in the block, and name its socket to the workers of this process."""
+    """Run the process during the block; workers of this process find its socket."""
     return fork_server(FORKS, __name__)
 
 
 def main(arguments: list[str]) -> None:
-    """Import, then run in each fork the script that it was asked to run."""
+    """Import, then run the requested script in each fork."""
     request = serve_forks(arguments, _import_all)
     if request is not None:
         runpy.run_path(request.command[0], run_name="__main__")

@@ -129,7 +129,7 @@ def peak_bytes() -> int:
 
 
 def forget_peak() -> None:
-    """Have `peak_bytes` count anew."""
+    """Let `peak_bytes` count from zero again."""
     if has_cuda():
         torch.cuda.reset_peak_memory_stats()
 

@@ -69,7 +69,7 @@ class TorchFlash:
 
     @staticmethod
     def from_params(params: Any, scale: float, window: int | None) -> "TorchFlash":
-        """Take the lengths of megatron-core's PackedSeqParams."""
+        """Return the kernel for the lengths in megatron-core's PackedSeqParams."""
         return TorchFlash(
             params.cu_seqlens_q,
             params.cu_seqlens_kv,

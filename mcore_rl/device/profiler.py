@@ -25,7 +25,7 @@ def torch_trace(path: Path) -> Iterator[None]:
 
 @contextmanager
 def nsys_range() -> Iterator[None]:
-    """Have Nsight Systems record the block, if it runs this process with -c cudaProfilerApi."""
+    """Let Nsight Systems record the block, if it runs this process with -c cudaProfilerApi."""
     if has_cuda():
         torch.cuda.profiler.start()
     try:

@@ -157,7 +157,7 @@ class _ThreadedStrategy(TorchDistSaveShardedStrategy):
 
 
 def _read_on_host(sharded: dict[str, Any], readable: Readable) -> set[int]:
-    """Put host copies in the place of the tensors whose memory is moved out.
+    """Replace tensors whose memory is moved out by their host copies.
 
     Returns the addresses of the storages of the other tensors.
     """

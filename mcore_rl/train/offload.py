@@ -81,7 +81,7 @@ class DeviceMemory:
         self.find_storages()
 
     def find_storages(self) -> None:
-        """Look where everything lies now; an optimizer may allocate anew when it loads its state.
+        """Find all storages again; an optimizer may allocate new ones when it loads its state.
 
         Call it while everything is held.
         """
@@ -95,7 +95,7 @@ class DeviceMemory:
         self._held = {WEIGHTS, TRAINING}
 
     def hold(self, wanted: Collection[str]) -> None:
-        """Have exactly the parts `wanted` on the device; return once other memory is free."""
+        """Keep exactly the parts `wanted` on the device; return once other memory is free."""
         if TRAINING in self._held:
             for memory in self._by_key.values():
                 memory.is_copied = False

@@ -87,7 +87,7 @@ def token_sums(
 
 
 def sum_masked(metrics_T: Mapping[str, Tensor], mask_T: Tensor) -> dict[str, Tensor]:
-    """Return the metrics summed over the tokens in `mask_T`.
+    """Sum the metrics over the tokens in `mask_T`.
 
     Those whose name ends in "_max" are maxima, and their maximum is taken over the step.
     """

@@ -155,7 +155,7 @@ class TrainedModel:
         return self._memory.num_bytes
 
     def keep_files_with(self, storage: Storage) -> None:
-        """Take `storage` for checkpoints and exports from now on."""
+        """Use `storage` for checkpoints and exports from now on."""
         self._checkpointer.storage = storage
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:

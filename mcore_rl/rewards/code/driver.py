@@ -181,7 +181,7 @@ def _kill(pid: int) -> None:
 
 
 def run(program: str, test: Any, result_fd: int) -> None:
-    """Be the program: read standard input as a script, or be called and give the result.
+    """Run the program in this process: as a script, or by a call whose result is written.
 
     A compiled program takes the place of this process.
     """

@@ -181,7 +181,7 @@ class VisionLanguageModel(GPTModel):
             self.visual = make_tower(config, hf_config)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Take what the previous stage sent, with the features that travel beside it."""
+        """Take the tensor of the previous stage: hidden states, and the features beside them."""
         [self._received] = input_tensor if isinstance(input_tensor, list) else [input_tensor]
 
     def forward(
