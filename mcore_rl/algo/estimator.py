@@ -1,7 +1,7 @@
 """Adds advantages, computed from a step's scores, to its batch; with a critic, also returns.
 
-of_tokens (a part of the step, where its tokens are)  ->  batch and PartSums
-join_sums (all parts)  ->  of_samples (no tokens), or normalize (each part again)
+compute_from_tokens (a part of the step, where its tokens are)  ->  batch and PartSums
+join_sums (all parts)  ->  compute_from_samples (no tokens), or normalize (each part again)
 """
 
 from collections.abc import Mapping, Sequence
@@ -178,7 +178,7 @@ class Advantages:
 
     def normalize(self, batch: TrainBatch, sums: PartSums) -> tuple[TrainBatch, PartSums]:
         """Normalize the advantages of a part by those of the step; its own sums are none."""
-        assert batch.advantages_T is not None, "of_tokens comes first"
+        assert batch.advantages_T is not None, "compute_from_tokens comes first"
         normal_T = standardize(batch.advantages_T, sums.moments["advantages"]).float()
         normal_T = normal_T.masked_fill_(~batch.loss_mask_T, 0.0)
         return replace(batch, advantages_T=normal_T), PartSums()

@@ -1,7 +1,7 @@
 """Computes advantages of stored samples: by sample here, by token where the tokens are.
 
-parts of the step, whole prompts each  --of_tokens-->  columns in the stores, sums here
-                                       --normalize-->  columns in the stores
+parts of the step, whole prompts each  --compute_from_tokens-->  columns in the stores, sums here
+                                       --normalize-->            columns in the stores
 """
 
 from collections.abc import Mapping, Sequence
