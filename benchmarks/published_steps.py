@@ -24,7 +24,7 @@ from statistics import fmean
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.recipe_models import read_models
-from mcore_rl.tools.simulate.command import checked
+from mcore_rl.tools.simulate.command import make_checked
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.simulate import simulate
@@ -197,7 +197,7 @@ def config_of(row: Published) -> Config:
     if row.model:
         settings["model.path"] = MODELS / row.model
     config = load_recipe(row.recipe, [f"{name}={value}" for name, value in settings.items()])
-    return checked(with_mean(config, row.mean - PROMPT_LEN))
+    return make_checked(with_mean(config, row.mean - PROMPT_LEN))
 
 
 def stages(row: Published, pp: int) -> str:
@@ -227,7 +227,7 @@ def simulate_row(row: Published) -> float:
     """Return the seconds of a step, the mean over all but the first."""
     config = config_of(row)
     config = replace(config, run=replace(config.run, steps=STEPS))
-    costs = RecipeCosts.of(config, read_models(config), ReachedShares())
+    costs = RecipeCosts.make(config, read_models(config), ReachedShares())
     summary = simulate(config, costs).summary
     assert summary["gpus"] == row.gpus, (summary["gpus"], row)
     return summary["step_s"]

@@ -31,7 +31,7 @@ from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine_health import EngineLoad
 from mcore_rl.rollout.least_loaded import LeastLoaded
 from mcore_rl.rollout.length_history import LengthHistory
-from mcore_rl.tools.simulate.command import checked
+from mcore_rl.tools.simulate.command import make_checked
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.engine import SimulatedEngine
 from mcore_rl.tools.simulate.machine import ReachedShares
@@ -143,9 +143,9 @@ def rollout_seconds(way: str, recipe: str, seed: int, steps: int) -> float:
     if way == "migration":
         settings += [f"rollout.migration_gap={LEAST_GAP}"]
     config = load_recipe(recipe, settings)
-    config = checked(config)
+    config = make_checked(config)
     with routed(way):
-        result = simulate(config, RecipeCosts.of(config, read_models(config), ReachedShares()))
+        result = simulate(config, RecipeCosts.make(config, read_models(config), ReachedShares()))
     return fmean(m["time/rollout"] for step, m in result.steps.items() if step > EPOCH)
 
 

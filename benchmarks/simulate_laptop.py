@@ -26,7 +26,7 @@ from mcore_rl.config.recipe import load_recipe
 from mcore_rl.logs.run_report import load_metrics
 from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.calibration import Calibration
-from mcore_rl.tools.simulate.command import checked
+from mcore_rl.tools.simulate.command import make_checked
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.simulate import simulate
@@ -92,8 +92,8 @@ def predict(config: Config, calibration: Calibration, steps: int) -> dict[str, f
         run=replace(config.run, steps=steps),
         simulate=replace(config.simulate, steps=steps),
     )
-    costs = RecipeCosts.of(config, read_models(config), ReachedShares())
-    result = simulate(*calibration.applied(config, costs))
+    costs = RecipeCosts.make(config, read_models(config), ReachedShares())
+    result = simulate(*calibration.apply(config, costs))
     return later_steps([{"step": step, **row} for step, row in result.steps.items()])
 
 
@@ -111,8 +111,8 @@ def main() -> None:
         first = keep_first_steps(folders["sync"], args.out / "calibration")
         for mode, settings in MODES.items():
             recipe = load_recipe("tiny_moe_grpo", [*COMMON, *layout, *settings])
-            config = checked(recipe)
-            calibration = Calibration.of(first, config)
+            config = make_checked(recipe)
+            calibration = Calibration.measure(first, config)
             predicted = predict(config, calibration, args.steps)
             measured = later_steps(load_metrics(folders[mode]))
             found = {key: round(predicted[key] / measured[key], 3) for key in measured}

@@ -24,7 +24,7 @@ from mcore_rl.process.disk import reporting_full_disk
 from mcore_rl.process.errors import shorten
 from mcore_rl.process.redaction import redact
 from mcore_rl.types import PromptImage, Sample, TurnRecord
-from mcore_rl.types.lost_samples import SamplesLost, kept_places
+from mcore_rl.types.lost_samples import SamplesLost, find_kept
 from mcore_rl.types.scores import Scores
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ class MetricsLogger:
                 here = self._read(samples)
             except SamplesLost as lost:
                 _log.warning("%s; they are not in the log of samples", lost)
-                rows = [rows[i] for i in kept_places(samples, lost)]
+                rows = [rows[i] for i in find_kept(samples, lost)]
             else:
                 return [(sample, *row[1:]) for sample, row in zip(here, rows, strict=True)]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from mcore_rl.loops.roles import Generator, Reward, Samples
 from mcore_rl.types import Prompt
-from mcore_rl.types.lost_samples import SamplesLost, kept_places
+from mcore_rl.types.lost_samples import SamplesLost, find_kept
 from mcore_rl.types.scores import Scores
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def score(
         try:
             return samples, reward(samples)
         except SamplesLost as lost:
-            kept = set(kept_places(samples[::num_samples], lost))
+            kept = set(find_kept(samples[::num_samples], lost))
             missing = [i for i in range(len(prompts)) if i not in kept]
             _log.warning("%s; %d prompts are sampled again", lost, len(missing))
             generator.note_lost(len(missing) * num_samples)

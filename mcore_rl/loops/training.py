@@ -23,7 +23,7 @@ from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.outcomes import with_outcome
 from mcore_rl.loops.roles import Batch, Critic, OnTokens, Roles, Samples, Trainer
 from mcore_rl.types import LogprobOptions, StepStats, WeightVersion
-from mcore_rl.types.lost_samples import SamplesLost, kept_places
+from mcore_rl.types.lost_samples import SamplesLost, find_kept
 from mcore_rl.types.scores import Scores
 
 _log = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ def _on_what_is_left(batch: Batch, step: Callable[[Batch], StepStats]) -> StepSt
 
 def _left(samples: Samples, scores: Scores, lost: SamplesLost) -> tuple[Samples, Scores]:
     """Return the samples that are not lost, and their scores. Raises `lost` if there is none."""
-    kept = kept_places(samples, lost)
+    kept = find_kept(samples, lost)
     if not kept:
         raise lost
     num_lost = len(samples) - len(kept)

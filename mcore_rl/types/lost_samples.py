@@ -25,6 +25,6 @@ def join_losses(losses: Sequence[SamplesLost]) -> SamplesLost:
     return SamplesLost("; ".join(messages), frozenset().union(*(loss.stores for loss in losses)))
 
 
-def kept_places(samples: Sequence[Any], lost: SamplesLost) -> list[int]:
+def find_kept(samples: Sequence[Any], lost: SamplesLost) -> list[int]:
     """Return the places of the StoredSamples whose stores are not lost."""
     return [i for i, sample in enumerate(samples) if sample.lease.store not in lost.stores]

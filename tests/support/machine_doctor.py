@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.tools.doctor.machine.facts import list_interfaces, own_address
+from mcore_rl.tools.doctor.machine.facts import find_own_address, list_interfaces
 from mcore_rl.tools.doctor.machine.finding import Finding
 from tests.support.policy import ROOT
 
@@ -71,7 +71,7 @@ def in_own_mounts(script: str) -> list[str]:
 
 def reachable_interface() -> str:
     """The name of the interface of the default route, which other machines could reach."""
-    address = own_address()
+    address = find_own_address()
     faces = [face.name for face in list_interfaces().values() if address in face.addresses]
     if not faces or faces[0] == "lo":
         pytest.skip("this machine has no network interface")

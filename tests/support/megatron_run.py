@@ -37,7 +37,7 @@ from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
 from mcore_rl.run.roles.generator import EngineGenerator
 from mcore_rl.run.roles.trainer import PackedTrainer, Packing
 from mcore_rl.run.roles.weight_sync import EngineSync
-from mcore_rl.tools.doctor.step_checks import share_of_even_tokens
+from mcore_rl.tools.doctor.step_checks import count_even_tokens
 from mcore_rl.types import Prompt, Sample, WeightVersion
 from mcore_rl.types.scores import Scores
 from mcore_rl.weight_sync.controller.sync import SyncController
@@ -189,7 +189,7 @@ class MegatronRun:
             prompts=ShuffledStream(make_prompts(), self.config.run.seed),
             held_out=[],
             generator=EngineGenerator(self._make_client(), self.config.rollout, watched),
-            reward=share_of_even_tokens,
+            reward=count_even_tokens,
             advantages=Advantages(self.config.algorithm),
             trainer=self.trainer,
             weights=weights,

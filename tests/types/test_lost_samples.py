@@ -3,7 +3,7 @@
 import pickle
 
 from mcore_rl.types import GroupLease, Prompt, StoredSample
-from mcore_rl.types.lost_samples import SamplesLost, join_losses, kept_places
+from mcore_rl.types.lost_samples import SamplesLost, find_kept, join_losses
 
 PROMPT = Prompt(0, (1,), (), "unit", "")
 
@@ -24,5 +24,5 @@ def test_samples_of_other_stores_are_kept() -> None:
         StoredSample(PROMPT, 0, 1, "stop", (), False, GroupLease(store, 0))
         for store in (0, 2, 1, 2)
     ]
-    assert kept_places(samples, SamplesLost("", [2])) == [0, 2]
-    assert kept_places(samples, SamplesLost("", [0, 1, 2])) == []
+    assert find_kept(samples, SamplesLost("", [2])) == [0, 2]
+    assert find_kept(samples, SamplesLost("", [0, 1, 2])) == []

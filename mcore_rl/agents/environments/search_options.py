@@ -7,7 +7,7 @@ from pathlib import Path
 from mcore_rl.agents.environments.search_rewards import SCORES
 from mcore_rl.process.server_keys import read_search_url, read_secret, split_key
 from mcore_rl.services.search.client import SearchClient
-from mcore_rl.services.search.layout import Hit, title_and_text
+from mcore_rl.services.search.layout import Hit, split_title
 
 PASSAGE = "Doc {rank}(Title: {title}) {text}\n"
 """As Search-R1 shows passages, so that its models read what they were trained on."""
@@ -121,6 +121,6 @@ def show_passages(hits: Sequence[Hit], passage: str, passage_len: int = 0) -> st
 
 
 def _passage_fields(hit: Hit, rank: int) -> dict[str, object]:
-    title, text = title_and_text(hit.document)
+    title, text = split_title(hit.document)
     contents = hit.document.get("contents", "")
     return {"rank": rank, "title": title, "text": text, "contents": contents}

@@ -29,7 +29,7 @@ _PIPE_BYTES = 1 << 16
 _CPU_ENDED = 128 + signal.SIGXCPU
 
 
-class FilesRefused(ValueError):
+class FilesRefusedError(ValueError):
     """Files do not fit into the box, or are more than the caller wanted back."""
 
 
@@ -116,7 +116,7 @@ class ProgramBox:
         self._worker.limit(limits)
 
     def put(self, files: Mapping[str, bytes]) -> None:
-        """Write files, by their paths below the box; FilesRefused if they do not fit."""
+        """Write files, by their paths below the box; FilesRefusedError if they do not fit."""
         with memory_file() as stream:
             write_bundle(files, stream)
             stream.seek(0)
@@ -125,7 +125,7 @@ class ProgramBox:
     def get(self, paths: Sequence[str] | None, max_bytes: int = 64 * MIB) -> dict[str, bytes]:
         """Return the regular files at `paths`, or all; links and absent ones are left out.
 
-        Raises FilesRefused if they have more than `max_bytes` together.
+        Raises FilesRefusedError if they have more than `max_bytes` together.
         """
         with memory_file() as stream:
             message = {"op": "get", "paths": paths, "max_bytes": max_bytes}
@@ -244,7 +244,7 @@ class ProgramBox:
             raise SandboxError(f"waited {FILES_S:g} s for the box to {message['op']} files")
         refused = self.hear()["refused"]
         if refused:
-            raise FilesRefused(f"files of the box: {refused}")
+            raise FilesRefusedError(f"files of the box: {refused}")
 
 
 def _message(step: BoxStep) -> Message:

@@ -134,7 +134,7 @@ class Cgroup:
 def make_cgroup(mount: Path = _MOUNT, of_self: Path = Path("/proc/self/cgroup")) -> Cgroup | None:
     """Make a cgroup below that of this process; None where this user cannot."""
     name = f"{_PREFIX}{os.getpid()}_{next(_counter)}"
-    places = _places(mount, of_self.read_text() if of_self.exists() else "")
+    places = _find_folders(mount, of_self.read_text() if of_self.exists() else "")
     if not {"memory", "pids"} <= places.keys():
         return None
     is_v1 = places["memory"] != places["pids"]
@@ -181,7 +181,7 @@ def _hand_down(place: Path, controllers: str) -> None:
         raise
 
 
-def _places(mount: Path, of_self: str) -> dict[str, Path]:
+def _find_folders(mount: Path, of_self: str) -> dict[str, Path]:
     """Return the folder of this process for each controller that is there."""
     places = {}
     for line in of_self.splitlines():

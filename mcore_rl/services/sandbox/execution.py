@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mcore_rl.process.errors import make_encodable
-from mcore_rl.services.sandbox.box import FilesRefused, ProgramBox
+from mcore_rl.services.sandbox.box import FilesRefusedError, ProgramBox
 from mcore_rl.services.sandbox.isolation import BOX
 from mcore_rl.services.sandbox.languages import EXECUTABLE, Language, choose
 from mcore_rl.services.sandbox.limits import (
@@ -14,7 +14,7 @@ from mcore_rl.services.sandbox.limits import (
     RunRecord,
     RunVerdict,
     SandboxError,
-    SandboxFull,
+    SandboxFullError,
 )
 from mcore_rl.services.sandbox.worker import WorkerPool
 
@@ -83,18 +83,18 @@ def check_path(path: str) -> None:
 def execute(pool: WorkerPool, languages: dict[str, Language], request: CodeRequest) -> CodeResult:
     """Run a request on a worker of the pool.
 
-    Raises ValueError for a language that is not there and for files that do not fit, SandboxFull
+    Raises ValueError for a language that is not there and for files that do not fit, SandboxFullError
     if the queue is full. Every other failure of the sandbox is a result with that verdict.
     """
     language = choose(languages, request.language)
     try:
         with pool.lend() as worker, ProgramBox(worker, _box_limits(language, request)) as box:
             found = _run(box, language, request)
-    except SandboxFull:
+    except SandboxFullError:
         raise
     except SandboxError as error:
         return CodeResult(RunVerdict.SANDBOX_ERROR, message=str(error))
-    if isinstance(found, FilesRefused):
+    if isinstance(found, FilesRefusedError):
         raise found
     return found
 
@@ -107,12 +107,14 @@ def _box_limits(language: Language, request: CodeRequest) -> Limits:
     return language.compile_limits(limits, request.compile_s)
 
 
-def _run(box: ProgramBox, language: Language, request: CodeRequest) -> CodeResult | FilesRefused:
+def _run(
+    box: ProgramBox, language: Language, request: CodeRequest
+) -> CodeResult | FilesRefusedError:
     """Return the result, or why the request's files are refused; the box is sound in both cases."""
     source = make_encodable(request.code).encode()
     try:
         box.put({**request.files, language.source: source})
-    except FilesRefused as error:
+    except FilesRefusedError as error:
         return error
     compiled = None
     is_built = language.is_executable and not request.code and EXECUTABLE in request.files
@@ -136,11 +138,11 @@ def _run(box: ProgramBox, language: Language, request: CodeRequest) -> CodeResul
     ran = box.run(step, make_encodable(request.stdin).encode())
     try:
         files = box.get(request.fetch, request.max_files_bytes) if request.fetch else {}
-    except FilesRefused as error:  # the program made them too large, which is no wrong request
+    except FilesRefusedError as error:  # the program made them too large, which is no wrong request
         return CodeResult(ran.verdict, compiled, ran, message=str(error))
     return CodeResult(ran.verdict, compiled, ran, files)
 
 
-def with_wall(limits: Limits, wall_s: float) -> Limits:
+def set_wall(limits: Limits, wall_s: float) -> Limits:
     """Return `limits` for a program that may take `wall_s` seconds."""
     return replace(limits, wall_s=wall_s, cpu_s=max(int(wall_s) + 1, 1))

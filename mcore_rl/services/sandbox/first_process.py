@@ -37,7 +37,7 @@ def enter_cgroups(joins: Sequence[int]) -> None:
         os.pwrite(join, b"0", 0)
 
 
-def place(fds: Sequence[int]) -> None:
+def place_descriptors(fds: Sequence[int]) -> None:
     """Make fds[0] the descriptor 0, and so on, and close all others."""
     high = list(fds)
     while any(fd < len(fds) for fd in high):
@@ -268,7 +268,7 @@ class FirstProcess:
         """Become the program; `report` tells why that failed, and closes when it did not."""
         try:
             enter_cgroups(self._joins)
-            place([*fds, report])
+            place_descriptors([*fds, report])
             report = len(fds)
             os.set_inheritable(report, False)
             become_program(step, self._filter)

@@ -181,12 +181,12 @@ def build_root(paths: Iterable[str]) -> None:
     for path in sorted(set(paths), key=len):
         target = _ROOT + path
         if not os.path.lexists(target):
-            _make_place(path, target)
+            _make_mount_point(path, target)
             mount(path, target, flags=MS_BIND | MS_REC)
             make_read_only(target)
     os.mkdir(f"{_ROOT}/dev")
     for device in _DEVICES:
-        _make_place(f"/dev/{device}", f"{_ROOT}/dev/{device}")
+        _make_mount_point(f"/dev/{device}", f"{_ROOT}/dev/{device}")
         mount(f"/dev/{device}", f"{_ROOT}/dev/{device}", flags=MS_BIND)
     os.symlink(BOX, f"{_ROOT}/dev/shm")
     os.mkdir(_ROOT + BOX)
@@ -197,7 +197,7 @@ def build_root(paths: Iterable[str]) -> None:
     mount("none", "/", flags=remount | flags)
 
 
-def _make_place(source: str, target: str) -> None:
+def _make_mount_point(source: str, target: str) -> None:
     """Make an empty folder or file for `source` to be mounted on."""
     if os.path.isdir(source):
         os.makedirs(target)

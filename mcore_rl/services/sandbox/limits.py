@@ -11,7 +11,7 @@ class SandboxError(RuntimeError):
     """The sandbox could not run a program; the message says why. It says nothing of the program."""
 
 
-class SandboxFull(SandboxError):
+class SandboxFullError(SandboxError):
     """All workers are busy and the queue has no place left; the same request may succeed later."""
 
 

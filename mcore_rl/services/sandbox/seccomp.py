@@ -151,13 +151,13 @@ def make_filter(machine: str) -> bytes:
         (_JUMP_AT_LEAST, 0, 1, _X32_BIT),
         (_RETURN, 0, 0, KILL),
         # Libraries take ENOSYS as "this kernel is older", and use an older call instead.
-        *_on_number(needed["clone3"], [(_RETURN, 0, 0, refusal(errno.ENOSYS))]),
-        *_on_number(needed["clone"], _refuse_bits(0, _NAMESPACE_FLAGS)),
-        *_on_number(needed["socket"], _check_socket()),
-        *_on_number(needed["socketpair"], _allow_only(0, _FAMILIES, errno.EAFNOSUPPORT)),
-        *_on_number(needed["ioctl"], _refuse_values(1, _TERMINAL_TRICKS)),
-        *_on_number(needed["prctl"], _allow_only(0, _PRCTL_OPTIONS, errno.EINVAL)),
-        *_on_number(needed["personality"], _allow_only(0, _PERSONALITIES, errno.EPERM)),
+        *_match_number(needed["clone3"], [(_RETURN, 0, 0, refusal(errno.ENOSYS))]),
+        *_match_number(needed["clone"], _refuse_bits(0, _NAMESPACE_FLAGS)),
+        *_match_number(needed["socket"], _check_socket()),
+        *_match_number(needed["socketpair"], _allow_only(0, _FAMILIES, errno.EAFNOSUPPORT)),
+        *_match_number(needed["ioctl"], _refuse_values(1, _TERMINAL_TRICKS)),
+        *_match_number(needed["prctl"], _allow_only(0, _PRCTL_OPTIONS, errno.EINVAL)),
+        *_match_number(needed["personality"], _allow_only(0, _PERSONALITIES, errno.EPERM)),
     ]
     allowed = [*ALLOWED[machine].values(), needed["prlimit64"]]
     for first, last in ranges_of(allowed):
@@ -210,7 +210,7 @@ def _argument(index: int) -> Instruction:
     return _load(_ARGUMENTS_OFFSET + 8 * index)
 
 
-def _on_number(number: int, block: list[Instruction]) -> list[Instruction]:
+def _match_number(number: int, block: list[Instruction]) -> list[Instruction]:
     """Return a block that runs if the call has this number; it must end in a return."""
     return [(_JUMP_EQUAL, 0, len(block), number), *block]
 

@@ -21,7 +21,7 @@ from aiohttp import web
 from mcore_rl.process.network import refuse_open_door, url_of
 from mcore_rl.process.server_keys import parse_json, read_key_file
 from mcore_rl.services.sandbox import wire
-from mcore_rl.services.sandbox.limits import SandboxError, SandboxFull
+from mcore_rl.services.sandbox.limits import SandboxError, SandboxFullError
 from mcore_rl.services.sandbox.service import Sandbox, SandboxOptions
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class SandboxServer:
                 return _error(401, "this sandbox wants a key: Authorization: Bearer <key>")
             try:
                 return await handler(request)
-            except SandboxFull as error:
+            except SandboxFullError as error:
                 return _error(self._busy_status, str(error), {"Retry-After": "1"})
             except SandboxError as error:
                 return _error(503, str(error))
@@ -86,13 +86,13 @@ class SandboxServer:
         options = self._sandbox.options
         wanted = wire.read_request(body, options.limits, options.max_memory_mib)
         if self._num_running >= options.workers + options.max_waiting:
-            raise SandboxFull(
+            raise SandboxFullError(
                 f"all {options.workers} workers of the sandbox are busy, and {options.max_waiting}"
                 " requests wait: try again later, or start it with more workers"
             )
         self._num_running += 1
         try:
-            result = await self._in_thread(lambda: self._sandbox.run_code(wanted))
+            result = await self._run_in_thread(lambda: self._sandbox.run_code(wanted))
         finally:
             self._num_running -= 1
         return web.json_response(wire.write_result(result))
@@ -104,7 +104,7 @@ class SandboxServer:
         files = wire.read_files(body.get("files"))
         kind = "python" if body.get("kind") is None else wire.text(body, "kind")
         whole = self._sandbox.session_limits(limits)
-        name, _ = await self._in_thread(lambda: self._sandbox.open_session(kind, whole, files))
+        name, _ = await self._run_in_thread(lambda: self._sandbox.open_session(kind, whole, files))
         return web.json_response({"session": name, "idle_s": options.idle_s})
 
     async def _call(self, request: web.Request) -> web.Response:
@@ -112,14 +112,14 @@ class SandboxServer:
         session = self._sandbox.sessions.find(request.match_info["name"])
         timeout_s = wire.seconds(body, "timeout", self._sandbox.options.limits.wall_s)
         code = wire.text(body, "code")
-        result = await self._in_thread(lambda: session.call(code, timeout_s))
+        result = await self._run_in_thread(lambda: session.call(code, timeout_s))
         return web.json_response(wire.write_call(result))
 
     async def _put(self, request: web.Request) -> web.Response:
         body = await _body(request)
         session = self._sandbox.sessions.find(request.match_info["name"])
         files = wire.read_files(body.get("files"))
-        await self._in_thread(lambda: session.put(files))
+        await self._run_in_thread(lambda: session.put(files))
         return web.json_response({"num_files": len(files)})
 
     async def _get(self, request: web.Request) -> web.Response:
@@ -127,19 +127,19 @@ class SandboxServer:
         session = self._sandbox.sessions.find(request.match_info["name"])
         given = body.get("paths")
         paths = None if given is None else wire.read_paths(given, "paths")
-        files = await self._in_thread(lambda: session.get(paths))
+        files = await self._run_in_thread(lambda: session.get(paths))
         return web.json_response({"files": wire.write_files(files)})
 
     async def _close(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        await self._in_thread(lambda: self._sandbox.sessions.close(name))
+        await self._run_in_thread(lambda: self._sandbox.sessions.close(name))
         return web.json_response({"closed": name})
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def _run_in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _end(self, app: web.Application) -> None:
-        await self._in_thread(self._sandbox.close)
+        await self._run_in_thread(self._sandbox.close)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -185,7 +185,7 @@ def serve(
     Raises ValueError without a key if other machines reach `host`, or if the port is taken, and
     SandboxError if this machine allows no sandbox.
     """
-    key = serving_key(key_file, host)
+    key = choose_key(key_file, host)
     try:
         listener = socket.create_server((host, port), backlog=1024)
     except OSError as error:
@@ -203,7 +203,7 @@ def serve(
         listener.close()
 
 
-def serving_key(key_file: Path | None, host: str) -> str:
+def choose_key(key_file: Path | None, host: str) -> str:
     """Return the key in `key_file`, or an empty text; ValueError if others reach `host` then."""
     if key_file is not None:
         return read_key_file(key_file)
@@ -215,7 +215,7 @@ def describe(sandbox: Sandbox, listener: socket.socket) -> str:
     """Return what was found at start: the address, the languages, and what bounds memory."""
     url = url_of(*listener.getsockname()[:2])
     lines = [f"sandbox at {url}/run_code, {sandbox.options.workers} workers"]
-    lines += [f"  {name:12}{where}" for name, where in sandbox.found().items()]
+    lines += [f"  {name:12}{where}" for name, where in sandbox.list_programs().items()]
     if sandbox.has_cgroups():
         lines.append("  memory and processes of a program are bounded together, by cgroups")
     else:

@@ -21,7 +21,7 @@ from typing import Any
 
 from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult, execute
 from mcore_rl.services.sandbox.languages import find_languages, readable_paths
-from mcore_rl.services.sandbox.limits import Limits, RunVerdict, SandboxError, SandboxFull
+from mcore_rl.services.sandbox.limits import Limits, RunVerdict, SandboxError, SandboxFullError
 from mcore_rl.services.sandbox.session import NOTEBOOK, BoxSession
 from mcore_rl.services.sandbox.worker import Worker, WorkerPool
 
@@ -62,10 +62,10 @@ class Sessions:
         return len(self._sessions)
 
     def open(self, kind: str, limits: Limits, files: Mapping[str, bytes] | None = None) -> str:
-        """Start a session and return its name; SandboxFull if there are too many."""
+        """Start a session and return its name; SandboxFullError if there are too many."""
         with self._lock:
             if len(self._sessions) + self._num_opening >= self._max_sessions:
-                raise SandboxFull(
+                raise SandboxFullError(
                     f"all {self._max_sessions} sessions of the sandbox are open: close one, wait"
                     f" until one was idle for {self._idle_s:g} s, or allow more"
                 )
@@ -194,7 +194,7 @@ class Sandbox:
         """Run a request.
 
         Raises ValueError for a language that is not there and for files that do not fit, and
-        SandboxFull if the queue is full. Other failures are results with verdict sandbox_error.
+        SandboxFullError if the queue is full. Other failures are results with verdict sandbox_error.
         """
         return execute(self._pool, self.languages, request)
 
@@ -218,7 +218,7 @@ class Sandbox:
             **self._pool.counts(),
         }
 
-    def found(self) -> dict[str, str]:
+    def list_programs(self) -> dict[str, str]:
         """Return the program that compiles or runs each language."""
         return {
             name: (language.compile or language.run or (sys.executable,))[0]

@@ -101,7 +101,7 @@ class BoxSession:
                 self.last_used = time.monotonic()
 
     def put(self, files: Mapping[str, bytes]) -> None:
-        """Write files; FilesRefused if they do not fit."""
+        """Write files; FilesRefusedError if they do not fit."""
         for path in files:
             check_path(path)
         with self._lock:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult, with_wall
+from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult, set_wall
 from mcore_rl.services.sandbox.limits import Limits, RunRecord, RunVerdict
 from mcore_rl.services.sandbox.session import CallResult
 
@@ -38,7 +38,7 @@ def read_request(body: Body, defaults: Limits, ceiling_mib: int) -> CodeRequest:
 
 def read_limits(body: Body, defaults: Limits, ceiling_mib: int) -> Limits:
     """Return the limits that a body asks for with run_timeout and memory_limit_MB."""
-    limits = with_wall(defaults, seconds(body, "run_timeout", defaults.wall_s))
+    limits = set_wall(defaults, seconds(body, "run_timeout", defaults.wall_s))
     memory_mib = body.get("memory_limit_MB")
     if memory_mib is None:
         return limits
@@ -47,7 +47,7 @@ def read_limits(body: Body, defaults: Limits, ceiling_mib: int) -> Limits:
         return limits
     if not is_whole or not 1 <= memory_mib <= ceiling_mib:
         raise ValueError(
-            f"memory_limit_MB={_shown(memory_mib)}: -1 for {defaults.memory_mib}, or 1 to"
+            f"memory_limit_MB={_show(memory_mib)}: -1 for {defaults.memory_mib}, or 1 to"
             f" {ceiling_mib} (--max-memory-mib of the server)"
         )
     return replace(limits, memory_mib=memory_mib)
@@ -64,13 +64,13 @@ def read_files(given: object) -> dict[str, bytes]:
         try:
             files[path] = base64.b64decode("" if encoded is None else encoded, validate=True)
         except (binascii.Error, TypeError, ValueError):
-            raise ValueError(f"files[{_shown(path)}] is not base64") from None
+            raise ValueError(f"files[{_show(path)}] is not base64") from None
     return files
 
 
 def read_paths(given: object, name: str) -> list[str]:
     if not isinstance(given, list) or not all(isinstance(path, str) for path in given):
-        raise ValueError(f"{name}={_shown(given)}: give a list of paths")
+        raise ValueError(f"{name}={_show(given)}: give a list of paths")
     return given
 
 
@@ -128,7 +128,7 @@ def text(body: Body, name: str) -> str:
     """Return a text in a body; ValueError if it is none."""
     value = body.get(name)
     if not isinstance(value, str):
-        raise ValueError(f"{name}={_shown(value)}: give a text")
+        raise ValueError(f"{name}={_show(value)}: give a text")
     return value
 
 
@@ -138,11 +138,11 @@ def seconds(body: Body, name: str, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{name}={_shown(value)}: give seconds, more than 0")
+        raise ValueError(f"{name}={_show(value)}: give seconds, more than 0")
     if value > MAX_TIMEOUT_S:
         raise ValueError(f"{name}={value}: at most {MAX_TIMEOUT_S:g} seconds")
     return float(value)
 
 
-def _shown(value: object) -> str:
+def _show(value: object) -> str:
     return repr(value)[:64]

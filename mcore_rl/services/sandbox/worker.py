@@ -23,7 +23,7 @@ from pathlib import Path
 
 from mcore_rl.process.process_state import wait_killed
 from mcore_rl.services.sandbox.cgroups import Cgroup, make_cgroup
-from mcore_rl.services.sandbox.limits import MIB, Limits, SandboxError, SandboxFull
+from mcore_rl.services.sandbox.limits import MIB, Limits, SandboxError, SandboxFullError
 from mcore_rl.services.sandbox.messages import Message, make_pair, receive, send, wait_readable
 
 _NAMESPACES = ("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts")
@@ -279,7 +279,7 @@ class WorkerPool:
     def lend(self, timeout_s: float = 600.0) -> Iterator[Worker]:
         """Yield a worker for this caller alone; it is replaced if the block raises.
 
-        Raises SandboxFull if the queue is full, and SandboxError if none becomes free in time.
+        Raises SandboxFullError if the queue is full, and SandboxError if none becomes free in time.
         """
         worker = self._take(time.monotonic() + timeout_s, timeout_s)
         try:
@@ -312,7 +312,7 @@ class WorkerPool:
         """Return an idle worker, or None if the caller may start one."""
         with self._changed:
             if self._is_busy() and self._num_waiting >= self._max_waiting:
-                raise SandboxFull(
+                raise SandboxFullError(
                     f"all {self._num_workers} workers of the sandbox are busy and"
                     f" {self._num_waiting} callers wait: try again later, or give it more workers"
                 )

@@ -101,12 +101,12 @@ class Bm25Shard:
 
         The best come first; of equal ones, the first of the corpus.
         """
-        ids = self._known(query)
+        ids = self._find_known(query)
         if not ids:
             return []
         return best_of(self._index.get_scores_from_ids(ids), num)
 
-    def _known(self, query: str) -> list[int]:
+    def _find_known(self, query: str) -> list[int]:
         hashes = hash_words(words_of(query))
         if not len(hashes) or not len(self._hashes):
             return []

@@ -26,10 +26,10 @@ from mcore_rl.services.search.layout import (
     IndexOptions,
     Line,
     ShardFacts,
-    digest_of,
-    file_facts,
+    compute_digest,
+    list_facts,
+    name_shard_folder,
     read_lines,
-    shard_folder,
     sync_file,
     sync_folder,
     write_json,
@@ -85,12 +85,12 @@ def _build_shards(
     corpus: Path, out: Path, options: IndexOptions, encode: Encode | None, report: Report
 ) -> list[ShardFacts]:
     total = corpus.stat().st_size
-    shards = list(_finished(corpus, out))
+    shards = list(_iter_finished(corpus, out))
     start, first = (shards[-1].stop, _end(shards[-1])) if shards else (0, 0)
     report(start, total)
     lines = read_lines(corpus, start, first + 1)
     while batch := list(itertools.islice(lines, options.shard_len)):
-        folder = shard_folder(out, len(shards))
+        folder = name_shard_folder(out, len(shards))
         shards.append(_build_shard(corpus, folder, batch, first, encode))
         first = _end(shards[-1])
         report(shards[-1].stop, total)
@@ -101,17 +101,17 @@ def _end(shard: ShardFacts) -> int:
     return shard.first_passage + shard.num_passages
 
 
-def _finished(corpus: Path, out: Path) -> Iterator[ShardFacts]:
+def _iter_finished(corpus: Path, out: Path) -> Iterator[ShardFacts]:
     """Yield the shards that an earlier build finished, as far as the corpus is still theirs.
 
     A corpus that was mended behind them keeps them.
     """
     for number in itertools.count():
-        folder = shard_folder(out, number)
+        folder = name_shard_folder(out, number)
         if not folder.exists():
             return
         shard = ShardFacts.read(folder)
-        if digest_of(corpus, shard.start, shard.stop) != shard.corpus_digest:
+        if compute_digest(corpus, shard.start, shard.stop) != shard.corpus_digest:
             raise ValueError(
                 f"--out={out} holds an index of another corpus: the bytes {shard.start} to"
                 f" {shard.stop} of {corpus} are not those of {folder.name}; give another folder,"
@@ -134,7 +134,7 @@ def _build_shard(
         encode(texts, temporary / "dense")
     start, stop = lines[0].start, lines[-1].stop
     facts = ShardFacts(
-        start, stop, first, len(lines), digest_of(corpus, start, stop), file_facts(temporary)
+        start, stop, first, len(lines), compute_digest(corpus, start, stop), list_facts(temporary)
     )
     write_json(temporary / SHARD, asdict(facts))
     for name in facts.files:
@@ -149,5 +149,5 @@ def _manifest(corpus: Path, out: Path, shards: Sequence[ShardFacts]) -> dict[str
         "corpus": str(corpus.resolve()),
         "corpus_bytes": shards[-1].stop,
         "passages": _end(shards[-1]),
-        "shards": [digest_of(shard_folder(out, i) / SHARD) for i in range(len(shards))],
+        "shards": [compute_digest(name_shard_folder(out, i) / SHARD) for i in range(len(shards))],
     }

@@ -16,8 +16,8 @@ from mcore_rl.services.search.layout import (
     EncoderOptions,
     Hit,
     IndexOptions,
-    shard_folder,
-    title_and_text,
+    name_shard_folder,
+    split_title,
 )
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def run_serve(args: argparse.Namespace) -> None:
     )
     retriever = open_retriever(args)
 
-    def on_ready(url: str) -> bool:
+    def announce(url: str) -> bool:
         size = f" over {retriever.num_passages} passages" if retriever.num_passages else ""
         print(f"serving {retriever.name}{size} at {url}", flush=True)
         if args.ask:
@@ -163,7 +163,7 @@ def run_serve(args: argparse.Namespace) -> None:
             show(client.retrieve([args.ask], args.topk)[0], as_json=False)
         return not args.once
 
-    asyncio.run(serve(retriever, options, on_ready))
+    asyncio.run(serve(retriever, options, announce))
 
 
 def run_query(args: argparse.Namespace) -> None:
@@ -181,7 +181,7 @@ def show(hits: Sequence[Hit], *, as_json: bool) -> None:
         if as_json:
             print(json.dumps({"document": hit.document, "score": hit.score}))
             continue
-        title, text = title_and_text(hit.document)
+        title, text = split_title(hit.document)
         print(f"{rank}. {title} (id {hit.document.get('id')}, score {hit.score:.3f})\n   {text}")
     if not hits and not as_json:
         print("nothing was found", file=sys.stderr)
@@ -229,5 +229,5 @@ def _open_vectors(index: Path, method: str) -> "DenseShards":
         )
     refuse_missing_faiss()
     num_shards = len(read_manifest(index)["shards"])
-    folders = [shard_folder(index, i) / "dense" for i in range(num_shards)]
+    folders = [name_shard_folder(index, i) / "dense" for i in range(num_shards)]
     return DenseShards(Encoder(encoder), folders)

@@ -24,8 +24,8 @@ from mcore_rl.services.search.layout import (
     MappedFile,
     Row,
     ShardFacts,
-    digest_of,
-    shard_folder,
+    compute_digest,
+    name_shard_folder,
 )
 
 RANK_OFFSET = 60
@@ -120,17 +120,17 @@ class PassageIndex:
 
     def _rank(self, queries: Sequence[str], topk: int) -> list[list[tuple[int, float]]]:
         if self._vectors is None:
-            return [self._by_words(query, topk) for query in queries]
+            return [self._rank_by_words(query, topk) for query in queries]
         if self._method == "dense":
             return self._vectors.top(queries, topk)
         depth = topk * _FUSED_DEPTH
         by_vectors = self._vectors.top(queries, depth)
         return [
-            fuse([_passages(self._by_words(query, depth)), _passages(found)], topk)
+            fuse([_passages(self._rank_by_words(query, depth)), _passages(found)], topk)
             for query, found in zip(queries, by_vectors, strict=True)
         ]
 
-    def _by_words(self, query: str, num: int) -> list[tuple[int, float]]:
+    def _rank_by_words(self, query: str, num: int) -> list[tuple[int, float]]:
         found = [
             (shard.facts.first_passage + place, score)
             for shard in self._shards
@@ -151,7 +151,7 @@ def _passages(ranking: Sequence[tuple[int, float]]) -> list[int]:
 
 
 def _open_shard(folder: Path, number: int) -> _Shard:
-    path = shard_folder(folder, number)
+    path = name_shard_folder(folder, number)
     offsets = np.load(path / OFFSETS, mmap_mode="r")
     return _Shard(ShardFacts.read(path), offsets, Bm25Shard(path / "bm25"))
 
@@ -179,7 +179,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f" {manifest['corpus_bytes']}: put the corpus back, or build the index again"
         )
     for number in range(len(manifest["shards"])):
-        _check_sizes(shard_folder(folder, number))
+        _check_sizes(name_shard_folder(folder, number))
     return manifest
 
 
@@ -191,12 +191,12 @@ def verify(folder: Path) -> None:
     manifest = read_manifest(folder)
     corpus = Path(manifest["corpus"])
     for number, digest in enumerate(manifest["shards"]):
-        path = shard_folder(folder, number)
-        _refuse(digest_of(path / SHARD) != digest, path / SHARD)
+        path = name_shard_folder(folder, number)
+        _refuse(compute_digest(path / SHARD) != digest, path / SHARD)
         facts = ShardFacts.read(path)
         for name, (_, expected) in facts.files.items():
-            _refuse(digest_of(path / name) != expected, path / name)
-        _refuse(digest_of(corpus, facts.start, facts.stop) != facts.corpus_digest, corpus)
+            _refuse(compute_digest(path / name) != expected, path / name)
+        _refuse(compute_digest(corpus, facts.start, facts.stop) != facts.corpus_digest, corpus)
 
 
 def _check_sizes(path: Path) -> None:

@@ -92,7 +92,7 @@ class MappedFile:
         self._file.close()
 
 
-def title_and_text(row: Row) -> tuple[str, str]:
+def split_title(row: Row) -> tuple[str, str]:
     """Return a passage's title, without quotation marks around it, and its text."""
     title, _, text = str(row.get("contents") or "").partition("\n")
     return title.strip('"'), text
@@ -185,7 +185,7 @@ class ShardFacts:
             ) from error
 
 
-def shard_folder(index: Path, number: int) -> Path:
+def name_shard_folder(index: Path, number: int) -> Path:
     return index / f"shard-{number:05d}"
 
 
@@ -215,7 +215,7 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def digest_of(path: Path, start: int = 0, stop: int | None = None) -> str:
+def compute_digest(path: Path, start: int = 0, stop: int | None = None) -> str:
     """Return the digest of a file's bytes from `start` to `stop`, or to its end."""
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
@@ -227,7 +227,9 @@ def digest_of(path: Path, start: int = 0, stop: int | None = None) -> str:
     return digest.hexdigest()
 
 
-def file_facts(folder: Path) -> dict[str, tuple[int, str]]:
+def list_facts(folder: Path) -> dict[str, tuple[int, str]]:
     """Return path -> (bytes, digest) of the files below a folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SHARD)
-    return {str(path.relative_to(folder)): (path.stat().st_size, digest_of(path)) for path in files}
+    return {
+        str(path.relative_to(folder)): (path.stat().st_size, compute_digest(path)) for path in files
+    }

@@ -20,7 +20,7 @@ LARGEST_KEPT_MIB = 4
 _TEXT = (".log", ".jsonl", ".json", ".txt")
 
 
-def own_folder() -> Path:
+def find_own_folder() -> Path:
     """Return the folder of the check that this process carries out; it is empty at first."""
     return Path(os.environ[FOLDER])
 
@@ -47,11 +47,11 @@ Figures = dict[str, Any]
 """Measurements of a check: numbers or short texts, by name with unit ("copy_gb_per_s")."""
 
 
-class SkipCheck(Exception):
+class SkipCheckError(Exception):
     """The machine lacks what the check is about; the message says what."""
 
 
-class MissedTarget(Exception):
+class MissedTargetError(Exception):
     """The check works, but a figure misses its target."""
 
     def __init__(self, why: str, figures: Figures) -> None:
@@ -61,9 +61,9 @@ class MissedTarget(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """`run` returns figures. It raises SkipCheck to be skipped; any other exception is a failure.
+    """`run` returns figures. It raises SkipCheckError to be skipped; any other exception is a failure.
 
-    A MissedTarget is a failure that keeps its figures.
+    A MissedTargetError is a failure that keeps its figures.
 
     deadline_s   after this many seconds its process and all below it are killed
     gpu          the check says nothing without a GPU
@@ -86,7 +86,7 @@ class Stage:
     checks: tuple[Check, ...]
 
 
-def full_name(stage: Stage, check: Check) -> str:
+def make_full_name(stage: Stage, check: Check) -> str:
     """Return the name by which --checks chooses a check."""
     return f"{stage.name}:{check.name}"
 

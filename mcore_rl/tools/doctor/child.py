@@ -10,7 +10,13 @@ A check may crash its process, or leave a GPU's context broken, without harm to 
 import json
 import sys
 
-from mcore_rl.tools.doctor.check import Check, Figures, MissedTarget, SkipCheck, own_folder
+from mcore_rl.tools.doctor.check import (
+    Check,
+    Figures,
+    MissedTargetError,
+    SkipCheckError,
+    find_own_folder,
+)
 from mcore_rl.tools.doctor.stages import find_check
 
 OUTCOME = "outcome.json"
@@ -20,16 +26,16 @@ def main() -> None:
     stage, name = sys.argv[1:]
     outcome, why, figures = run(find_check(stage, name))
     told = json.dumps({"outcome": outcome, "why": why, "figures": figures})
-    (own_folder() / OUTCOME).write_text(told)
+    (find_own_folder() / OUTCOME).write_text(told)
 
 
 def run(check: Check) -> tuple[str, str, Figures]:
     """Return outcome, reason and figures. Any other exception passes through as a failure."""
     try:
         return "ok", "", check.run()
-    except SkipCheck as reason:
+    except SkipCheckError as reason:
         return "skipped", str(reason), {}
-    except MissedTarget as missed:
+    except MissedTargetError as missed:
         return "failed", str(missed), missed.figures
 
 

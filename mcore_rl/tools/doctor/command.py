@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mcore_rl.process.command_line import parse_arguments
 from mcore_rl.process.cores import check_threads
-from mcore_rl.tools.doctor.gpu_checks import add_kit, is_for_kit, run_kit
+from mcore_rl.tools.doctor.gpu_checks import add_gpu_checks, is_for_gpu_checks, run_gpu_checks
 from mcore_rl.tools.doctor.machine.needs import (
     CONTAINER_RUNTIMES,
     MachineNeeds,
@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_machine(parser.add_argument_group("checks of this machine"))
     _add_nodes(parser.add_argument_group("checks of several machines, started once on each"))
-    add_kit(parser.add_argument_group("the kit: real processes, minutes; instead of the checks"))
+    add_gpu_checks(
+        parser.add_argument_group("the kit: real processes, minutes; instead of the checks")
+    )
 
 
 def _add_machine(group: "argparse._ArgumentGroup") -> None:
@@ -58,8 +60,8 @@ def _add_nodes(group: "argparse._ArgumentGroup") -> None:
 
 def run_doctor(args: argparse.Namespace) -> None:
     """Raise ValueError if nothing can be checked as asked, RuntimeError if a check failed."""
-    if is_for_kit(args):
-        run_kit(args)
+    if is_for_gpu_checks(args):
+        run_gpu_checks(args)
         return
     _check_machines(args)
 
@@ -67,13 +69,13 @@ def run_doctor(args: argparse.Namespace) -> None:
 def _check_machines(args: argparse.Namespace) -> None:
     from mcore_rl.tools.doctor.machine.checks import choose_checks, run_checks
     from mcore_rl.tools.doctor.machine.finding import has_failed, print_report
-    from mcore_rl.tools.doctor.machine.meeting import place_of
+    from mcore_rl.tools.doctor.machine.meeting import read_place
 
     began_s = time.monotonic()
     checks = choose_checks(args.only)
     place = None
     if args.rendezvous or args.nodes is not None or args.node_rank is not None:
-        place = place_of(args.nodes, args.node_rank, args.node_name, os.environ)
+        place = read_place(args.nodes, args.node_rank, args.node_name, os.environ)
         if args.rendezvous is None:
             raise ValueError(f"--nodes={place.size}: give --rendezvous, a folder all nodes share")
     needs = read_needs(args, place.size if place else 1)
@@ -83,7 +85,7 @@ def _check_machines(args: argparse.Namespace) -> None:
     if place is not None:
         from mcore_rl.tools.doctor.machine.nodes import check_nodes  # imports torch
 
-        findings = [finding.on(place.name) for finding in findings]
+        findings = [finding.name_node(place.name) for finding in findings]
         outcome = check_nodes(args.rendezvous, place, needs, findings, args.timeout_s)
         findings, failed, shown = outcome.findings, outcome.failed, outcome.shown
     if shown:
@@ -105,7 +107,7 @@ def read_needs(args: argparse.Namespace, num_nodes: int) -> MachineNeeds:
 
     Raises ValueError naming the option at fault.
     """
-    ports = [*_ports(args.ports), *(_ray_head_ports() if args.ray_head else ())]
+    ports = [*_parse_ports(args.ports), *(_list_ray_head_ports() if args.ray_head else ())]
     needs = MachineNeeds(
         ports=tuple(dict.fromkeys(ports)),
         interface=args.interface,
@@ -121,7 +123,7 @@ def read_needs(args: argparse.Namespace, num_nodes: int) -> MachineNeeds:
     return needs
 
 
-def _ports(text: str) -> list[int]:
+def _parse_ports(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
         if not word.isdigit() or not 0 < int(word) < 65536:
@@ -129,7 +131,7 @@ def _ports(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _ray_head_ports() -> tuple[int, ...]:
+def _list_ray_head_ports() -> tuple[int, ...]:
     from mcore_rl.tools.doctor.machine.needs import RAY_HEAD_PORTS
 
     return RAY_HEAD_PORTS

@@ -27,7 +27,7 @@ def keep_compiled(folder: Path, environ: MutableMapping[str, str]) -> None:
         environ.setdefault(variable, str(folder.resolve() / name))
 
 
-def add_kit(group: "argparse._ArgumentGroup") -> None:
+def add_gpu_checks(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--gpu", action="store_true", help="the kit on this machine's GPU")
     group.add_argument(
         "--stages", default="", help="comma-separated, or all; without --gpu they run on the CPU"
@@ -58,7 +58,7 @@ def add_kit(group: "argparse._ArgumentGroup") -> None:
     )
 
 
-def is_for_kit(args: argparse.Namespace) -> bool:
+def is_for_gpu_checks(args: argparse.Namespace) -> bool:
     """Return whether the kit is asked for; ValueError if only options are given that it reads."""
     if args.gpu or args.stages or args.checks or args.list:
         return True
@@ -70,7 +70,7 @@ def is_for_kit(args: argparse.Namespace) -> bool:
     return False
 
 
-def run_kit(args: argparse.Namespace) -> None:
+def run_gpu_checks(args: argparse.Namespace) -> None:
     """Raise ValueError if nothing can be checked as asked, RuntimeError if a check failed."""
     if args.rendezvous or args.only:
         raise ValueError("--gpu, --stages and --checks run the kit: it takes no --only and nodes")

@@ -20,7 +20,7 @@ from mcore_rl.config.shipped import RECIPES_DIR
 from mcore_rl.device import device, has_cuda, peak_bytes
 from mcore_rl.process.network import find_free_port
 from mcore_rl.tasks.tiny_models import qwen3_moe_config
-from mcore_rl.tools.doctor.check import Figures, MissedTarget, expect
+from mcore_rl.tools.doctor.check import Figures, MissedTargetError, expect
 from mcore_rl.types import StepStats, TrainBatch
 
 LEARNING_RATE = 1e-3
@@ -276,7 +276,7 @@ def expect_same_step(
 def compare_with_plan(rank: LoneRank) -> Figures:
     """Compare the largest memory of the last step with that of `mcore-rl plan`.
 
-    Raises MissedTarget if it is more than MEMORY_TOLERANCE away.
+    Raises MissedTargetError if it is more than MEMORY_TOLERANCE away.
     """
     from mcore_rl.planning.memory import predict_memory
     from mcore_rl.planning.recipe_models import read_models
@@ -289,5 +289,5 @@ def compare_with_plan(rank: LoneRank) -> Figures:
         "ratio": round(peak_bytes() / expected, 3),
     }
     if abs(figures["ratio"] - 1) > MEMORY_TOLERANCE:
-        raise MissedTarget(f"{figures['ratio']} of the plan, target 1 +- 0.1", figures)
+        raise MissedTargetError(f"{figures['ratio']} of the plan, target 1 +- 0.1", figures)
     return figures

@@ -23,7 +23,14 @@ from mcore_rl.device import (
     use_torch_modules_on_cuda,
 )
 from mcore_rl.process.process_state import wait_killed
-from mcore_rl.tools.doctor.check import Check, Figures, SkipCheck, Stage, expect, own_folder
+from mcore_rl.tools.doctor.check import (
+    Check,
+    Figures,
+    SkipCheckError,
+    Stage,
+    expect,
+    find_own_folder,
+)
 from mcore_rl.tools.doctor.lone_rank import (
     LoneRank,
     compare_with_plan,
@@ -36,14 +43,14 @@ from mcore_rl.tools.doctor.lone_rank import (
 ODD_BYTES = int(1.1 * 2**30)
 
 
-def nccl_max_ctas() -> Figures:
+def check_nccl_max_ctas() -> Figures:
     """A group whose kernels are bounded works; 29 to 37 such groups share a GPU at 256 ranks."""
     group = probes.make_lone_group(probes.MAX_CTAS)
     expect(probes.reduce_alone(group), "an all-reduce changed its values")
     return {"max_ctas": probes.MAX_CTAS}
 
 
-def nccl_abort() -> Figures:
+def check_nccl_abort() -> Figures:
     """Aborting a group returns at once, as a sync needs when a peer is lost."""
     group = probes.make_lone_group()
     expect(probes.reduce_alone(group), "an all-reduce changed its values")
@@ -54,11 +61,11 @@ def nccl_abort() -> Figures:
     return {"abort_s": round(seconds, 3)}
 
 
-def pinned_rounding() -> Figures:
+def check_pinned_rounding() -> Figures:
     """How much host memory a pinned block takes, by default and with a threshold set."""
     if not can_pin_exactly():
-        raise SkipCheck(f"torch {torch.__version__} always rounds up, and refuses the setting")
-    taken = {"default": _pinned_bytes({}), "set": _pinned_bytes(exact_pinning({}))}
+        raise SkipCheckError(f"torch {torch.__version__} always rounds up, and refuses the setting")
+    taken = {"default": _measure_pinned({}), "set": _measure_pinned(exact_pinning({}))}
     figures = {f"{name}_gib": round(num_bytes / 2**30, 3) for name, num_bytes in taken.items()}
     expect(
         taken["set"] < 1.05 * ODD_BYTES,
@@ -67,7 +74,7 @@ def pinned_rounding() -> Figures:
     return {"asked_gib": round(ODD_BYTES / 2**30, 3), **figures}
 
 
-def _pinned_bytes(environment: dict[str, str]) -> int:
+def _measure_pinned(environment: dict[str, str]) -> int:
     """Start a process for the measurement: the allocator reads its setting only once."""
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -87,7 +94,7 @@ def _tell_pinned_bytes(pipe: Connection) -> None:
     pipe.send(probes.measure_pinned_bytes(ODD_BYTES))
 
 
-def memory_saver() -> Figures:
+def check_memory_saver() -> Figures:
     """Released memory comes back at its place; its values only with a copy in host memory."""
     num_bytes = 1 << 30
     plain = probes.release_and_resume(num_bytes, with_backup=False)
@@ -100,7 +107,7 @@ def memory_saver() -> Figures:
     return {"values_kept_without_copy": plain.kept, "values_kept_with_copy": backed.kept}
 
 
-def attention_with_sinks() -> Figures:
+def check_attention_with_sinks() -> Figures:
     """Torch's flash attention, with sinks added around it, agrees with whole matrices."""
     figures = {}
     for window in (None, 128):
@@ -114,11 +121,11 @@ PROBES = Stage(
     "probes",
     "NCCL, pinned memory, released memory",
     (
-        Check("NCCL with few blocks", nccl_max_ctas, gpu=True),
-        Check("NCCL aborts", nccl_abort, gpu=True),
-        Check("pinned memory is not rounded up", pinned_rounding, gpu=True),
-        Check("attention with sinks", attention_with_sinks, gpu=True),
-        Check("released memory", memory_saver, gpu=True, modules=("torch_memory_saver",)),
+        Check("NCCL with few blocks", check_nccl_max_ctas, gpu=True),
+        Check("NCCL aborts", check_nccl_abort, gpu=True),
+        Check("pinned memory is not rounded up", check_pinned_rounding, gpu=True),
+        Check("attention with sinks", check_attention_with_sinks, gpu=True),
+        Check("released memory", check_memory_saver, gpu=True, modules=("torch_memory_saver",)),
     ),
 )
 
@@ -128,10 +135,10 @@ NEEDED = ("megatron", "zlib_ng")
 
 def _rank(dtype: str | None = None) -> LoneRank:
     use_torch_modules_on_cuda()
-    return LoneRank(own_folder() / "model", qwen3_moe(), dtype)
+    return LoneRank(find_own_folder() / "model", qwen3_moe(), dtype)
 
 
-def steps() -> Figures:
+def check_steps() -> Figures:
     """Ten steps on one batch: its negative log-likelihood falls, gradients are finite."""
     rank = _rank()
     first = rank.step()
@@ -151,18 +158,18 @@ def steps() -> Figures:
     }
 
 
-def same_logprobs_as_transformers() -> Figures:
+def check_logprobs() -> Figures:
     """In float32, log-probs of an exported model are those of transformers."""
     rank = _rank(dtype="float32")
-    difference = difference_from_transformers(rank, own_folder() / "hf")
+    difference = difference_from_transformers(rank, find_own_folder() / "hf")
     expect(difference.largest < 1e-2, f"log-probs differ by {difference.largest}")
     expect(difference.mean < 1e-4, f"in the mean by {difference.mean}")
     return difference.figures
 
 
-def checkpoint() -> Figures:
+def check_checkpoint() -> Figures:
     """After a save and a load all is there bit for bit, and a step is the one taken before."""
-    saved = own_folder() / "saved"
+    saved = find_own_folder() / "saved"
     rank = _rank()
     rank.step()
     state, before = rank.state(), rank.weights()
@@ -192,7 +199,7 @@ def checkpoint() -> Figures:
     }
 
 
-def offload() -> Figures:
+def check_offload() -> Figures:
     """Everything moves to host memory and back; the next step is that of a rank that stayed."""
     rank = _rank()
     rank.step()
@@ -219,7 +226,7 @@ def offload() -> Figures:
     }
 
 
-def planned_memory() -> Figures:
+def check_planned_memory() -> Figures:
     """Compare the largest memory of a step with that of `mcore-rl plan`."""
     rank = _rank()
     for _ in range(3):
@@ -231,15 +238,15 @@ MEGATRON = Stage(
     "megatron",
     "a training rank without Transformer Engine",
     (
-        Check("steps", steps, deadline_s=240, modules=NEEDED),
+        Check("steps", check_steps, deadline_s=240, modules=NEEDED),
         Check(
             "log-probs of transformers",
-            same_logprobs_as_transformers,
+            check_logprobs,
             deadline_s=240,
             modules=(*NEEDED, "transformers"),
         ),
-        Check("checkpoint", checkpoint, deadline_s=300, modules=NEEDED),
-        Check("offload", offload, deadline_s=240, modules=NEEDED),
-        Check("planned memory", planned_memory, deadline_s=240, gpu=True, modules=NEEDED),
+        Check("checkpoint", check_checkpoint, deadline_s=300, modules=NEEDED),
+        Check("offload", check_offload, deadline_s=240, modules=NEEDED),
+        Check("planned memory", check_planned_memory, deadline_s=240, gpu=True, modules=NEEDED),
     ),
 )

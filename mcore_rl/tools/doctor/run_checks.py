@@ -21,11 +21,11 @@ from mcore_rl.process.safe_path import safe_module
 from mcore_rl.tools.doctor.check import (
     Check,
     Figures,
-    MissedTarget,
-    SkipCheck,
+    MissedTargetError,
+    SkipCheckError,
     Stage,
     expect,
-    own_folder,
+    find_own_folder,
 )
 from mcore_rl.tools.doctor.sync_checks import GPU_BUCKET_MIB
 from mcore_rl.tools.doctor.warm_start import FOLDER, PROMPTS, WEIGHTS, prepare
@@ -64,37 +64,41 @@ _ON_GPU = (
 libraries nor a compiler of CUDA code, SGLang's own scheduler, and a small object store."""
 
 
-def grpo_with_sglang() -> Figures:
+def check_grpo() -> Figures:
     """Every step of a short run ends; trainer and engine agree on what was sampled."""
-    data = own_folder() / "arithmetic"
+    data = find_own_folder() / "arithmetic"
     prepare(data)
     model = (f"model.path={data / 'model'}", "model.init=random")
     return _train(data / PROMPTS, model, STEPS)
 
 
-def rising_reward() -> Figures:
+def check_rising_reward() -> Figures:
     """From a warm start, the reward of a longer run rises."""
     start = Path(os.environ.get(WARM_START) or FOLDER).resolve()
     if not (start / WEIGHTS).is_dir():
-        raise SkipCheck(f"{start / WEIGHTS} is not there: make warm-start, and carry the folder")
+        raise SkipCheckError(
+            f"{start / WEIGHTS} is not there: make warm-start, and carry the folder"
+        )
     model = (f"model.path={start / WEIGHTS}", "model.init=hf")
     return expect_rise(_train(start / PROMPTS, model, WARM_STEPS))
 
 
 def expect_rise(measured: Figures) -> Figures:
-    """Return the figures of a run; MissedTarget if its reward does not rise enough."""
+    """Return the figures of a run; MissedTargetError if its reward does not rise enough."""
     rise = measured["reward_last"] - measured["reward_first"]
     if rise < LEAST_RISE:
-        raise MissedTarget(f"the mean reward rises by {rise:.3f}, target {LEAST_RISE}", measured)
+        raise MissedTargetError(
+            f"the mean reward rises by {rise:.3f}, target {LEAST_RISE}", measured
+        )
     return measured
 
 
 def _train(prompts: Path, model: Sequence[str], num_steps: int) -> Figures:
     """Run `mcore-rl train` with these settings, in the check's folder; return its figures."""
-    run_dir = own_folder() / "run"
+    run_dir = find_own_folder() / "run"
     chosen = settings(prompts, model, run_dir, num_steps)
     began_s = time.time()
-    _command("train", *chosen)
+    _make_command("train", *chosen)
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     [*_, last] = (int(s.partition("=")[2]) for s in chosen if s.startswith("run.steps="))
     return figures([json.loads(line) for line in lines], began_s, last)
@@ -145,7 +149,7 @@ def figures(rows: Sequence[dict[str, Any]], began_s: float, num_steps: int) -> F
     }
 
 
-def _command(*arguments: str) -> None:
+def _make_command(*arguments: str) -> None:
     """Run a command of this package, its output with ours. Raises AssertionError if it fails, or is
     not done in time.
     """
@@ -165,7 +169,7 @@ RUN = Stage(
     "run",
     "mcore-rl train with SGLang and Ray on one device",
     (
-        Check("GRPO with SGLang", grpo_with_sglang, _DEADLINE_S, modules=NEEDED),
-        Check("reward rises", rising_reward, _DEADLINE_S, modules=NEEDED),
+        Check("GRPO with SGLang", check_grpo, _DEADLINE_S, modules=NEEDED),
+        Check("reward rises", check_rising_reward, _DEADLINE_S, modules=NEEDED),
     ),
 )

@@ -22,8 +22,8 @@ from mcore_rl.tools.doctor.check import (
     Check,
     Result,
     Stage,
-    full_name,
     make_empty,
+    make_full_name,
     remove_large_files,
 )
 from mcore_rl.tools.doctor.child import OUTCOME
@@ -51,7 +51,7 @@ def run_stages(stages: Sequence[Stage], log_dir: Path, seconds: float | None = N
             if result is None and seconds is not None:
                 left_s = seconds - (time.monotonic() - began_s)
                 if check.deadline_s > left_s:
-                    left_out.append(full_name(stage, check))
+                    left_out.append(make_full_name(stage, check))
                     result = _skip_for_time(stage, check, seconds, left_s)
             results.append(result or run_check(stage, check, log_dir))
             print(json.dumps(asdict(results[-1])), flush=True)
@@ -60,7 +60,7 @@ def run_stages(stages: Sequence[Stage], log_dir: Path, seconds: float | None = N
 
 
 def _refuse_too_few(stages: Sequence[Stage], seconds: float | None) -> None:
-    chosen = [(check.deadline_s, full_name(s, check)) for s in stages for check in s.checks]
+    chosen = [(check.deadline_s, make_full_name(s, check)) for s in stages for check in s.checks]
     least_s, name = min(chosen)
     if seconds is not None and least_s > seconds:
         raise ValueError(
@@ -132,10 +132,10 @@ def _run_child(arguments: Sequence[str], folder: Path, deadline_s: float, log: P
             stdout=out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**_environment(), FOLDER: str(folder)},
+            env={**_make_environment(), FOLDER: str(folder)},
             start_new_session=True,
         )
-    with _killing_session(child):
+    with _kill_session(child):
         try:
             return f"ended with status {child.wait(deadline_s)}"
         except subprocess.TimeoutExpired:
@@ -143,7 +143,7 @@ def _run_child(arguments: Sequence[str], folder: Path, deadline_s: float, log: P
 
 
 @contextmanager
-def _killing_session(child: "subprocess.Popen[bytes]") -> Iterator[None]:
+def _kill_session(child: "subprocess.Popen[bytes]") -> Iterator[None]:
     """Kill what is left of the child's session on the way out, also after Ctrl-C."""
     try:
         yield
@@ -153,7 +153,7 @@ def _killing_session(child: "subprocess.Popen[bytes]") -> Iterator[None]:
         wait_killed(child, "the process of a check")
 
 
-def _environment() -> Mapping[str, str]:
+def _make_environment() -> Mapping[str, str]:
     """Children find this package, and what was added to the path, wherever they start."""
     paths = [str(PACKAGE_ROOT), *(path for path in sys.path if path)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

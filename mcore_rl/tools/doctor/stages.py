@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mcore_rl.tools.doctor.check import Check, Stage, full_name
+from mcore_rl.tools.doctor.check import Check, Stage, make_full_name
 from mcore_rl.tools.doctor.megatron_checks import MEGATRON, PROBES
 from mcore_rl.tools.doctor.run_checks import RUN
 from mcore_rl.tools.doctor.step_checks import STEP
@@ -11,7 +11,7 @@ from mcore_rl.tools.doctor.sync_checks import SYNC
 from mcore_rl.tools.doctor.te_checks import TE
 
 STAGES: tuple[Stage, ...] = (SYNC, PROBES, MEGATRON, TE, STEP, RUN)
-_NAME_WIDTH = max(len(full_name(stage, check)) for stage in STAGES for check in stage.checks)
+_NAME_WIDTH = max(len(make_full_name(stage, check)) for stage in STAGES for check in stage.checks)
 
 
 def choose_stages(stages: str, checks: str = "") -> tuple[Stage, ...]:
@@ -36,12 +36,12 @@ def choose_stages(stages: str, checks: str = "") -> tuple[Stage, ...]:
 
 def _choose_checks(checks: str) -> tuple[Stage, ...]:
     chosen = [name.replace("_", " ") for name in _split(checks)]
-    known = [full_name(stage, check) for stage in STAGES for check in stage.checks]
+    known = [make_full_name(stage, check) for stage in STAGES for check in stage.checks]
     for name in chosen:
         if name not in known:
             raise ValueError(f"--checks={checks}: no check {name!r}; there are {', '.join(known)}")
     parts = [
-        replace(stage, checks=tuple(c for c in stage.checks if full_name(stage, c) in chosen))
+        replace(stage, checks=tuple(c for c in stage.checks if make_full_name(stage, c) in chosen))
         for stage in STAGES
     ]
     return tuple(stage for stage in parts if stage.checks)
@@ -59,7 +59,7 @@ def describe_checks(stages: Sequence[Stage]) -> str:
         for check in stage.checks:
             text = (check.run.__doc__ or "").strip().splitlines()[0]
             needs = "  (needs a GPU)" if check.gpu else ""
-            name = full_name(stage, check)
+            name = make_full_name(stage, check)
             lines.append(f"{name:{_NAME_WIDTH}} {check.deadline_s:4.0f} s  {text}{needs}")
             total_s += check.deadline_s
     return "\n".join([*lines, f"{len(lines)} checks, at most {total_s:.0f} s"])

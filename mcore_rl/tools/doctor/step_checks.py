@@ -36,7 +36,7 @@ from mcore_rl.device import device, has_cuda, has_transformer_engine, use_torch_
 from mcore_rl.loops.roles import KeepsSamples
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.process_state import wait_killed
-from mcore_rl.tools.doctor.check import Check, Figures, Stage, expect, own_folder
+from mcore_rl.tools.doctor.check import Check, Figures, Stage, expect, find_own_folder
 from mcore_rl.tools.doctor.lone_rank import LoneRank, qwen3_moe
 from mcore_rl.tools.doctor.sync_checks import GPU_BUCKET_MIB
 from mcore_rl.types import (
@@ -341,7 +341,7 @@ class Rows:
         """Drop the samples."""
 
 
-def share_of_even_tokens(samples: Sequence[Sample]) -> Scores:
+def count_even_tokens(samples: Sequence[Sample]) -> Scores:
     """Return a reward that a random model can learn within a few steps."""
     shares = [[token % 2 == 0 for token in sample.response_ids] for sample in samples]
     return Scores([sum(share) / len(share) for share in shares])
@@ -377,7 +377,7 @@ def _config(rank: LoneRank) -> Config:
     )
 
 
-def grpo() -> Figures:
+def check_grpo() -> Figures:
     """Ten steps of GRPO: engine and trainer agree after each, and the reward rises."""
     from mcore_rl.data.source import ShuffledStream
     from mcore_rl.logs.run_folder import RunFolder
@@ -387,7 +387,7 @@ def grpo() -> Figures:
 
     if not has_transformer_engine():
         use_torch_modules_on_cuda()
-    folder = own_folder()
+    folder = find_own_folder()
     log = Rows(folder / "metrics.jsonl")
     optimizer = OptimizerConfig(lr=LEARNING_RATE[has_cuda()])
     rank = LoneRank(folder / "model", qwen3_moe(), optimizer=optimizer)
@@ -407,7 +407,7 @@ def grpo() -> Figures:
             prompts=ShuffledStream(prompts, 0),
             held_out=[],
             generator=engine,
-            reward=share_of_even_tokens,
+            reward=count_even_tokens,
             advantages=Advantages(config.algorithm),
             trainer=trainer,
             weights=weights,
@@ -438,7 +438,7 @@ STEP = Stage(
     (
         Check(
             "GRPO",
-            grpo,
+            check_grpo,
             deadline_s=400,
             modules=("megatron", "zlib_ng", "transformers", "omegaconf", "rich"),
         ),

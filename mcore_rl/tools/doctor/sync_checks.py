@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_rl.config import SyncConfig
 from mcore_rl.device import device, has_cuda, synchronize
-from mcore_rl.tools.doctor.check import Check, Figures, MissedTarget, Stage, expect
+from mcore_rl.tools.doctor.check import Check, Figures, MissedTargetError, Stage, expect
 from mcore_rl.tools.doctor.sync_ranks import run_scene
 from mcore_rl.tools.doctor.toy_engine import (
     Fault,
@@ -46,14 +46,14 @@ LARGE = ToySizes(hidden=2048, heads=16, head=128, experts=896, inner=768, vocab=
 SMALL = ToySizes(hidden=256, heads=4, head=64, experts=256, inner=128, vocab=1024)
 
 
-def _scene(scene: Scene) -> SceneOutcome:
+def _make_scene(scene: Scene) -> SceneOutcome:
     """Run a scene on this machine's device."""
     on_gpu = has_cuda()
     return run_scene(replace(scene, on_gpu=(on_gpu, on_gpu)))
 
 
-def _same_bits(scene: Scene) -> Figures:
-    outcome = _scene(scene)
+def _have_same_bits(scene: Scene) -> Figures:
+    outcome = _make_scene(scene)
     errors = [report.error for report in outcome.reports if report.error is not None]
     expect(not errors, f"{errors[:1]}")
     for rank, received in enumerate(outcome.receivers):
@@ -61,52 +61,54 @@ def _same_bits(scene: Scene) -> Figures:
     return {"bytes": sum(received.reports[1].num_bytes for received in outcome.receivers)}
 
 
-def in_place() -> Figures:
+def check_in_place() -> Figures:
     """Two trainer ranks, cut by rows, into one engine rank."""
-    return _same_bits(Scene(row_cut, 2, 1, timeout_s=120))
+    return _have_same_bits(Scene(row_cut, 2, 1, timeout_s=120))
 
 
-def after_release() -> Figures:
+def check_after_release() -> Figures:
     """An engine that gave up its memory in between, padding included."""
-    return _same_bits(Scene(row_cut, 1, 2, timeout_s=120, releases_memory=True))
+    return _have_same_bits(Scene(row_cut, 1, 2, timeout_s=120, releases_memory=True))
 
 
-def cast_while_packed() -> Figures:
+def check_cast_while_packed() -> Figures:
     """Float32 masters, cut by columns, into two bfloat16 engine ranks."""
-    return _same_bits(Scene(column_cut, 3, 2, dtype="bfloat16", timeout_s=120))
+    return _have_same_bits(Scene(column_cut, 3, 2, dtype="bfloat16", timeout_s=120))
 
 
-def staged() -> Figures:
+def check_staged() -> Figures:
     """Experts and replicas into two ranks that swap versions in."""
-    return _same_bits(Scene(expert_cut, 3, 2, "bfloat16", timeout_s=120, staged=True, num_syncs=3))
+    return _have_same_bits(
+        Scene(expert_cut, 3, 2, "bfloat16", timeout_s=120, staged=True, num_syncs=3)
+    )
 
 
-def _faulty(kind: str, timeout_s: float) -> tuple[SceneOutcome, Report]:
+def _run_faulty(kind: str, timeout_s: float) -> tuple[SceneOutcome, Report]:
     fault = Fault(rank=0, message=2, kind=kind)
-    outcome = _scene(Scene(row_cut, 1, 1, timeout_s=timeout_s, num_syncs=1, fault=fault))
+    outcome = _make_scene(Scene(row_cut, 1, 1, timeout_s=timeout_s, num_syncs=1, fault=fault))
     return outcome, outcome.receivers[0].reports[-1]
 
 
-def corrupt_byte() -> Figures:
+def check_corrupt_byte() -> Figures:
     """A byte that changes in transit is refused; the error names slice and sender."""
-    _, report = _faulty("corrupt", timeout_s=60)
+    _, report = _run_faulty("corrupt", timeout_s=60)
     error = report.error or ""
     expect("has checksum" in error and "trainer rank 0" in error, f"the error is {error!r}")
     return {}
 
 
-def killed_sender() -> Figures:
+def check_killed_sender() -> Figures:
     """A sender that dies fails the receiver at once, by name."""
-    return _lost("kill", timeout_s=30, least_s=0.0, most_s=15.0)
+    return _check_lost_sender("kill", timeout_s=30, least_s=0.0, most_s=15.0)
 
 
-def stopped_sender() -> Figures:
+def check_stopped_sender() -> Figures:
     """A sender that hangs fails the receiver at its deadline, by name."""
-    return _lost("stop", timeout_s=6, least_s=5.0, most_s=16.0)
+    return _check_lost_sender("stop", timeout_s=6, least_s=5.0, most_s=16.0)
 
 
-def _lost(kind: str, timeout_s: float, least_s: float, most_s: float) -> Figures:
-    outcome, report = _faulty(kind, timeout_s)
+def _check_lost_sender(kind: str, timeout_s: float, least_s: float, most_s: float) -> Figures:
+    outcome, report = _run_faulty(kind, timeout_s)
     error = report.error or ""
     expect(outcome.senders == [None], "the sender is still there")
     expect("from trainer rank 0" in error, f"the error is {error!r}")
@@ -115,7 +117,7 @@ def _lost(kind: str, timeout_s: float, least_s: float, most_s: float) -> Figures
     return {"noticed_s": round(report.seconds, 3)}
 
 
-def kernels_per_bucket() -> Figures:
+def check_kernels() -> Figures:
     """A bucket of 1,000 slices takes few kernels, or few operators on a CPU."""
     shards = [
         Shard(Box(f"w{i}", (0,), (300,)), "flat", 300 * i, (1,), "float32") for i in range(1000)
@@ -137,11 +139,11 @@ def kernels_per_bucket() -> Figures:
     figures: Figures = {"kernels": len(kernels), "slices": len(shards)}
     expect(bool(kernels), "the profiler saw nothing")
     if has_cuda() and len(kernels) > MAX_KERNELS:
-        raise MissedTarget(f"{len(kernels)} kernels, target {MAX_KERNELS}", figures)
+        raise MissedTargetError(f"{len(kernels)} kernels, target {MAX_KERNELS}", figures)
     return figures
 
 
-def fp8_packing() -> Figures:
+def check_fp8_packing() -> Figures:
     """Bytes of bfloat16 per second that become FP8 blocks with their scales.
 
     On a GPU a kernel of our own does it, with the bits that torch gives on a CPU.
@@ -170,17 +172,17 @@ def _expect_torchs_bits(weights_NK: Tensor, values_NK: Tensor, scales_nk: Tensor
     expect(same, "values have other bits than torch's")
 
 
-def rate_in_place() -> Figures:
+def check_rate_in_place() -> Figures:
     """A large model into the engine's parameters, beside a copy on the same device."""
-    return _rates(staged=False)
+    return _measure_rates(staged=False)
 
 
-def rate_staged() -> Figures:
+def check_rate_staged() -> Figures:
     """A large model into the engine's staging memory, then swapped in."""
-    return _rates(staged=True)
+    return _measure_rates(staged=True)
 
 
-def _rates(*, staged: bool) -> Figures:
+def _measure_rates(*, staged: bool) -> Figures:
     sizes = LARGE if has_cuda() else SMALL
     scene = Scene(
         row_cut,
@@ -194,7 +196,7 @@ def _rates(*, staged: bool) -> Figures:
         num_syncs=4,
         staged=staged,
     )
-    outcome = _scene(scene)
+    outcome = _make_scene(scene)
     errors = [report.error for report in outcome.reports if report.error is not None]
     expect(not errors, f"{errors[:1]}")
     [received] = outcome.receivers
@@ -203,7 +205,7 @@ def _rates(*, staged: bool) -> Figures:
     assert sent is not None, "a sender without errors is alive"
     num_bytes = sent[1].num_bytes
     sync_s = median(report.seconds for report in sent[2:])
-    copy_s = _copy_seconds(num_bytes)
+    copy_s = _measure_copy(num_bytes)
     figures: Figures = {
         "gb": num_bytes / 1e9,
         "sync_gb_per_s": _rate(num_bytes, sync_s),
@@ -222,12 +224,12 @@ def _check_targets(figures: Figures) -> None:
         return
     if figures["fraction_of_copy"] < FRACTION_OF_COPY:
         why = f"{figures['fraction_of_copy']} of a copy's rate, target {FRACTION_OF_COPY}"
-        raise MissedTarget(why, figures)
+        raise MissedTargetError(why, figures)
     if figures.get("swap_ms", 0.0) > 1000 * MAX_SWAP_S:
-        raise MissedTarget(f"{figures['swap_ms']} ms, target {1000 * MAX_SWAP_S:g}", figures)
+        raise MissedTargetError(f"{figures['swap_ms']} ms, target {1000 * MAX_SWAP_S:g}", figures)
 
 
-def _copy_seconds(num_bytes: int) -> float:
+def _measure_copy(num_bytes: int) -> float:
     source_u8 = torch.ones(num_bytes, dtype=torch.uint8, device=device())
     target_u8 = torch.empty_like(source_u8)
     return _seconds(lambda: target_u8.copy_(source_u8))
@@ -253,16 +255,16 @@ SYNC = Stage(
     "sync",
     "weights from process to process on one machine",
     (
-        Check("in place", in_place, deadline_s=150),
-        Check("after a release of memory", after_release, deadline_s=150),
-        Check("cast while packed", cast_while_packed, deadline_s=150),
-        Check("staged", staged, deadline_s=150),
-        Check("a changed byte is refused", corrupt_byte),
-        Check("a killed sender is named", killed_sender),
-        Check("a stopped sender is named", stopped_sender),
-        Check("kernels of a bucket", kernels_per_bucket),
-        Check("FP8 packing", fp8_packing),
-        Check("rate in place", rate_in_place, deadline_s=240),
-        Check("rate staged", rate_staged, deadline_s=240),
+        Check("in place", check_in_place, deadline_s=150),
+        Check("after a release of memory", check_after_release, deadline_s=150),
+        Check("cast while packed", check_cast_while_packed, deadline_s=150),
+        Check("staged", check_staged, deadline_s=150),
+        Check("a changed byte is refused", check_corrupt_byte),
+        Check("a killed sender is named", check_killed_sender),
+        Check("a stopped sender is named", check_stopped_sender),
+        Check("kernels of a bucket", check_kernels),
+        Check("FP8 packing", check_fp8_packing),
+        Check("rate in place", check_rate_in_place, deadline_s=240),
+        Check("rate staged", check_rate_staged, deadline_s=240),
     ),
 )

@@ -136,7 +136,7 @@ def _full_tensors(scene: Scene, version: int) -> dict[str, Tensor]:
     return make_tensors(version, scene.sizes, getattr(torch, scene.sender_dtype), place)
 
 
-def _loaded_engine(scene: Scene, receiver: int, version: int) -> FusedEngine:
+def _load_engine(scene: Scene, receiver: int, version: int) -> FusedEngine:
     """An engine rank with the parameters that its own loader makes of a version."""
     place = device() if scene.on_gpu[1] else "cpu"
     dtype = getattr(torch, scene.dtype)
@@ -146,7 +146,7 @@ def _loaded_engine(scene: Scene, receiver: int, version: int) -> FusedEngine:
 
 
 def _receive(scene: Scene, link: Link, receiver: int) -> Received:
-    engine = _loaded_engine(scene, receiver, version=99)
+    engine = _load_engine(scene, receiver, version=99)
     tensors = dict(engine.named_parameters())
     weights = WeightReceiver(scene.make_transport)
 
@@ -170,7 +170,7 @@ def _receive(scene: Scene, link: Link, receiver: int) -> Received:
             reports[-1] = replace(reports[-1], error=handle("swap", version).error)
             swap_seconds.append(time.monotonic() - began_s)
             LinkStore.open(link).client.add("swapped", 1)
-    expected = _loaded_engine(scene, receiver, scene.num_syncs - 1).named_parameters()
+    expected = _load_engine(scene, receiver, scene.num_syncs - 1).named_parameters()
     differing = [name for name, tensor in expected if not torch.equal(tensor, tensors[name])]
     return Received(reports, differing, swap_seconds)
 

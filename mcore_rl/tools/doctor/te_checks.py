@@ -25,11 +25,11 @@ from mcore_rl.run.roles.train_speed import TrainSpeed
 from mcore_rl.tools.doctor.check import (
     Check,
     Figures,
-    MissedTarget,
-    SkipCheck,
+    MissedTargetError,
+    SkipCheckError,
     Stage,
     expect,
-    own_folder,
+    find_own_folder,
 )
 from mcore_rl.tools.doctor.lone_rank import (
     LEARNING_RATE,
@@ -64,34 +64,34 @@ BFLOAT16_MOMENTS = {
 @contextmanager
 def _rank(hf_config: Mapping[str, Any], **options: Any) -> Iterator[LoneRank]:
     if has_cuda() and not has_transformer_engine():
-        raise SkipCheck("Transformer Engine is not installed")
-    rank = LoneRank(own_folder() / "model", hf_config, **options)
+        raise SkipCheckError("Transformer Engine is not installed")
+    rank = LoneRank(find_own_folder() / "model", hf_config, **options)
     try:
         yield rank
     finally:
         rank.free()
 
 
-def _logprobs(hf_config: Mapping[str, Any]) -> Figures:
+def _check_logprobs(hf_config: Mapping[str, Any]) -> Figures:
     with _rank(hf_config) as rank:
-        difference = difference_from_transformers(rank, own_folder() / "hf")
+        difference = difference_from_transformers(rank, find_own_folder() / "hf")
     limit = MOST_ROUNDING * difference.rounding if has_cuda() else 1e-4
     why = f"log-probs differ by {difference.mean} in the mean, target {limit}"
     expect(difference.mean < limit, why)
     return difference.figures
 
 
-def qwen3_logprobs() -> Figures:
+def check_qwen3_logprobs() -> Figures:
     """Log-probs of a Qwen3-MoE are those of transformers."""
-    return _logprobs(qwen3_moe())
+    return _check_logprobs(qwen3_moe())
 
 
-def deepseek_logprobs() -> Figures:
+def check_deepseek_logprobs() -> Figures:
     """Log-probs of a model with latent attention and shared experts are those of transformers."""
-    return _logprobs(deepseek_v3())
+    return _check_logprobs(deepseek_v3())
 
 
-def speed() -> Figures:
+def check_speed() -> Figures:
     """Tokens and operations per second of a step over four micro-batches."""
     with _rank(qwen3_moe(), train=TrainConfig(recompute="selective")) as rank:
         rank.step(MICROBATCHES)
@@ -106,7 +106,7 @@ def speed() -> Figures:
     if "train/mfu" in measured:
         figures["mfu"] = round(measured["train/mfu"], 4)
         if figures["mfu"] < LEAST_MFU:
-            raise MissedTarget(f"MFU {figures['mfu']}, target {LEAST_MFU}", figures)
+            raise MissedTargetError(f"MFU {figures['mfu']}, target {LEAST_MFU}", figures)
     return figures
 
 
@@ -119,7 +119,7 @@ def _seconds(rank: LoneRank, num_steps: int) -> float:
     return (time.monotonic() - began_s) / num_steps
 
 
-def recompute() -> Figures:
+def check_recompute() -> Figures:
     """The same step, whatever is computed again; on a GPU its memory is near the plan's."""
     figures: Figures = {}
     missed = []
@@ -139,7 +139,7 @@ def recompute() -> Figures:
         spread = max(losses) - min(losses)
         expect(spread < (0.02 if has_cuda() else 1e-4), f"losses {losses} by {', '.join(kinds)}")
     if missed:
-        raise MissedTarget("; ".join(missed), figures)
+        raise MissedTargetError("; ".join(missed), figures)
     return figures
 
 
@@ -147,17 +147,17 @@ def _memory(rank: LoneRank, name: str, figures: Figures) -> list[str]:
     """Add the memory of the last step to `figures`; return in what it misses its target."""
     try:
         measured = compare_with_plan(rank)
-    except MissedTarget as missed:
+    except MissedTargetError as missed:
         figures |= {f"{name}_{key}": value for key, value in missed.figures.items()}
         return [f"{name}: {missed}"]
     figures |= {f"{name}_{key}": value for key, value in measured.items()}
     return []
 
 
-def bfloat16_moments() -> Figures:
+def check_bfloat16_moments() -> Figures:
     """Moments in bfloat16 train, move to host memory and come back from a checkpoint."""
     optimizer = OptimizerConfig(lr=LEARNING_RATE, megatron=BFLOAT16_MOMENTS)
-    saved = own_folder() / "saved"
+    saved = find_own_folder() / "saved"
     with _rank(qwen3_moe(), optimizer=optimizer) as rank:
         first = rank.step().loss
         state, before = rank.state(), rank.weights()
@@ -185,7 +185,7 @@ def bfloat16_moments() -> Figures:
     }
 
 
-def shared_prefixes() -> Figures:
+def check_shared_prefixes() -> Figures:
     """Responses to a prompt that is computed once have the log-probs of separate ones."""
     logprobs, seconds, losses = [], [], []
     for share in (False, True):
@@ -219,7 +219,7 @@ def _responses(batch: TrainBatch) -> TrainBatch:
     )
 
 
-def fp8_training() -> Figures:
+def check_fp8_training() -> Figures:
     """Matrix products in FP8 by blocks: the loss falls as it does in bfloat16, and how fast."""
     train = TrainConfig(megatron={"fp8": "e4m3", "fp8_recipe": "blockwise"})
     with _rank(qwen3_moe(), train=train) as rank:
@@ -240,12 +240,12 @@ TE = Stage(
     "te",
     "a training rank with Transformer Engine",
     (
-        Check("Qwen3 as transformers", qwen3_logprobs, 240, modules=WITH_TRANSFORMERS),
-        Check("DeepSeek as transformers", deepseek_logprobs, 240, modules=WITH_TRANSFORMERS),
-        Check("speed", speed, 240, modules=NEEDED),
-        Check("recompute", recompute, 400, modules=NEEDED),
-        Check("shared prefixes", shared_prefixes, 240, modules=NEEDED),
-        Check("moments in bfloat16", bfloat16_moments, 240, modules=NEEDED),
-        Check("FP8 training", fp8_training, 240, gpu=True, modules=NEEDED),
+        Check("Qwen3 as transformers", check_qwen3_logprobs, 240, modules=WITH_TRANSFORMERS),
+        Check("DeepSeek as transformers", check_deepseek_logprobs, 240, modules=WITH_TRANSFORMERS),
+        Check("speed", check_speed, 240, modules=NEEDED),
+        Check("recompute", check_recompute, 400, modules=NEEDED),
+        Check("shared prefixes", check_shared_prefixes, 240, modules=NEEDED),
+        Check("moments in bfloat16", check_bfloat16_moments, 240, modules=NEEDED),
+        Check("FP8 training", check_fp8_training, 240, gpu=True, modules=NEEDED),
     ),
 )

@@ -44,12 +44,12 @@ class Calibration:
     response_spread: float
 
     @staticmethod
-    def of(run_dir: Path, assumed: Config) -> "Calibration":
+    def measure(run_dir: Path, assumed: Config) -> "Calibration":
         """Compare the last step of a run with its simulation on the hardware that is `assumed`.
 
         Raises ValueError if the folder has no finished step, or of another mode.
         """
-        config = _measured_config(run_dir)
+        config = _read_config(run_dir)
         rows = [row for row in load_metrics(run_dir) if "time/step" in row]
         measured = {name: float(rows[-1].get(f"time/{name}", 0.0)) for name in PHASES}
         lens = _lens(rows[-1], config.rollout.max_response_len)
@@ -70,7 +70,7 @@ class Calibration:
             eval=replace(config.eval, data=[], every_steps=0),
             checkpoint=replace(config.checkpoint, every_steps=0),
         )
-        costs = RecipeCosts.of(config, read_models(config), ReachedShares())
+        costs = RecipeCosts.make(config, read_models(config), ReachedShares())
         steps = simulate(config, costs).steps
         predicted = {name: steps[2].get(f"time/{name}", 0.0) for name in PHASES}
         corrected = measured["rollout"] + measured["reward"] + measured["train"] + measured["sync"]
@@ -85,7 +85,7 @@ class Calibration:
             response_spread=lens[1],
         )
 
-    def applied(self, config: Config, costs: RecipeCosts) -> tuple[Config, RecipeCosts]:
+    def apply(self, config: Config, costs: RecipeCosts) -> tuple[Config, RecipeCosts]:
         """Return configuration and costs as measured; lengths that the user gave stay."""
         simulated = config.simulate
         if not simulated.response_len:
@@ -99,7 +99,7 @@ class Calibration:
         )
         costs = replace(
             costs,
-            engine=costs.engine.slowed(self.rollout),
+            engine=costs.engine.slow_down(self.rollout),
             trainer=replace(costs.trainer, factor=self.train),
             critic=costs.critic and replace(costs.critic, factor=self.train),
             sync_s=costs.sync_s * self.sync,
@@ -112,7 +112,7 @@ class Calibration:
         return replace(config, simulate=simulated), costs
 
 
-def _measured_config(run_dir: Path) -> Config:
+def _read_config(run_dir: Path) -> Config:
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise ValueError(

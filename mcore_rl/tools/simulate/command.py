@@ -52,7 +52,7 @@ def search(config: Config, models: RecipeModels, num_gpus: int) -> tuple[list[Si
     """
     found = []
     num_refused = 0
-    for settings in _splits(config, num_gpus):
+    for settings in _list_splits(config, num_gpus):
         try:
             changed = with_settings(config, settings)
             check_sizes(changed, models.policy)
@@ -62,7 +62,7 @@ def search(config: Config, models: RecipeModels, num_gpus: int) -> tuple[list[Si
         except ValueError:
             num_refused += 1
             continue
-        found.append(_simulated(changed, models, settings))
+        found.append(_simulate_split(changed, models, settings))
     if not found:
         raise ValueError(
             f"none of {num_refused} splits of {num_gpus} GPUs fits: give more GPUs, or change"
@@ -71,7 +71,7 @@ def search(config: Config, models: RecipeModels, num_gpus: int) -> tuple[list[Si
     return sorted(found, key=lambda split: split.step_s), num_refused
 
 
-def _splits(config: Config, num_gpus: int) -> Iterator[Settings]:
+def _list_splits(config: Config, num_gpus: int) -> Iterator[Settings]:
     """Yield the options of each split, whether it fits or not."""
     parallel = config.parallel
     replica = parallel.tp * parallel.pp * parallel.cp
@@ -91,8 +91,8 @@ def _splits(config: Config, num_gpus: int) -> Iterator[Settings]:
                 yield {**engine, "parallel.dp": dp, "rollout.engines": engines}
 
 
-def _simulated(config: Config, models: RecipeModels, settings: Settings) -> SimulatedSplit:
-    summary = simulate(config, RecipeCosts.of(config, models, ReachedShares())).summary
+def _simulate_split(config: Config, models: RecipeModels, settings: Settings) -> SimulatedSplit:
+    summary = simulate(config, RecipeCosts.make(config, models, ReachedShares())).summary
     return SimulatedSplit(
         settings,
         config.parallel.world_size,
@@ -115,14 +115,14 @@ def print_simulation(
 
     Raises ValueError naming an option that is missing, or two that contradict one another.
     """
-    config = checked(config)
+    config = make_checked(config)
     if search_gpus is not None:
         _print_search(config, search_gpus, as_json=as_json)
         return
-    costs = RecipeCosts.of(config, read_models(config), ReachedShares())
+    costs = RecipeCosts.make(config, read_models(config), ReachedShares())
     if config.simulate.calibration:
-        calibration = Calibration.of(Path(config.simulate.calibration), config)
-        config, costs = calibration.applied(config, costs)
+        calibration = Calibration.measure(Path(config.simulate.calibration), config)
+        config, costs = calibration.apply(config, costs)
     result = simulate(config, costs)
     folder = out or Path(config.run.dir) / "simulation"
     write(result, config, folder)
@@ -161,7 +161,7 @@ def _print_search(config: Config, num_gpus: int, *, as_json: bool) -> None:
     Console(width=None if sys.stdout.isatty() else 150).print(table)
 
 
-def checked(config: Config) -> Config:
+def make_checked(config: Config) -> Config:
     """Return the configuration with the steps that are simulated, and without evaluations.
 
     Raises ValueError as `mcore-rl plan` does, or if prompts are longer than allowed.

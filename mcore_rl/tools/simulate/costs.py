@@ -43,7 +43,7 @@ class TowerCosts:
     prefill_s: float
 
     @staticmethod
-    def of(
+    def make(
         config: Config, facts: ModelFacts, gpu: GpuRates, shares: ReachedShares
     ) -> "TowerCosts | None":
         """Return the costs of a model's tower; None without a tower or without images."""
@@ -90,7 +90,7 @@ def engine_speed(
     fixed = [_decode_s(config, facts, flops, gpu, shares, weights, num) for num in rows]
     per_second = gpu.flops * shares.prefill * rollout.tp
     row_s = len(facts.moe_layers) * gpu.row_s
-    tower = TowerCosts.of(config, facts, gpu, shares)
+    tower = TowerCosts.make(config, facts, gpu, shares)
     prompt_len = prompt_len_of(config)
 
     def prefill_s(num_tokens: int) -> float:
@@ -166,7 +166,7 @@ class ModelState:
     optimizer: float
 
     @staticmethod
-    def of(stages: Sequence[Uses]) -> "ModelState":
+    def make(stages: Sequence[Uses]) -> "ModelState":
         """`stages` as planning.memory.predict_trainer returns them."""
         return ModelState(
             *(max(uses[name] for uses in stages) for name in ("weights", "gradients", "optimizer"))
@@ -196,7 +196,7 @@ class TrainCosts:
 
     def step_s(self, microbatches: Lengths, images: Images = ()) -> float:
         """Return the seconds of an optimizer step."""
-        num_forward = 1 + BACKWARD + self._recomputed()
+        num_forward = 1 + BACKWARD + self._find_recomputed_share()
         image_s = self.tower.step_s if self.tower else 0.0
         passes_s = self._passes_s(microbatches, num_forward, images, image_s)
         return self.factor * (passes_s + self._update_s())
@@ -294,7 +294,7 @@ class TrainCosts:
         """Return the seconds to move bytes between GPU and host memory."""
         return num_bytes / self.gpu.host_link
 
-    def _recomputed(self) -> float:
+    def _find_recomputed_share(self) -> float:
         parts = self.config.train.recomputed
         return min(sum(RECOMPUTED.get(part, 0.0) for part in parts), 1.0)
 
@@ -363,24 +363,24 @@ class RecipeCosts:
     read_back_s: float = 0.0
 
     @staticmethod
-    def of(config: Config, models: RecipeModels, shares: ReachedShares) -> "RecipeCosts":
+    def make(config: Config, models: RecipeModels, shares: ReachedShares) -> "RecipeCosts":
         """Raises ValueError naming two sizes that do not divide."""
         gpu = GPUS[config.simulate.gpu]
         policy = models.policy
         plan, _ = predict_sync(config, make_deployment(config, policy))
-        state = ModelState.of(predict_trainer(config, models))
+        state = ModelState.make(predict_trainer(config, models))
         flops = ModelFlops.of(policy)
-        tower = TowerCosts.of(config, policy, gpu, shares)
+        tower = TowerCosts.make(config, policy, gpu, shares)
         trainer = TrainCosts(
             config, policy, flops, config.parallel, gpu, shares, state, tower=tower
         )
         critic = None
         if models.critic is not None:
-            state = ModelState.of(predict_critic(config, models))
+            state = ModelState.make(predict_critic(config, models))
             parallel = config.critic.parallel
             facts = ModelFacts(models.critic.path, with_value_head(models.critic.config))
             flops = ModelFlops.of(facts)
-            tower = TowerCosts.of(config, facts, gpu, shares)
+            tower = TowerCosts.make(config, facts, gpu, shares)
             critic = TrainCosts(config, facts, flops, parallel, gpu, shares, state, tower=tower)
         return RecipeCosts(
             engine_speed(config, policy, gpu, shares),

@@ -164,7 +164,7 @@ class SimulatedEngine:
         return bool(self._running) and not self._is_paused
 
     def _num_generated(self, request: EngineRequest) -> int:
-        return min(round(request.generated_at(self._steps)), request.response_len)
+        return min(round(request.count_generated(self._steps)), request.response_len)
 
     def _poke(self) -> None:
         """Look at the queue once all requests of this moment have arrived."""
@@ -218,7 +218,7 @@ class SimulatedEngine:
             if request.done.done():  # its client gave up
                 self._waiting.popleft()
                 continue
-            needed = self._kv.needed(request)
+            needed = self._kv.count_needed(request)
             if self._running and needed > room:
                 break
             room -= needed
@@ -248,7 +248,7 @@ class SimulatedEngine:
     def _leave(self, number: int) -> EngineRequest:
         request = self._running.pop(number)
         request.number = 0
-        request.num_generated = request.generated_at(self._steps)
+        request.num_generated = request.count_generated(self._steps)
         self._context_len -= request.prompt_len + request.num_generated
         self._kv.leave(request)
         return request

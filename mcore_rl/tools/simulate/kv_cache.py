@@ -32,7 +32,7 @@ class EngineSpeed:
     kv_capacity: int
     share_prompts: bool = True
 
-    def slowed(self, times: float) -> "EngineSpeed":
+    def slow_down(self, times: float) -> "EngineSpeed":
         """Return the speed of an engine that takes so many times longer."""
         return replace(
             self,
@@ -95,7 +95,7 @@ class EngineRequest:
             if stop > start
         )
 
-    def generated_at(self, steps: float) -> float:
+    def count_generated(self, steps: float) -> float:
         """Return the tokens that a running request has at the engine's step counter `steps`."""
         return steps - self.began_at
 
@@ -190,7 +190,7 @@ class KvCache:
         decayed = (FIRST_RATIO - LEAST_RATIO) / DECAY_STEPS * (steps - self._ratio_at)
         return self.free - max(self._ratio - decayed, LEAST_RATIO) * expected
 
-    def needed(self, request: EngineRequest) -> float:
+    def count_needed(self, request: EngineRequest) -> float:
         """Return the tokens that must be free for a request to begin."""
         new_tokens = request.num_generated
         if not self._prompts[request.prompt]:
@@ -199,7 +199,7 @@ class KvCache:
 
     def note_retraction(self, running: Collection[EngineRequest], steps: float) -> None:
         """Keep more free from now on, as requests were sent back; `running` are those that stay."""
-        generated = sum(request.generated_at(steps) for request in running)
+        generated = sum(request.count_generated(steps) for request in running)
         most = sum(request.max_len for request in running)
         expected = generated + STEPS_AFTER_RETRACT * len(running)
         self._ratio = min(expected / (most + 1), 1.0)

@@ -128,14 +128,14 @@ class Alarm:
         """Ring at a time of the loop, in place of the one that was set before."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = loop.call_at(at_s, self._ring, context=self._context)
+        self._timer = loop.call_at(at_s, self._fire, context=self._context)
 
     def cancel(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._clock.alarms.pop(self, None)
 
-    def _ring(self) -> None:
+    def _fire(self) -> None:
         self._clock.alarms.pop(self, None)
         self._call()
 

@@ -135,7 +135,7 @@ class ProcessPlacement:
     engine_nodes: Sequence[tuple[str, ...]]
 
     @staticmethod
-    def of(config: Config, loop: VirtualLoop) -> "ProcessPlacement":
+    def make(config: Config, loop: VirtualLoop) -> "ProcessPlacement":
         """Place processes as a run does, on nodes of simulate.cores or of plan.ranks_per_host.
 
         Raises ValueError if they fit no node, or if a tensor-parallel group would lie on two.
@@ -161,8 +161,8 @@ class ProcessPlacement:
             for engine in slots.engines
         ]
         return ProcessPlacement(
-            clock(nodes_of(slots.trainer), _of_rank(config.parallel)),
-            clock(nodes_of(slots.critic), _of_rank(config.critic.parallel)),
+            clock(nodes_of(slots.trainer), _count_rank_cores(config.parallel)),
+            clock(nodes_of(slots.critic), _count_rank_cores(config.critic.parallel)),
             [clock(places, 1.0, BESIDE_ENGINE_CORES) for places in ranks_of_engines],
             frozenset(nodes_of([*slots.trainer, *slots.critic])),
             [tuple(dict.fromkeys(nodes_of(engine))) for engine in slots.engines],
@@ -194,7 +194,7 @@ def _cores(
     return cores
 
 
-def _of_rank(parallel: ParallelConfig) -> float:
+def _count_rank_cores(parallel: ParallelConfig) -> float:
     """Return the share of a core that a trainer rank needs."""
     if parallel.world_size == 1:
         return 1.0

@@ -83,7 +83,7 @@ class StepLog:
             del self.steps[later]
             self._prompts.pop(later, None)
 
-    def unaccounted(self, stream: Mapping[str, Any], num_samples: int) -> list[int]:
+    def list_unaccounted(self, stream: Mapping[str, Any], num_samples: int) -> list[int]:
         """Return prompts that were not trained on, with all their `num_samples` samples, as often
         as they were handed out, apart from those that are still open.
 
@@ -138,7 +138,7 @@ class SimulatedRun:
         self._folder = folder
         self._needs = needs_of(config.algorithm)
         self.workload = Workload(config)
-        self._placement = ProcessPlacement.of(config, clock.loop)
+        self._placement = ProcessPlacement.make(config, clock.loop)
         self.engines = self._make_engines()
         self._health = EngineHealth(list(self.engines))
         self.collectors, self._pool = self._make_pool()
@@ -192,15 +192,19 @@ class SimulatedRun:
                 prompts=prompts,
                 held_out=[],
                 generator=self.make_generator(weights),
-                reward=lambda samples: self._clock.watched(self._score(samples)),
+                reward=lambda samples: self._clock.watch(self._score(samples)),
                 advantages=_AfterOtherWork(
-                    self._costs.other_s, self._clock, advantages, self._on_tokens, has_teacher=False
+                    self._costs.other_s,
+                    self._clock,
+                    advantages,
+                    self._note_tokens,
+                    has_teacher=False,
                 ),
                 trainer=SharingTrainer(packed, self._gpus),
                 weights=weights,
                 log=log,
                 background=background,
-                on_tokens=self._on_tokens,
+                on_tokens=self._note_tokens,
                 critic=self._make_critic(),
                 both=in_turn if config.critic.colocated else self._clock.both,
             )
@@ -210,7 +214,7 @@ class SimulatedRun:
         """Return what draws samples, those of evaluations by their own options."""
         rollout = self._config.rollout
         own = rollout_of_evaluations(rollout, self._config.eval)
-        watched = self._clock.watched
+        watched = self._clock.watch
         return EngineGenerator(self._pool, rollout, watched, weights.revive, evaluation=own)
 
     def end(self) -> None:
@@ -231,7 +235,7 @@ class SimulatedRun:
         for k in range(num_engines):
             speed = self._costs.engine
             if k < num_slow:
-                speed = speed.slowed(simulate.slowdown)
+                speed = speed.slow_down(simulate.slowdown)
             url = f"http://engine-{k}"
             engines[url] = SimulatedEngine(
                 self._clock.loop, url, speed, version, self._placement.engines[k]
@@ -257,7 +261,7 @@ class SimulatedRun:
         config = self._config
         are_colocated = config.cluster.colocated
         memory = SimulatedEngineMemory(are_colocated=are_colocated, call_s=COLOCATED_CALL_S)
-        gpus = SharedGpus(cast(EngineMemory, memory), self._clock.watched)
+        gpus = SharedGpus(cast(EngineMemory, memory), self._clock.watch)
         if are_colocated and config.cluster.offload:
             gpus.add(TRAINER, SimulatedModel(self.trainer))
         if config.critic.colocated and config.cluster.offload and self.critic is not None:
@@ -296,7 +300,7 @@ class SimulatedRun:
         busy = self.engines if costs.of_idle else None
         canary = cast(Canary, SimulatedCanary(self._on_trainer, costs.canary_s, busy))
         return EngineSync(
-            *(links, canary, self._health, look, self._clock.watched, self._gpus),
+            *(links, canary, self._health, look, self._clock.watch, self._gpus),
             count_steps=lambda: 0,  # simulated weights have no bytes that could be the same
         )
 
@@ -311,7 +315,7 @@ class SimulatedRun:
             prompts,
             self._pool,
             self._score,
-            self._clock.watched,
+            self._clock.watch,
             cast(Any, self._clock.loop.create_task),
             weights.revive,
         )
@@ -326,7 +330,7 @@ class SimulatedRun:
         parts = dict.fromkeys(self._config.reward.part_weights, scores.rewards_N)
         return replace(scores, parts=parts)
 
-    def _on_tokens(self, works: Any) -> list[tuple[StoredBatch, None]]:
+    def _note_tokens(self, works: Any) -> list[tuple[StoredBatch, None]]:
         """Say that fields of tokens are set; plays roles.OnTokens, whose numbers nobody reads."""
         [(_, batch)] = works
         num_tokens = sum(batch.lens_N)

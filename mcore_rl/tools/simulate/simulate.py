@@ -199,7 +199,7 @@ def simulate(config: Config, costs: RecipeCosts) -> SimulationResult:
     summary = _summarize(config, log, totals, loop.time(), controller_s)
     summary |= {
         "prompts_unaccounted": len(
-            log.unaccounted(stream.state_dict(), config.rollout.samples_per_prompt)
+            log.list_unaccounted(stream.state_dict(), config.rollout.samples_per_prompt)
         ),
         "real_seconds": wall_s,
         "events": loop.num_events,

@@ -64,14 +64,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Ignore what asyncio's own clock can show."""
 
     def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:
-        return super().call_soon(self._timed, callback, args, context=context)
+        return super().call_soon(self._run_timed, callback, args, context=context)
 
     def call_at(
         self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> Any:
-        return super().call_at(when, self._timed, callback, args, context=context)
+        return super().call_at(when, self._run_timed, callback, args, context=context)
 
-    def _timed(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _run_timed(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
         owner = _owner.get()
         began = time.perf_counter()
         try:

@@ -29,7 +29,7 @@ class VirtualTime:
         self._unshared = WorkClock(loop, {})
         self.on_span: Callable[[str, float, float], None] = lambda name, begin_s, end_s: None
 
-    def watched(self, work: Awaitable[T]) -> T:
+    def watch(self, work: Awaitable[T]) -> T:
         """Return what `work` does. Raises RunLostError as soon as the run is lost."""
         began = time.perf_counter()
         try:
@@ -50,7 +50,7 @@ class VirtualTime:
             self._tallied.append((clock, seconds))
             return
         begin_s = self.loop.time()
-        self.watched(clock.work(seconds))
+        self.watch(clock.work(seconds))
         self.on_span(name, begin_s, self.loop.time())
 
     def both(self, first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
@@ -63,7 +63,7 @@ class VirtualTime:
             tallies.append(self._tallied)
         self._tallied = None
         begin_s = self.loop.time()
-        self.watched(_all(_work(tally) for tally in tallies))
+        self.watch(_all(_work(tally) for tally in tallies))
         self.on_span("trainer and critic", begin_s, self.loop.time())
         return results[0], results[1]
 

@@ -60,16 +60,16 @@ def translate_flags(options: ForeignOptions, reason_of: Callable[[str], str | No
     reason_of   name of an option -> why a recipe does without it; None: it does not
     """
     yield from _balance(options)
-    for flag in list(options.left()):
+    for flag in list(options.list_left()):
         if reason_of(flag) is not None:
             continue
         value = options.given[flag]
         name = flag.removeprefix("--").replace("-", "_")
         if flag.startswith("--sglang-"):
             options.read.add(flag)
-            yield _of_engine(name.removeprefix("sglang_"), value, flag)
+            yield _translate_engine_flag(name.removeprefix("sglang_"), value, flag)
             continue
-        line = _of_trainer(name, value, flag)
+        line = _translate_trainer_flag(name, value, flag)
         if line is not None:
             options.read.add(flag)
             yield line
@@ -93,7 +93,7 @@ def _balance(options: ForeignOptions) -> Found:
             yield Decision("--moe-router-load-balancing-type", kind, advice)
 
 
-def _of_engine(name: str, value: Any, flag: str) -> RecipeLine:
+def _translate_engine_flag(name: str, value: Any, flag: str) -> RecipeLine:
     field = read_fields(SERVER).get(name) if is_installed(SERVER) else None
     is_list = field is not None and type_of(field.kind).startswith("List[")
     return RecipeLine(
@@ -108,7 +108,7 @@ def type_of(kind: Any) -> str:
     return text.removeprefix("Optional[").replace("list[", "List[")
 
 
-def _of_trainer(name: str, value: Any, flag: str) -> RecipeLine | None:
+def _translate_trainer_flag(name: str, value: Any, flag: str) -> RecipeLine | None:
     if name in SPELLED:
         key, meant = SPELLED[name]
         return RecipeLine(key, meant, (flag,))

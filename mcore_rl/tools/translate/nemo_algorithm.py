@@ -12,9 +12,9 @@ from mcore_rl.tools.translate.translation import (
     ForeignOptions,
     Found,
     RecipeLine,
-    differing,
+    list_differing,
     longest_prefix,
-    renamed,
+    translate_renamed,
 )
 
 ALWAYS = "it is how Megatron ranks always run here"
@@ -171,7 +171,7 @@ def translate_advantage(options: ForeignOptions) -> Found:
         yield Decision(source, name, DISTILLATION if name == "opd" else OWN_ADVANTAGE)
     if options.take(f"{loop}.overlong_filtering", False):
         yield RecipeLine("algorithm.filter_overlong", True, (f"{loop}.overlong_filtering",))
-    yield from differing(options, {f"{loop}.{key}": value for key, value in OF_LOOP.items()})
+    yield from list_differing(options, {f"{loop}.{key}": value for key, value in OF_LOOP.items()})
 
 
 def _grpo(options: ForeignOptions, loop: str) -> Found:
@@ -208,10 +208,10 @@ def translate_loss(options: ForeignOptions) -> Found:
         f"{LOSS}.ratio_clip_max": ("algorithm.clip_high", 0.2),
         f"{LOSS}.ratio_clip_c": ("algorithm.dual_clip", None),
     }
-    yield from renamed(options, table)
+    yield from translate_renamed(options, table)
     yield from _kl(options)
     yield from _correction(options)
-    yield from differing(options, WITHOUT_COUNTERPART)
+    yield from list_differing(options, WITHOUT_COUNTERPART)
 
 
 def _kl(options: ForeignOptions) -> Found:
@@ -272,17 +272,19 @@ def translate_critic(options: ForeignOptions) -> Found:
         "value_loss_fn.cliprange": ("critic.value_clip", 0.2),
         "ppo.policy_training_start_step": ("critic.warmup_steps", 0),
     }
-    yield from renamed(options, table)
+    yield from translate_renamed(options, table)
     advice = "the value loss is not scaled: critic.optimizer.clip_grad alone reads its size"
     scale = options.take("value_loss_fn.scale", 1.0)
     if scale != 1:
         yield Decision("value_loss_fn.scale", scale, advice)
     normalized = f"{group}.normalize_advantages"
-    yield from differing(options, {normalized: (True, "advantages of gae are always normalized")})
+    yield from list_differing(
+        options, {normalized: (True, "advantages of gae are always normalized")}
+    )
     if options.take(f"{COLOCATED}.enabled", True):
         yield RecipeLine("critic.colocated", True, (f"{COLOCATED}.enabled",))
     adapters = {
         "value.dtensor_cfg.lora_cfg.enabled": (False, "there are no adapters"),
         "value.megatron_cfg.peft.enabled": (False, "there are no adapters"),
     }
-    yield from differing(options, adapters)
+    yield from list_differing(options, adapters)

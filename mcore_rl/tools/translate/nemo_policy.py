@@ -13,8 +13,8 @@ from mcore_rl.tools.translate.translation import (
     ForeignOptions,
     Found,
     RecipeLine,
-    differing,
-    renamed,
+    list_differing,
+    translate_renamed,
 )
 
 MEGATRON = "policy.megatron_cfg"
@@ -106,7 +106,7 @@ def translate_model(options: ForeignOptions) -> Found:
     for name, value in options.below("policy.hf_config_overrides.").items():
         advice = "the model is what its config.json says: change it in a copy of model.path"
         yield Decision(f"policy.hf_config_overrides.{name}", value, advice)
-    yield from differing(options, WITHOUT_COUNTERPART)
+    yield from list_differing(options, WITHOUT_COUNTERPART)
 
 
 def translate_layout(options: ForeignOptions, role: str, ours: str) -> Found:
@@ -161,17 +161,17 @@ def translate_training(options: ForeignOptions) -> Found:
             value = options.take(source, default)
             switch = f"{MEGATRON}.fp8_cfg.enabled"
             yield RecipeLine(f"train.megatron.{name}", value, (source, switch))
-    yield from _passed(options)
+    yield from _translate_passed(options)
 
 
-def _passed(options: ForeignOptions) -> Found:
+def _translate_passed(options: ForeignOptions) -> Found:
     flex = options.take(f"{MEGATRON}.moe_enable_deepep", False)
     if flex:
         name = f"{MEGATRON}.moe_enable_deepep"
         yield RecipeLine("train.megatron.moe_flex_dispatcher_backend", "deepep", (name,))
     for name in ("grad_reduce_in_fp32", "overlap_grad_reduce"):
         source = f"{MEGATRON}.distributed_data_parallel_config.{name}"
-        yield from renamed(options, {source: (f"train.ddp.{name}", None)})
+        yield from translate_renamed(options, {source: (f"train.ddp.{name}", None)})
     for name, value in options.given.items():
         field = name.removeprefix(f"{MEGATRON}.")
         if field == name or value is None or name in options.read or field in OWN_FIELDS:
@@ -236,7 +236,9 @@ def translate_micro_batches(options: ForeignOptions) -> Found:
             break
     else:
         yield RecipeLine(ours, number * longest, names)
-    yield from renamed(options, {"policy.logprob_chunk_size": ("train.logprob_chunk", None)})
+    yield from translate_renamed(
+        options, {"policy.logprob_chunk_size": ("train.logprob_chunk", None)}
+    )
     if options.take("policy.router_replay.enabled", False):
         yield RecipeLine("train.router_replay", "engine", ("policy.router_replay.enabled",))
 
@@ -305,8 +307,8 @@ def translate_engines(options: ForeignOptions) -> Found:
     share = SHARES.get(backend, SHARES["vllm"])
     yield Decision(share, options.take(share, None), advice)
     yield from _precision(options)
-    yield from _of_engines(options)
-    yield from differing(options, GENERATION_WITHOUT_COUNTERPART)
+    yield from _translate_engine_options(options)
+    yield from list_differing(options, GENERATION_WITHOUT_COUNTERPART)
 
 
 def _placement(options: ForeignOptions, ranks: int, names: tuple[str, ...]) -> Found:
@@ -343,14 +345,14 @@ def _precision(options: ForeignOptions) -> Found:
         yield RecipeLine("rollout.sglang.kv_cache_dtype", value, (cache,))
 
 
-def _of_engines(options: ForeignOptions) -> Found:
-    yield from renamed(options, {CONCURRENCY: ("rollout.max_concurrency", None)})
+def _translate_engine_options(options: ForeignOptions) -> Found:
+    yield from translate_renamed(options, {CONCURRENCY: ("rollout.max_concurrency", None)})
     for name, value in options.below(f"{GENERATION}.vllm_cfg.env_vars.").items():
         yield Decision(f"{GENERATION}.vllm_cfg.env_vars.{name}", value, VARIABLES)
     for name, value in options.below(f"{GENERATION}.vllm_kwargs.").items():
         advice = "SGLang samples: rollout.sglang has its options (docs/upstream_options.md)"
         yield Decision(f"{GENERATION}.vllm_kwargs.{name}", value, advice)
-    left = options.left()
+    left = options.list_left()
     for name in [name for name in left if name.startswith(f"{SGLANG}.")]:
         field = name.removeprefix(f"{SGLANG}.")
         if "." not in field and field not in GENERATION_FIELDS:
@@ -377,7 +379,7 @@ def translate_sampling(options: ForeignOptions) -> Found:
         f"{GENERATION}.top_p": ("rollout.top_p", None),
         f"{GENERATION}.top_k": ("rollout.top_k", None),
     }
-    yield from renamed(options, table)
+    yield from translate_renamed(options, table)
     yield from _asynchronous(options)
     yield from _dynamic(options, loop)
     turns = options.take(f"{loop}.max_rollout_turns", 1)
@@ -430,4 +432,4 @@ def _dynamic(options: ForeignOptions, loop: str) -> Found:
         f"{loop}.dynamic_sampling_max_gen_batches": ("rollout.max_rounds", 10),
         f"{loop}.batch_multiplier": ("rollout.oversampling", 1),
     }
-    yield from renamed(options, table)
+    yield from translate_renamed(options, table)

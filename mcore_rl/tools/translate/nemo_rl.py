@@ -40,9 +40,9 @@ from mcore_rl.tools.translate.translation import (
     RecipeLine,
     Translation,
     account,
-    differing,
-    renamed,
-    switched,
+    list_differing,
+    translate_renamed,
+    translate_switched,
 )
 
 ARITHMETIC = {
@@ -81,7 +81,7 @@ def read_nemo_rl(arguments: Sequence[str]) -> ForeignOptions:
         OmegaConf.update(tree, name, value, merge=False, force_add=True)
     if not files:
         return ForeignOptions(given, is_whole=False)
-    return ForeignOptions(flatten(_resolved(tree, files[-1])), is_whole=True)
+    return ForeignOptions(flatten(_resolve(tree, files[-1])), is_whole=True)
 
 
 def _load(path: Path, readers: tuple[Path, ...] = ()) -> DictConfig:
@@ -114,7 +114,7 @@ def _inherit(parent: DictConfig, child: DictConfig, path: Path) -> DictConfig:
     return merged
 
 
-def _resolved(tree: DictConfig, file: str) -> dict[str, Any]:
+def _resolve(tree: DictConfig, file: str) -> dict[str, Any]:
     for name, function in ARITHMETIC.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
     try:
@@ -163,8 +163,8 @@ def translate_data(options: ForeignOptions) -> Found:
                 yield Decision(f"{group}.{name}", value, "set eval.data, a file of its own")
             elif name != "data_path":
                 yield Decision(f"{group}.{name}", value, COLUMNS)
-    yield from renamed(options, {"data.shuffle": ("data.shuffle", None)})
-    yield from differing(options, WITHOUT_COUNTERPART)
+    yield from translate_renamed(options, {"data.shuffle": ("data.shuffle", None)})
+    yield from list_differing(options, WITHOUT_COUNTERPART)
 
 
 def translate_reward(options: ForeignOptions) -> Found:
@@ -212,7 +212,7 @@ def translate_run(options: ForeignOptions) -> Found:
         f"{loop}.max_val_samples": ("eval.max_prompts", None),
         f"{loop}.seed": ("run.seed", 42),
     }
-    yield from renamed(options, table)
+    yield from translate_renamed(options, table)
     every = options.take(f"{loop}.val_period", 10)
     yield RecipeLine("eval.every_steps", max(every, 0), (f"{loop}.val_period",))
     yield from _trackers(options)
@@ -220,10 +220,12 @@ def translate_run(options: ForeignOptions) -> Found:
 
 def _trackers(options: ForeignOptions) -> Found:
     names = ("logger.wandb_enabled", "logger.wandb.project")
-    yield from switched(options, *names, "log.wandb_project", "grpo-dev")
+    yield from translate_switched(options, *names, "log.wandb_project", "grpo-dev")
     names = ("logger.mlflow_enabled", "logger.mlflow.tracking_uri")
-    yield from switched(options, *names, "log.mlflow_uri", "http://localhost:5000")
-    yield from renamed(options, {"logger.tensorboard_enabled": ("log.tensorboard", False)})
+    yield from translate_switched(options, *names, "log.mlflow_uri", "http://localhost:5000")
+    yield from translate_renamed(
+        options, {"logger.tensorboard_enabled": ("log.tensorboard", False)}
+    )
 
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -255,8 +257,8 @@ def translate_optimizer(options: ForeignOptions, role: str, ours: str) -> Found:
             True,
         ),
     }
-    yield from renamed(options, table)
-    yield from differing(options, {f"{theirs}.optimizer": ("adam", "the optimizer is Adam")})
+    yield from translate_renamed(options, table)
+    yield from list_differing(options, {f"{theirs}.optimizer": ("adam", "the optimizer is Adam")})
     name = f"{theirs}.optimizer_cpu_offload"
     if options.take(name, False):
         yield RecipeLine(f"{ours}.megatron.optimizer_cpu_offload", True, (name,))
@@ -270,7 +272,7 @@ def _torch_optimizer(options: ForeignOptions, theirs: str, ours: str) -> Found:
         f"{kwargs}.weight_decay": (f"{ours}.weight_decay", 0.01),
         f"{kwargs}.eps": (f"{ours}.eps", 1e-8),
     }
-    yield from renamed(options, table)
+    yield from translate_renamed(options, table)
     for i, beta in enumerate(options.take(f"{kwargs}.betas", [0.9, 0.999]), 1):
         yield RecipeLine(f"{ours}.beta{i}", beta, (f"{kwargs}.betas",))
     kind = options.take(f"{theirs}.name", "torch.optim.AdamW")
@@ -289,11 +291,13 @@ def _schedule(options: ForeignOptions, role: str, ours: str) -> Found:
     if style != "constant":
         # Megatron's own constant schedule never falls to min_lr.
         table = {f"{role}.megatron_cfg.optimizer.min_lr": (f"{ours}.min_lr", 5e-7)}
-        yield from renamed(options, table)
+        yield from translate_renamed(options, table)
         iters = options.take(f"{theirs}.lr_decay_iters", None)
         if iters is not None:
             yield Decision(f"{theirs}.lr_decay_iters", iters, "a schedule ends with run.steps")
-    yield from renamed(options, {f"{theirs}.lr_warmup_iters": (f"{ours}.warmup_steps", 13)})
+    yield from translate_renamed(
+        options, {f"{theirs}.lr_warmup_iters": (f"{ours}.warmup_steps", 13)}
+    )
 
 
 OTHER_LOOPS = {
@@ -317,10 +321,10 @@ def translate_nemo_rl(options: ForeignOptions) -> Translation:
                 f"the options have a group `{loop}`: configurations with `grpo` and with `ppo` are"
                 f" translated; see {instead}"
             )
-    return account(options, _found(options), reason_of)
+    return account(options, _translate(options), reason_of)
 
 
-def _found(options: ForeignOptions) -> Found:
+def _translate(options: ForeignOptions) -> Found:
     yield from translate_run(options)
     yield from translate_model(options)
     yield from translate_layout(options, "policy", "parallel")

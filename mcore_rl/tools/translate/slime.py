@@ -27,10 +27,10 @@ from mcore_rl.tools.translate.translation import (
     RecipeLine,
     Translation,
     account,
-    differing,
+    list_differing,
     longest_prefix,
-    renamed,
-    switched,
+    translate_renamed,
+    translate_switched,
 )
 
 CONFIG = "config.json in model.path says what the model is"
@@ -49,148 +49,238 @@ RESTARTS = "a job that is told to end saves first (docs/launch.md)"
 ALWAYS = "it is how Megatron ranks always run here"
 
 
-def _with(reason: str, *names: str) -> dict[str, str]:
+def _list_unneeded(reason: str, *names: str) -> dict[str, str]:
     """Return {option: reason}; names with underscores alone stand for options with dashes."""
     spelled = [name if "-" in name else name.replace("_", "-") for name in names]
     return {f"--{name}": reason for name in spelled}
 
 
 OF_SLIME: Mapping[str, str] = {
-    **_with("model.path has it: reward, data and SGLang read it there", "model-name"),
-    **_with("Megatron trains", "train-backend", "distributed-backend", "spec"),
-    **_with("read for layers of linear attention only", "qwen-gdn-backend"),
-    **_with(SLICES, "update-weight-", "custom-update-weight-post-write-path"),
-    **_with("train.optimizer has what a rank holds", "release-train", "loss-mask-type"),
-    **_with("log-probs are computed in chunks", "recompute-loss-function"),
-    **_with("micro-batches are those of training", "log-probs-max-tokens-per-gpu"),
-    **_with("read with use-dynamic-batch-size only", "max-tokens-per-gpu"),
-    **_with("micro-batches are always balanced", "balance-"),
-    **_with("micro-batches are counted in tokens", "use-dynamic-batch-size", "micro-batch-size"),
-    **_with("sequences are packed without padding", "data-pad-size-multiplier"),
-    **_with("sequences are split over ranks in one way", "allgather-cp"),
-    **_with("prompts are messages, and the template is always applied", "apply-chat-template"),
-    **_with("tokens are never decoded and encoded again", "rollout-skip-special-tokens"),
-    **_with("run.seed seeds all", "rollout-seed"),
-    **_with("files are mapped", "rollout-data-transport"),
-    **_with("the policy is always evaluated before the first step", "skip-eval-before-train"),
-    **_with("the reference is model.path", "ref-load", "ref-ckpt-step"),
-    **_with("the trainer keeps its memory without --colocate", "no-offload-train"),
-    **_with("a run continues from run.dir", "load"),
-    **_with(ITS_CHECKPOINTS, "no-save-", "no-load-", "async-save", "save-hf", "finetune"),
-    **_with("read with --advantage-estimator ppo only", "value-clip", "num-critic-only-steps"),
-    **_with("read with --advantage-estimator ppo only", "lambd"),
-    **_with("read with --use-tis only", "tis-"),
-    **_with("read with --use-opsm only", "opsm-delta"),
-    **_with("read with --use-opd only", "opd-"),
-    **_with("read with --use-kl-loss only", "kl-loss-"),
-    **_with("REINFORCE++ always normalizes advantages", "normalize-advantages"),
-    **_with("read with grpo, gspo and cispo only", "disable-grpo-std-normalization"),
-    **_with("entropy and differences of log-probs are always measured", "use-rollout-entropy"),
-    **_with("entropy and differences of log-probs are always measured", "get-mismatch-metrics"),
-    **_with("read with sglang's router", "use-distributed-post", "http-proxy"),
-    **_with("GPUs of a node are counted at start: plan.ranks_per_host", "num-gpus-per-node"),
-    **_with("engines on the trainer's GPUs always release their memory", "offload-rollout"),
-    **_with(HEALTH, "use-fault-tolerance", "rollout-health-check-"),
-    **_with(TRACKING, "wandb-", "disable-wandb-random-suffix", "log-", "tb-", "no-log-"),
-    **_with(TRACKING, "disable-log-", "tensorboard-", "logging-level", "timing-log-"),
-    **_with(TRACKING, "custom-rollout-log-function-path", "one-logger-", "no-one-logger"),
-    **_with(TRACKING, "custom-eval-rollout-log-function-path", "app-tag-run-"),
-    **_with(DEBUGGING, "save-debug-", "dump-details", "load-debug-rollout-data-subsample"),
-    **_with("weights that arrive are always checked", "check-weight-update-equal"),
-    **_with(PROFILING, "memory-snapshot-", "memory-recorder", "record-memory-history"),
-    **_with(PROFILING, "profile-target", "profile-ranks", "profile-step-"),
-    **_with("read by a rollout of slime's plugins only", "rollout-buffer-url"),
-    **_with("read by a rollout of slime's plugins only", "fetch-trajectory-retry-times"),
-    **_with("read by a rollout of slime's plugins only", "min-batch-collection-ratio"),
-    **_with("read by a rollout of slime's plugins only", "rollout-task-type"),
-    **_with("Megatron is not patched", "custom-megatron-"),
-    **_with("read by slime's own tests", "ci-"),
-    **_with(ROUTER, "router-", "sglang-router-"),
-    **_with("rollout.attention_dp", "sglang-enable-dp-attention"),
-    **_with(CONFIG, "mtp-", "padded-vocab-size"),
+    **_list_unneeded("model.path has it: reward, data and SGLang read it there", "model-name"),
+    **_list_unneeded("Megatron trains", "train-backend", "distributed-backend", "spec"),
+    **_list_unneeded("read for layers of linear attention only", "qwen-gdn-backend"),
+    **_list_unneeded(SLICES, "update-weight-", "custom-update-weight-post-write-path"),
+    **_list_unneeded("train.optimizer has what a rank holds", "release-train", "loss-mask-type"),
+    **_list_unneeded("log-probs are computed in chunks", "recompute-loss-function"),
+    **_list_unneeded("micro-batches are those of training", "log-probs-max-tokens-per-gpu"),
+    **_list_unneeded("read with use-dynamic-batch-size only", "max-tokens-per-gpu"),
+    **_list_unneeded("micro-batches are always balanced", "balance-"),
+    **_list_unneeded(
+        "micro-batches are counted in tokens", "use-dynamic-batch-size", "micro-batch-size"
+    ),
+    **_list_unneeded("sequences are packed without padding", "data-pad-size-multiplier"),
+    **_list_unneeded("sequences are split over ranks in one way", "allgather-cp"),
+    **_list_unneeded(
+        "prompts are messages, and the template is always applied", "apply-chat-template"
+    ),
+    **_list_unneeded("tokens are never decoded and encoded again", "rollout-skip-special-tokens"),
+    **_list_unneeded("run.seed seeds all", "rollout-seed"),
+    **_list_unneeded("files are mapped", "rollout-data-transport"),
+    **_list_unneeded(
+        "the policy is always evaluated before the first step", "skip-eval-before-train"
+    ),
+    **_list_unneeded("the reference is model.path", "ref-load", "ref-ckpt-step"),
+    **_list_unneeded("the trainer keeps its memory without --colocate", "no-offload-train"),
+    **_list_unneeded("a run continues from run.dir", "load"),
+    **_list_unneeded(ITS_CHECKPOINTS, "no-save-", "no-load-", "async-save", "save-hf", "finetune"),
+    **_list_unneeded(
+        "read with --advantage-estimator ppo only", "value-clip", "num-critic-only-steps"
+    ),
+    **_list_unneeded("read with --advantage-estimator ppo only", "lambd"),
+    **_list_unneeded("read with --use-tis only", "tis-"),
+    **_list_unneeded("read with --use-opsm only", "opsm-delta"),
+    **_list_unneeded("read with --use-opd only", "opd-"),
+    **_list_unneeded("read with --use-kl-loss only", "kl-loss-"),
+    **_list_unneeded("REINFORCE++ always normalizes advantages", "normalize-advantages"),
+    **_list_unneeded("read with grpo, gspo and cispo only", "disable-grpo-std-normalization"),
+    **_list_unneeded(
+        "entropy and differences of log-probs are always measured", "use-rollout-entropy"
+    ),
+    **_list_unneeded(
+        "entropy and differences of log-probs are always measured", "get-mismatch-metrics"
+    ),
+    **_list_unneeded("read with sglang's router", "use-distributed-post", "http-proxy"),
+    **_list_unneeded(
+        "GPUs of a node are counted at start: plan.ranks_per_host", "num-gpus-per-node"
+    ),
+    **_list_unneeded(
+        "engines on the trainer's GPUs always release their memory", "offload-rollout"
+    ),
+    **_list_unneeded(HEALTH, "use-fault-tolerance", "rollout-health-check-"),
+    **_list_unneeded(TRACKING, "wandb-", "disable-wandb-random-suffix", "log-", "tb-", "no-log-"),
+    **_list_unneeded(TRACKING, "disable-log-", "tensorboard-", "logging-level", "timing-log-"),
+    **_list_unneeded(TRACKING, "custom-rollout-log-function-path", "one-logger-", "no-one-logger"),
+    **_list_unneeded(TRACKING, "custom-eval-rollout-log-function-path", "app-tag-run-"),
+    **_list_unneeded(DEBUGGING, "save-debug-", "dump-details", "load-debug-rollout-data-subsample"),
+    **_list_unneeded("weights that arrive are always checked", "check-weight-update-equal"),
+    **_list_unneeded(PROFILING, "memory-snapshot-", "memory-recorder", "record-memory-history"),
+    **_list_unneeded(PROFILING, "profile-target", "profile-ranks", "profile-step-"),
+    **_list_unneeded("read by a rollout of slime's plugins only", "rollout-buffer-url"),
+    **_list_unneeded("read by a rollout of slime's plugins only", "fetch-trajectory-retry-times"),
+    **_list_unneeded("read by a rollout of slime's plugins only", "min-batch-collection-ratio"),
+    **_list_unneeded("read by a rollout of slime's plugins only", "rollout-task-type"),
+    **_list_unneeded("Megatron is not patched", "custom-megatron-"),
+    **_list_unneeded("read by slime's own tests", "ci-"),
+    **_list_unneeded(ROUTER, "router-", "sglang-router-"),
+    **_list_unneeded("rollout.attention_dp", "sglang-enable-dp-attention"),
+    **_list_unneeded(CONFIG, "mtp-", "padded-vocab-size"),
 }
 OF_MEGATRON: Mapping[str, str] = {
-    **_with(CONFIG, "group-query-attention", "swiglu", "squared-relu", "quick-geglu", "openai-"),
-    **_with(CONFIG, "max-position-embeddings", "position-embedding-type", "no-position-embedding"),
-    **_with(CONFIG, "relative-attention-", "use-rotary-position-embeddings", "rotary-"),
-    **_with(CONFIG, "use-rope-scaling", "rope-scaling-factor", "vocab-"),
-    **_with(CONFIG, "num-experts", "norm-epsilon", "apply-layernorm-1p", "disable-bias-linear"),
-    **_with(CONFIG, "add-qkv-bias", "num-layers", "mscale", "hybrid-", "linear-attention-"),
-    **_with(CONFIG, "make-vocab-size-divisible-by", "encoder-num-layers", "decoder-num-layers"),
-    **_with(CONFIG, "heterogeneous-", "use-gated-attention", "post-self-attn-", "post-mlp-"),
-    **_with(CONFIG, "moe-shared-expert-", "moe-latent-size", "moe-ffn-hidden-size"),
-    **_with(CONFIG, "untie-embeddings-and-output-weights", "disable-mamba-mem-eff-path"),
-    **_with(CONFIG, "no-rope-freq", "init-method-", "no-initialization", "enable-experimental"),
-    **_with("weights are loaded from model.path", "pretrained-checkpoint", "moe-use-upcycling"),
-    **_with("weights are loaded from model.path", "moe-upcycling-", "init-model-with-meta-device"),
-    **_with("weights are loaded from model.path", "use-cpu-initialization"),
-    **_with("model.dtype", "bf16", "fp16-lm-cross-entropy", "fp16", "loss-scale", "initial-loss-"),
-    **_with("model.dtype", "min-loss-scale", "loss-scale-window", "hysteresis", "no-fp8-"),
-    **_with(NO_DROPOUT, "attention-dropout", "hidden-dropout"),
-    **_with("the tokenizer is that of model.path", "tokenizer-", "legacy-tokenizer", "tiktoken-"),
-    **_with("model.trust_remote_code", "trust-remote-code"),
-    **_with(ITS_DATA, "data-", "split", "train-data-path", "valid-data-path", "test-data-path"),
-    **_with(ITS_DATA, "per-split-", "per-dataset-", "dataloader-", "no-mmap-", "mock-data"),
-    **_with(ITS_DATA, "mask-", "short-seq-prob", "num-workers", "reset-", "eod-mask-loss"),
-    **_with(ITS_DATA, "num-dataset-builder-threads", "fim-"),
-    **_with(ITS_DATA, "no-create-attention-mask-in-dataloader", "sft-tokenizer-prompt-format"),
-    **_with(ITS_DATA, "object-storage-cache-path", "mid-level-dataset-surplus", "merge-file"),
-    **_with(ITS_DATA, "allow-ambiguous-pad-tokens", "phase-transition-", "sample-rate", "sft"),
-    **_with(ITS_DATA, "full-validation", "multiple-validation-sets", "no-data-sharding"),
-    **_with("sequences are packed, of any length", "seq-length", "encoder-seq-", "decoder-seq-"),
-    **_with(OWN_LOOP, "train-", "eval-iters", "skip-train", "exit-", "batch-size", "rampup-"),
-    **_with(OWN_LOOP, "decrease-batch-size-", "manual-gc", "no-manual-gc-", "disable-manual-gc-"),
-    **_with(OWN_LOOP, "iterations-to-skip", "lr-decay-samples", "lr-warmup-samples", "lr-wsd-"),
-    **_with(
+    **_list_unneeded(
+        CONFIG, "group-query-attention", "swiglu", "squared-relu", "quick-geglu", "openai-"
+    ),
+    **_list_unneeded(
+        CONFIG, "max-position-embeddings", "position-embedding-type", "no-position-embedding"
+    ),
+    **_list_unneeded(CONFIG, "relative-attention-", "use-rotary-position-embeddings", "rotary-"),
+    **_list_unneeded(CONFIG, "use-rope-scaling", "rope-scaling-factor", "vocab-"),
+    **_list_unneeded(
+        CONFIG, "num-experts", "norm-epsilon", "apply-layernorm-1p", "disable-bias-linear"
+    ),
+    **_list_unneeded(
+        CONFIG, "add-qkv-bias", "num-layers", "mscale", "hybrid-", "linear-attention-"
+    ),
+    **_list_unneeded(
+        CONFIG, "make-vocab-size-divisible-by", "encoder-num-layers", "decoder-num-layers"
+    ),
+    **_list_unneeded(
+        CONFIG, "heterogeneous-", "use-gated-attention", "post-self-attn-", "post-mlp-"
+    ),
+    **_list_unneeded(CONFIG, "moe-shared-expert-", "moe-latent-size", "moe-ffn-hidden-size"),
+    **_list_unneeded(CONFIG, "untie-embeddings-and-output-weights", "disable-mamba-mem-eff-path"),
+    **_list_unneeded(
+        CONFIG, "no-rope-freq", "init-method-", "no-initialization", "enable-experimental"
+    ),
+    **_list_unneeded(
+        "weights are loaded from model.path", "pretrained-checkpoint", "moe-use-upcycling"
+    ),
+    **_list_unneeded(
+        "weights are loaded from model.path", "moe-upcycling-", "init-model-with-meta-device"
+    ),
+    **_list_unneeded("weights are loaded from model.path", "use-cpu-initialization"),
+    **_list_unneeded(
+        "model.dtype", "bf16", "fp16-lm-cross-entropy", "fp16", "loss-scale", "initial-loss-"
+    ),
+    **_list_unneeded("model.dtype", "min-loss-scale", "loss-scale-window", "hysteresis", "no-fp8-"),
+    **_list_unneeded(NO_DROPOUT, "attention-dropout", "hidden-dropout"),
+    **_list_unneeded(
+        "the tokenizer is that of model.path", "tokenizer-", "legacy-tokenizer", "tiktoken-"
+    ),
+    **_list_unneeded("model.trust_remote_code", "trust-remote-code"),
+    **_list_unneeded(
+        ITS_DATA, "data-", "split", "train-data-path", "valid-data-path", "test-data-path"
+    ),
+    **_list_unneeded(
+        ITS_DATA, "per-split-", "per-dataset-", "dataloader-", "no-mmap-", "mock-data"
+    ),
+    **_list_unneeded(ITS_DATA, "mask-", "short-seq-prob", "num-workers", "reset-", "eod-mask-loss"),
+    **_list_unneeded(ITS_DATA, "num-dataset-builder-threads", "fim-"),
+    **_list_unneeded(
+        ITS_DATA, "no-create-attention-mask-in-dataloader", "sft-tokenizer-prompt-format"
+    ),
+    **_list_unneeded(
+        ITS_DATA, "object-storage-cache-path", "mid-level-dataset-surplus", "merge-file"
+    ),
+    **_list_unneeded(
+        ITS_DATA, "allow-ambiguous-pad-tokens", "phase-transition-", "sample-rate", "sft"
+    ),
+    **_list_unneeded(ITS_DATA, "full-validation", "multiple-validation-sets", "no-data-sharding"),
+    **_list_unneeded(
+        "sequences are packed, of any length", "seq-length", "encoder-seq-", "decoder-seq-"
+    ),
+    **_list_unneeded(
+        OWN_LOOP, "train-", "eval-iters", "skip-train", "exit-", "batch-size", "rampup-"
+    ),
+    **_list_unneeded(
+        OWN_LOOP, "decrease-batch-size-", "manual-gc", "no-manual-gc-", "disable-manual-gc-"
+    ),
+    **_list_unneeded(
+        OWN_LOOP, "iterations-to-skip", "lr-decay-samples", "lr-warmup-samples", "lr-wsd-"
+    ),
+    **_list_unneeded(
         OWN_LOOP, "override-opt_param-scheduler", "use-checkpoint-", "start-weight-decay", "warmup"
     ),
-    **_with(OWN_LOOP, "override-opt-param-scheduler", "manual-gc-interval"),
-    **_with(OWN_LOOP, "no-weight-decay-cond-type", "no-barrier-with-level-1-timing"),
-    **_with(OWN_LOOP, "end-weight-decay", "weight-decay-incr-style", "lr-warmup-init", "wsd-"),
-    **_with(OWN_LOOP, "wd-incr-steps", "lr-decay-steps", "lr-warmup-steps", "head-lr-mult"),
-    **_with(OWN_LOOP, "apply-wd-", "decoupled-", "start-", "yaml-cfg"),
-    **_with(OWN_LOOP, "check-for-spiky-loss", "check-weight-hash-", "result-rejected-", "rerun-"),
-    **_with(OWN_LOOP, "error-injection-", "perform-rl-step", "rl-", "grpo-", "langrl-"),
-    **_with(OWN_LOOP, "refit-method", "dump-param-", "empty-unused-memory-level"),
-    **_with(OWN_LOOP, "te-rng-tracker", "data-parallel-random-init", "inference-rng-tracker"),
-    **_with(RESTARTS, "inprocess-", "ft-", "enable-ft-", "calc-ft-", "adlr-", "max-tokens-to-oom"),
-    **_with(RESTARTS, "run-workload-inspector-server", "straggler-", "disable-straggler-"),
-    **_with(ITS_CHECKPOINTS, "ckpt-", "use-dist-ckpt", "dist-ckpt-", "distrib-optim-"),
-    **_with(ITS_CHECKPOINTS, "no-ckpt-", "disable-ckpt-", "auto-detect-ckpt-", "replication"),
-    **_with(ITS_CHECKPOINTS, "replication-", "save-retain-interval"),
-    **_with(ITS_CHECKPOINTS, "non-persistent-", "persistent-save-interval", "save-wgrads-"),
-    **_with(ITS_CHECKPOINTS, "save-dgrads-", "load-main-params-", "use-mp-args-", "no-use-"),
-    **_with(ITS_CHECKPOINTS, "disable-use-tokenizer-", "no-strict-", "disable-strict-"),
-    **_with(ITS_CHECKPOINTS, "use-persistent-ckpt-worker", "exit-on-missing-checkpoint"),
-    **_with(ITS_CHECKPOINTS, "disable-msc"),
-    **_with(ITS_INFERENCE, "inference-", "use-legacy-static-engine", "decode-only-cuda-graphs"),
-    **_with(ITS_INFERENCE, "nccl_all_reduce_for_prefill", "enable-chunked-prefill"),
-    **_with(ITS_INFERENCE, "disable-chunked-prefill", "moe-pad-experts-for-cuda-graph-"),
-    **_with("it is for models that no recipe trains", "output-bert-", "bert-", "ict-", "titles-"),
-    **_with("it is for models that no recipe trains", "biencoder-", "query-in-block-", "use-one-"),
-    **_with("it is for models that no recipe trains", "evidence-", "retriever-", "block-data-"),
-    **_with("it is for models that no recipe trains", "embedding-", "indexer-", "num-classes"),
-    **_with("it is for models that no recipe trains", "img-", "num-channels", "patch-dim"),
-    **_with("it is for models that no recipe trains", "classes-fraction", "vision-", "swin-"),
-    **_with("it is for models that no recipe trains", "iter-per-epoch", "dino-"),
-    **_with(ALWAYS, "sequence-parallel", "use-distributed-optimizer", "use-mcore-models"),
-    **_with(ALWAYS, "use-flash-attn", "transformer-impl", "moe-grouped-gemm", "onnx-safe"),
-    **_with(ALWAYS, "disable-jit-fuser", "no-scatter-gather-tensors-", "distributed-timeout-"),
-    **_with(ALWAYS, "disable-gloo-process-groups", "local-rank", "lazy-mpu-init"),
-    **_with(ALWAYS, "nccl_communicator_", "use-tp-pp-dp-mapping", "fake-process-group"),
-    **_with(ALWAYS, "no-align-grad-reduce", "no-overlap-p2p-communication"),
-    **_with(ALWAYS, "overlap-p2p-communication-warmup-flush", "te-precision-config-file"),
-    **_with(ALWAYS, "fallback-to-eager-attn", "kitchen-"),
-    **_with("train.ddp.bucket_size", "ddp-num-buckets"),
-    **_with("the optimizer is Adam", "muon-"),
-    **_with("deprecated there", "checkpoint-activations", "model-parallel-size"),
-    **_with("read with --tp-comm-overlap only", "tp-comm-overlap-cfg"),
-    **_with("read with --recompute-granularity only", "recompute-"),
-    **_with("read with another kind of sharding", "torch-fsdp2-", "enable-full-sharding-in-hsdp"),
-    **_with(ALWAYS, "use-sharp", "sharp-enabled-group", "create-all-gather-group"),
-    **_with(ALWAYS, "high-priority-stream-groups", "use-legacy-models", "deterministic-mode"),
-    **_with("every sampled token is trained on", "moe-token-drop-policy"),
-    **_with("losses are always summed over tokens", "calculate-per-token-"),
+    **_list_unneeded(OWN_LOOP, "override-opt-param-scheduler", "manual-gc-interval"),
+    **_list_unneeded(OWN_LOOP, "no-weight-decay-cond-type", "no-barrier-with-level-1-timing"),
+    **_list_unneeded(
+        OWN_LOOP, "end-weight-decay", "weight-decay-incr-style", "lr-warmup-init", "wsd-"
+    ),
+    **_list_unneeded(
+        OWN_LOOP, "wd-incr-steps", "lr-decay-steps", "lr-warmup-steps", "head-lr-mult"
+    ),
+    **_list_unneeded(OWN_LOOP, "apply-wd-", "decoupled-", "start-", "yaml-cfg"),
+    **_list_unneeded(
+        OWN_LOOP, "check-for-spiky-loss", "check-weight-hash-", "result-rejected-", "rerun-"
+    ),
+    **_list_unneeded(OWN_LOOP, "error-injection-", "perform-rl-step", "rl-", "grpo-", "langrl-"),
+    **_list_unneeded(OWN_LOOP, "refit-method", "dump-param-", "empty-unused-memory-level"),
+    **_list_unneeded(
+        OWN_LOOP, "te-rng-tracker", "data-parallel-random-init", "inference-rng-tracker"
+    ),
+    **_list_unneeded(
+        RESTARTS, "inprocess-", "ft-", "enable-ft-", "calc-ft-", "adlr-", "max-tokens-to-oom"
+    ),
+    **_list_unneeded(RESTARTS, "run-workload-inspector-server", "straggler-", "disable-straggler-"),
+    **_list_unneeded(ITS_CHECKPOINTS, "ckpt-", "use-dist-ckpt", "dist-ckpt-", "distrib-optim-"),
+    **_list_unneeded(
+        ITS_CHECKPOINTS, "no-ckpt-", "disable-ckpt-", "auto-detect-ckpt-", "replication"
+    ),
+    **_list_unneeded(ITS_CHECKPOINTS, "replication-", "save-retain-interval"),
+    **_list_unneeded(
+        ITS_CHECKPOINTS, "non-persistent-", "persistent-save-interval", "save-wgrads-"
+    ),
+    **_list_unneeded(
+        ITS_CHECKPOINTS, "save-dgrads-", "load-main-params-", "use-mp-args-", "no-use-"
+    ),
+    **_list_unneeded(ITS_CHECKPOINTS, "disable-use-tokenizer-", "no-strict-", "disable-strict-"),
+    **_list_unneeded(ITS_CHECKPOINTS, "use-persistent-ckpt-worker", "exit-on-missing-checkpoint"),
+    **_list_unneeded(ITS_CHECKPOINTS, "disable-msc"),
+    **_list_unneeded(
+        ITS_INFERENCE, "inference-", "use-legacy-static-engine", "decode-only-cuda-graphs"
+    ),
+    **_list_unneeded(ITS_INFERENCE, "nccl_all_reduce_for_prefill", "enable-chunked-prefill"),
+    **_list_unneeded(ITS_INFERENCE, "disable-chunked-prefill", "moe-pad-experts-for-cuda-graph-"),
+    **_list_unneeded(
+        "it is for models that no recipe trains", "output-bert-", "bert-", "ict-", "titles-"
+    ),
+    **_list_unneeded(
+        "it is for models that no recipe trains", "biencoder-", "query-in-block-", "use-one-"
+    ),
+    **_list_unneeded(
+        "it is for models that no recipe trains", "evidence-", "retriever-", "block-data-"
+    ),
+    **_list_unneeded(
+        "it is for models that no recipe trains", "embedding-", "indexer-", "num-classes"
+    ),
+    **_list_unneeded("it is for models that no recipe trains", "img-", "num-channels", "patch-dim"),
+    **_list_unneeded(
+        "it is for models that no recipe trains", "classes-fraction", "vision-", "swin-"
+    ),
+    **_list_unneeded("it is for models that no recipe trains", "iter-per-epoch", "dino-"),
+    **_list_unneeded(ALWAYS, "sequence-parallel", "use-distributed-optimizer", "use-mcore-models"),
+    **_list_unneeded(ALWAYS, "use-flash-attn", "transformer-impl", "moe-grouped-gemm", "onnx-safe"),
+    **_list_unneeded(
+        ALWAYS, "disable-jit-fuser", "no-scatter-gather-tensors-", "distributed-timeout-"
+    ),
+    **_list_unneeded(ALWAYS, "disable-gloo-process-groups", "local-rank", "lazy-mpu-init"),
+    **_list_unneeded(ALWAYS, "nccl_communicator_", "use-tp-pp-dp-mapping", "fake-process-group"),
+    **_list_unneeded(ALWAYS, "no-align-grad-reduce", "no-overlap-p2p-communication"),
+    **_list_unneeded(ALWAYS, "overlap-p2p-communication-warmup-flush", "te-precision-config-file"),
+    **_list_unneeded(ALWAYS, "fallback-to-eager-attn", "kitchen-"),
+    **_list_unneeded("train.ddp.bucket_size", "ddp-num-buckets"),
+    **_list_unneeded("the optimizer is Adam", "muon-"),
+    **_list_unneeded("deprecated there", "checkpoint-activations", "model-parallel-size"),
+    **_list_unneeded("read with --tp-comm-overlap only", "tp-comm-overlap-cfg"),
+    **_list_unneeded("read with --recompute-granularity only", "recompute-"),
+    **_list_unneeded(
+        "read with another kind of sharding", "torch-fsdp2-", "enable-full-sharding-in-hsdp"
+    ),
+    **_list_unneeded(ALWAYS, "use-sharp", "sharp-enabled-group", "create-all-gather-group"),
+    **_list_unneeded(
+        ALWAYS, "high-priority-stream-groups", "use-legacy-models", "deterministic-mode"
+    ),
+    **_list_unneeded("every sampled token is trained on", "moe-token-drop-policy"),
+    **_list_unneeded("losses are always summed over tokens", "calculate-per-token-"),
 }
 
 
@@ -293,7 +383,7 @@ WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
 def translate_data(options: ForeignOptions) -> Found:
     train = options.take_list("--prompt-data")
     yield RecipeLine("data.train", train, ("--prompt-data",))
-    yield from renamed(options, {"--rollout-shuffle": ("data.shuffle", False)})
+    yield from translate_renamed(options, {"--rollout-shuffle": ("data.shuffle", False)})
     longest = options.take("--rollout-max-prompt-len", None)
     context = options.take("--rollout-max-context-len", None)
     answer = options.take("--rollout-max-response-len", None)
@@ -310,10 +400,10 @@ def translate_data(options: ForeignOptions) -> Found:
         yield RecipeLine("rollout.max_response_len", answer, ("--rollout-max-response-len",))
     else:
         yield Decision("--rollout-max-response-len", None, "set rollout.max_response_len")
-    yield from _held_out(options)
+    yield from _translate_held_out(options)
 
 
-def _held_out(options: ForeignOptions) -> Found:
+def _translate_held_out(options: ForeignOptions) -> Found:
     """Yield the held-out files, which are given as pairs of a name and a path."""
     words = options.take_list("--eval-prompt-data")
     files = words[1::2] if len(words) > 1 else words
@@ -333,7 +423,9 @@ def _held_out(options: ForeignOptions) -> Found:
         yield RecipeLine("eval.samples", number, ("--n-samples-per-eval-prompt",))
     for name, value in sampled.items():
         yield RecipeLine(f"eval.{name.replace('-', '_')}", value, (f"--eval-{name}",))
-    yield from renamed(options, {"--eval-max-response-len": ("eval.max_response_len", None)})
+    yield from translate_renamed(
+        options, {"--eval-max-response-len": ("eval.max_response_len", None)}
+    )
 
 
 def translate_sampling(options: ForeignOptions) -> Found:
@@ -343,7 +435,7 @@ def translate_sampling(options: ForeignOptions) -> Found:
         "--rollout-top-p": ("rollout.top_p", None),
         "--rollout-top-k": ("rollout.top_k", None),
     }
-    yield from renamed(options, table)
+    yield from translate_renamed(options, table)
     path = options.take("--rollout-function-path", next(iter(ROLLOUTS)))
     mode = ROLLOUTS.get(path, "")
     sources = ("--rollout-function-path",) if mode else ()
@@ -388,7 +480,7 @@ def translate_reward(options: ForeignOptions) -> Found:
     else:
         advice = "set reward.path, such as recipes/rewards/math.py (docs/rewards.md)"
         yield Decision("--rm-type", kind, advice)
-    yield from differing(options, WITHOUT_COUNTERPART)
+    yield from list_differing(options, WITHOUT_COUNTERPART)
 
 
 def translate_run(options: ForeignOptions) -> Found:
@@ -418,8 +510,8 @@ def translate_run(options: ForeignOptions) -> Found:
 
 def _trackers(options: ForeignOptions) -> Found:
     names = ("--use-wandb", "--wandb-project")
-    yield from switched(options, *names, "log.wandb_project", "slime")
-    yield from renamed(options, {"--use-tensorboard": ("log.tensorboard", False)})
+    yield from translate_switched(options, *names, "log.wandb_project", "slime")
+    yield from translate_renamed(options, {"--use-tensorboard": ("log.tensorboard", False)})
     switches = ("--profile", "--use-pytorch-profiler")
     if [name for name in switches if options.take(name, False)]:
         first = options.take("--profile-step-start", 10)
@@ -430,10 +522,10 @@ def _trackers(options: ForeignOptions) -> Found:
 
 def translate_slime(options: ForeignOptions) -> Translation:
     """Return the options of a recipe that does what slime does with `options`."""
-    return account(options, _found(options), reason_of)
+    return account(options, _translate(options), reason_of)
 
 
-def _found(options: ForeignOptions) -> Found:
+def _translate(options: ForeignOptions) -> Found:
     yield from translate_run(options)
     yield from translate_model(options)
     yield from translate_layout(options)

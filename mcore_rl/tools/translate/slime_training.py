@@ -12,8 +12,8 @@ from mcore_rl.tools.translate.translation import (
     ForeignOptions,
     Found,
     RecipeLine,
-    differing,
-    renamed,
+    list_differing,
+    translate_renamed,
 )
 
 SIZES = {
@@ -124,7 +124,7 @@ def _recompute(options: ForeignOptions) -> Found:
         yield RecipeLine("train.recompute", "full", sources[:1])
         for name in ("recompute_method", "recompute_num_layers"):
             theirs = f"--{name.replace('_', '-')}"
-            yield from renamed(options, {theirs: (f"train.megatron.{name}", None)})
+            yield from translate_renamed(options, {theirs: (f"train.megatron.{name}", None)})
     elif granularity == "selective":
         modules = options.take_list("--recompute-modules", ["core_attn"])
         known = [module for module in modules if module in RECOMPUTABLE]
@@ -149,7 +149,9 @@ def translate_engines(options: ForeignOptions) -> Found:
     share = options.take("--sglang-mem-fraction-static", None)
     advice = "set rollout.kv_cache_len, in tokens per engine, by what `mcore-rl plan` says is free"
     yield Decision("--sglang-mem-fraction-static", share, advice)
-    yield from renamed(options, {"--sglang-server-concurrency": ("rollout.max_concurrency", 512)})
+    yield from translate_renamed(
+        options, {"--sglang-server-concurrency": ("rollout.max_concurrency", 512)}
+    )
 
 
 def _placement(options: ForeignOptions, ranks: int) -> Found:
@@ -238,7 +240,7 @@ def translate_optimizer(options: ForeignOptions) -> Found:
             "--clip-grad": (f"{ours}.clip_grad", 1.0),
             "--min-lr": (f"{ours}.min_lr", None),
         }
-        yield from renamed(options, table)
+        yield from translate_renamed(options, table)
         yield from _schedule(options, ours)
 
 
@@ -291,7 +293,7 @@ def translate_step(options: ForeignOptions) -> Found:
         advice = f"does not divide the {samples} samples of a step: train.mini_batches is rounded"
         yield Decision("--global-batch-size", per_step, advice)
     yield from _micro_batches(options)
-    yield from renamed(options, {"--log-probs-chunk-size": ("train.logprob_chunk", None)})
+    yield from translate_renamed(options, {"--log-probs-chunk-size": ("train.logprob_chunk", None)})
     if options.take("--use-rollout-routing-replay", False):
         yield RecipeLine("train.router_replay", "engine", ("--use-rollout-routing-replay",))
     elif options.take("--use-routing-replay", False):
@@ -353,11 +355,11 @@ def translate_algorithm(options: ForeignOptions) -> Found:
         "--eps-clip-c": ("algorithm.dual_clip", None),
         "--entropy-coef": ("algorithm.entropy_coef", 0.0),
     }
-    yield from renamed(options, table)
+    yield from translate_renamed(options, table)
     yield from _kl(options)
     yield from _correction(options)
     yield from _other_goals(options)
-    yield from differing(options, WITHOUT_COUNTERPART)
+    yield from list_differing(options, WITHOUT_COUNTERPART)
 
 
 def _kl(options: ForeignOptions) -> Found:
@@ -425,5 +427,5 @@ def translate_critic(options: ForeignOptions) -> Found:
         "--value-clip": ("critic.value_clip", 0.2),
         "--num-critic-only-steps": ("critic.warmup_steps", 0),
     }
-    yield from renamed(options, table)
+    yield from translate_renamed(options, table)
     yield RecipeLine("critic.colocated", True)

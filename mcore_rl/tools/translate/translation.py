@@ -94,7 +94,7 @@ class ForeignOptions:
             if self.given[name] is not None
         }
 
-    def left(self) -> dict[str, Any]:
+    def list_left(self) -> dict[str, Any]:
         """Return the options that nobody has read, except those that say nothing."""
         return {
             name: value
@@ -103,7 +103,7 @@ class ForeignOptions:
         }
 
 
-def renamed(options: ForeignOptions, table: Mapping[str, tuple[str, Any]]) -> Found:
+def translate_renamed(options: ForeignOptions, table: Mapping[str, tuple[str, Any]]) -> Found:
     """Yield options that have another name in a recipe, and the same meaning.
 
     table   their name -> (name in a recipe, their default); a default of None: left out is left out
@@ -114,13 +114,15 @@ def renamed(options: ForeignOptions, table: Mapping[str, tuple[str, Any]]) -> Fo
             yield RecipeLine(ours, value, (theirs,))
 
 
-def switched(options: ForeignOptions, switch: str, theirs: str, ours: str, default: Any) -> Found:
+def translate_switched(
+    options: ForeignOptions, switch: str, theirs: str, ours: str, default: Any
+) -> Found:
     """Yield the option `theirs` under its name in a recipe, `ours`, if `switch` is on."""
     if options.take(switch, False):
         yield RecipeLine(ours, options.take(theirs, default), (theirs, switch))
 
 
-def differing(options: ForeignOptions, table: Mapping[str, tuple[Any, str]]) -> Found:
+def list_differing(options: ForeignOptions, table: Mapping[str, tuple[Any, str]]) -> Found:
     """Yield what is left to the user: options that have no counterpart, unless they say nothing.
 
     table   their name -> (their default, advice)
@@ -182,7 +184,7 @@ def account(
         if refusals[id(line)] is not None
     ]
     unneeded = []
-    for name, value in [*options.left().items(), *options.unreadable.items()]:
+    for name, value in [*options.list_left().items(), *options.unreadable.items()]:
         reason = reason_of(name)
         if reason is not None:
             unneeded.append(Unneeded(name, value, reason))

@@ -18,7 +18,7 @@ from mcore_rl.tools.translate.translation import (
     RecipeLine,
     Translation,
     account,
-    differing,
+    list_differing,
     longest_prefix,
 )
 from mcore_rl.tools.translate.verl_algorithm import (
@@ -31,7 +31,7 @@ from mcore_rl.tools.translate.verl_algorithm import (
 from mcore_rl.tools.translate.verl_training import (
     ACTOR,
     home_of,
-    shared,
+    take_shared,
     translate_engines,
     translate_layout,
     translate_model,
@@ -216,7 +216,7 @@ def translate_data(options: ForeignOptions) -> Found:
     for theirs, ours in (("data.train_files", "data.train"), ("data.val_files", "eval.data")):
         files = [home_of(file) for file in options.take_list(theirs)]
         yield RecipeLine(ours, files, (theirs,))
-    longest = shared(options, "data.max_prompt_length")
+    longest = take_shared(options, "data.max_prompt_length")
     yield RecipeLine("data.max_prompt_len", longest, ("data.max_prompt_length",))
     cut = options.take("data.truncation", "error")
     dropped = options.take("data.filter_overlong_prompts", False)
@@ -232,7 +232,7 @@ def translate_data(options: ForeignOptions) -> Found:
     seed = options.take("data.seed", None)
     if seed is not None:
         yield RecipeLine("run.seed", seed, ("data.seed",))
-    yield from differing(options, WITHOUT_COUNTERPART)
+    yield from list_differing(options, WITHOUT_COUNTERPART)
     most = options.take("data.val_max_samples", -1)
     if most > 0:
         yield RecipeLine("eval.max_prompts", most, ("data.val_max_samples",))
@@ -275,7 +275,7 @@ def _steps(options: ForeignOptions) -> Found:
     paths = [Path(home_of(file)) for file in options.take_list("data.train_files")]
     if paths and all(path.is_file() and path.suffix == ".parquet" for path in paths):
         rows = sum(pq.read_metadata(path).num_rows for path in paths)
-        prompts = shared(options, "data.train_batch_size")
+        prompts = take_shared(options, "data.train_batch_size")
         sources = ("trainer.total_epochs", "data.train_files")
         yield RecipeLine("run.steps", max(epochs * (rows // prompts), 1), sources)
     else:
@@ -338,10 +338,10 @@ def _overlong(options: ForeignOptions) -> Found:
 
 def translate_verl(options: ForeignOptions) -> Translation:
     """Return the options of a recipe that does what verl does with `options`."""
-    return account(options, _found(options), reason_of)
+    return account(options, _translate(options), reason_of)
 
 
-def _found(options: ForeignOptions) -> Found:
+def _translate(options: ForeignOptions) -> Found:
     yield from translate_run(options)
     yield from translate_model(options)
     yield from translate_layout(options)

@@ -9,7 +9,7 @@ from mcore_rl.tools.translate.verl_training import (
     layout_of,
     layout_of_fsdp,
     passes,
-    shared,
+    take_shared,
     translate_optimizer,
 )
 
@@ -60,7 +60,7 @@ REJECTIONS = {
 
 
 def translate_advantage(options: ForeignOptions) -> Found:
-    name = shared(options, "algorithm.adv_estimator")
+    name = take_shared(options, "algorithm.adv_estimator")
     ours = ADVANTAGES.get(name)
     if ours is None:
         advice = "algorithm.advantage has no such one: register your own (docs/algorithms.md)"
@@ -87,7 +87,7 @@ def translate_advantage(options: ForeignOptions) -> Found:
             yield RecipeLine(
                 "rollout.max_rounds", rounds, ("algorithm.filter_groups.max_num_gen_batches",)
             )
-        prompts = shared(options, "data.train_batch_size")
+        prompts = take_shared(options, "data.train_batch_size")
         drawn = options.take("data.gen_batch_size", prompts)
         if drawn > prompts:
             yield RecipeLine("rollout.oversampling", drawn / prompts, ("data.gen_batch_size",))
@@ -139,7 +139,7 @@ def _covariance(options: ForeignOptions, loss: str | None) -> Found:
 def _aggregation(options: ForeignOptions) -> Found:
     name = f"{ACTOR}.loss_agg_mode"
     mode = options.take(name, "token-mean")
-    longest = shared(options, "data.max_response_length")
+    longest = take_shared(options, "data.max_response_length")
     if mode not in AGGREGATIONS:
         yield Decision(name, mode, f"algorithm.aggregation has {', '.join(AGGREGATIONS.values())}")
         return
@@ -241,7 +241,7 @@ def _rejection(options: ForeignOptions, has_bypass: bool) -> Found:
 
 def translate_critic(options: ForeignOptions) -> Found:
     """Yield the critic of advantage=gae; without one, all that is said of critics is unread."""
-    if shared(options, "algorithm.adv_estimator") != "gae":
+    if take_shared(options, "algorithm.adv_estimator") != "gae":
         return
     path = options.take("critic.model.path", None)
     if path is not None and path != options.take("actor_rollout_ref.model.path", None):
@@ -258,5 +258,5 @@ def translate_critic(options: ForeignOptions) -> Found:
         yield from layout_of(options, "critic.megatron", "critic.parallel")
     else:
         yield from layout_of_fsdp(options, "critic.parallel")
-    if shared(options, "actor_rollout_ref.hybrid_engine"):
+    if take_shared(options, "actor_rollout_ref.hybrid_engine"):
         yield RecipeLine("critic.colocated", True, ("actor_rollout_ref.hybrid_engine",))

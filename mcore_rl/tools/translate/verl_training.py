@@ -30,7 +30,7 @@ OWN_TRANSFORMER = ("recompute_", "attention_backend")
 """Fields of the transformer's configuration that are not handed on as they are."""
 
 
-def shared(options: ForeignOptions, name: str) -> Any:
+def take_shared(options: ForeignOptions, name: str) -> Any:
     """Return one of the options SHARED."""
     return options.take(name, SHARED[name])
 
@@ -137,7 +137,7 @@ def layout_of_fsdp(options: ForeignOptions, ours: str) -> Iterator[RecipeLine]:
 
 
 def _data_parallel(options: ForeignOptions, ours: str, ranks: int) -> RecipeLine:
-    gpus = shared(options, "trainer.nnodes") * shared(options, "trainer.n_gpus_per_node")
+    gpus = take_shared(options, "trainer.nnodes") * take_shared(options, "trainer.n_gpus_per_node")
     sources = ("trainer.nnodes", "trainer.n_gpus_per_node")
     return RecipeLine(f"{ours}.dp", max(gpus // ranks, 1), sources)
 
@@ -211,7 +211,7 @@ def _schedule(options: ForeignOptions, theirs: str, ours: str) -> Found:
 
 def translate_step(options: ForeignOptions) -> Found:
     """Yield what a step takes: prompts, mini-batches, micro-batches."""
-    prompts = shared(options, "data.train_batch_size")
+    prompts = take_shared(options, "data.train_batch_size")
     yield RecipeLine("rollout.prompts_per_step", prompts, ("data.train_batch_size",))
     yield from passes(options, ACTOR, "train", 256)
     yield from _micro_batches(options)
@@ -234,7 +234,7 @@ def passes(options: ForeignOptions, theirs: str, ours: str, mini_batch: int) -> 
     """Yield optimizer steps and passes of a rollout; `mini_batch` is verl's default, in prompts."""
     name = f"{theirs}.ppo_mini_batch_size"
     size = options.take(name, mini_batch)
-    prompts = shared(options, "data.train_batch_size")
+    prompts = take_shared(options, "data.train_batch_size")
     yield RecipeLine(
         f"{ours}.mini_batches", max(round(prompts / size), 1), ("data.train_batch_size", name)
     )
@@ -247,8 +247,8 @@ def passes(options: ForeignOptions, theirs: str, ours: str, mini_batch: int) -> 
 
 def _micro_batches(options: ForeignOptions) -> Found:
     name = "train.max_tokens_per_microbatch"
-    longest = shared(options, "data.max_prompt_length")
-    longest += shared(options, "data.max_response_length")
+    longest = take_shared(options, "data.max_prompt_length")
+    longest += take_shared(options, "data.max_response_length")
     group = f"{ACTOR}.megatron.context_parallel_size"
     cp = options.take(
         group if is_megatron(options) else f"{ACTOR}.ulysses_sequence_parallel_size", 1
@@ -307,8 +307,8 @@ def translate_engines(options: ForeignOptions) -> Found:
 
 
 def _placement(options: ForeignOptions, ranks: int) -> Found:
-    nodes = shared(options, "trainer.nnodes")
-    gpus = shared(options, "trainer.n_gpus_per_node")
+    nodes = take_shared(options, "trainer.nnodes")
+    gpus = take_shared(options, "trainer.n_gpus_per_node")
     apart = options.take(f"{ROLLOUT}.nnodes", 0)
     if apart:
         per_node = options.take(f"{ROLLOUT}.n_gpus_per_node", gpus)
@@ -320,7 +320,7 @@ def _placement(options: ForeignOptions, ranks: int) -> Found:
         return
     sources = ("trainer.nnodes", "trainer.n_gpus_per_node", f"{ROLLOUT}.tensor_model_parallel_size")
     yield RecipeLine("rollout.engines", max(nodes * gpus // ranks, 1), sources)
-    if shared(options, "actor_rollout_ref.hybrid_engine"):
+    if take_shared(options, "actor_rollout_ref.hybrid_engine"):
         yield RecipeLine("cluster.colocated", True, ("actor_rollout_ref.hybrid_engine",))
         # A recipe with engines on the trainer's GPUs has to have these.
         yield RecipeLine("rollout.stage_weights", False)
@@ -340,7 +340,7 @@ def _several_nodes(nodes: int) -> Found:
 def translate_sampling(options: ForeignOptions) -> Found:
     samples = options.take(f"{ROLLOUT}.n", 1)
     yield RecipeLine("rollout.samples_per_prompt", samples, (f"{ROLLOUT}.n",))
-    longest = shared(options, "data.max_response_length")
+    longest = take_shared(options, "data.max_response_length")
     yield RecipeLine("rollout.max_response_len", longest, ("data.max_response_length",))
     for name, default in {"temperature": 1.0, "top_p": 1.0, "top_k": -1}.items():
         value = options.take(f"{ROLLOUT}.{name}", default)

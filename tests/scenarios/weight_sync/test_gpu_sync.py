@@ -46,14 +46,14 @@ SCENES = [
 @pytest.mark.parametrize(
     "check",
     [
-        sync_checks.in_place,
-        sync_checks.after_release,
-        sync_checks.cast_while_packed,
-        sync_checks.staged,
-        sync_checks.corrupt_byte,
-        sync_checks.killed_sender,
-        sync_checks.stopped_sender,
-        sync_checks.kernels_per_bucket,
+        sync_checks.check_in_place,
+        sync_checks.check_after_release,
+        sync_checks.check_cast_while_packed,
+        sync_checks.check_staged,
+        sync_checks.check_corrupt_byte,
+        sync_checks.check_killed_sender,
+        sync_checks.check_stopped_sender,
+        sync_checks.check_kernels,
     ],
 )
 def test_the_doctors_checks_pass(check: Callable[[], Figures]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from mcore_rl.services.sandbox.box import FilesRefused, ProgramBox, Streams
+from mcore_rl.services.sandbox.box import FilesRefusedError, ProgramBox, Streams
 from mcore_rl.services.sandbox.limits import (
     MIB,
     BoxStep,
@@ -109,17 +109,17 @@ def test_steps_follow_one_another_in_one_box(worker: Worker) -> None:
 
 def test_files_that_do_not_fit_are_refused_and_the_box_goes_on(worker: Worker) -> None:
     with ProgramBox(worker, replace(LIMITS, files_mib=1)) as box:
-        with pytest.raises(FilesRefused, match="No space left"):
+        with pytest.raises(FilesRefusedError, match="No space left"):
             box.put({"large": bytes(2 * MIB)})
         box.put({"large": b""})
         box.run(BoxStep(("/bin/sh", "-c", "head -c 500000 /dev/zero > x")))
-        with pytest.raises(FilesRefused, match="more than 1000 bytes"):
+        with pytest.raises(FilesRefusedError, match="more than 1000 bytes"):
             box.get(None, 1000)
         assert box.run(BoxStep(("/bin/echo", "on"))).stdout == b"on\n"
 
 
 def test_many_files_are_refused(worker: Worker) -> None:
-    with ProgramBox(worker, replace(LIMITS, num_files=10)) as box, pytest.raises(FilesRefused):
+    with ProgramBox(worker, replace(LIMITS, num_files=10)) as box, pytest.raises(FilesRefusedError):
         box.put({f"f{i}": b"" for i in range(20)})
 
 

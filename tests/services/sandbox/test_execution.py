@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from mcore_rl.services.sandbox.box import FilesRefused
-from mcore_rl.services.sandbox.execution import CodeRequest, check_path, execute, with_wall
+from mcore_rl.services.sandbox.box import FilesRefusedError
+from mcore_rl.services.sandbox.execution import CodeRequest, check_path, execute, set_wall
 from mcore_rl.services.sandbox.languages import find_languages, readable_paths
-from mcore_rl.services.sandbox.limits import Limits, RunVerdict, SandboxFull
+from mcore_rl.services.sandbox.limits import Limits, RunVerdict, SandboxFullError
 from mcore_rl.services.sandbox.worker import WorkerPool
 
 LANGUAGES = find_languages()
@@ -47,13 +47,13 @@ def test_files_are_there_after_a_failure(pool: WorkerPool) -> None:
 
 def test_files_that_do_not_fit_are_the_callers_error(pool: WorkerPool) -> None:
     request = CodeRequest("", files={"a": bytes(2 << 20)}, limits=Limits(files_mib=1))
-    with pytest.raises(FilesRefused, match="No space left"):
+    with pytest.raises(FilesRefusedError, match="No space left"):
         execute(pool, LANGUAGES, request)
     assert execute(pool, LANGUAGES, CodeRequest("")).verdict == RunVerdict.OK
 
 
 def test_a_full_queue_is_no_result(pool: WorkerPool) -> None:
-    with pool.lend(), pytest.raises(SandboxFull):
+    with pool.lend(), pytest.raises(SandboxFullError):
         execute(pool, LANGUAGES, CodeRequest(""))
 
 
@@ -81,7 +81,7 @@ def test_a_path_that_leaves_the_box_is_refused(path: str) -> None:
 
 
 def test_processor_time_follows_the_wall() -> None:
-    assert with_wall(Limits(), 2.5) == Limits(wall_s=2.5, cpu_s=3)
+    assert set_wall(Limits(), 2.5) == Limits(wall_s=2.5, cpu_s=3)
 
 
 def test_a_compile_time_must_be_positive() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.services.sandbox.languages import readable_paths
-from mcore_rl.services.sandbox.limits import SandboxError, SandboxFull
+from mcore_rl.services.sandbox.limits import SandboxError, SandboxFullError
 from mcore_rl.services.sandbox.worker import WorkerPool
 from tests.support.sandboxes import run, wait_until
 
@@ -39,7 +39,7 @@ def test_the_queue_is_bounded(pool: WorkerPool) -> None:
         thread = threading.Thread(target=wait)
         thread.start()
         wait_until(lambda: pool.counts()["waiting"] == 1, "a caller waited")
-        with pytest.raises(SandboxFull, match="all 1 workers"), pool.lend():
+        with pytest.raises(SandboxFullError, match="all 1 workers"), pool.lend():
             pass
         assert not done.is_set()
     thread.join()

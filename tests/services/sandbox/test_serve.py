@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.services.sandbox.server import serve, serving_key
+from mcore_rl.services.sandbox.server import choose_key, serve
 from mcore_rl.services.sandbox.service import SandboxOptions
 
 KEY = "0123456789abcdef"
@@ -64,7 +64,7 @@ def test_a_key_is_needed_where_others_reach_it(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text(KEY)
     path.chmod(0o600)
-    assert serving_key(path, "0.0.0.0") == KEY
-    assert serving_key(None, "127.0.0.1") == ""
+    assert choose_key(path, "0.0.0.0") == KEY
+    assert choose_key(None, "127.0.0.1") == ""
     with pytest.raises(ValueError, match=r"--host=0.0.0.0"):
-        serving_key(None, "0.0.0.0")
+        choose_key(None, "0.0.0.0")

@@ -31,7 +31,7 @@ def test_code_and_sessions_run_side_by_side() -> None:
         assert sorted(outputs) == [f"{i}\n".encode() for i in range(8)]
         health = sandbox.health()
         assert (health["sessions"], health["busy"], health["waiting"]) == (1, 0, 0)
-        assert "python" in sandbox.found()
+        assert "python" in sandbox.list_programs()
         sandbox.sessions.close(name)
     finally:
         sandbox.close()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.services.sandbox.languages import readable_paths
-from mcore_rl.services.sandbox.limits import Limits, SandboxFull
+from mcore_rl.services.sandbox.limits import Limits, SandboxFullError
 from mcore_rl.services.sandbox.service import Sessions
 from tests.support.sandboxes import wait_until
 
@@ -23,7 +23,7 @@ def sessions() -> Iterator[Sessions]:
 def test_a_session_is_found_until_it_is_closed(sessions: Sessions) -> None:
     name = sessions.open("bash", LIMITS)
     assert sessions.find(name).call("echo 1", 60).stdout == b"1\n"
-    with pytest.raises(SandboxFull, match="all 1 sessions"):
+    with pytest.raises(SandboxFullError, match="all 1 sessions"):
         sessions.open("bash", LIMITS)
     sessions.close(name)
     with pytest.raises(ValueError, match="no such session"):

@@ -126,7 +126,7 @@ def test_descriptors_are_placed_whatever_their_numbers_were() -> None:
     if child == 0:
         try:
             first = os.dup2(writer, 1)
-            first_process.place([reader, first, 0, writer])
+            first_process.place_descriptors([reader, first, 0, writer])
             os.write(3, b"x")
             os._exit(0 if os.read(0, 1) == b"x" else 3)
         finally:

@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.services.search.build import build_index
 from mcore_rl.services.search.dense import DenseShards, Encoder, build_dense, refuse_missing_faiss
 from mcore_rl.services.search.index import PassageIndex
-from mcore_rl.services.search.layout import EncoderOptions, IndexOptions, shard_folder
+from mcore_rl.services.search.layout import EncoderOptions, IndexOptions, name_shard_folder
 from mcore_rl.tasks.tiny_models import make_word_tokenizer
 from tests.services.search.corpora import random_texts, write_corpus
 
@@ -71,7 +71,7 @@ def test_passages_are_found_by_themselves_over_shards(model: Path, tmp_path: Pat
         build_dense(encoder, batch, folder)
 
     build_index(corpus, tmp_path / "index", IndexOptions(20, options), encode)
-    folders = [shard_folder(tmp_path / "index", i) / "dense" for i in range(3)]
+    folders = [name_shard_folder(tmp_path / "index", i) / "dense" for i in range(3)]
     vectors = DenseShards(encoder, folders)
     cosines = encoder.passages(texts) @ encoder.queries(texts).T
     for i, found in enumerate(vectors.top(texts, 5)):

@@ -9,8 +9,8 @@ import pytest
 from mcore_rl.services.search.layout import (
     EncoderOptions,
     IndexOptions,
-    digest_of,
-    file_facts,
+    compute_digest,
+    list_facts,
     sync_file,
     sync_folder,
     write_json,
@@ -40,7 +40,7 @@ def test_digests_are_of_the_bytes_between(tmp_path: Path) -> None:
     path.write_bytes(bytes(range(256)) * 9000)
     whole = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
     part = hashlib.blake2b(path.read_bytes()[100:1_500_000], digest_size=16).hexdigest()
-    assert digest_of(path) == whole and digest_of(path, 100, 1_500_000) == part
+    assert compute_digest(path) == whole and compute_digest(path, 100, 1_500_000) == part
 
 
 def test_all_files_below_a_folder_are_listed(tmp_path: Path) -> None:
@@ -49,6 +49,6 @@ def test_all_files_below_a_folder_are_listed(tmp_path: Path) -> None:
     write_json(tmp_path / "shard.json", {})
     sync_file(tmp_path / "shard.json")
     sync_folder(tmp_path)
-    facts = file_facts(tmp_path)
+    facts = list_facts(tmp_path)
     assert list(facts) == ["bm25/a.json"]
     assert facts["bm25/a.json"][0] == (tmp_path / "bm25" / "a.json").stat().st_size

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.services.search.layout import MappedFile, parse_row, read_lines, title_and_text
+from mcore_rl.services.search.layout import MappedFile, parse_row, read_lines, split_title
 from tests.services.search.corpora import write_corpus
 
 
@@ -46,6 +46,6 @@ def test_a_broken_row_is_named_with_its_line(tmp_path: Path, raw: bytes, problem
 @given(st.text(), st.text(alphabet=st.characters(exclude_characters="\n")))
 def test_title_and_text(text: str, title: str) -> None:
     row = parse_row(json.dumps({"id": 1, "contents": f'x"{title}"\n{text}'}).encode(), "here")
-    found, rest = title_and_text(row)
+    found, rest = split_title(row)
     assert rest == text and found.startswith("x")
-    assert title_and_text({"contents": f'"{title}"\n{text}'})[0] == title.strip('"')
+    assert split_title({"contents": f'"{title}"\n{text}'})[0] == title.strip('"')

@@ -7,8 +7,8 @@ import pytest
 from mcore_rl.tools.doctor.check import (
     FOLDER,
     LARGEST_KEPT_MIB,
+    find_own_folder,
     make_empty,
-    own_folder,
     remove_large_files,
 )
 
@@ -19,10 +19,10 @@ def test_what_an_earlier_check_left_is_gone(
     folder = tmp_path / "logs" / "run_GRPO"
     make_empty(folder)
     monkeypatch.setenv(FOLDER, str(folder))
-    (own_folder() / "run").mkdir()
-    (own_folder() / "run" / "metrics.jsonl").write_text("{}")
+    (find_own_folder() / "run").mkdir()
+    (find_own_folder() / "run" / "metrics.jsonl").write_text("{}")
     make_empty(folder)
-    assert own_folder().is_dir() and not list(own_folder().iterdir())
+    assert find_own_folder().is_dir() and not list(find_own_folder().iterdir())
 
 
 def test_large_files_are_removed_and_named(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.tools.doctor.check import Check, Figures, MissedTarget, SkipCheck, expect
+from mcore_rl.tools.doctor.check import Check, Figures, MissedTargetError, SkipCheckError, expect
 from mcore_rl.tools.doctor.child import run
 
 
@@ -11,11 +11,11 @@ def good() -> Figures:
 
 
 def missed() -> Figures:
-    raise MissedTarget("3 kernels, target 2", {"kernels": 3})
+    raise MissedTargetError("3 kernels, target 2", {"kernels": 3})
 
 
 def skipped() -> Figures:
-    raise SkipCheck("one GPU only")
+    raise SkipCheckError("one GPU only")
 
 
 def wrong() -> Figures:

@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.cli import main as mcore_rl
 from mcore_rl.device import has_cuda
 from mcore_rl.tools.doctor.command import main
-from mcore_rl.tools.doctor.gpu_checks import add_kit, is_for_kit
+from mcore_rl.tools.doctor.gpu_checks import add_gpu_checks, is_for_gpu_checks
 from mcore_rl.tools.doctor.run_checks import SETTINGS
 
 
@@ -84,6 +84,6 @@ def test_the_list_of_checks_needs_no_gpu_and_starts_none(
 @pytest.mark.parametrize("words", ["--gpu", "--stages te", "--checks te:speed", "--list"])
 def test_the_kit_is_asked_for_by_any_option_that_chooses_checks(words: str) -> None:
     parser = argparse.ArgumentParser()
-    add_kit(parser.add_argument_group())
-    assert is_for_kit(parser.parse_args([*words.split(), "--seconds", "580"]))
-    assert not is_for_kit(parser.parse_args(["--logs", "elsewhere"]))
+    add_gpu_checks(parser.add_argument_group())
+    assert is_for_gpu_checks(parser.parse_args([*words.split(), "--seconds", "580"]))
+    assert not is_for_gpu_checks(parser.parse_args(["--logs", "elsewhere"]))

@@ -3,7 +3,12 @@
 import pytest
 
 from mcore_rl.device import has_cuda
-from mcore_rl.tools.doctor.megatron_checks import PROBES, memory_saver, nccl_abort, nccl_max_ctas
+from mcore_rl.tools.doctor.megatron_checks import (
+    PROBES,
+    check_memory_saver,
+    check_nccl_abort,
+    check_nccl_max_ctas,
+)
 
 
 def test_every_probe_needs_a_gpu() -> None:
@@ -13,7 +18,7 @@ def test_every_probe_needs_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_cuda(), reason="needs a GPU")
 def test_probes_answer_with_figures() -> None:
-    assert nccl_max_ctas()["max_ctas"] > 0
-    assert nccl_abort()["abort_s"] < 10
+    assert check_nccl_max_ctas()["max_ctas"] > 0
+    assert check_nccl_abort()["abort_s"] < 10
     pytest.importorskip("torch_memory_saver")
-    assert memory_saver()["values_kept_with_copy"] is True
+    assert check_memory_saver()["values_kept_with_copy"] is True

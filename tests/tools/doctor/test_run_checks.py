@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.tools.doctor import run_checks
-from mcore_rl.tools.doctor.check import MissedTarget, SkipCheck
+from mcore_rl.tools.doctor.check import MissedTargetError, SkipCheckError
 from mcore_rl.tools.doctor.warm_start import prepare
 
 
@@ -77,15 +77,15 @@ def test_on_a_gpu_a_first_step_needs_no_library_or_compiler_of_cuda_code(
 
 def test_a_command_that_fails_is_told_with_its_status() -> None:
     with pytest.raises(AssertionError, match="mcore-rl plan ended with status 2"):
-        run_checks._command("plan", "recipe=none_such")
+        run_checks._make_command("plan", "recipe=none_such")
 
 
 def test_a_warm_start_that_is_not_there_skips_the_check(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(run_checks.WARM_START, str(tmp_path))
-    with pytest.raises(SkipCheck, match=f"{tmp_path}/hf is not there: make warm-start"):
-        run_checks.rising_reward()
+    with pytest.raises(SkipCheckError, match=f"{tmp_path}/hf is not there: make warm-start"):
+        run_checks.check_rising_reward()
 
 
 @pytest.mark.parametrize(("last", "rises"), [(0.55, True), (0.45, False)])
@@ -96,6 +96,6 @@ def test_a_reward_that_does_not_rise_misses_its_target_and_keeps_its_figures(
     if rises:
         assert run_checks.expect_rise(measured) == measured
         return
-    with pytest.raises(MissedTarget, match=r"rises by 0\.050, target 0\.1") as caught:
+    with pytest.raises(MissedTargetError, match=r"rises by 0\.050, target 0\.1") as caught:
         run_checks.expect_rise(measured)
     assert caught.value.figures == measured

@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.config import Config, ModelConfig
 from mcore_rl.tools.doctor import step_checks
 from mcore_rl.tools.doctor.lone_rank import qwen3_moe
-from mcore_rl.tools.doctor.step_checks import STEPS, Rows, pack_as_a_run, share_of_even_tokens
+from mcore_rl.tools.doctor.step_checks import STEPS, Rows, count_even_tokens, pack_as_a_run
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
@@ -19,7 +19,7 @@ def test_the_reward_is_the_share_of_even_tokens() -> None:
     prompt = Prompt(0, (1,), (), "random", None)
     span = VersionSpan(0, 4, WeightVersion(0))
     sample = Sample(prompt, 0, (2, 4, 5, 7), (0.0,) * 4, "length", (span,), "")
-    assert share_of_even_tokens([sample]).rewards_N == [0.5]
+    assert count_even_tokens([sample]).rewards_N == [0.5]
 
 
 def test_batches_are_packed_by_the_work_of_sequences_as_in_a_run(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import yaml
 
 from mcore_rl.config.shipped import RECIPES_DIR
 from mcore_rl.tools.doctor import sync_checks
-from mcore_rl.tools.doctor.check import MissedTarget
+from mcore_rl.tools.doctor.check import MissedTargetError
 
 GOOD = {"fraction_of_copy": 0.6, "swap_ms": 12.0}
 
@@ -31,7 +31,7 @@ def test_a_gpu_that_misses_a_target_is_told_with_all_figures(
 ) -> None:
     monkeypatch.setattr(sync_checks, "has_cuda", lambda: True)
     sync_checks._check_targets(GOOD)
-    with pytest.raises(MissedTarget, match=why) as error:
+    with pytest.raises(MissedTargetError, match=why) as error:
         sync_checks._check_targets(GOOD | missed)
     assert error.value.figures == GOOD | missed
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.tools.doctor import te_checks
-from mcore_rl.tools.doctor.check import MissedTarget, SkipCheck
+from mcore_rl.tools.doctor.check import MissedTargetError, SkipCheckError
 from mcore_rl.tools.doctor.lone_rank import qwen3_moe
 
 
@@ -14,13 +14,13 @@ def test_without_transformer_engine_a_gpu_skips_them(monkeypatch: pytest.MonkeyP
     config = qwen3_moe()
     monkeypatch.setattr(te_checks, "has_cuda", lambda: True)
     monkeypatch.setattr(te_checks, "has_transformer_engine", lambda: False)
-    with pytest.raises(SkipCheck, match="Transformer Engine is not"), te_checks._rank(config):
+    with pytest.raises(SkipCheckError, match="Transformer Engine is not"), te_checks._rank(config):
         pass
 
 
 def test_memory_off_the_plan_is_told_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     def missed(rank: Any) -> Any:
-        raise MissedTarget("1.4 of the plan", {"ratio": 1.4})
+        raise MissedTargetError("1.4 of the plan", {"ratio": 1.4})
 
     figures: dict[str, Any] = {}
     rank: Any = SimpleNamespace()

@@ -13,7 +13,7 @@ from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.secrets import written_config
 from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.calibration import Calibration
-from mcore_rl.tools.simulate.command import checked
+from mcore_rl.tools.simulate.command import make_checked
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.simulate import simulate
@@ -22,18 +22,18 @@ SMALL = ("rollout.prompts_per_step=16", "rollout.samples_per_prompt=4", "checkpo
 
 
 def recipe(*overrides: str) -> Config:
-    return checked(load_recipe("qwen3_30b_a3b_grpo_32", [*SMALL, *overrides]))
+    return make_checked(load_recipe("qwen3_30b_a3b_grpo_32", [*SMALL, *overrides]))
 
 
 def costs_of(config: Config) -> RecipeCosts:
-    return RecipeCosts.of(config, read_models(config), ReachedShares())
+    return RecipeCosts.make(config, read_models(config), ReachedShares())
 
 
 def slower(costs: RecipeCosts) -> RecipeCosts:
     """Costs of a cluster on which sampling takes twice, training three times as long."""
     return replace(
         costs,
-        engine=costs.engine.slowed(2),
+        engine=costs.engine.slow_down(2),
         trainer=replace(costs.trainer, factor=3.0),
         sync_s=costs.sync_s * 5,
         swap_s=costs.swap_s * 5,
@@ -56,7 +56,7 @@ def test_a_calibration_finds_how_much_slower_a_run_was(tmp_path: Path) -> None:
     lens = ("simulate.response_len=2000", "simulate.response_spread=0.4")
     config = recipe("rollout.mode=sync", "simulate.steps=2", *lens)
     steps = measured_run(tmp_path, config)
-    found = Calibration.of(tmp_path, config)
+    found = Calibration.measure(tmp_path, config)
     assert found.train == pytest.approx(3, rel=0.1)
     assert found.sync == pytest.approx(5, rel=0.01)
     assert found.rollout == pytest.approx(2, rel=0.25), "lengths are those of one step's extremes"
@@ -71,18 +71,18 @@ def test_predictions_of_another_mode_and_batch_are_near(tmp_path: Path) -> None:
     measured_run(tmp_path, recipe("rollout.mode=sync", "simulate.steps=2", *lens))
     other = recipe("rollout.mode=one_step_off", "rollout.prompts_per_step=24", *lens)
     truth = simulate(other, slower(costs_of(other))).summary
-    calibration = Calibration.of(tmp_path, other)
-    predicted = simulate(*calibration.applied(other, costs_of(other))).summary
+    calibration = Calibration.measure(tmp_path, other)
+    predicted = simulate(*calibration.apply(other, costs_of(other))).summary
     assert predicted["step_s"] == pytest.approx(truth["step_s"], rel=0.2)
 
 
 def test_lengths_that_the_user_gives_stay(tmp_path: Path) -> None:
     measured_run(tmp_path, recipe("rollout.mode=sync", "simulate.steps=2"))
     given = recipe("simulate.response_len=123")
-    config, _ = Calibration.of(tmp_path, given).applied(given, costs_of(given))
+    config, _ = Calibration.measure(tmp_path, given).apply(given, costs_of(given))
     assert config.simulate.response_len == 123
     free = recipe()
-    config, _ = Calibration.of(tmp_path, free).applied(free, costs_of(free))
+    config, _ = Calibration.measure(tmp_path, free).apply(free, costs_of(free))
     assert config.simulate.response_len > 2000
 
 
@@ -92,7 +92,7 @@ def test_lengths_before_the_cut_are_found_where_many_were_cut(tmp_path: Path) ->
     config = recipe("rollout.mode=sync", "simulate.steps=2", *cut, *lens)
     steps = measured_run(tmp_path, config)
     assert steps[2]["rollout/truncated_share"] > 0.4
-    found = Calibration.of(tmp_path, config)
+    found = Calibration.measure(tmp_path, config)
     assert found.prompt_len == 100
     assert found.response_len == pytest.approx(900, rel=0.4)
     assert found.response_spread == pytest.approx(0.9, rel=0.3)
@@ -101,7 +101,7 @@ def test_lengths_before_the_cut_are_found_where_many_were_cut(tmp_path: Path) ->
 def test_runs_that_tell_nothing_are_refused(tmp_path: Path) -> None:
     config = recipe("rollout.mode=async", "simulate.steps=2")
     with pytest.raises(ValueError, match=r"calibration=.*: no config\.yaml there"):
-        Calibration.of(tmp_path, config)
+        Calibration.measure(tmp_path, config)
     measured_run(tmp_path, config)
     with pytest.raises(ValueError, match=r"mode=async, whose phases overlap; give one with"):
-        Calibration.of(tmp_path, config)
+        Calibration.measure(tmp_path, config)

@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rl.cli import main
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.tools.simulate.command import checked
+from mcore_rl.tools.simulate.command import make_checked
 
 RECIPE = ("simulate", "recipe=qwen3_30b_a3b_grpo_32", "simulate.steps=2")
 SMALL = ("rollout.prompts_per_step=8", "rollout.samples_per_prompt=4")
@@ -51,5 +51,5 @@ def test_wrong_settings_are_named(
 
 
 def test_only_the_steps_that_are_simulated_remain() -> None:
-    config = checked(load_recipe("qwen3_30b_a3b_grpo_32", ["simulate.steps=7"]))
+    config = make_checked(load_recipe("qwen3_30b_a3b_grpo_32", ["simulate.steps=7"]))
     assert (config.run.steps, config.eval.data, config.eval.every_steps) == (7, [], 0)

@@ -154,8 +154,8 @@ def test_an_engine_runs_its_tower_with_each_prompt() -> None:
     images = load_recipe("qwen2_5_vl_7b_grpo_8", [*overrides, "simulate.image_tokens=900"])
     facts = read_models(text).policy
     before, after = (engine_speed(c, facts, GPUS["h100"], SHARES) for c in (text, images))
-    tower = TowerCosts.of(images, facts, GPUS["h100"], SHARES)
-    assert tower is not None and TowerCosts.of(text, facts, GPUS["h100"], SHARES) is None
+    tower = TowerCosts.make(images, facts, GPUS["h100"], SHARES)
+    assert tower is not None and TowerCosts.make(text, facts, GPUS["h100"], SHARES) is None
     assert after.prefill_s(1000) == pytest.approx(before.prefill_s(1000) + tower.prefill_s)
     assert after.prefill_s(100) == before.prefill_s(100)
 
@@ -171,4 +171,4 @@ def test_an_engine_computes_prompts_as_often_as_the_recipe_says() -> None:
         config = recipe(*overrides)
         speed = engine_speed(config, read_models(config).policy, GPUS["h100"], SHARES)
         assert speed.share_prompts is expected
-        assert speed.slowed(2.0).share_prompts is expected
+        assert speed.slow_down(2.0).share_prompts is expected

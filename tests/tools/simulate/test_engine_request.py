@@ -25,12 +25,12 @@ def test_spans_of_a_request_that_ends_early_stop_there() -> None:
 
 
 def test_tokens_are_counted_by_the_engines_steps() -> None:
-    assert EngineRequest(1, 5, 10, 20, NOBODY, began_at=7.5).generated_at(10.0) == 2.5
+    assert EngineRequest(1, 5, 10, 20, NOBODY, began_at=7.5).count_generated(10.0) == 2.5
     assert EngineSpeed([0.0, 0.1, 0.2], 0.0, float, 1).max_running == 2
 
 
 def test_slow_engines_take_that_many_times_longer() -> None:
     speed = EngineSpeed([0.0, 0.1], 0.01, lambda num_tokens: num_tokens / 10, 100)
-    slow = speed.slowed(3)
+    slow = speed.slow_down(3)
     assert list(slow.fixed_s) == pytest.approx([0, 0.3])
     assert (slow.per_context_s, slow.prefill_s(20)) == pytest.approx((0.03, 6))

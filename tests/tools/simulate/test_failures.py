@@ -36,7 +36,7 @@ def failures_of(
     urls = [f"http://e-{k}" for k in range(config.rollout.engines)]
     engines = {url: SimulatedEngine(loop, url, SPEED, WeightVersion(0)) for url in urls}
     health = EngineHealth(urls)
-    placement = ProcessPlacement.of(config, loop)
+    placement = ProcessPlacement.make(config, loop)
     transport = SimulatedTransport(engines, Workload(config))
     addresses = [EngineAddress(url, "") for url in urls]
     collectors = {

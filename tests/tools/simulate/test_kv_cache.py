@@ -37,10 +37,10 @@ def test_where_samples_do_not_wait_those_let_in_together_compute_their_prompt_ea
 
 def test_a_prompt_counts_once_and_its_keys_are_computed_once() -> None:
     cache = KvCache(1000)
-    assert cache.needed(request(1)) == 150
+    assert cache.count_needed(request(1)) == 150
     first, second = request(1), request(1)
     assert (cache.enter(first), cache.enter(second)) == (50, 0)
-    assert cache.free == 950 and cache.needed(request(1)) == 100
+    assert cache.free == 950 and cache.count_needed(request(1)) == 100
     cache.grow(30)
     first.num_generated = 15
     cache.leave(first)

@@ -24,7 +24,7 @@ def loop() -> Iterator[VirtualLoop]:
 
 def place(loop: VirtualLoop, *overrides: str) -> ProcessPlacement:
     settings = ("simulate.gpu=cpu", "cluster.cpus_per_rank=1", *overrides)
-    return ProcessPlacement.of(load_recipe("tiny_moe_grpo", list(settings)), loop)
+    return ProcessPlacement.make(load_recipe("tiny_moe_grpo", list(settings)), loop)
 
 
 def seconds_of(loop: VirtualLoop, clock: WorkClock, beside: WorkClock) -> float:

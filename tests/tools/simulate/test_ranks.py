@@ -14,7 +14,7 @@ from mcore_rl.tools.simulate.ranks import SimulatedRanks
 from mcore_rl.types import LogprobOptions, StoredBatch, StoredColumn
 
 CONFIG = load_recipe("qwen3_30b_a3b_grpo_32", [])
-COSTS = RecipeCosts.of(CONFIG, read_models(CONFIG), ReachedShares())
+COSTS = RecipeCosts.make(CONFIG, read_models(CONFIG), ReachedShares())
 
 
 def share(lens: tuple[int, ...], parts: tuple[int, ...]) -> StoredBatch:

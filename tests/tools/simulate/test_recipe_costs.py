@@ -12,14 +12,14 @@ from mcore_rl.tools.simulate.machine import ReachedShares
 
 def costs_of(recipe: str, *overrides: str) -> RecipeCosts:
     config = load_recipe(recipe, list(overrides))
-    return RecipeCosts.of(config, read_models(config), ReachedShares())
+    return RecipeCosts.make(config, read_models(config), ReachedShares())
 
 
 def test_a_sync_takes_what_its_plan_says_at_the_share_of_the_link_that_is_reached() -> None:
     config = load_recipe("qwen3_30b_a3b_grpo_32", [])
     models = read_models(config)
     plan, _ = predict_sync(config, make_deployment(config, models.policy))
-    costs = RecipeCosts.of(config, models, ReachedShares(network=0.5))
+    costs = RecipeCosts.make(config, models, ReachedShares(network=0.5))
     assert costs.sync_s == pytest.approx(2 * plan.seconds)
     assert costs.sync_bytes == plan.model_bytes
     slower = costs_of("qwen3_30b_a3b_grpo_32", "plan.link_gbps=200", "plan.memory_gbps=200")

@@ -13,7 +13,7 @@ from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.process.clock import replace_clock
-from mcore_rl.tools.simulate.command import checked
+from mcore_rl.tools.simulate.command import make_checked
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.run import SimulatedRun, StepLog
@@ -33,13 +33,13 @@ def clock() -> Iterator[VirtualTime]:
 
 def run_of(clock: VirtualTime, folder: Path, start_step: int, *overrides: str) -> SimulatedRun:
     config = recipe(*overrides)
-    costs = RecipeCosts.of(config, read_models(config), ReachedShares())
+    costs = RecipeCosts.make(config, read_models(config), ReachedShares())
     return SimulatedRun(config, costs, clock, random.Random(0), start_step, RunFolder(folder))
 
 
 def recipe(*overrides: str) -> Config:
     small = ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "simulate.steps=3"]
-    return checked(load_recipe("qwen3_30b_a3b_grpo_32", [*small, *overrides]))
+    return make_checked(load_recipe("qwen3_30b_a3b_grpo_32", [*small, *overrides]))
 
 
 def test_a_run_goes_on_after_the_step_that_it_starts_from(
@@ -85,6 +85,6 @@ def test_the_first_sync_of_each_run_is_read_back(clock: VirtualTime, tmp_path: P
         pauses[verify] = metrics["sync/pause_s"]
         run.end()
     config = recipe()
-    read_back_s = RecipeCosts.of(config, read_models(config), ReachedShares()).read_back_s
+    read_back_s = RecipeCosts.make(config, read_models(config), ReachedShares()).read_back_s
     assert read_back_s > 0
     assert pauses["destination"] == pytest.approx(pauses["transfer"] + read_back_s)

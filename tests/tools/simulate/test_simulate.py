@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.recipe_models import read_models
-from mcore_rl.tools.simulate.command import checked
+from mcore_rl.tools.simulate.command import make_checked
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.simulate import SimulationResult, simulate
@@ -18,8 +18,8 @@ RECIPE = "qwen3_30b_a3b_grpo_32"
 
 
 def run(*overrides: str, recipe: str = RECIPE) -> SimulationResult:
-    config = checked(load_recipe(recipe, [*SMALL, *overrides]))
-    return simulate(config, RecipeCosts.of(config, read_models(config), ReachedShares()))
+    config = make_checked(load_recipe(recipe, [*SMALL, *overrides]))
+    return simulate(config, RecipeCosts.make(config, read_models(config), ReachedShares()))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ SHARES = ReachedShares()
 
 def costs_of(*overrides: str) -> TowerCosts:
     config = load_recipe("qwen2_5_vl_7b_grpo_8", ["simulate.image_tokens=400", *overrides])
-    costs = TowerCosts.of(config, read_models(config).policy, GPUS["h100"], SHARES)
+    costs = TowerCosts.make(config, read_models(config).policy, GPUS["h100"], SHARES)
     assert costs is not None
     return costs
 

@@ -7,7 +7,7 @@ def test_options_that_nobody_read_are_left() -> None:
     options = ForeignOptions({"a.x": 1, "a.y": 2, "b": None, "c": 3, "d": False}, is_whole=False)
     assert options.take("b", 7) == 7 and options.take("c", 0) == 3
     assert options.below("a.", but=("y",)) == {"x": 1}
-    assert options.left() == {"a.y": 2}
+    assert options.list_left() == {"a.y": 2}
 
 
 def test_a_value_may_say_nothing() -> None:

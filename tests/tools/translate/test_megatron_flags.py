@@ -34,7 +34,7 @@ def test_a_single_word_of_a_list_is_a_list() -> None:
     options = ForeignOptions({"--sglang-cuda-graph-bs-decode": 8, "--bf16": True}, is_whole=False)
     [line] = translate_flags(options, {"--bf16": "model.dtype"}.get)
     assert isinstance(line, RecipeLine) and line.value == [8]
-    assert "--bf16" in options.left()
+    assert "--bf16" in options.list_left()
 
 
 @pytest.mark.parametrize(

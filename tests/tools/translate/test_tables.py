@@ -4,31 +4,34 @@ from mcore_rl.tools.translate.translation import (
     Decision,
     ForeignOptions,
     RecipeLine,
-    differing,
+    list_differing,
     longest_prefix,
-    renamed,
-    switched,
+    translate_renamed,
+    translate_switched,
 )
 
 
 def test_renamed_options_have_the_others_default() -> None:
     options = ForeignOptions({"a": 3}, is_whole=False)
     table = {"a": ("x", 1), "b": ("y", 2), "c": ("z", None)}
-    assert list(renamed(options, table)) == [RecipeLine("x", 3, ("a",)), RecipeLine("y", 2, ("b",))]
-    assert not options.left()
+    assert list(translate_renamed(options, table)) == [
+        RecipeLine("x", 3, ("a",)),
+        RecipeLine("y", 2, ("b",)),
+    ]
+    assert not options.list_left()
 
 
 def test_an_option_behind_a_switch_counts_if_that_is_on() -> None:
     on, off = (ForeignOptions({"use": use}, is_whole=False) for use in (True, False))
     line = RecipeLine("log.x", "theirs", ("project", "use"))
-    assert list(switched(on, "use", "project", "log.x", "theirs")) == [line]
-    assert not list(switched(off, "use", "project", "log.x", "theirs"))
+    assert list(translate_switched(on, "use", "project", "log.x", "theirs")) == [line]
+    assert not list(translate_switched(off, "use", "project", "log.x", "theirs"))
 
 
 def test_options_that_differ_are_left_to_the_user() -> None:
     options = ForeignOptions({"a": 3, "b": 1}, is_whole=False)
     table = {"a": (1, "set x"), "b": (1, "set y"), "c": (None, "set z")}
-    assert list(differing(options, table)) == [Decision("a", 3, "set x")]
+    assert list(list_differing(options, table)) == [Decision("a", 3, "set x")]
 
 
 def test_the_longest_prefix_counts() -> None:

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from mcore_rl.process.disk import explain_refusal
 from mcore_rl.process.errors import describe_error
-from mcore_rl.tools.doctor.machine.finding import Finding, failed
+from mcore_rl.tools.doctor.machine.finding import Finding, fail
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 
 
@@ -80,14 +80,14 @@ def run_check(check: MachineCheck, needs: MachineNeeds) -> list[Finding]:
             found.extend(check.find(needs))
         except ModuleNotFoundError as error:
             remedy = f"pip install {(error.name or '').partition('.')[0]}"
-            found.append(failed(check.name, f"{error.name} is not installed", remedy))
+            found.append(fail(check.name, f"{error.name} is not installed", remedy))
         except PermissionError as error:
             path, _, remedy = explain_refusal(error).partition("; ")
-            found.append(failed(check.name, path, remedy))
+            found.append(fail(check.name, path, remedy))
         except Exception as error:  # a check that breaks must not hide what the others find
             text = f"the check itself failed: {describe_error(error)}"
             remedy = "report it, with this line; --only leaves this check out"
-            found.append(failed(check.name, text, remedy))
+            found.append(fail(check.name, text, remedy))
 
     thread = threading.Thread(target=find, name=f"doctor {check.name}", daemon=True)
     thread.start()
@@ -95,5 +95,5 @@ def run_check(check: MachineCheck, needs: MachineNeeds) -> list[Finding]:
     if thread.is_alive():
         text = f"no answer in {check.deadline_s:g} s"
         remedy = "look for a filesystem, driver or daemon that hangs: dmesg, mount, nvidia-smi"
-        return [failed(check.name, text, remedy)]
+        return [fail(check.name, text, remedy)]
     return found

@@ -11,7 +11,7 @@ middle, give or take half a round trip.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_rl.tools.doctor.machine.finding import Finding, failed, ok, warning
+from mcore_rl.tools.doctor.machine.finding import Finding, fail, ok, warn
 
 SMALL_SKEW_S = 1.0
 LARGE_SKEW_S = 30.0
@@ -55,7 +55,7 @@ def judge_offset(offset: ClockOffset, other: str, own: str) -> Finding:
     }
     remedy = f"let an NTP client (chrony) set the clock of {other} and {own}: chronyc tracking"
     if least_s > LARGE_SKEW_S:
-        return failed("clock", text, remedy, **figures)
+        return fail("clock", text, remedy, **figures)
     if least_s > SMALL_SKEW_S:
-        return warning("clock", text, remedy, **figures)
+        return warn("clock", text, remedy, **figures)
     return ok("clock", text, **figures)

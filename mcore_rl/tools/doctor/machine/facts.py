@@ -20,7 +20,7 @@ from mcore_rl import __version__
 from mcore_rl.device import inventory
 from mcore_rl.device.environment import AGREED, differences, select_forwarded
 from mcore_rl.process.versions import find_versions
-from mcore_rl.tools.doctor.machine.finding import Finding, failed, ok, warning
+from mcore_rl.tools.doctor.machine.finding import Finding, fail, ok, warn
 from mcore_rl.tools.doctor.machine.meeting import NodePlace
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 
@@ -78,7 +78,7 @@ def choose_interface(
         # An excluding list leaves interfaces that are down, too.
         matching.sort(key=lambda face: (face.is_local, not (face.is_up and face.addresses)))
         return (matching[0] if matching else None), f"{source}={names.removeprefix('=')}"
-    address = own_address()
+    address = find_own_address()
     by_route = [face for face in interfaces.values() if address in face.addresses]
     return (by_route[0] if by_route else interfaces.get("lo")), "the default route"
 
@@ -90,7 +90,7 @@ def _matches(name: str, names: str) -> bool:
     return name.startswith(tuple(listed)) != (mode == "^")
 
 
-def own_address() -> str:
+def find_own_address() -> str:
     """Return the address from which packets to other networks leave, or 127.0.0.1."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -109,19 +109,19 @@ def check_interface(needs: MachineNeeds) -> list[Finding]:
     remedy += " GLOO_SOCKET_IFNAME=<name>, the same on every node"
     if face is None:
         text = f"{source}: no such interface; there are {', '.join(interfaces)}"
-        return [failed("interface", text, remedy)]
+        return [fail("interface", text, remedy)]
     figures = {"interface": face.name, "mbit_per_s": face.mbit_per_s, "mtu": face.mtu}
     if not face.is_up:
-        return [failed("interface", f"{face.name} (by {source}) is down", remedy, **figures)]
+        return [fail("interface", f"{face.name} (by {source}) is down", remedy, **figures)]
     if not face.addresses:
-        return [failed("interface", f"{face.name} (by {source}) has no address", remedy, **figures)]
+        return [fail("interface", f"{face.name} (by {source}) has no address", remedy, **figures)]
     text = f"{face.name} {face.addresses[0]} (by {source})"
     if face.is_local and needs.num_nodes > 1:
-        return [failed("interface", f"{text}: other nodes do not reach it", remedy, **figures)]
+        return [fail("interface", f"{text}: other nodes do not reach it", remedy, **figures)]
     named = {os.environ[name].lstrip("=") for name in VARIABLES if os.environ.get(name)}
     if len(named) > 1:
         text += f", but {' and '.join(f'{v}={os.environ.get(v)}' for v in VARIABLES)}"
-        return [warning("interface", text, "set both to the same name", **figures)]
+        return [warn("interface", text, "set both to the same name", **figures)]
     speed = f", {face.mbit_per_s / 1000:g} Gbit/s" if face.mbit_per_s else ""
     return [ok("interface", text + speed, **figures)]
 
@@ -134,18 +134,16 @@ def check_hostname(needs: MachineNeeds) -> list[Finding]:
     except socket.gaierror as error:
         text = f"{name} does not resolve ({error.strerror})"
         remedy = "add it to /etc/hosts or DNS, or set GLOO_SOCKET_IFNAME"
-        return [warning("hostname", text, remedy)]
+        return [warn("hostname", text, remedy)]
     addresses = sorted({str(entry[4][0]) for entry in found})
     text = f"{name} is {', '.join(addresses)}"
     own = {a for face in list_interfaces().values() for a in face.addresses}
     loops = [a for a in addresses if a.startswith("127.")]
     if loops and needs.num_nodes > 1:
         remedy = "take the name off the 127.* line of /etc/hosts, or set GLOO_SOCKET_IFNAME"
-        return [warning("hostname", f"{text}: a peer would be sent to itself", remedy)]
+        return [warn("hostname", f"{text}: a peer would be sent to itself", remedy)]
     if not loops and not own.intersection(addresses):
-        return [
-            warning("hostname", f"{text}, which is not this machine", "correct DNS or /etc/hosts")
-        ]
+        return [warn("hostname", f"{text}, which is not this machine", "correct DNS or /etc/hosts")]
     return [ok("hostname", text)]
 
 
@@ -164,7 +162,7 @@ class NodeFacts:
 
 def gather_facts(place: NodePlace, needs: MachineNeeds) -> NodeFacts:
     face, _ = choose_interface(needs, os.environ, list_interfaces())
-    address = face.addresses[0] if face and face.addresses else own_address()
+    address = face.addresses[0] if face and face.addresses else find_own_address()
     gpus: list[inventory.Gpu] = []
     if inventory.has_driver():
         try:
@@ -198,25 +196,25 @@ def compare_facts(facts: Sequence[NodeFacts]) -> list[Finding]:
 
 
 def _compare_names(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
-    ranks = _by_value({rank: fact.name for rank, fact in enumerate(facts)})
+    ranks = _group_by_value({rank: fact.name for rank, fact in enumerate(facts)})
     for name, of_name in ranks.items():
         if len(of_name) > 1:
             text = f"numbers {', '.join(map(str, of_name))} all run on {name}"
             remedy = "start one per node: srun --ntasks-per-node=1"
-            yield failed("nodes", text, remedy).on(name)
+            yield fail("nodes", text, remedy).name_node(name)
 
 
 def _compare_versions(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
     differ = False
     for package in sorted({name for fact in facts for name in fact.versions}):
         versions = {rank: f.versions.get(package, "not installed") for rank, f in enumerate(facts)}
-        groups = _by_value(versions)
+        groups = _group_by_value(versions)
         if len(groups) > 1:
             differ = True
             text = "; ".join(f"{v} on {_names(facts, ranks)}" for v, ranks in groups.items())
             remedy = f"install the same {package} on every node, or start one image on all"
             # Drivers of one CUDA generation get along; the rest is pickled or sent between nodes.
-            grade = warning if package == "driver" else failed
+            grade = warn if package == "driver" else fail
             yield grade("same versions", f"{package} {text}", remedy)
     if not differ:
         yield ok("same versions", f"the same packages on {len(facts)}")
@@ -231,20 +229,20 @@ def _compare_environments(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
     for (variable, how), ranks in differ.items():
         text = f"{variable} is {how} of {first.name} on {_names(facts, ranks)}"
         remedy = f"set {variable} alike on every node, or unset it"
-        grade = failed if variable in AGREED else warning
+        grade = fail if variable in AGREED else warn
         yield grade("same environment", text, remedy)
     if not differ:
         yield ok("same environment", f"the same variables on {len(facts)}")
 
 
 def _compare_gpus(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
-    groups = _by_value({rank: "; ".join(fact.gpus) for rank, fact in enumerate(facts)})
+    groups = _group_by_value({rank: "; ".join(fact.gpus) for rank, fact in enumerate(facts)})
     if len(groups) > 1:
         text = "; ".join(f"{v or 'none'} on {_names(facts, ranks)}" for v, ranks in groups.items())
-        yield warning("same gpus", text, "take nodes of one kind: the slowest sets the pace")
+        yield warn("same gpus", text, "take nodes of one kind: the slowest sets the pace")
 
 
-def _by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
+def _group_by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
     groups: dict[str, list[int]] = defaultdict(list)
     for rank, value in values.items():
         groups[value].append(rank)

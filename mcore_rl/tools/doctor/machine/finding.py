@@ -36,7 +36,7 @@ class Finding:
         assert self.outcome in OUTCOMES, self
         assert (self.outcome == "ok") == (not self.remedy), self
 
-    def on(self, node: str) -> "Finding":
+    def name_node(self, node: str) -> "Finding":
         """Return the same finding with the name of its node."""
         return replace(self, node=node)
 
@@ -45,11 +45,11 @@ def ok(check: str, text: str, **figures: Any) -> Finding:
     return Finding(check, "ok", text, figures=figures)
 
 
-def warning(check: str, text: str, remedy: str, **figures: Any) -> Finding:
+def warn(check: str, text: str, remedy: str, **figures: Any) -> Finding:
     return Finding(check, "warning", text, remedy, figures)
 
 
-def failed(check: str, text: str, remedy: str, **figures: Any) -> Finding:
+def fail(check: str, text: str, remedy: str, **figures: Any) -> Finding:
     return Finding(check, "failed", text, remedy, figures)
 
 
@@ -82,7 +82,7 @@ def summarize(findings: Sequence[Finding], seconds: float, num_nodes: int) -> di
     counts = Counter(finding.outcome for finding in findings)
     return {
         "summary": {outcome: counts[outcome] for outcome in OUTCOMES},
-        "failed": [_named(finding) for finding in findings if finding.outcome == "failed"],
+        "failed": [_name_finding(finding) for finding in findings if finding.outcome == "failed"],
         "seconds": round(seconds, 1),
         "date": date.today().isoformat(),
         "nodes": num_nodes,
@@ -95,13 +95,13 @@ def make_table(findings: Sequence[Finding], *, colored: bool) -> list[str]:
     What several nodes have alike is one line.
     """
     rows = _merge(findings)
-    width = max((len(_named(finding)) for finding in rows), default=0)
+    width = max((len(_name_finding(finding)) for finding in rows), default=0)
     lines = []
     for finding in rows:
         word = f"{finding.outcome:7}"
         if colored:
             word = f"\x1b[{COLORS[finding.outcome]}m{word}\x1b[0m"
-        lines.append(f"{word}  {_named(finding):{width}}  {finding.text}")
+        lines.append(f"{word}  {_name_finding(finding):{width}}  {finding.text}")
         if finding.remedy:
             lines.append(f"{'':{9 + width}}  -> {finding.remedy}")
     return lines
@@ -116,10 +116,10 @@ def _merge(findings: Sequence[Finding]) -> list[Finding]:
         alone = () if finding.node else (str(number),)
         key = (finding.check, finding.outcome, *texts, *alone)
         merged.setdefault(key, []).append(finding)
-    return [_merged(alike) for alike in merged.values()]
+    return [_merge_alike(alike) for alike in merged.values()]
 
 
-def _merged(alike: Sequence[Finding]) -> Finding:
+def _merge_alike(alike: Sequence[Finding]) -> Finding:
     first = alike[0]
     nodes = list(dict.fromkeys(finding.node for finding in alike))
     if len(nodes) == 1:
@@ -131,5 +131,5 @@ def _merged(alike: Sequence[Finding]) -> Finding:
     return replace(first, node=shown, text=text)
 
 
-def _named(finding: Finding) -> str:
+def _name_finding(finding: Finding) -> str:
     return f"{finding.node}: {finding.check}" if finding.node else finding.check

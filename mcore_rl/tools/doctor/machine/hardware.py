@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.device import inventory
-from mcore_rl.tools.doctor.machine.finding import Finding, failed, ok, warning
+from mcore_rl.tools.doctor.machine.finding import Finding, fail, ok, warn
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 
 LEAST_MEMLOCK = 2**36
@@ -61,24 +61,24 @@ def check_infiniband(needs: MachineNeeds, root: Path = Path("/")) -> list[Findin
     down = ", ".join(f"{port.name} {port.state}" for port in ports if port not in active)
     if not active:
         remedy = "see `ibstat`; ask for cables and the subnet manager, or set NCCL_IB_DISABLE=1"
-        return [failed("infiniband", f"no port is active: {down}", remedy, **figures)]
+        return [fail("infiniband", f"no port is active: {down}", remedy, **figures)]
     found = []
     if not list((root / "dev/infiniband").glob("uverbs*")):
         text = f"{len(active)} active ports, but this process sees no /dev/infiniband/uverbs*"
         remedy = "give the container the devices: docker run --device /dev/infiniband"
-        found.append(failed("infiniband", text, remedy, **figures))
+        found.append(fail("infiniband", text, remedy, **figures))
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit != resource.RLIM_INFINITY and limit < LEAST_MEMLOCK and not _may_lock():
         text = f"locked memory is limited to {limit >> 10} KiB; adapters read locked memory alone"
         remedy = (
             "ulimit -l unlimited; docker run --ulimit memlock=-1; SLURM: PropagateResourceLimits"
         )
-        found.append(failed("infiniband", text, remedy, memlock_kib=limit >> 10))
+        found.append(fail("infiniband", text, remedy, memlock_kib=limit >> 10))
     if found:
         return found
     text = f"{len(active)} active: " + ", ".join(f"{p.name} {p.rate}" for p in active)
     if down:
-        return [warning("infiniband", f"{text}; not active: {down}", "see `ibstat`", **figures)]
+        return [warn("infiniband", f"{text}; not active: {down}", "see `ibstat`", **figures)]
     return [ok("infiniband", text, **figures)]
 
 
@@ -89,54 +89,58 @@ def check_container(needs: MachineNeeds) -> list[Finding]:
     """Whether the runtime that --container names can start containers here."""
     if not needs.container:
         return []
-    return [{"pyxis": _pyxis, "apptainer": _apptainer, "docker": _docker}[needs.container]()]
+    return [
+        {"pyxis": _check_pyxis, "apptainer": _check_apptainer, "docker": _check_docker}[
+            needs.container
+        ]()
+    ]
 
 
-def _docker() -> Finding:
-    if missing := _missing("docker", "install docker and NVIDIA's container toolkit"):
+def _check_docker() -> Finding:
+    if missing := _report_missing("docker", "install docker and NVIDIA's container toolkit"):
         return missing
     status, words = _ask("docker", "info", "--format", "{{.ServerVersion}} {{json .Runtimes}}")
     if status:
         text = f"docker's daemon does not answer: {words[-200:]}"
         remedy = "start it (systemctl start docker), or join the group docker"
-        return failed("container", text, remedy)
+        return fail("container", text, remedy)
     from mcore_rl.device.inventory import has_driver  # imports torch
 
     version, _, runtimes = words.partition(" ")
     if has_driver() and "nvidia" not in runtimes:
         text = f"docker {version} has no runtime for NVIDIA GPUs"
         remedy = "nvidia-ctk runtime configure --runtime=docker, then restart docker"
-        return warning("container", text, remedy)
+        return warn("container", text, remedy)
     return ok("container", f"docker {version}")
 
 
-def _apptainer() -> Finding:
+def _check_apptainer() -> Finding:
     name = "singularity" if shutil.which("singularity") else "apptainer"  # its former name
-    if missing := _missing(name, "module load apptainer, or install it"):
+    if missing := _report_missing(name, "module load apptainer, or install it"):
         return missing
     status, words = _ask(name, "--version")
     if status:
-        return failed("container", f"{name} --version: {words[-200:]}", f"install {name} again")
+        return fail("container", f"{name} --version: {words[-200:]}", f"install {name} again")
     return ok("container", words)
 
 
-def _pyxis() -> Finding:
+def _check_pyxis() -> Finding:
     for name in ("srun", "enroot"):
-        if missing := _missing(name, "ask the cluster's operators for pyxis and enroot"):
+        if missing := _report_missing(name, "ask the cluster's operators for pyxis and enroot"):
             return missing
     status, words = _ask("srun", "--help")
     if status or "--container-image" not in words:
         text = "srun has no --container-image: the pyxis plugin is not loaded"
         remedy = "add pyxis to SLURM's plugstack.conf, or take --container apptainer"
-        return failed("container", text, remedy)
+        return fail("container", text, remedy)
     return ok("container", "srun with pyxis, enroot")
 
 
-def _missing(program: str, remedy: str) -> Finding | None:
+def _report_missing(program: str, remedy: str) -> Finding | None:
     if shutil.which(program):
         return None
     path = os.environ.get("PATH", "")
-    return failed("container", f"{program} is not on PATH ({path or 'empty'})", remedy)
+    return fail("container", f"{program} is not on PATH ({path or 'empty'})", remedy)
 
 
 def _ask(*command: str) -> tuple[int, str]:
@@ -155,12 +159,12 @@ BUSY_MIB = 1024
 def check_gpus(needs: MachineNeeds) -> list[Finding]:
     """Which GPUs there are, whether they suffice and are free."""
     if not inventory.has_driver():
-        return [_without_gpus(needs)]
+        return [_judge_no_gpus(needs)]
     try:
         gpus = inventory.list_gpus()
     except inventory.NoAnswerError as error:
         remedy = "repair the driver; in a container: docker run --gpus all, apptainer --nv"
-        return [failed("gpus", str(error), remedy)]
+        return [fail("gpus", str(error), remedy)]
     usable = inventory.num_usable_gpus()
     wanted = min(needs.gpus, needs.gpus_per_node)
     kinds = Counter(f"{gpu.name}, {gpu.memory_mib / 1024:.0f} GiB" for gpu in gpus)
@@ -173,24 +177,24 @@ def check_gpus(needs: MachineNeeds) -> list[Finding]:
         remedy = "check that torch is a CUDA build, or take a recipe for fewer GPUs"
         if hidden is not None:
             remedy = f"CUDA_VISIBLE_DEVICES={hidden} hides GPUs: unset it"
-        return [failed("gpus", text, remedy, **figures)]
+        return [fail("gpus", text, remedy, **figures)]
     found = [ok("gpus", f"{text}; driver {figures['driver']}", **figures)]
     if len(kinds) > 1:
-        found = [warning("gpus", f"{text}: ranks wait for the slowest", "use one kind", **figures)]
+        found = [warn("gpus", f"{text}: ranks wait for the slowest", "use one kind", **figures)]
     busy = [gpu for gpu in gpus if gpu.used_mib > BUSY_MIB]
     if busy:
         listed = ", ".join(f"GPU {gpu.index}: {gpu.used_mib} MiB" for gpu in busy)
-        found.append(warning("gpus", f"memory is in use: {listed}", "see nvidia-smi for whose"))
+        found.append(warn("gpus", f"memory is in use: {listed}", "see nvidia-smi for whose"))
     return found
 
 
-def _without_gpus(needs: MachineNeeds) -> Finding:
+def _judge_no_gpus(needs: MachineNeeds) -> Finding:
     cores = os.cpu_count() or 1
     text = f"none; {cores} cores"
     if needs.gpus > cores:
         text += f", but the recipe starts {needs.gpus} ranks"
         remedy = "rehearse=true runs the recipe in its smallest size here"
-        return warning("gpus", text, remedy, gpus=0, cores=cores)
+        return warn("gpus", text, remedy, gpus=0, cores=cores)
     return ok("gpus", text, gpus=0, cores=cores)
 
 
@@ -201,7 +205,7 @@ def check_nodes(needs: MachineNeeds) -> list[Finding]:
         return []
     text = f"{needs.num_nodes} is checked, the recipe fills {wanted} ({needs.gpus} GPUs)"
     remedy = "check all together: srun mcore-rl doctor --rendezvous <shared folder>"
-    return [warning("nodes", text, remedy)]
+    return [warn("nodes", text, remedy)]
 
 
 def check_links(needs: MachineNeeds) -> list[Finding]:
@@ -211,7 +215,7 @@ def check_links(needs: MachineNeeds) -> list[Finding]:
     try:
         links = inventory.gpu_links()
     except inventory.NoAnswerError as error:
-        return [warning("gpu links", str(error), "see `nvidia-smi topo -m`")]
+        return [warn("gpu links", str(error), "see `nvidia-smi topo -m`")]
     if not links:
         return []
     kinds = Counter(links.values())
@@ -221,5 +225,5 @@ def check_links(needs: MachineNeeds) -> list[Finding]:
         first, second = slow[0]
         text += f"; GPU {first} and GPU {second} have no NVLink, others do"
         remedy = "check NVLink with `nvidia-smi nvlink --status`; a fabric manager may not run"
-        return [warning("gpu links", text, remedy, **kinds)]
+        return [warn("gpu links", text, remedy, **kinds)]
     return [ok("gpu links", text, **kinds)]

@@ -33,23 +33,23 @@ class NodePlace:
     name: str
 
 
-def place_of(
+def read_place(
     nodes: int | None, node_rank: int | None, node_name: str, environ: Mapping[str, str]
 ) -> NodePlace:
     """Return the place that the options give; SLURM's task gives what they leave out.
 
     Raises ValueError naming the option that is missing or out of range.
     """
-    size = _number("--nodes", nodes, "SLURM_NTASKS", environ)
-    rank = _number("--node-rank", node_rank, "SLURM_PROCID", environ)
+    size = _read_number("--nodes", nodes, "SLURM_NTASKS", environ)
+    rank = _read_number("--node-rank", node_rank, "SLURM_PROCID", environ)
     if size < 1:
         raise ValueError(f"--nodes={size}: there is at least one")
     if not 0 <= rank < size:
         raise ValueError(f"--node-rank={rank}: nodes are counted from 0 to {size - 1}")
-    return NodePlace(rank, size, node_name or environ.get("SLURMD_NODENAME") or _host())
+    return NodePlace(rank, size, node_name or environ.get("SLURMD_NODENAME") or _find_host())
 
 
-def _number(option: str, given: int | None, variable: str, environ: Mapping[str, str]) -> int:
+def _read_number(option: str, given: int | None, variable: str, environ: Mapping[str, str]) -> int:
     if given is not None:
         return given
     value = environ.get(variable, "")
@@ -61,7 +61,7 @@ def _number(option: str, given: int | None, variable: str, environ: Mapping[str,
     return int(value)
 
 
-def _host() -> str:
+def _find_host() -> str:
     return socket.gethostname().partition(".")[0]
 
 
@@ -139,20 +139,20 @@ class Meeting:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         waiting = set(names)
 
-        def arrived() -> list[str]:
-            here = _listed(self._folder)
+        def list_arrived() -> list[str]:
+            here = _list_names(self._folder)
             if f"{VERDICT}_0.json" in here and not all(f"{n}.json" in here for n in waiting):
                 raise MeetingOverError(f"node 0 ended the meeting before {what}")
             return sorted(name for name in waiting if f"{name}.json" in here)
 
         deadline_s = time.monotonic() + limit_s
         while waiting:
-            if not wait_until(lambda: bool(arrived()), deadline_s - time.monotonic()):
+            if not wait_until(lambda: bool(list_arrived()), deadline_s - time.monotonic()):
                 absent = sorted(int(name.rpartition("_")[2]) for name in waiting)
                 raise MissingNodesError(
-                    f"{self._named(absent)} did not put {what} into {self._folder} in {limit_s:g} s"
+                    f"{self._name_nodes(absent)} did not put {what} into {self._folder} in {limit_s:g} s"
                 )
-            for name in arrived():
+            for name in list_arrived():
                 value = _read(self._folder / f"{name}.json")
                 if value is not None:
                     waiting.remove(name)
@@ -162,7 +162,7 @@ class Meeting:
         """Tell all nodes, as node 0, how the checks ended, and wait until they know."""
         self.put(f"{VERDICT}_0", {"failed": failed})
         others = {f"ack_{rank}.json" for rank in range(1, self.place.size)}
-        wait_until(lambda: not others & _listed(self._root), min(self._timeout_s, 10.0))
+        wait_until(lambda: not others & _list_names(self._root), min(self._timeout_s, 10.0))
 
     def read_end(self) -> bool:
         """Return, as another node, whether node 0 says that a check failed."""
@@ -181,7 +181,7 @@ class Meeting:
         came: dict[str, str] = {}
 
         def all_know() -> bool:
-            here = _listed(self._root)
+            here = _list_names(self._root)
             for rank in others:
                 if f"hello_{rank}.json" in here:
                     came[str(rank)] = _read(self._root / f"hello_{rank}.json") or ""
@@ -194,10 +194,10 @@ class Meeting:
 
         if self.place.size == 1 or wait_until(all_know, self._timeout_s):
             return session
-        here = _listed(self._root)
+        here = _list_names(self._root)
         absent = [rank for rank in others if f"hello_{rank}.json" not in here]
         raise MissingNodesError(
-            f"{self._named(absent or list(others))} did not come to {self._root} in"
+            f"{self._name_nodes(absent or list(others))} did not come to {self._root} in"
             f" {self._timeout_s:g} s"
         )
 
@@ -208,7 +208,7 @@ class Meeting:
         session: dict[str, Any] = {}
 
         def is_listed() -> bool:
-            if "session.json" in _listed(self._root):
+            if "session.json" in _list_names(self._root):
                 session.update(_read(self._root / "session.json") or {})
             return session.get("numbers", {}).get(str(rank)) == self.token
 
@@ -234,7 +234,7 @@ class Meeting:
         for name in (f"hello_{rank}.json", f"ack_{rank}.json"):
             (self._root / name).unlink(missing_ok=True)
 
-    def _named(self, ranks: Collection[int]) -> str:
+    def _name_nodes(self, ranks: Collection[int]) -> str:
         names = [
             self.names[r] if self.names[r] == f"node {r}" else f"node {r} ({self.names[r]})"
             for r in ranks
@@ -256,7 +256,7 @@ def _has(here: Iterable[str], rank: int) -> bool:
     return f"ack_{rank}.json" in here
 
 
-def _listed(folder: Path) -> set[str]:
+def _list_names(folder: Path) -> set[str]:
     """Names in the folder. Listing it makes an NFS client ask the server for new ones."""
     try:
         return set(os.listdir(folder))

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from mcore_rl.process.network import is_free
-from mcore_rl.tools.doctor.machine.finding import Finding, failed, ok, warning
+from mcore_rl.tools.doctor.machine.finding import Finding, fail, ok, warn
 
 CONTAINER_RUNTIMES = ("pyxis", "apptainer", "docker")
 
@@ -114,28 +114,28 @@ PROCESSES = (1024, 8192)
 def check_limits(needs: MachineNeeds) -> list[Finding]:
     """Whether ulimits, and the limit of a container, let a run open files and start threads."""
     files, files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = [_graded("open files", files, FILES, _raise_files(files_hard))]
+    found = [_grade("open files", files, FILES, _raise_files(files_hard))]
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     remedy = "ulimit -u unlimited, or nproc in /etc/security/limits.conf"
-    found.append(_graded("processes", processes, PROCESSES, remedy))
-    pids = _pids_of_container(Path("/sys/fs/cgroup"))
+    found.append(_grade("processes", processes, PROCESSES, remedy))
+    pids = _read_pids_limit(Path("/sys/fs/cgroup"))
     if pids is not None:
-        found.append(_graded("container pids", pids, PROCESSES, "docker run --pids-limit -1"))
+        found.append(_grade("container pids", pids, PROCESSES, "docker run --pids-limit -1"))
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked >> 10} KiB"
     found.append(ok("locked memory", text))  # InfiniBand asks for more: infiniband.py
     return found
 
 
-def _graded(check: str, limit: int, bounds: tuple[int, int], remedy: str) -> Finding:
+def _grade(check: str, limit: int, bounds: tuple[int, int], remedy: str) -> Finding:
     if limit == resource.RLIM_INFINITY:
         return ok(check, "unlimited")
     least, enough = bounds
     if limit < least:
-        return failed(check, f"at most {limit}, a run needs {least}", remedy, limit=limit)
+        return fail(check, f"at most {limit}, a run needs {least}", remedy, limit=limit)
     if limit < enough:
         text = f"at most {limit}; runs of several machines need {enough}"
-        return warning(check, text, remedy, limit=limit)
+        return warn(check, text, remedy, limit=limit)
     return ok(check, f"at most {limit}", limit=limit)
 
 
@@ -145,7 +145,7 @@ def _raise_files(hard: int) -> str:
     return f"the hard limit is {hard}: raise nofile in /etc/security/limits.conf to {FILES[1]}"
 
 
-def _pids_of_container(cgroup: Path) -> int | None:
+def _read_pids_limit(cgroup: Path) -> int | None:
     """The most processes of this control group, or None if it has no such limit."""
     try:
         text = (cgroup / "pids.max").read_text().strip()
@@ -165,7 +165,7 @@ def check_huge_pages(needs: MachineNeeds, root: Path = Path("/")) -> list[Findin
     word = chosen[1] if chosen else setting
     if word == "never":
         remedy = f"echo madvise > {path} makes copies of large host memory cheaper"
-        return [warning("huge pages", "transparent huge pages: never", remedy)]
+        return [warn("huge pages", "transparent huge pages: never", remedy)]
     return [ok("huge pages", f"transparent huge pages: {word}")]
 
 
@@ -181,23 +181,23 @@ def check_ports(needs: MachineNeeds) -> list[Finding]:
             remedy = "end that process, or choose another port"
             if port in RAY_HEAD_PORTS:
                 remedy = "`ray stop` if it is an old Ray, or `ray start --head --port <other>`"
-            found.append(failed("ports", f"{port} is taken{_holder(port)}", remedy, port=port))
+            found.append(fail("ports", f"{port} is taken{_find_holder(port)}", remedy, port=port))
     if found or not needs.ports:
         return found
-    low, high = _outgoing()
+    low, high = _read_outgoing()
     inside = [port for port in needs.ports if low <= port <= high and port not in RAY_HEAD_PORTS]
     if inside:
         text = f"{inside[0]} is free, but outgoing connections take ports from {low} to {high}"
-        return [warning("ports", text, f"choose a port below {low}", port=inside[0])]
+        return [warn("ports", text, f"choose a port below {low}", port=inside[0])]
     return [ok("ports", f"{', '.join(map(str, needs.ports))} free")]
 
 
-def _outgoing() -> tuple[int, int]:
+def _read_outgoing() -> tuple[int, int]:
     low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     return int(low), int(high)
 
 
-def _holder(port: int) -> str:
+def _find_holder(port: int) -> str:
     """Who listens, as far as this user may see it."""
     for connection in psutil.net_connections(kind="inet"):
         is_there = connection.laddr and connection.laddr.port == port

@@ -15,7 +15,7 @@ from mcore_rl.process.disk import describe_filesystem
 from mcore_rl.process.network import find_free_port
 from mcore_rl.tools.doctor.machine.clock import TimeSample, judge_offset, measure_offset
 from mcore_rl.tools.doctor.machine.facts import NodeFacts, compare_facts, gather_facts
-from mcore_rl.tools.doctor.machine.finding import Finding, failed, has_failed, ok, warning
+from mcore_rl.tools.doctor.machine.finding import Finding, fail, has_failed, ok, warn
 from mcore_rl.tools.doctor.machine.meeting import (
     Meeting,
     MeetingOverError,
@@ -36,9 +36,9 @@ from mcore_rl.tools.doctor.machine.traffic import (
     PeerAnswer,
     TrafficFigures,
     TrafficSpec,
-    figures_from,
-    listening,
+    listen,
     measure_traffic,
+    parse_figures,
     reach_all,
 )
 
@@ -77,15 +77,15 @@ def check_nodes(
             meeting.end(has_failed(found))
             return ClusterOutcome(found, has_failed(found), shown=True)
     except MissingNodesError as error:
-        lost = failed("nodes", str(error), _why_absent(folder)).on(place.name)
+        lost = fail("nodes", str(error), _explain_absence(folder)).name_node(place.name)
     except OSError as error:
         text = f"the exchange with the other nodes failed: {error}"
         remedy = "give a --rendezvous that every node can write, and an interface with an address"
-        lost = failed("nodes", text, remedy).on(place.name)
+        lost = fail("nodes", text, remedy).name_node(place.name)
     return ClusterOutcome([*findings, lost], failed=True, shown=True)
 
 
-def _why_absent(folder: Path) -> str:
+def _explain_absence(folder: Path) -> str:
     return (
         "see whether the doctor runs there, and whether this folder is the same there: here"
         f" {describe_filesystem(folder.absolute())}"
@@ -142,22 +142,22 @@ def _compare(
         if place.rank:
             raise
         remedy = "look at that node's output: its process ended, or its disk or network hangs"
-        found.append(failed("nodes", str(error), remedy).on(place.name))
+        found.append(fail("nodes", str(error), remedy).name_node(place.name))
     return found
 
 
 def _reach(meeting: Meeting, mine: NodeFacts, clock: Callable[[], float]) -> list[list[PeerAnswer]]:
     """Connect every node to every other; return each node's answers, by rank."""
-    with listening(mine.address, meeting.token, meeting.place.rank, clock) as address:
+    with listen(mine.address, meeting.token, meeting.place.rank, clock) as address:
         peers = [PeerAddress(**peer) for peer in meeting.exchange("addresses", asdict(address))]
         others: list[PeerAddress | None] = list(peers)
         others[meeting.place.rank] = None
         answers = reach_all(others, meeting.token, clock)
         told = meeting.exchange("answers", [asdict(answer) for answer in answers])
-    return [[_answer_from(value) for value in of_node] for of_node in told]
+    return [[_take_answer(value) for value in of_node] for of_node in told]
 
 
-def _answer_from(value: dict[str, Any]) -> PeerAnswer:
+def _take_answer(value: dict[str, Any]) -> PeerAnswer:
     return PeerAnswer(value["error"], tuple(TimeSample(**sample) for sample in value["samples"]))
 
 
@@ -172,7 +172,7 @@ def judge_reach(
                 text = f"does not reach {facts[peer].name} at {answer.error}"
                 remedy = "open the firewall between nodes, or choose another NCCL_SOCKET_IFNAME and"
                 remedy += " GLOO_SOCKET_IFNAME (--interface)"
-                found.append(failed("connections", text, remedy).on(facts[rank].name))
+                found.append(fail("connections", text, remedy).name_node(facts[rank].name))
     faces = sorted({fact.interface for fact in facts})
     return found or [ok("connections", f"all pairs, over {', '.join(faces)}")]
 
@@ -183,7 +183,7 @@ def _judge_clocks(
     found = []
     for rank in range(1, len(names)):
         offset = measure_offset([*view.samples[rank], *answers[rank].samples])
-        found.append(judge_offset(offset, names[rank], names[0]).on(names[rank]))
+        found.append(judge_offset(offset, names[rank], names[0]).name_node(names[rank]))
     return found
 
 
@@ -210,7 +210,7 @@ def _measure_over(
     figures = asdict(measure_traffic(spec))
     # A process may take twice the deadline; the others' may begin later.
     told = meeting.exchange(f"traffic over {kind}", figures, 3 * timeout_s)
-    return judge_traffic(kind, [figures_from(value) for value in told], facts)
+    return judge_traffic(kind, [parse_figures(value) for value in told], facts)
 
 
 def judge_traffic(
@@ -218,7 +218,9 @@ def judge_traffic(
 ) -> list[Finding]:
     """Return the findings about the rates of all pairs, and of all nodes at once."""
     broken = [
-        failed(f"traffic {kind}", f"{figure.error}", _traffic_remedy(kind)).on(facts[rank].name)
+        fail(f"traffic {kind}", f"{figure.error}", _advise_on_traffic(kind)).name_node(
+            facts[rank].name
+        )
         for rank, figure in enumerate(figures)
         if figure.error
     ]
@@ -243,14 +245,14 @@ def judge_traffic(
     text += f" {facts[first].name} and {facts[second].name}; all to all {at_once:.2f} GB/s per node"
     name = f"traffic {kind}"
     if slowest < SLOW_GB_PER_S:
-        return [warning(name, text, _traffic_remedy(kind), **shown)]
+        return [warn(name, text, _advise_on_traffic(kind), **shown)]
     if len(rates) > 1 and slowest < OUTLIER * middle:
         remedy = "compare the cables, the speed and the switch of these two with the others'"
-        return [warning(name, text, remedy, **shown)]
+        return [warn(name, text, remedy, **shown)]
     return [ok(name, text, **shown)]
 
 
-def _traffic_remedy(kind: str) -> str:
+def _advise_on_traffic(kind: str) -> str:
     if kind == "NCCL":
         return "NCCL_DEBUG=INFO shows its choice; set NCCL_SOCKET_IFNAME, NCCL_IB_HCA"
     return "choose the fast network: GLOO_SOCKET_IFNAME=<name>, or --interface <name>"

@@ -13,7 +13,7 @@ from pathlib import Path
 from mcore_rl.device.inventory import has_driver
 from mcore_rl.process.file_lock import LockedError, hold_lock
 from mcore_rl.tools.doctor.machine.clock import TimeSample
-from mcore_rl.tools.doctor.machine.finding import Finding, failed, ok, warning
+from mcore_rl.tools.doctor.machine.finding import Finding, fail, ok, warn
 from mcore_rl.tools.doctor.machine.meeting import Meeting
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 
@@ -40,7 +40,7 @@ def check_shared_memory(needs: MachineNeeds, folder: Path = Path("/dev/shm")) ->
     remedy += (
         f" {folder}; remove what killed processes left there, or lower cluster.object_store_mib"
     )
-    return [failed("shared memory", text, remedy, **figures)]
+    return [fail("shared memory", text, remedy, **figures)]
 
 
 ROUNDS = 3
@@ -106,7 +106,7 @@ def try_lock(meeting: Meeting) -> list[bool]:
     if meeting.place.rank == 0:
         with hold_lock(path):
             meeting.put("locked_0", True)
-            return [True, *_refusals(meeting)]
+            return [True, *_list_refusals(meeting)]
     meeting.take(["locked_0"], "a lock")
     refused = False
     try:
@@ -115,10 +115,10 @@ def try_lock(meeting: Meeting) -> list[bool]:
     except LockedError:
         refused = True
     meeting.put(f"refused_{meeting.place.rank}", refused)
-    return [True, *_refusals(meeting)]
+    return [True, *_list_refusals(meeting)]
 
 
-def _refusals(meeting: Meeting) -> list[bool]:
+def _list_refusals(meeting: Meeting) -> list[bool]:
     names = [f"refused_{rank}" for rank in range(1, meeting.place.size)]
     return meeting.take(names, "the outcome of its lock")
 
@@ -132,18 +132,20 @@ def judge_sharing(view: SharedView, refused: list[bool], names: list[str]) -> li
         text = f"written and answered in {slowest_s:.3f} s"
         if rank in view.wrong:
             remedy = "do not use this filesystem for runs; look at the clients' mount options"
-            finding = failed("shared folder", view.wrong[rank], remedy, **figures)
+            finding = fail("shared folder", view.wrong[rank], remedy, **figures)
         elif slowest_s > SLOW_S:
             remedy = "mount it with actimeo=1 or noac, so that nodes see new files soon"
-            finding = warning("shared folder", text, remedy, **figures)
+            finding = warn("shared folder", text, remedy, **figures)
         else:
             finding = ok("shared folder", text, **figures)
-        found.append(finding.on(names[rank]))
+        found.append(finding.name_node(names[rank]))
         if refused[rank]:
-            found.append(ok("shared lock", f"refused while {names[0]} holds it").on(names[rank]))
+            found.append(
+                ok("shared lock", f"refused while {names[0]} holds it").name_node(names[rank])
+            )
         else:
             text = f"got the lock that {names[0]} holds"
             remedy = "mount with flock across nodes (Lustre: -o flock, not localflock), or make"
             remedy += " sure that no two commands use one run folder"
-            found.append(failed("shared lock", text, remedy).on(names[rank]))
+            found.append(fail("shared lock", text, remedy).name_node(names[rank]))
     return found

@@ -28,7 +28,7 @@ from mcore_rl.data.tokenization import default_cache_dir
 from mcore_rl.process.disk import describe_filesystem
 from mcore_rl.process.file_lock import LockedError, hold_lock
 from mcore_rl.tools.doctor.machine.clock import LARGE_SKEW_S, SMALL_SKEW_S
-from mcore_rl.tools.doctor.machine.finding import Finding, failed, ok, warning
+from mcore_rl.tools.doctor.machine.finding import Finding, fail, ok, warn
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds, NamedModel
 from mcore_rl.weights.hf.folder import INDEX
 
@@ -36,7 +36,7 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 TRUE = ("1", "ON", "YES", "TRUE")
 
 
-def hub_home() -> Path:
+def find_hub_home() -> Path:
     """Return the folder of Hugging Face's caches: $HF_HOME, or huggingface in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or str(Path(cache, "huggingface"))
@@ -50,20 +50,20 @@ def is_offline() -> bool:
 
 def check_hub_cache(needs: MachineNeeds) -> list[Finding]:
     """Whether the cache can be read and, unless it is used offline, written."""
-    home = hub_home()
+    home = find_hub_home()
     offline = is_offline()
     mode = "offline: only what lies there is used" if offline else "online"
     remedy = "set HF_HOME to a folder that this user can write, the same on every node"
     if not home.is_dir():
         if offline:
             text = f"{home} does not exist, and {' or '.join(OFFLINE)} keeps off the network"
-            return [failed("hub cache", text, "set HF_HOME to a cache that has the models")]
+            return [fail("hub cache", text, "set HF_HOME to a cache that has the models")]
         above = next(folder for folder in home.absolute().parents if folder.exists())
         if not os.access(above, os.W_OK):
-            return [failed("hub cache", f"{home} cannot be made below {above}", remedy)]
+            return [fail("hub cache", f"{home} cannot be made below {above}", remedy)]
         return [ok("hub cache", f"{home} will be made; {mode}")]
     if not os.access(home, os.R_OK | os.X_OK) or not (offline or os.access(home, os.W_OK)):
-        return [failed("hub cache", f"{home} cannot be {'read' if offline else 'written'}", remedy)]
+        return [fail("hub cache", f"{home} cannot be {'read' if offline else 'written'}", remedy)]
     return [ok("hub cache", f"{home}; {mode}")]
 
 
@@ -85,7 +85,7 @@ def _check_model(model: NamedModel) -> list[Finding]:
         return check_folder(folder, model.option, model.with_weights)
     if model.option == "--model" or model.path.count("/") != 1 or model.path.startswith((".", "/")):
         text = f"{model.option}={model.path}: there is no such folder"
-        return [failed(CHECK, text, "check the path; on a cluster it must lie on a shared disk")]
+        return [fail(CHECK, text, "check the path; on a cluster it must lie on a shared disk")]
     return _check_in_cache(model)
 
 
@@ -101,19 +101,19 @@ def _check_in_cache(model: NamedModel) -> list[Finding]:
         text = f"{model.option}={model.path} is not in Hugging Face's cache"
         if is_offline():
             remedy = f"where there is a network: hf download {repo}, then copy HF_HOME here"
-            return [failed(CHECK, f"{text}, and the network is switched off", remedy)]
+            return [fail(CHECK, f"{text}, and the network is switched off", remedy)]
         return [ok(CHECK, f"{text}; a run downloads it")]
     return check_folder(folder, model.option, model.with_weights)
 
 
 def check_folder(folder: Path, option: str, with_weights: bool) -> list[Finding]:
     """Return a failure for each missing or damaged file of a model, or one line with its size."""
-    wrong = list(_wrong_small_files(folder))
+    wrong = list(_find_wrong_small_files(folder))
     num_bytes = 0
     shards: dict[str, set[str]] = {}
     if with_weights:
         try:
-            shards = _shards(folder)
+            shards = _list_shards(folder)
         except ValueError as error:
             wrong.append(str(error))
         for name, tensors in shards.items():
@@ -123,7 +123,7 @@ def check_folder(folder: Path, option: str, with_weights: bool) -> list[Finding]
                 wrong.append(str(error))
     if wrong:
         remedy = "hf download <owner>/<name> fetches what is missing; or name another directory"
-        return [failed(CHECK, f"{option}={folder}: {text}", remedy) for text in wrong]
+        return [fail(CHECK, f"{option}={folder}: {text}", remedy) for text in wrong]
     text = f"{option}={folder}: whole"
     text += (
         f", {len(shards)} files, {num_bytes / 2**30:.1f} GiB" if with_weights else ", no weights"
@@ -131,7 +131,7 @@ def check_folder(folder: Path, option: str, with_weights: bool) -> list[Finding]
     return [ok(CHECK, text, bytes=num_bytes)]
 
 
-def _wrong_small_files(folder: Path) -> Iterator[str]:
+def _find_wrong_small_files(folder: Path) -> Iterator[str]:
     if not (folder / "config.json").is_file():
         yield "config.json is missing"
     else:
@@ -143,7 +143,7 @@ def _wrong_small_files(folder: Path) -> Iterator[str]:
         yield f"there is no tokenizer ({', '.join(TOKENIZERS)})"
 
 
-def _shards(folder: Path) -> dict[str, set[str]]:
+def _list_shards(folder: Path) -> dict[str, set[str]]:
     """File -> the tensors that the index puts there; none are named if there is no index."""
     index = folder / INDEX
     if not index.is_file():
@@ -174,7 +174,7 @@ def check_shard(path: Path, tensors: set[str]) -> int:
         if start == POINTER:
             raise ValueError(f"{path.name} is a pointer of Git LFS: run git lfs pull there")
         header = _read_header(file.fileno(), num_bytes, path.name)
-    stated = 8 + header[0] + _end_of_data(header[1], path.name)
+    stated = 8 + header[0] + _find_end_of_data(header[1], path.name)
     if stated != num_bytes:
         raise ValueError(f"{path.name} has {num_bytes} bytes, its header says {stated}")
     if absent := sorted(tensors - header[1].keys()):
@@ -194,7 +194,7 @@ def _read_header(file: int, num_bytes: int, name: str) -> tuple[int, Mapping[str
         raise ValueError(f"{name} has a header that is no JSON ({error})") from None
 
 
-def _end_of_data(header: Mapping[str, dict], name: str) -> int:
+def _find_end_of_data(header: Mapping[str, dict], name: str) -> int:
     try:
         ends = [e["data_offsets"][1] for key, e in header.items() if key != "__metadata__"]
     except (KeyError, TypeError, IndexError) as error:
@@ -214,24 +214,24 @@ COARSE_S = 0.1
 
 def check_run_folder(needs: MachineNeeds) -> list[Finding]:
     """Whether the run folder can be written, and its filesystem keeps the promises of one."""
-    existing = existing_part(needs.run_dir)
+    existing = find_existing(needs.run_dir)
     try:
         probe = Path(tempfile.mkdtemp(prefix=PROBE_PREFIX, dir=existing))
     except OSError as error:
         text = f"cannot write into {existing}: {error.strerror}; {describe_filesystem(existing)}"
         remedy = "give this user write access, or set run.dir to a folder that it owns"
-        return [failed("run folder", text, remedy)]
+        return [fail("run folder", text, remedy)]
     try:
         checks = (check_writing, check_renaming, check_locking, check_time_of_files)
         return [check(probe) for check in checks]
     except OSError as error:
         text = f"{error.filename or existing}: {error.strerror}; {describe_filesystem(existing)}"
-        return [failed("run folder", text, "repair or free the filesystem, or set another run.dir")]
+        return [fail("run folder", text, "repair or free the filesystem, or set another run.dir")]
     finally:
         shutil.rmtree(probe, ignore_errors=True)
 
 
-def existing_part(path: Path) -> Path:
+def find_existing(path: Path) -> Path:
     """Return the folder itself, or the nearest one above it that exists."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
@@ -252,7 +252,7 @@ def check_writing(probe: Path) -> Finding:
         while content := file.read(len(chunk)):
             if content != chunk:
                 text = f"{path} does not hold what was written"
-                return failed("write", text, "do not use this filesystem; see the kernel's log")
+                return fail("write", text, "do not use this filesystem; see the kernel's log")
     began_s = time.monotonic()
     with path.open("r+b") as file:
         for number in range(SYNCS):
@@ -264,7 +264,7 @@ def check_writing(probe: Path) -> Finding:
     figures = {"mib_per_s": round(mib_per_s, 1), "fsync_ms": round(sync_s * 1000, 2)}
     if mib_per_s < SLOW_MIB_PER_S or sync_s > SLOW_SYNC_S:
         remedy = "checkpoints will be slow: set run.dir to a faster filesystem"
-        return warning("write", f"{text}; {describe_filesystem(probe)}", remedy, **figures)
+        return warn("write", f"{text}; {describe_filesystem(probe)}", remedy, **figures)
     return ok("write", text, **figures)
 
 
@@ -299,7 +299,7 @@ def check_renaming(probe: Path) -> Finding:
     if wrong:
         text = f"while a file was replaced, {wrong[0]}; {describe_filesystem(probe)}"
         remedy = "checkpoints may be read half-written: set run.dir to another filesystem"
-        return failed("rename", text, remedy)
+        return fail("rename", text, remedy)
     return ok("rename", f"atomic, {rate:.0f} per second", renames_per_s=round(rate))
 
 
@@ -311,7 +311,7 @@ def check_locking(probe: Path) -> Finding:
         with hold_lock(path), hold_lock(path):
             text = f"two processes can lock one file; {describe_filesystem(probe)}"
             remedy = "two runs in one folder will not notice each other: mount it with flock"
-            return warning("lock", text, remedy)
+            return warn("lock", text, remedy)
     except LockedError:
         seconds = time.monotonic() - began_s
     return ok("lock", "flock refuses a second holder", lock_ms=round(seconds * 1000, 2))
@@ -332,8 +332,8 @@ def check_time_of_files(probe: Path, clock: Callable[[], float] = time.time) -> 
     text = f"a file written now is dated {skew_s:+.1f} s beside this machine's clock"
     remedy = "let an NTP client (chrony) set the clocks of this machine and of the file server"
     if abs(skew_s) > LARGE_SKEW_S:
-        return failed("clock of files", text, remedy, **figures)
-    return warning("clock of files", text, remedy, **figures)
+        return fail("clock of files", text, remedy, **figures)
+    return warn("clock of files", text, remedy, **figures)
 
 
 GIB = 2**30
@@ -365,17 +365,17 @@ def check_space(needs: MachineNeeds) -> list[Finding]:
     """Whether the run folder, /tmp and the caches have room."""
     tmp = Path(os.environ.get("TMPDIR", "/tmp"))
     places = {"run folder": needs.run_dir, "temporary files": tmp}
-    places["Hugging Face cache"] = hub_home()
+    places["Hugging Face cache"] = find_hub_home()
     places["token cache"] = default_cache_dir()
     found = []
     for name, path in places.items():
-        wanted = _checkpoint_bytes(needs) if name == "run folder" else 0
-        found.append(_judge(name, existing_part(path), wanted))
-    space = read_space(existing_part(tmp))
+        wanted = _estimate_checkpoint(needs) if name == "run folder" else 0
+        found.append(_judge(name, find_existing(path), wanted))
+    space = read_space(find_existing(tmp))
     used = 1 - space.free_bytes / max(space.total_bytes, 1)
     if needs.object_store_mib != 0 and used > RAY_FULL:
         text = f"{tmp} is {used:.0%} full: Ray refuses to spill objects above {RAY_FULL:.0%}"
-        found.append(warning("space", text, "free space there, or set TMPDIR"))
+        found.append(warn("space", text, "free space there, or set TMPDIR"))
     return found
 
 
@@ -385,19 +385,19 @@ def _judge(name: str, folder: Path, wanted_bytes: int) -> Finding:
     remedy = f"free space ({describe_filesystem(folder)}), or choose another folder"
     figures = {"free_gib": round(space.free_bytes / GIB, 2)}
     if space.free_bytes < LEAST_BYTES:
-        return failed("space", text, remedy, **figures)
+        return fail("space", text, remedy, **figures)
     if wanted_bytes > space.free_bytes:
         text += f"; the checkpoints that are kept take about {wanted_bytes / GIB:.0f} GiB"
-        return warning("space", text, f"{remedy}; lower checkpoint.keep", **figures)
+        return warn("space", text, f"{remedy}; lower checkpoint.keep", **figures)
     if space.free_bytes < FEW_BYTES:
-        return warning("space", text, remedy, **figures)
+        return warn("space", text, remedy, **figures)
     if space.free_inodes is not None and space.free_inodes < FEW_INODES:
         text += f", but only {space.free_inodes} inodes"
-        return warning("space", text, "remove folders of many small files", **figures)
+        return warn("space", text, "remove folders of many small files", **figures)
     return ok("space", text, **figures)
 
 
-def _checkpoint_bytes(needs: MachineNeeds) -> int:
+def _estimate_checkpoint(needs: MachineNeeds) -> int:
     """About what the checkpoints kept at once take, if the trained model lies in a folder here."""
     trained = [model for model in needs.models if model.option in ("model.path", "critic.path")]
     files = [path for model in trained for path in Path(model.path).glob("*.safetensors")]

@@ -59,7 +59,7 @@ class PeerAnswer:
 
 
 @contextmanager
-def listening(
+def listen(
     host: str, token: str, rank: int, clock: Callable[[], float] = time.time
 ) -> Iterator[PeerAddress]:
     """Answer the questions of peers at `host` until the body ends; yield the address."""
@@ -219,10 +219,10 @@ def measure_traffic(spec: TrafficSpec) -> TrafficFigures:
         if not out.exists():
             words = " ".join(done.stderr.split())[-LAST_CHARS:]
             return TrafficFigures({}, 0.0, f"ended with status {done.returncode}: {words}")
-        return figures_from(json.loads(out.read_text()))
+        return parse_figures(json.loads(out.read_text()))
 
 
-def figures_from(value: dict[str, Any]) -> TrafficFigures:
+def parse_figures(value: dict[str, Any]) -> TrafficFigures:
     """Return the figures of a JSON object, whose keys are texts."""
     pairs = {int(peer): rate for peer, rate in value["pairs"].items()}
     return TrafficFigures(pairs, value["all_to_all"], value["error"])

@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 from mcore_rl import __version__
 from mcore_rl.process.versions import CORE, find_versions
-from mcore_rl.tools.doctor.machine.finding import Finding, failed, ok, warning
+from mcore_rl.tools.doctor.machine.finding import Finding, fail, ok, warn
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 
 PACKAGE = "mcore_rl"
@@ -30,11 +30,11 @@ PYTHON = ">=3.11,<3.13"
 def check_python(needs: MachineNeeds) -> list[Finding]:
     """Whether this Python is one that the pinned wheels exist for."""
     version = ".".join(map(str, sys.version_info[:3]))
-    wanted = _python_wanted()
+    wanted = _read_wanted_python()
     if Requirement(f"python{wanted}").specifier.contains(version):
         return [ok("python", version)]
     remedy = f"make the environment with a Python {wanted}: make venv PYTHON=python3.12"
-    return [failed("python", f"{version}, but {PACKAGE} runs with {wanted}", remedy)]
+    return [fail("python", f"{version}, but {PACKAGE} runs with {wanted}", remedy)]
 
 
 def check_packages(needs: MachineNeeds) -> list[Finding]:
@@ -49,29 +49,32 @@ def compare_packages(extra: str) -> list[Finding]:
 
     extra   "gpu" or "cpu": which of the package's extras this machine should have
     """
-    pins = _pins(extra)
+    pins = _read_pins(extra)
     versions = find_versions([*pins, *CORE])
-    wrong = [*_against_pins(pins, versions, extra), *_against_each_other(pins, versions, extra)]
+    wrong = [
+        *_compare_with_pins(pins, versions, extra),
+        *_compare_with_each_other(pins, versions, extra),
+    ]
     if wrong:
         return wrong
     core = {name: versions[name] for name in CORE if name in versions}
     return [ok("packages", ", ".join(f"{name} {version}" for name, version in core.items()))]
 
 
-def _against_pins(
+def _compare_with_pins(
     pins: Mapping[str, Requirement], versions: Mapping[str, str], extra: str
 ) -> Iterator[Finding]:
     for name, pin in pins.items():
         version = versions.get(name)
         remedy = _install([pin], extra)
         if version is None:
-            yield failed("packages", f"{name} is not installed; {PACKAGE} needs {pin}", remedy)
+            yield fail("packages", f"{name} is not installed; {PACKAGE} needs {pin}", remedy)
         elif not pin.specifier.contains(version, prereleases=True):
             text = f"{name} {version} x {PACKAGE} {__version__}, which needs {pin}"
-            yield failed("packages", text, remedy)
+            yield fail("packages", text, remedy)
 
 
-def _against_each_other(
+def _compare_with_each_other(
     pins: Mapping[str, Requirement], versions: Mapping[str, str], extra: str
 ) -> Iterator[Finding]:
     """Compare with what the core packages ask of one another.
@@ -82,7 +85,7 @@ def _against_each_other(
     for name in CORE:
         if name not in versions:
             continue
-        for wanted in _requirements(name):
+        for wanted in _parse_requirements(name):
             other = canonicalize_name(wanted.name)
             version = versions.get(other)
             if other not in CORE or version is None or (extra, name, other) == _OTHER_ON_CPU:
@@ -90,7 +93,7 @@ def _against_each_other(
             if not wanted.specifier.contains(version, prereleases=True):
                 text = f"{name} {versions[name]} x {other} {version}: {name} needs {wanted}"
                 both = [pins.get(one, Requirement(one)) for one in (name, other)]
-                yield failed("packages", text, _install(both, extra))
+                yield fail("packages", text, _install(both, extra))
 
 
 _OTHER_ON_CPU = ("cpu", "sglang", "torch")
@@ -105,15 +108,15 @@ def check_torch_build(needs: MachineNeeds) -> list[Finding]:
         return [
             ok("torch build", f"for CUDA {built}, on a machine without" if built else "for CPUs")
         ]
-    gpu_pins = [pin for pin in _pins("gpu").values() if pin.name in CORE]
+    gpu_pins = [pin for pin in _read_pins("gpu").values() if pin.name in CORE]
     remedy = _install(gpu_pins, "gpu")
     if not built:
         text = "for CPUs alone, but this machine has an NVIDIA driver"
-        return [failed("torch build", text, remedy)]
+        return [fail("torch build", text, remedy)]
     try:
         newest = inventory.cuda_of_driver()
     except inventory.NoAnswerError as error:
-        return [failed("torch build", str(error), "repair the driver: nvidia-smi has to answer")]
+        return [fail("torch build", str(error), "repair the driver: nvidia-smi has to answer")]
     names = {
         str(canonicalize_name(found.name)): found.version for found in metadata.distributions()
     }
@@ -131,13 +134,13 @@ def judge_builds(built: str, newest: str, engine: str, nccl: str, remedy: str) -
     check, major = "torch build", built.partition(".")[0]
     if newest and int(newest.partition(".")[0]) < int(major):
         text = f"for CUDA {built}, but the driver runs CUDA up to {newest}"
-        return failed(check, text, f"install a driver for CUDA {built} or newer")
+        return fail(check, text, f"install a driver for CUDA {built} or newer")
     if engine and engine != major:
         text = f"torch is for CUDA {built}, Transformer Engine's kernels for CUDA {engine}"
-        return failed(check, text, remedy)
+        return fail(check, text, remedy)
     if not newest:
         text = f"for CUDA {built}; nvidia-smi does not say which CUDA the driver runs"
-        return warning(check, text, "compare the driver with CUDA's release notes")
+        return warn(check, text, "compare the driver with CUDA's release notes")
     text = f"for CUDA {built}, NCCL {nccl}; the driver runs CUDA up to {newest}"
     return ok(check, text, cuda=built, cuda_of_driver=newest, NCCL=nccl)
 
@@ -148,20 +151,20 @@ def _install(pins: Sequence[Requirement], extra: str) -> str:
     return f"pip install{flags} " + " ".join(f"'{pin}'" for pin in pins)
 
 
-def _pins(extra: str) -> dict[str, Requirement]:
+def _read_pins(extra: str) -> dict[str, Requirement]:
     """Normalized name -> what the package asks for: itself, by its extra, and SGLang in any case.
 
     The extra's pin of a package wins over a looser one of the package itself. Only the extra for
     GPUs names SGLang; a CPU runs the same version, which requirements/cpu.txt installs.
     """
-    lines = _requirement_lines()
+    lines = _list_requirements()
     found = [line for line in lines if _applies(line, "gpu") and line.name == "sglang"]
     found += [line for line in lines if _applies(line, "")]
     found += [line for line in lines if _applies(line, extra) and not _applies(line, "")]
-    return {str(canonicalize_name(line.name)): _plain(line) for line in found}
+    return {str(canonicalize_name(line.name)): _strip_local(line) for line in found}
 
 
-def _requirement_lines() -> list[Requirement]:
+def _list_requirements() -> list[Requirement]:
     """From pyproject.toml of the checkout that runs, or from the installed package's metadata."""
     if PROJECT.is_file():
         project = tomllib.loads(PROJECT.read_text())["project"]
@@ -172,7 +175,7 @@ def _requirement_lines() -> list[Requirement]:
     return [Requirement(line) for line in metadata.requires(PACKAGE) or ()]
 
 
-def _python_wanted() -> str:
+def _read_wanted_python() -> str:
     if PROJECT.is_file():
         return tomllib.loads(PROJECT.read_text())["project"]["requires-python"]
     try:
@@ -181,18 +184,18 @@ def _python_wanted() -> str:
         return PYTHON
 
 
-def _requirements(name: str) -> list[Requirement]:
+def _parse_requirements(name: str) -> list[Requirement]:
     """Return what an installed package asks for here, its extra in EXTRAS_OF included."""
     lines = [Requirement(line) for line in metadata.requires(name) or ()]
     extras = ("", EXTRAS_OF[name]) if name in EXTRAS_OF else ("",)
-    return [_plain(line) for line in lines if any(_applies(line, extra) for extra in extras)]
+    return [_strip_local(line) for line in lines if any(_applies(line, extra) for extra in extras)]
 
 
 def _applies(line: Requirement, extra: str) -> bool:
     return line.marker is None or line.marker.evaluate({"extra": extra})
 
 
-def _plain(line: Requirement) -> Requirement:
+def _strip_local(line: Requirement) -> Requirement:
     """The requirement without its marker, as pip takes it on this platform."""
     plain = Requirement(str(line))
     plain.marker = None

@@ -2,14 +2,14 @@
 
 import pytest
 
-from mcore_rl.tools.doctor.machine.finding import Finding, failed, ok, warning
+from mcore_rl.tools.doctor.machine.finding import Finding, fail, ok, warn
 
 
 def test_findings_carry_figures_and_their_node() -> None:
-    finding = ok("shm", "24 MiB", size_mib=24).on("a")
+    finding = ok("shm", "24 MiB", size_mib=24).name_node("a")
     assert finding == Finding("shm", "ok", "24 MiB", figures={"size_mib": 24}, node="a")
-    assert warning("shm", "24 MiB", "more").outcome == "warning"
-    assert failed("shm", "24 MiB", "more").remedy == "more"
+    assert warn("shm", "24 MiB", "more").outcome == "warning"
+    assert fail("shm", "24 MiB", "more").remedy == "more"
 
 
 @pytest.mark.parametrize(

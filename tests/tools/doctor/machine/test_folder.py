@@ -11,7 +11,7 @@ from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 from mcore_rl.tools.doctor.machine.space import (
     check_run_folder,
     check_time_of_files,
-    existing_part,
+    find_existing,
 )
 from tests.support.machine_doctor import in_own_mounts, run_doctor
 
@@ -62,4 +62,4 @@ def test_a_clock_beside_the_filesystems_is_found(
 
 
 def test_the_folder_that_exists_stands_for_those_that_do_not(tmp_path: Path) -> None:
-    assert existing_part(tmp_path / "a/b") == tmp_path
+    assert find_existing(tmp_path / "a/b") == tmp_path

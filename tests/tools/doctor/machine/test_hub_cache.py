@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
-from mcore_rl.tools.doctor.machine.space import check_hub_cache, hub_home, is_offline
+from mcore_rl.tools.doctor.machine.space import check_hub_cache, find_hub_home, is_offline
 
 
 def test_the_folder_is_that_of_huggingface_hub(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    assert hub_home() == tmp_path / "hf"
+    assert find_hub_home() == tmp_path / "hf"
     monkeypatch.delenv("HF_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert hub_home() == tmp_path / "huggingface"
+    assert find_hub_home() == tmp_path / "huggingface"
 
 
 @pytest.mark.parametrize(

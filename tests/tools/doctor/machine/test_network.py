@@ -10,8 +10,8 @@ from mcore_rl.tools.doctor.machine.facts import (
     check_hostname,
     check_interface,
     choose_interface,
+    find_own_address,
     list_interfaces,
-    own_address,
 )
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 from tests.support.machine_doctor import reachable_interface, run_doctor
@@ -80,7 +80,7 @@ def test_by_default_the_route_to_other_networks_decides() -> None:
     name = reachable_interface()
     face, source = choose_interface(MachineNeeds(), {}, list_interfaces())
     assert face and (face.name, source) == (name, "the default route")
-    assert own_address() in face.addresses and face.is_up and not face.is_local
+    assert find_own_address() in face.addresses and face.is_up and not face.is_local
 
 
 def test_a_hostname_that_leads_to_loopback_is_a_warning_between_nodes() -> None:

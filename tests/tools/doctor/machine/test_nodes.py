@@ -37,7 +37,7 @@ def check_both(
         place = NodePlace(rank, 2, f"n{rank}")
         needs = MachineNeeds(num_nodes=2, interface=reachable_interface())
         own_clock = clock if rank else time.time
-        own = [ok("python", "3.11").on(place.name)]
+        own = [ok("python", "3.11").name_node(place.name)]
         return check_nodes(folders[rank], place, needs, own, timeout_s, own_clock)
 
     with ThreadPoolExecutor(2) as pool:

@@ -2,14 +2,14 @@
 
 import pytest
 
-from mcore_rl.tools.doctor.machine.meeting import NodePlace, place_of
+from mcore_rl.tools.doctor.machine.meeting import NodePlace, read_place
 
 SLURM = {"SLURM_NTASKS": "3", "SLURM_PROCID": "2", "SLURMD_NODENAME": "c7"}
 
 
 def test_options_win_over_slurm() -> None:
-    assert place_of(None, None, "", SLURM) == NodePlace(2, 3, "c7")
-    assert place_of(2, 0, "a", SLURM) == NodePlace(0, 2, "a")
+    assert read_place(None, None, "", SLURM) == NodePlace(2, 3, "c7")
+    assert read_place(2, 0, "a", SLURM) == NodePlace(0, 2, "a")
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,4 @@ def test_options_win_over_slurm() -> None:
 )
 def test_a_place_that_cannot_be_is_refused(nodes, rank, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        place_of(nodes, rank, "a", {})
+        read_place(nodes, rank, "a", {})

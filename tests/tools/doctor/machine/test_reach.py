@@ -10,7 +10,7 @@ from mcore_rl.tools.doctor.machine.clock import measure_offset
 from mcore_rl.tools.doctor.machine.traffic import (
     QUESTIONS,
     PeerAddress,
-    listening,
+    listen,
     reach,
     reach_all,
 )
@@ -19,7 +19,7 @@ HOST = "127.0.0.1"
 
 
 def test_a_peer_tells_its_time() -> None:
-    with listening(HOST, "t", 1, lambda: time.time() + 40) as peer:
+    with listen(HOST, "t", 1, lambda: time.time() + 40) as peer:
         own, answer = reach_all([None, peer], "t")
     assert own.error == answer.error == ""
     assert (len(own.samples), len(answer.samples)) == (0, QUESTIONS)
@@ -30,7 +30,7 @@ def test_a_peer_tells_its_time() -> None:
 
 @pytest.mark.parametrize(("token", "rank"), [("other", 1), ("t", 2)])
 def test_an_address_that_leads_elsewhere_is_not_the_peers(token: str, rank: int) -> None:
-    with listening(HOST, "t", 1) as peer:
+    with listen(HOST, "t", 1) as peer:
         answer = reach(peer, token, rank, time.time)
     where = f"{HOST} port {peer.port}"
     assert answer.error == f"{where} leads to another machine, which has the same address"

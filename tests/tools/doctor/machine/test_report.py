@@ -4,16 +4,16 @@ import io
 import json
 
 from mcore_rl.tools.doctor.machine.finding import (
-    failed,
+    fail,
     has_failed,
     make_table,
     ok,
     print_report,
     summarize,
-    warning,
+    warn,
 )
 
-FOUND = [ok("python", "3.11"), warning("limits", "few", "more"), failed("shm", "full", "empty it")]
+FOUND = [ok("python", "3.11"), warn("limits", "few", "more"), fail("shm", "full", "empty it")]
 
 
 class Terminal(io.StringIO):
@@ -61,10 +61,10 @@ def test_json_lines_end_with_a_summary() -> None:
 
 def test_what_nodes_have_alike_is_one_line_and_failures_stay_apart() -> None:
     found = [
-        *(ok("python", "3.11").on(node) for node in "abcd"),
-        *(ok("write", f"{rate} MiB/s").on(node) for node, rate in (("a", 7), ("b", 7))),
-        failed("shm", "3 MiB", "more").on("a"),
-        failed("shm", "4 MiB", "more").on("b"),
+        *(ok("python", "3.11").name_node(node) for node in "abcd"),
+        *(ok("write", f"{rate} MiB/s").name_node(node) for node, rate in (("a", 7), ("b", 7))),
+        fail("shm", "3 MiB", "more").name_node("a"),
+        fail("shm", "4 MiB", "more").name_node("b"),
     ]
     lines = make_table(found, colored=False)
     assert lines[0].split() == ["ok", "a", "and", "3", "others:", "python", "3.11"]
@@ -74,4 +74,4 @@ def test_what_nodes_have_alike_is_one_line_and_failures_stay_apart() -> None:
 
 def test_a_failure_fails_and_is_named_with_its_node() -> None:
     assert has_failed(FOUND) and not has_failed(FOUND[:2])
-    assert summarize([FOUND[2].on("n1")], 1.0, 2)["failed"] == ["n1: shm"]
+    assert summarize([FOUND[2].name_node("n1")], 1.0, 2)["failed"] == ["n1: shm"]
