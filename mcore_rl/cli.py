@@ -112,7 +112,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_agent_arguments(commands.add_parser("agent", help="try an environment"), load_settings)
     add_sandbox_arguments(commands.add_parser("sandbox", help="run untrusted code for others"))
     add_translate_arguments(
-        commands.add_parser("translate", help="make recipes of others' options")
+        commands.add_parser(
+            "translate", help="convert verl, slime or NeMo-RL options into a recipe"
+        )
     )
     return parser
 

@@ -41,7 +41,7 @@ _ON_CPU = """\
 
 Training ranks without CUDA apply these, in this order. `leave_compiler_out` is called by
 `run_eagerly`. With CUDA none is applied. On a machine with CUDA and without Transformer Engine the
-[kit for GPUs](doctor.md#the-kit) applies some for its own checks: `{checks}`.
+[GPU checks](doctor.md#gpu-checks) apply some: `{checks}`.
 """
 _ENGINES_ON_CPU = """\
 

@@ -1,4 +1,4 @@
-"""Files of a box as bytes: writes those that are given, and reads those that are asked for.
+"""Writes files into a box and reads files of a box, as bundles of bytes.
 
 A bundle is one line of JSON, [[path, number of bytes], ...], and then the bytes of all files.
 Paths are relative to the box. A program may run meanwhile, so no link is ever followed.

@@ -83,8 +83,8 @@ def check_path(path: str) -> None:
 def execute(pool: WorkerPool, languages: dict[str, Language], request: CodeRequest) -> CodeResult:
     """Run a request on a worker of the pool.
 
-    Raises ValueError for a language that is not there and for files that do not fit, SandboxFullError
-    if the queue is full. Every other failure of the sandbox is a result with that verdict.
+    Raises ValueError for a language that is not there and for files that do not fit, and
+    SandboxFullError if the queue is full. Other failures are results with verdict sandbox_error.
     """
     language = choose(languages, request.language)
     try:

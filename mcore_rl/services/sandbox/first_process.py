@@ -1,9 +1,8 @@
 """The first process of a box: runs steps as its caller asks, and hands files in and out.
 
 It is process 1 of a process namespace, so the kernel ends every process in it when this one ends,
-and a program can neither signal it nor see it. It ends when its caller or its warden does.
-
-Turns a fork of a box's first process into a program: limits, no rights, filtered calls.
+and a program can neither signal it nor see it. It ends when its caller or its warden does. A step
+is a fork that becomes the program: limits, no rights, filtered system calls.
 """
 
 import atexit

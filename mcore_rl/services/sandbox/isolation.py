@@ -1,6 +1,6 @@
 """Moves a warden into namespaces of its own, with a root of read-only runtimes.
 
-System calls that Python lacks: namespaces, mounts, rights, process descriptors, safe opens.
+System calls that Python lacks are made through ctypes: namespaces, mounts, rights, safe opens.
 """
 
 import ctypes

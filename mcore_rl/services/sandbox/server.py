@@ -1,9 +1,7 @@
 """Serves a sandbox over HTTP: POST /run_code as SandboxFusion does, sessions, GET /healthz.
 
 The event loop only reads and writes. Executions wait in threads, whose deadlines hold outside of
-them, so the server answers however programs behave.
-
-Runs the server of `mcore-rl sandbox serve` until it is stopped.
+them, so the server answers however programs behave. `serve` is `mcore-rl sandbox serve`.
 """
 
 import asyncio

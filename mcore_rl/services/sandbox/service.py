@@ -1,11 +1,7 @@
-"""A sandbox for the threads of this process: runs code, and keeps sessions.
+"""A sandbox for the threads of this process: runs untrusted code, and keeps sessions.
 
-Keeps the sessions of a service by their names, and ends those that nobody used for a while.
-
-Runs untrusted programs in the sandbox of this process, and returns their output.
-
-The first program starts a worker, which later ones find warm. docs/sandbox.md says what the sandbox
-guarantees and what it does not.
+The first program starts a worker, which later programs find warm. A session that nobody uses for a
+while is ended. docs/sandbox.md says what the sandbox guarantees and what it does not.
 """
 
 import atexit
@@ -194,7 +190,7 @@ class Sandbox:
         """Run a request.
 
         Raises ValueError for a language that is not there and for files that do not fit, and
-        SandboxFullError if the queue is full. Other failures are results with verdict sandbox_error.
+        SandboxFullError if the queue is full. Other failures have the verdict sandbox_error.
         """
         return execute(self._pool, self.languages, request)
 

@@ -1,12 +1,10 @@
-"""The caller's side of a warden: starts it, opens boxes in it, and ends it.
+"""The caller's side of wardens: starts them, opens boxes in them, lends them to threads, ends them.
 
-Puts bubblewrap around a warden: namespaces and a root of its own, made by another program.
+A warden may run in bubblewrap, which another program makes of namespaces and a root of its own:
 
 bwrap: /usr, runtimes, this package, read-only; no home, no network
   +-- warden: its own namespaces, a root without this package
         +-- boxes
-
-Lends warm workers to callers from several threads, starts them and replaces lost ones.
 """
 
 import contextlib

@@ -1,12 +1,12 @@
-"""Asks a search server, and asks again while it is away or busy, until a deadline.
+"""Asks a search server, and asks again while the server is away or busy, until a deadline.
 
-Needs the standard library only, as it runs in the workers of environments.
-
-Requests and responses of POST /retrieve, in the format of Search-R1's retrieval server.
+Requests and responses of POST /retrieve have the format of Search-R1's retrieval server:
 
 request    {"queries": ["..."], "topk": 3, "return_scores": true}
 response   {"result": [[{"document": {"id", "contents"}, "score": 1.5}, ...], ...]}; without scores
            each entry is the document itself
+
+Needs the standard library only, as it runs in the workers of environments.
 """
 
 import http.client

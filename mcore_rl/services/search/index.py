@@ -2,7 +2,7 @@
 
 query --> top of each shard --merged by score--> passages of the memory-mapped corpus
 
-Merges rankings of several indexes into one.
+Rankings by words and by vectors are fused by the ranks of their passages.
 """
 
 import json

@@ -1,13 +1,10 @@
-"""The files of an index: what lies where, and what says that all of it is there.
+"""The files of an index and of its corpus: what lies where, and what says that all of it is there.
 
+corpus.jsonl         a passage a line: `id`, and `contents` that begin with the title (Search-R1)
 index/
   options.json       the options of the build; every shard has the same
   shard-00000/       one per so many passages: offsets.npy, bm25/, dense/ and shard.json
   manifest.json      written last: an index without it is not finished
-
-Reads a corpus of passages: one JSON object a line, with `id` and `contents`.
-
-The format is that of Search-R1: `contents` begins with the title, in a line of its own.
 """
 
 import hashlib

@@ -1,11 +1,10 @@
-"""Keeps what a web search answered in a file, so that a run can be repeated without the web.
+"""Searches the web through an HTTP API that answers JSON, such as serper.dev's; a Retriever.
 
-One JSON object a line: {"query", "topk", "hits": [{"document", "score"}, ...]}. A line is appended
-in one write; one that a crash cut short is left out.
+query --> recording, or the service --> hits whose contents are "title\\nsnippet"
 
-Searches the web through an HTTP API that answers JSON, such as serper.dev's; a Retriever.
-
-query --> recording, or the service --> hits whose contents are "title\nsnippet"
+A recording keeps the answers in a file, so that a run can be repeated without the web. It has one
+JSON object a line: {"query", "topk", "hits": [{"document", "score"}, ...]}. A line is appended in
+one write; a line that a crash cut short is left out.
 """
 
 import json

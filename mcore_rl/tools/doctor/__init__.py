@@ -1,7 +1,7 @@
-"""Checks machines: their state in seconds (machine/), or by real processes in minutes (the kit).
+"""Checks machines: their state in seconds (machine/), or by GPU checks, which take minutes.
 
     python -m mcore_rl.tools.doctor          this machine, or several against one another
-    python -m mcore_rl.tools.doctor --gpu    the stages of the kit, a line of JSON per check
+    python -m mcore_rl.tools.doctor --gpu    the GPU checks, a line of JSON each
 
 docs/doctor.md lists the checks.
 """

@@ -61,9 +61,9 @@ class MissedTargetError(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """`run` returns figures. It raises SkipCheckError to be skipped; any other exception is a failure.
+    """`run` returns figures, or raises SkipCheckError to be skipped.
 
-    A MissedTargetError is a failure that keeps its figures.
+    Any other exception is a failure. A MissedTargetError is a failure that keeps its figures.
 
     deadline_s   after this many seconds its process and all below it are killed
     gpu          the check says nothing without a GPU

@@ -1,4 +1,4 @@
-"""Checks this machine, several machines against one another, or what a GPU can do (the kit)."""
+"""Checks this machine, several machines against one another, or what a GPU can do."""
 
 import argparse
 import os
@@ -24,12 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "settings",
         nargs="*",
         metavar="key=value",
-        help="recipe=<name> and overrides, to check for; with the kit, of its stage run",
+        help="recipe=<name> and overrides, to check for; of the GPU checks, for the stage run",
     )
     _add_machine(parser.add_argument_group("checks of this machine"))
     _add_nodes(parser.add_argument_group("checks of several machines, started once on each"))
     add_gpu_checks(
-        parser.add_argument_group("the kit: real processes, minutes; instead of the checks")
+        parser.add_argument_group(
+            "GPU checks: real processes, minutes; instead of the checks above"
+        )
     )
 
 

@@ -1,8 +1,7 @@
-"""The options of the kit, which runs checks as real processes: which of them, and in what time.
+"""The options of the GPU checks, which run as real processes: which checks, and in what time.
 
-Names one folder for all that compilers of GPU kernels keep, so that it can be carried.
-
-The first run on a machine compiles for minutes; with the folder of an earlier one it does not.
+One folder holds all that compilers of GPU kernels write, so that it can be carried: the first run
+on a machine compiles for minutes, a run with the folder of an earlier one does not.
 """
 
 import argparse
@@ -28,7 +27,9 @@ def keep_compiled(folder: Path, environ: MutableMapping[str, str]) -> None:
 
 
 def add_gpu_checks(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--gpu", action="store_true", help="the kit on this machine's GPU")
+    group.add_argument(
+        "--gpu", action="store_true", help="run the GPU checks on this machine's GPU"
+    )
     group.add_argument(
         "--stages", default="", help="comma-separated, or all; without --gpu they run on the CPU"
     )
@@ -59,21 +60,28 @@ def add_gpu_checks(group: "argparse._ArgumentGroup") -> None:
 
 
 def is_for_gpu_checks(args: argparse.Namespace) -> bool:
-    """Return whether the kit is asked for; ValueError if only options are given that it reads."""
+    """Return whether the GPU checks are asked for.
+
+    Raises ValueError for an option of the GPU checks without --gpu, --stages or --checks.
+    """
     if args.gpu or args.stages or args.checks or args.list:
         return True
     for name in ("seconds", "warm_start"):
         value = getattr(args, name)
         if value is not None:
             option = f"--{name.replace('_', '-')}={value}"
-            raise ValueError(f"{option} is read by the kit: add --gpu, --stages or --checks")
+            raise ValueError(
+                f"{option} is an option of the GPU checks: add --gpu, --stages or --checks"
+            )
     return False
 
 
 def run_gpu_checks(args: argparse.Namespace) -> None:
     """Raise ValueError if nothing can be checked as asked, RuntimeError if a check failed."""
     if args.rendezvous or args.only:
-        raise ValueError("--gpu, --stages and --checks run the kit: it takes no --only and nodes")
+        raise ValueError(
+            "--gpu, --stages and --checks run the GPU checks, without --only and nodes"
+        )
     if not args.gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks, here and in the checks
     from mcore_rl.device import has_cuda
@@ -86,9 +94,11 @@ def run_gpu_checks(args: argparse.Namespace) -> None:
         print(describe_checks(stages))
         return
     if args.gpu and not has_cuda():
-        raise ValueError("--gpu: torch sees no GPU here; --stages all runs the kit on the CPU")
+        raise ValueError("--gpu: torch sees no GPU here; --stages all runs the checks on the CPU")
     if args.settings and RUN.name not in [stage.name for stage in stages]:
-        raise ValueError(f"{args.settings[0]}: the kit takes settings for its stage run alone")
+        raise ValueError(
+            f"{args.settings[0]}: the GPU checks take settings for the stage run alone"
+        )
     os.environ[SETTINGS] = json.dumps(args.settings)  # for the check's process
     if args.warm_start is not None:
         if not args.warm_start.is_dir():

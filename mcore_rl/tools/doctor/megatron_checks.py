@@ -1,9 +1,8 @@
-"""Stage "megatron": a rank of Megatron-core in training, without Transformer Engine.
+"""Stages "probes" (NCCL, pinned memory, SGLang's memory saver) and "megatron", a rank in training.
 
-The model is a Qwen3-MoE: on a GPU with 1.4 billion parameters in bfloat16, on a CPU a tiny one.
-Torch modules stand in for Transformer Engine on both, so speed says nothing here.
-
-Stage "probes": what NCCL, pinned memory and SGLang's memory saver do on this machine.
+Megatron-core trains a Qwen3-MoE without Transformer Engine: on a GPU with 1.4 billion parameters in
+bfloat16, on a CPU a tiny one. Torch modules stand in for Transformer Engine on both, so speed says
+nothing here.
 """
 
 import multiprocessing as mp

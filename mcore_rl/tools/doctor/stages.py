@@ -15,11 +15,11 @@ _NAME_WIDTH = max(len(make_full_name(stage, check)) for stage in STAGES for chec
 
 
 def choose_stages(stages: str, checks: str = "") -> tuple[Stage, ...]:
-    """Return the stages of a comma-separated list, or those of listed checks with these alone.
+    """Return the listed stages, or the stages of listed checks with these checks alone.
 
     checks   each as <stage>:<check>, with spaces or underscores in the latter's name
 
-    All stages are chosen if both lists are empty; the order is always that of the kit. Raises
+    All stages are chosen if both lists are empty; the order is always that of STAGES. Raises
     ValueError naming a stage or check that there is not, or if both are given.
     """
     if stages and checks:

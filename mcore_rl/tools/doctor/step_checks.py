@@ -1,11 +1,9 @@
 """Stage "step": the training loop on one device, with a stand-in engine in a second process.
 
 Sampling, rewards, advantages, log-probs, optimizer step and weight sync are those of a run; only
-SGLang and Ray are missing. On a GPU the weights go through memory that both processes share.
-
-An engine for machines where SGLang cannot be installed: transformers in a process of its own.
-
-It samples, scores, and takes weights as an engine's rank does; the link is the real one.
+SGLang and Ray are missing. The stand-in runs transformers: it samples, scores, and takes weights as
+an engine's rank does, over the real link. On a GPU the weights go through memory that both
+processes share.
 """
 
 import json

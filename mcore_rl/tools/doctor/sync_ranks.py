@@ -1,6 +1,6 @@
-"""Runs in a process of a scene, as a trainer rank that sends or an engine rank that receives.
+"""Runs the ranks of a scene as processes, linked as in a run, and returns their reports.
 
-Runs the ranks of a scene as processes, linked as in a run, and returns their reports.
+A process is a trainer rank that sends, or an engine rank that receives.
 """
 
 import multiprocessing as mp

@@ -1,6 +1,6 @@
-"""Makes HF tensors of a mixture of experts and cuts them over ranks as training and engines do.
+"""A mixture of experts cut over ranks as training and engines do, to sync without SGLang.
 
-Describes a scene (trainer and engine ranks that sync without SGLang) and its outcome.
+A scene describes the trainer and engine ranks of a sync, and its outcome.
 """
 
 from collections.abc import Callable, Iterable, Mapping

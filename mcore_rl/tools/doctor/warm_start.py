@@ -5,7 +5,7 @@
     data/warm_start/train.parquet    prompts of arithmetic word problems
     data/warm_start/hf/              the weights after supervised fine-tuning, and the tokenizer
 
-A machine without a GPU makes it, in minutes; the check "reward rises" of the kit trains from it.
+A machine without a GPU makes it, in minutes; the GPU check "reward rises" trains from it.
 """
 
 import argparse
@@ -65,7 +65,9 @@ def make_warm_start(out: Path, settings: Sequence[str] = ()) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Make a small model that the kit trains from.")
+    parser = argparse.ArgumentParser(
+        description="Make a small model that the GPU checks train from."
+    )
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder to make (%(default)s)")
     parser.add_argument(
         "settings", nargs="*", metavar="key=value", help="of mcore-rl sft, as run.seed=1"

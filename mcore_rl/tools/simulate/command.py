@@ -1,6 +1,6 @@
-"""`mcore-rl simulate`: predicts the steps of a recipe, and draws them.
+"""`mcore-rl simulate`: predicts the steps of a recipe, draws them, and searches the best split.
 
-Finds the best split of GPUs between training and sampling, by simulating those that fit.
+The search simulates the splits of GPUs between training and sampling that fit.
 """
 
 import json

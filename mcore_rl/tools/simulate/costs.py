@@ -1,13 +1,8 @@
 """Predicts the seconds of an engine's and a trainer's work, from config.json, layout and hardware.
 
 Each cost is a sum of what an accelerator does one after the other: operations, reads of its memory,
-bytes over links, and a fixed time. Operations are counted as in weights/hf/flops.py.
-
-Predicts the seconds of a vision tower for the image of a simulated prompt.
-
-The image is the most nearly square one of simulate.image_tokens tokens.
-
-Predicts all that the simulation of a recipe needs to know of time, before it begins.
+bytes over links, and a fixed time. Operations are counted as in weights/hf/flops.py. A vision tower
+sees the image of a simulated prompt, the most nearly square one of simulate.image_tokens tokens.
 """
 
 from collections.abc import Sequence

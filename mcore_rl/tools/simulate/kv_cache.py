@@ -1,9 +1,7 @@
 """Counts the tokens of an engine's KV cache, and decides how many must stay free.
 
 The rules are those of SGLang's scheduler (managers/schedule_policy.py, new_token_ratio_tracker.py)
-and of rollout/shared_prompts.py.
-
-The values of a simulated engine: how fast it is, and the requests that it serves.
+and of rollout/shared_prompts.py. EngineSpeed and EngineRequest describe a simulated engine.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
-"""Places the processes of a recipe on nodes, by the code that places those of a run.
+"""Places the processes of a recipe on imagined nodes, and draws when GPUs and machines fail.
 
-Reserves slots on imagined nodes, as Ray does on real ones: as many nodes as it takes.
-
-Draws when GPUs and machines fail, and takes down the engines or the run that had them.
+The code that places a run's processes reserves slots here, on as many nodes as it takes. A failure
+takes down the engines, or the run, that had the GPU or machine.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""Stands for the ranks of trainer and critic: each call takes the seconds that it is predicted.
-
-Stands for the links between trainer and engines, the canary, and the engines' GPU memory.
-"""
+"""Stands for trainer, critic, links and canary: each call takes the predicted seconds."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence

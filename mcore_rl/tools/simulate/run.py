@@ -4,7 +4,7 @@ real        loops.rl.train, BackgroundSampler, CollectorPool, Collector, Rollout
             SharedGpus, PackedTrainer, Advantages, the plan of the sync
 simulated   engines, ranks, links, rewards, failures
 
-Keeps what the loop logs of a simulated run, and which prompts each step trained on.
+A log keeps what the loop logs, and which prompts each step trained on.
 """
 
 import asyncio

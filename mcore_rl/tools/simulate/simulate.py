@@ -1,6 +1,6 @@
 """Simulates a recipe to its end, through failures, and sums up what it found.
 
-Keeps what happens in a simulation, and draws it: a picture, and a trace for Perfetto.
+A timeline of what happened is drawn as a picture, and written as a trace for Perfetto.
 """
 
 import asyncio

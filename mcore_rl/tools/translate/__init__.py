@@ -1,1 +1,1 @@
-"""Recipes made of another system's configuration, with a list of what has no counterpart here."""
+"""Converts verl, slime or NeMo-RL options into a recipe, and lists what has no counterpart."""

@@ -1,4 +1,4 @@
-"""The command `mcore-rl translate`."""
+"""`mcore-rl translate`: converts verl, slime or NeMo-RL options into a recipe."""
 
 import argparse
 import sys
@@ -15,7 +15,7 @@ NAMES = ("verl", "slime", "nemo-rl")
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Give the command its arguments; nothing heavy is imported before it runs."""
-    command.description = "a recipe made of another system's configuration"
+    command.description = "convert verl, slime or NeMo-RL options into a recipe"
     command.add_argument("system", choices=NAMES)
     command.add_argument(
         "options",
@@ -30,7 +30,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_translate(args: argparse.Namespace) -> None:
-    """Write the recipe, and tell what it does not have. Raises ValueError for wrong input."""
+    """Write the recipe, and list the unneeded options. Raises ValueError for wrong input."""
     from mcore_rl.tools.translate.systems import SYSTEMS, write_recipe
 
     if args.out is not None and args.out.exists():

@@ -1,6 +1,6 @@
-"""Advantages, losses, KL and the critic of NeMo-RL 0.7, as options of a recipe.
+"""Converts advantages, losses, KL and the critic of NeMo-RL 0.7 into options of a recipe.
 
-Options of NeMo-RL 0.7 that a recipe does without, and why.
+UNNEEDED lists NeMo-RL's options that a recipe does without, and why.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,4 @@
-"""Model, layout, optimizer and batches of NeMo-RL 0.7, as options of a recipe.
-
-Engines and sampling of NeMo-RL 0.7, as options of a recipe.
-"""
+"""Converts model, layout, optimizer, batches and engines of NeMo-RL 0.7 into options."""
 
 from typing import Any
 

@@ -1,10 +1,7 @@
-"""Makes a recipe of NeMo-RL's options (0.7): configurations of GRPO and of PPO.
+"""Reads configurations of NeMo-RL 0.7 for GRPO and PPO, and converts them into a recipe.
 
-Data, rewards and the run itself in NeMo-RL 0.7, as options of a recipe.
-
-Optimizers and schedules of NeMo-RL 0.7, as options of a recipe.
-
-Reads NeMo-RL's configurations, whose `defaults` name others, and overrides key=value.
+A configuration's `defaults` name others; overrides are key=value. Data, rewards, optimizers and the
+run itself are converted here.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""Optimizer, batches, algorithm and critic of slime 0.3.1, as options of a recipe.
-
-Model, layout, engines and placement of slime 0.3.1, as options of a recipe.
-"""
+"""Converts model, layout, engines, optimizer, batches and algorithm of slime 0.3.1 into options."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""The systems whose options are translated: how each is read, and what makes a recipe of it.
+"""Names the systems whose options are converted, and writes the recipe in YAML.
 
-Writes a translation as a recipe in YAML, with what is left to the user at its top.
+What is left to the user stands at the top of the recipe.
 """
 
 import textwrap

@@ -1,8 +1,7 @@
-"""Makes a recipe of verl's options (0.7: ppo_trainer.yaml and ppo_megatron_trainer.yaml).
+"""Converts options of verl 0.7 (ppo_trainer.yaml, ppo_megatron_trainer.yaml) into a recipe.
 
-Data, rewards and the run itself in verl 0.7, as options of a recipe.
-
-Options of verl 0.7 that a recipe does without, and why.
+Data, rewards and the run itself are converted here. The last table lists options that a recipe does
+without, and why.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Advantages, losses, KL and the critic of verl 0.7, as options of a recipe."""
+"""Converts advantages, losses, KL and the critic of verl 0.7 into options of a recipe."""
 
 import math
 

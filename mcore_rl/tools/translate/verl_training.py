@@ -1,7 +1,4 @@
-"""Model, layout, optimizer and step of verl 0.7, as options of a recipe.
-
-Engines, sampling and turns of verl 0.7, as options of a recipe.
-"""
+"""Converts model, layout, optimizer, engines, sampling and turns of verl 0.7 into options."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""The kit on the CPU, as a user starts it: a line for each check, a summary at the end."""
+"""The GPU checks on the CPU, as a user starts it: a line for each check, a summary at the end."""
 
 import json
 import subprocess

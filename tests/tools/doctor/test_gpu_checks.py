@@ -1,4 +1,4 @@
-"""The kit by option: which checks, in what time; wrong input is refused."""
+"""The GPU checks by option: which checks, in what time; wrong input is refused."""
 
 import argparse
 import os
@@ -19,12 +19,21 @@ from mcore_rl.tools.doctor.run_checks import SETTINGS
         (["--checks", "te:x"], "--checks=te:x: no check 'te:x'; there are sync:in place, "),
         (["--stages", "te", "--checks", "te:speed"], "--stages=te and --checks=te:speed: choose"),
         (["--stages=te", "--seconds=9"], "--seconds=9: no check fits; te:"),
-        (["--seconds=9"], "--seconds=9.0 is read by the kit: add --gpu, --stages or --checks"),
-        (["--warm-start=x"], "--warm-start=x is read by the kit: add --gpu, --stages or --checks"),
+        (
+            ["--seconds=9"],
+            "--seconds=9.0 is an option of the GPU checks: add --gpu, --stages or --checks",
+        ),
+        (
+            ["--warm-start=x"],
+            "--warm-start=x is an option of the GPU checks: add --gpu, --stages or --checks",
+        ),
         (["--stages=run", "--warm-start=/x"], "--warm-start=/x is no folder: make warm-start"),
-        (["--gpu", "--only", "ports"], "--gpu, --stages and --checks run the kit: it takes no"),
+        (["--gpu", "--only", "ports"], "--gpu, --stages and --checks run the GPU checks, without"),
         (["--stages", "nope"], "--stages=nope: no stage 'nope'; there are sync, "),
-        (["--stages=sync", "run.steps=1"], "run.steps=1: the kit takes settings for its stage run"),
+        (
+            ["--stages=sync", "run.steps=1"],
+            "run.steps=1: the GPU checks take settings for the stage run",
+        ),
     ],
 )
 def test_wrong_arguments_are_one_line_and_status_2(

@@ -1,4 +1,4 @@
-"""The runs of the kit: settings of the command line come last, and metrics can fail them."""
+"""The runs of the GPU checks: settings of the command line come last, and metrics can fail them."""
 
 import json
 from pathlib import Path

@@ -1,9 +1,8 @@
 """Gathers what a node tells the others about itself, and compares it between nodes.
 
-Finds the network interface that collectives take, by name, and checks that it can serve.
-
-NCCL's own rules for names hold (NCCL_SOCKET_IFNAME): "eth,ib" are beginnings of names, "=eth0" is
-a whole name, "^docker,lo" excludes. GLOO_SOCKET_IFNAME holds whole names.
+The network interface is the one that collectives take, by NCCL's rules for names
+(NCCL_SOCKET_IFNAME): "eth,ib" are beginnings of names, "=eth0" is a whole name, "^docker,lo"
+excludes. GLOO_SOCKET_IFNAME holds whole names.
 """
 
 import ipaddress

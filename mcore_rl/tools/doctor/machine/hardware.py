@@ -1,9 +1,4 @@
-"""Compares the GPUs of this machine with those of the recipe, and shows how they are linked.
-
-Reads the state of the InfiniBand or RoCE adapters from /sys, and what they need of limits.
-
-Checks that a container runtime is there and answers.
-"""
+"""Checks the GPUs of this machine, its InfiniBand or RoCE adapters, and its container runtime."""
 
 import os
 import re

@@ -6,9 +6,8 @@
                  <--  ack_r: id, number            <--
     <id>/facts_0 ... one file per node and step, written under another name first
 
-Numbers drawn anew tell this meeting from files that an earlier one left.
-
-Says which of several nodes this process checks: from options, or from SLURM's variables.
+Numbers drawn anew tell this meeting from files that an earlier one left. Options, or the variables
+of SLURM, say which node this process is.
 """
 
 import json
@@ -150,7 +149,8 @@ class Meeting:
             if not wait_until(lambda: bool(list_arrived()), deadline_s - time.monotonic()):
                 absent = sorted(int(name.rpartition("_")[2]) for name in waiting)
                 raise MissingNodesError(
-                    f"{self._name_nodes(absent)} did not put {what} into {self._folder} in {limit_s:g} s"
+                    f"{self._name_nodes(absent)} did not put {what} into {self._folder} in"
+                    f" {limit_s:g} s"
                 )
             for name in list_arrived():
                 value = _read(self._folder / f"{name}.json")

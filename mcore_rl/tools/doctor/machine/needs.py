@@ -1,8 +1,6 @@
-"""Reads off a recipe and the command's options what the machine is asked for.
+"""Reads what a recipe and the command's options need of the machine, and checks ports and limits.
 
-Reads the limits of this process: open files, processes, locked memory, and huge pages.
-
-Checks that ports are free, and names who listens where they are not.
+Limits are those of this process: open files, processes, locked memory, and huge pages.
 """
 
 import re

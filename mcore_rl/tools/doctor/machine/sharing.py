@@ -1,6 +1,7 @@
-"""Shows that the nodes' folder is one folder: what one writes the others read, a lock excludes.
+"""Checks memory and folders that processes share: /dev/shm, and the folder where nodes meet.
 
-Compares /dev/shm with Ray's object store and with what collectives put there.
+/dev/shm is compared with Ray's object store and with what collectives put there. The nodes' folder
+must be one folder: what one node writes the others read, and a lock excludes the others.
 """
 
 import hashlib

@@ -1,6 +1,4 @@
-"""Reads how much space is left where a run writes: its folder, temporary files, caches.
-
-Tries on the run folder's filesystem what runs do there: write, rename, fsync, lock.
+"""Checks the disk: space where a run writes, what its filesystem can do, and complete models.
 
 probe folder (hidden, removed afterwards)
   64 MiB written, synced, read back     --> rate
@@ -8,9 +6,8 @@ probe folder (hidden, removed afterwards)
   a lock taken twice                    --> the second is refused
   a file's time beside this clock       --> the skew of a file server
 
-Checks that a model directory is complete: configuration, tokenizer, every shard in its size.
-
-Checks Hugging Face's cache, from which models and data sets are read, and its offline mode.
+A model directory needs configuration, tokenizer and every shard in its size. Hugging Face's cache
+holds models and data sets, also in offline mode.
 """
 
 import json

@@ -1,17 +1,16 @@
-"""Measures bytes per second between nodes by torch.distributed, in a process of its own.
+"""Connects every node to every other, and measures bytes per second between them.
+
+    listener of node r  <-- "?" --  node s      its answer: meeting's token, number r, its clock
+
+An answer of another meeting or number unveils an address that many machines have (172.17.0.1).
+torch.distributed measures the traffic in a process of its own, as a collective may hang or crash:
 
     python -m mcore_rl.tools.doctor.machine.traffic <spec as JSON> <file for the outcome>
 
     round 1: 0-3 1-2   round 2: 0-2 3-1   round 3: 0-1 2-3      each pair in both directions
     then all to all at once
 
-Every received value is compared. A collective that hangs or crashes ends only this process.
-
-Connects every node to every other at the address of its interface, and exchanges times.
-
-    listener of node r  <-- "?" --  node s      its answer: meeting's token, number r, its clock
-
-An answer of another meeting or number unveils an address that many machines have (172.17.0.1).
+Every received value is compared.
 """
 
 import json
