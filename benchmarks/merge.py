@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from checkpoint_tools.memory import proportional_bytes
+from checkpoint_tools.memory import measure_proportional
 from checkpoint_tools.options import show_bytes
 from mcore_rl.process.network import find_free_port
 from mcore_rl.tasks.tiny_models import qwen3_moe_config
@@ -259,7 +259,7 @@ def peak_of_merge(checkpoint: Path, out: Path, options: Sequence[str]) -> int:
     process = subprocess.Popen(merge, stdout=subprocess.DEVNULL)
     peak = 0
     while process.poll() is None:
-        peak = max(peak, sum(map(proportional_bytes, [process.pid, *children(process.pid)])))
+        peak = max(peak, sum(map(measure_proportional, [process.pid, *children(process.pid)])))
         time.sleep(SAMPLE_EVERY_S)
     if process.returncode:
         raise SystemExit(f"to-hf ended with {process.returncode}")

@@ -33,7 +33,7 @@ from typing import Any
 
 import psutil
 
-from checkpoint_tools.memory import PeakMemory, proportional_bytes
+from checkpoint_tools.memory import PeakMemory, measure_proportional
 from mcore_rl.process.network import find_free_port
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
@@ -166,7 +166,7 @@ class Scene:
         return [engine.pid, *(p.pid for p in engine.children(recursive=True)), *self._ranks.pids]
 
     def _memory(self) -> int:
-        return sum(map(proportional_bytes, self._processes()))
+        return sum(map(measure_proportional, self._processes()))
 
 
 @contextmanager

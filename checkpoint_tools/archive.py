@@ -74,7 +74,7 @@ class Locator:
             around = _read_around(descriptor, chunk, len(form.prefix))
             data_crc32 = form.data_crc32(*around)
             if data_crc32 is not None:
-                return _located(chunk, around, data_crc32)
+                return _locate_entry(chunk, around, data_crc32)
         try:
             prefix_bytes, own = _parse(descriptor, chunk)
         except READ_ERRORS as error:
@@ -83,7 +83,7 @@ class Locator:
         prefix, suffix = _read_around(descriptor, chunk, prefix_bytes)
         if all(part in suffix for part in own):
             self._forms[kind] = _Form(prefix, suffix, own)
-        return _located(chunk, (prefix, suffix), int.from_bytes(own[0], "little"))
+        return _locate_entry(chunk, (prefix, suffix), int.from_bytes(own[0], "little"))
 
 
 class _Form:
@@ -97,18 +97,18 @@ class _Form:
         starts = [(suffix.index(part), len(part)) for part in own]
         self._places = [slice(start, start + size) for start, size in starts]
         self.prefix = prefix
-        self._common = self._without_own(suffix)
+        self._common = self._blank_own(suffix)
 
     def data_crc32(self, prefix: bytes, suffix: bytes) -> int | None:
         """Return the elements' CRC-32 as the archive records it; None for another form."""
-        if prefix != self.prefix or self._without_own(suffix) != self._common:
+        if prefix != self.prefix or self._blank_own(suffix) != self._common:
             return None
         data_crc32, *identity = (suffix[place] for place in self._places)
         if identity and zlib_ng.crc32(identity[0]) != int.from_bytes(identity[1], "little"):
             return None
         return int.from_bytes(data_crc32, "little")
 
-    def _without_own(self, suffix: bytes) -> bytes:
+    def _blank_own(self, suffix: bytes) -> bytes:
         """Blank the parts that differ, both here and where the zip directory repeats them."""
         for place in self._places:
             suffix = suffix.replace(suffix[place], bytes(place.stop - place.start))
@@ -124,7 +124,7 @@ def _read_around(descriptor: int, chunk: Chunk, prefix_bytes: int) -> tuple[byte
     return prefix, suffix
 
 
-def _located(chunk: Chunk, around: tuple[bytes, bytes], data_crc32: int) -> Located:
+def _locate_entry(chunk: Chunk, around: tuple[bytes, bytes], data_crc32: int) -> Located:
     prefix, suffix = around
     start = chunk.start + len(prefix)
     before = ByteSpan(chunk.start, len(prefix), zlib_ng.crc32(prefix))

@@ -84,7 +84,7 @@ class Assembly:
     @property
     def row(self) -> int:
         """Number of elements in a row; a tensor is read and written in whole rows."""
-        return row_of(self.shape)
+        return find_row(self.shape)
 
 
 def whole(chunk: Chunk, dtype: str | None = None, name: str | None = None) -> Assembly:
@@ -94,7 +94,7 @@ def whole(chunk: Chunk, dtype: str | None = None, name: str | None = None) -> As
     return Assembly(name or chunk.key, dtype or chunk.dtype, chunk.shape, pieces)
 
 
-def joined(key: str, dtype: str, shape: Shape, chunks: Iterable[Chunk]) -> Assembly:
+def join_pieces(key: str, dtype: str, shape: Shape, chunks: Iterable[Chunk]) -> Assembly:
     """Return the assembly of a tensor from the chunks it is stored as."""
     strides = contiguous_strides(shape)
     pieces: list[Piece] = []
@@ -102,12 +102,12 @@ def joined(key: str, dtype: str, shape: Shape, chunks: Iterable[Chunk]) -> Assem
         target = sum(at * stride for at, stride in zip(chunk.offset, strides, strict=True))
         source_strides = contiguous_strides(chunk.shape)
         pieces += make_pieces(
-            chunk, chunk.shape, (0, source_strides), (target, strides), row_of(shape)
+            chunk, chunk.shape, (0, source_strides), (target, strides), find_row(shape)
         )
-    return Assembly(key, dtype, shape, ordered(pieces))
+    return Assembly(key, dtype, shape, order_pieces(pieces))
 
 
-def checked(
+def check_pieces(
     name: str,
     dtype: str,
     shape: Shape,
@@ -121,10 +121,10 @@ def checked(
     Raises ValueError with `where` and the tensor if they don't.
     """
     check_boxes(name, shape, boxes, where)
-    return Assembly(name, dtype, shape, ordered(pieces), tuple(skipped))
+    return Assembly(name, dtype, shape, order_pieces(pieces), tuple(skipped))
 
 
-def ordered(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+def order_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     """Sort pieces by target, the order in which they are read."""
     return tuple(sorted(pieces, key=lambda piece: piece.target))
 
@@ -173,7 +173,7 @@ def make_pieces(
         yield Piece(chunk, first_source, first_target, rows, run, stride)
 
 
-def row_of(shape: Shape) -> int:
+def find_row(shape: Shape) -> int:
     """Return the number of elements of the last axis."""
     return shape[-1] if len(shape) > 1 else 1
 

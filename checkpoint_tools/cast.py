@@ -13,7 +13,7 @@ from mcore_rl.weights.hf.fp8 import num_blocks, quantize_into
 
 def cast(data: memoryview, dtype: str, to: str) -> memoryview:
     """Convert elements of `dtype` to `to`, rounding to nearest even. Peak memory: the result."""
-    return bytes_of(_view(data, dtype).to(getattr(torch, to)))
+    return view_bytes(_view(data, dtype).to(getattr(torch, to)))
 
 
 def quantize(data: memoryview, dtype: str, num_columns: int) -> tuple[memoryview, memoryview]:
@@ -27,14 +27,14 @@ def quantize(data: memoryview, dtype: str, num_columns: int) -> tuple[memoryview
         num_blocks(len(weights_NK)), num_blocks(num_columns), dtype=torch.float32
     )
     quantize_into(weights_NK, values_NK, scales_nk)
-    return bytes_of(values_NK), bytes_of(scales_nk)
+    return view_bytes(values_NK), view_bytes(scales_nk)
 
 
 def _view(data: memoryview, dtype: str) -> Tensor:
     return torch.frombuffer(data, dtype=getattr(torch, dtype))
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def view_bytes(tensor: Tensor) -> memoryview:
     """Return a view of a contiguous tensor's bytes."""
     array: Any = tensor.view(torch.uint8).numpy()
     return memoryview(array).cast("B")

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from checkpoint_tools.options import add_effort, effort_of, parse_bytes, show_bytes
+from checkpoint_tools.options import add_effort, parse_bytes, read_effort, show_bytes
 from mcore_rl.process.cores import THREADS, check_threads
 from mcore_rl.process.disk import explain_refusal, naming_full_disk
 from mcore_rl.weights.megatron_files.integrity import with_remedy
@@ -193,7 +193,7 @@ def _to_hf(args: argparse.Namespace) -> int:
         args.dtype,
         args.optimizer,
         args.max_file_bytes,
-        effort_of(args),
+        read_effort(args),
         args.leave_out,
     )
     print(*reports, sep="\n")
@@ -203,7 +203,7 @@ def _to_hf(args: argparse.Namespace) -> int:
 def _from_hf(args: argparse.Namespace) -> int:
     from checkpoint_tools.from_hf import from_hf  # imports torch
 
-    rest = (args.dtype, args.optimizer, args.max_file_bytes, effort_of(args))
+    rest = (args.dtype, args.optimizer, args.max_file_bytes, read_effort(args))
     print(from_hf(args.source_hf, args.out, *rest))
     return 0
 
@@ -213,14 +213,14 @@ def _rewrite(args: argparse.Namespace) -> int:
     from checkpoint_tools.turn_experts import turn_experts
 
     write = {"to-fp8": to_fp8, "turn-experts": turn_experts}[args.command]
-    print(write(args.source_hf, args.out, args.max_file_bytes, effort_of(args)))
+    print(write(args.source_hf, args.out, args.max_file_bytes, read_effort(args)))
     return 0
 
 
 def _dequantize(args: argparse.Namespace) -> int:
     from checkpoint_tools.dequantize import dequantize
 
-    print(dequantize(args.source_hf, args.out, args.dtype, args.max_file_bytes, effort_of(args)))
+    print(dequantize(args.source_hf, args.out, args.dtype, args.max_file_bytes, read_effort(args)))
     return 0
 
 
@@ -234,19 +234,19 @@ def _upcycle(args: argparse.Namespace) -> int:
         args.top_k,
         args.seed,
         args.max_file_bytes,
-        effort_of(args),
+        read_effort(args),
     )
     print(report)
     return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from checkpoint_tools.listing import as_json, print_listing
+    from checkpoint_tools.listing import encode_listing, print_listing
     from checkpoint_tools.opening import open_checkpoint
 
     checkpoint = open_checkpoint(args.checkpoint)
     if args.json:
-        print(json.dumps(as_json(checkpoint)))
+        print(json.dumps(encode_listing(checkpoint)))
     else:
         print_listing(checkpoint)
     return 0
@@ -256,7 +256,7 @@ def _verify(args: argparse.Namespace) -> int:
     from checkpoint_tools.verify import SHOWN, verify  # imports torch
 
     verdict = verify(
-        args.first, args.second, args.source_hf, args.optimizer, effort_of(args), args.leave_out
+        args.first, args.second, args.source_hf, args.optimizer, read_effort(args), args.leave_out
     )
     status = 0 if verdict.equal else 1
     if args.json:

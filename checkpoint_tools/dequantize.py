@@ -10,7 +10,7 @@ from checkpoint_tools.hf import open_hf
 from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.options import Effort
 from checkpoint_tools.output import Made
-from checkpoint_tools.packed import find_packed, stored_names
+from checkpoint_tools.packed import find_packed, list_stored_names
 from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.staging import refuse_existing
 from mcore_rl.weights.hf.config import parse_hf_config, with_dtype
@@ -36,7 +36,7 @@ def dequantize(
         raise ValueError(f"{file} has no quantization_config: the model is not quantized")
     checkpoint = open_hf(source_hf)
     packed = find_packed(config, checkpoint.tensors, dtype, file)
-    halves = stored_names(packed)
+    halves = list_stored_names(packed)
     assemblies: dict[str, Made] = {**packed}
     for name, tensor in checkpoint.tensors.items():
         if name not in halves:

@@ -20,7 +20,7 @@ _ADAM = re.compile(r"(chained_\d+\.)?optimizer\.state\.[a-z_]+\.")
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(.*)")
 
 
-def part_of(tensor: StoredTensor, chunk: Chunk, num_experts: int, name: str) -> LocalPart:
+def find_part(tensor: StoredTensor, chunk: Chunk, num_experts: int, name: str) -> LocalPart:
     """Return a chunk as a part, called `name`, of the tensor that the family's table knows.
 
     megatron-core's `singleton_local_shards` gives each expert, and each half of a gated
@@ -40,7 +40,7 @@ def part_of(tensor: StoredTensor, chunk: Chunk, num_experts: int, name: str) -> 
     return LocalPart(key, shape, start, local_shape, name, chunk.dtype)
 
 
-def without(checkpoints: Sequence[Checkpoint], patterns: Sequence[str]) -> list[Checkpoint]:
+def leave_out(checkpoints: Sequence[Checkpoint], patterns: Sequence[str]) -> list[Checkpoint]:
     """Return the checkpoints without tensors, and Adam's state of tensors, that match a pattern.
 
     patterns   of the shell, such as "mtp.*", for the keys of tensors
@@ -72,7 +72,7 @@ def _matches(key: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(of_model, pattern) for pattern in patterns)
 
 
-def unknown_remedy(key: str) -> str:
+def explain_unknown(key: str) -> str:
     """Return what to do about a tensor that no family's table has."""
     if key.startswith(MTP):
         return (

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from checkpoint_tools.archive_writer import make_archive
 from checkpoint_tools.assembly import Assembly
 from checkpoint_tools.hf import open_hf
-from checkpoint_tools.hf_model import model_dtype, read_config
+from checkpoint_tools.hf_model import find_dtype, read_config
 from checkpoint_tools.megatron_model import (
     Wanted,
     extra_state_keys,
@@ -31,7 +31,7 @@ from checkpoint_tools.megatron_model import (
 )
 from checkpoint_tools.optimizer import optimizer_from_hf
 from checkpoint_tools.options import Effort
-from checkpoint_tools.output import OutputFile, Task, share_of_file
+from checkpoint_tools.output import OutputFile, Task, compute_share
 from checkpoint_tools.produce import ConversionReport, produce
 from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.torch_dist import BACKEND, COMMON, METADATA, open_torch_dist
@@ -63,7 +63,7 @@ def from_hf(
     chunks = {
         key: tensor.chunks[0] for key, tensor in source.tensors.items() if key not in left_out
     }
-    wanted = megatron_tensors(config, dtype or model_dtype(config, source.tensors))
+    wanted = megatron_tensors(config, dtype or find_dtype(config, source.tensors))
     objects = extra_state_keys(config)
     boxes = megatron_assemblies(wanted, chunks, config, source_hf)
     sources = [source]
@@ -74,7 +74,7 @@ def from_hf(
         boxes += state_boxes
         common |= state_common
     total_bytes = sum(assembly.num_bytes for _, _, assembly in boxes)
-    files, stored = _lay_out(boxes, objects, share_of_file(total_bytes, max_file_bytes))
+    files, stored = _lay_out(boxes, objects, compute_share(total_bytes, max_file_bytes))
     tensors = list({tensor.key: tensor for tensor, _, _ in boxes}.values())
     describe = partial(
         _write_small_files, tensors=tensors, objects=objects, stored=stored, common=common

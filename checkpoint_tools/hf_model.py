@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoint_tools.packed import find_packed, stored_names
+from checkpoint_tools.packed import find_packed, list_stored_names
 from checkpoint_tools.stored import DTYPE_BYTES, StoredTensor
 from mcore_rl.weights.hf.config import named_dtype, parse_hf_config, read_hf_config
 from mcore_rl.weights.hf.nested import with_text_settings
@@ -51,20 +51,20 @@ def check_against_config(
             reason = "names and shapes were not compared with config.json"
             return f"{architecture} is unknown here: {reason}"
         if config.get("quantization_config") is not None:
-            tensors = _unpacked(config, tensors, path)
+            tensors = _find_unpacked(config, tensors, path)
         config = unquantized(config)
         refuse_unsupported(config, path)
-        family, dtype = family_of(config), model_dtype(config, tensors)
+        family, dtype = family_of(config), find_dtype(config, tensors)
         shapes, dtypes = family.shapes(config), family.dtypes(config, dtype)
     except WRONG_SETTING as error:
         raise ValueError(f"{path}: a setting is damaged: {error!r}") from error
     if either_way:
-        shapes = {name: _as_stored(shape, tensors.get(name)) for name, shape in shapes.items()}
+        shapes = {name: _find_stored(shape, tensors.get(name)) for name, shape in shapes.items()}
     _compare(folder, config, tensors, shapes, dtypes)
     return architecture
 
 
-def _as_stored(shape: Shape, stored: StoredTensor | None) -> Shape:
+def _find_stored(shape: Shape, stored: StoredTensor | None) -> Shape:
     """Return `shape`, of stacked experts transposed if they are stored so."""
     if stored is None or len(shape) != 3:
         return shape
@@ -72,12 +72,12 @@ def _as_stored(shape: Shape, stored: StoredTensor | None) -> Shape:
     return turned if stored.shape == turned else shape
 
 
-def _unpacked(
+def _find_unpacked(
     config: HfConfig, tensors: Mapping[str, StoredTensor], path: Path
 ) -> dict[str, StoredTensor]:
     """Return the tensors of a quantized model by their names and shapes without quantization."""
-    packed = find_packed(config, tensors, _known_dtype(config) or "bfloat16", path)
-    halves = stored_names(packed)
+    packed = find_packed(config, tensors, _check_dtype(config) or "bfloat16", path)
+    halves = list_stored_names(packed)
     plain = {name: tensor for name, tensor in tensors.items() if name not in halves}
     return plain | {
         name: StoredTensor(name, made.dtype, made.shape, (made.values,))
@@ -85,7 +85,7 @@ def _unpacked(
     }
 
 
-def _known_dtype(config: HfConfig) -> str | None:
+def _check_dtype(config: HfConfig) -> str | None:
     """Return the dtype that config.json gives, or None. Raises ValueError for an unknown one."""
     named = named_dtype(config)
     if named and named not in DTYPE_BYTES:
@@ -93,10 +93,10 @@ def _known_dtype(config: HfConfig) -> str | None:
     return named
 
 
-def model_dtype(config: HfConfig, tensors: Mapping[str, StoredTensor]) -> str:
+def find_dtype(config: HfConfig, tensors: Mapping[str, StoredTensor]) -> str:
     """Return the dtype that config.json gives, or else the one that most tensors have."""
     counts = Counter(tensor.dtype for tensor in tensors.values())
-    return _known_dtype(config) or counts.most_common(1)[0][0]
+    return _check_dtype(config) or counts.most_common(1)[0][0]
 
 
 def _compare(
@@ -132,7 +132,7 @@ def _compare(
         )
 
 
-def tied_heads(folder: Path) -> Mapping[str, str]:
+def find_tied_heads(folder: Path) -> Mapping[str, str]:
     """Return the output layers that config.json ties -> their embeddings; {} if none is known."""
     if not (folder / "config.json").is_file():
         return {}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from checkpoint_tools.hf import open_hf
 from checkpoint_tools.options import Effort
-from checkpoint_tools.output import Made, OutputFile, Task, share_of_file
+from checkpoint_tools.output import Made, OutputFile, Task, compute_share
 from checkpoint_tools.produce import ConversionReport, produce
 from checkpoint_tools.safetensors_file import make_header
 from checkpoint_tools.stored import Checkpoint
@@ -36,7 +36,7 @@ def make_hf(
     Raises what `produce` raises.
     """
     sizes = {name: assembly.num_bytes for name, assembly in assemblies.items()}
-    share = share_of_file(sum(sizes.values()), max_file_bytes)
+    share = compute_share(sum(sizes.values()), max_file_bytes)
     num_files = max(1, min(len(sizes), -(-sum(sizes.values()) // share)))
     files: list[OutputFile] = []
     weight_map: dict[str, str] = {}
@@ -44,7 +44,7 @@ def make_hf(
     for number, names in enumerate(deal_out(sizes, num_files), start=1):
         filename = f"model-{number:05d}-of-{num_files:05d}.safetensors"
         in_file = {name: assemblies[name] for name in names}
-        tensors = _stored_tensors(in_file, quantized)
+        tensors = _list_stored(in_file, quantized)
         files.append(_make_file(filename, tensors, in_file, quantized))
         weight_map |= dict.fromkeys(tensors, filename)
         expected |= tensors
@@ -53,7 +53,7 @@ def make_hf(
     return produce(out, sources, files, effort, complete, reopen, expected)
 
 
-def _stored_tensors(
+def _list_stored(
     assemblies: Mapping[str, Made], quantized: frozenset[str]
 ) -> dict[str, tuple[str, Shape]]:
     """Return (dtype, shape) of each tensor of a file, scales included."""

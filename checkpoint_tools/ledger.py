@@ -59,7 +59,7 @@ class Ledger:
             )
 
     def _add(self, path: str, span: ByteSpan) -> None:
-        expected = self._covering(path, span)
+        expected = self._find_covering(path, span)
         if expected is None:
             return
         key = (path, expected.start)
@@ -73,7 +73,7 @@ class Ledger:
             del self._read[key]
             self._compare(path, expected, sorted(reads.values(), key=lambda read: read.start))
 
-    def _covering(self, path: str, span: ByteSpan) -> ByteSpan | None:
+    def _find_covering(self, path: str, span: ByteSpan) -> ByteSpan | None:
         """Return the recorded checksum whose bytes include those of a read, or None."""
         if path in self._sums:
             number = bisect_right(self._starts[path], span.start) - 1

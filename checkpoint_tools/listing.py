@@ -8,7 +8,7 @@ from checkpoint_tools.stored import Checkpoint
 from checkpoint_tools.torch_dist import read_common
 
 
-def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
+def list_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return step and layout of a Megatron checkpoint, or the architecture of a HuggingFace
     directory.
 
@@ -20,13 +20,13 @@ def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
     return {name: common[name] for name in ("step", "layout", "iteration") if name in common}
 
 
-def as_json(checkpoint: Checkpoint) -> dict[str, Any]:
+def encode_listing(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return kind, facts, totals and every tensor by name, as JSON-like values."""
     return {
         "folder": str(checkpoint.folder),
         "kind": checkpoint.kind,
         "checksums": checkpoint.sums is not None,
-        **facts_of(checkpoint),
+        **list_facts(checkpoint),
         "num_tensors": len(checkpoint.tensors),
         "bytes": checkpoint.num_bytes,
         "tensors": {
@@ -57,7 +57,7 @@ def print_listing(checkpoint: Checkpoint) -> None:
     files = {chunk.file for tensor in checkpoint.tensors.values() for chunk in tensor.chunks}
     dtypes = Counter(tensor.dtype for tensor in checkpoint.tensors.values())
     print()
-    for name, value in facts_of(checkpoint).items():
+    for name, value in list_facts(checkpoint).items():
         print(f"{name}: {value}")
     print(f"kind: {checkpoint.kind}")
     counts = ", ".join(f"{count} of {dtype}" for dtype, count in dtypes.items())

@@ -14,12 +14,12 @@ from checkpoint_tools.assembly import (
     Assembly,
     Piece,
     Stretch,
-    checked,
+    check_pieces,
+    find_row,
     make_pieces,
-    ordered,
-    row_of,
+    order_pieces,
 )
-from checkpoint_tools.foreign_keys import part_of, unknown_remedy
+from checkpoint_tools.foreign_keys import explain_unknown, find_part
 from checkpoint_tools.stored import Chunk, StoredTensor
 from mcore_rl.weights.box import Shard, contiguous_strides
 from mcore_rl.weights.hf.config import moe_layers, padded_vocab_size
@@ -31,7 +31,7 @@ from mcore_rl.weights.models.value_head import with_value_head
 OUTPUT_LAYER = "output_layer.weight"
 
 
-def config_of(tensors: Mapping[str, StoredTensor], hf_config: HfConfig) -> HfConfig:
+def choose_config(tensors: Mapping[str, StoredTensor], hf_config: HfConfig) -> HfConfig:
     """Return `hf_config`, with a value head if the checkpoint is a critic's."""
     output = tensors.get(OUTPUT_LAYER)
     is_critic = output is not None and output.shape[0] == 1 and hf_config["vocab_size"] > 1
@@ -57,7 +57,7 @@ def hf_assemblies(
     parts: list[LocalPart] = []
     for tensor in tensors:
         for chunk in tensor.chunks:
-            parts.append(part_of(tensor, chunk, num_experts, str(len(chunks))))
+            parts.append(find_part(tensor, chunk, num_experts, str(len(chunks))))
             chunks.append(chunk)
     _check_known(parts, family, where)
     try:
@@ -91,7 +91,7 @@ def _check_known(parts: Sequence[LocalPart], family: Family, where: object) -> N
         try:
             family.find(part.key)
         except ValueError as error:
-            raise ValueError(f"{where}: {error}: {unknown_remedy(part.key)}") from error
+            raise ValueError(f"{where}: {error}: {explain_unknown(part.key)}") from error
 
 
 def _check_names(actual: Collection[str], wanted: Collection[str], where: object) -> None:
@@ -124,10 +124,12 @@ def _assemble(
     for shard, chunk in members:
         target = sum(at * stride for at, stride in zip(shard.box.start, strides, strict=True))
         source = (shard.offset, shard.strides)
-        pieces += make_pieces(chunk, shard.box.shape, source, (target, strides), row_of(shape))
+        pieces += make_pieces(chunk, shard.box.shape, source, (target, strides), find_row(shape))
         passed_over += skipped.pop(chunk.key, [])
     boxes = [(shard.box.start, shard.box.shape) for shard, _ in members]
-    return checked(name, dtype or members[0][1].dtype, shape, boxes, pieces, passed_over, where)
+    return check_pieces(
+        name, dtype or members[0][1].dtype, shape, boxes, pieces, passed_over, where
+    )
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ def megatron_assemblies(
             chunk, shard.box.shape, (source, strides), (shard.offset, shard.strides), shape[-1]
         )
     return [
-        (tensor, offset, Assembly(tensor.key, tensor.dtype, shape, ordered(pieces[number])))
+        (tensor, offset, Assembly(tensor.key, tensor.dtype, shape, order_pieces(pieces[number])))
         for number, (tensor, offset, shape) in enumerate(boxes)
     ]
 

@@ -38,12 +38,14 @@ class PeakMemory:
 
     def _sample(self) -> None:
         while True:
-            self.peak_bytes = max(self.peak_bytes, sum(map(proportional_bytes, self._process_ids)))
+            self.peak_bytes = max(
+                self.peak_bytes, sum(map(measure_proportional, self._process_ids))
+            )
             if self._stop.wait(SAMPLE_EVERY_S):
                 return
 
 
-def proportional_bytes(process_id: int) -> int:
+def measure_proportional(process_id: int) -> int:
     """Return the proportional set size of a process, 0 if it has ended."""
     try:
         text = Path(f"/proc/{process_id}/smaps_rollup").read_text()

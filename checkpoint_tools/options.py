@@ -42,7 +42,7 @@ class Effort:
 
 
 def add_effort(command: argparse.ArgumentParser) -> None:
-    """Add the options that `effort_of` reads."""
+    """Add the options that `read_effort` reads."""
     command.add_argument(
         "--memory-budget",
         type=parse_bytes,
@@ -55,7 +55,7 @@ def add_effort(command: argparse.ArgumentParser) -> None:
     )
 
 
-def effort_of(args: argparse.Namespace) -> Effort:
+def read_effort(args: argparse.Namespace) -> Effort:
     """Return the effort that the parsed options name. Raises ValueError for less than a worker."""
     return Effort(args.memory_budget, args.workers)
 

@@ -81,7 +81,7 @@ class Done:
     record: ReadRecord
 
 
-def share_of_file(total_bytes: int, max_file_bytes: int) -> int:
+def compute_share(total_bytes: int, max_file_bytes: int) -> int:
     """Return the bytes to put in each file of an output of `total_bytes`.
 
     The system lets one process at a time write to a file, so even an output that would fit in one
@@ -167,11 +167,11 @@ class Writer:
         return ByteSpan(start, assembly.num_bytes, crc32) if assembly.num_bytes else None
 
     def _write_unpacked(self, descriptor: int, packed: Packed, start: int) -> list[ByteSpan]:
-        from checkpoint_tools.unpack import unpacked  # imports torch
+        from checkpoint_tools.unpack import unpack_tensor  # imports torch
 
         at = start
         crc32 = 0
-        for view in unpacked(packed, self._reader, self._band_bytes):
+        for view in unpack_tensor(packed, self._reader, self._band_bytes):
             crc32 = zlib_ng.crc32(view, crc32)
             _write_all(descriptor, view, at)
             at += len(view)

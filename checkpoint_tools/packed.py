@@ -76,12 +76,12 @@ def find_packed(
         )
     assert isinstance(settings, dict)
     find = (
-        _fp8(tensors, dtype, _block_of(settings, file))
+        _fp8(tensors, dtype, _find_block(settings, file))
         if method == "fp8"
         else _mxfp4(tensors, dtype)
     )
     packed = {made.name: made for made in find}
-    taken = stored_names(packed)
+    taken = list_stored_names(packed)
     for name, tensor in tensors.items():
         if name not in taken and (tensor.dtype == "uint8" or tensor.dtype.startswith("float8")):
             raise ValueError(f"{_where(tensor)} is {tensor.dtype}, and no tensor has its scales")
@@ -96,12 +96,12 @@ def find_packed(
     return packed
 
 
-def stored_names(packed: Mapping[str, Packed]) -> set[str]:
+def list_stored_names(packed: Mapping[str, Packed]) -> set[str]:
     """Return the names under which values and scales are stored."""
     return {chunk.key for made in packed.values() for chunk in (made.values, made.scales)}
 
 
-def _block_of(settings: Mapping[str, Any], file: object) -> Shape:
+def _find_block(settings: Mapping[str, Any], file: object) -> Shape:
     """Return rows and columns of a block of 8-bit values. Raises ValueError if not supported."""
     block = settings.get("weight_block_size")
     is_supported = (

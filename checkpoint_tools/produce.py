@@ -152,11 +152,11 @@ def _digest(
         stat = Path(path).stat()
         stats.append((path, stat.st_size, stat.st_mtime_ns))
     plan = [(file.name, file.num_bytes, file.header.hex()) for file in files]
-    tasks = [(unit.number, unit.file, [_as_json(task) for task in unit.tasks]) for unit in units]
+    tasks = [(unit.number, unit.file, [_encode(task) for task in unit.tasks]) for unit in units]
     return hashlib.sha256(json.dumps([_FORMAT, stats, plan, tasks]).encode()).hexdigest()
 
 
-def _as_json(task: Task) -> list[object]:
+def _encode(task: Task) -> list[object]:
     made = task.assembly
     place = [task.start, task.is_archive, task.scales_start]
     return [*place, made.name, made.dtype, made.shape, made.places()]

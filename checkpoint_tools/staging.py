@@ -94,7 +94,7 @@ class StagedOutput:
         self._journal.seek(0)
         first, *lines = self._journal.read().split(b"\n")
         if first.decode(errors="replace") == self._digest:
-            self.done = _intact_units(self.folder, lines, units)
+            self.done = _list_intact(self.folder, lines, units)
         else:
             for path in self.folder.iterdir():
                 if path.name != JOURNAL:
@@ -119,7 +119,7 @@ def refuse_existing(out: Path) -> None:
         raise ValueError(f"{out} exists: choose another output, or remove it first")
 
 
-def _intact_units(folder: Path, lines: Sequence[bytes], units: Sequence[Unit]) -> dict[int, Done]:
+def _list_intact(folder: Path, lines: Sequence[bytes], units: Sequence[Unit]) -> dict[int, Done]:
     """Return the units of a journal, by number, whose bytes still have its checksums."""
     by_number = {unit.number: unit for unit in units}
     intact: dict[int, Done] = {}

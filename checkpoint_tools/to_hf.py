@@ -5,11 +5,10 @@ from functools import partial
 from pathlib import Path
 
 from checkpoint_tools.assembly import Assembly, whole
-from checkpoint_tools.foreign_keys import without
 from checkpoint_tools.hf import open_hf, read_index
 from checkpoint_tools.hf_model import read_config
 from checkpoint_tools.hf_output import make_hf
-from checkpoint_tools.megatron_model import config_of, hf_assemblies
+from checkpoint_tools.megatron_model import choose_config, hf_assemblies
 from checkpoint_tools.optimizer import optimizer_to_hf
 from checkpoint_tools.options import Effort
 from checkpoint_tools.produce import ConversionReport
@@ -44,15 +43,15 @@ def to_hf(
     if optimizer is not None:
         refuse_existing(optimizer)
     config = read_config(source_hf)
-    [source] = without([open_torch_dist(checkpoint)], leave_out)
+    [source] = leave_out([open_torch_dist(checkpoint)], leave_out)
     tensors = {tensor.key: tensor for tensor in model_tensors(source)}
-    config = config_of(tensors, config)
+    config = choose_config(tensors, config)
     assemblies = hf_assemblies(tensors.values(), config, dtype, checkpoint)
     sources = [source]
     if family_of(config).carried(config) and has_weights(source_hf):
         untrained = open_hf(source_hf)
         sources.append(untrained)
-        assemblies |= _carried(untrained, config)
+        assemblies |= _list_carried(untrained, config)
     settings = with_dtype(config, dtype or assemblies[family_of(config).embedding].dtype)
     describe = partial(write_small_files, config=settings, side_files_from=source_hf)
     reports = [make_hf(out, sources, assemblies, frozenset(), describe, max_file_bytes, effort)]
@@ -61,7 +60,7 @@ def to_hf(
     return reports
 
 
-def _carried(checkpoint: Checkpoint, config: HfConfig) -> dict[str, Assembly]:
+def _list_carried(checkpoint: Checkpoint, config: HfConfig) -> dict[str, Assembly]:
     """Return the tensors that Megatron does not train, such as multi-token prediction layers."""
     family = family_of(config)
     return {

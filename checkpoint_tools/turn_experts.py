@@ -49,13 +49,13 @@ def turn_experts(
     assemblies: dict[str, Made] = {}
     for name, tensor in checkpoint.tensors.items():
         chunk = tensor.chunks[0]
-        assemblies[name] = _turned(chunk) if name in stacked else whole(chunk)
+        assemblies[name] = _turn(chunk) if name in stacked else whole(chunk)
     describe = partial(write_small_files, config=config, side_files_from=source_hf)
     kept = (frozenset[str](), describe, max_file_bytes, effort)
     return make_hf(out, [checkpoint], assemblies, *kept, reopen=reopen)
 
 
-def _turned(chunk: Chunk) -> Assembly:
+def _turn(chunk: Chunk) -> Assembly:
     """Return the assembly of a tensor whose last two axes change places."""
     experts, rows, columns = chunk.shape
     size = rows * columns

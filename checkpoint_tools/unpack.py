@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_tools.assembly import whole
-from checkpoint_tools.cast import bytes_of
+from checkpoint_tools.cast import view_bytes
 from checkpoint_tools.packed import MXFP4_GROUP, MXFP4_GROUP_BYTES, Packed
 from checkpoint_tools.reader import Band, Reader, bands
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk
@@ -23,7 +23,7 @@ _LARGEST_BAND = 1 << 18
 """Number of elements whose intermediate values stay in the processor's cache."""
 
 
-def unpacked(packed: Packed, reader: Reader, band_bytes: int) -> Iterator[memoryview]:
+def unpack_tensor(packed: Packed, reader: Reader, band_bytes: int) -> Iterator[memoryview]:
     """Yield a tensor's elements as bytes, multiplied in float32 and rounded once.
 
     Each stored byte is read once.
@@ -50,7 +50,7 @@ def _fp8(packed: Packed, reader: Reader, band_len: int) -> Iterator[memoryview]:
             stop = min(last, (block + 1) * block_rows)
             factors_K = scales_nk[block].repeat_interleave(block_columns)[:num_columns]
             values_RK[start - first : stop - first] *= factors_K
-        yield bytes_of(values_RK.to(getattr(torch, packed.dtype)))
+        yield view_bytes(values_RK.to(getattr(torch, packed.dtype)))
 
 
 def _mxfp4(packed: Packed, reader: Reader, band_len: int) -> Iterator[memoryview]:
@@ -77,12 +77,12 @@ def _mxfp4(packed: Packed, reader: Reader, band_len: int) -> Iterator[memoryview
             bytes_GBN = bytes_CN.view(-1, MXFP4_GROUP_BYTES, num_rows)
             index_GBHN = torch.stack([bytes_GBN & 15, bytes_GBN >> 4], dim=2).to(torch.int32)
             index_GBHN += (scales_NG[:, groups].t().to(torch.int32) << 4)[:, None, None]
-            yield bytes_of(table.index_select(0, index_GBHN.view(-1)))
+            yield view_bytes(table.index_select(0, index_GBHN.view(-1)))
 
 
 def _read(reader: Reader, chunk: Chunk, start: int, stop: int) -> Tensor:
     """Read the bytes of a chunk's elements [start, stop)."""
     out = torch.empty((stop - start) * DTYPE_BYTES[chunk.dtype], dtype=torch.uint8)
     made = whole(chunk)
-    reader.fill(made, Band(start, stop, made.pieces), bytes_of(out))
+    reader.fill(made, Band(start, stop, made.pieces), view_bytes(out))
     return out

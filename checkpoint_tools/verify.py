@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from checkpoint_tools.assembly import Assembly, joined, whole
+from checkpoint_tools.assembly import Assembly, join_pieces, whole
 from checkpoint_tools.compare import Compared, Comparer, Difference, Pair
 from checkpoint_tools.files import check_whole_files
-from checkpoint_tools.foreign_keys import without
-from checkpoint_tools.hf_model import read_config, tied_heads
+from checkpoint_tools.hf_model import find_tied_heads, read_config
 from checkpoint_tools.ledger import Ledger
-from checkpoint_tools.megatron_model import config_of, hf_assemblies
+from checkpoint_tools.megatron_model import choose_config, hf_assemblies
 from checkpoint_tools.opening import open_checkpoint
 from checkpoint_tools.options import Effort, work_through
 from checkpoint_tools.output import check_held
@@ -65,7 +64,7 @@ def verify(
     Raises ValueError with the file or tensor that is damaged.
     """
     opened = [open_checkpoint(path) for path in (first, second) if path is not None]
-    checkpoints = without(opened, leave_out)
+    checkpoints = leave_out(opened, leave_out)
     notes = [
         f"{checkpoint.folder} came without checksums: only its structure was checked, and the"
         " checksums inside archives"
@@ -111,7 +110,7 @@ def _sides(
     if len(kinds) == 1:
         sides = [
             {
-                key: joined(key, tensor.dtype, tensor.shape, tensor.chunks)
+                key: join_pieces(key, tensor.dtype, tensor.shape, tensor.chunks)
                 for key, tensor in checkpoint.tensors.items()
                 if with_optimizer or not is_of_optimizer(key)
             }
@@ -122,7 +121,7 @@ def _sides(
         return sides
     hf = next(checkpoint for checkpoint in checkpoints if checkpoint.kind == "hf")
     config = read_config(source_hf or hf.folder)
-    return [_in_hf_names(checkpoint, config) for checkpoint in checkpoints]
+    return [_translate_names(checkpoint, config) for checkpoint in checkpoints]
 
 
 def _share_tied_heads(checkpoints: list[Checkpoint], sides: list[dict[str, Assembly]]) -> None:
@@ -130,7 +129,7 @@ def _share_tied_heads(checkpoints: list[Checkpoint], sides: list[dict[str, Assem
 
     If both are tied, neither needs one: a stored copy is equal to the embeddings.
     """
-    tied = [tied_heads(checkpoint.folder) for checkpoint in checkpoints]
+    tied = [find_tied_heads(checkpoint.folder) for checkpoint in checkpoints]
     for checkpoint, side, own, others, other_side in zip(
         checkpoints, sides, tied, reversed(tied), reversed(sides), strict=True
     ):
@@ -140,10 +139,12 @@ def _share_tied_heads(checkpoints: list[Checkpoint], sides: list[dict[str, Assem
                 side[head] = whole(checkpoint.tensors[embedding].chunks[0], name=head)
 
 
-def _in_hf_names(checkpoint: Checkpoint, config: HfConfig) -> dict[str, Assembly]:
+def _translate_names(checkpoint: Checkpoint, config: HfConfig) -> dict[str, Assembly]:
     if checkpoint.kind == "torch_dist":
         tensors = {tensor.key: tensor for tensor in model_tensors(checkpoint)}
-        return hf_assemblies(tensors.values(), config_of(tensors, config), None, checkpoint.folder)
+        return hf_assemblies(
+            tensors.values(), choose_config(tensors, config), None, checkpoint.folder
+        )
     family = family_of(config)
     return {
         name: whole(tensor.chunks[0])

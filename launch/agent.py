@@ -4,7 +4,7 @@ from launch.options import LaunchOptions
 from launch.submission import Submission
 
 
-def agent_options(submission: Submission, options: LaunchOptions) -> list[str]:
+def make_agent_options(submission: Submission, options: LaunchOptions) -> list[str]:
     """Options of `python -m mcore_rl.cluster.node_agent`."""
     needs = submission.needs
     chosen = {

@@ -37,7 +37,7 @@ def require_absolute(mounts: Iterable[str], option: str) -> None:
             )
 
 
-def own_recipe(submission: Submission) -> Path | None:
+def find_own_recipe(submission: Submission) -> Path | None:
     """The recipe's file if it is one of the user's own, which no image has."""
     given = next(w.partition("=")[2] for w in submission.settings if w.startswith("recipe="))
     return Path(given) if given.endswith((".yaml", ".yml")) else None
@@ -90,7 +90,7 @@ def _defaults(text: str) -> list[str]:
     return [f"{group.removeprefix('/')}{name}.yaml".lstrip("/") for group, name in pairs]
 
 
-def arguments_with(submission: Submission, recipe: str | None) -> list[str]:
+def replace_recipe(submission: Submission, recipe: str | None) -> list[str]:
     """Arguments of `mcore-rl`, with the path at which the nodes find the user's own recipe."""
     if recipe is None:
         return submission.arguments
@@ -99,7 +99,7 @@ def arguments_with(submission: Submission, recipe: str | None) -> list[str]:
     ]
 
 
-def job_name(given: str, submission: Submission, option: str, most_len: int) -> str:
+def make_job_name(given: str, submission: Submission, option: str, most_len: int) -> str:
     """The job's name as Kubernetes wants them, at most `most_len` long.
 
     Raises ValueError if the name that was given is none.

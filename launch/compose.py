@@ -33,7 +33,7 @@ def load_launch(name: str, overrides: Sequence[str]) -> LaunchOptions:
         known = ", ".join(list_launches())
         raise ValueError(f"launch={name}: no file {path}; there are {known}, or give a YAML file")
     try:
-        return _checked(_compose(path, overrides))
+        return _check_options(_compose(path, overrides))
     except YAMLError as error:
         raise ValueError(f"launch={name}: no YAML that is read here: {error}") from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -51,7 +51,7 @@ def _compose(path: Path, overrides: Sequence[str]) -> DictConfig:
         return compose(path.stem, overrides=[shipped, *readable])
 
 
-def _checked(tree: DictConfig) -> LaunchOptions:
+def _check_options(tree: DictConfig) -> LaunchOptions:
     structure = OmegaConf.structured(_options_class(tree))
     options: Any = OmegaConf.to_object(OmegaConf.merge(structure, tree))
     return options

@@ -9,15 +9,15 @@ from typing import Any
 import yaml
 
 from launch.away import (
-    arguments_with,
-    job_name,
-    own_recipe,
+    find_own_recipe,
+    make_job_name,
     read_recipe,
+    replace_recipe,
     require_absolute,
     require_mounted,
 )
 from launch.jobs import ENDED, RUNNING, WAITING, State, SubmittedJob, call
-from launch.kuberay_doctor import DOCTOR_SCRIPT, doctor_state, pods_of, reporting_pod
+from launch.kuberay_doctor import DOCTOR_SCRIPT, doctor_state, find_reporting_pod, list_pods
 from launch.kuberay_doctor import KIND as DOCTOR_KIND
 from launch.kuberay_manifest import CONTEXT, KINDS, manifests
 from launch.kuberay_pod import FILES, JOB_SCRIPT, LOG_SCRIPT, RECIPE, STOP_SCRIPT, SUBMISSION
@@ -49,10 +49,10 @@ def make_files(submission: Submission, options: KubeRayOptions) -> dict[str, str
     Raises ValueError if run.dir lies on no claim, or options contradict one another.
     """
     _check(submission, options)
-    name = job_name(options.name, submission, "launch.name", _NAME_LEN)
+    name = make_job_name(options.name, submission, "launch.name", _NAME_LEN)
     folder = str(submission.job_folder / name)
-    recipe = own_recipe(submission)
-    arguments = arguments_with(submission, f"{FILES}/{RECIPE}" if recipe else None)
+    recipe = find_own_recipe(submission)
+    arguments = replace_recipe(submission, f"{FILES}/{RECIPE}" if recipe else None)
     files = _scripts(submission, options, folder, arguments)
     if recipe is not None:
         files[RECIPE] = _recipe_text(recipe)
@@ -102,12 +102,12 @@ def submit(submission: Submission) -> str:
                 f"{job_id} exists and has not ended: cancel it with `mcore-rl cancel"
                 f" {submission.folder.parent}`, or take another launch.name"
             )
-        call(_on(submission.folder, job_id, "delete"))
+        call(_name_context(submission.folder, job_id, "delete"))
     call(submit_command(submission))
     return job_id
 
 
-def state_of(job: SubmittedJob) -> State:
+def read_state(job: SubmittedJob) -> State:
     """The state that KubeRay reports; for a job that waits also its pods that do, and why."""
     found = _resource(Path(job.folder), job.id)
     if found is None:
@@ -124,7 +124,7 @@ def log_command(job: SubmittedJob, follow: bool) -> list[str]:
     mode = yaml_objects(Path(job.folder))[-1]["spec"].get("submissionMode")
     kubectl = [*_kubectl(Path(job.folder)), "--namespace", namespace]
     if kind == DOCTOR_KIND.lower():
-        chosen = ["--selector", reporting_pod(name), "--tail=-1"]
+        chosen = ["--selector", find_reporting_pod(name), "--tail=-1"]
         return [*kubectl, "logs", *(["--follow"] if follow else []), *chosen]
     if mode == "K8sJobMode":
         return [*kubectl, "logs", *(["--follow"] if follow else []), f"job/{name}"]
@@ -202,14 +202,14 @@ def _kubectl(folder: Path) -> list[str]:
     return ["kubectl", *([f"--context={context}"] if context else [])]
 
 
-def _on(folder: Path, job_id: str, verb: str, *options: str) -> list[str]:
+def _name_context(folder: Path, job_id: str, verb: str, *options: str) -> list[str]:
     namespace, kind, name = job_id.split("/")
     words = ["--namespace", namespace, verb, kind, name, "--ignore-not-found", *options]
     return [*_kubectl(folder), *words]
 
 
 def _resource(folder: Path, job_id: str) -> dict[str, Any] | None:
-    shown = call(_on(folder, job_id, "get", "--output=json"))
+    shown = call(_name_context(folder, job_id, "get", "--output=json"))
     return json.loads(shown) if shown.strip() else None
 
 
@@ -244,7 +244,7 @@ def _waiting_pods(job: SubmittedJob, resource: dict[str, Any]) -> str:
     """The pods that do not run, with the reason that Kubernetes gives."""
     namespace, _, name = job.id.split("/")
     cluster = resource.get("status", {}).get("rayClusterName") or name
-    pods = pods_of(name) if resource["kind"] == DOCTOR_KIND else f"ray.io/cluster={cluster}"
+    pods = list_pods(name) if resource["kind"] == DOCTOR_KIND else f"ray.io/cluster={cluster}"
     get = ["--namespace", namespace, "get", "pods", f"--selector={pods}", "--output=json"]
     shown = call([*_kubectl(Path(job.folder)), *get], check=False)
     reasons = [_reason(pod) for pod in json.loads(shown)["items"]] if shown.strip() else []

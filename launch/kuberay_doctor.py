@@ -62,14 +62,14 @@ def doctor_state(job_id: str, resource: dict[str, Any]) -> State:
     return State(phase, f"{job_id}: {ready} of {wanted} pods run")
 
 
-def pods_of(name: str) -> str:
+def list_pods(name: str) -> str:
     """Return the selector of the Job's pods."""
     return f"{_LABEL}job-name={name}"
 
 
-def reporting_pod(name: str) -> str:
+def find_reporting_pod(name: str) -> str:
     """Return the selector of the pod that prints the report of all."""
-    return f"{pods_of(name)},{_LABEL}job-completion-index=0"
+    return f"{list_pods(name)},{_LABEL}job-completion-index=0"
 
 
 def _field(name: str, path: str) -> dict[str, Any]:

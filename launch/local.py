@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from launch.agent import agent_options
+from launch.agent import make_agent_options
 from launch.jobs import ENDED, RUNNING, State, SubmittedJob
 from launch.options import LocalOptions
 from launch.submission import Submission
@@ -35,7 +35,7 @@ def make_files(submission: Submission, options: LocalOptions) -> dict[str, str]:
         folder=str(submission.folder),
         python=shlex.quote(options.python or sys.executable),
         agent_options=[
-            *agent_options(submission, options),
+            *make_agent_options(submission, options),
             *("--num-cpus", str(submission.needs.cpus_per_node)),
         ],
         arguments=submission.arguments,
@@ -62,7 +62,7 @@ def submit(submission: Submission) -> str:
     return str(process.pid)
 
 
-def state_of(job: SubmittedJob) -> State:
+def read_state(job: SubmittedJob) -> State:
     if _is_running(job):
         return State(RUNNING, f"process {job.id} runs")
     path = Path(job.folder) / f"job_{job.id}" / "status"

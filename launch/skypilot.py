@@ -8,12 +8,12 @@ from typing import Any
 
 import yaml
 
-from launch.agent import agent_options
+from launch.agent import make_agent_options
 from launch.away import (
-    arguments_with,
-    job_name,
-    own_recipe,
+    find_own_recipe,
+    make_job_name,
     read_recipe,
+    replace_recipe,
     require_absolute,
     require_mounted,
 )
@@ -41,7 +41,7 @@ def make_files(submission: Submission, options: SkyPilotOptions) -> dict[str, st
     Raises ValueError if no mount holds run.dir, or options contradict one another.
     """
     _check(submission, options)
-    recipe = own_recipe(submission)
+    recipe = find_own_recipe(submission)
     files = {TASK: dump_yaml(_task(submission, options, recipe))}
     if recipe is not None:
         files[RECIPE] = read_recipe(recipe)
@@ -71,7 +71,7 @@ def submit(submission: Submission) -> str:
     return f"{place}/{numbers[-1]}"
 
 
-def state_of(job: SubmittedJob) -> State:
+def read_state(job: SubmittedJob) -> State:
     place, number = job.id.split("/")
     queue = ["jobs", "queue", "--all"] if place == _MANAGED else ["queue", place]
     shown = json.loads(call(["sky", *queue, "--output", "json"]))
@@ -96,7 +96,7 @@ def cancel(job: SubmittedJob) -> None:
 
 
 def _task(submission: Submission, options: SkyPilotOptions, recipe: Path | None) -> dict[str, Any]:
-    name = job_name(options.name, submission, "launch.name", _NAME_LEN)
+    name = make_job_name(options.name, submission, "launch.name", _NAME_LEN)
     task: dict[str, Any] = {
         "name": name,
         "resources": _resources(submission, options),
@@ -123,10 +123,10 @@ def _task(submission: Submission, options: SkyPilotOptions, recipe: Path | None)
         folder=str(submission.job_folder / name),
         python=options.python,
         agent_options=[
-            *agent_options(submission, options),
+            *make_agent_options(submission, options),
             *("--num-cpus", str(submission.needs.cpus_per_node)),
         ],
-        arguments=arguments_with(submission, _ON_NODES if recipe else None),
+        arguments=replace_recipe(submission, _ON_NODES if recipe else None),
     )
     return task
 

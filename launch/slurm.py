@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from launch.agent import agent_options
+from launch.agent import make_agent_options
 from launch.jobs import ENDED, RUNNING, WAITING, State, SubmittedJob, call
 from launch.options import SlurmOptions
 from launch.submission import Submission
@@ -42,7 +42,7 @@ def make_files(submission: Submission, options: SlurmOptions) -> dict[str, str]:
         wrapper=_apptainer(submission, options),
         python=shlex.quote(_python(options)),
         folder=str(submission.folder),
-        agent_options=agent_options(submission, options),
+        agent_options=make_agent_options(submission, options),
         arguments=submission.arguments,
         run_dir=str(submission.run_dir),
         saved_status=EXIT_STATUS,
@@ -59,15 +59,15 @@ def submit(submission: Submission) -> str:
     return call(submit_command(submission)).split(";")[0].strip()
 
 
-def state_of(job: SubmittedJob) -> State:
+def read_state(job: SubmittedJob) -> State:
     """The job's state as SLURM tells it; for one that waits also why, and which nodes are out."""
     shown = call(["scontrol", "show", "job", job.id, "--oneliner"], check=False).splitlines()
     if not shown:
         return State(ENDED, f"SLURM has forgotten job {job.id}; its log is in {job.folder}")
-    return joint_state([job_state(line, _out_of_service()) for line in shown])
+    return join_states([parse_job_state(line, _out_of_service()) for line in shown])
 
 
-def joint_state(states: Sequence[State]) -> State:
+def join_states(states: Sequence[State]) -> State:
     """The state of a job array: it ended once all its jobs did, with the highest status."""
     text = "\n".join(state.text for state in states)
     for phase in (RUNNING, WAITING):
@@ -89,7 +89,7 @@ def cancel(job: SubmittedJob) -> None:
     call(["scancel", job.id])
 
 
-def job_state(job: str, out_of_service: Sequence[str]) -> State:
+def parse_job_state(job: str, out_of_service: Sequence[str]) -> State:
     """The state that a line of `scontrol show job` tells; nodes that are out concern who waits."""
     facts = dict(re.findall(r"(\w+)=(\S*)", job))
     state = facts.get("JobState", "")

@@ -102,7 +102,7 @@ def _describe(submission: Submission, files: Iterable[str]) -> str:
 def show_status(run_dir: Path) -> State:
     """Print the state of the run's job, and return it."""
     job = find_job(run_dir, FOLDER)
-    state = TARGETS[job.target].state_of(job)
+    state = TARGETS[job.target].read_state(job)
     print(state.text)
     return state
 
@@ -113,7 +113,7 @@ def show_logs(run_dir: Path, follow: bool) -> None:
     target = TARGETS[job.target]
     shown = subprocess.Popen(target.log_command(job, follow), stdin=subprocess.DEVNULL)
     try:
-        while follow and shown.poll() is None and target.state_of(job).phase != ENDED:
+        while follow and shown.poll() is None and target.read_state(job).phase != ENDED:
             time.sleep(_POLL_S)
         if follow:
             time.sleep(_POLL_S)  # the last lines

@@ -30,26 +30,26 @@ class Target:
     make_files: Callable[[Submission, Any], dict[str, str]]
     submit_command: Callable[[Submission], list[str]]
     submit: Callable[[Submission], str]
-    state_of: Callable[[SubmittedJob], State]
+    read_state: Callable[[SubmittedJob], State]
     log_command: Callable[[SubmittedJob, bool], list[str]]
     cancel: Callable[[SubmittedJob], None]
 
 
-def _target(options: type[LaunchOptions], module: Any) -> Target:
+def _make_target(options: type[LaunchOptions], module: Any) -> Target:
     return Target(
         options,
         module.make_files,
         module.submit_command,
         module.submit,
-        module.state_of,
+        module.read_state,
         module.log_command,
         module.cancel,
     )
 
 
 TARGETS = {
-    "local": _target(LocalOptions, local),
-    "slurm": _target(SlurmOptions, slurm),
-    "kuberay": _target(KubeRayOptions, kuberay),
-    "skypilot": _target(SkyPilotOptions, skypilot),
+    "local": _make_target(LocalOptions, local),
+    "slurm": _make_target(SlurmOptions, slurm),
+    "kuberay": _make_target(KubeRayOptions, kuberay),
+    "skypilot": _make_target(SkyPilotOptions, skypilot),
 }

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint_tools.assembly import Piece, checked, cut, joined, make_pieces, row_of, whole
+from checkpoint_tools.assembly import (
+    Piece,
+    check_pieces,
+    cut,
+    find_row,
+    join_pieces,
+    make_pieces,
+    whole,
+)
 from checkpoint_tools.stored import Chunk
 from mcore_rl.weights.box import contiguous_strides
 from tests.support.assembly_elements import element_pairs
@@ -42,7 +50,7 @@ def test_a_chunk_lands_where_numpy_puts_it(
     expected = np.full(shape, -1)
     box = tuple(slice(a, a + size) for a, size in zip(offset, sizes, strict=True))
     expected[box] = np.arange(np.prod(sizes)).reshape(sizes)
-    copied = places(joined("t", "uint8", shape, [chunk]).pieces)
+    copied = places(join_pieces("t", "uint8", shape, [chunk]).pieces)
     assert copied == {i: value for i, value in enumerate(expected.flat) if value >= 0}
 
 
@@ -89,10 +97,10 @@ def test_a_part_that_is_scattered_over_its_chunk_is_refused(tmp_path: Path) -> N
 
 def test_boxes_with_a_gap_are_refused() -> None:
     with pytest.raises(ValueError, match=r"file: tensor 't' .* its parts hold 2 of 4 elements"):
-        checked("t", "uint8", (4,), [((0,), (2,))], [], where="file")
+        check_pieces("t", "uint8", (4,), [((0,), (2,))], [], where="file")
 
 
 def test_an_empty_chunk_has_no_pieces() -> None:
     assert whole(chunk_of(0, 3)).pieces == ()
-    assert row_of((2, 3, 4)) == 4
-    assert row_of((4,)) == 1
+    assert find_row((2, 3, 4)) == 4
+    assert find_row((4,)) == 1

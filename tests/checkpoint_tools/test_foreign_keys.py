@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint_tools.foreign_keys import part_of, unknown_remedy, without
+from checkpoint_tools.foreign_keys import explain_unknown, find_part, leave_out
 from checkpoint_tools.stored import Checkpoint, Chunk, StoredTensor
 from mcore_rl.config import ModelConfig, ParallelConfig, TrainConfig
 from mcore_rl.train.actor import Actor
@@ -169,7 +169,7 @@ def test_a_chunk_is_part_of_the_tensor_in_the_table(
     key: str, shape: Any, offset: Any, expected: Any
 ) -> None:
     chunk = Chunk(key, "float32", offset, shape, "file", 0, 1, is_archive=True)
-    part = part_of(StoredTensor(key, "float32", shape, (chunk,)), chunk, 8, "3")
+    part = find_part(StoredTensor(key, "float32", shape, (chunk,)), chunk, 8, "3")
     assert (part.key, part.global_shape, part.global_offset) == expected
     assert part.local_shape == (1, *shape)[-len(part.global_shape) :] and part.tensor == "3"
 
@@ -178,13 +178,13 @@ def test_tensors_and_their_optimizer_state_are_left_out(tmp_path: Path) -> None:
     keys = [MTP_KEY, "optimizer.state.exp_avg." + MTP_KEY, "chained_0.optimizer.state.param.a", "a"]
     tensors = {key: StoredTensor(key, "float32", (), ()) for key in keys}
     checkpoint = Checkpoint("torch_dist", tmp_path, tensors, (), None)
-    [left] = without([checkpoint], ["mtp.*"])
+    [left] = leave_out([checkpoint], ["mtp.*"])
     assert list(left.tensors) == keys[2:]
-    assert without([checkpoint], []) == [checkpoint]
+    assert leave_out([checkpoint], []) == [checkpoint]
     with pytest.raises(ValueError, match=r"--leave-out 'b\*' matches none of the 4 tensors of"):
-        without([checkpoint], ["a", "b*"])
+        leave_out([checkpoint], ["a", "b*"])
 
 
 def test_the_remedy_for_an_unknown_tensor_is_named() -> None:
-    assert "multi-token prediction" in unknown_remedy(MTP_KEY)
-    assert "--leave-out PATTERN" in unknown_remedy("decoder.layers.0.adapter.weight")
+    assert "multi-token prediction" in explain_unknown(MTP_KEY)
+    assert "--leave-out PATTERN" in explain_unknown("decoder.layers.0.adapter.weight")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint_tools.hf_model import check_against_config, model_dtype, read_config
+from checkpoint_tools.hf_model import check_against_config, find_dtype, read_config
 from checkpoint_tools.safetensors_file import read_header
 from checkpoint_tools.stored import Chunk, StoredTensor
 from tests.support.megatron_layout import model_config
@@ -79,7 +79,7 @@ def test_the_dtype_is_that_of_config_json_or_of_most_tensors() -> None:
         "b": stored("b", "float16", 1),
         "c": stored("c", "float32", 1),
     }
-    assert model_dtype(model_config(dtype="bfloat16"), tensors) == "bfloat16"
-    assert model_dtype(model_config(), tensors) == "float16"
+    assert find_dtype(model_config(dtype="bfloat16"), tensors) == "bfloat16"
+    assert find_dtype(model_config(), tensors) == "float16"
     with pytest.raises(ValueError, match=r"dtype='float3' in config\.json is not among float64"):
-        model_dtype(model_config(dtype="float3"), tensors)
+        find_dtype(model_config(dtype="float3"), tensors)

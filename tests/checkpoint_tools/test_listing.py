@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint_tools.listing import as_json, facts_of, print_listing
+from checkpoint_tools.listing import encode_listing, list_facts, print_listing
 from checkpoint_tools.opening import open_checkpoint
 from tests.support.small_hf import read_all, write_hf, write_small_model
 
 
 def test_json_has_every_tensor_with_its_file(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_small_model(tmp_path / "hf"))
-    listing = json.loads(json.dumps(as_json(checkpoint)))
+    listing = json.loads(json.dumps(encode_listing(checkpoint)))
     assert (listing["kind"], listing["checksums"], listing["objects"]) == ("hf", False, [])
     assert listing["num_tensors"] == len(checkpoint.tensors) == len(listing["tensors"])
     assert listing["tensors"]["model.embed_tokens.weight"] == {
@@ -24,7 +24,7 @@ def test_json_has_every_tensor_with_its_file(tmp_path: Path) -> None:
         "chunks": 1,
         "files": ["model.safetensors"],
     }
-    assert "Qwen3MoeForCausalLM" in facts_of(checkpoint).values()
+    assert "Qwen3MoeForCausalLM" in list_facts(checkpoint).values()
 
 
 def test_the_table_has_a_row_per_tensor_and_then_totals(

@@ -6,11 +6,11 @@ import subprocess
 import sys
 import time
 
-from checkpoint_tools.memory import PeakMemory, proportional_bytes
+from checkpoint_tools.memory import PeakMemory, measure_proportional
 
 
 def test_the_peak_includes_memory_that_was_given_back() -> None:
-    before = proportional_bytes(os.getpid())
+    before = measure_proportional(os.getpid())
     # Not by malloc: this process may have kept what it freed, and grow by nothing.
     with PeakMemory([os.getpid()]) as memory, mmap.mmap(-1, 64 << 20) as block:
         block.write(b"x" * len(block))
@@ -23,4 +23,4 @@ def test_the_peak_includes_memory_that_was_given_back() -> None:
 def test_a_process_that_ended_takes_nothing() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    assert proportional_bytes(process.pid) == 0
+    assert measure_proportional(process.pid) == 0

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint_tools.cli import main
-from checkpoint_tools.listing import as_json, print_listing
+from checkpoint_tools.listing import encode_listing, print_listing
 from checkpoint_tools.opening import open_checkpoint
 from tests.support.megatron_layout import model_config
 
@@ -18,7 +18,7 @@ def test_a_huggingface_directory_is_opened_and_listed(
 ) -> None:
     save_file({"a": torch.ones(2, 3)}, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(tmp_path)
-    listing = as_json(checkpoint)
+    listing = encode_listing(checkpoint)
     assert (listing["kind"], listing["num_tensors"], listing["bytes"]) == ("hf", 1, 24)
     assert listing["tensors"]["a"] == {
         "dtype": "float32",

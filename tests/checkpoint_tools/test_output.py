@@ -13,8 +13,8 @@ from checkpoint_tools.output import (
     Task,
     buffer_bytes,
     check_held,
+    compute_share,
     make_units,
-    share_of_file,
 )
 from checkpoint_tools.stored import Chunk
 
@@ -55,7 +55,7 @@ def test_units_hold_every_task_once_and_stay_near_their_size(
 def test_an_output_is_cut_so_that_workers_write_to_different_files(
     total_bytes: int, max_file_bytes: int, share: int
 ) -> None:
-    assert share_of_file(total_bytes, max_file_bytes) == share
+    assert compute_share(total_bytes, max_file_bytes) == share
 
 
 def test_buffers_are_an_eighth_of_the_budget_up_to_a_limit() -> None:

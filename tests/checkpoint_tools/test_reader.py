@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from checkpoint_tools import reader as reader_module
-from checkpoint_tools.assembly import Assembly, Stretch, joined, make_pieces
+from checkpoint_tools.assembly import Assembly, Stretch, join_pieces, make_pieces
 from checkpoint_tools.ledger import Ledger
 from checkpoint_tools.reader import Reader, bands
 from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint, Chunk, StoredTensor
@@ -61,7 +61,7 @@ def test_a_tensor_is_put_together_from_chunks_of_any_cut(
     sums = {"file": sum_file(tmp_path / "file", edges)}
     ledger = Ledger([Checkpoint("hf", tmp_path, {"t": stored}, (), sums)])
     reader = Reader(scratch_bytes=rng.choice([2, 16, 1000]))
-    found = read(joined("t", dtype, shape, stored.chunks), rng.choice([1, 40, 4096]), reader)
+    found = read(join_pieces("t", dtype, shape, stored.chunks), rng.choice([1, 40, 4096]), reader)
     assert torch.equal(found, tensor.to(getattr(torch, dtype)))
     record = reader.take_record()
     reader.close()

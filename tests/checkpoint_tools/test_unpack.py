@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from checkpoint_tools.packed import Packed
 from checkpoint_tools.reader import Reader
 from checkpoint_tools.stored import Chunk
-from checkpoint_tools.unpack import unpacked
+from checkpoint_tools.unpack import unpack_tensor
 
 
 def write_chunk(path: Path, tensor: Tensor) -> Chunk:
@@ -25,7 +25,7 @@ def write_chunk(path: Path, tensor: Tensor) -> Chunk:
 def unpack(packed: Packed, band_bytes: int) -> Tensor:
     """Return the elements as bytes, after checking that each stored byte is read once."""
     reader = Reader(scratch_bytes=1000)
-    content = b"".join(bytes(part) for part in unpacked(packed, reader, band_bytes))
+    content = b"".join(bytes(part) for part in unpack_tensor(packed, reader, band_bytes))
     read = reader.take_record().read
     reader.close()
     for chunk in (packed.values, packed.scales):

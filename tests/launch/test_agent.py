@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from launch.agent import agent_options
+from launch.agent import make_agent_options
 from launch.options import SlurmOptions
 from launch.submission import Submission
 from mcore_rl.cluster.node_agent.__main__ import parse
@@ -13,6 +13,6 @@ def test_the_agent_understands_its_options() -> None:
     submission = Submission("train", (), Path("/runs/a"), NodeNeeds(3, 2, 8, 64))
     options = SlurmOptions(interface="ib0", start_timeout_s=90, object_store_mib=100)
     words = ["--name", "a", "--names", "a,b,c", "--folder", "/f"]
-    job = parse([*words, *agent_options(submission, options), "--", "train"])
+    job = parse([*words, *make_agent_options(submission, options), "--", "train"])
     assert (job.trainer_nodes, job.num_gpus, job.object_store_mib) == (2, 8, 100)
     assert (job.interface, job.timeout_s) == ("ib0", 90.0)

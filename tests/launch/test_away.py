@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.away import arguments_with, job_name, own_recipe, read_recipe, require_mounted
+from launch.away import find_own_recipe, make_job_name, read_recipe, replace_recipe, require_mounted
 from launch.submission import Submission
 from mcore_rl.config.shipped import RECIPES_DIR
 from mcore_rl.planning.bundles import NodeNeeds
@@ -27,22 +27,22 @@ def test_a_folder_on_no_mount_is_refused() -> None:
     [("/r/a", "train-a"), ("/r/Qwen3_30B.v2", "train-qwen3-30b-v2"), ("/r/" + "x_" * 40, 23)],
 )
 def test_a_folders_name_becomes_a_name_for_kubernetes(run_dir: str, name: str | int) -> None:
-    made = job_name("", submission(run_dir), "launch.name", 47)
+    made = make_job_name("", submission(run_dir), "launch.name", 47)
     assert made == name if isinstance(name, str) else len(made) <= 47 and made.endswith("x")
 
 
 @pytest.mark.parametrize("given", ["Train", "1a", "a-", "a_b", "a" * 48])
 def test_a_name_that_kubernetes_refuses_is_refused_here(given: str) -> None:
     with pytest.raises(ValueError, match=f"launch.name={given}: expected at most 47 lower-case"):
-        job_name(given, submission(), "launch.name", 47)
+        make_job_name(given, submission(), "launch.name", 47)
 
 
 def test_only_a_file_of_ones_own_is_sent() -> None:
-    assert own_recipe(submission()) is None
+    assert find_own_recipe(submission()) is None
     mine = submission(recipe="here/mine.yaml")
-    assert own_recipe(mine) == Path("here/mine.yaml")
-    assert arguments_with(mine, "/etc/r.yaml")[1] == "recipe=/etc/r.yaml"
-    assert arguments_with(mine, None) == mine.arguments
+    assert find_own_recipe(mine) == Path("here/mine.yaml")
+    assert replace_recipe(mine, "/etc/r.yaml")[1] == "recipe=/etc/r.yaml"
+    assert replace_recipe(mine, None) == mine.arguments
 
 
 def test_a_recipe_that_holds_a_secret_is_refused(tmp_path: Path) -> None:

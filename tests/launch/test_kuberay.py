@@ -16,8 +16,8 @@ from launch.kuberay import (
     MANIFEST,
     cancel,
     log_command,
+    read_state,
     resource_state,
-    state_of,
     submit,
     submit_command,
 )
@@ -132,12 +132,12 @@ def test_a_job_is_applied_watched_and_deleted(kubectl: Kubectl) -> None:
     conditions = [{"message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."}]
     pod = {"metadata": {"name": "p"}, "status": {"phase": "Pending", "conditions": conditions}}
     kubectl.answer("pods", {"items": [pod]})
-    assert state_of(job).text.endswith(f"; p: {conditions[0]['message']}")
+    assert read_state(job).text.endswith(f"; p: {conditions[0]['message']}")
     with pytest.raises(ValueError, match=r"default/rayjob/train-a exists and has not ended"):
         submit(submission)
     ended = {"jobDeploymentStatus": "Failed", "message": "exit code 1"}
     kubectl.answer("rayjob", {"kind": "RayJob", "status": ended})
-    assert state_of(job).exit_status == 1
+    assert read_state(job).exit_status == 1
     kubectl.calls()
     submit(submission)
     delete = "--namespace default delete rayjob train-a --ignore-not-found"
@@ -216,7 +216,7 @@ def test_each_submission_has_a_number_and_its_context(kubectl: Kubectl) -> None:
     first = number()
     submit(submission)
     assert number() != first
-    state_of(job)
+    read_state(job)
     cancel(job)
     calls = [*kubectl.calls(), " ".join(log_command(job, follow=False)[1:])]
     assert len(calls) > 5 and all(call.startswith("--context=lab ") for call in calls), calls

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from launch.jobs import ENDED, RUNNING, WAITING, SubmittedJob
-from launch.kuberay import MANIFEST, cancel, log_command, state_of, submit
+from launch.kuberay import MANIFEST, cancel, log_command, read_state, submit
 from launch.kuberay_doctor import DOCTOR_SCRIPT, doctor_state
 from tests.launch.test_kuberay import Kubectl
 from tests.support.launches import files_of, written
@@ -54,7 +54,7 @@ def test_a_doctor_is_submitted_watched_and_deleted(kubectl: Kubectl) -> None:
     containers = [{"state": {"waiting": {"reason": "ImagePullBackOff"}}}]
     pod = {"metadata": {"name": "p"}, "status": {"containerStatuses": containers}}
     kubectl.answer("pods", {"items": [pod]})
-    assert state_of(job).text == "default/job/doctor-a: 0 of 4 pods run; p: ImagePullBackOff"
+    assert read_state(job).text == "default/job/doctor-a: 0 of 4 pods run; p: ImagePullBackOff"
     assert "--selector=batch.kubernetes.io/job-name=doctor-a" in kubectl.calls()[-1]
     assert "job-completion-index=0" in " ".join(log_command(job, follow=True))
     cancel(job)

@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 from launch.jobs import SubmittedJob
-from launch.local import SCRIPT, cancel, make_files, state_of, submit_command
+from launch.local import SCRIPT, cancel, make_files, read_state, submit_command
 from launch.options import LocalOptions
 from launch.submission import Submission
 from mcore_rl.planning.bundles import NodeNeeds
@@ -23,11 +23,11 @@ def test_each_node_is_an_agent_with_an_address() -> None:
 def test_a_process_that_is_no_job_is_left_alone(tmp_path: Path) -> None:
     other = subprocess.Popen(["sleep", "60"])
     job = SubmittedJob("local", str(other.pid), "train-a", str(tmp_path))
-    assert state_of(job).text == f"process {other.pid} ended without a status: it was killed"
+    assert read_state(job).text == f"process {other.pid} ended without a status: it was killed"
     cancel(job)
     assert other.poll() is None
     other.kill()
     other.wait()
     (tmp_path / f"job_{other.pid}").mkdir()
     (tmp_path / f"job_{other.pid}" / "status").write_text("75\n")
-    assert state_of(job).exit_status == 75
+    assert read_state(job).exit_status == 75

@@ -17,8 +17,8 @@ from launch.skypilot import (
     TASK,
     cancel,
     log_command,
+    read_state,
     record_state,
-    state_of,
     submit,
     submit_command,
 )
@@ -133,7 +133,7 @@ def test_a_job_is_launched_watched_and_canceled(
     assert submit_command(submission)[:4] == ["sky", "jobs", "launch", "--yes"]
     job = SubmittedJob("skypilot", submit(submission), "train-a", str(submission.folder))
     assert job.id == "managed/7"
-    assert state_of(job).phase == RUNNING
+    assert read_state(job).phase == RUNNING
     shown = ["sky", "jobs", "logs", "7", "--no-follow", "--tail", "0"]
     assert log_command(job, follow=False) == shown
     cancel(job)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.options import SlurmOptions
-from launch.slurm import SCRIPT, job_state, make_files, submit_command
+from launch.slurm import SCRIPT, make_files, parse_job_state, submit_command
 from launch.submission import Submission
 from mcore_rl.planning.bundles import NodeNeeds
 
@@ -99,13 +99,13 @@ def test_the_job_is_submitted_from_its_folder() -> None:
     ],
 )
 def test_the_state_of_a_job(facts: str, phase: str, text: str, status: int | None) -> None:
-    state = job_state(f"JobId=7 JobName=train-a {facts}", out_of_service=())
+    state = parse_job_state(f"JobId=7 JobName=train-a {facts}", out_of_service=())
     assert (state.phase, state.text, state.exit_status) == (phase, f"job 7 {text}", status)
 
 
 def test_nodes_that_are_out_of_service_are_named_to_who_waits() -> None:
     drained = "n2 drained: broken fan"
-    waiting = job_state("JobId=7 JobState=PENDING Reason=Resources", [drained])
+    waiting = parse_job_state("JobId=7 JobState=PENDING Reason=Resources", [drained])
     assert (
         waiting.text == "job 7 waits (Resources, restart 0); out of service: n2 drained: broken fan"
     )

@@ -44,7 +44,7 @@ class SubmittedRun:
 
     def status(self) -> str:
         """Return what `mcore-rl status` prints, without the start of a process."""
-        return TARGETS[self.job.target].state_of(self.job).text
+        return TARGETS[self.job.target].read_state(self.job).text
 
     def printed(self) -> str:
         """Return what the job printed so far, in all its attempts."""
