@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from checkpoint_tools.options import add_effort, parse_bytes, read_effort, show_bytes
 from mcore_rl.process.cores import THREADS, check_threads
-from mcore_rl.process.disk import explain_refusal, naming_full_disk
+from mcore_rl.process.disk import explain_refusal, report_any_full_disk
 from mcore_rl.weights.megatron_files.integrity import with_remedy
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_threads(os.environ)
         # torch reads this when it is imported; each worker takes one core.
         os.environ.setdefault(THREADS, "1")
-        with naming_full_disk():
+        with report_any_full_disk():
             return args.run(args)
     except (ValueError, OSError) as error:
         return _fail(with_remedy(explain_refusal(error)), 2)

@@ -60,7 +60,7 @@ def check_whole_files(checkpoint: Checkpoint) -> int:
     return count
 
 
-def _differing_files(checkpoint: Checkpoint) -> Iterator[str]:
+def _find_differing(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield the files that checksums.json lists and that differ, or do not exist any more."""
     folder = checkpoint.folder
     for name, entry in (read_manifest(folder) or {}).items():
@@ -77,7 +77,7 @@ def write_checksums(checkpoint: Checkpoint, changed: Collection[str] = ()) -> Pa
     Raises ValueError with the files that differ and are not among `changed`: a new list would make
     damage look whole.
     """
-    differing = sorted({*_differing_files(checkpoint)} - {*changed})
+    differing = sorted({*_find_differing(checkpoint)} - {*changed})
     if differing:
         raise ValueError(
             f"{checkpoint.folder / MANIFEST}: {', '.join(differing)} no longer agree with it. Copy"

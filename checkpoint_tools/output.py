@@ -17,7 +17,7 @@ from checkpoint_tools.assembly import Assembly
 from checkpoint_tools.packed import Packed
 from checkpoint_tools.reader import Reader, ReadRecord, bands
 from checkpoint_tools.stored import DTYPE_BYTES
-from mcore_rl.process.disk import reporting_full_disk
+from mcore_rl.process.disk import report_full_disk
 from mcore_rl.weights.hf.checksums import ByteSpan
 from mcore_rl.weights.hf.fp8 import BLOCK
 
@@ -122,7 +122,7 @@ class Writer:
     def __call__(self, unit: Unit) -> Done:
         path = self._folder / unit.file
         written: list[ByteSpan] = []
-        with reporting_full_disk(path), path.open("r+b", buffering=0) as file:
+        with report_full_disk(path), path.open("r+b", buffering=0) as file:
             for task in unit.tasks:
                 written += self._write(file.fileno(), task)
         return Done(tuple(written), self._reader.take_record())

@@ -24,7 +24,7 @@ from checkpoint_tools.output import (
 )
 from checkpoint_tools.staging import JOURNAL, StagedOutput
 from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint
-from mcore_rl.process.disk import reporting_full_disk
+from mcore_rl.process.disk import report_full_disk
 from mcore_rl.weights.hf.checksums import sum_small_files, write_manifest
 from mcore_rl.weights.models.table import Shape
 
@@ -87,7 +87,7 @@ def produce(
     total = sum(file.num_bytes for file in files)
     units = make_units(files, min(LARGEST_UNIT, max(SMALLEST_UNIT, total // 64)))
     staging = StagedOutput(out, _digest(sources, files, units))
-    with reporting_full_disk(staging.folder), staging.open(files, units):
+    with report_full_disk(staging.folder), staging.open(files, units):
         ledger = Ledger(sources)
         for done in staging.done.values():
             ledger.add(done.record)

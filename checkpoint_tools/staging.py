@@ -17,7 +17,7 @@ from zlib_ng import zlib_ng
 
 from checkpoint_tools.output import Done, OutputFile, Unit
 from checkpoint_tools.reader import ReadRecord
-from mcore_rl.process.disk import rename_whole, reporting_full_disk, reserve_space
+from mcore_rl.process.disk import rename_whole, report_full_disk, reserve_space
 from mcore_rl.weights.hf.checksums import ByteSpan, FileSums, sum_ranges
 
 PARTIAL = ".partial"
@@ -108,7 +108,7 @@ class StagedOutput:
         for file in files:
             path = self.folder / file.name
             path.touch()
-            with reporting_full_disk(path), path.open("r+b") as out:
+            with report_full_disk(path), path.open("r+b") as out:
                 reserve_space(out.fileno(), file.num_bytes)
                 out.write(file.header)
 

@@ -21,7 +21,7 @@ from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.safetensors_file import read_header
 from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.stored import Checkpoint, Chunk
-from mcore_rl.process.disk import reporting_full_disk
+from mcore_rl.process.disk import report_full_disk
 from mcore_rl.weights.hf.files import save_tensors
 from mcore_rl.weights.hf.folder import TEMPORARY, write_small_files
 from mcore_rl.weights.models import FAMILIES, family_of, refuse_unsupported
@@ -139,7 +139,7 @@ def _make_routers(path: Path, settings: HfConfig, source: Checkpoint, seed: int)
             weights[name] = (torch.randn(shape, generator=generator) * scale).to(dtype)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + TEMPORARY)
-        with reporting_full_disk(temporary):
+        with report_full_disk(temporary):
             save_tensors(weights, temporary)
         temporary.rename(path)
     tensors: Mapping[str, Any] = read_header(path)

@@ -115,7 +115,7 @@ def read_state(job: SubmittedJob) -> State:
     state = resource_state(job.id, found)
     if state.phase != WAITING:
         return state
-    return State(WAITING, state.text + _waiting_pods(job, found))
+    return State(WAITING, state.text + _list_waiting_pods(job, found))
 
 
 def log_command(job: SubmittedJob, follow: bool) -> list[str]:
@@ -240,7 +240,7 @@ def _exit_status(deployment: str, status: dict[str, Any]) -> int | None:
     return int(found[1]) if found else None
 
 
-def _waiting_pods(job: SubmittedJob, resource: dict[str, Any]) -> str:
+def _list_waiting_pods(job: SubmittedJob, resource: dict[str, Any]) -> str:
     """The pods that do not run, with the reason that Kubernetes gives."""
     namespace, _, name = job.id.split("/")
     cluster = resource.get("status", {}).get("rayClusterName") or name

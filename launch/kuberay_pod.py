@@ -28,7 +28,7 @@ def pod_template(
     return {
         "metadata": {"labels": {"app.kubernetes.io/name": "mcore-rl"}},
         "spec": {
-            **_scheduling(options),
+            **_make_scheduling(options),
             "containers": [_container(container, submission, options)],
             "volumes": _volumes(name, options),
             "terminationGracePeriodSeconds": options.save_before_end_s + _GRACE_S,
@@ -152,7 +152,7 @@ def _identity(options: KubeRayOptions) -> dict[str, Any]:
     return found
 
 
-def _scheduling(options: KubeRayOptions) -> dict[str, Any]:
+def _make_scheduling(options: KubeRayOptions) -> dict[str, Any]:
     found = _identity(options)
     if options.priority_class:
         found["priorityClassName"] = options.priority_class

@@ -15,7 +15,7 @@ from mcore_rl.cpu.engine_forks import engine_forks
 from mcore_rl.cpu.worker_forks import worker_forks
 from mcore_rl.process.command_line import parse_arguments
 from mcore_rl.process.cores import check_threads
-from mcore_rl.process.disk import explain_refusal, is_refused, naming_full_disk
+from mcore_rl.process.disk import explain_refusal, is_refused, report_any_full_disk
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.folders import keep_home_usable, keep_sockets_short
 from mcore_rl.process.gc_pause import without_collector
@@ -25,7 +25,7 @@ from mcore_rl.process.redaction import redact, remember_environment
 from mcore_rl.process.safe_path import keep_path_safe
 from mcore_rl.process.signals import (
     EXIT_STATUS,
-    StoppedEarly,
+    StoppedEarlyError,
     keep_interrupts,
     watch_for_stop_requests,
 )
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(bypass_proxies(os.environ))
     _show_data_counts()
     try:
-        with naming_full_disk():
+        with report_any_full_disk():
             keep_sockets_short()
             keep_home_usable()
             check_threads(os.environ)
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not is_refused(error):
             raise
         return _fail(OSError(explain_refusal(error)), 2)
-    except StoppedEarly as stopped:
+    except StoppedEarlyError as stopped:
         return _fail(stopped, EXIT_STATUS)
     except KeyboardInterrupt:
         return _fail(KeyboardInterrupt("interrupted"), 130)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mcore_rl.process.disk import reporting_full_disk
+from mcore_rl.process.disk import report_full_disk
 from mcore_rl.types import Array
 
 
@@ -33,7 +33,7 @@ class SpillFiles:
 
         Raises DiskFullError, naming the folder, if there is no room for them.
         """
-        with reporting_full_disk(self.folder), tempfile.TemporaryFile(dir=self.folder) as file:
+        with report_full_disk(self.folder), tempfile.TemporaryFile(dir=self.folder) as file:
             places = []
             for array in arrays:
                 places.append(file.tell())

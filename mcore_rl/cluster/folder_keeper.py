@@ -18,7 +18,7 @@ from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from zlib_ng import zlib_ng
 
-from mcore_rl.process.disk import DiskFullError, reporting_full_disk
+from mcore_rl.process.disk import DiskFullError, report_full_disk
 from mcore_rl.process.file_lock import hold_lock
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class FolderKeeper:
         with _returned() as answer:
             target = self._inside(path)
             _check(path, offset, content, crc32)
-            with reporting_full_disk(target):
+            with report_full_disk(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with open(os.open(target, os.O_CREAT | os.O_WRONLY, 0o666), "wb") as file:
                     file.seek(offset)
@@ -176,7 +176,7 @@ class CarriedStorage:
 
     def _fetch_file(self, path: Path, target: Path, num_bytes: int) -> None:
         read = self._keeper.read.remote
-        with reporting_full_disk(target), target.open("wb") as file:
+        with report_full_disk(target), target.open("wb") as file:
             for content, crc32 in self._answers(read(str(path), at) for at in _at(num_bytes)):
                 _check(str(path), file.tell(), content, crc32)
                 file.write(content)

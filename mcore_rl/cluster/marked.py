@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mcore_rl.cluster import watchdog
-from mcore_rl.process.disk import reporting_full_disk, reserve_space
+from mcore_rl.process.disk import report_full_disk, reserve_space
 from mcore_rl.process.folders import find_compile_caches, find_short_root
 from mcore_rl.process.process_state import wait_killed
 
@@ -67,7 +67,7 @@ def ray_temp_dir() -> Iterator[Path]:
     """
     path = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=find_short_root(_BELOW)))
     try:
-        with reporting_full_disk(path), tempfile.TemporaryFile(dir=path) as file:
+        with report_full_disk(path), tempfile.TemporaryFile(dir=path) as file:
             reserve_space(file.fileno(), _SESSION_BYTES)
         yield path
     finally:

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcore_rl.cluster.folder_keeper import CarriedStorage, start_keeper
 from mcore_rl.cluster.nodes import alive_nodes
-from mcore_rl.process.disk import reporting_full_disk
+from mcore_rl.process.disk import report_full_disk
 
 _log = logging.getLogger(__name__)
 BROUGHT = ("logs", "profile")
@@ -104,7 +104,7 @@ def find_apart(folder: Path, actors: Mapping[str, Any], deadline_s: float) -> se
         return set()
     token = secrets.token_hex(8)
     mark = folder / f".shared_{token}"
-    with reporting_full_disk(mark):
+    with report_full_disk(mark):
         mark.write_text(token)
     try:
         return _apart(actors, mark, token, deadline_s)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.process.disk import PART, reporting_full_disk
+from mcore_rl.process.disk import PART, report_full_disk
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -180,7 +180,7 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     import pyarrow.parquet as pq
 
     temporary = path.with_name(path.name + PART)
-    with reporting_full_disk(path):
+    with report_full_disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), temporary)
         temporary.replace(path)

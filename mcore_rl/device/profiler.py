@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from mcore_rl.device import has_cuda, synchronize
-from mcore_rl.process.disk import reporting_full_disk
+from mcore_rl.process.disk import report_full_disk
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def torch_trace(path: Path) -> Iterator[None]:
     with profile(activities=activities) as trace:
         yield
         synchronize()
-    with reporting_full_disk(path):
+    with report_full_disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         trace.export_chrome_trace(str(path))
 

@@ -20,7 +20,7 @@ from mcore_rl.logs.names import add_former_names
 from mcore_rl.logs.rows import RowFile
 from mcore_rl.logs.trackers import MLflow, TensorBoard, Tracker, WandB
 from mcore_rl.process.clock import now_s
-from mcore_rl.process.disk import reporting_full_disk
+from mcore_rl.process.disk import report_full_disk
 from mcore_rl.process.errors import shorten
 from mcore_rl.process.redaction import redact
 from mcore_rl.types import PromptImage, Sample, TurnRecord
@@ -81,7 +81,7 @@ class Thumbnails:
         path = Path(FOLDER, f"{image.digest[:16]}.png")
         file = self._run_dir / path
         if not file.exists():
-            with reporting_full_disk(file):
+            with report_full_disk(file):
                 file.parent.mkdir(exist_ok=True)
                 file.write_bytes(_shrink(image.data))
         return str(path)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mcore_rl.process.disk import reporting_full_disk
+from mcore_rl.process.disk import report_full_disk
 from mcore_rl.process.log_files import find_segments, name_segment, read_number, rotate
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -39,7 +39,7 @@ class RowFile:
         """
         self._path = path
         self._rotate_bytes = rotate_bytes
-        with reporting_full_disk(path):
+        with report_full_disk(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             if last_step is None:
                 _set_aside(path)
@@ -49,7 +49,7 @@ class RowFile:
 
     def write(self, *rows: Mapping[str, Any]) -> None:
         """Append `rows` and flush them. Raises DiskFullError if the disk is full."""
-        with reporting_full_disk(self._path):
+        with report_full_disk(self._path):
             self._file.writelines(_encode_row(row).encode() for row in rows)
             self._file.flush()
             if self._rotate_bytes and self._file.tell() >= self._rotate_bytes:
@@ -59,7 +59,7 @@ class RowFile:
 
     def close(self) -> None:
         """Close the file. Raises DiskFullError if a row that failed to be written fails again."""
-        with reporting_full_disk(self._path):
+        with report_full_disk(self._path):
             self._file.close()
 
 

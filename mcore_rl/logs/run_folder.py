@@ -31,7 +31,7 @@ from mcore_rl.process.disk import (
     DELETED,
     explain_loss,
     is_disk_full,
-    reporting_full_disk,
+    report_full_disk,
 )
 from mcore_rl.process.file_list import MANIFEST, find_fault
 from mcore_rl.process.file_lock import LockedError, hold_lock
@@ -163,7 +163,7 @@ def _is_counted(folder: Path) -> bool:
 @contextmanager
 def _refuse_run_dir(path: Path) -> Iterator[None]:
     """Raise ValueError if the body cannot write below `path`, DiskFullError if the disk is full."""
-    with reporting_full_disk(path):
+    with report_full_disk(path):
         try:
             yield
         except OSError as error:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mcore_rl.logs.rows import has_rows, iter_rows, iter_rows_backward
-from mcore_rl.process.disk import reporting_full_disk
+from mcore_rl.process.disk import report_full_disk
 from mcore_rl.process.errors import make_encodable
 
 Row = Mapping[str, Any]
@@ -171,10 +171,10 @@ def make_report(run_dir: str | Path) -> Summary:
     rows = load_metrics(run_dir, is_summarized)
     summary = summarize(rows)
     summary_file = run_dir / "summary.json"
-    with reporting_full_disk(summary_file):
+    with report_full_disk(summary_file):
         summary_file.write_text(json.dumps(summary, indent=2) + "\n")
     curve_file = run_dir / "reward_curve.png"
-    with reporting_full_disk(curve_file):
+    with report_full_disk(curve_file):
         draw_reward_curve(rows, curve_file)
     console = Console(highlight=False)
     console.print(_make_table(summary))

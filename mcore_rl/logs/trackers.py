@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from mcore_rl.process.disk import reporting_full_disk, write_whole
+from mcore_rl.process.disk import report_full_disk, write_whole
 
 
 class Tracker(Protocol):
@@ -23,17 +23,17 @@ class TensorBoard:
         purge_step = 0 if last_step is None else last_step + 1
         module = _import("torch.utils.tensorboard", "log.tensorboard=true", "tensorboard")
         self._folder = run_dir / "tensorboard"
-        with reporting_full_disk(self._folder):
+        with report_full_disk(self._folder):
             self._writer = module.SummaryWriter(str(self._folder), purge_step=purge_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        with reporting_full_disk(self._folder):
+        with report_full_disk(self._folder):
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, step)
             self._writer.flush()
 
     def close(self, failed: bool) -> None:
-        with reporting_full_disk(self._folder):
+        with report_full_disk(self._folder):
             self._writer.close()
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from mcore_rl.process.signals import StoppedEarly, is_stop_requested
+from mcore_rl.process.signals import StoppedEarlyError, is_stop_requested
 
 
 def is_due(step: int, every_steps: int, last_step: int) -> bool:
@@ -15,12 +15,12 @@ def is_due(step: int, every_steps: int, last_step: int) -> bool:
 def save_if_due(step: int, every_steps: int, last_step: int, save: Callable[[], None]) -> None:
     """Call `save` if the step is due, or if the run was asked to stop.
 
-    Raises StoppedEarly in the second case, once the step is saved.
+    Raises StoppedEarlyError in the second case, once the step is saved.
     """
     is_stopping = is_stop_requested()
     if is_stopping or is_due(step, every_steps, last_step):
         save()
     if is_stopping and step < last_step:
-        raise StoppedEarly(
+        raise StoppedEarlyError(
             f"stopped on request after step {step} of {last_step}; the same command continues there"
         )

@@ -69,7 +69,7 @@ class DiskFullError(RuntimeError):
 
 
 @contextmanager
-def reporting_full_disk(path: str | Path) -> Iterator[None]:
+def report_full_disk(path: str | Path) -> Iterator[None]:
     """Raise DiskFullError naming `path` if the block fails because the disk is full or over quota.
 
     `path` is the file or folder that the block writes. Any other error passes through.
@@ -85,7 +85,7 @@ def reporting_full_disk(path: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def naming_full_disk() -> Iterator[None]:
+def report_any_full_disk() -> Iterator[None]:
     """Raise DiskFullError if the block fails because of a full disk that was not reported within.
 
     The block is all that a process does. The message names the file if the error knows it, and
@@ -116,7 +116,7 @@ def write_whole(path: Path, text: str) -> None:
     Raises DiskFullError if the disk is full; an earlier file of that name then stays.
     """
     part = path.with_name(path.name + PART)
-    with reporting_full_disk(path):
+    with report_full_disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             part.write_text(text)

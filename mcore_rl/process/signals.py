@@ -1,8 +1,8 @@
 """Handles the signals of a run: stop requests, and signals that come in forks and destructors.
 
 SIGUSR1 is a scheduler's request to save and to make room. A loop asks `is_stop_requested` after
-each step, saves, and raises StoppedEarly. The command then exits with EXIT_STATUS; the same command
-continues the run.
+each step, saves, and raises StoppedEarlyError. The command then exits with EXIT_STATUS; the same
+command continues the run.
 
 Python drops exceptions of signal handlers that run in callbacks of os.fork, and skips the rest of
 the callback: logging's lock stays taken, and the request to stop is lost. So a signal waits:
@@ -91,7 +91,7 @@ EXIT_STATUS = 75
 _requested = False
 
 
-class StoppedEarly(Exception):
+class StoppedEarlyError(Exception):
     """A run was asked to stop: it saved and ended before its last step."""
 
 

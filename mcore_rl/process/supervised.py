@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mcore_rl.process.disk import reporting_full_disk
+from mcore_rl.process.disk import report_full_disk
 from mcore_rl.process.log_files import read_tail
 from mcore_rl.process.network import open_directly
 from mcore_rl.process.safe_path import safe_module
@@ -66,7 +66,7 @@ class SupervisedServer:
         self._why_failed = ""
         self._stopping = threading.Event()
         try:
-            with reporting_full_disk(spec.log_path):
+            with report_full_disk(spec.log_path):
                 spec.log_path.parent.mkdir(parents=True, exist_ok=True)
                 spec.log_path.touch()
         except OSError as error:

@@ -22,7 +22,7 @@ from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.planning.recipe_models import read_critic
 from mcore_rl.process.server_keys import ServerKeys
-from mcore_rl.process.signals import StoppedEarly
+from mcore_rl.process.signals import StoppedEarlyError
 from mcore_rl.run.canary import make_canary
 from mcore_rl.run.roles.background import BackgroundSampler
 from mcore_rl.run.roles.colocation import (
@@ -268,7 +268,7 @@ def completing_saves(trainer: TrainerGroup, critic: CriticGroup | None = None) -
     """If the block is stopped on request, complete the saves in progress before it is left."""
     try:
         yield
-    except StoppedEarly:
+    except StoppedEarlyError:
         if critic is not None:
             critic.finish_save()
         trainer.finish_save()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.process.disk import reporting_full_disk, write_whole
+from mcore_rl.process.disk import report_full_disk, write_whole
 
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
@@ -139,7 +139,7 @@ def write_tiny_model(
     """
     config = qwen3_moe_config(len(vocabulary), **sizes)
     write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    with reporting_full_disk(folder):
+    with report_full_disk(folder):
         make_word_tokenizer(vocabulary, chat_template, roles).save_pretrained(folder)
 
 
@@ -161,7 +161,7 @@ def write_tiny_vision_model(
     write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
     write_whole(folder / "preprocessor_config.json", json.dumps(PROCESSOR, indent=2) + "\n")
     tokenizer = make_word_tokenizer(vocabulary, chat_template, (*IMAGE_TOKENS, *roles))
-    with reporting_full_disk(folder):
+    with report_full_disk(folder):
         tokenizer.save_pretrained(folder)
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_rl.device import device, synchronize
-from mcore_rl.process.disk import DiskFullError, reporting_full_disk
+from mcore_rl.process.disk import DiskFullError, report_full_disk
 from mcore_rl.train.optimizer import Readable, as_it_is
 from mcore_rl.train.storage import (
     FILE_MANIFEST,
@@ -56,7 +56,7 @@ def start_save(
     """
     in_use = _read_on_host(sharded, readable)
     staging = folder.with_name(folder.name + INCOMPLETE)
-    with reporting_full_disk(staging):
+    with report_full_disk(staging):
         if dist.get_rank() == 0:
             storage.run(make_empty, staging)
         storage.prepare(staging)
@@ -100,7 +100,7 @@ class Save:
         """
         self.wait_written(timeout_s)
         self._refuse_full_disk()
-        with reporting_full_disk(self._staging):
+        with report_full_disk(self._staging):
             for finalize in self._request.finalize_fns:
                 finalize()
             dist.barrier()
@@ -229,7 +229,7 @@ def _write_buckets(
     for number, bucket in enumerate(buckets):
         path = Path(bucket[0])
         try:
-            with reporting_full_disk(path):
+            with report_full_disk(path):
                 written[number] = _write_bucket(transforms, number, bucket)
                 storage.bring(path, _sum_written(path, written[number]))
         except Exception as error:  # whatever it is, finish() raises it on the main thread

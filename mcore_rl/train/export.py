@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.process.disk import reporting_full_disk
+from mcore_rl.process.disk import report_full_disk
 from mcore_rl.train.storage import SHARED, Storage
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.hf.carried import write_carried
@@ -64,7 +64,7 @@ def export_hf(
         exchange(plan, rank, tensors, filled)
         for file in files[i : i + world_size]:
             if file.rank == rank:
-                with reporting_full_disk(out_dir / file.filename):
+                with report_full_disk(out_dir / file.filename):
                     sums[file.filename] = write_export_file(out_dir, file, filled)
                     storage.bring(out_dir / (file.filename + TEMPORARY))
     sums_by_rank: list[dict[str, FileSums]] = [{} for _ in range(world_size)]
@@ -73,7 +73,7 @@ def export_hf(
         all_sums: dict[str, FileSums] = {}
         for rank_sums in sums_by_rank:
             all_sums |= rank_sums
-        with reporting_full_disk(out_dir):
+        with report_full_disk(out_dir):
             carried = storage.run(
                 write_carried, side_files_from, out_dir, hf_config, max_file_bytes
             )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.loops.saving import is_due, save_if_due
-from mcore_rl.process.signals import SIGNAL, StoppedEarly, watch_for_stop_requests
+from mcore_rl.process.signals import SIGNAL, StoppedEarlyError, watch_for_stop_requests
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_only_steps_that_are_due_are_saved() -> None:
 
 def test_a_run_that_is_asked_to_stop_saves_its_step_first(asked_to_stop: None) -> None:
     saved: list[int] = []
-    with pytest.raises(StoppedEarly, match=r"after step 3 of 5; the same command continues"):
+    with pytest.raises(StoppedEarlyError, match=r"after step 3 of 5; the same command continues"):
         save_if_due(3, 0, 5, lambda: saved.append(3))
     assert saved == [3]
 

@@ -12,8 +12,8 @@ import pytest
 from mcore_rl.process.disk import (
     DiskFullError,
     is_disk_full,
-    naming_full_disk,
-    reporting_full_disk,
+    report_any_full_disk,
+    report_full_disk,
     reserve_space,
     write_whole,
 )
@@ -29,7 +29,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_filesystem_is_named_with_its_free_space(small_disk: Path) -> None:
     path = small_disk / "checkpoints" / "part.bin"
-    with pytest.raises(DiskFullError) as caught, reporting_full_disk(path):
+    with pytest.raises(DiskFullError) as caught, report_full_disk(path):
         path.parent.mkdir()
         path.write_bytes(bytes(1 << 20))
     message = str(caught.value)
@@ -42,7 +42,7 @@ def test_space_that_is_not_there_is_refused_before_anything_is_written(small_dis
     path = small_disk / "model.bin"
     with (
         pytest.raises(DiskFullError, match="of 64 KiB free"),
-        reporting_full_disk(path),
+        report_full_disk(path),
         path.open("wb") as file,
     ):
         reserve_space(file.fileno(), 1 << 20)
@@ -74,7 +74,7 @@ def test_a_filesystem_that_cannot_reserve_gives_a_file_its_size(tmp_path: Path) 
 def test_a_device_without_space_needs_no_root() -> None:
     with (
         pytest.raises(DiskFullError, match="cannot write /dev/full: no space left on device"),
-        reporting_full_disk("/dev/full"),
+        report_full_disk("/dev/full"),
         open("/dev/full", "w") as file,
     ):
         file.write("a")
@@ -83,15 +83,15 @@ def test_a_device_without_space_needs_no_root() -> None:
 def test_a_used_up_quota_is_said_as_such(tmp_path: Path) -> None:
     with (
         pytest.raises(DiskFullError, match=r"hf: the disk quota is used up; its file.* free"),
-        reporting_full_disk(tmp_path / "hf"),
+        report_full_disk(tmp_path / "hf"),
     ):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
 
 def test_other_errors_pass_through(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), reporting_full_disk(tmp_path):
+    with pytest.raises(FileNotFoundError), report_full_disk(tmp_path):
         (tmp_path / "nowhere").read_text()
-    with pytest.raises(KeyboardInterrupt), reporting_full_disk(tmp_path):
+    with pytest.raises(KeyboardInterrupt), report_full_disk(tmp_path):
         raise KeyboardInterrupt
 
 
@@ -105,8 +105,8 @@ def test_the_error_survives_a_pickle(tmp_path: Path) -> None:
 def test_nested_reports_keep_the_innermost_file(tmp_path: Path) -> None:
     with (
         pytest.raises(DiskFullError, match=r"cannot write .*inner"),
-        reporting_full_disk(tmp_path / "outer"),
-        reporting_full_disk(tmp_path / "inner"),
+        report_full_disk(tmp_path / "outer"),
+        report_full_disk(tmp_path / "inner"),
     ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -132,23 +132,23 @@ def test_what_nobody_named_is_named_by_the_file_or_by_what_is_full(
 ) -> None:
     with (
         pytest.raises(DiskFullError, match="cannot write /some/file: no space"),
-        naming_full_disk(),
+        report_any_full_disk(),
     ):
         raise RuntimeError("the save failed") from OSError(errno.ENOSPC, "full", "/some/file")
     (small_disk / "filler").write_bytes(bytes(64 << 10))
     monkeypatch.chdir(small_disk)
-    with pytest.raises(DiskFullError) as caught, naming_full_disk():
+    with pytest.raises(DiskFullError) as caught, report_any_full_disk():
         raise RuntimeError("No space left on device")
     message = str(caught.value)
     assert message.startswith(f"cannot write a file below {small_disk}: no space left on device; ")
     assert "has 0 bytes of 64 KiB free" in message and "\n" not in message
     died = "engine http://a (log b) died; its last lines:\n  | No space left on device"
     told = pytest.raises(DiskFullError, match=r"^engine http://a .*\n.*\ncannot write a file below")
-    with told, naming_full_disk():
+    with told, report_any_full_disk():
         raise RuntimeError(died)
-    with pytest.raises(DiskFullError, match="quota is used up"), naming_full_disk():
+    with pytest.raises(DiskFullError, match="quota is used up"), report_any_full_disk():
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-    with pytest.raises(ValueError, match="as it was"), naming_full_disk():
+    with pytest.raises(ValueError, match="as it was"), report_any_full_disk():
         raise ValueError("as it was")
 
 

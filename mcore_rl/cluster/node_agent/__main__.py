@@ -10,12 +10,12 @@ from pathlib import Path
 
 from mcore_rl.cluster.node_agent.agent import run_node
 from mcore_rl.cluster.node_agent.job import Job
-from mcore_rl.process.disk import DiskFullError, naming_full_disk
+from mcore_rl.process.disk import DiskFullError, report_any_full_disk
 
 
 def main(arguments: Sequence[str]) -> int:
     try:
-        with naming_full_disk():
+        with report_any_full_disk():
             return run_node(parse(arguments))
     except (ValueError, DiskFullError) as error:
         print(f"mcore-rl: {error}", file=sys.stderr)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.data.images.batch import PatchCache
-from mcore_rl.process.disk import reporting_full_disk
+from mcore_rl.process.disk import report_full_disk
 from mcore_rl.process.folders import TempDir
 from mcore_rl.types import Patches, PromptImage
 
@@ -121,7 +121,7 @@ class SharedPatches:
             )
         path = Path(self._folder.path, image.digest + PATCH_FILES)
         shape = tuple(patches.pixels_PD.shape)
-        with reporting_full_disk(path.parent):
+        with report_full_disk(path.parent):
             with open(f"{path}.tmp", "wb", buffering=0) as file:
                 file.write(patches.pixels_PD.contiguous().numpy().data)
             os.replace(f"{path}.tmp", path)

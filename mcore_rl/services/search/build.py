@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mcore_rl.process.disk import reporting_full_disk
+from mcore_rl.process.disk import report_full_disk
 from mcore_rl.process.file_lock import LockedError, hold_lock
 from mcore_rl.services.search.bm25 import build_bm25
 from mcore_rl.services.search.layout import (
@@ -58,7 +58,7 @@ def build_index(
         raise ValueError(f"--corpus={corpus}: there is no such file, or it is empty")
     out.mkdir(parents=True, exist_ok=True)
     try:
-        with hold_lock(out / "build.lock"), reporting_full_disk(out):
+        with hold_lock(out / "build.lock"), report_full_disk(out):
             _keep_options(out, options)
             shards = _build_shards(corpus, out, options, encode, report)
             num_passages = sum(shard.num_passages for shard in shards)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from mcore_rl.process.disk import reporting_full_disk
+from mcore_rl.process.disk import report_full_disk
 from mcore_rl.services.search.client import Ask, ask_json, make_response, parse_response
 from mcore_rl.services.search.layout import Hit
 
@@ -77,7 +77,7 @@ class Recording:
         assert self.mode == "record", self.mode
         entry = {"query": query, "topk": topk, "hits": make_response([hits], True)["result"][0]}
         line = json.dumps(entry).encode() + b"\n"
-        with self._lock, reporting_full_disk(self._path):
+        with self._lock, report_full_disk(self._path):
             if (query, topk) in self._places:
                 return
             place = self._file.seek(0, os.SEEK_END)

@@ -20,7 +20,7 @@ from mcore_rl.planning.checks import check_engines, check_sizes
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.recipe_models import RecipeModels, read_models
 from mcore_rl.planning.suggest import find_too_large
-from mcore_rl.process.disk import reporting_full_disk, write_whole
+from mcore_rl.process.disk import report_full_disk, write_whole
 from mcore_rl.tools.simulate.calibration import Calibration
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.machine import ReachedShares
@@ -206,7 +206,7 @@ def write(result: SimulationResult, config: Config, folder: Path) -> None:
         f" {config.rollout.mode}: {summary['step_s']:.1f} s a step"
     )
     picture = folder / "timeline.png"
-    with reporting_full_disk(picture):
+    with report_full_disk(picture):
         folder.mkdir(parents=True, exist_ok=True)
         result.timeline.draw(picture, title)
     result.timeline.write_trace(folder / "trace.json")
