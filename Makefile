@@ -22,6 +22,9 @@ SEED ?= 0
 MINUTES ?= 60
 # Two keep two cores busy, and three are no faster. The tests of a file stay together, as they share sessions and engines.
 TEST_WORKERS ?= 2
+ONE_PROCESS := not gloo and not e2e and not gpu and not slow
+# Fewer random examples a test; the nightly lane draws all.
+QUICK := --hypothesis-profile=quick
 RUN ?= runs/quickstart_seed$(SEED)
 
 # Two small matrix products at once gain nothing from threads that fight for the cores of the ranks beside them.
@@ -29,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow quickstart gpu-check warm-start gpu-lock docs agents-venv bench clean patches published-steps mutants-venv mutants newest
+.PHONY: help venv lint check changed-tests test test-all quickstart gpu-check warm-start gpu-lock docs agents-venv bench clean patches published-steps mutants-venv mutants newest
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -61,13 +64,22 @@ lint: venv ## ruff, pyright, import-linter
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
 
-# Tests start some hundred processes; each would compile this package's modules anew without bytecode on disk.
-test: export PYTHONDONTWRITEBYTECODE =
-test: lint agents-venv mutants-venv $(VENV)/triton ## everything CI runs: lint, then all tests but those that need a GPU or hours
-	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+# Three lanes of tests (tests/README.md). Their tests start some hundred processes; each would compile this package's modules
+# anew without bytecode on disk.
+changed-tests test test-all: export PYTHONDONTWRITEBYTECODE =
+PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-slow: venv ## what takes longer, up to two hours: every part of a run killed in every phase
-	$(BIN)/python -m pytest -m "slow and not gpu" -rP
+check: venv ## before a commit: lint, and the tests of one process in the rooms that differ from main
+	@$(MAKE) -j 2 --output-sync=target lint changed-tests
+
+changed-tests: venv
+	$(BIN)/python -m pytest -q -m "$(ONE_PROCESS)" $(QUICK) $$($(BIN)/python -m tests.support.changed_rooms)
+
+test: lint agents-venv mutants-venv $(VENV)/triton ## what CI runs for a change: lint, then all tests but those that need a GPU or a night
+	$(PYTEST) -m "not gpu and not slow" $(QUICK)
+
+test-all: lint agents-venv mutants-venv $(VENV)/triton ## each night, some hours: lint, then all tests but those that need a GPU
+	$(PYTEST) -m "not gpu"
 
 quickstart: venv ## train a small mixture-of-experts model with GRPO and show its reward rise
 	$(BIN)/mcore-rl data arithmetic --out data/arithmetic

@@ -20,6 +20,7 @@ from tests.support.sglang_parsers import ParserProcess
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 # An example may wait for a busy machine; pytest's own limit holds for a whole test.
 settings.register_profile("patient", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=25)
 settings.load_profile("patient")
 
 LONG = ("e2e", "gloo")

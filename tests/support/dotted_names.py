@@ -7,6 +7,15 @@ UNKNOWN = "?"
 ANY = "*"
 
 
+def walk(node: ast.AST) -> list[ast.AST]:
+    """Return a node and all below it as ast.walk does, and keep them: walking takes most time."""
+    found: list[ast.AST] | None = getattr(node, "walked", None)
+    if found is None:
+        found = list(ast.walk(node))
+        node.walked = found  # type: ignore[attr-defined]
+    return found
+
+
 def resolve(expression: ast.expr, known: dict[str, str]) -> str | None:
     """Return the dotted name that an expression stands for, "?" for a part of a layer specification
     of megatron-core, or None if it is no import's.
@@ -37,7 +46,7 @@ def resolve(expression: ast.expr, known: dict[str, str]) -> str | None:
 def names_of(nodes: list[ast.AST], outer: dict[str, str]) -> dict[str, str]:
     """Return what imports and plain assignments of the statements make of local names."""
     known = dict(outer)
-    for node in (each for root in nodes for each in ast.walk(root)):
+    for node in (each for root in nodes for each in walk(root)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 name = alias.asname or alias.name.partition(".")[0]
@@ -68,7 +77,7 @@ def put_texts(tree: ast.Module) -> ast.Module:
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Name)
     }
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name):
             node.slice = texts.get(node.slice.id, node.slice)
         elif isinstance(node, ast.Call):

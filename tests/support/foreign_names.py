@@ -15,6 +15,7 @@ from tests.support.dotted_names import (
     put_texts,
     resolve,
     text_of,
+    walk,
 )
 from tests.support.policy import python_files, read
 
@@ -109,7 +110,7 @@ class _Function:
         self._attributes = attributes
 
     def assigned(self, nodes: list[ast.AST]) -> Iterator[tuple[str, int]]:
-        for node in (each for root in nodes for each in ast.walk(root)):
+        for node in (each for root in nodes for each in walk(root)):
             if isinstance(node, ast.Assign):
                 for target in node.targets:
                     yield from self._targets(target, node.value)
@@ -194,14 +195,14 @@ def _outermost(tree: ast.Module) -> Iterator[tuple[str, list[ast.AST]]]:
 
 
 def _callables(tree: ast.Module) -> set[str]:
-    return {node.name for node in ast.walk(tree) if _is_definition(node)}  # type: ignore[attr-defined]
+    return {node.name for node in walk(tree) if _is_definition(node)}  # type: ignore[attr-defined]
 
 
 def _wrappers(tree: ast.Module) -> set[str]:
     """Return the functions that return a function of their own."""
     return {
         node.name
-        for node in ast.walk(tree)
+        for node in walk(tree)
         if isinstance(node, ast.FunctionDef)
         and {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
         & {
@@ -216,7 +217,7 @@ def _own_attributes(tree: ast.Module) -> set[str]:
     """Return what the module's own classes assign to attributes of `self`."""
     return {
         node.attr
-        for node in ast.walk(tree)
+        for node in walk(tree)
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
         and _is_self(node.value)
