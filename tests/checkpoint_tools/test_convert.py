@@ -16,9 +16,19 @@ from tests.house.test_documents import commands
 from tests.support.policy import read
 from tests.support.small_hf import assert_equal, read_all
 
+QUICK = ("mixed_moe", "deepseek_v3")
+"""Families of `make test`."""
+
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if kind != "qwen3_moe"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind not in QUICK))
+        for kind in LAYOUTS
+        if kind != "qwen3_moe"
+    ],
+)
 def test_a_model_goes_through_megatron_and_comes_back(
     saved: Path, tmp_path: Path, command: Any, kind: str
 ) -> None:

@@ -14,7 +14,7 @@ from mcore_rl.planning.bundles import plan_ranks
 from tests.support.cluster_workers import Worker
 from tests.support.debuggers import ray_debug
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_a_stopped_rank_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

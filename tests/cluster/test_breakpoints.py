@@ -28,6 +28,7 @@ def start(wait_s: float, output: Path, mode: str = "legacy") -> subprocess.Popen
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["legacy", "1"])
 def test_a_controller_that_nobody_comes_to_goes_on(mode: str, tmp_path: Path) -> None:
     output = tmp_path / "out"
@@ -37,6 +38,7 @@ def test_a_controller_that_nobody_comes_to_goes_on(mode: str, tmp_path: Path) ->
     assert re.search(r"no debugger came to .*controller.py:\d+ within 1.5 s .*call_timeout_s", text)
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_lets_the_controller_go_on(tmp_path: Path) -> None:
     output = tmp_path / "out"
     controller = start(50, output)
@@ -68,6 +70,7 @@ def test_a_terminal_gets_pdb() -> None:
     os.close(ours)
 
 
+@pytest.mark.slow
 def test_a_process_that_no_debugger_finds_says_so() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "breakpoint()"],

@@ -202,6 +202,7 @@ def test_a_collector_that_dies_comes_back_and_costs_its_samples_only(
     scene.group.close()
 
 
+@pytest.mark.slow
 def test_a_collector_that_dies_again_and_again_ends_the_run(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

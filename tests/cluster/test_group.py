@@ -68,6 +68,7 @@ def test_slices_reach_their_coordinate_and_owners_answer(make_group) -> None:
         assert f"said by {k}\nwritten by {k}\n" in rank.log_path.read_text()
 
 
+@pytest.mark.slow
 def test_the_log_of_a_rank_is_rotated(make_group) -> None:
     group = make_group(1)
     log = group.ranks[0].log_path
@@ -101,8 +102,8 @@ def test_an_exception_names_its_rank_and_shows_only_our_frames(make_group) -> No
     ("how", "cause"),
     [
         ("kill", "killed"),
-        ("exit", "killed, crashed"),
-        ("sys.exit", "exit code 4"),
+        pytest.param("exit", "killed, crashed", marks=pytest.mark.slow),
+        pytest.param("sys.exit", "exit code 4", marks=pytest.mark.slow),
         ("segfault", "killed, crashed"),
     ],
 )
@@ -153,7 +154,7 @@ def test_start_up_errors_name_the_rank(make_group) -> None:
         make_group(2, first_rank=98)
 
 
-@pytest.mark.parametrize("victim", ["child", "rank"])
+@pytest.mark.parametrize("victim", ["child", pytest.param("rank", marks=pytest.mark.slow)])
 def test_a_watch_ends_work_that_needs_a_dead_process(make_group, victim: str) -> None:
     group = make_group(2)
     pids = {"child": group.call_all("start_child", deadline_s=30), "rank": group.pids()}
@@ -176,6 +177,7 @@ def test_a_watch_ends_work_that_needs_a_dead_process(make_group, victim: str) ->
     os.kill(pids["child"][0], signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_health_checks_is_named(make_group) -> None:
     group = make_group(2)
 
@@ -200,6 +202,7 @@ def test_guarded_work_returns_while_all_is_well(make_group) -> None:
     assert group.call_all("coordinate", deadline_s=30)
 
 
+@pytest.mark.slow
 def test_breakpoint_in_a_rank_answers_to_ray_debug(make_group) -> None:
     group = make_group(1)
 

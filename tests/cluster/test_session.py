@@ -100,6 +100,7 @@ def test_sigterm_ends_a_session(start) -> None:
     assert process.stderr.read() == ""
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_start_that_was_killed(start) -> None:
     process = start("sleep_long")
     seen: dict[int, psutil.Process] = {}
@@ -111,7 +112,10 @@ def test_nothing_is_left_of_a_start_that_was_killed(start) -> None:
     assert left_of([*seen.values()]) == []
 
 
-@pytest.mark.parametrize(("name", "silent"), [("raylet", True), ("gcs_server", False)])
+@pytest.mark.parametrize(
+    ("name", "silent"),
+    [pytest.param("raylet", True, marks=pytest.mark.slow), ("gcs_server", False)],
+)
 def test_a_lost_ray_is_named_also_where_it_ends_its_controller_in_silence(
     start, name, silent
 ) -> None:
@@ -130,6 +134,7 @@ def test_a_lost_ray_is_named_also_where_it_ends_its_controller_in_silence(
     assert left_of(begun) == []
 
 
+@pytest.mark.slow
 def test_a_stopped_gcs_is_named_and_killed(start) -> None:
     process = start("sleep_long", stopped_s=1.0)
     begun = processes_when_ready(process)
@@ -145,6 +150,7 @@ def test_a_stopped_gcs_is_named_and_killed(start) -> None:
     assert left_of(begun) == []
 
 
+@pytest.mark.slow
 def test_a_shutdown_that_waits_for_a_stopped_gcs_ends_by_force(start) -> None:
     process = start("sleep_long", stopped_s=1000.0, shutdown_s=2.0)
     begun = processes_when_ready(process)

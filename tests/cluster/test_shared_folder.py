@@ -27,6 +27,7 @@ def actors(tmp_path: Path) -> Iterator[dict[str, Any]]:
         group.kill()
 
 
+@pytest.mark.slow
 def test_a_folder_of_their_own_is_noticed(
     actors: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ def test_tokens_of_all_turns_train_as_they_were_sampled(
     assert turns[1]["messages"] == [{"role": "user", "content": "what is 1 + 1 ?"}]
 
 
+@pytest.mark.slow
 def test_tools_are_called_and_a_worker_that_dies_costs_its_episodes_only(
     begin: Start, calculator: Path
 ) -> None:
@@ -118,6 +119,7 @@ def test_tools_are_called_and_a_worker_that_dies_costs_its_episodes_only(
     }
 
 
+@pytest.mark.slow
 def test_a_model_is_tried_in_an_environment(calculator: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mcore_rl.cli", "agent", "run", "--episodes", "2"]
     done = subprocess.run(

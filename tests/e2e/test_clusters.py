@@ -50,6 +50,7 @@ def uninterrupted(
     run.kill()
 
 
+@pytest.mark.slow
 def test_trainer_and_engine_sit_on_nodes_of_their_own(uninterrupted: SubmittedRun) -> None:
     run = uninterrupted
     assert "2 nodes of 0 GPUs and 2 CPUs (1 for the trainer, 1 for engines)" in run.told
@@ -107,6 +108,7 @@ def test_nothing_is_left_of_a_job_that_is_canceled(slurm: None, submit: Submit) 
     run.wait_until_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_drained_node_is_named_while_its_job_waits(slurm: None, submit: Submit) -> None:
     scontrol("update", "nodename=n2", "state=drain", "reason=broken_fan")
     try:
@@ -117,6 +119,7 @@ def test_a_drained_node_is_named_while_its_job_waits(slurm: None, submit: Submit
         scontrol("update", "nodename=n2", "state=resume")
 
 
+@pytest.mark.slow
 def test_a_lost_node_is_named_and_nothing_is_left_on_the_other(submit: Submit) -> None:
     """Each node has a rank of the trainer and a server of the engine, which consists of two."""
     run = submit(

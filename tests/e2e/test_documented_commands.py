@@ -79,6 +79,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", QUICK, ids=str)
 def test_a_quick_command_runs(command: Documented, tmp_path: Path) -> None:
     execute(command.attempt(), tmp_path)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.runs import Run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 REWARD = """
 from itertools import count
 calls = count()

@@ -19,6 +19,7 @@ SETTINGS = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_saves_ends_whole(start: Start, tmp_path: Path) -> None:
     survive(start, tmp_path / "run", [("controller", "save")], num_steps=5)
 

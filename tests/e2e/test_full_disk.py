@@ -10,7 +10,7 @@ from tests.support.runs import Run
 from tests.support.small_disks import mounted
 from tests.support.victims import assert_complete
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 SETTINGS = ("run.steps=4", "checkpoint.every_steps=1", "rollout.restarts=0")
 
 

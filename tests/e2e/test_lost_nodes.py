@@ -43,6 +43,7 @@ def three_nodes(arithmetic: Path, tmp_path: Path) -> Iterator[SubmittedRun]:
     run.kill()
 
 
+@pytest.mark.slow
 def test_a_collector_that_dies_costs_its_samples_only(start: Start) -> None:
     run = start("train", *SETTINGS, "run.steps=4", "reward.workers=1")
     run.wait_for("step 2: rollout", poll_s=0.002)
@@ -75,6 +76,7 @@ def test_samples_that_wait_for_their_step_are_sampled_again(start: Start) -> Non
     assert set(whole) == {16.0}, steps
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_a_node_of_engines(three_nodes: SubmittedRun) -> None:
     run, hold = three_nodes, three_nodes.run_dir.parent / "hold"
     run.wait_for("step 1: train")

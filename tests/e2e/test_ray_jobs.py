@@ -82,6 +82,7 @@ def test_a_job_trains_prints_its_log_and_succeeds(
     assert (run_dir / "summary.json").is_file()
 
 
+@pytest.mark.slow
 def test_wrong_settings_fail_the_job_with_our_message(own_ray: OwnRay, arithmetic: Path) -> None:
     done = own_ray.submit("train", *tiny_settings(arithmetic), "rollout.engines=0")
     assert done.returncode == 1
@@ -91,6 +92,7 @@ def test_wrong_settings_fail_the_job_with_our_message(own_ray: OwnRay, arithmeti
     assert "exit code 2" in done.stdout + done.stderr, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_who_has_no_token_submits_nothing(own_ray: OwnRay) -> None:
     done = OwnRay({**own_ray.environment, "RAY_AUTH_TOKEN": "0" * 32}).submit("--version")
     assert done.returncode != 0 and "mcore-rl 0" not in done.stdout, done.stdout

@@ -42,6 +42,7 @@ def test_one_of_two_engines_dies_in_rollout_and_serves_again(start: Start) -> No
     assert failed[0] == 0 and failed[1] == 1 and 0 in failed[2:], failed
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_killed_and_serves_again(start: Start) -> None:
     """Its scheduler is stopped in a rollout, its HTTP server in a sync of weights."""
     run = start("train", *SETTINGS, "rollout.restarts=2", "rollout.request_timeout_s=16")

@@ -67,6 +67,7 @@ LAYOUTS = {
         ["parallel.cp=2", "model.dtype=float32", *COLOCATED, *SHARED_CRITIC, *GSPO, *FROZEN],
     ),
 }
+QUICK_LAYOUT = "tp2-ep2-engine-tp2-on-two-nodes"
 EVALUATED = [
     "run.steps=3",
     "train.mini_batches=2",
@@ -186,7 +187,10 @@ def changed_tensors(before: Path, after: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != QUICK_LAYOUT)) for name in LAYOUTS],
+)
 def test_weights_reach_the_engine_from_every_layout(
     arithmetic: Path, runs: StartedAhead[Run], case: str
 ) -> None:

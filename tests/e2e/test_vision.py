@@ -127,6 +127,7 @@ def check_agreement(run: Run, num_images: int = 1) -> None:
     assert all((run.run_dir / path).is_file() for row in samples for path in row["images"])
 
 
+@pytest.mark.slow
 def test_a_conversation_with_images_is_learned(start: Start) -> None:
     run = start("sft", "train.vision=all", "sft.steps=30", "parallel.pp=2")
     assert run.finish(300) == 0, run.tail()

@@ -121,6 +121,7 @@ def test_pieces_of_pictures_train_as_they_were_seen(
     assert kinds == [["image", "text"], ["image"], ["image"]]
 
 
+@pytest.mark.slow
 def test_a_policy_crops_by_itself(begin: Start, zoom: Path) -> None:
     run = begin(*settings(zoom), "run.steps=2")
     assert run.finish(400) == 0, run.tail()

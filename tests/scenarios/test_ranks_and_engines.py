@@ -202,6 +202,7 @@ def make_sample(text: str) -> Sample:
     return Sample(prompt, 0, (5,), (-0.1,), "stop", (VersionSpan(0, 1, WeightVersion(0)),), text)
 
 
+@pytest.mark.slow
 def test_a_judge_that_dies_serves_again_at_its_address(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,7 +100,9 @@ def walk_quickly(given: Path, ground: Path, name: str) -> None:
     check_modes(start)
 
 
-@pytest.mark.parametrize("name", [TOGETHER, *RISKY])
+@pytest.mark.parametrize(
+    "name", [TOGETHER, *(pytest.param(n, marks=pytest.mark.slow) for n in RISKY)]
+)
 def test_quick_commands_work_in_a_place(given: Path, ground: Path, name: str) -> None:
     walk_quickly(given, ground, name)
 

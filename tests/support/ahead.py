@@ -30,12 +30,8 @@ class StartedAhead(Generic[T]):
         return self.started[case]
 
 
-def chosen_cases(request: pytest.FixtureRequest) -> list[str]:
-    """The parameter `case` of each test of this module that is to run, in their order."""
+def chosen_cases(request: pytest.FixtureRequest, name: str = "case") -> list[str]:
+    """Return a parameter's value of each test of this module that is to run, in their order."""
     items = [item for item in request.session.items if item.path == request.path]
-    specs = [
-        item.callspec
-        for item in items
-        if isinstance(item, pytest.Function) and "case" in item.fixturenames
-    ]
-    return [str(spec.params["case"]) for spec in specs]
+    specs = [item.callspec for item in items if hasattr(item, "callspec")]
+    return [str(spec.params[name]) for spec in specs if name in spec.params]

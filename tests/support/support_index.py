@@ -1,4 +1,4 @@
-"""List the files of tests/support in tests/README.md: `python -m tests.support.support_index`.
+"""List the files of tests/support in tests/README.md: `python -m tests.support.support_index`."""
 
 import ast
 from pathlib import Path
@@ -11,7 +11,7 @@ END = "<!-- end of list -->"
 
 
 def list_support_files() -> str:
-    """Return a line for each file of tests/support: its name and its docstring's first sentence."""
+    """Return a line for each file: its name and its docstring's first sentence."""
     lines = []
     for path in python_files("tests"):
         if path.parts[1] == "support":

@@ -68,7 +68,7 @@ def export(rank: int, world_size: int, port: int, source: Path, out: Path) -> No
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_export_is_the_model_that_was_cut(tmp_path: Path, world_size: int) -> None:
     source = write_small_model(tmp_path / "hf")
     out = tmp_path / "out"

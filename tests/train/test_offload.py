@@ -23,6 +23,8 @@ from tests.support.tiny_training import (
     write_hf_model,
 )
 
+OTHERS = [pytest.param(layout, marks=pytest.mark.slow) for layout in ({"dp": 2}, {"pp": 2})]
+
 
 def steps(rank: int, world_size: int, port: int, path: str, dtype: str, give_up: bool) -> Any:
     """Return bytes by parts held, log-probs before each of two steps, and the steps' stats."""
@@ -51,7 +53,7 @@ def steps(rank: int, world_size: int, port: int, path: str, dtype: str, give_up:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_nothing_changes_by_it(tmp_path: Path, dtype: str) -> None:
     path = str(write_hf_model(tmp_path))
     _, logprobs, stats = run_ranks(steps, 2, path, dtype, False)[0]
@@ -124,7 +126,7 @@ def in_host_copy(actor: Actor, address: int) -> bool:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("layout", [{"tp": 2, "ep": 2}, {"dp": 2}, {"pp": 2}])
+@pytest.mark.parametrize("layout", [{"tp": 2, "ep": 2}, *OTHERS])
 def test_a_checkpoint_of_state_that_is_moved_out_is_the_same_and_copies_little(
     tmp_path: Path, layout: dict[str, int]
 ) -> None:

@@ -69,7 +69,15 @@ def step_without_exchange(
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "vpp": 2}, {"pp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"pp": 2}, marks=pytest.mark.slow),
+        {"pp": 2, "vpp": 2},
+        pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_no_shape_is_sent_and_all_expectations_are_met(
     tmp_path: Any, layout: dict[str, Any]
 ) -> None:

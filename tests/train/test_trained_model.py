@@ -22,7 +22,15 @@ def routed(rank: int, world_size: int, port: int, model: ModelConfig, layout: An
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"cp": 2}, marks=pytest.mark.slow),
+        {"tp": 2, "cp": 2},
+    ],
+    ids=str,
+)
 def test_context_and_sequence_parallel_ranks_divide_the_tokens(
     tmp_path: Path, layout: dict[str, int]
 ) -> None:

@@ -26,6 +26,7 @@ def agent(
     )
 
 
+@pytest.mark.slow
 def test_a_node_that_never_comes_is_named(tmp_path: Path) -> None:
     done = agent("a", tmp_path, timeout_s=20)
     assert done.returncode == 1
@@ -47,6 +48,7 @@ def test_the_failure_of_another_node_ends_the_wait(tmp_path: Path) -> None:
     assert done.returncode == 1 and "node b: no such interface" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_node_without_the_interface_tells_the_others(tmp_path: Path) -> None:
     done = agent("b", tmp_path, 5, "--interface", "ib7")
     assert done.returncode == 2 and "launch.interface=ib7" in done.stderr
@@ -54,6 +56,7 @@ def test_a_node_without_the_interface_tells_the_others(tmp_path: Path) -> None:
     assert note is not None and note.phase == FAILED and "launch.interface=ib7" in note.text
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_after_the_end_leaves(tmp_path: Path) -> None:
     Rendezvous(tmp_path).finish(3)
     done = agent("b", tmp_path, timeout_s=2)

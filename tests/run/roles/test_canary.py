@@ -210,6 +210,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_an_engine_serves_only_once_it_agreed_at_the_start_and_on_its_return(stage: Stage) -> None:
     """One of two engines is corrupted after its first sync; the other dies and is corrupted on its
     return.

@@ -25,7 +25,7 @@ from mcore_rl.tasks.tiny_models import write_tiny_model
 from mcore_rl.types import Prompt, Sample
 from tests.support.engine_keys import KEYS
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 KV_CACHE_LEN = 2048
 LONG = 1900

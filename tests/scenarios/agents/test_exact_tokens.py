@@ -40,6 +40,8 @@ from tests.support.stand_in_policy import StandInPolicy
 from tests.support.tiny_models import write_model
 
 LIMITS = EpisodeLimits(max_turns=20, max_turn_len=12, max_tokens=6000)
+QUICK = ("qwen3", "deepseekv3", "gptoss")
+"""Families of `make test`."""
 AT_ONCE = 32
 TOLERANCE = 1e-4
 DEADLINE_S = 500.0
@@ -100,8 +102,14 @@ def largest_error(model_dir: Path, batch: TrainBatch) -> float:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("num_episodes", [14, pytest.param(143, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "num_episodes"),
+    [
+        *((family, 14) for family in QUICK),
+        *(pytest.param(f, 14, marks=pytest.mark.slow) for f in FAMILIES if f not in QUICK),
+        *(pytest.param(f, 143, marks=pytest.mark.slow) for f in FAMILIES),
+    ],
+)
 def test_rows_train_what_the_engine_sampled(
     engine: EngineProcess, model_dir: Path, family: str, num_episodes: int
 ) -> None:

@@ -12,7 +12,7 @@ from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from tests.scenarios.rollout.test_native_forward import generate, save_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 DEADLINE_S = 60.0
 
 

@@ -21,7 +21,7 @@ from tests.support.engine_keys import KEYS
 from tests.support.engines import save_tiny_moe
 from tests.support.sampled import logprob_error, make_prompts
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CONFIG = RolloutConfig(engines=2, migration_gap=2, request_timeout_s=120.0)
 

@@ -20,6 +20,7 @@ from mcore_rl.weights.layouts.training import LocalPart, training_shards
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import Rule
 from tests.support import models_table
+from tests.support.ahead import chosen_cases
 from tests.support.distributed import run_each
 from tests.support.tiny_models import MODELS, write_model
 from tests.support.tiny_training import (
@@ -59,6 +60,10 @@ LAYOUTS: Mapping[str, list[Layout]] = {
 BESIDE = ("model.layers.4.eh_proj.weight", "model.layers.4.shared_head.norm.weight")
 """A multi-token-prediction layer, which checkpoints may hold but Megatron's model leaves out."""
 WITH_MTP = ("deepseek_v3", "glm4_moe")
+QUICK = ("qwen3_moe", "deepseek_v3", "qwen3")
+CHOSEN = pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in QUICK)) for k in MODELS]
+)
 
 
 def run_case(
@@ -105,22 +110,28 @@ def add_tensors(hf_dir: Path, *names: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> dict[str, Any]:
-    """Results of one process, by family."""
-    cases = run_each(run_case, 1, [(kind, 0, {}) for kind in MODELS], folder)
-    return {kind: case for kind, (case,) in zip(MODELS, cases, strict=True)}
+def kinds(request: pytest.FixtureRequest) -> list[str]:
+    """Families that a test of this run asks for."""
+    return sorted(set(chosen_cases(request, "kind")) or QUICK)
 
 
 @pytest.fixture(scope="module")
-def cut(folder: Path) -> Mapping[tuple[str, int], list[Any]]:
+def whole(folder: Path, kinds: list[str]) -> dict[str, Any]:
+    """Results of one process, by family."""
+    cases = run_each(run_case, 1, [(kind, 0, {}) for kind in kinds], folder)
+    return {kind: case for kind, (case,) in zip(kinds, cases, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def cut(folder: Path, kinds: list[str]) -> Mapping[tuple[str, int], list[Any]]:
     """Results of four processes in rank order, by family and number of the layout."""
-    cases = [(kind, i, layout) for kind in LAYOUTS for i, layout in enumerate(LAYOUTS[kind])]
+    cases = [(kind, i, layout) for kind in kinds for i, layout in enumerate(LAYOUTS[kind])]
     results = run_each(run_case, 4, cases, folder)
     return {(kind, i): ranks for (kind, i, _), ranks in zip(cases, results, strict=True)}
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", MODELS)
+@CHOSEN
 def test_layouts_compute_what_transformers_does(
     folder: Path, whole: Any, cut: Any, kind: str
 ) -> None:
@@ -146,7 +157,7 @@ def test_layouts_compute_what_transformers_does(
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", MODELS)
+@CHOSEN
 def test_weights_come_back_byte_for_byte(folder: Path, whole: Any, cut: Any, kind: str) -> None:
     source = load_file(folder / kind / "model.safetensors")
     exports = [

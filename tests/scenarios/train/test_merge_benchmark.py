@@ -6,6 +6,7 @@ from tests.support.benchmarks import figures_of
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_the_benchmark_of_merges_ends_in_its_figures() -> None:
     sizes = ["--layers", "2", "--experts", "4", "--vocab", "1024", "--repeats", "1"]
     figures = figures_of("merge.py", *sizes, timeout_s=280)

@@ -6,6 +6,7 @@ from tests.support.benchmarks import figures_of
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_the_benchmark_of_starts_ends_in_its_figures() -> None:
     figures = figures_of("startup.py", "--repeats", "1", timeout_s=400)
     assert 0 < figures["imported_s"] <= figures["ray_s"] <= figures["linked_s"]

@@ -69,7 +69,15 @@ def test_recomputed_modules_give_the_same_weights(model: ModelConfig) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("layout", [{"dp": 2, "ep": 1}, {"pp": 2, "dp": 1}, {"ep": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"dp": 2, "ep": 1}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "dp": 1}, marks=pytest.mark.slow),
+        {"ep": 2},
+    ],
+    ids=str,
+)
 def test_overlapped_reduction_gives_the_same_weights(
     model: ModelConfig, layout: dict[str, Any]
 ) -> None:
@@ -118,7 +126,7 @@ def optimizer_tensors(actor: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_bfloat16_moments_train_and_continue_from_a_checkpoint(
     model: ModelConfig, tmp_path: Path, dtype: str
 ) -> None:

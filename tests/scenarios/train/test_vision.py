@@ -51,16 +51,16 @@ WRITERS = {
     "qwen3_vl_tied": partial(write_qwen3_vl_model, num_hidden_layers=6, tie_word_embeddings=True),
 }
 SLOW = pytest.mark.slow
-IN_SLOW_RUNS = ("qwen3_vl_moe", "qwen3_vl_tied")
-KINDS = [pytest.param(kind, marks=SLOW if kind in IN_SLOW_RUNS else ()) for kind in WRITERS]
+QUICK = ("qwen2_5_vl", "qwen3_vl")
+KINDS = [pytest.param(kind, marks=() if kind in QUICK else SLOW) for kind in WRITERS]
 CASES = [
     pytest.param("qwen2_5_vl", TWO_RANKS, id="qwen2_5_vl-two_ranks"),
-    pytest.param("qwen2_5_vl", FOUR_RANKS, id="qwen2_5_vl-four_ranks"),
-    pytest.param("glm4v_moe", EXPERTS, id="glm4v_moe"),
-    pytest.param("kimi_vl", LATENT[:1], id="kimi_vl"),
+    pytest.param("qwen2_5_vl", FOUR_RANKS, id="qwen2_5_vl-four_ranks", marks=SLOW),
+    pytest.param("glm4v_moe", EXPERTS, id="glm4v_moe", marks=SLOW),
+    pytest.param("kimi_vl", LATENT[:1], id="kimi_vl", marks=SLOW),
     pytest.param("kimi_vl", LATENT[1:], id="kimi_vl-two_ranks", marks=SLOW),
     pytest.param("kimi_vl", LATENT_FOUR, id="kimi_vl-four_ranks", marks=SLOW),
-    pytest.param("qwen3_vl", [RECOMPUTED], id="qwen3_vl"),
+    pytest.param("qwen3_vl", [RECOMPUTED], id="qwen3_vl", marks=SLOW),
     pytest.param("qwen3_vl", [APART], id="qwen3_vl-features_travel"),
     pytest.param(
         "qwen3_vl",

@@ -108,7 +108,7 @@ Singles = Callable[[str], tuple[Path, Any]]
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if k in ("qwen2_5_vl", "kimi_vl") else SLOW) for k in WRITERS]
+    "kind", [pytest.param(k, marks=() if k == "qwen2_5_vl" else SLOW) for k in WRITERS]
 )
 def test_values_and_export_are_those_of_transformers(singles: Singles, kind: str) -> None:
     folder, one_process = singles(kind)
@@ -170,6 +170,7 @@ def start_again(rank: int, world_size: int, port: int, path: str, folder: str) -
     return [first, saved, stats, moved, resumed, step(critic, path), extra]
 
 
+@pytest.mark.slow
 def test_a_frozen_tower_and_a_resumed_critic(singles: Singles, tmp_path: Path) -> None:
     folder, one_process = singles("qwen2_5_vl")
     export = str(folder.parent / "critic-whole")

@@ -96,8 +96,11 @@ def test_a_tower_has_its_own_rate_and_resumes(folder: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "kind",
     [
-        *("qwen2_5_vl", "glm4v_moe", "kimi_vl", "qwen3_vl"),
-        pytest.param("qwen3_vl_moe", marks=pytest.mark.slow),
+        "qwen2_5_vl",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("glm4v_moe", "kimi_vl", "qwen3_vl", "qwen3_vl_moe")
+        ),
     ],
 )
 def test_checkpoints_go_to_hf_and_back(folder: Path, tmp_path: Path, kind: str) -> None:
@@ -130,6 +133,7 @@ def train_part(rank: int, world_size: int, port: int, model: ModelConfig, part: 
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_a_frozen_part_stays_bit_for_bit(folder: Path) -> None:
     model = ModelConfig(path=str(folder))
     results = run_each(train_part, 2, PARTS, model, timeout_s=300.0)
@@ -141,6 +145,7 @@ def test_a_frozen_part_stays_bit_for_bit(folder: Path) -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_bfloat16_scores_are_near_those_of_float32(folder: Path) -> None:
     [exact], [rounded] = run_each(
         score, 1, [ModelConfig(path=str(folder), dtype=d) for d in ("float32", "bfloat16")]

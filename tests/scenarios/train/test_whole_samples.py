@@ -246,6 +246,7 @@ class OneProcess:
 
 
 @pytest.fixture(scope="module")
+@pytest.mark.slow
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
     model = ModelConfig(path=str(write_hf_model(tmp_path_factory.mktemp("whole") / "model")))
     wrong_jobs = [(case, at_turns, True) for case in CASES if of_samples(case)]

@@ -21,7 +21,16 @@ SCENES = {
 }
 
 
-@pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES.keys())
+QUICK = ("column cut to two ranks, cast to bfloat16", "staged between machines")
+
+
+@pytest.mark.parametrize(
+    "scene",
+    [
+        pytest.param(scene, id=name, marks=[pytest.mark.slow] * (name not in QUICK))
+        for name, scene in SCENES.items()
+    ],
+)
 def test_every_parameter_is_bit_for_bit_what_the_engines_own_loader_puts_there(
     scene: Scene,
 ) -> None:
@@ -39,8 +48,11 @@ def test_every_parameter_is_bit_for_bit_what_the_engines_own_loader_puts_there(
 
 ROUTES = pytest.mark.parametrize(
     ("staged", "between_machines"),
-    [(False, False), (True, False), (False, True)],
-    ids=["in place", "staged", "between machines"],
+    [
+        pytest.param(False, False, id="in place", marks=pytest.mark.slow),
+        pytest.param(True, False, id="staged"),
+        pytest.param(False, True, id="between machines", marks=pytest.mark.slow),
+    ],
 )
 
 

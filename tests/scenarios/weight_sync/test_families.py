@@ -61,7 +61,9 @@ list their shards.
 ONE_RANK: Engine = ({}, "recorded")
 CUT, UNEVEN = ({"tp": 2, "ep": 2}, "recorded"), ({"tp": 2, "ep": 2}, "listed")
 DENSE: Engine = ({"tp": 2}, "listed")
-IN_EVERY_RUN: dict[str, list[Engine]] = {
+IN_EVERY_RUN = ("qwen3", "deepseek_v3")
+"""Cases of `make test`: a dense family with two engines, and latent attention with experts."""
+BY_FAMILY: dict[str, list[Engine]] = {
     **{kind: [ONE_RANK] for kind in MODELS},
     "qwen3": [ONE_RANK, DENSE],
 }
@@ -99,7 +101,7 @@ class Case:
 CASES = {
     **{
         kind: Case(kind, LAYOUTS.get(kind, MOE_LAYOUTS[:1]), engines)
-        for kind, engines in IN_EVERY_RUN.items()
+        for kind, engines in BY_FAMILY.items()
     },
     **{
         f"{kind}-layouts": Case(kind, MOE_LAYOUTS, engines)

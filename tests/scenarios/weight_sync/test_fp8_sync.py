@@ -210,7 +210,9 @@ def errors_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     return [report["error"] for report in reports if report["error"] is not None]
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "deepseek_v3")) for k in MODELS]
+)
 def test_fp8_parameters_are_those_of_a_checkpoint_quantized_from_a_gather(
     ranks: MegatronRanks, tmp_path: Path, kind: str
 ) -> None:

@@ -6,6 +6,7 @@ from tests.support.benchmarks import figures_of
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_the_benchmark_of_links_ends_in_its_figures() -> None:
     options = ["--layers", "1", "--repeats", "1"]
     figures = figures_of("link.py", *options, timeout_s=170)["1 layers"]
@@ -16,6 +17,7 @@ def test_the_benchmark_of_links_ends_in_its_figures() -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_stand_ins_for_many_ranks_link_to_all_engines() -> None:
     options = ["--ranks", "16,8", "--engine-ranks", "4", "--layers", "1", "--repeats", "2"]
     figures = figures_of("link.py", *options, timeout_s=120)

@@ -6,6 +6,7 @@ from tests.support.benchmarks import figures_of
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_all_ways_leave_the_same_weights_and_the_benchmark_ends_in_its_figures() -> None:
     options = ["--sizes", "1", "--kinds", "large", "--repeats", "1"]
     figures = figures_of("refit.py", *options, timeout_s=280)["1 MiB large"]

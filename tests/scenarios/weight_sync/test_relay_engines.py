@@ -50,6 +50,7 @@ def test_both_engines_hold_the_version_and_the_trainer_sent_it_once(stage: Stage
         assert [ranks[0][name] for ranks in found] == [wanted, wanted], name
 
 
+@pytest.mark.slow
 def test_the_trainer_sends_to_an_engine_behind_a_relay_that_hangs(stage: Stage) -> None:
     relay, behind = stage.urls
     hanging = scheduler_of(stage.engines[0])

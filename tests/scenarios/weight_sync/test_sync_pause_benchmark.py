@@ -6,6 +6,7 @@ from tests.support.benchmarks import figures_of
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_requests_decode_through_a_sync_of_each_way_and_their_stall_is_measured() -> None:
     options = ["--size", "1", "--repeats", "1", "--prompt-len", "16", "--max-new", "900"]
     figures = figures_of("sync_pause.py", *options, timeout_s=280)["1 MiB large"]

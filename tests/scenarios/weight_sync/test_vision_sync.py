@@ -73,8 +73,8 @@ def is_text(batches: list[TrainBatch]) -> Tensor:
     ("kind", "layout"),
     [
         ("qwen2_5_vl", {"tp": 2}),
-        ("glm4v_moe", {"tp": 2, "ep": 2}),
-        ("qwen3_vl", {"tp": 2}),
+        pytest.param("glm4v_moe", {"tp": 2, "ep": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("qwen3_vl_moe", {"tp": 2, "ep": 2}, marks=pytest.mark.slow),
         pytest.param("kimi_vl", {"tp": 2, "ep": 2}, marks=pytest.mark.slow),
     ],

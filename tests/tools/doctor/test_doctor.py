@@ -10,10 +10,10 @@ import pytest
 from mcore_rl.tools.doctor.stages import STAGES
 from tests.support.policy import ROOT
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("stages", ["sync,probes", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stages", ["sync,probes", "all"])
 def test_every_check_passes_on_the_cpu_or_says_why_it_is_skipped(
     tmp_path: Path, stages: str
 ) -> None:

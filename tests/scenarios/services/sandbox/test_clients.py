@@ -83,6 +83,7 @@ def python(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=400)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PACKAGE.is_dir(), reason="no verl in .venv-agents")
 def test_rewards_of_verl_work_by_the_url_alone(address: str) -> None:
     done = python(VERL, str(PACKAGE), f"{address}/run_code")
@@ -99,6 +100,7 @@ def test_rewards_of_verl_work_by_the_url_alone(address: str) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not AGENTS.is_dir(), reason="no .venv-agents")
 def test_the_client_of_sandbox_fusion_works(address: str) -> None:
     if python("import sandbox_fusion").returncode:

@@ -28,6 +28,8 @@ LIMITS = Limits(
     wall_s=3.0, cpu_s=3, memory_mib=128, processes=16, files_mib=16, output_kib=64, num_files=2000
 )
 CONCURRENCY = 64
+SLOW = pytest.mark.slow
+PLACES = ["cgroups", pytest.param("rlimits", marks=SLOW), pytest.param("bubblewrap", marks=SLOW)]
 BROKEN = re.compile(rb"(Syntax|Name|Attribute|Type|Import)Error")
 """A program that fails for a reason of its own shows nothing about the sandbox."""
 IN_THE_OPEN = (
@@ -45,7 +47,7 @@ SLACK_BYTES = 64 * MIB
 """Above the limits: the workers' own memory, and what the machine does meanwhile."""
 
 
-@pytest.fixture(scope="module", params=["cgroups", "rlimits", "bubblewrap"])
+@pytest.fixture(scope="module", params=PLACES)
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     has_outer = request.param == "bubblewrap"
     if has_outer and shutil.which("bwrap") is None:

@@ -55,7 +55,7 @@ def _becomes_nobody() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layers", ["own", "outer"])
+@pytest.mark.parametrize("layers", ["own", pytest.param("outer", marks=pytest.mark.slow)])
 def test_hostile_programs_get_nothing_without_any_right(layers: str) -> None:
     if layers == "outer" and shutil.which("bwrap") is None:
         pytest.skip("bwrap is not installed")

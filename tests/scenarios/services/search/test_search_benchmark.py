@@ -5,6 +5,7 @@ import pytest
 from tests.support.benchmarks import figures_of
 
 
+@pytest.mark.slow
 def test_the_benchmark_ends_with_its_numbers() -> None:
     options = ["--passages", "3000", "--rival-passages", "2000", "--seconds", "0.5"]
     options += ["--rivals", "bm25s", "sqlite", "--shard-len", "1500"]

@@ -67,6 +67,7 @@ def test_three_nodes_meet_and_node_0_reports_for_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_a_clock_that_is_ahead_fails_all_nodes_with_its_offset(tmp_path: Path) -> None:
     first, second = check_both([tmp_path, tmp_path], 30.0, lambda: time.time() + 45)
     assert (first.failed, first.shown) == (True, True)
