@@ -13,14 +13,12 @@ from mcore_rl.tools.doctor.stages import find_check
 from mcore_rl.tools.doctor.warm_start import SIZES, main
 
 
-@pytest.mark.slow
 def test_a_folder_that_is_there_is_not_replaced(tmp_path: Path, capsys) -> None:
     assert main(["--out", str(tmp_path)]) == 2
     assert f"--out={tmp_path} is there already: remove it" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 def test_a_training_that_fails_leaves_no_folder(tmp_path: Path, capsys) -> None:
     out = tmp_path / "data" / "warm_start"
     assert main(["--out", str(out), "sft.batch_size=0"]) == 1
