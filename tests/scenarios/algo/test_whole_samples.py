@@ -152,8 +152,9 @@ def check_invariance(config: AlgorithmConfig) -> None:
     assert (wanted[1] != 0).any()
     for cut, number in SPLITS:
         found = run_step(config, CUTS[cut], number, values)
+        at = (cut, number, config)
         torch.testing.assert_close(
-            found, wanted, rtol=1e-12, atol=1e-12, msg=lambda m, at=(cut, number): f"{at}: {m}"
+            found, wanted, rtol=1e-12, atol=1e-12, msg=lambda m, at=at: f"{at}: {m}"
         )
 
 
@@ -182,16 +183,16 @@ def test_rejection_by_any_estimate_does_not_depend_on_rows(reject: str, estimato
     assert 0 < (gradient == 0).sum() < NUM_TRAINED
 
 
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS.names)
 @pytest.mark.parametrize("loss", losses.names)
-def test_losses_with_any_kl_do_not_depend_on_rows(loss: str, estimator: str) -> None:
-    check_invariance(replace(LOSS, loss=loss, kl=KLConfig(0.1, estimator)))
+def test_losses_with_any_kl_do_not_depend_on_rows(loss: str) -> None:
+    for estimator in KL_ESTIMATORS.names:
+        check_invariance(replace(LOSS, loss=loss, kl=KLConfig(0.1, estimator)))
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS.names)
 @pytest.mark.parametrize("loss", losses.names)
-def test_losses_with_any_aggregation_do_not_depend_on_rows(loss: str, aggregation: str) -> None:
-    check_invariance(replace(LOSS, loss=loss, aggregation=aggregation))
+def test_losses_with_any_aggregation_do_not_depend_on_rows(loss: str) -> None:
+    for aggregation in AGGREGATIONS.names:
+        check_invariance(replace(LOSS, loss=loss, aggregation=aggregation))
 
 
 def choices_with_sums() -> list[AlgorithmConfig]:
