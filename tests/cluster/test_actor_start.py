@@ -53,6 +53,7 @@ def test_a_call_passes_those_that_move_much(slot: Slot, tmp_path: Path) -> None:
     ray.kill(actor)
 
 
+@pytest.mark.slow
 def test_a_process_computes_with_its_part_of_the_cores(
     slot: Slot, tmp_path: Path, monkeypatch
 ) -> None:

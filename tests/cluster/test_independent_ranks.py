@@ -16,7 +16,7 @@ from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 class Adder:

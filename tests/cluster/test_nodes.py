@@ -7,7 +7,7 @@ import pytest
 from mcore_rl.cluster.nodes import alive_nodes, wait_for_nodes
 from tests.support.imaginary_gpus import four_imaginary_gpus
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -27,6 +27,7 @@ def four_gpus() -> Iterator[None]:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.usefixtures("four_gpus")
 def test_every_training_rank_has_a_gpu_and_engines_take_none(tmp_path: Path) -> None:
     assert gpus_per_node() == 4

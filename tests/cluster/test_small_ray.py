@@ -48,7 +48,7 @@ print("done")
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("arguments", [pytest.param([], marks=pytest.mark.slow), ["forked"]])
+@pytest.mark.parametrize("arguments", [[], pytest.param(["forked"], marks=pytest.mark.slow)])
 def test_actors_work_and_no_needless_process_runs(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def weights_of(run: Run) -> dict[int, list[list[int]]]:
     return found
 
 
+@pytest.mark.slow
 def test_responses_go_on_with_new_weights_within_the_bound_of_staleness(start: Start) -> None:
     """Tokens drawn after a swap have the new weights' log-probs, whatever drew the earlier ones."""
     run = start("train", *COMMON, "rollout.mode=async", "rollout.max_staleness=2", "run.steps=6")

@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.tasks.shapes import prepare_zoom
 from tests.support.runs import Run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 Start = Callable[..., Run]
 
 CROPS = '''
@@ -79,7 +79,7 @@ def settings(zoom: Path) -> list[str]:
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param(("parallel.pp=2", "rollout.mode=sync"), id="sync", marks=pytest.mark.slow),
+        pytest.param(("parallel.pp=2", "rollout.mode=sync"), id="sync"),
         pytest.param(
             ("rollout.mode=async", "algorithm.correction.weight=token", "train.vision=all"),
             id="async",
@@ -121,7 +121,6 @@ def test_pieces_of_pictures_train_as_they_were_seen(
     assert kinds == [["image", "text"], ["image"], ["image"]]
 
 
-@pytest.mark.slow
 def test_a_policy_crops_by_itself(begin: Start, zoom: Path) -> None:
     run = begin(*settings(zoom), "run.steps=2")
     assert run.finish(400) == 0, run.tail()

@@ -142,6 +142,7 @@ def test_a_job_is_launched_watched_and_canceled(
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_the_nodes_of_a_task_meet_and_end_with_the_command(tmp_path: Path) -> None:
     """Two nodes as SkyPilot starts them; the command refuses a recipe whose model is not there."""
     words = ("recipe=tiny_moe_grpo", "launch=skypilot", f"run.dir={tmp_path}/run")

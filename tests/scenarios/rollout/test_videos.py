@@ -27,9 +27,8 @@ def megatron_logprobs(rank: int, world_size: int, port: int, model: ModelConfig)
 
 @pytest.mark.e2e
 @pytest.mark.gloo
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "qwen3_vl")) for k in KINDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_three_programs_agree(tmp_path: Path, kind: str) -> None:
     folder = write_served_model(tmp_path / "model", kind)
     [trained_T] = run_ranks(megatron_logprobs, 1, ModelConfig(path=str(folder)), timeout_s=300.0)

@@ -92,7 +92,13 @@ def one_process(hf_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("layouts", [TWO_RANKS, FOUR_RANKS], ids=["two_ranks", "four_ranks"])
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(TWO_RANKS, id="two_ranks"),
+        pytest.param(FOUR_RANKS, id="four_ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_layouts_agree_with_one_process(
     hf_dir: Path, one_process: dict[str, Any], layouts: list[Layout]
 ) -> None:

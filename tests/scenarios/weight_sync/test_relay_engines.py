@@ -72,6 +72,7 @@ def test_the_trainer_sends_to_an_engine_behind_a_relay_that_hangs(stage: Stage) 
     assert first == second
 
 
+@pytest.mark.slow
 def test_the_trainer_sends_to_an_engine_behind_a_relay_that_dies(stage: Stage) -> None:
     first = stage.urls.index(stage.sync_controller.linked[0])
     dying = stage.urls[first]

@@ -45,6 +45,7 @@ def check_both(
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_three_nodes_meet_and_node_0_reports_for_all(tmp_path: Path) -> None:
     first, *others = [finish_doctor(p) for p in [start(tmp_path, r, 3) for r in range(3)]]
     assert [run.status for run in (first, *others)] == [0, 0, 0], first
