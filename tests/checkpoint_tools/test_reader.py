@@ -11,7 +11,7 @@ from checkpoint_tools import reader as reader_module
 from checkpoint_tools.assembly import Assembly, Stretch, join_pieces, make_pieces
 from checkpoint_tools.ledger import Ledger
 from checkpoint_tools.reader import Reader, bands
-from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint, Chunk, StoredTensor
+from checkpoint_tools.stored import DTYPE_BYTES, DTYPES, Checkpoint, Chunk, StoredTensor
 from mcore_rl.weights.hf.checksums import sum_file
 
 
@@ -112,3 +112,25 @@ def test_what_no_chunk_has_is_zero_and_padding_is_read_for_its_checksum(tmp_path
     ledger.add(reader.take_record())
     ledger.close()
     assert ledger.num_checked == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_has_torchs_size(dtype: str) -> None:
+    assert DTYPE_BYTES[dtype] == getattr(torch, dtype).itemsize
+
+
+def test_a_chunk_tells_file_tensor_and_offset() -> None:
+    chunk = Chunk("w", "bfloat16", (4, 0), (2, 3), "/dir/file", 100, 640, True)
+    assert (chunk.file, chunk.data_bytes) == ("file", 12)
+    assert chunk.where == "/dir/file: tensor 'w' at (4, 0)"
+    first = Chunk("w", "bfloat16", (0, 0), (4, 3), "/dir/file", 0, 24, False)
+    assert first.where == "/dir/file: tensor 'w'"
+
+
+def test_bytes_are_those_of_the_elements_not_of_the_archives_around_them() -> None:
+    chunk = Chunk("w", "float32", (0,), (5,), "/dir/file", 0, 1000, True)
+    tensors = {
+        "w": StoredTensor("w", "float32", (5,), (chunk,)),
+        "scalar": StoredTensor("scalar", "int64", (), ()),
+    }
+    assert Checkpoint("torch_dist", Path("/dir"), tensors, (), None).num_bytes == 20 + 8

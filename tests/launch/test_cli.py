@@ -1,10 +1,14 @@
-"""The commands about jobs, as a user types them."""
+"""The commands about jobs, as a user types them; launch targets and texts for the shell."""
 
 from pathlib import Path
 
+import jinja2
 import pytest
 
 from launch.cli import add_commands
+from launch.compose import load_launch
+from launch.targets import TARGETS
+from launch.text import TEMPLATES, render
 from mcore_rl.cli import main, make_parser
 
 
@@ -28,3 +32,22 @@ def test_a_dry_run_prints_the_command(tmp_path: Path, capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     assert "4 nodes of 8 GPUs and 64 CPUs" in out
     assert f"submit it with: sbatch --parsable {tmp_path}/launch/job.sh" in out
+
+
+def test_the_shipped_launch_file_of_a_target_has_its_options() -> None:
+    for name, target in TARGETS.items():
+        assert type(load_launch(name, [])) is target.options
+
+
+def test_a_missing_value_is_an_error() -> None:
+    assert sorted(path.name for path in TEMPLATES.glob("*.jinja")) == [
+        "kuberay_doctor.sh.jinja",
+        "kuberay_job.sh.jinja",
+        "kuberay_log.sh.jinja",
+        "kuberay_stop.sh.jinja",
+        "local.sh.jinja",
+        "skypilot.sh.jinja",
+        "slurm.sh.jinja",
+    ]
+    with pytest.raises(jinja2.UndefinedError):
+        render("slurm.sh.jinja")

@@ -1,8 +1,9 @@
-"""Names of segments, their order, and the end of a log that was just rotated."""
+"""A log's segments in order, the end of one that was just rotated, messages held back."""
 
 from pathlib import Path
 
-from mcore_rl.process.log_files import find_segments, read_tail, rotate
+from mcore_rl.process.clock import replace_clock
+from mcore_rl.process.log_files import LogThrottle, find_segments, read_tail, rotate
 
 
 def test_segments_are_numbered_from_the_oldest_on(tmp_path: Path) -> None:
@@ -32,3 +33,19 @@ def test_the_tail_of_a_log_goes_back_into_its_segments(tmp_path: Path) -> None:
     assert read_tail(log, 4) == ["4", "5", "6", "7"]
     log.write_text("x" * 100_000 + "\nlast\n")
     assert read_tail(log, 1) == ["last"]
+
+
+def test_one_message_in_a_while_counts_those_held_back() -> None:
+    clock_s = 100.0
+    written = []
+    with replace_clock(lambda: clock_s):
+        throttle = LogThrottle(every_s=10.0)
+        for second in range(25):
+            clock_s = 100.0 + second
+            if throttle.is_due(2):
+                written.append((second, throttle.describe_held()))
+    assert written == [
+        (0, ""),
+        (10, ", and 18 more before it"),
+        (20, ", and 18 more before it"),
+    ]

@@ -1,8 +1,14 @@
-"""Checks of single fields; test_request_fields.py has the fields that they bound."""
+"""Checks of single fields, of a grammar's too; test_request_fields.py has the fields they bound."""
 
 import pytest
 
-from mcore_rl.rollout.request_fields import FieldError, bound_number, bound_whole, show
+from mcore_rl.rollout.request_fields import (
+    FieldError,
+    bound_number,
+    bound_whole,
+    refuse_grammars,
+    show,
+)
 
 
 def test_a_number_is_no_boolean_and_no_infinity() -> None:
@@ -22,3 +28,9 @@ def test_a_whole_number_may_have_a_value_outside_its_range() -> None:
 
 def test_a_long_value_is_shown_in_part() -> None:
     assert len(show("x" * 1000)) == 64
+
+
+def test_a_constraint_is_refused_with_the_way_to_get_it() -> None:
+    with pytest.raises(FieldError, match=r"^regex='a\+' constrains .*--grammar-backend xgrammar"):
+        refuse_grammars({"sampling_params": [{}, {"regex": "a+"}]})
+    refuse_grammars({"tool_choice": "auto", "regex": None})

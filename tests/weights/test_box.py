@@ -1,9 +1,14 @@
-"""Boxes and shards on small tensors."""
+"""Boxes and shards on small tensors; their strides, indices and padding agree with torch's."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.box import Box, Padding, Shard, contiguous_strides, unravel
 
 
 def test_an_empty_box_is_refused_with_its_bounds():
@@ -27,3 +32,25 @@ def test_a_shard_views_and_narrows_in_place_behind_a_storage_offset():
     part.view(local).zero_()
     assert local["qkv"].eq(0).nonzero().tolist() == [[3, 1], [3, 2]]
     assert shard.num_bytes == 64
+
+
+SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
+
+
+@given(SHAPES, st.data())
+def test_strides_and_indices_are_those_of_torch(shape: list[int], data: st.DataObject) -> None:
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+    assert contiguous_strides(shape) == tensor.stride()
+    element = data.draw(st.integers(0, tensor.numel() - 1))
+    assert tensor[unravel(element, shape)] == element
+
+
+def test_padding_is_a_view_of_its_tensor() -> None:
+    tensors = {"w": torch.arange(12)}
+    assert Padding("w", 2, (2, 2), (6, 1)).view(tensors).tolist() == [[2, 3], [8, 9]]
+
+
+def test_a_merge_starts_without_numpy_and_torch() -> None:
+    script = "import sys, checkpoint_tools.to_hf; print({'numpy', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr

@@ -1,4 +1,4 @@
-"""A shard ranks as the formula says, and as bm25s itself would."""
+"""A shard ranks as the formula says and as bm25s would; its words, and merged rankings."""
 
 import math
 from pathlib import Path
@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.services.search.bm25 import K1, B, Bm25Shard, best_of, build_bm25, words_of
+from mcore_rl.services.search.bm25 import (
+    K1,
+    STOP_WORDS,
+    B,
+    Bm25Shard,
+    best_of,
+    build_bm25,
+    hash_words,
+    words_of,
+)
+from mcore_rl.services.search.index import RANK_OFFSET, fuse
 from tests.services.search.corpora import random_texts
 
 
@@ -59,3 +69,49 @@ def test_nothing_matches_nothing(tmp_path: Path) -> None:
 def test_the_best_come_first_and_of_equal_ones_the_first(values: list[float], num: int) -> None:
     expected = sorted(((i, v) for i, v in enumerate(values) if v > 0), key=lambda x: (-x[1], x[0]))
     assert best_of(np.array(values, np.float32), num) == expected[:num]
+
+
+def test_words_of_a_sentence() -> None:
+    assert words_of("Who is the Mayor of Zürich, in 1998?") == ["who", "mayor", "zürich", "1998"]
+    assert words_of("The of") == []
+
+
+@given(st.text())
+def test_words_do_not_depend_on_the_case_of_ascii(text: str) -> None:
+    words = words_of(text)
+    assert not STOP_WORDS & set(words)
+    assert words_of(" ".join(words)) == words
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), unique=True))
+def test_different_words_have_different_hashes(words: list[str]) -> None:
+    hashes = hash_words(words)
+    assert hashes.dtype == np.uint64 and len(set(hashes.tolist())) == len(words)
+
+
+def test_hashes_stay_as_they_are_on_disk() -> None:
+    assert hash_words(["mayor"]).tolist() == [8961826493462299950]
+    assert len(hash_words([])) == 0
+
+
+RANKING = st.lists(st.integers(0, 20), unique=True)
+
+
+def test_what_both_find_comes_first() -> None:
+    assert [passage for passage, _ in fuse([[1, 2, 3], [4, 2]], 3)] == [2, 1, 4]
+    assert fuse([[5]], 1) == [(5, 1 / (RANK_OFFSET + 1))]
+
+
+@given(st.lists(RANKING, max_size=4), st.integers(1, 30))
+def test_a_fusion_keeps_every_passage_once(rankings: list[list[int]], num: int) -> None:
+    found = fuse(rankings, num)
+    everything = {passage for ranking in rankings for passage in ranking}
+    assert len(found) == min(num, len(everything)) == len({passage for passage, _ in found})
+    scores = [score for _, score in found]
+    assert scores == sorted(scores, reverse=True)
+    assert fuse(rankings[::-1], num) == fuse(rankings, num) or len(rankings) > 2
+
+
+@given(RANKING)
+def test_a_ranking_with_itself_stays(ranking: list[int]) -> None:
+    assert [passage for passage, _ in fuse([ranking, ranking], 30)] == ranking
