@@ -225,9 +225,9 @@ def by_stores(
 ) -> Callable[..., Taken]:
     """Return a step in which this process sees a row per sample."""
     from mcore_rl.batches.stored_batch import in_parts, make_stored_batch
-    from mcore_rl.cluster.collector_worker import CollectorSpec
     from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
     from mcore_rl.rollout.collector_pool import CollectorPool
+    from mcore_rl.workers.collector_worker import CollectorSpec
 
     rollout, shape = options(args)
     limits = CollectorLimits(DEADLINE_S, DEADLINE_S, DEADLINE_S, DEADLINE_S)

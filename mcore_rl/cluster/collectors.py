@@ -13,10 +13,9 @@ from typing import Any
 
 from mcore_rl.batches.step_parts import home_of
 from mcore_rl.cluster.answers import RankDied, RankError
-from mcore_rl.cluster.collector_worker import CollectorSpec, CollectorWorker
 from mcore_rl.cluster.independent_ranks import IndependentRanks
 from mcore_rl.cluster.nodes import alive_nodes
-from mcore_rl.cluster.stores import StoreHandles
+from mcore_rl.cluster.stores import StoreHandles, share_array
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.process_state import RestartBudget
 from mcore_rl.rollout.collector import CollectorLost, CollectorNews, Orders
@@ -25,6 +24,7 @@ from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.types import Sample, StoredBatch, StoredSample, TokenWork
 from mcore_rl.types.lost_samples import SamplesLost, join_losses
 from mcore_rl.types.scores import Scores, join_scores
+from mcore_rl.workers.collector_worker import CollectorSpec, CollectorWorker
 
 _log = logging.getLogger(__name__)
 THREADS = 64
@@ -79,7 +79,7 @@ class CollectorGroup:
 
     def start_build(self, spec: CollectorSpec) -> None:
         self._spec = spec
-        args = [(spec, k) for k in range(len(self._nodes))]
+        args = [(spec, k, 0, share_array) for k in range(len(self._nodes))]
         self._building = self._group.start_build(
             CollectorWorker, args, self._limits.startup_timeout_s
         )
@@ -221,7 +221,7 @@ class CollectorGroup:
         counts = (budget.num_recent, limits.restarts)
         _log.warning("%s died; started again, %d of %d in an hour", rank, *counts)
         await self._group.wait_for_process(k, limits.startup_timeout_s)
-        args = (self._spec, k, first_group)
+        args = (self._spec, k, first_group, share_array)
         await self._group.build_one(k, CollectorWorker, args, limits.startup_timeout_s)
         await self.call(k, "connect", *self._connections[k])
 

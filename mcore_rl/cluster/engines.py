@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mcore_rl.cluster.answers import Answers, RankDied
-from mcore_rl.cluster.engine_worker import EngineWorker, RestartCounts
 from mcore_rl.cluster.group import WATCH_INTERVAL_S, WATCHED_CALLS
 from mcore_rl.cluster.independent_ranks import IndependentRanks
+from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.config.deadlines import STOPPED_S, answer_s
 from mcore_rl.planning.slots import Slot
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
+from mcore_rl.workers.engine_worker import EngineWorker, RestartCounts
 
 T = TypeVar("T")
 
@@ -81,7 +82,10 @@ class EngineGroup:
         if not gpu_ids and self._has_gpus:
             gpu_ids = list(chain.from_iterable(self._group.gpu_ids(timeout_s)))
         server_specs = plan_servers(specs, self._nodes_per_engine, meeting_points, gpu_ids)
-        args = [(spec, engine, timeout_s, max_restarts, stopped_s) for engine, spec in server_specs]
+        args = [
+            (spec, engine, timeout_s, max_restarts, stopped_s, node_address)
+            for engine, spec in server_specs
+        ]
         self._building = self._group.start_build(EngineWorker, args, answer_s(timeout_s))
 
     def wait_built(self) -> list[EngineAddress]:

@@ -22,7 +22,7 @@ import mcore_rl
 from mcore_rl.cluster.breakpoints import answer_in_rank
 from mcore_rl.process.cores import THREADS, take_cores
 from mcore_rl.process.disk import is_disk_full, name_full_disk
-from mcore_rl.process.errors import describe_error
+from mcore_rl.process.errors import ProcessLostError, describe_error
 from mcore_rl.process.gc_pause import collect_from_here
 from mcore_rl.process.log_files import keep_output_lasting, rotate_output
 from mcore_rl.process.network import bypass_proxies, find_free_port
@@ -47,10 +47,6 @@ class Raised:
 @dataclass(frozen=True)
 class NotBuilt:
     """Answers a call of a worker that is not there: Ray has started the process again."""
-
-
-class ProcessLost(RuntimeError):
-    """A process that a worker looks after is gone; the message is complete without a traceback."""
 
 
 class RankActor:
@@ -141,7 +137,7 @@ class RankActor:
             return function(*args, **kwargs)
         except SamplesLost as lost:
             return lost
-        except ProcessLost as error:
+        except ProcessLostError as error:
             return Raised(str(error), "")
         except Exception as error:
             # The process boundary: the controller raises it again, naming the rank.

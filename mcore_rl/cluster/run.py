@@ -14,20 +14,17 @@ from typing import Any
 
 from mcore_rl.cluster.breakpoint_watch import naming_breakpoints
 from mcore_rl.cluster.breakpoints import answered_in_controller
-from mcore_rl.cluster.collector_worker import CollectorSpec
 from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
-from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.environment import nsys_environments
 from mcore_rl.cluster.group import guard
-from mcore_rl.cluster.model_group import ModelSpec
+from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
 from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.cluster.placement import reserve_in_ray
 from mcore_rl.cluster.seating import describe
 from mcore_rl.cluster.served_engines import ServedEngines
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.shared_folder import run_files
-from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.config.deadlines import Deadlines
 from mcore_rl.config.upstream.arguments import server_arguments
@@ -42,6 +39,8 @@ from mcore_rl.rollout.served_endpoint import check_served_path, find_endpoint
 from mcore_rl.weight_sync.controller.engine_control import LOADER
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.hf.fp8 import QUANTIZATION_CONFIG
+from mcore_rl.workers.collector_worker import CollectorSpec
+from mcore_rl.workers.model_worker import ModelSpec
 
 _log = logging.getLogger(__name__)
 

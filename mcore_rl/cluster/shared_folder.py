@@ -2,23 +2,215 @@
 
 Nodes with a folder of their own write into it first; what counts comes to the controller's node:
 parts of checkpoints and exports as they are written, logs and profiles at the end of the run.
+Files travel in chunks with checksums, as calls of an actor on the controller's node.
 """
 
 import logging
+import os
 import secrets
+import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from zlib_ng import zlib_ng
 
-from mcore_rl.cluster.folder_keeper import CarriedStorage, start_keeper
 from mcore_rl.cluster.nodes import alive_nodes
-from mcore_rl.process.disk import report_full_disk
+from mcore_rl.process.disk import DiskFullError, report_full_disk
+from mcore_rl.process.file_lock import hold_lock
+
+T = TypeVar("T")
+CHUNK_BYTES = 16 << 20
+CHUNKS_AHEAD = 4
+"""Chunks of a file under way at once."""
+THREADS = 8
+FETCHED = ".fetched_"
+
+
+class FolderKeeper:
+    """Reads and writes files below `root`, the run folder, for other nodes.
+
+    Methods return the error that they would raise, since Ray would hide it in a traceback.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = Path(root)
+
+    def write(
+        self, path: str, num_bytes: int, offset: int, content: bytes, crc32: int
+    ) -> Exception | None:
+        """Write a chunk of a file of `num_bytes`; chunks may come in any order."""
+        with _returned() as answer:
+            target = self._inside(path)
+            _check(path, offset, content, crc32)
+            with report_full_disk(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with open(os.open(target, os.O_CREAT | os.O_WRONLY, 0o666), "wb") as file:
+                    file.seek(offset)
+                    file.write(content)
+                    file.truncate(num_bytes)
+        return answer.error
+
+    def read(self, path: str, offset: int) -> tuple[bytes, int] | Exception:
+        """Return a chunk of a file and its CRC-32."""
+        with _returned() as answer:
+            with self._inside(path).open("rb") as file:
+                file.seek(offset)
+                content = file.read(CHUNK_BYTES)
+            return content, zlib_ng.crc32(content)
+        assert answer.error is not None
+        return answer.error
+
+    def sizes(self, folder: str) -> dict[str, int] | Exception:
+        """Return the bytes of each file of a folder, by name."""
+        with _returned() as answer:
+            files = (path for path in self._inside(folder).iterdir() if path.is_file())
+            return {path.name: path.stat().st_size for path in files}
+        assert answer.error is not None
+        return answer.error
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function here."""
+        with _returned() as answer:
+            return function(*args)
+        return answer.error
+
+    def _inside(self, path: str) -> Path:
+        if not Path(path).resolve().is_relative_to(self._root.resolve()):
+            raise ValueError(f"{path} does not lie in the run folder {self._root}")
+        return Path(path)
+
+
+def _at(num_bytes: int) -> range:
+    """Return where the chunks of a file begin; an empty one has a chunk as well."""
+    return range(0, max(num_bytes, 1), CHUNK_BYTES)
+
+
+def _check(path: str, offset: int, content: bytes, crc32: int) -> None:
+    if zlib_ng.crc32(content) != crc32:
+        raise ValueError(f"{path}: bytes from {offset} on came damaged over the network")
+
+
+class _Answer:
+    error: Exception | None = None
+
+
+@contextmanager
+def _returned() -> Iterator[_Answer]:
+    """Keep an expected error of the block in the answer that is yielded."""
+    answer = _Answer()
+    try:
+        yield answer
+    except (OSError, ValueError, DiskFullError) as error:
+        answer.error = error
+
+
+def start_keeper(root: Path) -> Any:
+    """Return the handle of a new FolderKeeper on this node, for the run folder `root`."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    make_remote: Any = ray.remote(FolderKeeper)
+    options = make_remote.options(num_cpus=0, max_concurrency=THREADS, scheduling_strategy=here)
+    return options.remote(str(root))
+
+
+class CarriedStorage:
+    """A run folder that lies on the controller's node alone; plays train.storage.Storage.
+
+    Files here are named as they are there.
+    """
+
+    def __init__(self, keeper: Any, timeout_s: float) -> None:
+        """`timeout_s` is for each chunk of a file, and for each function that is run."""
+        self._keeper = keeper
+        self._timeout_s = timeout_s
+        self._suffix = FETCHED + secrets.token_hex(4)
+
+    def prepare(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def bring(self, *files: Path) -> None:
+        for file in files:
+            self.copy(file)
+            file.unlink()
+
+    def copy(self, file: Path) -> None:
+        """Bring a file, and keep it here as well."""
+        num_bytes = file.stat().st_size
+        with file.open("rb") as source:
+            chunks = ((at, source.read(min(CHUNK_BYTES, num_bytes - at))) for at in _at(num_bytes))
+            write = self._keeper.write.remote
+            for _ in self._answers(
+                write(str(file), num_bytes, at, content, zlib_ng.crc32(content))
+                for at, content in chunks
+            ):
+                pass
+
+    def bring_rest(self, folder: Path) -> None:
+        self.bring(*(path for path in sorted(folder.iterdir()) if path.is_file()))
+
+    def leave(self, folder: Path) -> None:
+        if folder.name.endswith(self._suffix):
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                folder.rmdir()
+
+    def fetch(self, folder: Path) -> Path:
+        """Return a copy of the folder; the node's first rank brings it, the others wait for it."""
+        here = folder.with_name(folder.name + self._suffix)
+        here.parent.mkdir(parents=True, exist_ok=True)
+        with hold_lock(here.with_name(folder.name + ".fetching"), self._timeout_s):
+            if not here.exists():
+                for stale in here.parent.glob(f"{folder.name}{FETCHED}*"):
+                    shutil.rmtree(stale, ignore_errors=True)
+                partial = here.with_name(here.name + ".part")
+                partial.mkdir()
+                sizes = self._answer(self._keeper.sizes.remote(str(folder)))
+                for name, num_bytes in sizes.items():
+                    self._fetch_file(folder / name, partial / name, num_bytes)
+                partial.rename(here)
+        return here
+
+    def _fetch_file(self, path: Path, target: Path, num_bytes: int) -> None:
+        read = self._keeper.read.remote
+        with report_full_disk(target), target.open("wb") as file:
+            for content, crc32 in self._answers(read(str(path), at) for at in _at(num_bytes)):
+                _check(str(path), file.tell(), content, crc32)
+                file.write(content)
+            if file.tell() != num_bytes:
+                raise ValueError(f"{path}: {file.tell()} of {num_bytes} bytes came")
+
+    def run(self, function: Callable[..., T], *args: Any) -> T:
+        return self._answer(self._keeper.run.remote(function, *args))
+
+    def _answers(self, refs: Iterator[Any]) -> Iterator[Any]:
+        """Yield the answers of calls in their order; each is made a few before it is awaited."""
+        under_way = deque(islice(refs, CHUNKS_AHEAD))
+        while under_way:
+            yield self._answer(under_way.popleft())
+            under_way.extend(islice(refs, 1))
+
+    def _answer(self, ref: Any) -> Any:
+        """Return what the keeper answers, or raise it. Raises TimeoutError after `timeout_s`."""
+        try:
+            answer = ray.get(ref, timeout=self._timeout_s)
+        except GetTimeoutError:
+            raise TimeoutError(
+                f"the controller's node did not take or give a part of a file of the run folder"
+                f" within {self._timeout_s:g} s (run.call_timeout_s)"
+            ) from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
 
 _log = logging.getLogger(__name__)
 BROUGHT = ("logs", "profile")

@@ -4,7 +4,7 @@ Every read and write raises SamplesLost if a store lost its process, once the ot
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +30,16 @@ from mcore_rl.types import Array, Patches, StoredBatch, TrainBatch
 from mcore_rl.types.lost_samples import SamplesLost, join_losses
 
 
+def share_array(array: Array) -> ray.ObjectRef:
+    """Return a reference to a copy in Ray's store, which Ray brings to each node once."""
+    return ray.put(array)
+
+
 class StoreHandles:
-    """The collectors as stores, by number; the same object serves in controller and ranks."""
+    """The collectors as stores, by number; implements workers.stores.SampleStores.
+
+    The same object serves in controller and ranks.
+    """
 
     def __init__(self, actors: Sequence[Any], timeout_s: float) -> None:
         """`timeout_s` bounds each read and write, of all stores at once."""
@@ -124,37 +132,6 @@ class StoreHandles:
         if losses := [a for a in answers.values() if isinstance(a, SamplesLost)]:
             raise join_losses(losses)
         return answers
-
-
-class StoresBeside:
-    """All stores, for the process of one of them, which needs no call for its own."""
-
-    def __init__(
-        self,
-        handles: StoreHandles,
-        own: int,
-        read: Callable[[ReadRequest], Mapping[str, Array]],
-        write: Callable[[Array, Array, Mapping[str, Array]], None],
-    ) -> None:
-        """`read` and `write` are those of store `own`."""
-        self._handles = handles
-        self._own = own
-        self._read = read
-        self._write = write
-
-    def read(self, requests: Mapping[int, ReadRequest]) -> dict[int, Mapping[str, Array]]:
-        """Do as StoreHandles.read."""
-        far = {store: request for store, request in requests.items() if store != self._own}
-        answers = self._handles.read(far)
-        if self._own in requests:
-            answers[self._own] = self._read(requests[self._own])
-        return answers
-
-    def write(self, parts: Mapping[int, tuple[Array, Array, Mapping[str, Array]]]) -> None:
-        """Do as StoreHandles.write."""
-        self._handles.write({store: part for store, part in parts.items() if store != self._own})
-        if self._own in parts:
-            self._write(*parts[self._own])
 
 
 def _mapped_by_digest(

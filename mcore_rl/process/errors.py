@@ -1,12 +1,16 @@
 """Formats errors, and text from models and users, for any file or terminal.
 
-An error becomes one text that names the error's type and is never empty. This module imports the
+It also makes text from models and users fit for any file or terminal. This module imports the
 standard library only, as short programs do.
 """
 
 import traceback
 
 from mcore_rl.process.disk import is_disk_full, name_full_disk
+
+
+class ProcessLostError(RuntimeError):
+    """A process that a worker looks after is gone; the message is complete without a traceback."""
 
 
 def make_encodable(text: str, encoding: str = "utf-8") -> str:

@@ -11,8 +11,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.agents.messages import EndReason
-from mcore_rl.cluster.episode_sampling import EpisodeSampler
-from mcore_rl.cluster.node_servers import NodeServers, NodeServersSpec
 from mcore_rl.cluster.run import engine_spec
 from mcore_rl.config import Config
 from mcore_rl.data.decoding import make_decode
@@ -33,6 +31,8 @@ from mcore_rl.run.prompts import load_split
 from mcore_rl.run.roles.generator import make_sampling
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, TurnRecord
 from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.workers.episodes import EpisodeSampler
+from mcore_rl.workers.node_servers import NodeServers, NodeServersSpec
 
 _SHOWN_REASONS = 3
 

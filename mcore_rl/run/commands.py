@@ -9,7 +9,6 @@ from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss, sft_loss
 from mcore_rl.algo.preferences import needs_reference
 from mcore_rl.algo.requirements import check_preference
-from mcore_rl.cluster.collector_worker import CollectorSpec
 from mcore_rl.cluster.run import RunProcesses, run_processes
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
@@ -59,6 +58,7 @@ from mcore_rl.run.rollouts import collector_spec, connect_rollouts
 from mcore_rl.run.startup import start_training
 from mcore_rl.types import WeightVersion
 from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.workers.collector_worker import CollectorSpec
 
 _log = logging.getLogger(__name__)
 

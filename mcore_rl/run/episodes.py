@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from mcore_rl.agents.chat.setup import make_format_and_parser
 from mcore_rl.agents.environments.check import check as check_environment
 from mcore_rl.agents.images import ImageLimits
-from mcore_rl.cluster.episode_spec import EpisodeSpec, environment_options
 from mcore_rl.config import Config
 from mcore_rl.config.images import ImagesConfig
 from mcore_rl.logs.run_folder import RunFolder
@@ -20,6 +19,7 @@ from mcore_rl.run.images import image_marks, sees_images
 from mcore_rl.run.node_servers import stand_in_urls
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.models.tower import placeholder_of
+from mcore_rl.workers.episodes import EpisodeSpec, environment_options
 
 _log = logging.getLogger(__name__)
 

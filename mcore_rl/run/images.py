@@ -8,7 +8,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.agents.environments.adapters import is_program
-from mcore_rl.cluster.node_images import PatchMaker
 from mcore_rl.config import Config
 from mcore_rl.config.images import ImagesConfig
 from mcore_rl.data.images.processor import ImageProcessor
@@ -17,6 +16,7 @@ from mcore_rl.data.sft import MESSAGES, SftImages
 from mcore_rl.types import Prompt
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.models.tower import PLACEHOLDERS, merge_size, placeholder_of
+from mcore_rl.workers.collector_worker import PatchMaker
 
 MARKS = (
     *PLACEHOLDERS,

@@ -11,7 +11,6 @@ from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
 from mcore_rl.algo.requirements import check_algorithm, check_names
-from mcore_rl.cluster.collector_worker import CollectorSpec
 from mcore_rl.config import Config, RolloutConfig
 from mcore_rl.config.recipe import require
 from mcore_rl.data.source import ShuffledStream
@@ -30,6 +29,7 @@ from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.hf.files import open_hf_dir
 from mcore_rl.weights.hf.folder import other_format
 from mcore_rl.weights.models.routing import check_routing
+from mcore_rl.workers.collector_worker import CollectorSpec
 
 _log = logging.getLogger(__name__)
 

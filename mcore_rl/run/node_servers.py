@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from mcore_rl.cluster.node_servers import NodeServersSpec
 from mcore_rl.config import Config
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.server_keys import SANDBOX_URL, SEARCH_URL
 from mcore_rl.services.search.index import read_manifest
+from mcore_rl.workers.node_servers import NodeServersSpec
 
 _NOWHERE = "http://127.0.0.1:1"
 

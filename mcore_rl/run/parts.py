@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.algo.lookup import needs_of
-from mcore_rl.cluster.critic import CriticGroup
+from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
 from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.cluster.run import RunProcesses
-from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import CheckpointConfig, Config
 from mcore_rl.config.secrets import written_config
 from mcore_rl.logs import MetricsLogger

@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.cluster.collector_worker import CollectorSpec
 from mcore_rl.cluster.collectors import CollectorGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.run import RunProcesses, experts_shape
@@ -27,6 +26,7 @@ from mcore_rl.run.node_servers import check_node_servers, node_servers_spec
 from mcore_rl.types import Sample, StoredBatch, StoredSample, TokenWork, TrainBatch
 from mcore_rl.types.scores import Scores
 from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.workers.collector_worker import CollectorSpec
 
 _log = logging.getLogger(__name__)
 

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import TokenLoss, make_value_loss
-from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
+from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
 from mcore_rl.cluster.run import RunProcesses
-from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import Config
 from mcore_rl.loops.training import StepOptions
 from mcore_rl.run.roles.colocation import CRITIC, TRAINER, EngineMemory, SharedGpus

@@ -17,7 +17,6 @@ from mcore_rl.algo.estimator import Advantages
 from mcore_rl.batches.step_parts import PART_TOKENS, cut_by_prompts
 from mcore_rl.batches.stored_batch import make_stored_batch
 from mcore_rl.cluster import collectors
-from mcore_rl.cluster.collector_worker import CollectorSpec
 from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
 from mcore_rl.cluster.group import RankError
 from mcore_rl.cluster.placement import reserve
@@ -33,6 +32,7 @@ from mcore_rl.run.roles.advantages import StoredAdvantages
 from mcore_rl.types import Prompt, StoredColumn, TrainBatch, WeightVersion
 from mcore_rl.types.lost_samples import SamplesLost
 from mcore_rl.types.scores import Scores
+from mcore_rl.workers.collector_worker import CollectorSpec
 from tests.support.fake_sglang import FakeSGLang
 
 pytestmark = pytest.mark.e2e

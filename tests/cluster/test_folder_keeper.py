@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import ray
 
-from mcore_rl.cluster import folder_keeper
-from mcore_rl.cluster.folder_keeper import CHUNK_BYTES, CarriedStorage, FolderKeeper, start_keeper
+from mcore_rl.cluster import shared_folder
 from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.shared_folder import CHUNK_BYTES, CarriedStorage, FolderKeeper, start_keeper
 from mcore_rl.config import ClusterConfig
 from mcore_rl.train.storage import make_empty
 
@@ -119,7 +119,7 @@ def test_errors_there_are_raised_here(
     outside.touch()
     with pytest.raises(ValueError, match="outside does not lie in the run folder"):
         storage.copy(outside)
-    monkeypatch.setattr(folder_keeper.zlib_ng, "crc32", lambda content: 7)
+    monkeypatch.setattr(shared_folder.zlib_ng, "crc32", lambda content: 7)
     (here / "file").write_bytes(b"content")
     with pytest.raises(ValueError, match="bytes from 0 on came damaged over the network"):
         storage.copy(here / "file")
@@ -127,7 +127,7 @@ def test_errors_there_are_raised_here(
 
 def test_a_full_disk_there_is_named_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keeper = FolderKeeper("/dev")
-    answer = keeper.write("/dev/full", 7, 0, b"content", folder_keeper.zlib_ng.crc32(b"content"))
+    answer = keeper.write("/dev/full", 7, 0, b"content", shared_folder.zlib_ng.crc32(b"content"))
     assert "cannot write /dev/full: no space left on device" in str(answer)
 
 

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.algo.policy_loss import make_policy_loss, make_value_loss, sft_loss
-from mcore_rl.cluster.critic import CriticGroup, CriticWorker
-from mcore_rl.cluster.model_group import ModelSpec
-from mcore_rl.cluster.trainer import TrainerGroup, TrainerWorker
+from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
 from mcore_rl.config import (
     AlgorithmConfig,
     CriticConfig,
@@ -22,6 +20,7 @@ from mcore_rl.config import (
     ParallelConfig,
     TrainConfig,
 )
+from mcore_rl.workers.model_worker import CriticWorker, ModelSpec, TrainerWorker
 
 
 @pytest.mark.parametrize(

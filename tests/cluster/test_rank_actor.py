@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from mcore_rl.cluster.rank_actor import (
-    ProcessLost,
     Raised,
     RankActor,
     short_traceback,
     summary_of,
 )
+from mcore_rl.process.errors import ProcessLostError
 
 REDIRECT = """
 import subprocess, sys
@@ -40,7 +40,7 @@ class Worker:
         raise ValueError("bad value")
 
     def lose_a_process(self) -> None:
-        raise ProcessLost("the server died")
+        raise ProcessLostError("the server died")
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from mcore_rl.algo.policy_loss import make_policy_loss
-from mcore_rl.cluster.model_group import ModelSpec
 from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.config import (
     AlgorithmConfig,
@@ -28,6 +27,7 @@ from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 from mcore_rl.run.startup import start_training
 from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.workers.model_worker import ModelSpec
 from tests.support.engine_keys import KEYS
 from tests.support.fake_sglang import FakeSGLang
 

@@ -1,6 +1,6 @@
 """Real Megatron ranks and SGLang servers under Ray: calls, weights, served models, deaths.
 
-This covers cluster.model_group, trainer, engines, engine_worker and served_engines, and the classes
+This covers cluster.model_groups, engines, workers.engine_worker and served_engines, and the classes
 that rollout.reward_heads gives to SGLang.
 """
 
@@ -25,11 +25,10 @@ from transformers import AutoModelForSequenceClassification
 from mcore_rl.algo.policy_loss import sft_loss
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.group import RankError, guard
-from mcore_rl.cluster.model_group import ModelSpec
+from mcore_rl.cluster.model_groups import TrainerGroup
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.served_engines import ServedEngines
 from mcore_rl.cluster.session import ray_session
-from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import (
     ClusterConfig,
     JudgeConfig,
@@ -49,6 +48,7 @@ from mcore_rl.rollout.served_endpoint import find_endpoint
 from mcore_rl.tasks.arithmetic import prepare_arithmetic
 from mcore_rl.types import LogprobOptions, Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 from mcore_rl.weight_sync.controller.sync import SyncController
+from mcore_rl.workers.model_worker import ModelSpec
 from tests.support.engine_keys import KEYS
 from tests.support.tiny_models import write_reward_model
 

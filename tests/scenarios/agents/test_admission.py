@@ -10,9 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mcore_rl.cluster.collector_worker import CollectorSpec, CollectorWorker
-from mcore_rl.cluster.episode_spec import EpisodeSpec
-from mcore_rl.cluster.stores import StoreHandles
+from mcore_rl.cluster.stores import StoreHandles, share_array
 from mcore_rl.config import AgentsConfig, RolloutConfig
 from mcore_rl.data.decoding import make_decode
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -23,6 +21,8 @@ from mcore_rl.rollout.request import Sampling
 from mcore_rl.tasks.calculator import CHAT_TEMPLATE, vocabulary
 from mcore_rl.tasks.tiny_models import write_tiny_model
 from mcore_rl.types import Prompt, Sample
+from mcore_rl.workers.collector_worker import CollectorSpec, CollectorWorker
+from mcore_rl.workers.episodes import EpisodeSpec
 from tests.support.engine_keys import KEYS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -100,7 +100,7 @@ def play(engine: EngineProcess, model_dir: Path, folder: Path, **bounds: Any) ->
     )
     decode = make_decode(load_tokenizer(model_dir, "model.path"))
     spec = CollectorSpec(RolloutConfig(), (), decode, None, None, episodes)
-    worker = CollectorWorker(spec)
+    worker = CollectorWorker(spec, 0, 0, share_array)
     worker.connect([engine.address], [engine.url], {}, StoreHandles((), DEADLINE_S))
     try:
         request = GroupRequest(0, 0, PROMPT, 2, Sampling(LONG))

@@ -20,7 +20,6 @@ import pytest
 from mcore_rl.agents.chat.chat_format import ChatFormat
 from mcore_rl.agents.messages import ChatRequest, EndReason, Message
 from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder
-from mcore_rl.cluster.episode_sampling import turn_sampler
 from mcore_rl.config import RolloutConfig
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.collector import GroupRequest
@@ -33,6 +32,7 @@ from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.types import Prompt, Row
 from mcore_rl.weight_sync.controller.engine_control import LOADER, EngineControl
 from mcore_rl.weight_sync.controller.sync import SyncController
+from mcore_rl.workers.episodes import turn_sampler
 from tests.support.chat_templates import make_tokenizer, stop_ids
 from tests.support.engine_keys import KEYS
 from tests.support.megatron_layout import TrainLayout

@@ -1,6 +1,10 @@
 """Samples on a node's engines, keeps the samples, scores them and gives out columns of them.
 
-It is the worker of a Ray actor that answers many calls at once, in threads.
+It is the worker of an actor that answers many calls at once, in threads. The ranks read columns of
+samples from its store, and patches of images from the node's shared memory:
+
+rank on this node        maps the files that `place_images` names
+rank on another node     gets the arrays of `put_images`, which travel to each node once
 """
 
 import asyncio
@@ -8,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,15 +22,11 @@ from mcore_rl.batches.episodes import LOSS_MASK, TOKEN_IDS
 from mcore_rl.batches.kept_rows import TEACHER_LOGPROBS, ReadRequest, as_response
 from mcore_rl.batches.sample_store import LostSampleError, SampleStore
 from mcore_rl.batches.spill import SpillFiles
-from mcore_rl.cluster.episode_spec import EpisodeSpec
-from mcore_rl.cluster.node_images import NodeImages, PatchMaker
-from mcore_rl.cluster.node_servers import NodeServers, NodeServersSpec
-from mcore_rl.cluster.rank_actor import ProcessLost
-from mcore_rl.cluster.stores import StoreHandles, StoresBeside
 from mcore_rl.config import RolloutConfig
 from mcore_rl.data.decoding import Decode
-from mcore_rl.data.images.batch import GroupRow
-from mcore_rl.data.images.shared_patches import PlacedPatches
+from mcore_rl.data.images.batch import GroupRow, PatchCache
+from mcore_rl.data.images.shared_patches import PlacedPatches, SharedPatches
+from mcore_rl.process.errors import ProcessLostError
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.http import open_session
 from mcore_rl.process.redaction import remember_secret
@@ -36,9 +37,69 @@ from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.types import Array, Sample, StoredBatch, StoredColumn, TokenWork
 from mcore_rl.types.lost_samples import SamplesLost
 from mcore_rl.types.scores import Scores
+from mcore_rl.workers.node_servers import NodeServers, NodeServersSpec
+from mcore_rl.workers.stores import SampleStores, StoresBeside
 
-if TYPE_CHECKING:
+
+@dataclass(frozen=True)
+class PatchMaker:
+    """How a node's process makes patches, and how many bytes of them it keeps.
+
+    folder   model directory with the image processor
+    """
+
+    folder: Path
+    cache_bytes: int
+
+    def make(self) -> SharedPatches:
+        """Raises ValueError if the directory has no image processor that can be opened."""
+        from mcore_rl.data.images.processor import ImageProcessor
+
+        processor = ImageProcessor(self.folder, cache_bytes=0)
+        return SharedPatches(processor.patches_of, self.cache_bytes)
+
+
+class NodeImages:
+    """The patches of the images of the rows in a store."""
+
+    def __init__(
+        self, maker: PatchMaker, store: SampleStore, share_array: Callable[[Array], Any]
+    ) -> None:
+        """`share_array` puts an array into Ray's store and returns a reference to it."""
+        self._store = store
+        self._share_array = share_array
+        self.patches = maker.make()
+        self._objects: PatchCache[Any] = PatchCache(maker.cache_bytes)
+        """Digest -> reference to an object in Ray's store, which it keeps alive."""
+
+    def place(self, rows: Sequence[GroupRow]) -> dict[GroupRow, list[PlacedPatches]]:
+        """Return where the patches of each row lie, in the order of its images.
+
+        Raises KeyError for a row that is not in the store.
+        """
+        return {
+            row: [self.patches.place(image) for image in self._store.images(*row)] for row in rows
+        }
+
+    def put(self, rows: Sequence[GroupRow]) -> dict[str, Any]:
+        """Return references to the patches of rows, arrays [P, D], by digest."""
+        references: dict[str, Any] = {}
+        for image in {i.digest: i for row in rows for i in self._store.images(*row)}.values():
+            reference = self._objects.get(image.digest)
+            if reference is None:
+                patches = self.patches.read(image)
+                reference = self._share_array(patches.pixels_PD.numpy())
+                self._objects.put(image.digest, reference, patches.num_bytes)
+            references[image.digest] = reference
+        return references
+
+    def close(self) -> None:
+        self.patches.close()
+
+
+if TYPE_CHECKING:  # the modules of episodes are for the recipes that have some
     from mcore_rl.rollout.engine_health import EngineHealth
+    from mcore_rl.workers.episodes import EpisodeSpec
 
 
 @dataclass(frozen=True)
@@ -57,7 +118,7 @@ class CollectorSpec:
     decode: Decode
     experts_shape: RoutedExpertsShape | None
     make_scorer: Callable[[], Any] | None
-    episodes: EpisodeSpec | None = None
+    episodes: "EpisodeSpec | None" = None
     servers: NodeServersSpec | None = None
     secrets: tuple[str, ...] = field(default=(), repr=False)
     patch_maker: PatchMaker | None = None
@@ -69,8 +130,19 @@ class CollectorWorker:
     Those that read samples raise SamplesLost for samples of an earlier process.
     """
 
-    def __init__(self, spec: CollectorSpec, number: int = 0, first_group: int = 0) -> None:
-        """`number` is the collector's; groups below `first_group` were in an earlier process."""
+    def __init__(
+        self,
+        spec: CollectorSpec,
+        number: int,
+        first_group: int,
+        share_array: Callable[[Array], Any],
+    ) -> None:
+        """Make the store, and begin to start what runs beside the collector.
+
+        number        of this collector among all of the run
+        first_group   groups with smaller numbers were in an earlier process
+        share_array   puts an array where the processes of other nodes get it; see NodeImages
+        """
         self._number = number
         for value in spec.secrets:
             remember_secret(value)
@@ -84,23 +156,25 @@ class CollectorWorker:
         # First, as a user's file may read their addresses while it is imported.
         self._servers = NodeServers(spec.servers, str(number)) if spec.servers else None
         self._scorer = spec.make_scorer() if spec.make_scorer else None
-        self._images = NodeImages(spec.patch_maker, self._store) if spec.patch_maker else None
+        self._images = None
+        if spec.patch_maker is not None:
+            self._images = NodeImages(spec.patch_maker, self._store, share_array)
         self._loop = EventLoop()
         self._teacher: Any = None
         self._collector: Any = None
         self._close_episodes: Callable[[], Awaitable[None]] | None = None
-        self._stores: StoreHandles | None = None
+        self._stores: SampleStores | None = None
 
     def connect(
         self,
         engines: Sequence[EngineAddress],
         own: Sequence[str],
         served: Mapping[str, ServedEndpoint],
-        stores: StoreHandles,
+        stores: SampleStores,
     ) -> None:
         """Take the engines, those of this node by url, the served models by role, all stores.
 
-        Raises ProcessLost if a server beside this collector does not start.
+        Raises ProcessLostError if a server beside this collector does not start.
         """
         from mcore_rl.rollout.client import RolloutClient
         from mcore_rl.rollout.collector import Collector
@@ -134,19 +208,19 @@ class CollectorWorker:
         try:
             self._servers.wait_healthy()
         except (RuntimeError, TimeoutError) as error:
-            raise ProcessLost(str(error)) from error
+            raise ProcessLostError(str(error)) from error
 
     async def _start_episodes(
         self,
-        episodes: EpisodeSpec,
+        episodes: "EpisodeSpec",
         own: Sequence[str],
         engines: Sequence[EngineAddress],
         health: "EngineHealth",
     ) -> Any:
         """Return how groups of episodes are drawn; their parts run until `close`."""
-        from mcore_rl.cluster.episode_sampling import EpisodeSampler
         from mcore_rl.rollout.engine_asker import EngineAsker
         from mcore_rl.rollout.engine_room import EngineRoom, ask_free_kv
+        from mcore_rl.workers.episodes import EpisodeSampler
 
         near = [engine for engine in engines if engine.url in own]
         stack = AsyncExitStack()

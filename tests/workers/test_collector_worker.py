@@ -9,11 +9,11 @@ import numpy as np
 from mcore_rl.batches.episodes import LOSS_MASK, TOKEN_IDS
 from mcore_rl.batches.kept_rows import TEACHER_LOGPROBS, ReadRequest
 from mcore_rl.batches.sample_store import SampleStore
-from mcore_rl.cluster.collector_worker import CollectorSpec, CollectorWorker
 from mcore_rl.config import RolloutConfig
 from mcore_rl.process import redaction
 from mcore_rl.types import Prompt, Sample
 from mcore_rl.types.scores import Scores
+from mcore_rl.workers.collector_worker import CollectorSpec, CollectorWorker
 from tests.support.stored import make_stored
 from tests.support.turn_trees import random_tree, sample_of
 
@@ -24,7 +24,7 @@ def lengths(samples: list[Sample]) -> Scores:
 
 def make_worker(**options: Any) -> tuple[CollectorWorker, list[Any]]:
     spec = CollectorSpec(RolloutConfig(), (9,), str, None, lambda: lengths, **options)
-    worker = CollectorWorker(spec)
+    worker = CollectorWorker(spec, 0, 0, lambda array: array)
     stores, _, rows = make_stored(seed=8, num_stores=1)
     worker._store = stores.stores[0]
     return worker, rows

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.cluster.trainer import TrainerWorker
 from mcore_rl.tools.doctor.toy_engine import FusedEngine, make_tensors, row_cut
 from mcore_rl.weight_sync.receiver import WeightReceiver
 from mcore_rl.weight_sync.wire import Command, Report
+from mcore_rl.workers.model_worker import TrainerWorker
 from tests.support.link_ends import make_link, run_ranks
 
 

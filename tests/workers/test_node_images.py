@@ -14,15 +14,15 @@ from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.batches.stored_batch import in_parts, make_stored_batch
 from mcore_rl.cluster import stores as stores_module
 from mcore_rl.cluster.group import RankGroup
-from mcore_rl.cluster.node_images import NodeImages, PatchMaker
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
-from mcore_rl.cluster.stores import StoreHandles
+from mcore_rl.cluster.stores import StoreHandles, share_array
 from mcore_rl.config import ClusterConfig
 from mcore_rl.data.images.batch import GroupRow
 from mcore_rl.data.images.processor import ImageProcessor, digest_of
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.types import GroupLease, Images, Prompt, PromptImage, StoredSample
+from mcore_rl.workers.collector_worker import NodeImages, PatchMaker
 from tests.support.odd_images import encode, noise, write_processor
 from tests.support.stored import make_sample, stored
 
@@ -57,7 +57,7 @@ class ImageWorker:
     def __init__(self, folder: Path) -> None:
         self._store = SampleStore()
         fill(self._store)
-        self._images = NodeImages(PatchMaker(folder, 1 << 20), self._store)
+        self._images = NodeImages(PatchMaker(folder, 1 << 20), self._store, share_array)
         processor = ImageProcessor(folder)
         self._images.patches._make = lambda image: processor.patches(_encoded(image), 40)
 

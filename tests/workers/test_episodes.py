@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from mcore_rl.agents.recorder import TurnRequest
-from mcore_rl.cluster.episode_sampling import EpisodeSampler, turn_sampler
-from mcore_rl.cluster.episode_spec import EpisodeSpec
 from mcore_rl.config import AgentsConfig, RolloutConfig
 from mcore_rl.data.decoding import make_decode
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -24,6 +22,7 @@ from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.tasks.calculator import CHAT_TEMPLATE, vocabulary
 from mcore_rl.tasks.tiny_models import write_tiny_model
 from mcore_rl.types import Prompt, Sample
+from mcore_rl.workers.episodes import EpisodeSampler, EpisodeSpec, turn_sampler
 from tests.agents.environments import episodes
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.gateways import until

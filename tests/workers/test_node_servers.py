@@ -14,16 +14,16 @@ import psutil
 import pytest
 
 from mcore_rl.agents.environments.search_options import Searcher, SearchOptions
-from mcore_rl.cluster.node_servers import (
+from mcore_rl.config import SandboxConfig, SearchConfig
+from mcore_rl.process.server_keys import read_sandbox_url, read_search_url, split_key
+from mcore_rl.services.search.build import build_index
+from mcore_rl.services.search.layout import IndexOptions
+from mcore_rl.workers.node_servers import (
     NodeServers,
     NodeServersSpec,
     sandbox_arguments,
     search_arguments,
 )
-from mcore_rl.config import SandboxConfig, SearchConfig
-from mcore_rl.process.server_keys import read_sandbox_url, read_search_url, split_key
-from mcore_rl.services.search.build import build_index
-from mcore_rl.services.search.layout import IndexOptions
 from tests.services.search.corpora import write_corpus
 
 START_S = 240.0

@@ -5,12 +5,11 @@ sooner.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from mcore_rl.cluster.rank_actor import ProcessLost, node_address
-from mcore_rl.config.deadlines import STOPPED_S
+from mcore_rl.process.errors import ProcessLostError
 from mcore_rl.process.process_state import RestartBudget, find_stopped
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineState
@@ -35,10 +34,14 @@ class EngineWorker:
         engine: int,
         startup_timeout_s: float,
         max_restarts: int,
-        stopped_s: float = STOPPED_S,
+        stopped_s: float,
+        find_address: Callable[[], str],
     ) -> None:
-        """`engine` is the index of the engine; one that spans machines has a worker on each of
-        them. A server is lost if a process of it is stopped for `stopped_s`.
+        """Start the server; on an engine's first machine, wait until it is healthy.
+
+        engine         index of the engine; one that spans machines has a worker on each of them
+        stopped_s      a server is lost if one of its processes is stopped for so long
+        find_address   returns this machine's address for the run's other processes
         """
         self._stopped_s = stopped_s
         self._stopped_since: float | None = None
@@ -50,13 +53,13 @@ class EngineWorker:
         self._is_stopped = False
         self._healthy_until: float | None = None
         """The deadline of a restarted server that is not healthy yet."""
-        self._engine = EngineProcess(replace(spec, host=node_address()))
+        self._engine = EngineProcess(replace(spec, host=find_address()))
         self._engine.start()
         if spec.node_rank == 0:
             try:
                 self._engine.wait_healthy(startup_timeout_s)
             except (RuntimeError, TimeoutError) as error:
-                raise ProcessLost(str(error)) from error
+                raise ProcessLostError(str(error)) from error
 
     def address(self) -> EngineAddress:
         return self._engine.address
@@ -71,8 +74,8 @@ class EngineWorker:
 
         A live server is restarted, too, when another server of the same engine was restarted more
         often. It starts when all of them have been stopped: it would meet one that is yet to be
-        stopped, and wait for it forever. Raises ProcessLost with the log's last lines if the server
-        used up its restarts of an hour or does not get healthy in time.
+        stopped, and wait for it forever. Raises ProcessLostError with the log's last lines if the
+        server used up its restarts of an hour or does not get healthy in time.
         """
         counts = restarts_of_engines[self._index]
         if self._num_restarts < counts.most:
@@ -108,7 +111,9 @@ class EngineWorker:
     def _stop(self, why: str) -> None:
         lost = f"{self._engine.name} {why}; its last lines:\n{self._engine.tail(TAIL_LINES)}"
         if not self._budget.take(self._max_restarts):
-            raise ProcessLost(f"{lost}\nit has had its {self._max_restarts} restarts of an hour")
+            raise ProcessLostError(
+                f"{lost}\nit has had its {self._max_restarts} restarts of an hour"
+            )
         self._num_restarts += 1
         of_hour = f"{self._budget.num_recent} of {self._max_restarts} restarts in an hour"
         print(f"{lost}\nstarting it again, {of_hour}")
@@ -125,7 +130,7 @@ class EngineWorker:
         if self._engine.is_healthy():
             self._healthy_until = None
         elif time.monotonic() > deadline:
-            raise ProcessLost(
+            raise ProcessLostError(
                 f"{self._engine.name} was started again but not healthy after"
                 f" {self._startup_timeout_s:g} s; its last lines:\n{self._engine.tail(TAIL_LINES)}"
             )

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from mcore_rl.cluster.episode_spec import EpisodeSpec, absolute, environment_options
 from mcore_rl.config import AgentsConfig
 from mcore_rl.config.shipped import HOME
+from mcore_rl.workers.episodes import EpisodeSpec, absolute, environment_options
 
 
 def test_files_are_found_from_here_or_beside_the_recipes(tmp_path: Path, monkeypatch) -> None:

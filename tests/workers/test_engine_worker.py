@@ -8,14 +8,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-import ray
 
-from mcore_rl.cluster.engine_worker import EngineWorker, RestartCounts
-from mcore_rl.cluster.rank_actor import ProcessLost
+from mcore_rl.process.errors import ProcessLostError
 from mcore_rl.process.process_state import HOUR_S
 from mcore_rl.rollout.engine_health import EngineState
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.server_process import FORKS
+from mcore_rl.workers.engine_worker import EngineWorker, RestartCounts
 from tests.support.engine_keys import KEYS
 
 SERVER = """
@@ -47,7 +46,6 @@ def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mak
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv(FORKS, raising=False)
-    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}])
     workers = []
 
     def make(max_restarts: int, node_rank: int = 0, stopped_s: float = 30.0) -> EngineWorker:
@@ -59,7 +57,7 @@ def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mak
             dist_init_addr="a:1",
             keys=KEYS,
         )
-        worker = EngineWorker(spec, 1, 20.0, max_restarts, stopped_s)
+        worker = EngineWorker(spec, 1, 20.0, max_restarts, stopped_s, lambda: "127.0.0.1")
         workers.append(worker)
         return worker
 
@@ -93,7 +91,7 @@ def test_a_dead_server_is_started_again_at_its_address_until_restarts_are_used_u
     assert wait_until_healthy(worker) == EngineState(url, restarts=1, healthy=True)
     kill(worker)
     lost = rf"(?s)engine {url} .*died \(status -9\); its last lines.*its 1 restarts of an hour"
-    with pytest.raises(ProcessLost, match=lost):
+    with pytest.raises(ProcessLostError, match=lost):
         worker.check(NO_RESTARTS)
     monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + HOUR_S)
     assert worker.check(NO_RESTARTS).restarts == 2, "an hour later it may be restarted again"
@@ -124,7 +122,9 @@ def test_a_restarted_server_must_get_healthy_in_time(make_worker: Make) -> None:
     kill(worker)
     worker.check(NO_RESTARTS)
     worker._healthy_until = time.monotonic() - 1.0
-    with pytest.raises(ProcessLost, match="was started again but not healthy after 20 s; its last"):
+    with pytest.raises(
+        ProcessLostError, match="was started again but not healthy after 20 s; its last"
+    ):
         worker.check(NO_RESTARTS)
 
 
@@ -151,7 +151,7 @@ def test_a_stopped_server_is_named_killed_and_replaced(
 
 def test_a_server_that_does_not_start_is_lost_with_its_log(make_worker: Make) -> None:
     Path("broken").touch()
-    with pytest.raises(ProcessLost, match=r"(?s)exited with status 1 .* \| no such model"):
+    with pytest.raises(ProcessLostError, match=r"(?s)exited with status 1 .* \| no such model"):
         make_worker(max_restarts=3)
 
 

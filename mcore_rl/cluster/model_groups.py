@@ -1,0 +1,196 @@
+"""Runs the Megatron ranks of the policy or of the critic as Ray actors, behind one object each.
+
+A call passes one argument per data-parallel coordinate, and returns the answers of the ranks that
+own an output.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.cluster.answers import Answers
+from mcore_rl.cluster.group import RankGroup
+from mcore_rl.cluster.shared_folder import CarriedStorage, RunFiles
+from mcore_rl.config.deadlines import answer_s
+from mcore_rl.planning.slots import Slot
+from mcore_rl.types import LogprobOptions, StepStats, TokenScores
+from mcore_rl.weight_sync.wire import Link, Report
+from mcore_rl.workers.model_worker import CriticWorker, ModelSpec, ModelWorker, Share, TrainerWorker
+from mcore_rl.workers.stores import SampleStores
+
+
+class ModelGroup:
+    """All ranks of one model.
+
+    Every call raises RankError if a rank raises, dies or does not answer in time. Ranks wait for
+    one another for up to `call_timeout_s`, and calls for ranks ANSWER_MARGIN_S longer.
+    """
+
+    role: str
+    worker_cls: type[ModelWorker]
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        log_dir: Path,
+        call_timeout_s: float,
+        runtime_envs: Mapping[int, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start the processes, without waiting for them; `runtime_envs` has Ray's, by rank."""
+        self._group = RankGroup(self.role, slots, log_dir, runtime_envs)
+        self._call_timeout_s = call_timeout_s
+        self._answer_s = answer_s(call_timeout_s)
+        self._building: Answers | None = None
+        self._files: RunFiles | None = None
+
+    def keep_files_with(self, files: RunFiles) -> None:
+        """Have ranks that do not see the run folder bring their files there; before the build."""
+        self._files = files
+
+    def start_build(
+        self, spec: ModelSpec, timeout_s: float, gpu_ids: Sequence[Sequence[str]] = ()
+    ) -> None:
+        """Begin to build the model on every rank; `wait_built` waits for it.
+
+        `gpu_ids` has the GPU of each rank; if empty, ranks use those that Ray assigned to them.
+        """
+        address, port = self._group.meeting_points(timeout_s)[0]
+        self._group.check_environment(timeout_s)
+        num_ranks = spec.parallel.world_size
+        gpus = gpu_ids or self._group.gpu_ids(timeout_s)
+        args = [
+            (spec, rank, address, port, gpus[rank], self._storage_of(rank))
+            for rank in range(num_ranks)
+        ]
+        self._building = self._group.start_build(self.worker_cls, args, timeout_s)
+
+    def _storage_of(self, rank: int) -> CarriedStorage | None:
+        node = self._group.ranks[rank].node
+        return self._files.storage_of(node) if self._files is not None else None
+
+    def wait_built(self) -> None:
+        """Return once every rank has built its share of the model."""
+        assert self._building is not None, "start_build comes first"
+        self._group.finish(self._building)
+        self._group.find_coordinates(self._answer_s)
+
+    @property
+    def world_size(self) -> int:
+        return len(self._group.ranks)
+
+    def connect_stores(self, stores: SampleStores) -> None:
+        """Tell every rank where the samples of StoredBatches lie."""
+        self._call("connect_stores", stores)
+
+    async def hold(self, parts: Collection[str]) -> None:
+        """Keep these parts of every rank's model in device memory and offload the others."""
+        await self._group.call_all_async("hold", tuple(parts), deadline_s=self._answer_s)
+
+    def save(self, folder: str, extra: dict[str, Any]) -> None:
+        """Begin to save: the state is copied on return and written while training goes on."""
+        self._call("save", folder, extra)
+
+    def finish_save(self) -> None:
+        """Wait until the save under way is complete, if there is one."""
+        self._call("finish_save", self._call_timeout_s)
+
+    def load(self, folder: str, *, verify: bool = True) -> dict[str, Any]:
+        """Restore the checkpoint and return the `extra` that was saved with it.
+
+        `verify`: compare its files with the checksums beside them first.
+        """
+        return self._call("load", folder, verify)[0]
+
+    def export_hf(self, folder: str) -> None:
+        self._call("export_hf", folder)
+
+    def first_of_nodes(self) -> dict[str, Any]:
+        """See RankGroup.first_of_nodes."""
+        return self._group.first_of_nodes()
+
+    async def watch(self) -> None:
+        """Never return; raise RankError once a rank's process is gone."""
+        await self._group.watch(call_timeout_s=self._answer_s)
+
+    def peak_flops(self) -> float | None:
+        """Return the operations per second that a rank's GPU can do at most; None on a CPU."""
+        return self._call("peak_flops")[0]
+
+    def device_names(self) -> list[str]:
+        """Return the names of the ranks' GPUs, "cpu" for ranks without one; each name once."""
+        return sorted(set(self._call("device_name")))
+
+    def gpu_ids(self) -> list[tuple[str, ...]]:
+        """Return, by rank, the GPUs that Ray assigned; may be called before the model is built."""
+        return self._group.gpu_ids(self._answer_s)
+
+    def pids(self) -> list[int]:
+        """Return process ids by rank, each on its own machine."""
+        return self._group.pids(self._answer_s)
+
+    def _call(self, method: str, *args: object) -> list[Any]:
+        return self._group.call_all(method, *args, deadline_s=self._answer_s)
+
+
+class TrainerGroup(ModelGroup):
+    """All ranks of the policy; implements RankCalls and weight_sync's TrainerRanks."""
+
+    role = "trainer"
+    worker_cls = TrainerWorker
+
+    def compute_logprobs(
+        self, per_dp: Sequence[Share], options: LogprobOptions
+    ) -> list[list[TokenScores]]:
+        return self._group.dispatch(
+            "compute_logprobs", per_dp, deadline_s=self._answer_s, options=options
+        )
+
+    def train_step(
+        self, per_dp: Sequence[Share], *, temperature: float, num_tokens: int
+    ) -> StepStats:
+        stats = self._group.dispatch(
+            "train_step",
+            per_dp,
+            deadline_s=self._answer_s,
+            temperature=temperature,
+            num_tokens=num_tokens,
+        )
+        return stats[0]
+
+    def snapshot_reference(self) -> None:
+        self._call("snapshot_reference")
+
+    async def describe(self) -> Sequence[bytes]:
+        return await self._call_async("describe")
+
+    async def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> Sequence[Sequence[bytes]]:
+        return await self._call_async("plan_links", offers)
+
+    async def open_links(
+        self, verdicts: Sequence[tuple[str, str]]
+    ) -> Sequence[Sequence[str | Report]]:
+        return await self._call_async("open_links", verdicts)
+
+    async def send(
+        self, version: int, engines: Sequence[str], timeout_s: float
+    ) -> Sequence[Mapping[str, Report]]:
+        return await self._call_async("send", version, engines, timeout_s)
+
+    async def _call_async(self, method: str, *args: object) -> list[Any]:
+        return await self._group.call_all_async(method, *args, deadline_s=self._answer_s)
+
+
+class CriticGroup(ModelGroup):
+    """All ranks of the critic; implements CriticCalls."""
+
+    role = "critic"
+    worker_cls = CriticWorker
+
+    def compute_values(self, per_dp: Sequence[Share]) -> list[list[Any]]:
+        return self._group.dispatch("compute_values", per_dp, deadline_s=self._answer_s)
+
+    def train_step(self, per_dp: Sequence[Share], *, num_tokens: int) -> StepStats:
+        stats = self._group.dispatch(
+            "train_step", per_dp, deadline_s=self._answer_s, num_tokens=num_tokens
+        )
+        return stats[0]

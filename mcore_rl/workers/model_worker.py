@@ -1,0 +1,275 @@
+"""Holds one rank's share of a model in training: the policy or the critic.
+
+StoredBatch --read what this rank needs--> micro-batches --Megatron--> log-probs, values, step stats
+
+Log-probs and values go to the stores of the samples. A rank of the policy that is linked to the
+engines sends them its weights. Only this process imports Megatron, not the controller.
+"""
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, ProfileConfig, TrainConfig
+from mcore_rl.device import device_name, exact_pinning, leave_compiler_out, peak_flops
+from mcore_rl.process.gc_pause import without_collector
+from mcore_rl.train.storage import Storage
+from mcore_rl.types import (
+    LogprobOptions,
+    StepStats,
+    StoredBatch,
+    StoredColumn,
+    TokenScores,
+    TrainBatch,
+)
+from mcore_rl.types.lost_samples import SamplesLost
+from mcore_rl.weight_sync.wire import Link, Report
+from mcore_rl.workers.stores import SampleStores
+
+VALUES = StoredColumn("values")
+Share = Sequence[TrainBatch] | StoredBatch
+"""The micro-batches of a data-parallel coordinate, or references to them in parts."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The model that every rank builds its share of; `loss` must be picklable.
+
+    profile, profile_dir   the steps and ranks to capture, and the folder of the captures
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    total_steps: int
+    seed: int
+    loss: Any
+    collective_timeout_s: float
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    profile_dir: str = ""
+
+
+class ModelWorker:
+    """One rank of a model in training; the policy and the critic are subclasses."""
+
+    _stores: SampleStores | None = None
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        rank: int,
+        master_addr: str,
+        master_port: int,
+        gpu_ids: Sequence[str] = (),
+        storage: Storage | None = None,
+    ) -> None:
+        """`gpu_ids` has the rank's GPU, of those that its machine has; it is empty on a CPU.
+
+        `storage`: how to reach the run folder; None if this node sees it.
+        """
+        os.environ.update(exact_pinning(os.environ))
+        leave_compiler_out()
+        with without_collector():
+            from mcore_rl.train.runtime import init_distributed
+
+            model_cls = self._model_cls()
+        world_size = spec.parallel.world_size
+        self._coordinate = init_distributed(
+            rank,
+            world_size,
+            master_addr,
+            master_port,
+            spec.parallel,
+            spec.seed,
+            spec.collective_timeout_s,
+            gpu_ids,
+        )
+        self._rank = rank
+        self._loss = spec.loss
+        self._profile = spec.profile
+        self._profile_dir = Path(spec.profile_dir)
+        self._model = model_cls(
+            spec.model, spec.parallel, spec.train, spec.optimizer, spec.total_steps, spec.seed
+        )
+        if storage is not None:
+            self._model.keep_files_with(storage)
+
+    def _model_cls(self) -> Any:
+        """Return the subclass of TrainedModel that each rank has a share of."""
+        raise NotImplementedError
+
+    def connect_stores(self, stores: SampleStores) -> None:
+        self._stores = stores
+
+    def _with_tokens(self, share: Share) -> Sequence[TrainBatch]:
+        """Return micro-batches with what this rank reads: its tokens, their images, its layers'
+        experts.
+
+        Raises SamplesLost on all ranks if any of them finds samples lost: none has begun then.
+        """
+        from mcore_rl.train.runtime import is_true_anywhere
+
+        if not isinstance(share, StoredBatch):
+            return share
+        assert self._stores is not None, "connect_stores comes first"
+        lost = None
+        parts: list[TrainBatch] = []
+        try:
+            model = self._model
+            parts = self._stores.assemble_parts(
+                share, model.layers, model.select_routed_tokens, model.select_seen_tokens
+            )
+            if share.nums_images_N is not None:
+                parts = self._stores.with_images(parts, share, with_pixels=self._model.reads_pixels)
+        except SamplesLost as error:
+            lost = error
+        if is_true_anywhere(lost is not None):
+            raise lost or SamplesLost("", [])
+        return parts
+
+    def _keep(self, share: StoredBatch, columns: Mapping[str, Sequence[Tensor]]) -> None:
+        """Bring values, one tensor per micro-batch, to the stores of the samples."""
+        assert self._stores is not None, "connect_stores comes first"
+        self._stores.scatter_parts(share, columns)
+
+    def peak_flops(self) -> float | None:
+        return peak_flops()
+
+    def device_name(self) -> str:
+        return device_name()
+
+    def coordinate(self) -> Any:
+        return self._coordinate
+
+    def hold(self, parts: Collection[str]) -> None:
+        self._model.hold(parts)
+
+    def save(self, folder: str, extra: dict[str, Any]) -> None:
+        self._model.save(Path(folder), extra)
+
+    def finish_save(self, timeout_s: float) -> None:
+        self._model.finish_save(timeout_s)
+
+    def load(self, folder: str, verify: bool) -> dict[str, Any]:
+        return self._model.load(Path(folder), verify=verify)
+
+    def export_hf(self, folder: str) -> None:
+        self._model.export_hf(Path(folder))
+
+
+class TrainerWorker(ModelWorker):
+    """One rank of the policy; `spec.loss` is a TokenLoss. Ranks that own no output return None."""
+
+    _sender: Any = None
+
+    def _model_cls(self) -> Any:
+        from mcore_rl.train.actor import Actor
+
+        return Actor
+
+    def compute_logprobs(self, share: Share, options: LogprobOptions) -> list[TokenScores] | None:
+        """For a StoredBatch the scores go to its stores; their columns are returned."""
+        scores = self._model.compute_logprobs(self._with_tokens(share), options)
+        if scores is None or not isinstance(share, StoredBatch):
+            return scores
+        columns = columns_of_scores(scores, options)
+        self._keep(share, columns)
+        return [scores_in(columns)]
+
+    def train_step(self, share: Share, *, temperature: float, num_tokens: int) -> StepStats | None:
+        with_tokens = self._with_tokens(share)
+        with self._captured():
+            return self._model.train_step(
+                with_tokens, self._loss, temperature=temperature, num_tokens=num_tokens
+            )
+
+    def _captured(self) -> AbstractContextManager[None]:
+        """Return a block around the next optimizer step that captures it, if that was asked for."""
+        step = self._model.step + 1
+        if step not in self._profile.steps or self._rank not in self._profile.ranks:
+            return nullcontext()
+        from mcore_rl.device.profiler import nsys_range, torch_trace
+
+        if self._profile.tool == "nsys":
+            return nsys_range()
+        return torch_trace(self._profile_dir / f"trainer_rank{self._rank}_step{step}.json.gz")
+
+    def snapshot_reference(self) -> None:
+        self._model.snapshot_reference()
+
+    def describe(self) -> bytes:
+        """Return the facts that engines need of this rank; the first call makes its sender."""
+        if self._sender is None:
+            from mcore_rl.weight_sync.sender import WeightSender
+
+            shards, tensors = self._model.weight_layout()
+            self._sender = WeightSender(shards, tensors, self._rank)
+        return self._sender.describe()
+
+    def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> list[bytes]:
+        return self._sender.plan_links(offers)
+
+    def open_links(self, verdicts: Sequence[tuple[str, str]]) -> list[str | Report]:
+        return self._sender.open_links(verdicts)
+
+    def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
+        return self._sender.send(version, engines, timeout_s)
+
+
+class CriticWorker(ModelWorker):
+    """One rank of the critic; `spec.loss` is a ValueLoss. Ranks that own no output return None."""
+
+    def _model_cls(self) -> Any:
+        from mcore_rl.train.critic import CriticModel
+
+        return CriticModel
+
+    def compute_values(self, share: Share) -> list[Any] | None:
+        """For a StoredBatch the values go to its stores; their column is returned."""
+        values = self._model.compute_values(self._with_tokens(share))
+        if values is None or not isinstance(share, StoredBatch):
+            return values
+        self._keep(share, {VALUES.name: values})
+        return [VALUES]
+
+    def train_step(self, share: Share, *, num_tokens: int) -> StepStats | None:
+        with_tokens = self._with_tokens(share)
+        return self._model.train_step(with_tokens, self._loss, num_tokens=num_tokens)
+
+
+def columns_of_scores(
+    scores: Sequence[TokenScores], options: LogprobOptions
+) -> dict[str, list[Tensor]]:
+    """Return the values of each micro-batch by the column that keeps them.
+
+    Of a reference, only log-probs are kept: what its routers chose says nothing about the policy.
+    """
+    if options.reference:
+        return {"ref_logprobs": [score.logprobs_T for score in scores]}
+    columns = {
+        "old_logprobs": [score.logprobs_T for score in scores],
+        "router_flips": [score.router_flips_T for score in scores],
+        "sum_squares": [score.sum_squares_T for score in scores],
+        "routed_experts": [score.routed_experts_TLK for score in scores],
+    }
+    return {name: values for name, values in columns.items() if values[0] is not None}
+
+
+def scores_in(columns: Collection[str]) -> TokenScores:
+    """Return the scores as references to their columns."""
+
+    def column(name: str) -> StoredColumn | None:
+        return StoredColumn(name) if name in columns else None
+
+    return TokenScores(
+        column("ref_logprobs") or column("old_logprobs"),
+        router_flips_T=column("router_flips"),
+        sum_squares_T=column("sum_squares"),
+        routed_experts_TLK=column("routed_experts"),
+    )
