@@ -36,8 +36,7 @@ from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
-from mcore_rl.rollout.request import Sampling
-from mcore_rl.rollout.routed_experts import RoutedExpertsShape
+from mcore_rl.rollout.request import RoutedExpertsShape, Sampling
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.types import Prompt, WeightVersion
 from peak_memory import PeakMemory

@@ -270,7 +270,7 @@ def _serve(args: argparse.Namespace) -> None:
     from checkpoint_tools.options import Effort
     from checkpoint_tools.to_hf import to_hf
     from mcore_rl.rollout.engine_spec import EngineSpec
-    from mcore_rl.rollout.served_dtype import find_dtype
+    from mcore_rl.rollout.served_models import find_dtype
     from mcore_rl.run.serving import find_model, run_server, serving_keys
 
     if args.once and not args.ask:

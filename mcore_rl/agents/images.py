@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.agents.chat.probe import Format
+from mcore_rl.agents.chat.template import Format
 from mcore_rl.agents.environments.environment import EpisodeError, image_bytes, image_part
 from mcore_rl.agents.messages import Message, Tool
 from mcore_rl.data.images.decode import decode, read_size

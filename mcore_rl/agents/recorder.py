@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from mcore_rl.agents.chat.probe import Format
+from mcore_rl.agents.chat.template import Format
 from mcore_rl.agents.images import image_parts
 from mcore_rl.agents.messages import (
     Answer,

@@ -4,6 +4,8 @@
 rank                 pdb behind a port, for `ray debug`     debugpy, for VS Code
 controller           the same; on a terminal, pdb there     debugpy
 other processes      refused: no debugger finds them
+
+The controller's terminal names the ranks that wait, which their logs alone would tell.
 """
 
 import builtins
@@ -28,7 +30,13 @@ import ray._private.worker
 import ray.util.debugpy
 from ray._private import ray_constants
 from ray._raylet import getproctitle  # type: ignore[attr-defined]
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_put
+from ray.exceptions import RayError
+from ray.experimental.internal_kv import (
+    _internal_kv_del,
+    _internal_kv_get,
+    _internal_kv_list,
+    _internal_kv_put,
+)
 from ray.util import rpdb
 
 from mcore_rl.process.variables import set_variables
@@ -269,3 +277,36 @@ def _has_terminal() -> bool:
 
 def _place(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+INTERVAL_S = 1.0
+_END_S = 5.0
+
+
+@contextmanager
+def naming_breakpoints() -> Iterator[None]:
+    """While the block runs, say on stderr and in the log which ranks wait for a debugger, once."""
+    is_over = threading.Event()
+    thread = threading.Thread(target=_watch, args=(is_over,), name="breakpoints", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join(_END_S)
+
+
+def _watch(is_over: threading.Event) -> None:
+    """Look for new breakpoints until `is_over`, or until Ray is gone, which others report."""
+    prefix = open_prefix()
+    told: set[bytes] = set()
+    while not is_over.wait(INTERVAL_S) and ray.is_initialized():
+        try:
+            for key in _internal_kv_list(prefix, namespace=NAMESPACE):
+                text = _internal_kv_get(key, namespace=NAMESPACE)
+                if text and key not in told:
+                    told.add(key)
+                    _log.warning(text.decode())
+                    print(f"mcore-rl: {text.decode()}", file=sys.stderr, flush=True)
+        except RayError:
+            return

@@ -13,14 +13,14 @@ from typing import Any
 
 from mcore_rl.batches.step_parts import home_of
 from mcore_rl.cluster.answers import RankDied, RankError
-from mcore_rl.cluster.independent_ranks import IndependentRanks
+from mcore_rl.cluster.group import IndependentRanks
 from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.cluster.stores import StoreHandles, share_array
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.process_state import RestartBudget
 from mcore_rl.rollout.collector import CollectorLost, CollectorNews, Orders
 from mcore_rl.rollout.engine_spec import EngineAddress
-from mcore_rl.rollout.served_endpoint import ServedEndpoint
+from mcore_rl.rollout.served_models import ServedEndpoint
 from mcore_rl.types import Sample, StoredBatch, StoredSample, TokenWork
 from mcore_rl.types.lost_samples import SamplesLost, join_losses
 from mcore_rl.types.scores import Scores, join_scores

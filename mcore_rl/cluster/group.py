@@ -1,18 +1,63 @@
-"""Calls all ranks of one role as one object, and returns all their answers or raises one error."""
+"""Calls all ranks of one role as one object, and returns all their answers or raises one error.
+
+RankGroup          the ranks wait for one another, so the failure of one ends all
+IndependentRanks   the death of one leaves the others as they are
+"""
 
 import asyncio
+import contextlib
+import os
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mcore_rl.cluster.actor_start import start_actor
-from mcore_rl.cluster.answers import GRACE_S, Answers, Rank, RankError
+from mcore_rl.cluster.answers import GRACE_S, Answers, Rank, RankDied, RankError
 from mcore_rl.cluster.environment import compare_environments
 from mcore_rl.cluster.nodes import alive_nodes
+from mcore_rl.cluster.rank_actor import RankActor
 from mcore_rl.planning.slots import Slot
+from mcore_rl.process.cores import THREADS
 from mcore_rl.types.lost_samples import SamplesLost
+
+BULK = "bulk"
+"""Concurrency group of calls that move much; others need not wait for them."""
+BULK_THREADS = 8
+
+
+def start_actor(
+    rank: Rank,
+    slot: Slot,
+    runtime_env: Mapping[str, Any] | None,
+    threads: int,
+    returns: bool = False,
+) -> Any:
+    """Return the handle of a new RankActor, which answers up to `threads` calls at once.
+
+    One that answers several takes those of the group BULK in threads of their own. `returns`: Ray
+    starts the process again when it dies, without its worker; the handle stays good.
+    """
+    # Ray titles the process after the class: `ps` shows ray::trainer_rank0
+    actor_cls: Any = type(f"{rank.role}_rank{rank.index}", (RankActor,), {})
+    options: dict[str, Any] = {
+        "num_cpus": slot.bundle["CPU"],
+        "num_gpus": slot.bundle.get("GPU", 0),
+        "max_concurrency": threads,
+        "max_restarts": -1 if returns else 0,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(slot.group, slot.bundle_index),
+    }
+    if runtime_env is not None:
+        options["runtime_env"] = dict(runtime_env)
+    make_remote: Any = ray.remote
+    if threads > 1:
+        make_remote = make_remote(concurrency_groups={BULK: BULK_THREADS})
+    # Whoever set the number of threads gets it in every process.
+    cores = (slot.sharers, os.environ.get(THREADS)) if slot.sharers else None
+    return make_remote(actor_cls).options(**options).remote(str(rank.log_path), cores, os.getcwd())
+
 
 T = TypeVar("T")
 WATCH_INTERVAL_S = 1.0
@@ -296,3 +341,72 @@ async def guard(work: Awaitable[T], *watches: Awaitable[None]) -> T:
 def _in_words(coordinate: object) -> str:
     parts = [(name, getattr(coordinate, name, None)) for name in ("dp", "tp", "pp", "cp", "ep")]
     return " ".join(f"{name} {value}" for name, value in parts if value is not None)
+
+
+_POLL_S = 0.2
+
+
+class IndependentRanks(RankGroup):
+    """Ranks that do not wait for one another: the failure of one leaves the others as they are."""
+
+    async def build_one(
+        self, rank: int, worker_cls: type, args: Sequence[Any], deadline_s: float
+    ) -> None:
+        """Make the worker of a process that was started again. Raises RankError."""
+        ref = self._actors[rank].build.remote(deadline_s, worker_cls, *args)
+        await Answers("start-up", [ref], [self.ranks[rank]], deadline_s).wait_async()
+
+    async def wait_for_process(self, rank: int, deadline_s: float) -> None:
+        """Return once Ray has a process again for a rank that died.
+
+        Calls that come earlier may go to the dead one. Raises RankDied if there is none in time.
+        """
+        until_s = time.monotonic() + deadline_s
+        while True:
+            ref = self._actors[rank].pid.remote()
+            try:
+                await Answers("start-up", [ref], [self.ranks[rank]], deadline_s).wait_async()
+            except RankDied:
+                if time.monotonic() > until_s:
+                    raise
+                await asyncio.sleep(_POLL_S)
+            else:
+                return
+
+    async def gather_living(
+        self, ranks: Sequence[int], method: str, *args: object, deadline_s: float
+    ) -> dict[int, Any]:
+        """Make a call on some ranks; return answers by rank, a RankDied for one that is dead.
+
+        Raises RankError if a rank raises or does not answer in time.
+        """
+        refs = [self._actors[rank].call.remote(deadline_s, method, *args) for rank in ranks]
+        answers = [
+            Answers(method, [ref], [self.ranks[rank]], deadline_s).wait_async()
+            for rank, ref in zip(ranks, refs, strict=True)
+        ]
+        results: dict[int, Any] = {}
+        waiting = await asyncio.gather(*answers, return_exceptions=True)
+        for rank, result in zip(ranks, waiting, strict=True):
+            if isinstance(result, RankDied):
+                results[rank] = result
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                results[rank] = result[0]
+        return results
+
+    def kill_ranks(self, ranks: Sequence[int]) -> None:
+        """Kill the processes of some ranks; what they started dies with them."""
+        for rank in ranks:
+            ray.kill(self._actors[rank])
+
+    def call_living(self, ranks: Sequence[int], method: str, *, deadline_s: float) -> None:
+        """Make a call on some ranks; those that died meanwhile are left out. Raises RankError."""
+        refs = [self._actors[rank].call.remote(deadline_s, method) for rank in ranks]
+        for rank, ref in zip(ranks, refs, strict=True):
+            with contextlib.suppress(RankDied):
+                Answers(method, [ref], [self.ranks[rank]], deadline_s).wait()
+
+    def _fail(self, error: BaseException) -> None:
+        pass

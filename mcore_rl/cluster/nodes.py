@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import ray
 
-from mcore_rl.cluster.labels import NAME_LABEL, ORDER_LABEL
+from mcore_rl.cluster.node_agent.job import NAME_LABEL, ORDER_LABEL
 
 POLL_S = 0.5
 

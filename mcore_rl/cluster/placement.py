@@ -1,7 +1,8 @@
-"""Reserves slots in the Ray cluster for resource bundles, and so decides where ranks run."""
+"""Reserves slots in the Ray cluster for bundles, and reports where ranks and engines are."""
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import ray
@@ -12,10 +13,51 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from mcore_rl.cluster.nodes import alive_nodes
+from mcore_rl.cluster.nodes import Node, alive_nodes
 from mcore_rl.config import ClusterConfig, RolloutConfig
 from mcore_rl.planning.bundles import Bundle, RunSize
 from mcore_rl.planning.slots import RunSlots, Slot, reserve_slots
+
+
+def report_placement(slots: RunSlots, nodes: Sequence[Node]) -> list[str]:
+    """Return a line for each node that has processes of the run, in the order of the nodes."""
+    return [
+        f"node {node.name} ({node.address}): {'; '.join(seated)}"
+        for node in nodes
+        if (seated := list(_seated(slots, node.id)))
+    ]
+
+
+def _seated(slots: RunSlots, node: str) -> Iterator[str]:
+    for role, ranks in (("trainer", slots.trainer), ("critic", slots.critic)):
+        indices = [index for index, slot in enumerate(ranks) if slot.node == node]
+        if indices:
+            yield f"{role} {_ranks(indices)}"
+    yield from _engines("engine", slots.engines, node)
+    for role, engines in slots.served.items():
+        yield from _engines(role, engines, node)
+
+
+def _engines(role: str, engines: Sequence[Sequence[Slot]], node: str) -> Iterator[str]:
+    parts: dict[int, list[int]] = defaultdict(list)
+    for index, engine in enumerate(engines):
+        for part, slot in enumerate(engine):
+            if slot.node == node:
+                parts[index].append(part)
+    for index, here in parts.items():
+        num_parts = len(engines[index])
+        whole = len(here) == num_parts
+        yield f"{role} {index}" if whole else f"{role} {index} (part {here[0] + 1} of {num_parts})"
+
+
+def _ranks(indices: Sequence[int]) -> str:
+    """The ranks in words: as a range where they follow one another."""
+    first, last = indices[0], indices[-1]
+    if first == last:
+        return f"rank {first}"
+    if last - first + 1 == len(indices):
+        return f"ranks {first}-{last}"
+    return f"ranks {', '.join(map(str, indices))}"
 
 
 def gpus_per_node() -> int:

@@ -12,17 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.cluster.breakpoint_watch import naming_breakpoints
-from mcore_rl.cluster.breakpoints import answered_in_controller
+from mcore_rl.cluster.breakpoints import answered_in_controller, naming_breakpoints
 from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
-from mcore_rl.cluster.engines import EngineGroup
+from mcore_rl.cluster.engines import EngineGroup, ServedEngines
 from mcore_rl.cluster.environment import nsys_environments
 from mcore_rl.cluster.group import guard
 from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
 from mcore_rl.cluster.nodes import alive_nodes
-from mcore_rl.cluster.placement import reserve_in_ray
-from mcore_rl.cluster.seating import describe
-from mcore_rl.cluster.served_engines import ServedEngines
+from mcore_rl.cluster.placement import report_placement, reserve_in_ray
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.shared_folder import run_files
 from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -34,8 +31,8 @@ from mcore_rl.planning.slots import RunSlots
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.rollout.routed_experts import RoutedExpertsShape
-from mcore_rl.rollout.served_endpoint import check_served_path, find_endpoint
+from mcore_rl.rollout.request import RoutedExpertsShape
+from mcore_rl.rollout.served_models import check_served_path, find_endpoint
 from mcore_rl.weight_sync.controller.engine_control import LOADER
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.hf.fp8 import QUANTIZATION_CONFIG
@@ -197,7 +194,7 @@ def run_processes(
         naming,
     ):
         slots = reserve_in_ray(size, config.rollout, config.cluster, startup_s)
-        for line in describe(slots, alive_nodes()):
+        for line in report_placement(slots, alive_nodes()):
             _log.info(line)
         nsys = nsys_environments(config.profile, log_dir.parent / "profile")
         trainer = TrainerGroup(slots.trainer, log_dir, timeout_s, nsys) if size.trainer else None

@@ -18,19 +18,27 @@ import psutil
 import ray
 import ray._private.worker
 from ray._private import ray_constants
+from ray.job_config import JobConfig
 
 from mcore_rl.cluster import watchdog
 from mcore_rl.cluster.environment import set_defaults, variables_for_workers
-from mcore_rl.cluster.marked import OPEN, marked_processes, ray_temp_dir, uninterrupted
+from mcore_rl.cluster.local_ray import leave_processes_out, own_token
 from mcore_rl.cluster.nodes import wait_for_nodes
-from mcore_rl.cluster.own_token import own_token
-from mcore_rl.cluster.safe_job import SafeJob
-from mcore_rl.cluster.small_ray import small_ray
+from mcore_rl.cluster.process_tags import OPEN, ray_temp_dir, tag_processes, uninterrupted
 from mcore_rl.config import ClusterConfig
 from mcore_rl.device import has_cuda
 from mcore_rl.process.process_state import describe_state
 from mcore_rl.process.signals import handle_outside_forks
 from mcore_rl.process.variables import set_variables
+
+
+class SafeJob(JobConfig):
+    """As its base, for ray.init; Ray adds the folders just before it serializes the job."""
+
+    def _serialize(self) -> str:
+        self._py_driver_sys_path.clear()
+        return super()._serialize()
+
 
 _log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 10.0
@@ -67,7 +75,7 @@ def ray_session(
     with (
         _exit_if_ray_is_lost(),
         ray_temp_dir() as temp_dir,
-        marked_processes(str(temp_dir)),
+        tag_processes(str(temp_dir)),
         _ray_on_loopback(),
         own_token(temp_dir),
         _shut_down(temp_dir),
@@ -87,7 +95,7 @@ def _start(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> None:
     if config.dashboard:
         _refuse_open_dashboard()
     handle_outside_forks(signal.SIGCHLD, _raise_if_ray_is_lost)
-    with nullcontext() if config.dashboard else small_ray():
+    with nullcontext() if config.dashboard else leave_processes_out():
         started = _init(config, num_cpus, temp_dir)
     _exit_on_sigterm()
     _raise_if_ray_is_lost()

@@ -21,8 +21,8 @@ from mcore_rl.batches.assembly import (
     scatter_parts,
 )
 from mcore_rl.batches.kept_rows import ReadRequest
-from mcore_rl.cluster.actor_start import BULK
 from mcore_rl.cluster.answers import cause_of_death
+from mcore_rl.cluster.group import BULK
 from mcore_rl.cluster.rank_actor import NotBuilt, Raised
 from mcore_rl.data.images.batch import GroupRow, rows_with_images, with_images
 from mcore_rl.data.images.shared_patches import PlacedPatches, map_patches

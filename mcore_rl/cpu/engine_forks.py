@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from mcore_rl.cpu.fork_server import fork_server, serve_forks
 from mcore_rl.process.cores import THREADS
 from mcore_rl.process.server_keys import KEYS_FD
-from mcore_rl.rollout.server_process import FORKS, SERVER
+from mcore_rl.rollout.engine import FORKS, SERVER
 
 
 def engine_forks() -> AbstractContextManager[None]:

@@ -30,9 +30,9 @@ from mcore_rl.process.cores import quiet_threads
 from mcore_rl.process.folders import find_short_root
 from mcore_rl.process.fork_request import FORKED, GO, PID_BYTES, READY, STATUS_BYTES
 from mcore_rl.process.gc_pause import without_collector
+from mcore_rl.process.parent_death import die_with_parent
 from mcore_rl.process.process_state import wait_killed
 from mcore_rl.process.safe_path import safe_module
-from mcore_rl.process.tied import die_with_parent
 
 _VARIABLES = slice(47, 49)
 """Where they begin and end: fields of /proc/<pid>/stat behind its name (proc_pid_stat(5))."""

@@ -154,7 +154,7 @@ class SupervisedServer:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         spec = self.spec
-        command = [*safe_module("mcore_rl.process.tied"), str(os.getpid()), *spec.command]
+        command = [*safe_module("mcore_rl.process.parent_death"), str(os.getpid()), *spec.command]
         with open(spec.log_path, "ab") as log, _open_key_pipe(spec.key) as descriptor:
             if descriptor is not None:
                 command += ["--key-file", f"/dev/fd/{descriptor}"]

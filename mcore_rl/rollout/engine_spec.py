@@ -37,7 +37,7 @@ class EngineSpec:
     can_release_memory     its GPU memory can be released and occupied again while it runs
     compiled               on a CPU, run the models that it takes in compiled code (device/native)
     share_prompts          compute a prompt once for all samples of it that come at a time, by a
-                           rule that replaces SGLang's (rollout/shared_prompts.py); None: if
+                           rule that replaces SGLang's (rollout/scheduler_setup.py); None: if
                            the engine has no GPU
     extra_args             further SGLang command-line arguments
     """

@@ -18,13 +18,11 @@ from mcore_rl.process.cores import THREADS
 from mcore_rl.process.gc_pause import without_collector
 from mcore_rl.process.log_files import follow_output, keep_output_lasting, rotate_output
 from mcore_rl.process.network import bind_meetings_to_their_host
+from mcore_rl.process.parent_death import die_with_parent
 from mcore_rl.process.process_state import start_resource_tracker
 from mcore_rl.process.server_keys import KEYS_FD, ServerKeys, read_keys
-from mcore_rl.process.tied import die_with_parent
 from mcore_rl.rollout import image_request
 from mcore_rl.rollout.engine_spec import SHARE_PROMPTS, SHARE_PROMPTS_ON_CPU, UNCOMPILED
-from mcore_rl.rollout.field_gate import FieldGate
-from mcore_rl.rollout.first_experts import keep_first_experts
 from mcore_rl.rollout.image_outputs import output_of
 from mcore_rl.rollout.image_request import (
     NOT_HERE,
@@ -32,10 +30,14 @@ from mcore_rl.rollout.image_request import (
     resolve_request,
     unpack_request,
 )
-from mcore_rl.rollout.key_gate import KeyGate
 from mcore_rl.rollout.request_fields import ModelBounds, check_request
-from mcore_rl.rollout.scheduler_setup import SetUp, set_schedulers_up
-from mcore_rl.rollout.shared_prompts import compute_prompts_once
+from mcore_rl.rollout.request_gates import FieldGate, KeyGate
+from mcore_rl.rollout.scheduler_setup import (
+    SetUp,
+    compute_prompts_once,
+    keep_first_experts,
+    set_schedulers_up,
+)
 from mcore_rl.weights.models.tower import merge_size, placeholder_of
 
 OF_OURS = {"KimiVLForConditionalGeneration", "Glm4vMoeForConditionalGeneration"}

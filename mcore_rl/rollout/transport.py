@@ -1,8 +1,12 @@
-"""Carries requests to engines and samples back: by HTTP, or as a simulation pleases."""
+"""Carries requests to engines and samples back: by HTTP, or as a simulation pleases.
+
+EngineAsker carries other questions: what SGLang's parsers make of a text.
+"""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -16,13 +20,24 @@ from mcore_rl.data.images.shared_patches import SharedPatches, map_patches
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.http import open_session
 from mcore_rl.process.server_keys import admin_headers, user_headers
+from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_room import ask_free_kv
 from mcore_rl.rollout.engine_spec import EngineAddress
-from mcore_rl.rollout.finite import find_not_finite
 from mcore_rl.rollout.image_request import NOT_HERE, PATH, pack_request, refer_request
-from mcore_rl.rollout.request import Request, Sampling, make_body, make_sample
-from mcore_rl.rollout.routed_experts import RoutedExpertsShape
+from mcore_rl.rollout.request import Request, RoutedExpertsShape, Sampling, make_body, make_sample
 from mcore_rl.types import Prompt, Sample
+
+
+def find_not_finite(logprobs: Sequence[float | None]) -> int | None:
+    """Return the index of the first log-prob that is NaN, infinite or missing; None: there is none.
+
+    A token that was drawn has a probability above 0, so -inf is a fault, too.
+    """
+    for index, logprob in enumerate(logprobs):
+        if logprob is None or not math.isfinite(logprob):
+            return index
+    return None
+
 
 _ABORT_S = 10.0
 
@@ -237,3 +252,45 @@ def _packed(body: dict[str, Any], prompt: Prompt, patches: SharedPatches) -> byt
     images = join_patches([[patches.read(image) for image in prompt.images]])
     assert images is not None, prompt
     return pack_request(body, images)
+
+
+class EngineAsker:
+    """Posts to the engines in turn; one that fails is passed over for the next."""
+
+    def __init__(
+        self, http: aiohttp.ClientSession, engines: Sequence[EngineAddress], health: EngineHealth
+    ) -> None:
+        """`http` has the deadline of each request."""
+        self._http = http
+        self._engines = list(engines)
+        self._health = health
+
+    async def __call__(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the JSON that an engine answers.
+
+        Raises ValueError if it refuses or its parser fails, RolloutError if no engine answers.
+        """
+        failures = []
+        for engine in self._in_turn():
+            try:
+                return await self._post(engine, path, body)
+            except (aiohttp.ClientError, TimeoutError) as failure:
+                silent = f"no answer within {self._http.timeout.total} s"
+                failures.append(f"{engine}: {describe_error(failure, silent)}")
+        raise RolloutError(f"no engine answers {path}: {'; '.join(failures) or 'none serves'}")
+
+    def _in_turn(self) -> list[EngineAddress]:
+        """Return the engines that serve, another one first each time."""
+        self._engines.append(self._engines.pop(0))
+        return [engine for engine in self._engines if not self._health.why_out(engine.url)]
+
+    async def _post(
+        self, engine: EngineAddress, path: str, body: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        headers = user_headers(engine.keys)
+        url = f"{engine.url}{path}"
+        async with self._http.post(url, json=body, headers=headers) as response:
+            if response.status != 200:
+                text = (await response.text())[:500]
+                raise ValueError(f"{engine} answers {path} with HTTP {response.status}: {text}")
+            return await response.json()

@@ -21,9 +21,8 @@ from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.collector import GroupRequest
 from mcore_rl.rollout.engine import EngineProcess
-from mcore_rl.rollout.engine_asker import EngineAsker
 from mcore_rl.rollout.engine_health import EngineHealth
-from mcore_rl.rollout.transport import HttpOptions
+from mcore_rl.rollout.transport import EngineAsker, HttpOptions
 from mcore_rl.run.episodes import check_episodes, episode_spec
 from mcore_rl.run.inputs import needed_prompts, open_policy
 from mcore_rl.run.node_servers import check_node_servers, node_servers_spec

@@ -18,7 +18,7 @@ from mcore_rl.data.streamed.mixed import MixedPrompts
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.planning.checks import check_sizes
 from mcore_rl.planning.recipe_models import read_critic, read_policy
-from mcore_rl.rollout.teacher import check_same_vocabulary
+from mcore_rl.rollout.scoring import check_same_vocabulary
 from mcore_rl.run.images import check_critic_images
 from mcore_rl.run.prompts import load_split, train_prompts
 from mcore_rl.run.roles.canary import MOST_SEQUENCES, make_probe

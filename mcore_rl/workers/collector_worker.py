@@ -32,8 +32,8 @@ from mcore_rl.process.http import open_session
 from mcore_rl.process.redaction import remember_secret
 from mcore_rl.rollout.collector import CollectorNews, Orders
 from mcore_rl.rollout.engine_spec import EngineAddress
-from mcore_rl.rollout.routed_experts import RoutedExpertsShape
-from mcore_rl.rollout.served_endpoint import ServedEndpoint
+from mcore_rl.rollout.request import RoutedExpertsShape
+from mcore_rl.rollout.served_models import ServedEndpoint
 from mcore_rl.types import Array, Sample, StoredBatch, StoredColumn, TokenWork
 from mcore_rl.types.lost_samples import SamplesLost
 from mcore_rl.types.scores import Scores
@@ -179,8 +179,8 @@ class CollectorWorker:
         from mcore_rl.rollout.client import RolloutClient
         from mcore_rl.rollout.collector import Collector
         from mcore_rl.rollout.engine_health import EngineHealth
-        from mcore_rl.rollout.served_client import ServedClient
-        from mcore_rl.rollout.teacher import Teacher
+        from mcore_rl.rollout.scoring import Teacher
+        from mcore_rl.rollout.served_models import ServedClient
         from mcore_rl.rollout.transport import HttpOptions
 
         spec = self._spec
@@ -218,8 +218,8 @@ class CollectorWorker:
         health: "EngineHealth",
     ) -> Any:
         """Return how groups of episodes are drawn; their parts run until `close`."""
-        from mcore_rl.rollout.engine_asker import EngineAsker
         from mcore_rl.rollout.engine_room import EngineRoom, ask_free_kv
+        from mcore_rl.rollout.transport import EngineAsker
         from mcore_rl.workers.episodes import EpisodeSampler
 
         near = [engine for engine in engines if engine.url in own]

@@ -11,8 +11,8 @@ from typing import Any
 from mcore_rl.agents.chat.answer_parser import Ask
 from mcore_rl.agents.chat.setup import make_format_and_parser
 from mcore_rl.agents.environments.adapters import is_program
-from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
+from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from mcore_rl.agents.gateway import (
     AdmissionOptions,
     FreeKv,
@@ -22,8 +22,8 @@ from mcore_rl.agents.gateway import (
 )
 from mcore_rl.agents.images import ImageLimits, Sight
 from mcore_rl.agents.messages import keep_last_answers
-from mcore_rl.agents.player import EpisodePlayer, PlayOptions
 from mcore_rl.agents.recorder import EpisodeLimits, SampleTurn, TurnRequest
+from mcore_rl.agents.runner import EpisodePlayer, PlayOptions
 from mcore_rl.config import AgentsConfig
 from mcore_rl.config.shipped import shipped_path
 from mcore_rl.data.decoding import Decode

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from mcore_rl.cluster.actor_start import BULK, BULK_THREADS, start_actor
 from mcore_rl.cluster.answers import Rank
+from mcore_rl.cluster.group import BULK, BULK_THREADS, start_actor
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import ClusterConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.cluster.breakpoint_watch import INTERVAL_S, naming_breakpoints
+from mcore_rl.cluster.breakpoints import INTERVAL_S, naming_breakpoints
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session

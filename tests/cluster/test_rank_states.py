@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from mcore_rl.cluster.rank_states import _ask, find_states
+from mcore_rl.cluster.answers import _ask, find_states
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import ClusterConfig
 

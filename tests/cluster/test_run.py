@@ -15,7 +15,7 @@ from mcore_rl.config import (
     ParallelConfig,
     RolloutConfig,
 )
-from mcore_rl.rollout.routed_experts import RoutedExpertsShape
+from mcore_rl.rollout.request import RoutedExpertsShape
 from mcore_rl.weights.hf.facts import ModelFacts
 from tests.support.engine_keys import KEYS
 from tests.support.tiny_models import write_model

@@ -1,6 +1,6 @@
 """Workers of Ray do not get the controller's folders before the standard library."""
 
-from mcore_rl.cluster.safe_job import SafeJob
+from mcore_rl.cluster.session import SafeJob
 
 
 def test_folders_of_the_controller_are_not_sent() -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from mcore_rl.cluster.nodes import Node
-from mcore_rl.cluster.seating import describe
+from mcore_rl.cluster.placement import report_placement
 from mcore_rl.planning.slots import RunSlots, Slot
 
 NO_GROUP: Any = None
@@ -21,7 +21,7 @@ def test_each_node_with_processes_has_a_line() -> None:
         engines=[on("bc"), on("c")],
         served={"judge": [on("c")]},
     )
-    assert describe(slots, NODES) == [
+    assert report_placement(slots, NODES) == [
         "node a (10.0.0.0): trainer ranks 0-1; critic ranks 0, 2",
         "node b (10.0.0.1): trainer rank 2; critic rank 1; engine 0 (part 1 of 2)",
         "node c (10.0.0.2): engine 0 (part 2 of 2); engine 1; judge 0",

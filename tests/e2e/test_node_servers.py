@@ -33,7 +33,7 @@ SANDBOX, SEARCH = ("mcore_rl.cli sandbox serve",), ("mcore_rl.cli search serve",
 ENVIRONMENT = '''
 import base64, json, time, urllib.error, urllib.request
 from mcore_rl.agents.environments.environment import Start, Step
-from mcore_rl.agents.environments.search_options import Searcher, SearchOptions
+from mcore_rl.agents.environments.search_env import Searcher, SearchOptions
 from mcore_rl.process.server_keys import read_sandbox_url, split_key
 
 def run(code):

@@ -19,7 +19,7 @@ import yaml
 
 from launch.kuberay import MANIFEST
 from launch.kuberay_pod import JOB_SCRIPT, STOP_SCRIPT
-from mcore_rl.cluster.marked import ray_temp_dir
+from mcore_rl.cluster.process_tags import ray_temp_dir
 from mcore_rl.process.network import find_free_port
 from mcore_rl.process.signals import EXIT_STATUS
 from tests.support.launches import files_of

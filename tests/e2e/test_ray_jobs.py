@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.cluster.marked import ray_temp_dir
+from mcore_rl.cluster.process_tags import ray_temp_dir
 from mcore_rl.process.network import find_free_port
 from tests.support.debuggers import wait_for_match
 from tests.support.policy import ROOT

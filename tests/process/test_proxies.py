@@ -19,7 +19,7 @@ from mcore_rl.process.http import open_session
 from mcore_rl.process.network import bypass_proxies, open_directly
 from mcore_rl.rollout.engine import EngineProcess, make_environment
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.rollout.served_endpoint import find_endpoint
+from mcore_rl.rollout.served_models import find_endpoint
 from tests.support.engine_keys import KEYS
 from tests.support.policy import python_files, read
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.agents.environments.check import check
-from mcore_rl.agents.environments.options import EnvironmentOptions
+from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from mcore_rl.cli import main
 from mcore_rl.cpu.fork_server import fork_server
 from mcore_rl.process import safe_path
 from mcore_rl.process.fork_request import fork_tied
 from mcore_rl.process.supervised import SupervisedServer, SupervisedSpec
-from mcore_rl.rollout.server_process import SERVER
+from mcore_rl.rollout.engine import SERVER
 from tests.support import forking
 from tests.support.policy import ROOT, python_files, read
 
@@ -59,9 +59,15 @@ def test_python_alone_would_take_them(shadowed: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        [*safe_path.safe_module("mcore_rl.process.tied"), str(os.getpid()), "/bin/true"],
+        [*safe_path.safe_module("mcore_rl.process.parent_death"), str(os.getpid()), "/bin/true"],
         [*safe_path.safe_module("mcore_rl.cli"), "--version"],
-        [sys.executable, *SERVER[:-1], "mcore_rl.process.tied", str(os.getpid()), "/bin/true"],
+        [
+            sys.executable,
+            *SERVER[:-1],
+            "mcore_rl.process.parent_death",
+            str(os.getpid()),
+            "/bin/true",
+        ],
         [*safe_path.start_module(sys.executable, "mcore_rl.cli"), "--version"],
     ],
     ids=["tied", "cli", "server", "start"],

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.rollout.field_gate import mend_history
 from mcore_rl.rollout.request_fields import FieldError
+from mcore_rl.rollout.request_gates import mend_history
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 GO = {"role": "user", "content": "go"}

@@ -21,9 +21,9 @@ from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 from mcore_rl.rollout.request import Sampling
-from mcore_rl.rollout.served_endpoint import ServedEndpoint
+from mcore_rl.rollout.scoring import Teacher
+from mcore_rl.rollout.served_models import ServedEndpoint
 from mcore_rl.rollout.session import RolloutSession
-from mcore_rl.rollout.teacher import Teacher
 from mcore_rl.rollout.transport import HttpOptions, RolloutError
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.support.engine_keys import KEYS

@@ -7,9 +7,8 @@ import pytest
 
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.http import open_session
-from mcore_rl.rollout.engine_asker import EngineAsker
 from mcore_rl.rollout.engine_health import EngineHealth
-from mcore_rl.rollout.transport import RolloutError
+from mcore_rl.rollout.transport import EngineAsker, RolloutError
 from tests.support.fake_sglang import FakeSGLang
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mcore_rl.rollout.finite import find_not_finite
+from mcore_rl.rollout.transport import find_not_finite
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, None])

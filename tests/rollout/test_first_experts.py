@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.rollout.first_experts import keep_drawn
+from mcore_rl.rollout.scheduler_setup import keep_drawn
 
 
 class Capturer:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.process.server_keys import ServerKeys
-from mcore_rl.rollout.key_gate import (
+from mcore_rl.rollout.request_gates import (
     ADMIN_PATHS,
     OPEN_PATHS,
     USER_PATHS,

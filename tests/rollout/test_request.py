@@ -11,12 +11,12 @@ import torch
 from mcore_rl.rollout.request import (
     EngineAffinity,
     Request,
+    RoutedExpertsShape,
     Sampling,
     make_body,
     make_sample,
     sample_seed,
 )
-from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.support.fake_sglang import sampled_answer
 

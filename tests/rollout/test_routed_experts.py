@@ -5,7 +5,7 @@ import base64
 import pytest
 import torch
 
-from mcore_rl.rollout.routed_experts import RoutedExpertsShape
+from mcore_rl.rollout.request import RoutedExpertsShape
 
 SHAPE = RoutedExpertsShape((False, True, True), top_k=2, num_experts=4)
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.cluster.served_engines import served_engine_spec
+from mcore_rl.cluster.engines import served_engine_spec
 from mcore_rl.config import ServedModelConfig
-from mcore_rl.rollout.served_dtype import SERVED_DTYPES, find_dtype
-from mcore_rl.rollout.served_endpoint import check_served_path
+from mcore_rl.rollout.served_models import SERVED_DTYPES, check_served_path, find_dtype
 from tests.support.engine_keys import KEYS
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import ServedModelConfig
-from mcore_rl.rollout.served_endpoint import check_served_path, find_endpoint
+from mcore_rl.rollout.served_models import check_served_path, find_endpoint
 
 
 def test_a_folder_that_holds_no_model_or_no_tokenizer_is_refused(tmp_path: Path) -> None:

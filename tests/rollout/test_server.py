@@ -13,7 +13,7 @@ from mcore_rl.rollout.server import package_of
 
 FAMILY = """
 import os, sys, time
-from mcore_rl.process.tied import die_with_parent
+from mcore_rl.process.parent_death import die_with_parent
 from mcore_rl.rollout.server import forks_die_with_their_parents
 die_with_parent(int(sys.argv[1]))
 forks_die_with_their_parents()

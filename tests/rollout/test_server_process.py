@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from mcore_rl.cpu.engine_forks import engine_forks
-from mcore_rl.rollout.server_process import FORKS, ServerProcess, can_be_forked
+from mcore_rl.rollout.engine import FORKS, ServerProcess, can_be_forked
 
 pytestmark = pytest.mark.e2e
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.rollout import server_process
-from mcore_rl.rollout.engine import EngineProcess
+from mcore_rl.rollout import engine as engine_module
+from mcore_rl.rollout.engine import FORKS, EngineProcess
 from mcore_rl.rollout.engine_spec import SHARE_PROMPTS, SHARE_PROMPTS_ON_CPU, EngineSpec
+from mcore_rl.rollout.scheduler_setup import LEAST_TOKENS
 from mcore_rl.rollout.server import may_share_prompts
-from mcore_rl.rollout.server_process import FORKS
-from mcore_rl.rollout.shared_prompts import LEAST_TOKENS
 from tests.scenarios.rollout.test_native_forward import generate, largest_difference, save_model
 
 pytestmark = [
@@ -44,7 +43,7 @@ def test_samples_wait_for_the_one_that_computes_their_prompt(
 ) -> None:
     if runs_ahead:
         monkeypatch.delenv(FORKS, raising=False)
-        monkeypatch.setattr(server_process, "SERVER", ["-c", RUNS_AHEAD])
+        monkeypatch.setattr(engine_module, "SERVER", ["-c", RUNS_AHEAD])
     model = save_model("qwen3_moe", tmp_path / "model")
     prompts = [LONG] * 6 + [OTHER] * 3 + [SHORT] * 2
     spec = EngineSpec(

@@ -7,8 +7,8 @@ from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.network import find_free_port
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.rollout.engine_spec import EngineAddress
-from mcore_rl.rollout.served_endpoint import ServedEndpoint
-from mcore_rl.rollout.teacher import Teacher, check_same_vocabulary
+from mcore_rl.rollout.scoring import Teacher, check_same_vocabulary
+from mcore_rl.rollout.served_models import ServedEndpoint
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.tasks.arithmetic import make_tokenizer
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion

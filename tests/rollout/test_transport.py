@@ -13,8 +13,7 @@ import torch
 from mcore_rl.config import RolloutConfig
 from mcore_rl.data.images.shared_patches import SharedPatches
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.rollout.request import EngineAffinity, Request, Sampling
-from mcore_rl.rollout.routed_experts import RoutedExpertsShape
+from mcore_rl.rollout.request import EngineAffinity, Request, RoutedExpertsShape, Sampling
 from mcore_rl.rollout.transport import AbortedError, HttpOptions, RolloutError, TransientError
 from mcore_rl.types import Prompt, Sample
 from tests.support.fake_sglang import FakeSGLang, Route, sampled_answer

@@ -23,11 +23,10 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from mcore_rl.algo.policy_loss import sft_loss
-from mcore_rl.cluster.engines import EngineGroup
+from mcore_rl.cluster.engines import EngineGroup, ServedEngines
 from mcore_rl.cluster.group import RankError, guard
 from mcore_rl.cluster.model_groups import TrainerGroup
 from mcore_rl.cluster.placement import reserve
-from mcore_rl.cluster.served_engines import ServedEngines
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import (
     ClusterConfig,
@@ -43,8 +42,7 @@ from mcore_rl.planning.bundles import plan_engine, plan_ranks, plan_served
 from mcore_rl.rewards.model_scorers import JudgeScorer, RewardModelScorer
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
-from mcore_rl.rollout.served_client import ServedClient
-from mcore_rl.rollout.served_endpoint import find_endpoint
+from mcore_rl.rollout.served_models import ServedClient, find_endpoint
 from mcore_rl.tasks.arithmetic import prepare_arithmetic
 from mcore_rl.types import LogprobOptions, Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 from mcore_rl.weight_sync.controller.sync import SyncController

@@ -31,7 +31,7 @@ def check_compute_prompts_once():
     from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
     from sglang.srt.managers.scheduler import Scheduler
 
-    from mcore_rl.rollout.shared_prompts import MOST_HOLDS, compute_prompts_once
+    from mcore_rl.rollout.scheduler_setup import MOST_HOLDS, compute_prompts_once
 
     def admit(adder, req, has_chunked_req, truncation_align_size):
         adder.can_run_list.append(req)

@@ -11,9 +11,9 @@ import pytest
 
 from mcore_rl.process.errors import ProcessLostError
 from mcore_rl.process.process_state import HOUR_S
+from mcore_rl.rollout.engine import FORKS
 from mcore_rl.rollout.engine_health import EngineState
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.rollout.server_process import FORKS
 from mcore_rl.workers.engine_worker import EngineWorker, RestartCounts
 from tests.support.engine_keys import KEYS
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.agents.environments.search_options import Searcher, SearchOptions
+from mcore_rl.agents.environments.search_env import Searcher, SearchOptions
 from mcore_rl.config import SandboxConfig, SearchConfig
 from mcore_rl.process.server_keys import read_sandbox_url, read_search_url, split_key
 from mcore_rl.services.search.build import build_index

@@ -17,9 +17,14 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.agents.chat.probe import TemplateBehavior, probe_format
 from mcore_rl.agents.chat.shortcut import Shortcut
-from mcore_rl.agents.chat.template import TRIAL_TOOL, ChatTemplate, RenderError
+from mcore_rl.agents.chat.template import (
+    TRIAL_TOOL,
+    ChatTemplate,
+    RenderError,
+    TemplateBehavior,
+    probe_format,
+)
 from mcore_rl.agents.messages import Message, Tool
 
 END_OF_REASONING = "</think>"

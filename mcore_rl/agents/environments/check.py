@@ -8,8 +8,11 @@ from pathlib import Path
 
 from mcore_rl.agents.environments import probe
 from mcore_rl.agents.environments.adapters import ADAPTERS, check_names
-from mcore_rl.agents.environments.options import EnvironmentOptions
-from mcore_rl.agents.environments.worker_process import make_import_folder, worker_environment
+from mcore_rl.agents.environments.worker_process import (
+    EnvironmentOptions,
+    make_import_folder,
+    worker_environment,
+)
 from mcore_rl.process.safe_path import start_module
 
 _PROBE_S = 120.0

@@ -16,7 +16,7 @@ import stat
 import sys
 import time
 
-from mcore_rl.process.tied import die_with_parent
+from mcore_rl.process.parent_death import die_with_parent
 
 OVER_MEMORY_STATUS = 77
 """Exit status of a keeper whose worker and the processes below it took too much memory."""

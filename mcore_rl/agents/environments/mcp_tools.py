@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_rl.agents.environments.adapters import load_named
 from mcore_rl.agents.environments.environment import (
     Message,
     Start,
@@ -15,9 +16,7 @@ from mcore_rl.agents.environments.environment import (
     Tool,
     ToolUnavailableError,
 )
-from mcore_rl.agents.environments.loading import load_named
-from mcore_rl.agents.environments.tool_calls import ToolCalls, ToolOutcome
-from mcore_rl.agents.environments.tools_env import ToolEpisode, check_bounds
+from mcore_rl.agents.environments.tools_env import ToolCalls, ToolEpisode, ToolOutcome, check_bounds
 
 _INVALID_PARAMS = -32602
 """Code of JSON-RPC for arguments that a server refuses. Failures of a tool itself are results."""

@@ -16,8 +16,11 @@ from mcore_rl.agents.environments.environment import (
     Start,
     Step,
 )
-from mcore_rl.agents.environments.options import EnvironmentOptions
-from mcore_rl.agents.environments.worker_process import WorkerProcess, make_import_folder
+from mcore_rl.agents.environments.worker_process import (
+    EnvironmentOptions,
+    WorkerProcess,
+    make_import_folder,
+)
 from mcore_rl.agents.messages import EpisodeTask
 from mcore_rl.process.folders import TempDir
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.agents.environments.adapters import check_options
-from mcore_rl.agents.environments.loading import describe_failure
+from mcore_rl.agents.environments.adapters import check_options, describe_failure
 
 MARK = "problems of the environment: "
 OLDEST_PYTHON = (3, 11)

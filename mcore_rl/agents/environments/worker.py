@@ -24,7 +24,7 @@ from mcore_rl.agents.environments.environment import ProgramResult, Start, Step
 from mcore_rl.agents.environments.wire import encode, read_frame
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.log_files import keep_output_lasting, rotate_output
-from mcore_rl.process.tied import die_with_parent
+from mcore_rl.process.parent_death import die_with_parent
 
 _TRACEBACK_LEN = 4000
 

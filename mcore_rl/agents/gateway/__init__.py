@@ -1,10 +1,8 @@
 """An HTTP server that makes programs trainable which speak OpenAI's or Anthropic's API."""
 
-from mcore_rl.agents.gateway.admission import AdmissionOptions, FreeKv
-from mcore_rl.agents.gateway.episode_chat import EpisodeChat, Overloaded
+from mcore_rl.agents.gateway.admission import AdmissionOptions, FreeKv, GatewayOptions
 from mcore_rl.agents.gateway.gateway import Gateway, rare_collections
-from mcore_rl.agents.gateway.options import GatewayOptions
-from mcore_rl.agents.gateway.sessions import Session
+from mcore_rl.agents.gateway.sessions import EpisodeChat, Overloaded, Session
 
 __all__ = [
     "AdmissionOptions",

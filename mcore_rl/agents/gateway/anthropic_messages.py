@@ -6,11 +6,15 @@ A stream carries each content block in one delta after the answer is complete.
 from collections.abc import Iterator
 from typing import Any
 
-from mcore_rl.agents.gateway import sse
-from mcore_rl.agents.gateway.api import Answered, Call, Memory, remember_arguments
-from mcore_rl.agents.gateway.errors import ApiError, BadRequest, anthropic_error, unsupported
-from mcore_rl.agents.gateway.fields import (
+from mcore_rl.agents.gateway import api
+from mcore_rl.agents.gateway.api import (
+    Answered,
+    ApiError,
+    BadRequest,
     Body,
+    Call,
+    Memory,
+    anthropic_error,
     ignored_names,
     joined_text,
     max_tokens,
@@ -18,8 +22,10 @@ from mcore_rl.agents.gateway.fields import (
     optional,
     part_text,
     refuse,
+    remember_arguments,
     required,
     stop_texts,
+    unsupported,
 )
 from mcore_rl.agents.gateway.normal import (
     UNREADABLE,
@@ -63,7 +69,7 @@ _SIGNATURE = "mcore_rl"
 class AnthropicMessages:
     """POST /v1/messages."""
 
-    keep_alive = sse.event({"type": "ping"}, "ping")
+    keep_alive = api.event({"type": "ping"}, "ping")
 
     def read(self, body: Body, memory: Memory) -> Call:
         refuse(body, _REFUSED)
@@ -108,7 +114,7 @@ class AnthropicMessages:
         return anthropic_error(error)
 
     def error_event(self, error: ApiError) -> bytes:
-        return sse.event(anthropic_error(error), "error")
+        return api.event(anthropic_error(error), "error")
 
     def remember(self, call: Call, answered: Answered, memory: Memory) -> None:
         remember_arguments(answered, memory)
@@ -136,7 +142,7 @@ def _usage(answered: Answered, num_sampled: int) -> dict[str, int]:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return sse.event({"type": kind, **fields}, kind)
+    return api.event({"type": kind, **fields}, kind)
 
 
 def content_blocks(message: Message) -> list[dict[str, Any]]:

@@ -1,12 +1,226 @@
-"""Values that every API's translation shares: a client's call, its answer, and its memory."""
+"""What the translations of all APIs share.
 
-from collections.abc import Callable, Iterator, Mapping
+Call, Answer, Memory   a client's call, its answer, and what is remembered for the next call
+ApiError               an error in the words of an API, with the status that makes SDKs retry or not
+required, optional     read a field of a body; what is missing, malformed or unsupported is named
+event                  writes a server-sent event
+                       (https://html.spec.whatwg.org/multipage/server-sent-events.html)
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from mcore_rl.agents.gateway.errors import ApiError
-from mcore_rl.agents.gateway.fields import Body
-from mcore_rl.agents.messages import ChatRequest, Completion, Message
+import orjson
+
+from mcore_rl.agents.messages import ChatRequest, Completion, EpisodeEnded, Message
+from mcore_rl.types.stops import MOST_STOP_LEN, MOST_STOPS
+
+_OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """An error that the client is told about.
+
+    code    for programs, such as unsupported_parameter
+    param   the field of the request that is to blame, if one is
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.headers = headers or {}
+
+
+class BadRequest(ValueError):
+    """A request that is malformed, or asks for something the gateway does not do."""
+
+    def __init__(self, param: str, message: str, code: str = "invalid_value") -> None:
+        super().__init__(f"{param}: {message}")
+        self.error = ApiError(400, code, f"{param}: {message}", param)
+
+
+def unsupported(param: str, remedy: str) -> BadRequest:
+    """Return the refusal of a field that this gateway does not support."""
+    return BadRequest(param, f"the gateway does not support it; {remedy}", "unsupported_parameter")
+
+
+def episode_over(ended: EpisodeEnded) -> ApiError:
+    """Return the error for a request to an episode that is over.
+
+    Its status is 400, because no SDK and no agent sends such a request again.
+    """
+    return ApiError(400, "episode_over", f"the episode is over: {ended}")
+
+
+def overloaded(retry_after_s: float) -> ApiError:
+    """Return a 429 that tells the client when to ask again, in whole seconds and milliseconds."""
+    headers = {
+        "Retry-After": str(max(1, math.ceil(retry_after_s))),
+        "retry-after-ms": str(max(1, math.ceil(1000 * retry_after_s))),
+    }
+    message = f"the policy's engines are busy; ask again in {retry_after_s:g} s"
+    return ApiError(429, "overloaded", message, headers=headers)
+
+
+def openai_error(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error of OpenAI's APIs."""
+    fallback = "server_error" if error.status >= 500 else "invalid_request_error"
+    return {
+        "error": {
+            "message": error.message,
+            "type": _OPENAI_TYPES.get(error.status, fallback),
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error of Anthropic's API, with the code in addition."""
+    fallback = "api_error" if error.status >= 500 else "invalid_request_error"
+    kind = _ANTHROPIC_TYPES.get(error.status, fallback)
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": error.message, "code": error.code},
+    }
+
+
+T = TypeVar("T")
+
+Body = Mapping[str, Any]
+_NAMES = {str: "a string", int: "an integer", bool: "a boolean", dict: "an object", list: "a list"}
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MOST_NAMES = 32
+"""Names of ignored parameters that an answer lists."""
+
+
+def optional(body: Body, name: str, kind: type[T], where: str = "") -> T | None:
+    """Return a field, or None if it is missing or null."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise BadRequest(where + name, f"must be {_NAMES[kind]}, not {_short(value)}")
+    return value
+
+
+def required(body: Body, name: str, kind: type[T], where: str = "") -> T:
+    """Return a field that must be there."""
+    value = optional(body, name, kind, where)
+    if value is None:
+        raise BadRequest(where + name, "is missing", "missing_required_parameter")
+    return value
+
+
+def objects(values: Sequence[Any] | None, where: str) -> Iterable[tuple[str, Body]]:
+    """Yield the place and the value of each entry of a list of objects."""
+    for number, value in enumerate(values or ()):
+        place = f"{where}[{number}]"
+        if not isinstance(value, dict):
+            raise BadRequest(place, f"must be an object, not {_short(value)}")
+        yield place, value
+
+
+def max_tokens(body: Body, *names: str) -> int | None:
+    """Return the bound that the first of these fields sets; it must be positive."""
+    for name in names:
+        value = optional(body, name, int)
+        if value is not None:
+            if value < 1:
+                raise BadRequest(name, f"must be at least 1, not {value}")
+            return value
+    return None
+
+
+def stop_texts(body: Body, name: str) -> tuple[str, ...]:
+    """Return the texts that end the response: one, a list, or none."""
+    value = body.get(name)
+    texts = [value] if isinstance(value, str) else value if value is not None else []
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise BadRequest(name, "must be a text or a list of texts, none of them empty")
+    if len(texts) > MOST_STOPS:
+        raise BadRequest(name, f"has {len(texts)} texts, at most {MOST_STOPS}")
+    longest = max(map(len, texts), default=0)
+    if longest > MOST_STOP_LEN:
+        raise BadRequest(name, f"has a text of {longest} characters, at most {MOST_STOP_LEN}")
+    return tuple(texts)
+
+
+def refuse(body: Body, remedies: Mapping[str, str]) -> None:
+    """Raise BadRequest if one of these fields is set to anything but null, false, 0 or empty."""
+    for name, remedy in remedies.items():
+        if body.get(name):
+            raise unsupported(name, remedy)
+
+
+def ignored_names(body: Body, known: frozenset[str]) -> tuple[str, ...]:
+    """Return the names, sorted, of the fields that are set and not `known`: those without effect.
+
+    Names that do not look like one are left out, so that they fit into a header.
+    """
+    found = [
+        name
+        for name, value in body.items()
+        if value is not None and name not in known and _PLAIN_NAME.fullmatch(name)
+    ]
+    return tuple(sorted(found)[:_MOST_NAMES])
+
+
+def joined_text(content: Any, where: str, kinds: frozenset[str]) -> str:
+    """Return the text of a message: a string, null, or parts of text, which are joined.
+
+    kinds: the types of parts that hold text; others, such as images, are refused by name.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequest(where, f"must be a string or a list of parts, not {_short(content)}")
+    return "".join(part_text(part, place, kinds) for place, part in objects(content, where))
+
+
+def part_text(part: Body, place: str, kinds: frozenset[str]) -> str:
+    """Return the text of a part of a message, which must be of one of these kinds."""
+    kind = required(part, "type", str, f"{place}.")
+    if kind not in kinds:
+        raise unsupported(f"{place}.type={kind[:64]}", "the policy reads text only")
+    return required(part, "text", str, f"{place}.")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+COMMENT = b": the policy generates\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Any, name: str = "") -> bytes:
+    """Return an event with `data` as JSON, which has no line breaks."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + orjson.dumps(data) + b"\n\n"
+
 
 DecodeToken = Callable[[int], str]
 """Returns the text of one token."""

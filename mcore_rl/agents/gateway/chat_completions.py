@@ -6,19 +6,26 @@ A stream carries the whole answer in one delta after it is complete.
 from collections.abc import Iterator
 from typing import Any
 
-from mcore_rl.agents.gateway import sse
-from mcore_rl.agents.gateway.api import Answered, Call, DecodeToken, Memory, remember_arguments
-from mcore_rl.agents.gateway.errors import ApiError, BadRequest, openai_error, unsupported
-from mcore_rl.agents.gateway.fields import (
+from mcore_rl.agents.gateway import api
+from mcore_rl.agents.gateway.api import (
+    Answered,
+    ApiError,
+    BadRequest,
     Body,
+    Call,
+    DecodeToken,
+    Memory,
     ignored_names,
     joined_text,
     max_tokens,
     objects,
+    openai_error,
     optional,
     refuse,
+    remember_arguments,
     required,
     stop_texts,
+    unsupported,
 )
 from mcore_rl.agents.gateway.normal import (
     assistant_message,
@@ -70,7 +77,7 @@ _TEXT = frozenset({"text"})
 class ChatCompletions:
     """POST /v1/chat/completions."""
 
-    keep_alive = sse.COMMENT
+    keep_alive = api.COMMENT
 
     def __init__(self, decode_token: DecodeToken) -> None:
         self._decode_token = decode_token
@@ -115,18 +122,18 @@ class ChatCompletions:
         chunk = {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
         if call.options.get("token_ids"):
             chunk["prompt_token_ids"] = answered.completion.prompt_ids
-        yield sse.event(chunk)
+        yield api.event(chunk)
         ending = {"index": 0, "delta": {}, **self._ending(call, answered)}
-        yield sse.event({**head, "choices": [ending]})
+        yield api.event({**head, "choices": [ending]})
         if call.options.get("usage"):
-            yield sse.event({**head, "choices": [], "usage": usage(answered)})
-        yield sse.DONE
+            yield api.event({**head, "choices": [], "usage": usage(answered)})
+        yield api.DONE
 
     def error(self, error: ApiError) -> dict[str, Any]:
         return openai_error(error)
 
     def error_event(self, error: ApiError) -> bytes:
-        return sse.event(openai_error(error))
+        return api.event(openai_error(error))
 
     def remember(self, call: Call, answered: Answered, memory: Memory) -> None:
         remember_arguments(answered, memory)

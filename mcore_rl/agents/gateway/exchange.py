@@ -10,14 +10,25 @@ from collections.abc import Callable
 import orjson
 from aiohttp import web
 
-from mcore_rl.agents.gateway.admission import Admission
-from mcore_rl.agents.gateway.api import Answered, Api, Call
-from mcore_rl.agents.gateway.attempts import Attempt, Mark, Rendered, read_mark
-from mcore_rl.agents.gateway.episode_chat import Overloaded
-from mcore_rl.agents.gateway.errors import ApiError, BadRequest, episode_over, overloaded
-from mcore_rl.agents.gateway.fields import Body
-from mcore_rl.agents.gateway.options import GatewayOptions
-from mcore_rl.agents.gateway.sessions import OpenSession
+from mcore_rl.agents.gateway.admission import Admission, GatewayOptions
+from mcore_rl.agents.gateway.api import (
+    Answered,
+    Api,
+    ApiError,
+    BadRequest,
+    Body,
+    Call,
+    episode_over,
+    overloaded,
+)
+from mcore_rl.agents.gateway.sessions import (
+    Attempt,
+    Mark,
+    OpenSession,
+    Overloaded,
+    Rendered,
+    read_mark,
+)
 from mcore_rl.agents.messages import Completion, ConversationError, EndReason, EpisodeEnded
 from mcore_rl.process.clock import now_s
 

@@ -20,23 +20,23 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from mcore_rl.agents.gateway.admission import Admission, FreeKv
+from mcore_rl.agents.gateway.admission import Admission, FreeKv, GatewayOptions
 from mcore_rl.agents.gateway.anthropic_messages import AnthropicMessages
-from mcore_rl.agents.gateway.api import Api, DecodeToken
-from mcore_rl.agents.gateway.chat_completions import ChatCompletions
-from mcore_rl.agents.gateway.episode_chat import EpisodeChat
-from mcore_rl.agents.gateway.errors import (
+from mcore_rl.agents.gateway.api import (
+    Api,
     ApiError,
     BadRequest,
+    Body,
+    DecodeToken,
     anthropic_error,
     episode_over,
     openai_error,
+    optional,
 )
+from mcore_rl.agents.gateway.chat_completions import ChatCompletions
 from mcore_rl.agents.gateway.exchange import Exchange, parse_object, read_bytes
-from mcore_rl.agents.gateway.fields import Body, optional
-from mcore_rl.agents.gateway.options import GatewayOptions
 from mcore_rl.agents.gateway.responses import Responses
-from mcore_rl.agents.gateway.sessions import OpenSession, Session, SessionTable
+from mcore_rl.agents.gateway.sessions import EpisodeChat, OpenSession, Session, SessionTable
 from mcore_rl.agents.messages import ChatRequest, ConversationError, EpisodeEnded
 from mcore_rl.process.network import url_of
 

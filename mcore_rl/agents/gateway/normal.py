@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from mcore_rl.agents.gateway.errors import BadRequest
+from mcore_rl.agents.gateway.api import BadRequest
 from mcore_rl.agents.messages import Message, Tool
 from mcore_rl.process.server_keys import read_call_arguments
 

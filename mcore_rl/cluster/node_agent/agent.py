@@ -7,27 +7,80 @@ the command --> done.json -----------> Ray ends
 Ray ends once the others have left
 
 A node that loses its Ray says so and waits for the end of the command, which may go on without it.
+The signals by which a scheduler asks the job to stop are handed on to the command.
 """
 
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 
 from mcore_rl.cluster.environment import set_defaults, set_for_node
-from mcore_rl.cluster.marked import OPEN, marked_processes, ray_temp_dir
-from mcore_rl.cluster.node_agent.address import interface_of, own_address
-from mcore_rl.cluster.node_agent.command import RunCommand
-from mcore_rl.cluster.node_agent.job import Job
-from mcore_rl.cluster.node_agent.joined_nodes import JoinedNodes
-from mcore_rl.cluster.node_agent.local_ray import LocalRay, RayNode
-from mcore_rl.cluster.node_agent.rendezvous import FAILED, LEFT, STARTED, Note, Rendezvous
-from mcore_rl.cluster.node_agent.signals import StopSignals
+from mcore_rl.cluster.node_agent.job import FAILED, LEFT, STARTED, Job, Note, Rendezvous
+from mcore_rl.cluster.node_agent.ray_node import (
+    JoinedNodes,
+    RayNode,
+    RayProcesses,
+    interface_of,
+    own_address,
+)
+from mcore_rl.cluster.process_tags import OPEN, ray_temp_dir, tag_processes
 from mcore_rl.planning.bundles import ENGINE_NODE, TRAINER_NODE
-from mcore_rl.process.signals import EXIT_STATUS
+from mcore_rl.process.process_state import wait_killed
+from mcore_rl.process.safe_path import safe_module
+from mcore_rl.process.signals import EXIT_STATUS, SIGNAL
+
+
+class RunCommand:
+    """`mcore-rl <arguments>` as a process in a session of its own."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        # Until the command handles the signal, one that comes is kept and not its end.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
+        try:
+            self._process = subprocess.Popen(
+                [*safe_module("mcore_rl.cli"), *arguments],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def ask_to_save(self) -> None:
+        self._process.send_signal(SIGNAL)
+
+    def end(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+        wait_killed(self._process, "the node's command")
+
+    def status(self) -> int | None:
+        """Return the exit status as a shell gives it, or None while the command runs."""
+        status = self._process.poll()
+        return 128 - status if status is not None and status < 0 else status
+
+
+class StopSignals:
+    """From its making on SIGUSR1, SIGTERM and SIGINT are counted. Only for the main thread.
+
+    The first asks the run to save and to end, a second one to end at once.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        for signum in (SIGNAL, signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._note)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.count += 1
+
 
 POLL_S = 0.5
 FAREWELL_S = 20.0
@@ -58,7 +111,7 @@ def run_node(job: Job) -> int:
         rendezvous.note(job.rank, Note(FAILED, str(error)))
         raise
     _set_environment(rendezvous, facts.address, job)
-    with ray_temp_dir() as temp_dir, marked_processes(str(temp_dir)):
+    with ray_temp_dir() as temp_dir, tag_processes(str(temp_dir)):
         try:
             if job.rank == 0:
                 return _lead(job, facts, rendezvous, stops, temp_dir)
@@ -97,7 +150,7 @@ def _lead(
     job: Job, facts: RayNode, rendezvous: Rendezvous, stops: StopSignals, temp_dir: Path
 ) -> int:
     rendezvous.make_token()
-    ray = LocalRay(facts, None, temp_dir / OPEN, job.folder / f"ray_{job.name}.log")
+    ray = RayProcesses(facts, None, temp_dir / OPEN, job.folder / f"ray_{job.name}.log")
     status = 1
     try:
         rendezvous.publish(ray.head_address)
@@ -115,7 +168,7 @@ def _lead(
     return status
 
 
-def _nodes_come(job: Job, rendezvous: Rendezvous, ray: LocalRay, stops: StopSignals) -> bool:
+def _nodes_come(job: Job, rendezvous: Rendezvous, ray: RayProcesses, stops: StopSignals) -> bool:
     """Wait until all nodes are in Ray; return False if the job is asked to stop before.
 
     Raises Unready naming the nodes that are missing after the timeout, and what is known of them.
@@ -155,7 +208,7 @@ def _missing(job: Job, rendezvous: Rendezvous, joined: Sequence[str]) -> str:
     return " ".join(lines)
 
 
-def _run_command(job: Job, rendezvous: Rendezvous, ray: LocalRay, stops: StopSignals) -> int:
+def _run_command(job: Job, rendezvous: Rendezvous, ray: RayProcesses, stops: StopSignals) -> int:
     """Run the job's command to its end and return its exit status.
 
     The command decides whether it goes on without a node that is lost. If that is this one, with
@@ -220,7 +273,7 @@ def _follow(
             f"node {job.name} waited {job.timeout_s:g} s for node {head} to start Ray: it wrote"
             f" nothing to {job.folder}. Is the node up, and is the folder shared?"
         )
-    ray = LocalRay(facts, address, temp_dir / OPEN, job.folder / f"ray_{job.name}.log")
+    ray = RayProcesses(facts, address, temp_dir / OPEN, job.folder / f"ray_{job.name}.log")
     ray_status: int | None = None
     try:
         while rendezvous.status() is None and stops.count < 2:
@@ -264,12 +317,12 @@ def _answers(address: str) -> bool:
     return True
 
 
-def _check_ray(name: str, ray: LocalRay) -> None:
+def _check_ray(name: str, ray: RayProcesses) -> None:
     if (status := ray.exit_status()) is not None:
         raise Unready(_ended(name, status, ray))
 
 
-def _ended(name: str, status: int, ray: LocalRay) -> str:
+def _ended(name: str, status: int, ray: RayProcesses) -> str:
     return f"Ray ended on node {name} with status {status}: {ray.log_path}"
 
 

@@ -98,7 +98,7 @@ TRAINING: tuple[Patch, ...] = (
 
 ENGINES: tuple[Patch, ...] = (
     Patch(
-        "mcore_rl.rollout.shared_prompts:compute_prompts_once",
+        "mcore_rl.rollout.scheduler_setup:compute_prompts_once",
         ("sglang.srt.managers.scheduler.Scheduler.get_prefill_adder_class",),
         by="SGLang's rule of admission by one that holds samples back while another computes their"
         " prompt",
@@ -111,7 +111,7 @@ ENGINES: tuple[Patch, ...] = (
         "::test_samples_wait_for_the_one_that_computes_their_prompt",
     ),
     Patch(
-        "mcore_rl.rollout.first_experts:keep_first_experts",
+        "mcore_rl.rollout.scheduler_setup:keep_first_experts",
         (
             "sglang.srt.managers.schedule_batch.release_req",
             "sglang.srt.managers.scheduler_components.batch_result_processor"
@@ -213,7 +213,7 @@ EVERYWHERE: tuple[Patch, ...] = (
         test="tests/e2e/test_doors.py::test_nothing_of_a_run_on_one_machine_listens_beyond_it",
     ),
     Patch(
-        "mcore_rl.cluster.small_ray:small_ray",
+        "mcore_rl.cluster.local_ray:leave_processes_out",
         (
             "ray._private.node.Node.start_api_server",
             "ray._private.node.Node.start_log_monitor",
@@ -226,7 +226,7 @@ EVERYWHERE: tuple[Patch, ...] = (
         scope=Scope.BOTH,
         runs=Times.APART,
         switch="`cluster.dashboard=true`",
-        test="tests/cluster/test_small_ray.py::test_ray_is_as_before_afterwards",
+        test="tests/cluster/test_local_ray.py::test_ray_is_as_before_afterwards",
     ),
     Patch(
         "mcore_rl.cluster.breakpoints:_stop_for_debugpy",

@@ -1,7 +1,7 @@
 """Counts the tokens of an engine's KV cache, and decides how many must stay free.
 
 The rules are those of SGLang's scheduler (managers/schedule_policy.py, new_token_ratio_tracker.py)
-and of rollout/shared_prompts.py. EngineSpeed and EngineRequest describe a simulated engine.
+and of rollout/scheduler_setup.py. EngineSpeed and EngineRequest describe a simulated engine.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from mcore_rl.rollout.shared_prompts import LEAST_TOKENS
+from mcore_rl.rollout.scheduler_setup import LEAST_TOKENS
 from mcore_rl.types import VersionSpan, WeightVersion
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from mcore_rl.agents.chat.decoding import decode, token_span, token_starts
+from mcore_rl.agents.chat.answer_parser import decode, token_span, token_starts
 from tests.support.chat_templates import make_tokenizer
 
 

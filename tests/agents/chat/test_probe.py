@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from mcore_rl.agents.chat.chat_format import ChatFormat, Reasoning
-from mcore_rl.agents.chat.probe import Case, RowOutcome
+from mcore_rl.agents.chat.template import Case, RowOutcome
 from tests.support.chat_templates import FAMILIES, make_tokenizer, stop_ids
 from tests.support.conversations import TOOLS, Conversation, Turn, conversations
 

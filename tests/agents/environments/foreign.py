@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mcore_rl.agents.environments.environment import Start, Step
-from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
+from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from tests.support.policy import ROOT
 
 PYTHON = str(ROOT / ".venv-agents/bin/python")

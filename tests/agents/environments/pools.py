@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from mcore_rl.agents.environments.keeper import descendants
-from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
+from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from mcore_rl.agents.messages import EpisodeTask
 from tests.agents.environments import episodes
 from tests.agents.environments.episodes import all_gone

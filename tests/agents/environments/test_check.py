@@ -7,7 +7,7 @@ import venv
 import pytest
 
 from mcore_rl.agents.environments.check import check
-from mcore_rl.agents.environments.options import EnvironmentOptions
+from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from tests.agents.environments import episodes, toolbox
 from tests.agents.environments.foreign import (
     PYTHON,

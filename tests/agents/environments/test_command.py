@@ -15,8 +15,8 @@ from mcore_rl.agents.environments.command import (
     reward_in,
 )
 from mcore_rl.agents.environments.environment import EnvironmentFailed
-from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
+from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from tests.agents.environments.episodes import all_gone
 
 TASK = {

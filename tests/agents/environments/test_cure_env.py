@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.agents.environments.cure_env import CureEnvironment, CureOptions
+from mcore_rl.agents.environments.code_env import CureEnvironment, CureOptions
 
 TASK = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "problem"}]}
 

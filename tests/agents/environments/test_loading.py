@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mcore_rl.agents.environments.loading import load_named
+from mcore_rl.agents.environments.adapters import load_named
 
 
 def test_modules_and_files_are_loaded(tmp_path):

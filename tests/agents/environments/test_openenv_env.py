@@ -7,8 +7,8 @@ import pytest
 
 from mcore_rl.agents.environments.environment import EnvironmentFailed
 from mcore_rl.agents.environments.openenv_env import OpenEnvOptions
-from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
+from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from tests.agents.environments.foreign import PYTHON, needs_agents_venv, play
 
 SERVER = str(Path(__file__).with_name("openenv_server.py"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.agents.environments.options import EnvironmentOptions
+from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 
 
 @pytest.mark.parametrize(

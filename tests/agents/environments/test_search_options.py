@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.agents.environments.search_options import (
+from mcore_rl.agents.environments.search_env import (
     PASSAGE,
     Searcher,
     SearchOptions,

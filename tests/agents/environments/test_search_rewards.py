@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.agents.environments.search_rewards import (
+from mcore_rl.agents.environments.search_env import (
     SCORES,
     best_score,
     contains,

@@ -11,17 +11,17 @@ import pytest
 
 from mcore_rl.agents.chat.chat_format import ChatFormat
 from mcore_rl.agents.environments.adapters import check_options
-from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
-from mcore_rl.agents.environments.search_tags import (
+from mcore_rl.agents.environments.search_env import (
     INSTRUCTIONS,
     Action,
     SearchTagsEnvironment,
     SearchTagsOptions,
     action_of,
 )
-from mcore_rl.agents.player import EpisodePlayer, PlayOptions
+from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from mcore_rl.agents.recorder import EpisodeLimits
+from mcore_rl.agents.runner import EpisodePlayer, PlayOptions
 from mcore_rl.types import Prompt, Sample
 from tests.services.search.corpora import Served, record, served
 from tests.support.chat_templates import make_tokenizer, stop_ids

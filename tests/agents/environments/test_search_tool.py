@@ -9,9 +9,9 @@ import pytest
 
 from mcore_rl.agents.environments.adapters import check_options
 from mcore_rl.agents.environments.environment import EnvironmentFailed
-from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
-from mcore_rl.agents.environments.search_tool import TOOL, SearchToolOptions
+from mcore_rl.agents.environments.search_env import TOOL, SearchToolOptions
+from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from tests.services.search.corpora import record, served
 
 TASK = {"messages": [{"role": "user", "content": "Who taught bova?"}], "ground_truth": ["kilu"]}

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from mcore_rl.agents.environments.environment import ToolUnavailableError
-from mcore_rl.agents.environments.tool_calls import ToolCalls, ToolOutcome
+from mcore_rl.agents.environments.tools_env import ToolCalls, ToolOutcome
 from mcore_rl.services.sandbox.limits import SandboxError
 from mcore_rl.services.search.client import SearchUnavailableError
 

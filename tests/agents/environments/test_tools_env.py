@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.tools_env import ToolsOptions
+from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from tests.agents.environments import toolbox
 
 TASK = {

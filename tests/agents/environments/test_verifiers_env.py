@@ -12,9 +12,9 @@ import orjson
 import psutil
 import pytest
 
-from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.verifiers_env import VerifiersOptions, with_modules
+from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from tests.agents.environments.foreign import PYTHON, needs_agents_venv
 from tests.agents.environments.pools import kept_pool
 from tests.support.policy import ROOT

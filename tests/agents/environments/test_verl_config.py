@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mcore_rl.agents.environments.verl_tools import (
+from mcore_rl.agents.environments.verl_env import (
     check_classes,
     check_file,
     load_class,

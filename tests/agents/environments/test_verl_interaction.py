@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mcore_rl.agents.environments.environment import EnvironmentFailed, Step
-from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
-from mcore_rl.agents.environments.verl_interaction import VerlInteractionOptions
+from mcore_rl.agents.environments.verl_env import VerlInteractionOptions
+from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from tests.agents.environments.foreign import needs_verl, verl_variables
 from tests.agents.environments.pools import kept_pool
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.agents.environments.environment import EnvironmentFailed
-from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
-from mcore_rl.agents.environments.verl_tools import VerlToolsOptions
+from mcore_rl.agents.environments.verl_env import VerlToolsOptions
+from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from tests.agents.environments.foreign import needs_verl, verl_variables
 
 SCHEMA = """

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.agents.environments import worker
-from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
-from mcore_rl.agents.environments.worker_process import make_import_folder
+from mcore_rl.agents.environments.worker_process import EnvironmentOptions, make_import_folder
 from mcore_rl.process.log_files import find_segments, rotate_logs
 from tests.agents.environments import episodes
 

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.agents.environments.environment import EnvironmentFailed, EnvironmentLost
-from mcore_rl.agents.environments.options import EnvironmentOptions
-from mcore_rl.agents.environments.worker_process import make_import_folder, worker_environment
+from mcore_rl.agents.environments.worker_process import (
+    EnvironmentOptions,
+    make_import_folder,
+    worker_environment,
+)
 from tests.agents.environments.episodes import all_gone
 from tests.agents.environments.pools import COUNTDOWN, TASK, answer, in_pool, play
 
@@ -80,7 +83,7 @@ def test_a_foreign_interpreter_inherits_no_paths(tmp_path, monkeypatch):
 
 SCRIPT = """
 import asyncio, os, sys
-from mcore_rl.agents.environments.options import EnvironmentOptions
+from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.keeper import descendants
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 
 from mcore_rl.agents.gateway.anthropic_messages import AnthropicMessages
-from mcore_rl.agents.gateway.api import Memory
-from mcore_rl.agents.gateway.errors import BadRequest
+from mcore_rl.agents.gateway.api import BadRequest, Memory
 from tests.support.gateway_answers import answers, assembled, events_of, exchange
 
 API = AnthropicMessages()

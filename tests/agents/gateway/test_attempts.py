@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from mcore_rl.agents.gateway.attempts import Attempt, Attempts, Mark, Rendered, read_mark
-from mcore_rl.agents.gateway.errors import BadRequest
+from mcore_rl.agents.gateway.api import BadRequest
+from mcore_rl.agents.gateway.sessions import Attempt, Attempts, Mark, Rendered, read_mark
 from mcore_rl.process.clock import now_s, replace_clock
 
 SAME = Mark(b"same")

@@ -5,9 +5,8 @@ import json
 import pytest
 from hypothesis import given
 
-from mcore_rl.agents.gateway.api import Memory
+from mcore_rl.agents.gateway.api import BadRequest, Memory
 from mcore_rl.agents.gateway.chat_completions import ChatCompletions
-from mcore_rl.agents.gateway.errors import BadRequest
 from tests.support.gateway_answers import answers, events_of, exchange
 
 API = ChatCompletions(chr)

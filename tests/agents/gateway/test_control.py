@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.agents.gateway.errors import ApiError, BadRequest
+from mcore_rl.agents.gateway.api import ApiError, BadRequest
 from mcore_rl.agents.gateway.gateway import add_reward, model_list, read_reward
 from mcore_rl.agents.messages import EndReason, EpisodeEnded
 from tests.support.episode_chats import RecordingChat

@@ -1,6 +1,6 @@
 """The error of a policy that is busy."""
 
-from mcore_rl.agents.gateway.episode_chat import Overloaded
+from mcore_rl.agents.gateway.sessions import Overloaded
 
 
 def test_an_overloaded_policy_says_when_to_ask_again():

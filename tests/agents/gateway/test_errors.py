@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.agents.gateway.errors import (
+from mcore_rl.agents.gateway.api import (
     ApiError,
     anthropic_error,
     episode_over,

@@ -13,7 +13,7 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 
 from mcore_rl.agents.gateway import Overloaded
-from mcore_rl.agents.gateway.errors import BadRequest
+from mcore_rl.agents.gateway.api import BadRequest
 from mcore_rl.agents.gateway.exchange import parse_object
 from tests.support.episode_chats import RecordingChat
 from tests.support.gateways import (

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mcore_rl.agents.gateway.errors import BadRequest
-from mcore_rl.agents.gateway.fields import (
+from mcore_rl.agents.gateway.api import (
+    BadRequest,
     ignored_names,
     joined_text,
     max_tokens,

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from mcore_rl.agents.gateway import Overloaded
+from mcore_rl.agents.gateway.admission import GatewayOptions
 from mcore_rl.agents.gateway.gateway import Gateway
-from mcore_rl.agents.gateway.options import GatewayOptions
 from mcore_rl.agents.gateway.sessions import OpenSession
 from mcore_rl.agents.messages import ConversationError, EndReason, EpisodeEnded
 from tests.support.episode_chats import RecordingChat

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.agents.gateway.options import GatewayOptions
+from mcore_rl.agents.gateway.admission import GatewayOptions
 
 
 def test_bounds_must_be_positive_and_all_interfaces_need_a_name():

@@ -3,8 +3,7 @@
 import pytest
 from hypothesis import given
 
-from mcore_rl.agents.gateway.api import Memory
-from mcore_rl.agents.gateway.errors import BadRequest
+from mcore_rl.agents.gateway.api import BadRequest, Memory
 from mcore_rl.agents.gateway.responses import Responses
 from tests.support.gateway_answers import answered, answers, events_of, exchange
 

@@ -3,9 +3,8 @@
 import pytest
 from hypothesis import given
 
-from mcore_rl.agents.gateway.api import Memory
-from mcore_rl.agents.gateway.errors import BadRequest
-from mcore_rl.agents.gateway.responses_input import read_input, read_tools, sealed
+from mcore_rl.agents.gateway.api import BadRequest, Memory
+from mcore_rl.agents.gateway.responses import read_input, read_tools, sealed
 from tests.support.gateway_answers import TEXTS
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.agents.gateway.errors import ApiError
+from mcore_rl.agents.gateway.api import ApiError
 from mcore_rl.agents.gateway.sessions import SessionTable, given_key
 from tests.support.episode_chats import RecordingChat
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from mcore_rl.cluster.node_agent.address import interface_of, own_address
+from mcore_rl.cluster.node_agent.ray_node import interface_of, own_address
 
 
 def test_an_interface_is_taken_by_name() -> None:

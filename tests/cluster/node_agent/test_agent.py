@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from mcore_rl.cluster.node_agent.agent import FAREWELL_S
-from mcore_rl.cluster.node_agent.rendezvous import FAILED, Note, Rendezvous
+from mcore_rl.cluster.node_agent.job import FAILED, Note, Rendezvous
 
 pytestmark = pytest.mark.e2e
 

@@ -2,7 +2,7 @@
 
 import time
 
-from mcore_rl.cluster.node_agent.command import RunCommand
+from mcore_rl.cluster.node_agent.agent import RunCommand
 from mcore_rl.process.signals import EXIT_STATUS
 
 

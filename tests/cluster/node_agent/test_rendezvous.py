@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.cluster.node_agent.rendezvous import FAILED, STARTED, Note, Rendezvous
+from mcore_rl.cluster.node_agent.job import FAILED, STARTED, Note, Rendezvous
 
 
 def test_nothing_is_known_before_it_is_told(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mcore_rl.cluster.node_agent.signals import StopSignals
+from mcore_rl.cluster.node_agent.agent import StopSignals
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 

@@ -25,8 +25,7 @@ from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.collector import GroupRequest
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.rollout.request import Sampling
-from mcore_rl.rollout.routed_experts import RoutedExpertsShape
+from mcore_rl.rollout.request import RoutedExpertsShape, Sampling
 from mcore_rl.rollout.session import RolloutSession
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.types import Prompt, Row

@@ -15,7 +15,7 @@ from mcore_rl.process.server_keys import ServerKeys, bearer
 from mcore_rl.rollout import image_request
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.rollout.key_gate import ADMIN_PATHS, OPEN_PATHS, USER_PATHS
+from mcore_rl.rollout.request_gates import ADMIN_PATHS, OPEN_PATHS, USER_PATHS
 from tests.support.engines import live_processes, save_tiny_moe
 
 pytestmark = pytest.mark.e2e

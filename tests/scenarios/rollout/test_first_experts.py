@@ -15,10 +15,9 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 
 from mcore_rl.agents.recorder import EpisodeRecorder
-from mcore_rl.rollout.engine import EngineProcess
+from mcore_rl.rollout.engine import FORKS, EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.rollout.routed_experts import RoutedExpertsShape
-from mcore_rl.rollout.server_process import FORKS
+from mcore_rl.rollout.request import RoutedExpertsShape
 from mcore_rl.types import Sample
 from tests.scenarios.agents.test_versions import (
     EXPERTS,

@@ -1,4 +1,4 @@
-"""Marks the processes that a block starts, and ends all of them however it is left."""
+"""Tags the processes that a block starts, and ends all of them however the block is left."""
 
 import os
 import shutil
@@ -26,8 +26,8 @@ _BELOW = len(f"/{TEMP_PREFIX}xxxxxxxx/{OPEN}") + 64
 
 
 @contextmanager
-def marked_processes(session: str) -> Iterator[None]:
-    """Mark the processes that the block starts and end them afterwards.
+def tag_processes(session: str) -> Iterator[None]:
+    """Tag the processes that the block starts and end them afterwards.
 
     If this process dies first, a watchdog ends them. Their temporary files go to the session's
     folder and are removed with it; compile caches are kept.

@@ -8,12 +8,12 @@ import time
 
 import psutil
 
-from mcore_rl.process import tied
+from mcore_rl.process import parent_death as tied
 
 PARENT = (
     "import os, subprocess, sys, time\n"
-    "child = subprocess.Popen([sys.executable, '-m', 'mcore_rl.process.tied', str(os.getpid()),"
-    " 'sleep', '600'])\n"
+    "child = subprocess.Popen([sys.executable, '-m', 'mcore_rl.process.parent_death',"
+    " str(os.getpid()), 'sleep', '600'])\n"
     "print(child.pid, flush=True)\n"
     "time.sleep(600)\n"
 )
@@ -34,13 +34,13 @@ def test_the_command_ends_with_a_parent_that_is_killed() -> None:
 
 
 def test_the_command_gets_its_arguments_and_gives_its_status() -> None:
-    tied = [sys.executable, "-m", "mcore_rl.process.tied", str(os.getpid())]
+    tied = [sys.executable, "-m", "mcore_rl.process.parent_death", str(os.getpid())]
     done = subprocess.run([*tied, "sh", "-c", "echo $0; exit 3", "word"], capture_output=True)
     assert (done.returncode, done.stdout) == (3, b"word\n")
 
 
 def test_a_process_whose_parent_is_gone_already_does_not_start() -> None:
-    tied = [sys.executable, "-m", "mcore_rl.process.tied", str(os.getpid() + 1_000_000)]
+    tied = [sys.executable, "-m", "mcore_rl.process.parent_death", str(os.getpid() + 1_000_000)]
     done = subprocess.run([*tied, "echo", "word"], capture_output=True)
     assert (done.returncode, done.stdout) == (1, b"")
 

@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 from ray._common.utils import try_to_create_directory
 
-from mcore_rl.cluster import marked
-from mcore_rl.cluster.marked import OPEN, TEMP_PREFIX, marked_processes, ray_temp_dir, uninterrupted
+from mcore_rl.cluster import process_tags as marked
+from mcore_rl.cluster.process_tags import (
+    OPEN,
+    TEMP_PREFIX,
+    ray_temp_dir,
+    tag_processes,
+    uninterrupted,
+)
 from mcore_rl.cluster.watchdog import MARK
 from mcore_rl.process.disk import DiskFullError
 from mcore_rl.process.folders import LONGEST_PATH
@@ -20,7 +26,7 @@ from tests.support.small_disks import mounted
 def test_a_process_that_left_its_session_ends_with_the_block() -> None:
     with ray_temp_dir() as folder:
         assert folder.name.startswith(TEMP_PREFIX)
-        with marked_processes(str(folder)):
+        with tag_processes(str(folder)):
             assert tempfile.gettempdir() != str(folder)  # already chosen in this process
             assert os.environ["TMPDIR"] == os.environ[MARK] == str(folder)
             started = subprocess.Popen(
@@ -41,7 +47,7 @@ time.sleep(600)
 
 
 def test_a_process_that_does_not_end_leaves_no_shared_memory() -> None:
-    with ray_temp_dir() as folder, marked_processes(str(folder)):
+    with ray_temp_dir() as folder, tag_processes(str(folder)):
         started = subprocess.Popen(
             [sys.executable, "-c", SHARING], stdout=subprocess.PIPE, text=True
         )

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.cluster.marked import marked_processes, ray_temp_dir
-from mcore_rl.cluster.node_agent.joined_nodes import JoinedNodes
-from mcore_rl.cluster.node_agent.local_ray import LocalRay, RayNode
-from mcore_rl.cluster.node_agent.rendezvous import Rendezvous
+from mcore_rl.cluster.node_agent.job import Rendezvous
+from mcore_rl.cluster.node_agent.ray_node import JoinedNodes, RayNode, RayProcesses
+from mcore_rl.cluster.process_tags import ray_temp_dir, tag_processes
 
 pytestmark = pytest.mark.e2e
 JOIN = """
@@ -50,8 +49,8 @@ def test_a_second_node_joins_the_first_with_the_token_alone(
     rendezvous.make_token()
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(rendezvous.token))
-    with ray_temp_dir() as temp_dir, marked_processes(str(temp_dir)):
-        head = LocalRay(facts("a", "127.0.0.2"), None, temp_dir, tmp_path / "ray_a.log")
+    with ray_temp_dir() as temp_dir, tag_processes(str(temp_dir)):
+        head = RayProcesses(facts("a", "127.0.0.2"), None, temp_dir, tmp_path / "ray_a.log")
         joined = JoinedNodes(head.head_address, 2, tmp_path)
         wait_until(lambda: list(joined.names()) == ["a"])
 
@@ -59,7 +58,7 @@ def test_a_second_node_joins_the_first_with_the_token_alone(
         wrong.write_text("0" * 64)
         monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(wrong))
         (temp_dir / "b").mkdir()
-        stranger = LocalRay(
+        stranger = RayProcesses(
             facts("b", "127.0.0.3"), head.head_address, temp_dir / "b", tmp_path / "ray_b.log"
         )
         wait_until(lambda: stranger.exit_status() is not None)
@@ -72,7 +71,7 @@ def test_a_second_node_joins_the_first_with_the_token_alone(
 
         monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(rendezvous.token))
         (temp_dir / "c").mkdir()
-        other = LocalRay(
+        other = RayProcesses(
             facts("c", "127.0.0.3"), head.head_address, temp_dir / "c", tmp_path / "ray_c.log"
         )
         wait_until(lambda: set(joined.names()) == {"a", "c"})

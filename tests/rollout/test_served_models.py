@@ -7,10 +7,9 @@ import pytest
 
 from mcore_rl.config import ServedModelConfig
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.rollout import served_client
+from mcore_rl.rollout import served_models as served_client
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
-from mcore_rl.rollout.served_client import ServedClient, ServedRequestError
-from mcore_rl.rollout.served_endpoint import ServedEndpoint
+from mcore_rl.rollout.served_models import ServedClient, ServedEndpoint, ServedRequestError
 from tests.support.fake_sglang import FakeSGLang, Route, loop_with_quick_retries
 
 PATH = "/v1/chat/completions"

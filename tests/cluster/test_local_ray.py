@@ -7,7 +7,7 @@ import pytest
 import ray._private.node
 import ray._private.utils
 
-from mcore_rl.cluster.small_ray import LEFT_OUT, small_ray
+from mcore_rl.cluster.local_ray import LEFT_OUT, leave_processes_out
 from mcore_rl.cluster.worker_setup import FORKS
 from tests.support.policy import ROOT
 
@@ -15,7 +15,7 @@ PROGRAM = """
 import sys
 import psutil, ray
 from contextlib import nullcontext
-from mcore_rl.cluster.small_ray import small_ray
+from mcore_rl.cluster.local_ray import leave_processes_out
 from mcore_rl.cpu.worker_forks import worker_forks
 
 @ray.remote(num_cpus=0)
@@ -25,7 +25,7 @@ class Rank:
 
 forks = worker_forks() if sys.argv[1:] else nullcontext()
 forks.__enter__()
-with small_ray():
+with leave_processes_out():
     ray.init(
         address="local",
         num_cpus=1,
@@ -67,7 +67,7 @@ def test_ray_is_as_before_afterwards() -> None:
     node = ray._private.node.Node
     before = [getattr(node, name) for name in LEFT_OUT]
     ask = ray._private.utils.get_dashboard_dependency_error
-    with pytest.raises(KeyError), small_ray():
+    with pytest.raises(KeyError), leave_processes_out():
         assert ray._private.utils.get_dashboard_dependency_error is not ask
         assert [getattr(node, name) for name in LEFT_OUT] != before
         raise KeyError

@@ -1,7 +1,8 @@
 """Ends a process together with the one that started it.
 
-Run as `python -P -m mcore_rl.process.tied <pid of the parent> <command> ...`, this module becomes
-the command, which the kernel kills once the parent is gone. It imports the standard library only.
+Run as `python -P -m mcore_rl.process.parent_death <pid of the parent> <command> ...`, this module
+becomes the command, which the kernel kills once the parent is gone. It imports the standard library
+only.
 """
 
 import ctypes

@@ -1,17 +1,114 @@
-"""Starts Ray's processes of one node, on ports of their own, and ends them."""
+"""Runs Ray's processes on one node of a job: at which address, on which ports, with which nodes."""
 
 import json
 import os
 import shutil
+import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rl.cluster.labels import NAME_LABEL, ORDER_LABEL
+import psutil
+
+from mcore_rl.cluster.node_agent.job import NAME_LABEL, ORDER_LABEL
 from mcore_rl.process.network import find_free_port
 from mcore_rl.process.process_state import wait_killed
 from mcore_rl.process.safe_path import safe_module
+
+
+class JoinedNodes:
+    """The nodes in the Ray at `address`; `end` ends the process that asks it."""
+
+    def __init__(self, address: str, num_nodes: int, folder: Path) -> None:
+        self._path = folder / "joined.json"
+        self._path.unlink(missing_ok=True)
+        with (folder / "roll_call.log").open("w") as log:
+            self._process = subprocess.Popen(
+                [
+                    *safe_module("mcore_rl.cluster.node_agent.roll_call"),
+                    *(address, str(num_nodes), str(self._path)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def names(self) -> Sequence[str]:
+        """Return the names of the nodes that have joined; none while the head does not answer."""
+        return json.loads(self._path.read_text()) if self._path.exists() else []
+
+    def end(self) -> None:
+        self._process.kill()
+        wait_killed(self._process, "the watcher of joined nodes")
+
+
+def own_address(interface: str, own_name: str, peer_name: str | None) -> str:
+    """Return this node's IPv4 address.
+
+    It is that of `interface` if one is given. Otherwise it is what `own_name` resolves to, if that
+    is an address of this machine, or else the one from which `peer_name` is reached. Raises
+    ValueError naming the interface, or the names that lead nowhere.
+    """
+    if interface:
+        return _address_of(interface)
+    if (address := _resolve(own_name)) and _is_here(address):
+        return address
+    if peer_name is None:
+        return "127.0.0.1"
+    if peer := _resolve(peer_name):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((peer, 9))  # sends nothing: the kernel picks the route
+            return probe.getsockname()[0]
+    raise ValueError(
+        f"neither this node's name {own_name!r} nor its peer's {peer_name!r} resolves to an"
+        " address: name the network interface with launch.interface=<name>"
+    )
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has `address`, empty if none has."""
+    for name, addresses in _ipv4_addresses().items():
+        if address in addresses:
+            return name
+    return ""
+
+
+def _address_of(interface: str) -> str:
+    found = _ipv4_addresses()
+    if not found.get(interface):
+        known = ", ".join(f"{name} ({', '.join(a)})" for name, a in found.items())
+        raise ValueError(
+            f"launch.interface={interface}: {socket.gethostname()} has no such interface with an"
+            f" IPv4 address; there are {known}"
+        )
+    return found[interface][0]
+
+
+def _ipv4_addresses() -> dict[str, list[str]]:
+    return {
+        name: ipv4
+        for name, entries in psutil.net_if_addrs().items()
+        if (ipv4 := [entry.address for entry in entries if entry.family == socket.AF_INET])
+    }
+
+
+def _resolve(name: str) -> str | None:
+    try:
+        return socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0]  # pyright: ignore
+    except OSError:
+        return None
+
+
+def _is_here(address: str) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+        return True
+
 
 STOP_TIMEOUT_S = 5.0
 _RAY_START = (*safe_module("ray.scripts.scripts"), "start", "--block")
@@ -38,7 +135,7 @@ class RayNode:
     resources: Mapping[str, float]
 
 
-class LocalRay:
+class RayProcesses:
     """Ray's processes of this node; `head_address` is the head's, or None to be the head."""
 
     def __init__(

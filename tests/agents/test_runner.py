@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mcore_rl.agents.chat.chat_format import ChatFormat
-from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
+from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from mcore_rl.agents.gateway import AdmissionOptions, Gateway, GatewayOptions
 from mcore_rl.agents.messages import (
     Answer,
@@ -19,8 +19,8 @@ from mcore_rl.agents.messages import (
     Tool,
     keep_last_answers,
 )
-from mcore_rl.agents.player import EpisodePlayer, PlayOptions
 from mcore_rl.agents.recorder import EpisodeLimits, Parser, TurnRequest
+from mcore_rl.agents.runner import EpisodePlayer, PlayOptions
 from mcore_rl.types import Prompt, Sample
 from tests.agents.environments import episodes
 from tests.support.chat_templates import make_tokenizer, stop_ids

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.rollout import field_gate
-from mcore_rl.rollout.field_gate import CHECKED_PATHS, FieldGate
-from mcore_rl.rollout.key_gate import USER_PATHS
+from mcore_rl.rollout import request_gates as field_gate
 from mcore_rl.rollout.request_fields import ModelBounds
+from mcore_rl.rollout.request_gates import CHECKED_PATHS, USER_PATHS, FieldGate
 
 DESCRIBING = {
     *("/v1/models", "/model_info", "/get_model_info", "/health_generate", "/ready", "/ping"),
