@@ -271,14 +271,14 @@ class CountedCalls:
         self._calls = calls
         self.messages: list[Any] = []
 
-    async def obey(self, orders: Any) -> None:
-        self.messages.append(orders)
-        await self._calls.obey(orders)
+    async def submit(self, submission: Any) -> None:
+        self.messages.append(submission)
+        await self._calls.submit(submission)
 
-    async def news(self, wait_s: float, gather_s: float) -> Any:
-        news = await self._calls.news(wait_s, gather_s)
-        self.messages.append(news)
-        return news
+    async def poll_events(self, wait_s: float, gather_s: float) -> Any:
+        events = await self._calls.poll_events(wait_s, gather_s)
+        self.messages.append(events)
+        return events
 
     async def idle_seconds(self) -> float:
         return await self._calls.idle_seconds()

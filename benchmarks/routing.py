@@ -27,10 +27,9 @@ from unittest.mock import patch
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.recipe_models import read_models
-from mcore_rl.rollout.client import RolloutClient
+from mcore_rl.rollout.client import EngineSet
+from mcore_rl.rollout.collector_pool import LeastLoaded, LengthHistory
 from mcore_rl.rollout.engine_health import EngineLoad
-from mcore_rl.rollout.least_loaded import LeastLoaded
-from mcore_rl.rollout.length_history import LengthHistory
 from mcore_rl.tools.simulate.command import make_checked
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.engine import SimulatedEngine
@@ -57,8 +56,8 @@ def routed(way: str) -> Iterator[None]:
     def in_turn(thing: object, num: int) -> int:
         return next(turns.setdefault(id(thing), itertools.cycle(range(num))))
 
-    def pick(client: RolloutClient, *_: object) -> EngineLoad:
-        return client._own[in_turn(client, len(client._own))]
+    def pick(engines: EngineSet, *_: object) -> EngineLoad:
+        return engines.own[in_turn(engines, len(engines.own))]
 
     def least(loads: LeastLoaded) -> int:
         return in_turn(loads, len(loads._loads))
@@ -70,10 +69,10 @@ def routed(way: str) -> Iterator[None]:
         if way == "all migrate":
             stack.enter_context(migration())
         if way == "round robin":
-            stack.enter_context(patch.object(RolloutClient, "_pick", pick))
+            stack.enter_context(patch.object(EngineSet, "pick", pick))
             stack.enter_context(patch.object(LeastLoaded, "least", least))
         if way in ("round robin", "affinity"):
-            stack.enter_context(patch.object(LengthHistory, "longest_first", as_given))
+            stack.enter_context(patch.object(LengthHistory, "sort_longest_first", as_given))
         yield
 
 

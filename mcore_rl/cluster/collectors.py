@@ -18,7 +18,7 @@ from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.cluster.stores import StoreHandles, share_array
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.process_state import RestartBudget
-from mcore_rl.rollout.collector import CollectorLost, CollectorNews, Orders
+from mcore_rl.rollout.collector import CollectorEvents, CollectorLost, Submission
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.served_models import ServedEndpoint
 from mcore_rl.types import Sample, StoredBatch, StoredSample, TokenWork
@@ -238,12 +238,12 @@ class RemoteCollector:
         self._group = group
         self._number = number
 
-    async def obey(self, orders: Orders) -> None:
-        await self._call("obey", orders)
+    async def submit(self, submission: Submission) -> None:
+        await self._call("submit", submission)
 
-    async def news(self, wait_s: float, gather_s: float) -> CollectorNews:
+    async def poll_events(self, wait_s: float, gather_s: float) -> CollectorEvents:
         deadline_s = wait_s + gather_s + self._group.call_timeout_s
-        return await self._call("news", wait_s, gather_s, deadline_s=deadline_s)
+        return await self._call("poll_events", wait_s, gather_s, deadline_s=deadline_s)
 
     async def hold(self, session: int, cut_off: bool) -> int:
         return await self._call("hold", session, cut_off, deadline_s=self._group.hold_timeout_s)

@@ -1,18 +1,31 @@
-"""Sends prompts to the engines and returns samples (token ids, log-probs, weight versions)."""
+"""Sends prompts to the engines and returns samples (token ids, log-probs, weight versions).
+
+session: one bound, one connection            engines, shared by all sessions
+request --wait for a slot--> pick an engine --> transport --> sample
+   ^                                               |
+   +--on a failure, after a hold, when it moves----+
+
+A response that is under way may move from an engine with many requests to one with few:
+
+    busy engine --abort one--> what it has drawn --prompt and these tokens--> idle engine
+
+Nothing is drawn twice: the idle engine computes the KV cache of the tokens and goes on.
+"""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
+from uuid import uuid4
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.rollout.engine_health import EngineHealth, EngineLoad
 from mcore_rl.rollout.engine_room import EngineRoom, KvAdmission
 from mcore_rl.rollout.engine_spec import EngineAddress
-from mcore_rl.rollout.migration import Migration, UnderWay, moved
-from mcore_rl.rollout.request import Request, Sampling
-from mcore_rl.rollout.session import RolloutSession
+from mcore_rl.rollout.request import EngineAffinity, Request, Sampling
 from mcore_rl.rollout.transport import (
     AbortedError,
     EngineTransport,
@@ -25,6 +38,306 @@ from mcore_rl.types import Prompt, Sample
 _log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.25
+_HOLD_POLL_S = 0.02
+
+
+@dataclass(eq=False)
+class UnderWay:
+    """A request at an engine, by the name `rid`; `is_moved`: it was asked to end, to go on
+    elsewhere.
+    """
+
+    engine: EngineLoad
+    rid: str
+    is_moved: bool = False
+
+
+class Migration:
+    """Picks requests to move, one at a time, while engines differ by `gap` requests or more."""
+
+    def __init__(self, gap: int) -> None:
+        """0: nothing moves."""
+        self._gap = gap
+        self._under_way: dict[str, UnderWay] = {}
+        """In the order in which they were posted."""
+        self._moving: UnderWay | None = None
+        self._aborts: set[asyncio.Task[None]] = set()
+        self.num_moved = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self._gap > 0
+
+    def name_request(self, request: Request) -> Request:
+        """Return a request under a name of its own, if it may be moved.
+
+        One that ends at texts stays: they may lie across the move. One with images stays, too: a
+        placeholder among what was drawn would be taken for a piece of an image elsewhere.
+        """
+        may_move = self.is_on and not request.stop and not request.prompt.images
+        return replace(request, rid=uuid4().hex) if may_move else request
+
+    @contextmanager
+    def note(self, request: UnderWay) -> Iterator[None]:
+        """Know a request for the length of the block; one without a name is never moved."""
+        if request.rid:
+            self._under_way[request.rid] = request
+        try:
+            yield
+        finally:
+            self._under_way.pop(request.rid, None)
+            if self._moving is request:
+                self._moving = None
+
+    def maybe_move(self, serving: Sequence[EngineLoad], transport: EngineTransport) -> None:
+        """Have the busiest engine end its newest request, if another has that much less to do.
+
+        The newest has the fewest tokens to be computed again.
+        """
+        if not self.is_on or len(serving) < 2 or self._moving is not None:
+            return
+        by_load = sorted(serving, key=lambda engine: engine.num_in_flight)
+        least, most = by_load[0], by_load[-1]
+        if most.num_in_flight - least.num_in_flight < max(self._gap, 2):
+            return
+        newest = next((r for r in reversed(self._under_way.values()) if r.engine is most), None)
+        if newest is not None:
+            newest.is_moved = True
+            self._moving = newest
+            abort = asyncio.create_task(transport.abort(most.address, newest.rid))
+            self._aborts.add(abort)
+            abort.add_done_callback(self._aborts.discard)
+
+
+def continue_request(request: Request, begun: Sample | None) -> Request:
+    """Return the request that goes on with what was drawn, on the engine with the least to do."""
+    return replace(request, begun=begun or request.begun, affinity=EngineAffinity(0))
+
+
+class EngineSet:
+    """The engines of a client: who serves, how much each has to do, what moves between them."""
+
+    def __init__(
+        self,
+        addresses: Sequence[EngineAddress],
+        health: EngineHealth,
+        own: Collection[str],
+        migration_gap: int,
+    ) -> None:
+        """See RolloutClient; `migration_gap` as in Migration."""
+        self.health = health
+        self._engines = [EngineLoad(address) for address in addresses]
+        self.own = [e for e in self._engines if not own or e.address.url in own]
+        self.migration = Migration(migration_gap)
+
+    def pick(
+        self,
+        request: Request,
+        failed: Sequence[EngineLoad],
+        admission: KvAdmission | None,
+    ) -> EngineLoad:
+        """Return the engine of the prompt's other requests, or the least loaded if it has too many.
+
+        Engines that already failed the request come last, those without room next to last. Raises
+        RolloutError if no engine serves.
+        """
+        serving = self._list_serving(self.own) or self._list_serving(self._engines)
+        if not serving:
+            reasons = "; ".join(
+                f"{e.address}: {self.health.why_out(e.address.url)}" for e in self._engines
+            )
+            raise RolloutError(f"no engine in rotation for {request}: {reasons}")
+        candidates: Sequence[EngineLoad]
+        candidates = [engine for engine in serving if engine not in failed] or serving
+        if admission is not None:
+            candidates = admission.with_room(candidates)
+        least_loaded = min(candidates, key=lambda engine: engine.num_in_flight)
+        affinity = request.affinity
+        most_in_flight = least_loaded.num_in_flight + affinity.num_requests
+        if affinity.engine in candidates and affinity.engine.num_in_flight < most_in_flight:
+            return affinity.engine
+        affinity.engine = least_loaded
+        return least_loaded
+
+    def balance(self, transport: EngineTransport) -> None:
+        """Move a response to an engine with less to do, if the engines differ enough."""
+        self.migration.maybe_move(self._list_serving(self.own), transport)
+
+    async def abort_all(self, transport: EngineTransport) -> None:
+        """Have the engines end their requests; those that do not answer let them fail."""
+        for engine in self._engines:
+            if engine.num_in_flight:
+                await transport.abort_all(engine.address)
+
+    def _list_serving(self, engines: Sequence[EngineLoad]) -> list[EngineLoad]:
+        return [engine for engine in engines if not self.health.why_out(engine.address.url)]
+
+
+class RolloutSession:
+    """Requests that share connections and one bound; they can be held back while weights change."""
+
+    def __init__(
+        self,
+        engines: EngineSet,
+        transport: EngineTransport,
+        num_tries: int,
+        max_in_flight: int,
+        on_done: Callable[[], None],
+        admission: KvAdmission | None = None,
+    ) -> None:
+        """A request fails for good after `num_tries` failures; else see RolloutClient.open."""
+        self._engines = engines
+        self.transport = transport
+        self._num_tries = num_tries
+        self._admission = admission
+        self._on_done = on_done
+        self._slots = asyncio.Semaphore(max_in_flight)
+        self._may_post = asyncio.Event()
+        self._may_post.set()
+        self._num_posted = 0
+        self.num_open = 0
+        """Samples begun and not done."""
+        self.num_waiting = 0
+        """Samples that wait for others to be complete before they begin."""
+        self.num_cut_off = 0
+        """Responses that `hold` aborted half-way, to be sampled again."""
+
+    @property
+    def is_held(self) -> bool:
+        return not self._may_post.is_set()
+
+    async def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
+    ) -> list[Sample]:
+        """Return `num_samples` samples of each prompt, grouped by prompt in the order of `prompts`.
+
+        Lost connections, timeouts and aborted requests are retried, on another engine if there is
+        one. Raises RolloutError for a request that fails config.retries + 1 times, and then cancels
+        the others.
+        """
+        works = []
+        for prompt in prompts:
+            affinity = EngineAffinity(num_samples)
+            requests = (Request(prompt, index, affinity) for index in range(num_samples))
+            works += [self.sample(request, sampling) for request in requests]
+        return await self.gather(works)
+
+    async def sample(self, request: Request, sampling: Sampling) -> Sample:
+        """Return one sample, or one turn of an episode; failures are retried on other engines.
+
+        Requests that `hold` cut off are sampled again, those that move go on elsewhere; both don't
+        count as failures. Raises RolloutError after too many failures.
+        """
+        failed: list[EngineLoad] = []
+        whole = request
+        oldest = self._engines.health.version
+        while True:
+            async with self._take_slot():
+                if request is whole:
+                    oldest = self._engines.health.version
+                request = self._engines.migration.name_request(request)
+                engine = self._engines.pick(request, failed, self._admission)
+                under_way = UnderWay(engine, request.rid)
+                try:
+                    return await self._post(under_way, request, sampling, oldest)
+                except TransientError as failure:
+                    if self.is_held and isinstance(failure, AbortedError):
+                        self.num_cut_off += 1
+                        request = whole
+                        continue
+                    if under_way.is_moved and isinstance(failure, AbortedError):
+                        self._engines.migration.num_moved += 1
+                        request = continue_request(request, failure.begun)
+                        continue
+                    failed.append(engine)
+                    reason = str(failure)
+            if len(failed) >= self._num_tries:
+                raise RolloutError(
+                    f"{engine.address}: {request} failed {len(failed)} times, last with {reason}"
+                )
+            _log.warning("%s: %s failed with %s; trying again", engine.address, request, reason)
+            await asyncio.sleep(_FIRST_BACKOFF_S * 2 ** (len(failed) - 1))
+
+    async def _post(
+        self, under_way: UnderWay, request: Request, sampling: Sampling, oldest: int
+    ) -> Sample:
+        """Return the engine's sample, which weights `oldest` or newer ones must have drawn."""
+        engine = under_way.engine
+        if self._admission is not None:  # these tokens take their place in its KV cache at once
+            begun_len = request.begun.response_len if request.begun else 0
+            self._admission.take(engine, len(request.prompt.token_ids) + begun_len)
+        with engine.request(), self._engines.migration.note(under_way):
+            sample = await self.transport.sample(engine.address, request, sampling)
+        _check_versions(sample, oldest)
+        return sample
+
+    async def gather(self, works: Sequence[Coroutine[Any, Any, Sample]]) -> list[Sample]:
+        """Run coroutines that each make a sample; when one fails, cancel the others and raise."""
+        tasks: list[asyncio.Task[Sample]] = []
+        try:
+            async with asyncio.TaskGroup() as task_group:
+                for work in works:
+                    self.num_open += 1
+                    tasks.append(task_group.create_task(work))
+                    tasks[-1].add_done_callback(self._note_done)
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    def _note_done(self, task: asyncio.Task[Sample]) -> None:
+        self.num_open -= 1
+        self._on_done()
+
+    @asynccontextmanager
+    async def _take_slot(self) -> AsyncIterator[None]:
+        """Wait until one more request may be posted; the block posts it.
+
+        Afterwards a response may move, if nothing of the session waits.
+        """
+        with self._count_waiting():
+            await self._slots.acquire()
+        try:
+            with self._count_waiting():
+                await self._wait_until_admitted()
+            self._num_posted += 1
+            try:
+                yield
+            finally:
+                self._num_posted -= 1
+        finally:
+            self._slots.release()
+            if not self.is_held and not self.num_waiting:
+                self._engines.balance(self.transport)
+
+    @contextmanager
+    def _count_waiting(self) -> Iterator[None]:
+        self.num_waiting += 1
+        try:
+            yield
+        finally:
+            self.num_waiting -= 1
+
+    async def _wait_until_admitted(self) -> None:
+        if self._admission is not None:
+            await self._admission.wait(self._may_post)
+        while self.is_held:
+            await self._may_post.wait()
+
+    async def hold(self, *, cut_off: bool) -> None:
+        """Post nothing more, and return once no request is under way; `resume` ends it.
+
+        `cut_off` aborts the requests under way instead of waiting for them. Each request has a
+        deadline of its own, so this call ends.
+        """
+        self._may_post.clear()
+        while self._num_posted:
+            # In each round: a request that was on its way has reached its engine by now.
+            if cut_off:
+                await self._engines.abort_all(self.transport)
+            await asyncio.sleep(_HOLD_POLL_S)
+
+    async def resume(self) -> None:
+        self._may_post.set()
 
 
 class RolloutClient:
@@ -49,17 +362,15 @@ class RolloutClient:
         """
         if not engines:
             raise ValueError("RolloutClient needs at least one engine")
-        self._health = health or EngineHealth([address.url for address in engines])
-        self._engines = [EngineLoad(address) for address in engines]
-        self._own = [e for e in self._engines if not own or e.address.url in own]
+        health = health or EngineHealth([address.url for address in engines])
+        self._engines = EngineSet(engines, health, own, config.migration_gap)
         self._config = config
         self._transport = transport
-        self._migration = Migration(config.migration_gap)
 
     @property
     def max_in_flight(self) -> int:
         """Requests at once, all engines together."""
-        return self._config.max_concurrency * len(self._own)
+        return self._config.max_concurrency * len(self._engines.own)
 
     @property
     def num_lost(self) -> int:
@@ -69,14 +380,14 @@ class RolloutClient:
     @property
     def num_moved(self) -> int:
         """Responses that moved to another engine so far."""
-        return self._migration.num_moved
+        return self._engines.migration.num_moved
 
     def is_lost(self, sample: Sample) -> bool:
         return False
 
     async def idle_seconds(self) -> float:
         """Return the seconds without a request so far, mean over the engines."""
-        return fmean(engine.idle_s for engine in self._own)
+        return fmean(engine.idle_s for engine in self._engines.own)
 
     async def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
@@ -94,106 +405,22 @@ class RolloutClient:
         `max_in_flight` bounds the requests at once, all engines together; 0: as many as the engines
         take. `on_done` is called when a sample is complete, failed or canceled.
         """
+        num_tries = self._config.retries + 1
         most = max_in_flight or self.max_in_flight
         async with self._transport() as transport:
             if not self._config.min_free_kv:
-                yield RolloutSession(self, transport, most, on_done)
+                yield RolloutSession(self._engines, transport, num_tries, most, on_done)
                 return
-            addresses = [engine.address for engine in self._own]
-            room = EngineRoom(transport.free_kv, addresses, self._health)
+            addresses = [engine.address for engine in self._engines.own]
+            room = EngineRoom(transport.free_kv, addresses, self._engines.health)
+            admission = KvAdmission(
+                room, self._engines.own, self._config.min_free_kv, self._config.kv_cache_len
+            )
             watching = asyncio.create_task(room.watch())
             try:
-                yield RolloutSession(self, transport, most, on_done, self._admission(room))
+                yield RolloutSession(self._engines, transport, num_tries, most, on_done, admission)
             finally:
                 watching.cancel()
-
-    def _admission(self, room: EngineRoom) -> KvAdmission:
-        return KvAdmission(room, self._own, self._config.min_free_kv, self._config.kv_cache_len)
-
-    async def sample_one(
-        self, session: RolloutSession, request: Request, sampling: Sampling
-    ) -> Sample:
-        """Return one sample, retrying failures on other engines.
-
-        Requests that the session aborted are sampled again, those that move go on elsewhere; both
-        don't count as retries. Raises RolloutError after config.retries + 1 failures.
-        """
-        failed: list[EngineLoad] = []
-        whole = request
-        oldest = self._health.version
-        while True:
-            async with session.slot():
-                if request is whole:
-                    oldest = self._health.version
-                request = self._migration.named(request)
-                engine = self._pick(request, failed, session.admission)
-                session.note_picked(engine, request)
-                under_way = UnderWay(engine, request.rid)
-                try:
-                    with engine.request(), self._migration.note(under_way):
-                        sample = await session.transport.sample(engine.address, request, sampling)
-                    _check_versions(sample, oldest)
-                    return sample
-                except TransientError as failure:
-                    if session.is_held and isinstance(failure, AbortedError):
-                        session.num_cut_off += 1
-                        request = whole
-                        continue
-                    if under_way.is_moved and isinstance(failure, AbortedError):
-                        self._migration.num_moved += 1
-                        request = moved(request, failure.begun)
-                        continue
-                    failed.append(engine)
-                    reason = str(failure)
-            if len(failed) > self._config.retries:
-                raise RolloutError(
-                    f"{engine.address}: {request} failed {len(failed)} times, last with {reason}"
-                )
-            _log.warning("%s: %s failed with %s; trying again", engine.address, request, reason)
-            await asyncio.sleep(_FIRST_BACKOFF_S * 2 ** (len(failed) - 1))
-
-    def balance(self, session: RolloutSession) -> None:
-        """Move a response to an engine with less to do, if nothing of the session waits."""
-        if self._migration.is_on and not session.is_held and not session.num_waiting:
-            self._migration.maybe_move(self._serving(self._own), session.transport)
-
-    async def abort_all(self, transport: EngineTransport) -> None:
-        """Have the engines end their requests; those that do not answer let them fail."""
-        for engine in self._engines:
-            if engine.num_in_flight:
-                await transport.abort_all(engine.address)
-
-    def _pick(
-        self,
-        request: Request,
-        failed: Sequence[EngineLoad],
-        admission: KvAdmission | None,
-    ) -> EngineLoad:
-        """Return the engine of the prompt's other requests, or the least loaded if it has too many.
-
-        Engines that already failed the request come last, those without room next to last. Raises
-        RolloutError if no engine serves.
-        """
-        serving = self._serving(self._own) or self._serving(self._engines)
-        if not serving:
-            reasons = "; ".join(
-                f"{e.address}: {self._health.why_out(e.address.url)}" for e in self._engines
-            )
-            raise RolloutError(f"no engine in rotation for {request}: {reasons}")
-        candidates: Sequence[EngineLoad]
-        candidates = [engine for engine in serving if engine not in failed] or serving
-        if admission is not None:
-            candidates = admission.with_room(candidates)
-        least_loaded = min(candidates, key=lambda engine: engine.num_in_flight)
-        affinity = request.affinity
-        most_in_flight = least_loaded.num_in_flight + affinity.num_requests
-        if affinity.engine in candidates and affinity.engine.num_in_flight < most_in_flight:
-            return affinity.engine
-        affinity.engine = least_loaded
-        return least_loaded
-
-    def _serving(self, engines: Sequence[EngineLoad]) -> list[EngineLoad]:
-        return [engine for engine in engines if not self._health.why_out(engine.address.url)]
 
 
 def _check_versions(sample: Sample, oldest: int) -> None:

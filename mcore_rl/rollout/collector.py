@@ -2,7 +2,7 @@
 
     controller --begin, cancel, drop--> Collector --HTTP--> engines
         ^                                  |
-        +------- news: rows of facts ------+--> SampleStore --columns--> training ranks
+        +------ events: rows of facts -----+--> SampleStore --columns--> training ranks
 
 Only rows of facts go back to the controller. All methods run on one event loop.
 """
@@ -21,10 +21,9 @@ from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.batches.shared_prefixes import find_sharing, first_of
 from mcore_rl.process.clock import now_s
 from mcore_rl.process.errors import describe_error
-from mcore_rl.rollout.client import RolloutClient
+from mcore_rl.rollout.client import RolloutClient, RolloutSession
 from mcore_rl.rollout.engine_health import EngineHealth, Rotation
 from mcore_rl.rollout.request import Sampling
-from mcore_rl.rollout.session import RolloutSession
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.types import Prompt, RowFacts, Sample, VersionSpan
 
@@ -43,8 +42,8 @@ class GroupRequest:
 
 
 @dataclass(frozen=True)
-class Orders:
-    """Things that a collector is to do, in the order of the fields.
+class Submission:
+    """What a collector is to do, in the order of the fields.
 
     sessions   bound of the requests at once, by number of a session that is opened
     rotation   which engines get requests; None if nothing has changed
@@ -87,8 +86,11 @@ class GroupFailure:
 
 
 @dataclass
-class CollectorNews:
-    """Events since the last news. num_done: samples complete, failed or canceled, by session."""
+class CollectorEvents:
+    """What happened since the last poll.
+
+    num_done   samples complete, failed or canceled, by session
+    """
 
     finished: list[GroupFacts] = field(default_factory=list)
     failed: list[GroupFailure] = field(default_factory=list)
@@ -102,9 +104,9 @@ class CollectorLost(RuntimeError):
 class CollectorCalls(Protocol):
     """A collector, on any node; see Collector. Its calls may raise CollectorLost."""
 
-    async def obey(self, orders: Orders) -> None: ...
+    async def submit(self, submission: Submission) -> None: ...
 
-    async def news(self, wait_s: float, gather_s: float) -> CollectorNews: ...
+    async def poll_events(self, wait_s: float, gather_s: float) -> CollectorEvents: ...
 
     async def hold(self, session: int, cut_off: bool) -> int: ...
 
@@ -130,8 +132,9 @@ class Collector:
         store: SampleStore,
         sample_group: "SampleGroup | None" = None,
     ) -> None:
-        """`health` is what the client asks before each request; the controller's orders set it.
+        """Take the engines' client and the node's store.
 
+        health         what the client asks before each request; submissions set it
         sample_group   how the samples of a prompt are drawn; None: each is one response
         """
         self._client = client
@@ -141,42 +144,42 @@ class Collector:
         self._sessions: dict[int, tuple[RolloutSession, AsyncExitStack]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._session_of: dict[int, int] = {}
-        self._news = CollectorNews()
-        self._has_news = asyncio.Event()
+        self._events = CollectorEvents()
+        self._has_events = asyncio.Event()
 
-    async def obey(self, orders: Orders) -> None:
-        """Carry out orders; what they begin goes on afterwards."""
-        if orders.rotation is not None:
-            self._health.follow(orders.rotation)
-        for number, max_in_flight in orders.sessions.items():
+    async def submit(self, submission: Submission) -> None:
+        """Carry out a submission; what it begins goes on afterwards."""
+        if submission.rotation is not None:
+            self._health.follow(submission.rotation)
+        for number, max_in_flight in submission.sessions.items():
             await self._open(number, max_in_flight)
-        for request in orders.begin:
+        for request in submission.begin:
             self._session_of[request.group] = request.session
             self._tasks[request.group] = asyncio.create_task(self._collect(request))
-        for group in orders.cancel:
+        for group in submission.cancel:
             if group in self._tasks:
                 self._tasks[group].cancel()
-        self._store.drop(orders.drop)
-        for number in orders.end:
+        self._store.drop(submission.drop)
+        for number in submission.end:
             await self._close(number)
 
-    async def news(self, wait_s: float, gather_s: float = 0.0) -> CollectorNews:
+    async def poll_events(self, wait_s: float, gather_s: float = 0.0) -> CollectorEvents:
         """Return the events since the last call as soon as there are any, after `wait_s` none.
 
         While groups are open, events are gathered for `gather_s` seconds after the first.
         """
-        if not self._has_news.is_set():
+        if not self._has_events.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._has_news.wait(), wait_s)
+                await asyncio.wait_for(self._has_events.wait(), wait_s)
         until_s = now_s() + gather_s
         while self._tasks and (seconds := until_s - now_s()) > 0:
-            self._has_news.clear()
+            self._has_events.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._has_news.wait(), seconds)
-        self._has_news.clear()
-        news = self._news
-        self._news = CollectorNews()
-        return news
+                await asyncio.wait_for(self._has_events.wait(), seconds)
+        self._has_events.clear()
+        events = self._events
+        self._events = CollectorEvents()
+        return events
 
     async def hold(self, session: int, cut_off: bool) -> int:
         """Post nothing more and return once no request of the session is under way.
@@ -200,8 +203,8 @@ class Collector:
 
     async def _open(self, number: int, max_in_flight: int) -> None:
         def note_done() -> None:
-            self._news.num_done[number] = self._news.num_done.get(number, 0) + 1
-            self._has_news.set()
+            self._events.num_done[number] = self._events.num_done.get(number, 0) + 1
+            self._has_events.set()
 
         stack = AsyncExitStack()
         opened = self._client.open(max_in_flight, note_done)
@@ -221,18 +224,18 @@ class Collector:
         try:
             samples = await self._sample_group(session, request)
         except RolloutError as error:
-            self._news.failed.append(GroupFailure(request.group, str(error), may_retry=True))
+            self._events.failed.append(GroupFailure(request.group, str(error), may_retry=True))
         except Exception as error:  # handed on: the controller raises it
             _log.exception("group %d of prompt %d", request.group, request.prompt.index)
             message = str(error) if isinstance(error, ValueError) else describe_error(error)
-            self._news.failed.append(GroupFailure(request.group, message, may_retry=False))
+            self._events.failed.append(GroupFailure(request.group, message, may_retry=False))
         else:
             self._store.put(request.group, samples)
-            self._news.finished.append(facts_of(request.group, samples))
+            self._events.finished.append(facts_of(request.group, samples))
         finally:
             del self._tasks[request.group]
             del self._session_of[request.group]
-            self._has_news.set()
+            self._has_events.set()
 
 
 SampleGroup = Callable[[RolloutSession, GroupRequest], Awaitable[list[Sample]]]

@@ -1,8 +1,9 @@
 """Spreads prompts over the collectors of all nodes and returns stored samples.
 
-A group goes to the collector with the fewest open samples per engine. Orders to a collector go out
-one after the other, all that came up meanwhile together; one long poll per collector brings news.
-So the controller's work grows with groups and nodes, not with tokens.
+A group goes to the collector with the fewest open samples per engine; of the prompts that come
+together, those whose responses were long in earlier epochs go first. Submissions to a collector go
+out one after the other, all that came up meanwhile together; one long poll per collector brings its
+events. So the controller's work grows with groups and nodes, not with tokens.
 
 A collector that is lost costs its samples: its open groups begin again on the others, or on its
 successor. Whoever holds samples that were complete asks `is_lost`.
@@ -10,7 +11,10 @@ successor. Whoever holds samples that were complete asks `is_lost`.
 
 import asyncio
 import contextlib
+import heapq
 import logging
+import math
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,20 +23,134 @@ from typing import Any
 from weakref import finalize
 
 from mcore_rl.rollout.collector import CollectorCalls, CollectorLost, GroupFacts, GroupFailure
-from mcore_rl.rollout.collector_line import CollectorLine, OrderedGroup, samples_of
+from mcore_rl.rollout.collector_handle import CollectorHandle, PendingGroup, samples_of
 from mcore_rl.rollout.engine_health import EngineHealth
-from mcore_rl.rollout.least_loaded import LeastLoaded
-from mcore_rl.rollout.length_history import LengthHistory
-from mcore_rl.rollout.pool_session import PoolSession
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.types import GroupLease, Prompt, StoredSample
 
 _log = logging.getLogger(__name__)
-NEWS_WAIT_S = 5.0
-"""How long a collector without news keeps the controller's call open."""
+POLL_WAIT_S = 5.0
+"""How long a collector without events keeps the controller's call open."""
 GATHER_S = 0.01
 """Time between two answers of all collectors together, while more is to come."""
+KEPT_PROMPTS = 1_000_000
+
+
+class LeastLoaded:
+    """Loads of things numbered from 0; of equal ones the first is the least loaded."""
+
+    def __init__(self, num_things: int) -> None:
+        self._loads = [0.0] * num_things
+        self._heap = [(0.0, k) for k in range(num_things)]
+        """Has the load of each thing, and outdated ones that were not met yet."""
+
+    def add(self, thing: int, load: float) -> None:
+        """Raise a load; a negative number lowers it."""
+        self._loads[thing] += load
+        heapq.heappush(self._heap, (self._loads[thing], thing))
+
+    def remove(self, thing: int) -> None:
+        """Leave a thing out until it is put back."""
+        self.add(thing, math.inf)
+
+    def put_back(self, thing: int) -> None:
+        """Take in a thing that was removed, with no load."""
+        self._loads[thing] = 0.0
+        heapq.heappush(self._heap, (0.0, thing))
+
+    def least(self) -> int | None:
+        """Return the least loaded thing; None if all are removed."""
+        while self._heap[0][0] != self._loads[self._heap[0][1]]:
+            heapq.heappop(self._heap)
+        load, thing = self._heap[0]
+        return None if load == math.inf else thing
+
+
+class LengthHistory:
+    """Mean response length of the prompts that were sampled last."""
+
+    def __init__(self) -> None:
+        self._lens: OrderedDict[tuple[str, int], float] = OrderedDict()
+        self._sum = 0.0
+
+    def note(self, prompt: Prompt, response_lens: Sequence[int]) -> None:
+        """Keep the lengths of a group in place of those of the prompt's earlier groups."""
+        key = (prompt.data_source, prompt.index)
+        self._sum -= self._lens.pop(key, 0.0)
+        self._lens[key] = fmean(response_lens)
+        self._sum += self._lens[key]
+        if len(self._lens) > KEPT_PROMPTS:
+            self._sum -= self._lens.popitem(last=False)[1]
+
+    def sort_longest_first(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Return the places of prompts, those with long responses first.
+
+        A prompt without a history counts as a mean one; equal ones keep their order.
+        """
+        mean = self._sum / max(len(self._lens), 1)
+
+        def expected(i: int) -> float:
+            return self._lens.get((prompts[i].data_source, prompts[i].index), mean)
+
+        return sorted(range(len(prompts)), key=lambda i: -expected(i))
+
+
+class PoolSession:
+    """Requests that share one bound; they can be held back while weights change.
+
+    Implements what rollout.client.RolloutSession implements, on all collectors.
+    """
+
+    def __init__(
+        self, pool: "CollectorPool", number: int, max_in_flight: int, on_done: Callable[[], None]
+    ) -> None:
+        self.number = number
+        self.max_in_flight = max_in_flight
+        self._pool = pool
+        self._on_done = on_done
+        self.is_held = False
+        self.num_open = 0
+        """Samples begun and not done."""
+        self.num_cut_off = 0
+        """Responses that `hold` aborted half-way, to be sampled again."""
+
+    async def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
+    ) -> list[StoredSample]:
+        """Return `num_samples` samples of each prompt, in the order of `prompts`.
+
+        Prompts whose responses were long in earlier epochs begin first, so that none of them is
+        left when the others are done.
+
+        Raises RolloutError for a request that failed on all engines, and then cancels the others.
+        """
+        self.num_open += len(prompts) * num_samples
+        groups = {
+            i: self._pool.submit(self, prompts[i], num_samples, sampling)
+            for i in self._pool.history.sort_longest_first(prompts)
+        }
+        try:
+            await asyncio.gather(*groups.values())
+            return [sample for i in range(len(prompts)) for sample in groups[i].result()]
+        finally:
+            for group in groups.values():
+                group.cancel()
+
+    def note_done(self, num_samples: int) -> None:
+        self.num_open -= num_samples
+        self._on_done()
+
+    async def hold(self, *, cut_off: bool) -> None:
+        """Post nothing more, and return once no request is under way; `resume` ends it."""
+        self.is_held = True
+        self.num_cut_off = await self._pool.hold(self, cut_off=cut_off)
+
+    async def resume(self) -> None:
+        """Let requests be posted again; without a hold, do nothing."""
+        if self.is_held:
+            await self._pool.resume(self)
+            self.is_held = False
 
 
 class CollectorPool:
@@ -46,8 +164,8 @@ class CollectorPool:
         max_concurrency: int,
     ) -> None:
         """`max_concurrency` is of each engine; `health` says which engines get requests."""
-        self._lines = [
-            CollectorLine(collector, num_engines)
+        self._handles = [
+            CollectorHandle(collector, num_engines)
             for collector, num_engines in zip(collectors, engines_per_collector, strict=True)
         ]
         self._health = health
@@ -61,7 +179,7 @@ class CollectorPool:
         """How often a collector was lost with what it kept."""
         self._first_kept = [0] * len(collectors)
         """By collector, the smallest number of a group that is not lost."""
-        self._waiting: list[OrderedGroup] = []
+        self._waiting: list[PendingGroup] = []
         """Groups that begin once a collector is up."""
         self._sessions: dict[int, PoolSession] = {}
         self._next_group = 0
@@ -81,7 +199,7 @@ class CollectorPool:
 
     @property
     def _num_engines(self) -> int:
-        return sum(line.num_engines for line in self._lines)
+        return sum(handle.num_engines for handle in self._handles)
 
     def is_lost(self, sample: StoredSample) -> bool:
         """Return whether the sample is gone with the collector that kept it."""
@@ -89,9 +207,9 @@ class CollectorPool:
 
     async def idle_seconds(self) -> float:
         """Return the seconds without a request so far, mean over the engines."""
-        seconds = await asyncio.gather(*(line.idle_seconds() for line in self._lines))
-        lines = zip(seconds, self._lines, strict=True)
-        there = [(s, line.num_engines) for s, line in lines if s is not None]
+        seconds = await asyncio.gather(*(handle.idle_seconds() for handle in self._handles))
+        handles = zip(seconds, self._handles, strict=True)
+        there = [(s, handle.num_engines) for s, handle in handles if s is not None]
         return fmean([s for s, num in there for _ in range(num)] or [0.0])
 
     async def generate(
@@ -112,41 +230,41 @@ class CollectorPool:
         )
         self._next_session += 1
         self._sessions[session.number] = session
-        for line in self._lines:
-            line.open(session.number, self._share(session, line))
+        for handle in self._handles:
+            handle.open(session.number, self._share(session, handle))
         try:
             yield session
         finally:
             del self._sessions[session.number]
-            for line in self._lines:
-                line.end(session.number)
+            for handle in self._handles:
+                handle.end(session.number)
 
-    def begin(
+    def submit(
         self, session: PoolSession, prompt: Prompt, num_samples: int, sampling: Sampling
     ) -> "asyncio.Future[list[StoredSample]]":
-        """Order the samples of a prompt; canceling the future cancels the order."""
+        """Have the samples of a prompt drawn; canceling the future cancels the group."""
         if self._failure is not None:
             raise self._failure
         future: asyncio.Future[list[StoredSample]] = asyncio.get_running_loop().create_future()
-        group = OrderedGroup(session, prompt, num_samples, sampling, future)
+        group = PendingGroup(session.number, prompt, num_samples, sampling, future)
         future.add_done_callback(partial(self._note_canceled, group))
         self._place(group)
         return future
 
     async def hold(self, session: PoolSession, *, cut_off: bool) -> int:
         """Hold a session on all collectors; return the responses that were cut off so far."""
-        await asyncio.gather(*(self._flush(line) for line in self._lines))
-        holding = (line.hold(session.number, cut_off) for line in self._lines)
+        await asyncio.gather(*(self._flush(handle) for handle in self._handles))
+        holding = (handle.hold(session.number, cut_off) for handle in self._handles)
         return sum(await asyncio.gather(*holding))
 
     async def resume(self, session: PoolSession) -> None:
-        await asyncio.gather(*(line.resume(session.number) for line in self._lines))
+        await asyncio.gather(*(handle.resume(session.number) for handle in self._handles))
 
     def _start(self) -> None:
         if self._failure is not None:
             raise self._failure
         if not self._running:
-            for k in range(len(self._lines)):
+            for k in range(len(self._handles)):
                 self._running.append(asyncio.create_task(self._guarded(self._serve(k))))
 
     async def _guarded(self, work: Coroutine[None, None, None]) -> None:
@@ -155,27 +273,29 @@ class CollectorPool:
             await work
         except Exception as error:
             self._failure = self._failure or error
-            for group in self._waiting + [g for line in self._lines for g in line.groups.values()]:
+            for group in self._waiting + [
+                g for handle in self._handles for g in handle.groups.values()
+            ]:
                 if not group.future.done():
                     group.future.set_exception(self._failure)
 
-    def _share(self, session: PoolSession, line: CollectorLine) -> int:
+    def _share(self, session: PoolSession, handle: CollectorHandle) -> int:
         """Return the session's bound of requests at one collector."""
-        return -(-session.max_in_flight * line.num_engines // self._num_engines)
+        return -(-session.max_in_flight * handle.num_engines // self._num_engines)
 
-    def _place(self, group: OrderedGroup) -> None:
-        """Order a group from the least loaded collector; without one it waits for a successor."""
+    def _place(self, group: PendingGroup) -> None:
+        """Give a group to the least loaded collector; without one it waits for a successor."""
         store = self._loads.least()
         if store is None:
             self._waiting.append(group)
             return
-        line = self._lines[store]
+        handle = self._handles[store]
         number = self._next_group
         self._next_group += 1
         lease = GroupLease(store, number)
-        finalize(lease, line.dropped.append, number).atexit = False
-        self._loads.add(store, group.num_samples / line.num_engines)
-        line.begin(group, lease)
+        finalize(lease, handle.dropped.append, number).atexit = False
+        self._loads.add(store, group.num_samples / handle.num_engines)
+        handle.begin(group, lease)
 
     def _place_waiting(self) -> None:
         waiting = self._waiting
@@ -185,101 +305,102 @@ class CollectorPool:
                 self._place(group)
 
     async def _serve(self, k: int) -> None:
-        """Send orders to a collector and take its news, and do so with its successors."""
-        line = self._lines[k]
-        while not line.is_gone:
+        """Submit to a collector and poll its events, and do so with its successors."""
+        handle = self._handles[k]
+        while not handle.is_gone:
             try:
-                if line.is_up:
-                    await _until_one_fails(self._send(line), self._listen(k, line))
+                if handle.is_up:
+                    await _until_one_fails(self._send(handle), self._listen(k, handle))
                 else:
-                    await self._return(k, line)
+                    await self._return(k, handle)
             except CollectorLost as lost:
-                self._lose(k, line, lost)
+                self._lose(k, handle, lost)
 
-    def _lose(self, k: int, line: CollectorLine, lost: CollectorLost) -> None:
+    def _lose(self, k: int, handle: CollectorHandle, lost: CollectorLost) -> None:
         """Begin the groups of a lost collector again, on those that are up or come back."""
-        groups = [group for group in line.groups.values() if not group.future.done()]
+        groups = [group for group in handle.groups.values() if not group.future.done()]
         _log.warning("%s; %d prompts that it was sampling begin again", lost, len(groups))
         for group in groups:
-            group.session.num_open += group.num_samples
+            if group.session in self._sessions:
+                self._sessions[group.session].num_open += group.num_samples
             self._num_lost += group.num_samples
-        for number, num_open in line.open_samples.items():
+        for number, num_open in handle.open_samples.items():
             if number in self._sessions:
                 self._sessions[number].note_done(num_open)
-        line.forget()
+        handle.forget()
         self._first_kept[k] = self._next_group
         self.num_losses += 1
         self._loads.remove(k)
         self._waiting += groups
         self._place_waiting()
 
-    async def _return(self, k: int, line: CollectorLine) -> None:
+    async def _return(self, k: int, handle: CollectorHandle) -> None:
         """Take a lost collector's successor into service, with the sessions as they are now."""
-        if not await line.collector.restart(self._next_group):
-            line.leave()
-            if all(other.is_gone for other in self._lines):
+        if not await handle.collector.restart(self._next_group):
+            handle.leave()
+            if all(other.is_gone for other in self._handles):
                 raise RolloutError("no collector is left: all nodes with engines are gone")
             return
-        line.forget()
+        handle.forget()
         for session in self._sessions.values():
-            line.open(session.number, self._share(session, line))
+            handle.open(session.number, self._share(session, handle))
         held: set[int] = set()
         while True:
-            await line.flush(self._health.rotation)
+            await handle.flush(self._health.rotation)
             changed = [s for s in self._sessions.values() if s.is_held != (s.number in held)]
             if not changed:
                 break
             for session in changed:
                 held ^= {session.number}
                 if session.number in held:
-                    await line.collector.hold(session.number, False)
+                    await handle.collector.hold(session.number, False)
                 else:
-                    await line.collector.resume(session.number)
-        line.is_up = True
+                    await handle.collector.resume(session.number)
+        handle.is_up = True
         self._loads.put_back(k)
         self._place_waiting()
 
-    async def _send(self, line: CollectorLine) -> None:
+    async def _send(self, handle: CollectorHandle) -> None:
         while True:
-            await line.may_send.wait()
-            await line.flush(self._health.rotation)
+            await handle.may_send.wait()
+            await handle.flush(self._health.rotation)
 
-    async def _flush(self, line: CollectorLine) -> None:
-        if line.is_up:
+    async def _flush(self, handle: CollectorHandle) -> None:
+        if handle.is_up:
             with contextlib.suppress(CollectorLost):  # `_listen` meets the loss, too
-                await line.flush(self._health.rotation)
+                await handle.flush(self._health.rotation)
 
-    async def _listen(self, k: int, line: CollectorLine) -> None:
+    async def _listen(self, k: int, handle: CollectorHandle) -> None:
         while True:
-            news = await line.collector.news(NEWS_WAIT_S, self._gather_s)
-            for facts in news.finished:
-                self._finish(line, facts)
-            for failure in news.failed:
-                self._fail(line, failure)
-            self._loads.add(k, -sum(news.num_done.values()) / line.num_engines)
-            for number, num_done in news.num_done.items():
-                line.open_samples[number] -= num_done
+            events = await handle.collector.poll_events(POLL_WAIT_S, self._gather_s)
+            for facts in events.finished:
+                self._finish(handle, facts)
+            for failure in events.failed:
+                self._fail(handle, failure)
+            self._loads.add(k, -sum(events.num_done.values()) / handle.num_engines)
+            for number, num_done in events.num_done.items():
+                handle.open_samples[number] -= num_done
                 session = self._sessions.get(number)
                 if session is not None:
                     session.note_done(num_done)
-            if line.dropped:
-                line.may_send.set()
+            if handle.dropped:
+                handle.may_send.set()
 
-    def _finish(self, line: CollectorLine, facts: GroupFacts) -> None:
-        group = line.groups.pop(facts.group, None)
+    def _finish(self, handle: CollectorHandle, facts: GroupFacts) -> None:
+        group = handle.groups.pop(facts.group, None)
         if group is not None and not group.future.done():
             self.history.note(group.prompt, facts.response_lens)
             group.future.set_result(samples_of(group, facts))
 
-    def _fail(self, line: CollectorLine, failure: GroupFailure) -> None:
-        group = line.groups.pop(failure.group, None)
+    def _fail(self, handle: CollectorHandle, failure: GroupFailure) -> None:
+        group = handle.groups.pop(failure.group, None)
         if group is not None and not group.future.done():
             kind = RolloutError if failure.may_retry else ValueError
             group.future.set_exception(kind(failure.message))
 
-    def _note_canceled(self, group: OrderedGroup, future: "asyncio.Future[Any]") -> None:
+    def _note_canceled(self, group: PendingGroup, future: "asyncio.Future[Any]") -> None:
         if future.cancelled() and group.lease is not None:
-            self._lines[group.lease.store].cancel(group.lease.group)
+            self._handles[group.lease.store].cancel(group.lease.group)
 
 
 async def _until_one_fails(*works: Coroutine[None, None, None]) -> None:

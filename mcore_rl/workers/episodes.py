@@ -29,9 +29,9 @@ from mcore_rl.config.shipped import shipped_path
 from mcore_rl.data.decoding import Decode
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.rollout.client import RolloutSession
 from mcore_rl.rollout.collector import GroupRequest
 from mcore_rl.rollout.request import EngineAffinity, Request, sample_seed
-from mcore_rl.rollout.session import RolloutSession
 from mcore_rl.types import Sample
 
 

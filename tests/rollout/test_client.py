@@ -16,14 +16,13 @@ from transformers import Qwen3MoeForCausalLM
 from mcore_rl.config import RolloutConfig, ServedModelConfig
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.network import find_free_port
-from mcore_rl.rollout.client import RolloutClient
+from mcore_rl.rollout.client import RolloutClient, RolloutSession
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.scoring import Teacher
 from mcore_rl.rollout.served_models import ServedEndpoint
-from mcore_rl.rollout.session import RolloutSession
 from mcore_rl.rollout.transport import HttpOptions, RolloutError
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.support.engine_keys import KEYS

@@ -10,7 +10,13 @@ from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.config import RolloutConfig
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
-from mcore_rl.rollout.collector import Collector, CollectorNews, GroupRequest, Orders, facts_of
+from mcore_rl.rollout.collector import (
+    Collector,
+    CollectorEvents,
+    GroupRequest,
+    Submission,
+    facts_of,
+)
 from mcore_rl.rollout.engine_health import EngineHealth, Rotation
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import HttpOptions
@@ -40,38 +46,38 @@ class Scene:
         transport = HttpOptions.of(CONFIG, [9], str).open
         client = RolloutClient([self.engine.address], CONFIG, transport, health)
         self.collector = Collector(client, health, self.store)
-        self.run(self.collector.obey(Orders(sessions={0: 8})))
+        self.run(self.collector.submit(Submission(sessions={0: 8})))
 
     def begin(self, *groups: int, num_samples: int = 2) -> None:
         requests = [
             GroupRequest(0, group, Prompt(group, (1, 2), (), "unit", ""), num_samples, SAMPLING)
             for group in groups
         ]
-        self.run(self.collector.obey(Orders(begin=requests)))
+        self.run(self.collector.submit(Submission(begin=requests)))
 
-    def news(self, num_groups: int = 1) -> CollectorNews:
-        """Gather news until that many groups have ended."""
-        all_news = CollectorNews()
-        while len(all_news.finished) + len(all_news.failed) < num_groups:
-            news = self.run(self.collector.news(5.0))
-            all_news.finished += news.finished
-            all_news.failed += news.failed
-            for number, num in news.num_done.items():
-                all_news.num_done[number] = all_news.num_done.get(number, 0) + num
-        return all_news
+    def poll_events(self, num_groups: int = 1) -> CollectorEvents:
+        """Gather events until that many groups have ended."""
+        all_events = CollectorEvents()
+        while len(all_events.finished) + len(all_events.failed) < num_groups:
+            events = self.run(self.collector.poll_events(5.0))
+            all_events.finished += events.finished
+            all_events.failed += events.failed
+            for number, num in events.num_done.items():
+                all_events.num_done[number] = all_events.num_done.get(number, 0) + num
+        return all_events
 
 
 def test_groups_are_kept_and_only_facts_of_them_go_out(loop: EventLoop) -> None:
     scene = Scene(loop)
     scene.begin(5, 6)
-    news = scene.news(2)
-    assert {facts.group for facts in news.finished} == {5, 6} and news.num_done == {0: 4}
-    facts = news.finished[0]
+    events = scene.poll_events(2)
+    assert {facts.group for facts in events.finished} == {5, 6} and events.num_done == {0: 4}
+    facts = events.finished[0]
     assert facts.response_lens == (3, 3) and facts.finish_reasons == ("length", "length")
     assert not facts.has_experts
     samples = scene.store.samples([facts.group] * 2, [0, 1])
     assert facts_of(facts.group, samples) == facts
-    scene.run(scene.collector.obey(Orders(drop=[5])))
+    scene.run(scene.collector.submit(Submission(drop=[5])))
     assert scene.store.num_groups == 1
 
 
@@ -79,12 +85,12 @@ def test_failures_say_whether_another_try_may_help(loop: EventLoop) -> None:
     scene = Scene(loop)
     scene.engine.answer = lambda body: (503, "down")
     scene.begin(5)
-    [failure] = scene.news().failed
+    [failure] = scene.poll_events().failed
     assert failure.may_retry and "HTTP 503: down" in failure.message
     answer = sampled_answer({"sampling_params": {"max_new_tokens": 2}}, 0, weight_versions=[])
     scene.engine.answer = lambda body: (200, answer)
     scene.begin(6)
-    [failure] = scene.news().failed
+    [failure] = scene.poll_events().failed
     assert not failure.may_retry and "do not cover its 2 tokens" in failure.message
     assert scene.store.num_groups == 0
 
@@ -93,48 +99,50 @@ def test_a_canceled_group_leaves_nothing(loop: EventLoop) -> None:
     scene = Scene(loop)
     scene.engine.num_free = 0
     scene.begin(5)
-    scene.run(scene.collector.obey(Orders(cancel=[5, 77])))
+    scene.run(scene.collector.submit(Submission(cancel=[5, 77])))
     scene.engine.resume()
     scene.begin(6)
-    news = scene.news()
-    assert [facts.group for facts in news.finished] == [6]
-    assert news.num_done == {0: 4} and scene.store.num_groups == 1
+    events = scene.poll_events()
+    assert [facts.group for facts in events.finished] == [6]
+    assert events.num_done == {0: 4} and scene.store.num_groups == 1
 
 
 def test_held_requests_wait_for_the_end_of_the_hold(loop: EventLoop) -> None:
     scene = Scene(loop)
     assert scene.run(scene.collector.hold(0, cut_off=True)) == 0
     scene.begin(5)
-    assert scene.run(scene.collector.news(0.2)).finished == [] and not scene.engine.sampled
+    assert scene.run(scene.collector.poll_events(0.2)).finished == [] and not scene.engine.sampled
     scene.run(scene.collector.resume(0))
-    assert len(scene.news().finished) == 1
+    assert len(scene.poll_events().finished) == 1
 
 
 def test_orders_say_which_engines_serve(loop: EventLoop) -> None:
     scene = Scene(loop)
-    scene.run(scene.collector.obey(Orders(rotation=Rotation({scene.engine.url: "it is stale"}))))
+    scene.run(
+        scene.collector.submit(Submission(rotation=Rotation({scene.engine.url: "it is stale"})))
+    )
     scene.begin(5)
-    [failure] = scene.news().failed
+    [failure] = scene.poll_events().failed
     assert "no engine in rotation" in failure.message and "it is stale" in failure.message
-    scene.run(scene.collector.obey(Orders(rotation=Rotation({scene.engine.url: ""}))))
+    scene.run(scene.collector.submit(Submission(rotation=Rotation({scene.engine.url: ""}))))
     scene.begin(6)
-    assert len(scene.news().finished) == 1
+    assert len(scene.poll_events().finished) == 1
     assert scene.run(scene.collector.idle_seconds()) > 0
 
 
 def test_news_are_gathered_while_more_is_to_come(loop: EventLoop) -> None:
     scene = Scene(loop)
     scene.begin(*range(6), num_samples=1)
-    news = scene.run(scene.collector.news(5.0, 5.0))
-    assert len(news.finished) == 6  # all at once, and no later than the last of them
+    events = scene.run(scene.collector.poll_events(5.0, 5.0))
+    assert len(events.finished) == 6  # all at once, and no later than the last of them
 
 
 def test_the_end_of_a_session_cancels_its_groups(loop: EventLoop) -> None:
     scene = Scene(loop)
     scene.engine.num_free = 0
     scene.begin(5)
-    scene.run(scene.collector.obey(Orders(end=[0])))
-    assert scene.run(scene.collector.news(0.1)).num_done == {0: 2}
+    scene.run(scene.collector.submit(Submission(end=[0])))
+    assert scene.run(scene.collector.poll_events(0.1)).num_done == {0: 2}
     scene.run(scene.collector.close())
     scene.engine.resume()
 

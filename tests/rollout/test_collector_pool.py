@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.rollout.collector import CollectorNews
+from mcore_rl.rollout.collector import CollectorEvents
 from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.rollout.transport import RolloutError
 from tests.support.collector_scene import PROMPTS, SAMPLING, CollectorScene
@@ -58,7 +58,7 @@ def test_prompts_with_long_responses_begin_first_and_keep_their_places(loop: Eve
     assert [s.prompt.index for s in samples[::2]] == list(range(6))
     # Groups go to the two collectors in turn, in the order in which they begin.
     assert scene.prompts_of(0) == {4, 0, 5} and scene.prompts_of(1) == {1, 2, 3}
-    again = scene.pool.history.longest_first(PROMPTS)
+    again = scene.pool.history.sort_longest_first(PROMPTS)
     assert again == list(range(6)), "by now all were of one length"
 
 
@@ -87,10 +87,10 @@ def test_a_failed_group_fails_its_call_and_the_next_one_works(loop: EventLoop) -
 def test_a_failure_of_the_pool_fails_all_who_wait(loop: EventLoop) -> None:
     scene = CollectorScene(loop)
 
-    async def lose(wait_s: float, gather_s: float = 0.0) -> CollectorNews:
+    async def lose(wait_s: float, gather_s: float = 0.0) -> CollectorEvents:
         raise ConnectionError("node 7 is gone")
 
-    scene.collectors[1].news = lose  # type: ignore[method-assign]
+    scene.collectors[1].poll_events = lose  # type: ignore[method-assign]
     for _ in range(2):
         with pytest.raises(ConnectionError, match="node 7 is gone"):
             scene.run(scene.pool.generate(PROMPTS, 2, SAMPLING))

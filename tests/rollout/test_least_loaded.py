@@ -2,7 +2,7 @@
 
 import random
 
-from mcore_rl.rollout.least_loaded import LeastLoaded
+from mcore_rl.rollout.collector_pool import LeastLoaded
 
 
 def test_it_is_what_a_look_at_all_loads_finds() -> None:

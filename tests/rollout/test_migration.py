@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
 
+from mcore_rl.rollout.client import Migration, UnderWay, continue_request
 from mcore_rl.rollout.engine_health import EngineLoad
 from mcore_rl.rollout.engine_spec import EngineAddress
-from mcore_rl.rollout.migration import Migration, UnderWay, moved
 from mcore_rl.rollout.request import EngineAffinity, Request
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.support.image_prompts import make_image
@@ -70,22 +70,24 @@ def test_nothing_moves_without_a_gap_or_another_engine() -> None:
 
 def test_requests_that_end_at_texts_stay() -> None:
     migration = Migration(2)
-    first = migration.named(REQUEST)
-    assert first.rid and first.rid != migration.named(REQUEST).rid
-    assert not migration.named(Request(REQUEST.prompt, 0, REQUEST.affinity, stop=("end",))).rid
+    first = migration.name_request(REQUEST)
+    assert first.rid and first.rid != migration.name_request(REQUEST).rid
+    assert not migration.name_request(
+        Request(REQUEST.prompt, 0, REQUEST.affinity, stop=("end",))
+    ).rid
 
 
 def test_requests_with_images_stay() -> None:
     prompt = replace(REQUEST.prompt, images=(make_image("a"),))
-    assert not Migration(2).named(Request(prompt, 0, REQUEST.affinity)).rid
-    assert not Migration(0).named(REQUEST).rid
+    assert not Migration(2).name_request(Request(prompt, 0, REQUEST.affinity)).rid
+    assert not Migration(0).name_request(REQUEST).rid
 
 
 def test_a_moved_request_keeps_what_was_drawn_and_forgets_its_engine() -> None:
     REQUEST.affinity.engine = "busy"
     span = VersionSpan(0, 1, WeightVersion(2))
     begun = Sample(REQUEST.prompt, 0, (8,), (-0.5,), "abort", (span,), "")
-    once = moved(REQUEST, begun)
+    once = continue_request(REQUEST, begun)
     assert once.begun is begun and once.affinity.engine is None
     assert once.affinity.num_requests == 0
-    assert moved(once, None).begun is begun, "the second engine had drawn nothing"
+    assert continue_request(once, None).begun is begun, "the second engine had drawn nothing"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.rollout.pool_session import PoolSession
+from mcore_rl.rollout.collector_pool import PoolSession
 from tests.support.collector_scene import PROMPTS, SAMPLING, CollectorScene
 
 

@@ -8,9 +8,8 @@ import pytest
 from mcore_rl.config import RolloutConfig
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout import client as client_module
-from mcore_rl.rollout.client import RolloutClient
+from mcore_rl.rollout.client import RolloutClient, RolloutSession
 from mcore_rl.rollout.request import Sampling
-from mcore_rl.rollout.session import RolloutSession
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.types import Prompt, Sample
 from tests.support.fake_sglang import FakeSGLang, loop_with_quick_retries

@@ -4,7 +4,7 @@ from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.config import RolloutConfig
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
-from mcore_rl.rollout.collector import Collector, CollectorLost, CollectorNews, Orders
+from mcore_rl.rollout.collector import Collector, CollectorEvents, CollectorLost, Submission
 from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Sampling
@@ -34,15 +34,15 @@ class Losable(Collector):
         for task in list(self._tasks.values()):
             task.cancel()
 
-    async def obey(self, orders: Orders) -> None:
+    async def submit(self, submission: Submission) -> None:
         self._check()
-        await super().obey(orders)
+        await super().submit(submission)
 
-    async def news(self, wait_s: float, gather_s: float = 0.0) -> CollectorNews:
+    async def poll_events(self, wait_s: float, gather_s: float = 0.0) -> CollectorEvents:
         self._check()
-        news = await super().news(wait_s, gather_s)
+        events = await super().poll_events(wait_s, gather_s)
         self._check()
-        return news
+        return events
 
     async def hold(self, session: int, cut_off: bool) -> int:
         self._check()

@@ -8,7 +8,7 @@ from typing import Any, cast
 from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.config import Config
 from mcore_rl.rollout.client import RolloutClient
-from mcore_rl.rollout.collector import Collector, CollectorLost, CollectorNews, Orders
+from mcore_rl.rollout.collector import Collector, CollectorEvents, CollectorLost, Submission
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.request import Request, Sampling
@@ -124,11 +124,11 @@ class SimulatedCollector:
             self._lost.exception()  # seen: nobody may be calling
             self._loop.create_task(self._collector.close(), context=self._context.copy())
 
-    async def obey(self, orders: Orders) -> None:
-        await self._call(self._collector.obey(orders))
+    async def submit(self, submission: Submission) -> None:
+        await self._call(self._collector.submit(submission))
 
-    async def news(self, wait_s: float, gather_s: float) -> CollectorNews:
-        return await self._call(self._collector.news(wait_s, gather_s))
+    async def poll_events(self, wait_s: float, gather_s: float) -> CollectorEvents:
+        return await self._call(self._collector.poll_events(wait_s, gather_s))
 
     async def hold(self, session: int, cut_off: bool) -> int:
         return await self._call(self._collector.hold(session, cut_off))

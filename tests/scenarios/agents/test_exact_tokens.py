@@ -17,12 +17,11 @@ from mcore_rl.agents.recorder import EpisodeLimits
 from mcore_rl.batches.batch import make_train_batch, split_by_lens
 from mcore_rl.batches.episodes import sample_of_episode
 from mcore_rl.config import RolloutConfig
-from mcore_rl.rollout.client import RolloutClient
+from mcore_rl.rollout.client import RolloutClient, RolloutSession
 from mcore_rl.rollout.collector import GroupRequest
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.request import Sampling
-from mcore_rl.rollout.session import RolloutSession
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.types import Prompt, Sample, TrainBatch
 from mcore_rl.workers.episodes import turn_sampler

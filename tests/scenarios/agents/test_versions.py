@@ -21,12 +21,11 @@ from mcore_rl.agents.chat.chat_format import ChatFormat
 from mcore_rl.agents.messages import ChatRequest, EndReason, Message
 from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder
 from mcore_rl.config import RolloutConfig
-from mcore_rl.rollout.client import RolloutClient
+from mcore_rl.rollout.client import RolloutClient, RolloutSession
 from mcore_rl.rollout.collector import GroupRequest
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.request import RoutedExpertsShape, Sampling
-from mcore_rl.rollout.session import RolloutSession
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.types import Prompt, Row
 from mcore_rl.weight_sync.controller.engine_control import LOADER, EngineControl

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.rollout.collector_line import CollectorLine, OrderedGroup
-from mcore_rl.rollout.pool_session import PoolSession
+from mcore_rl.rollout.collector_handle import CollectorHandle, PendingGroup
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.types import GroupLease, StoredSample
 from tests.support.collector_scene import PROMPTS, SAMPLING, CollectorScene
@@ -91,13 +90,12 @@ def test_a_line_whose_collector_is_lost_holds_everything_and_keeps_its_counts(
     scene = CollectorScene(loop)
     scene.engines[0].num_free = 0
     [collector, _] = scene.collectors
-    line = CollectorLine(collector, num_engines=1)
+    line = CollectorHandle(collector, num_engines=1)
 
     async def cut_off_and_lose() -> list[int]:
         line.open(7, 4)
         future = asyncio.get_running_loop().create_future()
-        session = PoolSession(scene.pool, 7, 4, lambda: None)
-        group = OrderedGroup(session, PROMPTS[0], 2, SAMPLING, future)
+        group = PendingGroup(7, PROMPTS[0], 2, SAMPLING, future)
         line.begin(group, GroupLease(0, 0))
         assert line.open_samples[7] == 2
         await line.flush(scene.health.rotation)

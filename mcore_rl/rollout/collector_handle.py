@@ -1,4 +1,4 @@
-"""One collector as the pool sees it: the orders that wait for it and the groups that it samples."""
+"""One collector as the pool sees it: what waits to be submitted, and the groups that it samples."""
 
 import asyncio
 from collections import Counter, deque
@@ -10,19 +10,22 @@ from mcore_rl.rollout.collector import (
     CollectorLost,
     GroupFacts,
     GroupRequest,
-    Orders,
+    Submission,
 )
 from mcore_rl.rollout.engine_health import Rotation
-from mcore_rl.rollout.pool_session import PoolSession
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.types import GroupLease, Prompt, StoredSample
 
 
 @dataclass(eq=False)
-class OrderedGroup:
-    """A group that was ordered and is not there yet; `lease` is where it will be kept."""
+class PendingGroup:
+    """A group whose samples are not there yet.
 
-    session: PoolSession
+    session   number of the PoolSession that asked for the group
+    lease     where the group will be kept; None until a collector has it
+    """
+
+    session: int
     prompt: Prompt
     num_samples: int
     sampling: Sampling
@@ -30,10 +33,10 @@ class OrderedGroup:
     lease: GroupLease | None = None
 
 
-class CollectorLine:
-    """Gives orders to a collector, one after the other, and keeps account of its groups.
+class CollectorHandle:
+    """Submits to a collector, one thing after the other, and keeps account of its groups.
 
-    Orders are sent by `flush`; those that come up meanwhile go out together.
+    `flush` submits what came up since the last submission, all of it together.
     """
 
     def __init__(self, collector: CollectorCalls, num_engines: int) -> None:
@@ -53,11 +56,11 @@ class CollectorLine:
         """True if it never comes back."""
 
     def forget(self) -> None:
-        """Drop all orders and groups: the collector that they were for is gone."""
+        """Drop all groups and what waits: the collector that they were for is gone."""
         self.is_up = False
-        self.groups: dict[int, OrderedGroup] = {}
+        self.groups: dict[int, PendingGroup] = {}
         self.open_samples: Counter[int] = Counter()
-        """Samples that were ordered and are not done, by session."""
+        """Samples that were asked for and are not done, by session."""
         self._sessions: dict[int, int] = {}
         self._begin: list[GroupRequest] = []
         self._cancel: list[int] = []
@@ -79,39 +82,38 @@ class CollectorLine:
         self._end.append(session)
         self.may_send.set()
 
-    def begin(self, group: OrderedGroup, lease: GroupLease) -> None:
-        """Order the samples of a group."""
-        session = group.session.number
+    def begin(self, group: PendingGroup, lease: GroupLease) -> None:
+        """Have a group sampled, to be kept as `lease`."""
         group.lease = lease
         self.groups[lease.group] = group
-        self.open_samples[session] += group.num_samples
+        self.open_samples[group.session] += group.num_samples
         request = GroupRequest(
-            session, lease.group, group.prompt, group.num_samples, group.sampling
+            group.session, lease.group, group.prompt, group.num_samples, group.sampling
         )
         self._begin.append(request)
         self.may_send.set()
 
     def cancel(self, number: int) -> None:
-        """Have a group not finished; one that is not open is left alone."""
+        """Cancel a group; one that is not open is left alone."""
         if self.groups.pop(number, None) is not None:
             self._cancel.append(number)
             self.may_send.set()
 
     async def flush(self, rotation: Rotation) -> None:
-        """Send what waits, and `rotation` if it has changed."""
+        """Submit what waits, and `rotation` if it has changed."""
         async with self._lock:
             self.may_send.clear()
             dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
-            news_of_engines = None if rotation == self._known else rotation
-            orders = Orders(
-                self._sessions, news_of_engines, self._begin, self._cancel, dropped, self._end
+            changed = None if rotation == self._known else rotation
+            submission = Submission(
+                self._sessions, changed, self._begin, self._cancel, dropped, self._end
             )
             self._known = rotation
             self._sessions = {}
             self._begin = []
             self._cancel = []
             self._end = []
-            await self.collector.obey(orders)
+            await self.collector.submit(submission)
 
     async def hold(self, session: int, cut_off: bool) -> int:
         """Hold a session here; return the responses that were cut off here so far.
@@ -137,7 +139,7 @@ class CollectorLine:
         return None
 
 
-def samples_of(group: OrderedGroup, facts: GroupFacts) -> list[StoredSample]:
+def samples_of(group: PendingGroup, facts: GroupFacts) -> list[StoredSample]:
     """Return the samples of a group that its collector keeps."""
     rows = list(zip(facts.response_lens, facts.finish_reasons, facts.versions, strict=True))
     episode_rows = facts.episode_rows or ((),) * len(rows)
