@@ -108,7 +108,7 @@ class ConversationError(ValueError):
     """No answer can follow these messages; the text says why, for whoever wrote them."""
 
 
-class EpisodeEnded(Exception):
+class EpisodeEndedError(Exception):
     """The policy says nothing more in this episode; `reason` is why it is over."""
 
     def __init__(self, reason: EndReason, detail: str = "") -> None:

@@ -17,7 +17,7 @@ from mcore_rl.agents.messages import (
     Completion,
     ConversationError,
     EndReason,
-    EpisodeEnded,
+    EpisodeEndedError,
     Message,
     Tool,
     fingerprints,
@@ -119,7 +119,7 @@ class EpisodeRecorder:
         self._call_ids: list[str] = []
 
     async def complete(self, request: ChatRequest) -> Completion:
-        """Sample the next answer. Raises EpisodeEnded if the episode is over or has no room.
+        """Sample the next answer. Raises EpisodeEndedError if the episode is over or has no room.
 
         ConversationError: no message asks for an answer, or the template refuses them.
         """
@@ -128,9 +128,9 @@ class EpisodeRecorder:
                 "the last message must not be the assistant's: nothing asks for more"
             )
         if self.end is not None:
-            raise EpisodeEnded(self.end)
+            raise EpisodeEndedError(self.end)
         if self.num_requests >= self.limits.max_turns:
-            raise EpisodeEnded(EndReason.MAX_TURNS, f"{self.num_requests} answers")
+            raise EpisodeEndedError(EndReason.MAX_TURNS, f"{self.num_requests} answers")
         self._refuse_sampled_marks()
         place = self._find(request)
         place, prefix_ids, context_ids = self._context(place, request)
@@ -138,7 +138,9 @@ class EpisodeRecorder:
         room = self.limits.max_tokens - len(prefix_ids) - len(context_ids)
         if room < 1:
             used = len(prefix_ids) + len(context_ids)
-            raise EpisodeEnded(EndReason.MAX_TOKENS, f"{used} of {self.limits.max_tokens} tokens")
+            raise EpisodeEndedError(
+                EndReason.MAX_TOKENS, f"{used} of {self.limits.max_tokens} tokens"
+            )
         longest = min(room, self.limits.max_turn_len, request.max_tokens or room)
         number = self.num_requests
         self.num_requests += 1
@@ -152,7 +154,7 @@ class EpisodeRecorder:
             sample.response_ids, request.tools, sample.finish_reason, self._call_ids
         )
         if self.end is not None:
-            raise EpisodeEnded(self.end, "it ended while the answer was sampled")
+            raise EpisodeEndedError(self.end, "it ended while the answer was sampled")
         turn = self._add(request, place, context_ids, images, experts_start, sample, answer)
         return Completion(
             turn=turn.number,
@@ -169,7 +171,7 @@ class EpisodeRecorder:
         Raises ValueError for a turn that is not there.
         """
         if self.end is not None:
-            raise EpisodeEnded(self.end, "it takes no more rewards")
+            raise EpisodeEndedError(self.end, "it takes no more rewards")
         if turn is None:
             self.reward += reward
         elif not 0 <= turn < len(self.tree.turns):
@@ -190,14 +192,16 @@ class EpisodeRecorder:
         )
 
     def _refuse_sampled_marks(self) -> None:
-        """Raise EpisodeEnded if the policy has said a token that marks images.
+        """Raise EpisodeEndedError if the policy has said a token that marks images.
 
         In the ids of a later request it would be a piece or the beginning of an image.
         """
         if self.image_marks and any(
             not self.image_marks.isdisjoint(turn.token_ids) for turn in self.tree.turns
         ):
-            raise EpisodeEnded(EndReason.PARSE_ERROR, "the policy said a token that marks images")
+            raise EpisodeEndedError(
+                EndReason.PARSE_ERROR, "the policy said a token that marks images"
+            )
 
     def _find(self, request: ChatRequest) -> RowPlace:
         """Return the turn whose conversation is the longest beginning of the request's."""

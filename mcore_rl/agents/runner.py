@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mcore_rl.agents.environments.adapters import is_program
-from mcore_rl.agents.environments.environment import EnvironmentLost, EpisodeError, Step
+from mcore_rl.agents.environments.environment import EnvironmentLostError, EpisodeError, Step
 from mcore_rl.agents.environments.pool import EnvironmentPool, OpenEpisode, task_fields
 from mcore_rl.agents.gateway import Gateway
 from mcore_rl.agents.images import MessageImages, SeeingFormat, Sight, prompt_messages
@@ -22,7 +22,7 @@ from mcore_rl.agents.messages import (
     ChatRequest,
     Completion,
     EndReason,
-    EpisodeEnded,
+    EpisodeEndedError,
     EpisodeTask,
     Message,
 )
@@ -43,8 +43,8 @@ TOLD_BY_ENVIRONMENTS = tuple(str(reason) for reason in EndReason if reason not i
 
 
 @dataclass(frozen=True)
-class PlayOptions:
-    """How episodes are played.
+class RunnerOptions:
+    """How episodes are run.
 
     deadline_s      for a whole episode, from its reset on: waiting for a place does not count
     max_bad_calls   answers in a row whose tool calls cannot be executed, before the episode ends
@@ -82,7 +82,7 @@ class WatchedEngines:
             raise
 
 
-class EpisodePlayer:
+class EpisodeRunner:
     """Plays episodes of one environment; many at once, on one event loop."""
 
     def __init__(
@@ -92,11 +92,11 @@ class EpisodePlayer:
         chat_format: Format,
         parser: Parser,
         decode: Callable[[Sequence[int]], str],
-        options: PlayOptions,
+        options: RunnerOptions,
         gateway: Gateway | None = None,
         sight: Sight | None = None,
     ) -> None:
-        """`gateway`: where programs reach the policy; only needed if programs play.
+        """`gateway`: where programs reach the policy; only needed if programs run episodes.
 
         `sight`: None for a model that sees text alone.
         """
@@ -109,7 +109,7 @@ class EpisodePlayer:
         self._gateway = gateway
         self._is_program = is_program(kind)
 
-    async def play(self, prompt: Prompt, index: int, seed: int, sample_turn: SampleTurn) -> Sample:
+    async def run(self, prompt: Prompt, index: int, seed: int, sample_turn: SampleTurn) -> Sample:
         """Play one episode of a prompt and return it as sample number `index`.
 
         An environment that is lost is tried once more, from the beginning. Whatever goes wrong in
@@ -126,11 +126,11 @@ class EpisodePlayer:
         )
         try:
             recorder, outcome = await self._try(task, prompt, sample_turn)
-        except EnvironmentLost as lost:
+        except EnvironmentLostError as lost:
             _log.warning("%s; the episode begins again", lost)
             try:
                 recorder, outcome = await self._try(task, prompt, sample_turn)
-            except EnvironmentLost as again:
+            except EnvironmentLostError as again:
                 recorder = self._recorder(sample_turn, {})
                 outcome = Ending(EndReason.ENV_ERROR, str(again))
         episode = recorder.finish(outcome.end, outcome.detail)
@@ -148,7 +148,7 @@ class EpisodePlayer:
                 outcome = await self._run_program(task, recorder)
             else:
                 outcome = await self._talk(task, recorder, images)
-        except EnvironmentLost:
+        except EnvironmentLostError:
             raise
         except EpisodeError as error:
             outcome = Ending(EndReason.ENV_ERROR, str(error))
@@ -218,7 +218,7 @@ class Talk:
         self,
         episode: OpenEpisode,
         recorder: EpisodeRecorder,
-        options: PlayOptions,
+        options: RunnerOptions,
         images: MessageImages,
     ) -> None:
         self._images = images
@@ -239,7 +239,7 @@ class Talk:
                 completion = await self._recorder.complete(
                     ChatRequest(tuple(messages), self._tools)
                 )
-            except EpisodeEnded as ended:
+            except EpisodeEndedError as ended:
                 return Ending(ended.reason, str(ended), self.metrics)
             answer = completion.answer
             messages.append(answer.message)

@@ -48,7 +48,7 @@ def columns_of(batch: StoredBatch) -> dict[str, str]:
 
 
 def all_tokens(lens_N: tuple[int, ...]) -> Tensor:
-    """Return the indices of all tokens of a micro-batch; plays OwnTokens."""
+    """Return the indices of all tokens of a micro-batch; implements OwnTokens."""
     return torch.arange(sum(lens_N))
 
 

@@ -72,7 +72,7 @@ class RankError(RuntimeError):
     """Ranks raised, died or did not answer in time; the message is for the user."""
 
 
-class RankDied(RankError):
+class RankDiedError(RankError):
     """The processes of the ranks with the numbers `ranks` are gone."""
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
@@ -182,7 +182,7 @@ class Answers:
     def _result(self) -> list[Any]:
         if self._died:
             lines = [_death_message(rank, cause, self._method) for rank, cause in self._died]
-            raise RankDied("\n".join(lines), [rank.index for rank, _ in self._died])
+            raise RankDiedError("\n".join(lines), [rank.index for rank, _ in self._died])
         if self._raised:
             raise RankError("\n".join([_exception_message(self._raised), *self._stopped_ranks()]))
         if self._pending:

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.batches.step_parts import home_of
-from mcore_rl.cluster.answers import RankDied, RankError
+from mcore_rl.cluster.answers import RankDiedError, RankError
 from mcore_rl.cluster.group import IndependentRanks
 from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.cluster.stores import StoreHandles, share_array
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.process_state import RestartBudget
-from mcore_rl.rollout.collector import CollectorEvents, CollectorLost, Submission
+from mcore_rl.rollout.collector import CollectorEvents, CollectorLostError, Submission
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.served_models import ServedEndpoint
 from mcore_rl.types import Sample, StoredBatch, StoredSample, TokenWork
@@ -102,7 +102,7 @@ class CollectorGroup:
         return [self._home.count(k) for k in range(len(self._nodes))]
 
     def calls(self) -> list["RemoteCollector"]:
-        """Return the collectors; they play rollout.collector.CollectorCalls."""
+        """Return the collectors, each as rollout.collector.CollectorCalls."""
         return [RemoteCollector(self, k) for k in range(len(self._nodes))]
 
     def first_of_nodes(self) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class CollectorGroup:
     async def call(
         self, k: int, method: str, *args: object, deadline_s: float | None = None
     ) -> Any:
-        """Return the answer of one collector. Raises RankDied if its process is gone."""
+        """Return the answer of one collector. Raises RankDiedError if its process is gone."""
         if deadline_s is None:
             deadline_s = self._limits.call_timeout_s
         return await self._group.call_one_async(k, method, *args, deadline_s=deadline_s)
@@ -205,7 +205,7 @@ class CollectorGroup:
         try:
             deadline_s = self._limits.score_timeout_s
             return await self.call(store, method, *args, deadline_s=deadline_s)
-        except RankDied as error:
+        except RankDiedError as error:
             return SamplesLost(str(error), [store])
         except SamplesLost as lost:
             return lost
@@ -232,7 +232,7 @@ class CollectorGroup:
 
 
 class RemoteCollector:
-    """One collector; plays rollout.collector.CollectorCalls."""
+    """One collector; implements rollout.collector.CollectorCalls."""
 
     def __init__(self, group: CollectorGroup, number: int) -> None:
         self._group = group
@@ -257,14 +257,14 @@ class RemoteCollector:
     async def restart(self, first_group: int) -> bool:
         try:
             return await self._group.restart(self._number, first_group)
-        except RankDied as error:
-            raise CollectorLost(str(error)) from None
+        except RankDiedError as error:
+            raise CollectorLostError(str(error)) from None
 
     async def _call(self, method: str, *args: object, deadline_s: float | None = None) -> Any:
         try:
             return await self._group.call(self._number, method, *args, deadline_s=deadline_s)
-        except RankDied as error:
-            raise CollectorLost(str(error)) from None
+        except RankDiedError as error:
+            raise CollectorLostError(str(error)) from None
 
 
 def _by_store(

@@ -11,7 +11,7 @@ from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mcore_rl.cluster.answers import Answers, RankDied
+from mcore_rl.cluster.answers import Answers, RankDiedError
 from mcore_rl.cluster.group import WATCH_INTERVAL_S, WATCHED_CALLS, IndependentRanks
 from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.config import ServedModelConfig
@@ -137,7 +137,7 @@ class EngineGroup:
         )
         for engine in engines:
             states = [answers[rank] for rank in servers[engine]]
-            died = [state for state in states if isinstance(state, RankDied)]
+            died = [state for state in states if isinstance(state, RankDiedError)]
             if died:
                 self._lose(engine, servers[engine], died[0])
             else:
@@ -146,7 +146,7 @@ class EngineGroup:
                 self._restarts[engine] = RestartCounts(fewest, state.restarts)
                 self.health.note([state])
 
-    def _lose(self, engine: int, servers: Sequence[int], error: RankDied) -> None:
+    def _lose(self, engine: int, servers: Sequence[int], error: RankDiedError) -> None:
         """Go on without an engine. Raises `error` if too few would be left."""
         self._lost.add(engine)
         self._group.kill_ranks(servers)

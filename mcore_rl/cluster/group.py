@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mcore_rl.cluster.answers import GRACE_S, Answers, Rank, RankDied, RankError
+from mcore_rl.cluster.answers import GRACE_S, Answers, Rank, RankDiedError, RankError
 from mcore_rl.cluster.environment import compare_environments
 from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.cluster.rank_actor import RankActor
@@ -359,14 +359,15 @@ class IndependentRanks(RankGroup):
     async def wait_for_process(self, rank: int, deadline_s: float) -> None:
         """Return once Ray has a process again for a rank that died.
 
-        Calls that come earlier may go to the dead one. Raises RankDied if there is none in time.
+        Calls that come earlier may go to the dead one. Raises RankDiedError if there is none in
+        time.
         """
         until_s = time.monotonic() + deadline_s
         while True:
             ref = self._actors[rank].pid.remote()
             try:
                 await Answers("start-up", [ref], [self.ranks[rank]], deadline_s).wait_async()
-            except RankDied:
+            except RankDiedError:
                 if time.monotonic() > until_s:
                     raise
                 await asyncio.sleep(_POLL_S)
@@ -376,7 +377,7 @@ class IndependentRanks(RankGroup):
     async def gather_living(
         self, ranks: Sequence[int], method: str, *args: object, deadline_s: float
     ) -> dict[int, Any]:
-        """Make a call on some ranks; return answers by rank, a RankDied for one that is dead.
+        """Make a call on some ranks; return answers by rank, a RankDiedError for one that is dead.
 
         Raises RankError if a rank raises or does not answer in time.
         """
@@ -388,7 +389,7 @@ class IndependentRanks(RankGroup):
         results: dict[int, Any] = {}
         waiting = await asyncio.gather(*answers, return_exceptions=True)
         for rank, result in zip(ranks, waiting, strict=True):
-            if isinstance(result, RankDied):
+            if isinstance(result, RankDiedError):
                 results[rank] = result
             elif isinstance(result, BaseException):
                 raise result
@@ -405,7 +406,7 @@ class IndependentRanks(RankGroup):
         """Make a call on some ranks; those that died meanwhile are left out. Raises RankError."""
         refs = [self._actors[rank].call.remote(deadline_s, method) for rank in ranks]
         for rank, ref in zip(ranks, refs, strict=True):
-            with contextlib.suppress(RankDied):
+            with contextlib.suppress(RankDiedError):
                 Answers(method, [ref], [self.ranks[rank]], deadline_s).wait()
 
     def _fail(self, error: BaseException) -> None:

@@ -121,7 +121,7 @@ def start_keeper(root: Path) -> Any:
 
 
 class CarriedStorage:
-    """A run folder that lies on the controller's node alone; plays train.storage.Storage.
+    """A run folder that lies on the controller's node alone; implements train.storage.Storage.
 
     Files here are named as they are there.
     """

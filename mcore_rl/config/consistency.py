@@ -18,7 +18,7 @@ def check_quantization(rollout: RolloutConfig, model: ModelConfig) -> None:
 
 
 def check_agents(agents: AgentsConfig, rollout: RolloutConfig) -> None:
-    """Raise ValueError if episodes cannot be played as the recipe says."""
+    """Raise ValueError if episodes cannot run as the recipe says."""
     if agents.max_turn_len > rollout.max_response_len:
         raise ValueError(
             f"agents.max_turn_len={agents.max_turn_len} exceeds rollout.max_response_len="

@@ -97,12 +97,12 @@ class CollectorEvents:
     num_done: dict[int, int] = field(default_factory=dict)
 
 
-class CollectorLost(RuntimeError):
+class CollectorLostError(RuntimeError):
     """A collector's process is gone, and its samples with it; the message names it."""
 
 
 class CollectorCalls(Protocol):
-    """A collector, on any node; see Collector. Its calls may raise CollectorLost."""
+    """A collector, on any node; see Collector. Its calls may raise CollectorLostError."""
 
     async def submit(self, submission: Submission) -> None: ...
 
@@ -115,7 +115,7 @@ class CollectorCalls(Protocol):
     async def idle_seconds(self) -> float: ...
 
     async def restart(self, first_group: int) -> bool:
-        """Build the collector anew after a CollectorLost; return False if it is gone for good.
+        """Build the collector anew after a CollectorLostError; return False if it is gone for good.
 
         Its groups with numbers below `first_group` are lost.
         """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mcore_rl.rollout.collector import (
     CollectorCalls,
-    CollectorLost,
+    CollectorLostError,
     GroupFacts,
     GroupRequest,
     Submission,
@@ -121,20 +121,22 @@ class CollectorHandle:
         A collector that is lost holds everything.
         """
         if self.is_up:
-            with suppress(CollectorLost):  # the pool's own calls meet the loss and deal with it
+            with suppress(
+                CollectorLostError
+            ):  # the pool's own calls meet the loss and deal with it
                 self._cut_offs[session] = await self.collector.hold(session, cut_off)
         return self._lost_cut_offs[session] + self._cut_offs.get(session, 0)
 
     async def resume(self, session: int) -> None:
         """Resume a session here; one that returns from a loss learns it then."""
         if self.is_up:
-            with suppress(CollectorLost):
+            with suppress(CollectorLostError):
                 await self.collector.resume(session)
 
     async def idle_seconds(self) -> float | None:
         """Return the seconds without a request so far; None if the collector is lost."""
         if self.is_up:
-            with suppress(CollectorLost):
+            with suppress(CollectorLostError):
                 return await self.collector.idle_seconds()
         return None
 

@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Any
 from weakref import finalize
 
-from mcore_rl.rollout.collector import CollectorCalls, CollectorLost, GroupFacts, GroupFailure
+from mcore_rl.rollout.collector import CollectorCalls, CollectorLostError, GroupFacts, GroupFailure
 from mcore_rl.rollout.collector_handle import CollectorHandle, PendingGroup, samples_of
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Sampling
@@ -313,10 +313,10 @@ class CollectorPool:
                     await _until_one_fails(self._send(handle), self._listen(k, handle))
                 else:
                     await self._return(k, handle)
-            except CollectorLost as lost:
+            except CollectorLostError as lost:
                 self._lose(k, handle, lost)
 
-    def _lose(self, k: int, handle: CollectorHandle, lost: CollectorLost) -> None:
+    def _lose(self, k: int, handle: CollectorHandle, lost: CollectorLostError) -> None:
         """Begin the groups of a lost collector again, on those that are up or come back."""
         groups = [group for group in handle.groups.values() if not group.future.done()]
         _log.warning("%s; %d prompts that it was sampling begin again", lost, len(groups))
@@ -367,7 +367,7 @@ class CollectorPool:
 
     async def _flush(self, handle: CollectorHandle) -> None:
         if handle.is_up:
-            with contextlib.suppress(CollectorLost):  # `_listen` meets the loss, too
+            with contextlib.suppress(CollectorLostError):  # `_listen` meets the loss, too
                 await handle.flush(self._health.rotation)
 
     async def _listen(self, k: int, handle: CollectorHandle) -> None:

@@ -142,7 +142,7 @@ class ServedRequestError(RuntimeError):
     """A request to a served model failed for good; the message names role and server."""
 
 
-class _Transient(Exception):
+class _TransientError(Exception):
     """A failure worth another try."""
 
 
@@ -204,7 +204,7 @@ class ServedClient:
         while True:
             try:
                 return await self._post(session, path, body)
-            except (aiohttp.ClientError, _Transient) as failure:
+            except (aiohttp.ClientError, _TransientError) as failure:
                 reasons.append(describe_error(failure))
             if self._throttle.is_due():
                 _log.info(
@@ -228,7 +228,7 @@ class ServedClient:
         finally:
             self._in_flight[engine.url] -= 1
         if response.status == 429 or response.status >= 500:
-            raise _Transient(f"{engine}: HTTP {response.status}: {text[:_SHOWN_CHARS]}")
+            raise _TransientError(f"{engine}: HTTP {response.status}: {text[:_SHOWN_CHARS]}")
         where = f"{self._endpoint.role}, {engine}"
         if response.status != 200:
             raise ServedRequestError(f"{where}: HTTP {response.status}: {text[:_SHOWN_CHARS]}")
@@ -238,11 +238,11 @@ class ServedClient:
             raise ServedRequestError(f"{where}: no JSON ({error}): {text[:_SHOWN_CHARS]}") from None
 
     def _pick(self) -> EngineAddress:
-        """Return the serving engine with the fewest requests; raises _Transient if none serves."""
+        """Return the serving engine with the fewest requests; raise _TransientError without one."""
         health = self._endpoint.health
         engines = self._endpoint.engines
         serving = [engine for engine in engines if not health.why_out(engine.url)]
         if not serving:
             reasons = "; ".join(f"{engine}: {health.why_out(engine.url)}" for engine in engines)
-            raise _Transient(f"no engine serves: {reasons}")
+            raise _TransientError(f"no engine serves: {reasons}")
         return min(serving, key=lambda engine: self._in_flight[engine.url])

@@ -1,4 +1,4 @@
-"""`mcore-rl agent run`: plays episodes of a recipe with an engine of its own, and prints them."""
+"""`mcore-rl agent run`: runs episodes of a recipe with an engine of its own, and prints them."""
 
 import json
 from collections.abc import Mapping, Sequence

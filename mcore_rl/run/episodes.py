@@ -1,4 +1,4 @@
-"""Says how a recipe's episodes are played, and refuses those that cannot be, before a run."""
+"""Says how a recipe's episodes run, and refuses those that cannot, before a run."""
 
 import json
 import logging

@@ -23,7 +23,7 @@ from mcore_rl.agents.gateway import (
 from mcore_rl.agents.images import ImageLimits, Sight
 from mcore_rl.agents.messages import keep_last_answers
 from mcore_rl.agents.recorder import EpisodeLimits, SampleTurn, TurnRequest
-from mcore_rl.agents.runner import EpisodePlayer, PlayOptions
+from mcore_rl.agents.runner import EpisodeRunner, RunnerOptions
 from mcore_rl.config import AgentsConfig
 from mcore_rl.config.shipped import shipped_path
 from mcore_rl.data.decoding import Decode
@@ -138,13 +138,13 @@ class EpisodeSampler:
             )
         limits = EpisodeLimits(spec.agents.max_turns, spec.max_turn_len, spec.max_tokens)
         history = spec.agents.history
-        options = PlayOptions(
+        options = RunnerOptions(
             limits,
             spec.agents.deadline_s,
             spec.agents.max_bad_calls,
             None if history < 0 else partial(keep_last_answers, number=history),
         )
-        self._player = EpisodePlayer(
+        self._runner = EpisodeRunner(
             spec.agents.environment,
             self._pool,
             chat_format,
@@ -170,14 +170,14 @@ class EpisodeSampler:
         await self._pool.close()
 
     async def sample_group(self, session: RolloutSession, request: GroupRequest) -> list[Sample]:
-        """Play the episodes of a prompt; plays rollout.collector.SampleGroup."""
-        works = (self._play(session, request, index) for index in range(request.num_samples))
+        """Run the episodes of a prompt; implements rollout.collector.SampleGroup."""
+        works = (self._run(session, request, index) for index in range(request.num_samples))
         return await session.gather(list(works))
 
-    async def _play(self, session: RolloutSession, request: GroupRequest, index: int) -> Sample:
+    async def _run(self, session: RolloutSession, request: GroupRequest, index: int) -> Sample:
         seed = sample_seed(request.sampling.seed or 0, request.prompt.index, index)
         answer = turn_sampler(session, request, index)
-        return await self._player.play(request.prompt, index, seed, answer)
+        return await self._runner.run(request.prompt, index, seed, answer)
 
 
 def turn_sampler(session: RolloutSession, request: GroupRequest, index: int) -> SampleTurn:

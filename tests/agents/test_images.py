@@ -18,7 +18,7 @@ from mcore_rl.agents.images import (
     image_parts,
     prompt_messages,
 )
-from mcore_rl.agents.messages import ChatRequest, EndReason, EpisodeEnded, Message
+from mcore_rl.agents.messages import ChatRequest, EndReason, EpisodeEndedError, Message
 from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.tasks.shapes import TOOL, ZOOM_CHAT_TEMPLATE, zoom_vocabulary
@@ -166,7 +166,7 @@ def test_a_policy_that_says_a_mark_says_nothing_more(sight: Sight, mark: str) ->
     scene = Scene(sight, [f"red {mark}", "blue"])
     question = said("user", 0, "what is at 1 2 ?")
     answer = scene.ask(question)
-    with pytest.raises(EpisodeEnded, match="parse_error: the policy said a token that marks"):
+    with pytest.raises(EpisodeEndedError, match="parse_error: the policy said a token that marks"):
         scene.ask(question, answer, said("user", "what ?"))
     [row] = scene.recorder.finish(EndReason.PARSE_ERROR).rows
     assert len(row.images) == 1 and row.num_trained == 3

@@ -14,7 +14,7 @@ from mcore_rl.agents.messages import (
     Completion,
     ConversationError,
     EndReason,
-    EpisodeEnded,
+    EpisodeEndedError,
     Message,
 )
 from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder
@@ -156,11 +156,11 @@ def test_limits_end_the_episode() -> None:
     assert len(first.token_ids) == 3 and first.finish_reason == "length"
     scene.ask(user("go"), first.answer.message, user("on"), max_tokens=1)
     assert len(scene.policy.answers[1]) == 1
-    with pytest.raises(EpisodeEnded) as ended:
+    with pytest.raises(EpisodeEndedError) as ended:
         scene.ask(user("go"))
     assert ended.value.reason is EndReason.MAX_TURNS
     short = Scene("qwen3", ["x"], EpisodeLimits(9, 9, 3))
-    with pytest.raises(EpisodeEnded) as ended:
+    with pytest.raises(EpisodeEndedError) as ended:
         short.ask(user("go"))
     assert ended.value.reason is EndReason.MAX_TOKENS
     assert not short.policy.asked
@@ -175,7 +175,7 @@ def test_rewards_are_of_turns_and_of_the_episode() -> None:
         scene.recorder.add_reward(1.0, 1)
     episode = scene.recorder.finish(EndReason.DONE)
     assert episode.reward == 2.5 and episode.turns[0].reward == 0.5
-    with pytest.raises(EpisodeEnded):
+    with pytest.raises(EpisodeEndedError):
         scene.recorder.add_reward(1.0)
-    with pytest.raises(EpisodeEnded):
+    with pytest.raises(EpisodeEndedError):
         scene.ask(user("go"))

@@ -20,7 +20,7 @@ from mcore_rl.agents.messages import (
     keep_last_answers,
 )
 from mcore_rl.agents.recorder import EpisodeLimits, Parser, TurnRequest
-from mcore_rl.agents.runner import EpisodePlayer, PlayOptions
+from mcore_rl.agents.runner import EpisodeRunner, RunnerOptions
 from mcore_rl.types import Prompt, Sample
 from tests.agents.environments import episodes
 from tests.support.chat_templates import make_tokenizer, stop_ids
@@ -73,16 +73,16 @@ def play(
     encode = partial(TOKENIZER.encode, add_special_tokens=False)
     policy = StandInPolicy(texts, encode, stop_ids("qwen3")[0])
     chat = ChatFormat(TOKENIZER, stop_ids("qwen3"), reasoning="template", template_options={})
-    play_options = PlayOptions(limits, deadline_s, 2, compaction)
+    runner_options = RunnerOptions(limits, deadline_s, 2, compaction)
 
     async def run() -> Sample:
         pool = EnvironmentPool(EnvironmentOptions(kind=kind, workers=1, **options))
         bounds = GatewayOptions(admission=AdmissionOptions(max_requests))
         async with pool, Gateway(lambda token: decode([token]), bounds) as gateway:
             parsed = parser or PlainParser(decode)
-            player = EpisodePlayer(kind, pool, chat, parsed, decode, play_options, gateway)
+            runner = EpisodeRunner(kind, pool, chat, parsed, decode, runner_options, gateway)
             engines = FailingEngines(policy, num_answers, answer_s)
-            return await player.play(prompt, 3, 11, engines)
+            return await runner.run(prompt, 3, 11, engines)
 
     return asyncio.run(run()), policy
 
@@ -137,17 +137,17 @@ def test_a_wait_for_a_place_does_not_count_towards_the_deadline() -> None:
     """Four episodes of a second each in one place, each with a deadline of 2.5 s."""
     encode = partial(TOKENIZER.encode, add_special_tokens=False)
     chat = ChatFormat(TOKENIZER, stop_ids("qwen3"), reasoning="template", template_options={})
-    options = PlayOptions(ROOMY, 2.5, 2)
+    options = RunnerOptions(ROOMY, 2.5, 2)
 
     async def run() -> list[Sample]:
         async with EnvironmentPool(
             EnvironmentOptions(kind=COUNTDOWN, workers=1, episodes_per_worker=1)
         ) as pool:
-            player = EpisodePlayer(COUNTDOWN, pool, chat, PlainParser(decode), decode, options)
+            runner = EpisodeRunner(COUNTDOWN, pool, chat, PlainParser(decode), decode, options)
             policies = [
                 StandInPolicy(["SLEEP 1", "go"], encode, stop_ids("qwen3")[0]) for _ in range(4)
             ]
-            plays = (player.play(PROMPT, i, i, policy) for i, policy in enumerate(policies))
+            plays = (runner.run(PROMPT, i, i, policy) for i, policy in enumerate(policies))
             return await asyncio.gather(*plays)
 
     assert [sample.finish_reason for sample in asyncio.run(run())] == ["done"] * 4

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mcore_rl.cluster.answers import RankDied, RankError
+from mcore_rl.cluster.answers import RankDiedError, RankError
 from mcore_rl.cluster.group import IndependentRanks
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
@@ -47,7 +47,7 @@ def test_the_others_answer_when_one_died_and_it_can_be_built_anew(tmp_path: Path
         assert died_during(group, [0, 1, 2], 1, []) == {0: 11, 1: 21, 2: 31}
         answers = died_during(group, [0, 1, 2], 1, [group.pids()[1]])
         assert (answers[0], answers[2]) == (11, 31)
-        assert isinstance(answers[1], RankDied) and answers[1].ranks == (1,)
+        assert isinstance(answers[1], RankDiedError) and answers[1].ranks == (1,)
         assert str(answers[1]).startswith("adder rank 1 died")
         group.call_living([0, 1, 2], "close", deadline_s=60.0)
         asyncio.run(group.build_one(1, Adder, (40,), 60.0))
@@ -58,4 +58,4 @@ def test_the_others_answer_when_one_died_and_it_can_be_built_anew(tmp_path: Path
         killed = psutil.Process(group.pids()[2])
         group.kill_ranks([2])
         psutil.wait_procs([killed], timeout=20)  # Ray kills a moment later
-        assert isinstance(died_during(group, [2], 1, [])[2], RankDied)
+        assert isinstance(died_during(group, [2], 1, [])[2], RankDiedError)

@@ -90,5 +90,7 @@ def test_while_no_engine_serves_a_request_waits_until_its_time_is_up(loop: Event
     to.health.note([EngineState(engine.url, restarts=1, healthy=False)])
     (error,) = post(loop, to, {})
     assert isinstance(error, ServedRequestError)
-    assert "judge.request_timeout_s=0.2 is over; last: _Transient: no engine serves" in str(error)
+    assert "judge.request_timeout_s=0.2 is over; last: _TransientError: no engine serves" in str(
+        error
+    )
     assert engine.calls == []

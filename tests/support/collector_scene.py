@@ -4,7 +4,7 @@ from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.config import RolloutConfig
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
-from mcore_rl.rollout.collector import Collector, CollectorEvents, CollectorLost, Submission
+from mcore_rl.rollout.collector import Collector, CollectorEvents, CollectorLostError, Submission
 from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Sampling
@@ -64,7 +64,7 @@ class Losable(Collector):
 
     def _check(self) -> None:
         if self.is_dead:
-            raise CollectorLost("collector rank died (killed)")
+            raise CollectorLostError("collector rank died (killed)")
 
 
 class CollectorScene:

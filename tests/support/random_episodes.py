@@ -16,7 +16,7 @@ from mcore_rl.agents.messages import (
     Answer,
     ChatRequest,
     EndReason,
-    EpisodeEnded,
+    EpisodeEndedError,
     Message,
     Tool,
     keep_last_answers,
@@ -130,7 +130,7 @@ class RandomEpisode:
             kind, request = self._request(number)
             try:
                 completion = await self.recorder.complete(request)
-            except EpisodeEnded:
+            except EpisodeEndedError:
                 break
             except ValueError:  # the template refuses it, before anything is sampled
                 self.did["refused"] += 1

@@ -135,7 +135,7 @@ ADAPTERS: Mapping[str, Adapter] = {
 
 
 def is_program(kind: str) -> bool:
-    """Return whether programs play the episodes of a kind: EnvironmentPool.run, not open."""
+    """Return whether programs run the episodes of a kind: EnvironmentPool.run, not open."""
     return kind in ADAPTERS and ADAPTERS[kind].is_program
 
 

@@ -1,6 +1,6 @@
 """Runs any program that talks with a model at OPENAI_BASE_URL or ANTHROPIC_BASE_URL as an episode.
 
-The program gets the task in its working folder, plays the episode against the gateway whose address
+The program gets the task in its working folder, runs the episode against the gateway whose address
 the task has, and ends. Its exit status, and a command that scores what it left, make the result.
 
 Keeps the beginning and the end of a program's output.
@@ -63,7 +63,7 @@ _DETAIL_LEN = 2000
 
 @dataclass(frozen=True)
 class CommandOptions:
-    """Which program plays an episode, and who scores it.
+    """Which program runs an episode, and who scores it.
 
     command        program and arguments; in each, {prompt} is the text of the task's last message
                    and {folder} the working folder
@@ -118,7 +118,7 @@ class _Ended:
 
 
 class CommandEpisode:
-    """One episode, played by one process group."""
+    """One episode, run by one process group."""
 
     def __init__(self, options: CommandOptions) -> None:
         self._options = options

@@ -20,7 +20,7 @@ from mcore_rl.agents.environments.environment import (
     text_of,
 )
 
-if TYPE_CHECKING:  # its interpreter may lack Pillow until an episode is played
+if TYPE_CHECKING:  # its interpreter may lack Pillow until an episode runs
     from PIL import Image
 
 CALL = re.compile(r"\bcrop\b\W*(\d+)\W+(\d+)\W+(\d+)\W+(\d+)")

@@ -20,15 +20,15 @@ class EpisodeError(RuntimeError):
     """The environment of an episode gives no answer; the episode is over."""
 
 
-class EnvironmentLost(EpisodeError):
+class EnvironmentLostError(EpisodeError):
     """The worker of an episode died or hangs. The episode may be tried again in another worker."""
 
 
-class EnvironmentFailed(EpisodeError):
+class EnvironmentFailedError(EpisodeError):
     """The environment raised an error; the text has the end of its traceback."""
 
 
-class EnvironmentTimeout(EnvironmentFailed):
+class EnvironmentTimeoutError(EnvironmentFailedError):
     """The environment did not answer in time, while its worker did."""
 
 
@@ -120,7 +120,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program that played a whole episode by itself ended.
+    """How a program that ran a whole episode by itself ended.
 
     reward      None: the program gave none, and no command scored it
     end_reason  a value of agents.messages.EndReason
@@ -141,7 +141,7 @@ class ToolUnavailableError(RuntimeError):
 
 
 class ProgramEpisode(Protocol):
-    """An episode that a program plays by itself, against a base URL instead of messages."""
+    """An episode that a program runs by itself, against a base URL instead of messages."""
 
     async def run(self, task: Mapping[str, Any], deadline_s: float) -> ProgramResult:
         """Play the episode in at most `deadline_s` seconds; leave no process if canceled."""

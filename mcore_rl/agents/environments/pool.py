@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 class EnvironmentPool:
     """Hosts the episodes of one environment. Use it on one event loop, as `async with`.
 
-    Each error of an episode is an EpisodeError: EnvironmentLost, EnvironmentFailed or
-    EnvironmentTimeout. They cost no other episode, except that those of a lost worker are lost.
+    Each error of an episode is an EpisodeError: EnvironmentLostError, EnvironmentFailedError or
+    EnvironmentTimeoutError. It costs no other episode, unless a worker is lost with all of its own.
     """
 
     def __init__(self, options: EnvironmentOptions) -> None:
@@ -78,7 +78,7 @@ class EnvironmentPool:
         return episode
 
     async def run(self, task: EpisodeTask | Mapping[str, Any]) -> ProgramResult:
-        """Have a program play the episode of a task; a canceled run ends the program.
+        """Have a program run the episode of a task; a canceled run ends the program.
 
         Raises an EpisodeError if the worker is lost or the adapter itself fails.
         """

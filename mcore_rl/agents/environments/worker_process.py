@@ -21,9 +21,9 @@ from typing import Any
 
 import mcore_rl
 from mcore_rl.agents.environments.environment import (
-    EnvironmentFailed,
-    EnvironmentLost,
-    EnvironmentTimeout,
+    EnvironmentFailedError,
+    EnvironmentLostError,
+    EnvironmentTimeoutError,
 )
 from mcore_rl.agents.environments.keeper import OVER_MEMORY_STATUS
 from mcore_rl.agents.environments.wire import encode, read_frame
@@ -45,7 +45,7 @@ class EnvironmentOptions:
     place_timeout_s      for an episode to wait until a worker takes it
     reset_timeout_s, step_timeout_s, close_timeout_s
                          for one call of an environment
-    run_timeout_s        for a program that plays a whole episode
+    run_timeout_s        for a program that runs a whole episode
     variables            environment variables of the workers, besides those of this process
     log_folder           where the output of each worker goes; empty: a temporary folder
     """
@@ -231,8 +231,8 @@ class WorkerProcess:
     async def start(self, folder: Path, on_lost: Callable[[], None]) -> None:
         """Start the process and have it load the environment's class.
 
-        Raises EnvironmentFailed if it cannot, EnvironmentLost if it dies or takes too long.
-        `on_lost` is called when the worker is gone.
+        Raises EnvironmentFailedError if it cannot, EnvironmentLostError if it dies or takes too
+        long. `on_lost` is called when the worker is gone.
         """
         ours, theirs = socket.socketpair()
         alive_fd, self._alive_fd = os.pipe()
@@ -241,7 +241,7 @@ class WorkerProcess:
         except OSError as error:
             ours.close()
             self._let_go()
-            raise EnvironmentFailed(
+            raise EnvironmentFailedError(
                 f"{self._options.python or sys.executable} cannot be started as {self.name} of "
                 f"environment {self._kind}: {error}"
             ) from error
@@ -263,9 +263,9 @@ class WorkerProcess:
     ) -> Any:
         """Have the worker carry out `verb` and return the value of its reply.
 
-        `what` says what for, such as "step of task 3". Raises EnvironmentFailed with the error of
-        the environment, EnvironmentTimeout if the worker goes on without it, EnvironmentLost if the
-        worker died or hangs, ValueError if a field is not JSON.
+        `what` says what for, such as "step of task 3". Raises EnvironmentFailedError with the error
+        of the environment, EnvironmentTimeoutError if the worker goes on without it,
+        EnvironmentLostError if the worker died or hangs, ValueError if a field is not JSON.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -273,9 +273,9 @@ class WorkerProcess:
         except TimeoutError as error:
             late = f"{self._who(what)} took more than {timeout_s:g} s ({verb}_timeout_s)"
             await self._give_up((fields or {}).get("episode"), late)
-            raise EnvironmentTimeout(f"{late}; its log is {self.log_path}") from error
+            raise EnvironmentTimeoutError(f"{late}; its log is {self.log_path}") from error
         if problem := reply.get("error"):
-            raise EnvironmentFailed(
+            raise EnvironmentFailedError(
                 f"{self._who(what)} failed: {problem['kind']}: {problem['text']}\n"
                 f"{problem.get('traceback', '')}"
             )
@@ -283,7 +283,7 @@ class WorkerProcess:
 
     async def abandon(self, episode: int) -> None:
         """Give up an episode whose caller does not wait for its call any more."""
-        with contextlib.suppress(EnvironmentLost):
+        with contextlib.suppress(EnvironmentLostError):
             await self._give_up(episode, f"{self.name} of environment {self._kind}, abandoning")
 
     async def stop(self) -> None:
@@ -303,7 +303,7 @@ class WorkerProcess:
 
     async def _exchange(self, verb: str, what: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         if self.lost:
-            raise EnvironmentLost(f"{self._who(what)}: {self.lost}")
+            raise EnvironmentLostError(f"{self._who(what)}: {self.lost}")
         number = next(self._calls)
         frame = encode({"call": number, "do": verb, **fields})
         self._replies[number] = asyncio.get_running_loop().create_future()
@@ -315,7 +315,7 @@ class WorkerProcess:
         finally:
             del self._replies[number]
         if lost := reply.get("lost"):
-            raise EnvironmentLost(f"{self._who(what)}: {lost}")
+            raise EnvironmentLostError(f"{self._who(what)}: {lost}")
         return reply
 
     async def _give_up(self, episode: int | None, late: str) -> None:
@@ -326,7 +326,7 @@ class WorkerProcess:
         except TimeoutError as error:
             self.lost = f"{late}, and the worker does not answer any more: it was killed"
             await self._end()
-            raise EnvironmentLost(f"{self.lost}{self._log_tail()}") from error
+            raise EnvironmentLostError(f"{self.lost}{self._log_tail()}") from error
         self.retires = self.retires or bool(reply["value"])
 
     async def _read(self, on_lost: Callable[[], None]) -> None:

@@ -2,7 +2,7 @@
 
 from mcore_rl.agents.gateway.admission import AdmissionOptions, FreeKv, GatewayOptions
 from mcore_rl.agents.gateway.gateway import Gateway, rare_collections
-from mcore_rl.agents.gateway.sessions import EpisodeChat, Overloaded, Session
+from mcore_rl.agents.gateway.sessions import EpisodeChat, OverloadedError, Session
 
 __all__ = [
     "AdmissionOptions",
@@ -10,7 +10,7 @@ __all__ = [
     "FreeKv",
     "Gateway",
     "GatewayOptions",
-    "Overloaded",
+    "OverloadedError",
     "Session",
     "rare_collections",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rl.agents.gateway.sessions import Overloaded
+from mcore_rl.agents.gateway.sessions import OverloadedError
 from mcore_rl.process.clock import now_s
 from mcore_rl.process.network import is_loopback
 
@@ -52,17 +52,17 @@ class Admission:
         self.num_running = 0
 
     def check(self) -> None:
-        """Raise Overloaded if a new request is not to be taken now."""
+        """Raise OverloadedError if a new request is not to be taken now."""
         options = self._options
         if options.max_requests and self.num_running >= options.max_requests:
-            raise Overloaded(options.retry_after_s)
+            raise OverloadedError(options.retry_after_s)
         free = self._free_kv() if options.min_free_kv else None
         # Whatever the engines say, one request goes on: they may count what nobody uses any more.
         if free is not None and free < options.min_free_kv and self.num_running:
-            raise Overloaded(options.retry_after_s)
+            raise OverloadedError(options.retry_after_s)
 
     async def enter(self) -> None:
-        """Wait until a new request may be taken; raise Overloaded if that takes too long.
+        """Wait until a new request may be taken; raise OverloadedError if that takes too long.
 
         The caller must `begin` its generation before it awaits anything else.
         """
@@ -70,7 +70,7 @@ class Admission:
         while True:
             try:
                 return self.check()
-            except Overloaded:
+            except OverloadedError:
                 if now_s() >= until_s:
                     raise
             await asyncio.sleep(_POLL_S)

@@ -10,7 +10,7 @@ from mcore_rl.agents.gateway import api
 from mcore_rl.agents.gateway.api import (
     Answered,
     ApiError,
-    BadRequest,
+    BadRequestError,
     Body,
     Call,
     Memory,
@@ -215,7 +215,7 @@ def read_messages(body: Body, memory: Memory) -> tuple[Message, ...]:
         messages.append({"role": "system", "content": system})
     given = required(body, "messages", list)
     if not given:
-        raise BadRequest("messages", "must not be empty")
+        raise BadRequestError("messages", "must not be empty")
     for place, message in objects(given, "messages"):
         role = required(message, "role", str, f"{place}.")
         content = message.get("content")

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import orjson
 
-from mcore_rl.agents.messages import ChatRequest, Completion, EpisodeEnded, Message
+from mcore_rl.agents.messages import ChatRequest, Completion, EpisodeEndedError, Message
 from mcore_rl.types.stops import MOST_STOP_LEN, MOST_STOPS
 
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -50,7 +50,7 @@ class ApiError(Exception):
         self.headers = headers or {}
 
 
-class BadRequest(ValueError):
+class BadRequestError(ValueError):
     """A request that is malformed, or asks for something the gateway does not do."""
 
     def __init__(self, param: str, message: str, code: str = "invalid_value") -> None:
@@ -58,12 +58,14 @@ class BadRequest(ValueError):
         self.error = ApiError(400, code, f"{param}: {message}", param)
 
 
-def unsupported(param: str, remedy: str) -> BadRequest:
+def unsupported(param: str, remedy: str) -> BadRequestError:
     """Return the refusal of a field that this gateway does not support."""
-    return BadRequest(param, f"the gateway does not support it; {remedy}", "unsupported_parameter")
+    return BadRequestError(
+        param, f"the gateway does not support it; {remedy}", "unsupported_parameter"
+    )
 
 
-def episode_over(ended: EpisodeEnded) -> ApiError:
+def episode_over(ended: EpisodeEndedError) -> ApiError:
     """Return the error for a request to an episode that is over.
 
     Its status is 400, because no SDK and no agent sends such a request again.
@@ -119,7 +121,7 @@ def optional(body: Body, name: str, kind: type[T], where: str = "") -> T | None:
     if value is None:
         return None
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise BadRequest(where + name, f"must be {_NAMES[kind]}, not {_short(value)}")
+        raise BadRequestError(where + name, f"must be {_NAMES[kind]}, not {_short(value)}")
     return value
 
 
@@ -127,7 +129,7 @@ def required(body: Body, name: str, kind: type[T], where: str = "") -> T:
     """Return a field that must be there."""
     value = optional(body, name, kind, where)
     if value is None:
-        raise BadRequest(where + name, "is missing", "missing_required_parameter")
+        raise BadRequestError(where + name, "is missing", "missing_required_parameter")
     return value
 
 
@@ -136,7 +138,7 @@ def objects(values: Sequence[Any] | None, where: str) -> Iterable[tuple[str, Bod
     for number, value in enumerate(values or ()):
         place = f"{where}[{number}]"
         if not isinstance(value, dict):
-            raise BadRequest(place, f"must be an object, not {_short(value)}")
+            raise BadRequestError(place, f"must be an object, not {_short(value)}")
         yield place, value
 
 
@@ -146,7 +148,7 @@ def max_tokens(body: Body, *names: str) -> int | None:
         value = optional(body, name, int)
         if value is not None:
             if value < 1:
-                raise BadRequest(name, f"must be at least 1, not {value}")
+                raise BadRequestError(name, f"must be at least 1, not {value}")
             return value
     return None
 
@@ -156,17 +158,17 @@ def stop_texts(body: Body, name: str) -> tuple[str, ...]:
     value = body.get(name)
     texts = [value] if isinstance(value, str) else value if value is not None else []
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise BadRequest(name, "must be a text or a list of texts, none of them empty")
+        raise BadRequestError(name, "must be a text or a list of texts, none of them empty")
     if len(texts) > MOST_STOPS:
-        raise BadRequest(name, f"has {len(texts)} texts, at most {MOST_STOPS}")
+        raise BadRequestError(name, f"has {len(texts)} texts, at most {MOST_STOPS}")
     longest = max(map(len, texts), default=0)
     if longest > MOST_STOP_LEN:
-        raise BadRequest(name, f"has a text of {longest} characters, at most {MOST_STOP_LEN}")
+        raise BadRequestError(name, f"has a text of {longest} characters, at most {MOST_STOP_LEN}")
     return tuple(texts)
 
 
 def refuse(body: Body, remedies: Mapping[str, str]) -> None:
-    """Raise BadRequest if one of these fields is set to anything but null, false, 0 or empty."""
+    """Raise BadRequestError if one of these fields is set, unless to null, false, 0 or empty."""
     for name, remedy in remedies.items():
         if body.get(name):
             raise unsupported(name, remedy)
@@ -195,7 +197,7 @@ def joined_text(content: Any, where: str, kinds: frozenset[str]) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadRequest(where, f"must be a string or a list of parts, not {_short(content)}")
+        raise BadRequestError(where, f"must be a string or a list of parts, not {_short(content)}")
     return "".join(part_text(part, place, kinds) for place, part in objects(content, where))
 
 
@@ -273,7 +275,7 @@ class Api(Protocol):
     """Sent on a stream while the policy generates."""
 
     def read(self, body: Body, memory: Memory) -> Call:
-        """Return the call of a request's body; raises BadRequest."""
+        """Return the call of a request's body; raises BadRequestError."""
         ...
 
     def answer(self, call: Call, answered: Answered) -> dict[str, Any]:

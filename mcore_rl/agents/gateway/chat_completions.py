@@ -10,7 +10,7 @@ from mcore_rl.agents.gateway import api
 from mcore_rl.agents.gateway.api import (
     Answered,
     ApiError,
-    BadRequest,
+    BadRequestError,
     Body,
     Call,
     DecodeToken,
@@ -219,7 +219,7 @@ def read_tools(tools: list[Any] | None) -> tuple[Tool, ...]:
 
 def read_messages(messages: list[Any], memory: Memory) -> tuple[Message, ...]:
     if not messages:
-        raise BadRequest("messages", "must not be empty")
+        raise BadRequestError("messages", "must not be empty")
     return tuple(
         _read_message(message, place, memory) for place, message in objects(messages, "messages")
     )

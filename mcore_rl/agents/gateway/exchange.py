@@ -15,7 +15,7 @@ from mcore_rl.agents.gateway.api import (
     Answered,
     Api,
     ApiError,
-    BadRequest,
+    BadRequestError,
     Body,
     Call,
     episode_over,
@@ -25,11 +25,11 @@ from mcore_rl.agents.gateway.sessions import (
     Attempt,
     Mark,
     OpenSession,
-    Overloaded,
+    OverloadedError,
     Rendered,
     read_mark,
 )
-from mcore_rl.agents.messages import Completion, ConversationError, EndReason, EpisodeEnded
+from mcore_rl.agents.messages import Completion, ConversationError, EndReason, EpisodeEndedError
 from mcore_rl.process.clock import now_s
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Exchange:
         self._admission = admission
 
     async def run(self, request: web.Request, api: Api, opened: OpenSession) -> web.StreamResponse:
-        """Answer a request; ApiError and BadRequest say why there is no answer."""
+        """Answer a request; ApiError and BadRequestError say why there is no answer."""
         data = await read_bytes(request, self._options.body_s)
         call = api.read(parse_object(data), opened.memory)
         _log_ignored(opened, call)
@@ -65,11 +65,11 @@ class Exchange:
         """Return once a generation may begin, for a client that is still there."""
         try:
             await self._admission.enter()
-        except Overloaded as busy:
+        except OverloadedError as busy:
             opened.num_refused += 1
             raise overloaded(busy.retry_after_s) from busy
         if opened.is_closed:
-            raise episode_over(EpisodeEnded(EndReason.ABORTED, "the session was closed"))
+            raise episode_over(EpisodeEndedError(EndReason.ABORTED, "the session was closed"))
         if not is_connected():
             # Its retry, which may be here already, is a request of its own.
             raise ApiError(408, "client_gone", "the client left before its turn came")
@@ -158,13 +158,13 @@ class Exchange:
 async def _complete(opened: OpenSession, call: Call) -> Completion:
     try:
         return await opened.chat.complete(call.request)
-    except EpisodeEnded as ended:
+    except EpisodeEndedError as ended:
         raise episode_over(ended) from ended
-    except Overloaded as busy:
+    except OverloadedError as busy:
         opened.num_refused += 1
         raise overloaded(busy.retry_after_s) from busy
     except ConversationError as error:
-        raise BadRequest("messages", str(error), "invalid_messages").error from error
+        raise BadRequestError("messages", str(error), "invalid_messages").error from error
     except Exception as error:  # the boundary to the policy: the client is told, the log has it all
         _log.exception("session %d: the policy gave no answer", opened.number)
         message = f"the policy gave no answer: {type(error).__name__}; the log says more"
@@ -174,7 +174,7 @@ async def _complete(opened: OpenSession, call: Call) -> Completion:
 def _rendered(attempt: Attempt) -> Rendered:
     """Return the answer of an attempt that is done, or raise its error."""
     if attempt.task.cancelled():
-        raise episode_over(EpisodeEnded(EndReason.ABORTED, "the session was closed"))
+        raise episode_over(EpisodeEndedError(EndReason.ABORTED, "the session was closed"))
     return attempt.task.result()
 
 
@@ -230,15 +230,15 @@ async def read_bytes(request: web.Request, timeout_s: float) -> bytes:
         message = f"the gateway waited {timeout_s:g} s for the body of the client's request"
         raise ApiError(408, "timeout", message) from None
     except web.RequestPayloadError as error:
-        raise BadRequest("body", f"cannot be read: {error}") from error
+        raise BadRequestError("body", f"cannot be read: {error}") from error
 
 
 def parse_object(data: bytes) -> Body:
-    """Return a body of JSON, which must be an object; raises BadRequest."""
+    """Return a body of JSON, which must be an object; raises BadRequestError."""
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise BadRequest("body", f"is no JSON: {error}", "invalid_json") from None
+        raise BadRequestError("body", f"is no JSON: {error}", "invalid_json") from None
     if not isinstance(body, dict):
-        raise BadRequest("body", f"must be an object of JSON, not {type(body).__name__}")
+        raise BadRequestError("body", f"must be an object of JSON, not {type(body).__name__}")
     return body

@@ -25,7 +25,7 @@ from mcore_rl.agents.gateway.anthropic_messages import AnthropicMessages
 from mcore_rl.agents.gateway.api import (
     Api,
     ApiError,
-    BadRequest,
+    BadRequestError,
     Body,
     DecodeToken,
     anthropic_error,
@@ -37,7 +37,7 @@ from mcore_rl.agents.gateway.chat_completions import ChatCompletions
 from mcore_rl.agents.gateway.exchange import Exchange, parse_object, read_bytes
 from mcore_rl.agents.gateway.responses import Responses
 from mcore_rl.agents.gateway.sessions import EpisodeChat, OpenSession, Session, SessionTable
-from mcore_rl.agents.messages import ChatRequest, ConversationError, EpisodeEnded
+from mcore_rl.agents.messages import ChatRequest, ConversationError, EpisodeEndedError
 from mcore_rl.process.network import url_of
 
 _SINCE = "2025-01-01T00:00:00Z"
@@ -72,10 +72,10 @@ def read_reward(body: Body) -> tuple[float, int | None]:
     """Return a reward, and the number of the turn that it is for; None: for the episode."""
     value = body.get("reward")
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise BadRequest("reward", "must be a finite number")
+        raise BadRequestError("reward", "must be a finite number")
     turn = optional(body, "turn", int)
     if turn is not None and turn < 0:
-        raise BadRequest("turn", f"is {turn}; turns are counted from 0")
+        raise BadRequestError("turn", f"is {turn}; turns are counted from 0")
     return float(value), turn
 
 
@@ -83,10 +83,10 @@ def add_reward(chat: EpisodeChat, reward: float, turn: int | None) -> None:
     """Give a reward to the recorder; the client is told if it refuses the turn."""
     try:
         chat.add_reward(reward, turn)
-    except EpisodeEnded as ended:
+    except EpisodeEndedError as ended:
         raise episode_over(ended) from ended
     except ValueError as error:
-        raise BadRequest("turn", str(error)) from error
+        raise BadRequestError("turn", str(error)) from error
 
 
 _THRESHOLDS = (2_000, 5, 2_000)
@@ -245,7 +245,7 @@ class Gateway:
         try:
             num_tokens = self._count_tokens(call.request)
         except ConversationError as error:
-            raise BadRequest("messages", str(error), "invalid_messages") from error
+            raise BadRequestError("messages", str(error), "invalid_messages") from error
         return _json({"input_tokens": num_tokens})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -273,7 +273,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         return await handler(request)
     except ApiError as error:
         found = error
-    except BadRequest as error:
+    except BadRequestError as error:
         found = error.error
     except web.HTTPRequestEntityTooLarge:
         found = ApiError(413, "request_too_large", "the request's body is too large")

@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from mcore_rl.agents.gateway.api import BadRequest
+from mcore_rl.agents.gateway.api import BadRequestError
 from mcore_rl.agents.messages import Message, Tool
 from mcore_rl.process.server_keys import read_call_arguments
 
@@ -75,8 +75,8 @@ def arguments_object(arguments: str) -> dict[str, Any]:
 def read_arguments(place: str, call_id: str, given: Any, known: Mapping[str, str]) -> str:
     """Return the text of a call's arguments in a client's history; none at all are `{}`.
 
-    Templates read an object. BadRequest: they are no object of JSON, and the policy did not write
-    them, either.
+    Templates read an object. Raises BadRequestError if the arguments are no object of JSON, and the
+    policy did not write them, either.
 
     given, known   as exact_arguments takes them; `given` may also be None
     """
@@ -87,7 +87,7 @@ def read_arguments(place: str, call_id: str, given: Any, known: Mapping[str, str
     try:
         return read_call_arguments(given)
     except ValueError as error:
-        raise BadRequest(place, str(error)) from None
+        raise BadRequestError(place, str(error)) from None
 
 
 def exact_arguments(call_id: str, given: Any, known: Mapping[str, str]) -> str:

@@ -16,7 +16,7 @@ from mcore_rl.agents.gateway import api
 from mcore_rl.agents.gateway.api import (
     Answered,
     ApiError,
-    BadRequest,
+    BadRequestError,
     Body,
     Call,
     Memory,
@@ -82,7 +82,7 @@ def read_input(body: Body, memory: Memory) -> tuple[Message, ...]:
     previous = optional(body, "previous_response_id", str)
     if previous is not None:
         if previous not in memory.responses:
-            raise BadRequest(
+            raise BadRequestError(
                 "previous_response_id",
                 f"this session has stored no response {previous[:64]!r}; send the whole input",
                 "previous_response_not_found",
@@ -97,7 +97,7 @@ def _read_items(given: Any, memory: Memory) -> tuple[Message, ...]:
     if isinstance(given, str):
         return ({"role": "user", "content": given},)
     if not isinstance(given, list) or not given:
-        raise BadRequest("input", "must be a text or a list of items that is not empty")
+        raise BadRequestError("input", "must be a text or a list of items that is not empty")
     joiner = _Joiner(memory)
     for place, item in objects(given, "input"):
         joiner.add(item, place)
@@ -190,7 +190,7 @@ def _reasoning(item: Body, place: str) -> str:
         try:
             return base64.b64decode(hidden.removeprefix(_SEAL), validate=True).decode()
         except (binascii.Error, UnicodeDecodeError):
-            raise BadRequest(f"{place}.encrypted_content", "is not what we gave") from None
+            raise BadRequestError(f"{place}.encrypted_content", "is not what we gave") from None
     return joined_text(item.get("summary"), f"{place}.summary", _REASONING)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from mcore_rl.agents.gateway.api import ApiError, BadRequest, Memory
+from mcore_rl.agents.gateway.api import ApiError, BadRequestError, Memory
 from mcore_rl.agents.messages import ChatRequest, Completion
 from mcore_rl.process.clock import now_s
 
@@ -94,7 +94,7 @@ class Attempts:
     def claim(self, mark: Mark, is_connected: Callable[[], bool]) -> Attempt | None:
         """Return the attempt that a request retries, for its client to wait on; None: a new one.
 
-        BadRequest: the Idempotency-Key belongs to a request that says something else.
+        BadRequestError: the Idempotency-Key belongs to a request that says something else.
         """
         self._forget_old()
         attempt = self._by_key(mark) if mark.idempotency_key else self._retried(mark)
@@ -119,7 +119,7 @@ class Attempts:
         for attempt in self._kept:
             if attempt.mark.idempotency_key == mark.idempotency_key:
                 if attempt.mark.fingerprint != mark.fingerprint:
-                    raise BadRequest(
+                    raise BadRequestError(
                         "Idempotency-Key", "belongs to another request; use a new key for each"
                     )
                 return attempt
@@ -152,13 +152,13 @@ def read_mark(headers: Mapping[str, str], fingerprint: bytes) -> Mark:
     """Return the mark of a request by its headers."""
     key = headers.get("Idempotency-Key", "")
     if len(key) > _KEY_LEN:
-        raise BadRequest("Idempotency-Key", f"has {len(key)} characters, at most {_KEY_LEN}")
+        raise BadRequestError("Idempotency-Key", f"has {len(key)} characters, at most {_KEY_LEN}")
     retries = headers.get("x-stainless-retry-count", "0")
     is_retry = retries.isascii() and retries.isdigit() and int(retries[:9]) > 0
     return Mark(fingerprint, key, is_retry)
 
 
-class Overloaded(Exception):
+class OverloadedError(Exception):
     """The policy takes no further request now; the client may ask again after `retry_after_s`."""
 
     def __init__(self, retry_after_s: float) -> None:
@@ -170,13 +170,13 @@ class EpisodeChat(Protocol):
     """Records one episode. All calls come on the gateway's event loop."""
 
     async def complete(self, request: ChatRequest) -> Completion:
-        """Sample the policy's next message; raises EpisodeEnded or Overloaded."""
+        """Sample the policy's next message; raises EpisodeEndedError or OverloadedError."""
         ...
 
     def add_reward(self, reward: float, turn: int | None) -> None:
         """Add to the reward of a turn, or of the episode if `turn` is None.
 
-        ValueError: the episode has no such turn. EpisodeEnded: it takes no more rewards.
+        ValueError: the episode has no such turn. EpisodeEndedError: it takes no more rewards.
         """
         ...
 

@@ -89,7 +89,7 @@ HEAD_SILENCE_S = 30.0
 """How long Ray's head may be silent before a node that lost its own Ray gives the job up."""
 
 
-class Unready(RuntimeError):
+class NodesMissingError(RuntimeError):
     """The job's nodes did not come together; the message names the one that is missing."""
 
 
@@ -116,7 +116,7 @@ def run_node(job: Job) -> int:
             if job.rank == 0:
                 return _lead(job, facts, rendezvous, stops, temp_dir)
             return _follow(job, facts, rendezvous, stops, temp_dir)
-        except Unready as error:
+        except NodesMissingError as error:
             rendezvous.note(job.rank, Note(FAILED, str(error)))
             print(f"mcore-rl: {error}", file=sys.stderr)
             return 1
@@ -171,7 +171,8 @@ def _lead(
 def _nodes_come(job: Job, rendezvous: Rendezvous, ray: RayProcesses, stops: StopSignals) -> bool:
     """Wait until all nodes are in Ray; return False if the job is asked to stop before.
 
-    Raises Unready naming the nodes that are missing after the timeout, and what is known of them.
+    Raises NodesMissingError naming the nodes that are missing after the timeout, and what is known
+    of them.
     """
     until = time.monotonic() + job.timeout_s
     joined = JoinedNodes(ray.head_address, job.num_nodes, job.folder)
@@ -182,9 +183,9 @@ def _nodes_come(job: Job, rendezvous: Rendezvous, ray: RayProcesses, stops: Stop
             _check_ray(job.name, ray)
             for rank in range(1, job.num_nodes):
                 if (note := rendezvous.note_of(rank)) and note.phase == FAILED:
-                    raise Unready(f"node {job.names[rank]}: {note.text}")
+                    raise NodesMissingError(f"node {job.names[rank]}: {note.text}")
             if time.monotonic() > until:
-                raise Unready(_missing(job, rendezvous, names))
+                raise NodesMissingError(_missing(job, rendezvous, names))
             time.sleep(POLL_S)
     finally:
         joined.end()
@@ -269,7 +270,7 @@ def _follow(
         return 0
     address = rendezvous.head_address()
     if address is None:
-        raise Unready(
+        raise NodesMissingError(
             f"node {job.name} waited {job.timeout_s:g} s for node {head} to start Ray: it wrote"
             f" nothing to {job.folder}. Is the node up, and is the folder shared?"
         )
@@ -319,7 +320,7 @@ def _answers(address: str) -> bool:
 
 def _check_ray(name: str, ray: RayProcesses) -> None:
     if (status := ray.exit_status()) is not None:
-        raise Unready(_ended(name, status, ray))
+        raise NodesMissingError(_ended(name, status, ray))
 
 
 def _ended(name: str, status: int, ray: RayProcesses) -> str:

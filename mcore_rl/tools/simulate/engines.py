@@ -8,7 +8,7 @@ from typing import Any, cast
 from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.config import Config
 from mcore_rl.rollout.client import RolloutClient
-from mcore_rl.rollout.collector import Collector, CollectorEvents, CollectorLost, Submission
+from mcore_rl.rollout.collector import Collector, CollectorEvents, CollectorLostError, Submission
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.request import Request, Sampling
@@ -115,12 +115,12 @@ class SimulatedCollector:
         self._loop = loop
         self._context = context_of("collectors")
         self._lost: asyncio.Future[None] = loop.create_future()
-        """Raises CollectorLost once the collector's machine is gone."""
+        """Raises CollectorLostError once the collector's machine is gone."""
 
     def lose(self, why: str) -> None:
-        """Lose the collector and its samples for good: each of its calls raises CollectorLost."""
+        """Lose the collector and its samples for good: all calls raise CollectorLostError."""
         if not self._lost.done():
-            self._lost.set_exception(CollectorLost(why))
+            self._lost.set_exception(CollectorLostError(why))
             self._lost.exception()  # seen: nobody may be calling
             self._loop.create_task(self._collector.close(), context=self._context.copy())
 

@@ -14,7 +14,7 @@ from mcore_rl.agents.environments.command import (
     inner_path,
     reward_in,
 )
-from mcore_rl.agents.environments.environment import EnvironmentFailed
+from mcore_rl.agents.environments.environment import EnvironmentFailedError
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from tests.agents.environments.episodes import all_gone
@@ -135,7 +135,7 @@ def test_an_endless_output_is_bounded(tmp_path):
 
 
 def test_a_task_without_a_gateway_is_named():
-    with pytest.raises(EnvironmentFailed, match="ValueError: the task has no gateway_url"):
+    with pytest.raises(EnvironmentFailedError, match="ValueError: the task has no gateway_url"):
         run({"command": ["true"]}, task={**TASK, "gateway_url": ""})
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.agents.environments.environment import EnvironmentFailed
+from mcore_rl.agents.environments.environment import EnvironmentFailedError
 from mcore_rl.agents.environments.mcp_tools import McpOptions
 from mcore_rl.process.network import find_free_port
 from tests.agents.environments.foreign import PYTHON, needs_agents_venv, play
@@ -94,7 +94,7 @@ def test_a_server_over_http_and_one_over_stdio_share_names_and_some_tools_are_ch
     ],
 )
 def test_a_server_that_cannot_be_used_is_named(options, text):
-    with pytest.raises(EnvironmentFailed, match=text):
+    with pytest.raises(EnvironmentFailedError, match=text):
         play("mcp", options, TASK, [])
 
 
@@ -102,7 +102,7 @@ def test_a_server_that_cannot_be_used_is_named(options, text):
 @pytest.mark.parametrize("is_far", [False, True])
 def test_a_server_that_ends_within_a_call_is_not_the_policys_fault(is_far, url):
     options = {"servers": {"gone": {"url": url} if is_far else STDIO}, "tool_timeout_s": 20}
-    with pytest.raises(EnvironmentFailed, match="MCP server 'gone' gives no answer to leave"):
+    with pytest.raises(EnvironmentFailedError, match="MCP server 'gone' gives no answer to leave"):
         play("mcp", options, TASK, [calls(("leave", {})), "42"])
 
 

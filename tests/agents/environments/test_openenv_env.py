@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.agents.environments.environment import EnvironmentFailed
+from mcore_rl.agents.environments.environment import EnvironmentFailedError
 from mcore_rl.agents.environments.openenv_env import OpenEnvOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.worker_process import EnvironmentOptions
@@ -65,7 +65,7 @@ def test_the_episodes_of_a_worker_are_sessions_of_one_server():
     ],
 )
 def test_what_goes_wrong_is_named(options, answers, text):
-    with pytest.raises(EnvironmentFailed, match=text):
+    with pytest.raises(EnvironmentFailedError, match=text):
         play("openenv", options, TASK, answers)
 
 

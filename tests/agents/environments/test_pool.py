@@ -11,9 +11,9 @@ import time
 import pytest
 
 from mcore_rl.agents.environments.environment import (
-    EnvironmentFailed,
-    EnvironmentLost,
-    EnvironmentTimeout,
+    EnvironmentFailedError,
+    EnvironmentLostError,
+    EnvironmentTimeoutError,
     EpisodeError,
 )
 from mcore_rl.agents.environments.keeper import descendants
@@ -54,12 +54,12 @@ def test_coroutines_run_at_once_and_keep_what_they_say():
 def test_an_error_of_the_environment_has_its_traceback_and_costs_only_its_episode():
     async def use(pool):
         other = await pool.open(TASK)
-        with pytest.raises(EnvironmentFailed) as caught:
+        with pytest.raises(EnvironmentFailedError) as caught:
             await play(pool, ["RAISE"])
         await other.step(answer())
-        with pytest.raises(EnvironmentFailed, match=r"reset to task 7 .*LookupError: no such"):
+        with pytest.raises(EnvironmentFailedError, match=r"reset to task 7 .*LookupError: no such"):
             await pool.open({**vars(TASK), "extra_info": {"raises": True}})
-        with pytest.raises(EnvironmentFailed, match="reward is nan: rewards and metrics are"):
+        with pytest.raises(EnvironmentFailedError, match="reward is nan: rewards and metrics are"):
             await play(pool, ["NAN"])
         return str(caught.value)
 
@@ -84,7 +84,7 @@ def test_a_slow_episode_costs_itself_and_its_worker_is_replaced_when_the_others_
     async def use(pool):
         other = await pool.open(TASK)
         pid = (await other.step(answer())).metrics["pid"]
-        with pytest.raises(EnvironmentTimeout, match=r"more than 0.5 s \(step_timeout_s\)"):
+        with pytest.raises(EnvironmentTimeoutError, match=r"more than 0.5 s \(step_timeout_s\)"):
             await play(pool, ["SLEEP 60"])
         assert (await other.step(answer())).metrics["pid"] == pid
         await other.close()
@@ -99,7 +99,7 @@ def test_a_slow_coroutine_is_canceled_and_closed_and_its_worker_goes_on(tmp_path
     log = tmp_path / "closed"
 
     async def use(pool):
-        with pytest.raises(EnvironmentTimeout):
+        with pytest.raises(EnvironmentTimeoutError):
             await play(pool, ["60"])
         await play(pool, ["0"])
         return pool._workers[0].name
@@ -129,10 +129,10 @@ def test_a_worker_that_dies_is_named_with_its_status_and_replaced():
     async def use(pool):
         bystander = await pool.open(TASK)
         with pytest.raises(
-            EnvironmentLost, match=r"worker 0 .* step of task 7.*died with status 3"
+            EnvironmentLostError, match=r"worker 0 .* step of task 7.*died with status 3"
         ):
             await play(pool, ["PRINT alas", "DIE"])
-        with pytest.raises(EnvironmentLost, match=r"(?s)the end of its log .*:\nalas"):
+        with pytest.raises(EnvironmentLostError, match=r"(?s)the end of its log .*:\nalas"):
             await bystander.step(answer())
         await bystander.close()
         return await play(pool)
@@ -168,7 +168,9 @@ def test_workers_start_when_they_are_needed():
 
 def test_a_class_that_cannot_be_loaded_is_told_to_the_first_episode():
     async def use(pool):
-        with pytest.raises(EnvironmentFailed, match=r"loading its class .* ValueError: .*nope"):
+        with pytest.raises(
+            EnvironmentFailedError, match=r"loading its class .* ValueError: .*nope"
+        ):
             await pool.open(TASK)
 
     in_pool(use, kind=f"{episodes.HERE}:nope")
@@ -181,7 +183,7 @@ def test_every_episode_is_accounted_for_while_workers_are_killed_at_random():
         try:
             steps = await play(pool, ["SLEEP 0.02"] * 10)
             return "done" if steps[-1].done else "cut short"
-        except EnvironmentLost:
+        except EnvironmentLostError:
             return "lost"
 
     async def kill(pool, killed):

@@ -21,7 +21,7 @@ from mcore_rl.agents.environments.search_env import (
 )
 from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from mcore_rl.agents.recorder import EpisodeLimits
-from mcore_rl.agents.runner import EpisodePlayer, PlayOptions
+from mcore_rl.agents.runner import EpisodeRunner, RunnerOptions
 from mcore_rl.types import Prompt, Sample
 from tests.services.search.corpora import Served, record, served
 from tests.support.chat_templates import make_tokenizer, stop_ids
@@ -140,14 +140,14 @@ def play_episode(url: str, texts=TALK, **options: Any) -> tuple[Sample, StandInP
     encode = partial(TOKENIZER.encode, add_special_tokens=False)
     policy = StandInPolicy(texts, encode, stop_ids("qwen3")[0])
     chat = ChatFormat(TOKENIZER, stop_ids("qwen3"), reasoning="template", template_options={})
-    limits = PlayOptions(EpisodeLimits(50, 50, 10_000), 120.0, 2)
+    limits = RunnerOptions(EpisodeLimits(50, 50, 10_000), 120.0, 2)
     prompt = Prompt(7, (1, 2), tuple(TASK["messages"]), "unit", TASK["ground_truth"])
 
     async def run() -> Sample:
         kind = EnvironmentOptions("search_tags", {"url": url, **options}, workers=1)
         async with EnvironmentPool(kind) as pool:
-            player = EpisodePlayer("search_tags", pool, chat, PlainParser(decode), decode, limits)
-            return await player.play(prompt, 0, 11, policy)
+            runner = EpisodeRunner("search_tags", pool, chat, PlainParser(decode), decode, limits)
+            return await runner.run(prompt, 0, 11, policy)
 
     return asyncio.run(run()), policy
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.agents.environments.adapters import check_options
-from mcore_rl.agents.environments.environment import EnvironmentFailed
+from mcore_rl.agents.environments.environment import EnvironmentFailedError
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.search_env import TOOL, SearchToolOptions
 from mcore_rl.agents.environments.worker_process import EnvironmentOptions
@@ -76,12 +76,12 @@ def test_too_many_turns_end_without_reward(url: str) -> None:
 
 
 def test_a_server_that_stays_away_is_not_the_policys_fault() -> None:
-    with pytest.raises(EnvironmentFailed, match=r"did not answer within 0\.4 s"):
+    with pytest.raises(EnvironmentFailedError, match=r"did not answer within 0\.4 s"):
         play("http://127.0.0.1:1/retrieve", call(query="who"), deadline_s=0.4)
 
 
 def test_a_server_that_refuses_every_search_is_not_the_policys_fault(url: str) -> None:
-    with pytest.raises(EnvironmentFailed, match=r"gives no passages: .* status 404"):
+    with pytest.raises(EnvironmentFailedError, match=r"gives no passages: .* status 404"):
         play(url.replace("/retrieve", "/elsewhere"), call(query="who"))
 
 

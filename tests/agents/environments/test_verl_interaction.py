@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from mcore_rl.agents.environments.environment import EnvironmentFailed, Step
+from mcore_rl.agents.environments.environment import EnvironmentFailedError, Step
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.verl_env import VerlInteractionOptions
 from mcore_rl.agents.environments.worker_process import EnvironmentOptions
@@ -76,7 +76,9 @@ def test_a_users_interaction_sees_the_conversation_and_the_turns_are_bounded(pla
 
 @needs_verl()
 def test_a_task_without_the_name_of_an_interaction_is_named(play):
-    with pytest.raises(EnvironmentFailed, match=r"name of the task is None: .* has gsm8k, echo"):
+    with pytest.raises(
+        EnvironmentFailedError, match=r"name of the task is None: .* has gsm8k, echo"
+    ):
         play({}, "hi")
 
 

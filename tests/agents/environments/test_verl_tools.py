@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.agents.environments.environment import EnvironmentFailed
+from mcore_rl.agents.environments.environment import EnvironmentFailedError
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.verl_env import VerlToolsOptions
 from mcore_rl.agents.environments.worker_process import EnvironmentOptions
@@ -88,7 +88,7 @@ def test_a_users_tool_has_its_keywords_and_is_released(tmp_path):
 def test_a_service_that_a_tool_does_not_reach_is_not_the_policys_fault(tmp_path):
     config = config_file(tmp_path, "verl_classes.Notes", "notes", "note")
     extra = {"tools_kwargs": {"notes": {"create_kwargs": {"notes": []}}}}
-    with pytest.raises(EnvironmentFailed, match="tool notes gives no answer: status 503"):
+    with pytest.raises(EnvironmentFailedError, match="tool notes gives no answer: status 503"):
         play({"config": config}, extra, call("notes", note="away"))
 
 

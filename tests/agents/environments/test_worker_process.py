@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.agents.environments.environment import EnvironmentFailed, EnvironmentLost
+from mcore_rl.agents.environments.environment import EnvironmentFailedError, EnvironmentLostError
 from mcore_rl.agents.environments.worker_process import (
     EnvironmentOptions,
     make_import_folder,
@@ -23,9 +23,9 @@ def test_a_worker_that_hangs_as_a_whole_is_killed():
     async def use(pool):
         bystander = await pool.open(TASK)
         pid = int((await bystander.step(answer())).metrics["pid"])
-        with pytest.raises(EnvironmentLost, match="does not answer any more: it was killed"):
+        with pytest.raises(EnvironmentLostError, match="does not answer any more: it was killed"):
             await play(pool, ["HOLD"])
-        with pytest.raises(EnvironmentLost):
+        with pytest.raises(EnvironmentLostError):
             await bystander.step(answer())
         assert not all_gone([pid])
         return await play(pool)
@@ -36,7 +36,9 @@ def test_a_worker_that_hangs_as_a_whole_is_killed():
 def test_a_worker_over_its_memory_is_killed():
     async def use(pool):
         assert await play(pool, ["ALLOCATE 1000"])
-        with pytest.raises(EnvironmentLost, match=r"took more than 0.25 GiB .* raise memory_gib"):
+        with pytest.raises(
+            EnvironmentLostError, match=r"took more than 0.25 GiB .* raise memory_gib"
+        ):
             await play(pool, ["ALLOCATE 500000000", "SLEEP 30"])
 
     in_pool(use, kind=COUNTDOWN, memory_gib=0.25)
@@ -52,7 +54,7 @@ def test_a_program_ends_although_its_keeper_was_killed(tmp_path):
         while not (pid_file.exists() and pid_file.read_text()):
             await asyncio.sleep(0.05)
         os.kill(pool._workers[0]._process.pid, signal.SIGKILL)
-        with pytest.raises(EnvironmentLost, match="died with status -9"):
+        with pytest.raises(EnvironmentLostError, match="died with status -9"):
             await running
         assert not all_gone([int(pid_file.read_text())])
 
@@ -61,7 +63,9 @@ def test_a_program_ends_although_its_keeper_was_killed(tmp_path):
 
 def test_an_interpreter_that_is_not_there_is_named():
     async def use(pool):
-        with pytest.raises(EnvironmentFailed, match="/no/python cannot be started as worker 0"):
+        with pytest.raises(
+            EnvironmentFailedError, match="/no/python cannot be started as worker 0"
+        ):
             await pool.open(TASK)
 
     in_pool(use, kind=COUNTDOWN, python="/no/python")

@@ -8,7 +8,7 @@ import aiohttp
 import openai
 import pytest
 
-from mcore_rl.agents.gateway import Gateway, GatewayOptions, Overloaded
+from mcore_rl.agents.gateway import Gateway, GatewayOptions, OverloadedError
 from mcore_rl.agents.gateway.admission import Admission, AdmissionOptions
 from tests.support.episode_chats import RecordingChat
 from tests.support.gateways import DEADLINE_S, in_session, openai_client, post, until
@@ -62,7 +62,7 @@ def test_bounds(options: Any, free: float | None, running: int, is_refused: bool
         if not is_refused:
             chosen.check()
             return
-        with pytest.raises(Overloaded) as refused:
+        with pytest.raises(OverloadedError) as refused:
             chosen.check()
         assert refused.value.retry_after_s == 0.5
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 
 from mcore_rl.agents.gateway.anthropic_messages import AnthropicMessages
-from mcore_rl.agents.gateway.api import BadRequest, Memory
+from mcore_rl.agents.gateway.api import BadRequestError, Memory
 from tests.support.gateway_answers import answers, assembled, events_of, exchange
 
 API = AnthropicMessages()
@@ -105,6 +105,6 @@ def test_bounds_tools_and_ignored_parameters():
     ],
 )
 def test_unsupported_fields_are_refused_by_name(field, value):
-    with pytest.raises(BadRequest, match=field) as caught:
+    with pytest.raises(BadRequestError, match=field) as caught:
         API.read({"messages": [HELLO], field: value}, Memory())
     assert API.error(caught.value.error)["error"]["type"] == "invalid_request_error"

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from mcore_rl.agents.gateway.api import BadRequest
+from mcore_rl.agents.gateway.api import BadRequestError
 from mcore_rl.agents.gateway.sessions import Attempt, Attempts, Mark, Rendered, read_mark
 from mcore_rl.process.clock import now_s, replace_clock
 
@@ -104,7 +104,7 @@ def test_a_key_finds_its_attempt_and_no_other_request_may_use_it():
         await asyncio.sleep(0.01)
         assert attempts.claim(Mark(b"same", "key"), here) is not None
         assert attempts.claim(Mark(b"same", "new"), here) is None
-        with pytest.raises(BadRequest, match="Idempotency-Key"):
+        with pytest.raises(BadRequestError, match="Idempotency-Key"):
             attempts.claim(Mark(b"other", "key"), here)
 
     asyncio.run(run())
@@ -125,5 +125,5 @@ def test_marks_are_read_off_headers(headers, mark):
 
 
 def test_a_long_idempotency_key_is_refused():
-    with pytest.raises(BadRequest, match="257 characters"):
+    with pytest.raises(BadRequestError, match="257 characters"):
         read_mark({"Idempotency-Key": "k" * 257}, b"x")

@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 
-from mcore_rl.agents.gateway.api import BadRequest, Memory
+from mcore_rl.agents.gateway.api import BadRequestError, Memory
 from mcore_rl.agents.gateway.chat_completions import ChatCompletions
 from tests.support.gateway_answers import answers, events_of, exchange
 
@@ -108,7 +108,7 @@ def test_a_stream_ends_with_usage_and_token_ids_if_asked_to():
     ],
 )
 def test_unsupported_fields_are_refused_by_name(field, value):
-    with pytest.raises(BadRequest, match=field) as caught:
+    with pytest.raises(BadRequestError, match=field) as caught:
         API.read({"messages": [HELLO], field: value}, Memory())
     assert caught.value.error.code == "unsupported_parameter"
     assert API.error(caught.value.error)["error"]["code"] == "unsupported_parameter"
@@ -131,7 +131,7 @@ def test_unsupported_fields_are_refused_by_name(field, value):
     ],
 )
 def test_malformed_bodies_are_refused(body):
-    with pytest.raises(BadRequest, match=r"messages|max_tokens|stop|stream"):
+    with pytest.raises(BadRequestError, match=r"messages|max_tokens|stop|stream"):
         API.read(body, Memory())
 
 

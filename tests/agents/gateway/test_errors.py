@@ -10,7 +10,7 @@ from mcore_rl.agents.gateway.api import (
     overloaded,
     unsupported,
 )
-from mcore_rl.agents.messages import EndReason, EpisodeEnded
+from mcore_rl.agents.messages import EndReason, EpisodeEndedError
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_types_of_errors_follow_their_status(status, openai, anthropic):
 
 
 def test_an_episode_that_is_over_is_no_reason_to_ask_again():
-    error = episode_over(EpisodeEnded(EndReason.DEADLINE, "900 s"))
+    error = episode_over(EpisodeEndedError(EndReason.DEADLINE, "900 s"))
     assert error.status not in (408, 409, 429)
     assert error.status < 500
     assert error.message == "the episode is over: deadline: 900 s"

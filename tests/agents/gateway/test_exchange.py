@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 
-from mcore_rl.agents.gateway import Overloaded
-from mcore_rl.agents.gateway.api import BadRequest
+from mcore_rl.agents.gateway import OverloadedError
+from mcore_rl.agents.gateway.api import BadRequestError
 from mcore_rl.agents.gateway.exchange import parse_object
 from tests.support.episode_chats import RecordingChat
 from tests.support.gateways import (
@@ -84,7 +84,7 @@ def test_openais_client_waits_again_for_the_same_generation_after_its_timeout():
 
 
 def test_openais_client_waits_and_asks_again_when_engines_are_busy():
-    chat = RecordingChat(failures=[Overloaded(0.05)])
+    chat = RecordingChat(failures=[OverloadedError(0.05)])
 
     async def act(gateway, session):
         async with openai_client(session, max_retries=1) as client:
@@ -226,7 +226,7 @@ def test_a_body_that_does_not_arrive_is_not_waited_for():
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"3", b'"\\ud800"', b"\xff", b"[" * 5000])
 def test_malformed_json_is_a_bad_request(data):
-    with pytest.raises(BadRequest, match="body"):
+    with pytest.raises(BadRequestError, match="body"):
         parse_object(data)
 
 

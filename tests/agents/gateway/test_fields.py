@@ -3,7 +3,7 @@
 import pytest
 
 from mcore_rl.agents.gateway.api import (
-    BadRequest,
+    BadRequestError,
     ignored_names,
     joined_text,
     max_tokens,
@@ -15,9 +15,9 @@ from mcore_rl.agents.gateway.api import (
 
 
 def test_a_field_of_another_type_is_named_with_its_place():
-    with pytest.raises(BadRequest, match=r"tools\[0\]\.name: must be a string, not 3"):
+    with pytest.raises(BadRequestError, match=r"tools\[0\]\.name: must be a string, not 3"):
         optional({"name": 3}, "name", str, "tools[0].")
-    with pytest.raises(BadRequest, match="messages: is missing") as caught:
+    with pytest.raises(BadRequestError, match="messages: is missing") as caught:
         required({"messages": None}, "messages", list)
     assert caught.value.error.code == "missing_required_parameter"
 
@@ -25,7 +25,7 @@ def test_a_field_of_another_type_is_named_with_its_place():
 def test_the_first_bound_counts_and_a_boolean_is_none():
     assert max_tokens({"b": 3, "a": None}, "a", "b") == 3
     assert max_tokens({}, "a") is None
-    with pytest.raises(BadRequest, match="a: must be an integer"):
+    with pytest.raises(BadRequestError, match="a: must be an integer"):
         max_tokens({"a": True}, "a")
 
 
@@ -36,7 +36,7 @@ def test_stop_texts(value, texts):
 
 def test_only_fields_with_a_value_are_refused():
     refuse({"n": None, "bias": {}, "background": False}, {"n": "", "bias": "", "background": ""})
-    with pytest.raises(BadRequest, match=r"bias: .*; leave it out"):
+    with pytest.raises(BadRequestError, match=r"bias: .*; leave it out"):
         refuse({"bias": {"1": 2}}, {"bias": "leave it out"})
 
 
@@ -47,7 +47,7 @@ def test_names_without_effect_fit_into_a_header():
 
 
 def test_parts_that_are_no_text_are_named():
-    with pytest.raises(BadRequest, match=r"content\[1\]\.type=image"):
+    with pytest.raises(BadRequestError, match=r"content\[1\]\.type=image"):
         joined_text(
             [{"type": "text", "text": "a"}, {"type": "image"}], "content", frozenset({"text"})
         )

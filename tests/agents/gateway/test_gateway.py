@@ -9,11 +9,11 @@ from typing import Any
 import openai
 import pytest
 
-from mcore_rl.agents.gateway import Overloaded
+from mcore_rl.agents.gateway import OverloadedError
 from mcore_rl.agents.gateway.admission import GatewayOptions
 from mcore_rl.agents.gateway.gateway import Gateway
 from mcore_rl.agents.gateway.sessions import OpenSession
-from mcore_rl.agents.messages import ConversationError, EndReason, EpisodeEnded
+from mcore_rl.agents.messages import ConversationError, EndReason, EpisodeEndedError
 from tests.support.episode_chats import RecordingChat
 from tests.support.gateways import in_session, open_gateway, openai_client, post
 
@@ -96,10 +96,10 @@ def test_rewards_and_progress_need_the_sessions_key():
 @pytest.mark.parametrize(
     ("failure", "status", "code"),
     [
-        (EpisodeEnded(EndReason.MAX_TURNS, "8 turns"), 400, "episode_over"),
+        (EpisodeEndedError(EndReason.MAX_TURNS, "8 turns"), 400, "episode_over"),
         (RuntimeError("boom"), 500, "policy_failed"),
         (ConversationError("the template wants a user first"), 400, "invalid_messages"),
-        (Overloaded(0.25), 429, "overloaded"),
+        (OverloadedError(0.25), 429, "overloaded"),
     ],
 )
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 
-from mcore_rl.agents.gateway.api import BadRequest, Memory
+from mcore_rl.agents.gateway.api import BadRequestError, Memory
 from mcore_rl.agents.gateway.responses import Responses
 from tests.support.gateway_answers import answered, answers, events_of, exchange
 
@@ -87,12 +87,12 @@ def test_an_answer_that_was_cut_is_incomplete():
     ],
 )
 def test_unsupported_fields_are_refused_by_name(field, value):
-    with pytest.raises(BadRequest, match=field):
+    with pytest.raises(BadRequestError, match=field):
         API.read({"input": "x", field: value}, Memory())
 
 
 def test_an_unknown_previous_response_is_refused():
-    with pytest.raises(BadRequest, match="previous_response_id") as caught:
+    with pytest.raises(BadRequestError, match="previous_response_id") as caught:
         API.read({"input": "x", "previous_response_id": "resp_0"}, Memory())
     error = API.error(caught.value.error)["error"]
     assert error["code"] == "previous_response_not_found"

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 
-from mcore_rl.agents.gateway.api import BadRequest, Memory
+from mcore_rl.agents.gateway.api import BadRequestError, Memory
 from mcore_rl.agents.gateway.responses import read_input, read_tools, sealed
 from tests.support.gateway_answers import TEXTS
 
@@ -51,10 +51,10 @@ def test_sealed_reasoning_comes_back(text):
     ],
 )
 def test_other_input_is_refused(given_input):
-    with pytest.raises(BadRequest, match="input"):
+    with pytest.raises(BadRequestError, match="input"):
         read_input({"input": given_input}, Memory())
 
 
 def test_tools_of_other_types_are_refused_by_name():
-    with pytest.raises(BadRequest, match="local_shell"):
+    with pytest.raises(BadRequestError, match="local_shell"):
         read_tools([{"type": "local_shell"}])

@@ -8,7 +8,7 @@ import aiohttp
 import openai
 import pytest
 
-from mcore_rl.agents.messages import EndReason, EpisodeEnded
+from mcore_rl.agents.messages import EndReason, EpisodeEndedError
 from tests.support.episode_chats import RecordingChat, say, think_and_call
 from tests.support.gateway_answers import assembled
 from tests.support.gateways import (
@@ -148,7 +148,7 @@ def test_the_responses_client_reads_the_stream_and_sends_all_items_back():
 
 
 def test_the_client_does_not_repeat_a_request_to_an_episode_that_is_over():
-    chat = RecordingChat(failures=[EpisodeEnded(EndReason.DONE)] * 5)
+    chat = RecordingChat(failures=[EpisodeEndedError(EndReason.DONE)] * 5)
 
     async def act(gateway, session):
         async with openai_client(session, max_retries=3) as client:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.rollout.collector import CollectorLost, GroupFacts, GroupRequest, Submission
+from mcore_rl.rollout.collector import CollectorLostError, GroupFacts, GroupRequest, Submission
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.tools.simulate.engine import SimulatedEngine
@@ -88,10 +88,10 @@ def test_a_lost_collector_answers_no_call_and_leaves_its_engines(loop: VirtualLo
         waiting = asyncio.ensure_future(collector.poll_events(1000, 0))
         await asyncio.sleep(0.05)
         collector.lose("node-1 failed")
-        with pytest.raises(CollectorLost, match="node-1 failed"):
+        with pytest.raises(CollectorLostError, match="node-1 failed"):
             await waiting
         lost_s = loop.time()
-        with pytest.raises(CollectorLost, match="node-1 failed"):
+        with pytest.raises(CollectorLostError, match="node-1 failed"):
             await collector.submit(Submission(drop=[1]))
         assert not await collector.restart(5)
         assert loop.time() == lost_s
