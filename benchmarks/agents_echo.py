@@ -13,7 +13,7 @@ import orjson
 from aiohttp import web
 
 from agents_lag import Lag
-from mcore_rl.agents.gateway import rare_collections
+from mcore_rl.agents.gateway import collect_garbage_rarely
 
 
 async def main() -> None:
@@ -47,5 +47,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    with rare_collections():
+    with collect_garbage_rarely():
         asyncio.run(main())

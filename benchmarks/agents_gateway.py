@@ -14,7 +14,7 @@ import psutil
 
 from agents_lag import Lag
 from agents_recorder import check, open_recorders
-from mcore_rl.agents.gateway import Gateway, rare_collections
+from mcore_rl.agents.gateway import Gateway, collect_garbage_rarely
 
 
 async def main() -> None:
@@ -48,5 +48,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    with rare_collections():
+    with collect_garbage_rarely():
         asyncio.run(main())

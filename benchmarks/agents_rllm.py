@@ -19,7 +19,7 @@ import uvloop
 from rllm_model_gateway.models import GatewayConfig, WorkerConfig
 from rllm_model_gateway.server import create_app
 
-from mcore_rl.agents.gateway import rare_collections
+from mcore_rl.agents.gateway import collect_garbage_rarely
 
 
 async def main() -> None:
@@ -56,5 +56,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    with rare_collections():  # as before this system's gateway
+    with collect_garbage_rarely():  # as before this system's gateway
         uvloop.run(main())  # as uvicorn does by itself

@@ -22,7 +22,7 @@ from verifiers.v1.session import RolloutSession
 from verifiers.v1.task import TaskData
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 
-from mcore_rl.agents.gateway import rare_collections
+from mcore_rl.agents.gateway import collect_garbage_rarely
 
 
 def make_session(engine_url: str, number: int) -> RolloutSession:
@@ -60,5 +60,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    with rare_collections():  # as before this system's gateway
+    with collect_garbage_rarely():  # as before this system's gateway
         asyncio.run(main())

@@ -28,7 +28,7 @@ from mcore_rl.batches.batch import make_train_batch, select_each, with_loss_weig
 from mcore_rl.batches.packing import plan_microbatches
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import reserve
-from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import AlgorithmConfig, ClusterConfig, RewardConfig, RolloutConfig
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.process.event_loop import EventLoop
@@ -117,7 +117,7 @@ def main() -> None:
     num_ranks = args.dp * args.pp
     with (
         answering(args.engines, args.layers) as engines,
-        ray_session(cluster, num_cpus=num_ranks + 1),
+        open_ray_session(cluster, num_cpus=num_ranks + 1),
     ):
         bundles = [plan_ranks(num_ranks, 0.5, gpus_per_node=0), plan_ranks(1, 0.5, gpus_per_node=0)]
         slots, engine_slots = reserve(bundles, timeout_s=60)
@@ -235,7 +235,7 @@ def by_stores(
     collectors.start_build(CollectorSpec(rollout, (1,), decode, shape, scorer))
     collectors.connect(engines, {})
     sinks.call_all("connect_stores", collectors.stores, deadline_s=60)
-    counted = [CountedCalls(calls) for calls in collectors.calls()]
+    counted = [CountedCalls(calls) for calls in collectors.list_calls()]
     pool = CollectorPool(
         counted,
         collectors.engines_per_collector,

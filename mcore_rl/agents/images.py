@@ -134,7 +134,7 @@ class SeeingFormat:
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         """See ChatFormat. Raises EpisodeError if the text itself has placeholders."""
-        return self._expanded(self._inner.whole(messages, tools), messages)
+        return self._expand(self._inner.whole(messages, tools), messages)
 
     def appended(
         self,
@@ -145,9 +145,9 @@ class SeeingFormat:
     ) -> tuple[int, ...] | None:
         """See ChatFormat. Only the images of `new` are in the ids."""
         ids = self._inner.appended(history, answer_ids, new, tools)
-        return None if ids is None else self._expanded(ids, new)
+        return None if ids is None else self._expand(ids, new)
 
-    def _expanded(self, ids: tuple[int, ...], messages: Sequence[Message]) -> tuple[int, ...]:
+    def _expand(self, ids: tuple[int, ...], messages: Sequence[Message]) -> tuple[int, ...]:
         counts = [part["num_tokens"] for part in image_parts(messages)]
         found = ids.count(self._placeholder_id)
         if found != len(counts):

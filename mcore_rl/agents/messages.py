@@ -139,11 +139,11 @@ def fingerprints(messages: Sequence[Message], tools: Sequence[Tool]) -> list[byt
     """
     hashes = [_hash(b"", list(tools))]
     for message in messages:
-        hashes.append(with_message(hashes[-1], message))
+        hashes.append(add_message(hashes[-1], message))
     return hashes
 
 
-def with_message(before: bytes, message: Message) -> bytes:
+def add_message(before: bytes, message: Message) -> bytes:
     """Return the hash of a conversation whose hash was `before`, with one more message."""
     return _hash(before, normal(message))
 

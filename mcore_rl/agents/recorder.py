@@ -20,8 +20,8 @@ from mcore_rl.agents.messages import (
     EpisodeEndedError,
     Message,
     Tool,
+    add_message,
     fingerprints,
-    with_message,
 )
 from mcore_rl.agents.turn_tree import Fork, Turn, TurnTree, at_leaves, rows_of
 from mcore_rl.types import EpisodeRecord, PromptImage, Sample
@@ -265,7 +265,7 @@ class EpisodeRecorder:
             images=images,
         )
         self.tree.add(turn)
-        self._ends[with_message(place.hashes[-1], answer.message)] = turn.number
+        self._ends[add_message(place.hashes[-1], answer.message)] = turn.number
         self._asked.add(place.hashes[-1])
         self._begun.add(place.hashes[1])
         if turn.parent is not None:

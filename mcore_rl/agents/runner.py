@@ -195,7 +195,7 @@ class EpisodeRunner:
             told = await self._gateway.close_session(session.key)
         if result.reward is not None:
             recorder.add_reward(result.reward)
-        ending, detail = _told(result.end_reason), result.detail
+        ending, detail = _tell_results(result.end_reason), result.detail
         if ending == EndReason.TOOL_ERROR and told["refused"]:
             ending = EndReason.ENV_ERROR  # it may have given up because of that
             detail = f"the gateway refused {told['refused']:g} of its requests (429); {detail}"
@@ -256,7 +256,7 @@ class Talk:
             self._num_bad = 0
             step = await self._step(answer.message, completion.turn)
             if step.done:
-                end = _told(step.end_reason) if step.end_reason else EndReason.DONE
+                end = _tell_results(step.end_reason) if step.end_reason else EndReason.DONE
                 return Ending(end, "", self.metrics)
             messages += [*await self._images.read(step.messages), *told]
 
@@ -281,7 +281,7 @@ class Talk:
         self.metrics[name] = self.metrics.get(name, 0.0) + value
 
 
-def _told(reason: str) -> EndReason:
+def _tell_results(reason: str) -> EndReason:
     """Return the reason that an environment gives; EpisodeError if it is none of theirs."""
     if reason not in TOLD_BY_ENVIRONMENTS:
         raise EpisodeError(

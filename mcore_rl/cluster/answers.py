@@ -97,10 +97,10 @@ class Rank:
     node_id: str = field(default="", compare=False)
     pid: Any = field(default=None, compare=False, repr=False)
 
-    def placed(self, place: str) -> "Rank":
+    def name_place(self, place: str) -> "Rank":
         return replace(self, place=place)
 
-    def found(self, node_id: str, pid: Any) -> "Rank":
+    def name_process(self, node_id: str, pid: Any) -> "Rank":
         return replace(self, node_id=node_id, pid=pid)
 
     @property
@@ -167,7 +167,7 @@ class Answers:
             try:
                 value = ray.get(ref)
             except RayActorError as error:
-                self._died.append((rank, cause_of_death(str(error))))
+                self._died.append((rank, find_cause_of_death(str(error))))
                 continue
             except RayError as error:
                 value = Raised(str(error).strip().splitlines()[-1], "")
@@ -181,18 +181,20 @@ class Answers:
 
     def _result(self) -> list[Any]:
         if self._died:
-            lines = [_death_message(rank, cause, self._method) for rank, cause in self._died]
+            lines = [_describe_death(rank, cause, self._method) for rank, cause in self._died]
             raise RankDiedError("\n".join(lines), [rank.index for rank, _ in self._died])
         if self._raised:
-            raise RankError("\n".join([_exception_message(self._raised), *self._stopped_ranks()]))
+            raise RankError(
+                "\n".join([_describe_exceptions(self._raised), *self._find_stopped_ranks()])
+            )
         if self._pending:
-            raise RankError(self._overdue_message())
+            raise RankError(self._describe_overdue())
         values = [self._values[ref] for ref in self._refs]
         if losses := [value for value in values if isinstance(value, SamplesLost)]:
             raise join_losses(losses)
         return values
 
-    def _overdue_message(self) -> str:
+    def _describe_overdue(self) -> str:
         late = list(self._pending.values())
         names = _name_ranks([rank.index for rank in late])
         lines = [
@@ -200,16 +202,16 @@ class Answers:
             f" {self._deadline_s:g} s; where they were is at the end of their logs:"
         ]
         lines += [f"  {rank}" for rank in late]
-        return "\n".join([*self._stopped_ranks(), *lines])
+        return "\n".join([*self._find_stopped_ranks(), *lines])
 
-    def _stopped_ranks(self) -> list[str]:
+    def _find_stopped_ranks(self) -> list[str]:
         """Return a line for each rank without an answer whose process does nothing."""
         late = [rank for rank in self._pending.values() if rank.pid is not None]
         states = find_states([(rank.pid, rank.node_id) for rank in late])
         return [f"{rank} {state}" for rank, state in zip(late, states, strict=True) if state]
 
 
-def cause_of_death(report: str) -> str:
+def find_cause_of_death(report: str) -> str:
     """Return the cause that Ray's report on a dead actor gives, in a few words."""
     if "memory" in report and "node was running low" in report:
         return "killed by Ray: the machine is out of memory"
@@ -220,12 +222,12 @@ def cause_of_death(report: str) -> str:
     return "killed, crashed or out of memory"
 
 
-def _death_message(rank: Rank, cause: str, method: str) -> str:
+def _describe_death(rank: Rank, cause: str, method: str) -> str:
     place = f" ({rank.where})" if rank.where else ""
     return f"{rank.name}{place} died ({cause}) during {method}; log {rank.log_path}"
 
 
-def _exception_message(raised: Sequence[tuple[Rank, Raised]]) -> str:
+def _describe_exceptions(raised: Sequence[tuple[Rank, Raised]]) -> str:
     """Return the exception of the lowest rank, and which other ranks raised as well."""
     rank, first = min(raised, key=lambda entry: entry[0].index)
     other_indices = sorted(other.index for other, _ in raised if other is not rank)

@@ -103,7 +103,7 @@ def answer_in_rank() -> None:
 
 
 @contextmanager
-def answered_in_controller(wait_s: float) -> Iterator[None]:
+def answer_in_controller(wait_s: float) -> Iterator[None]:
     """Have breakpoint() in the block stop this process, a Ray driver.
 
     Without a terminal it waits `wait_s` for a debugger. If none comes, the process goes on and
@@ -150,11 +150,11 @@ def _stop_for_ray_debug(frame: FrameType) -> None:
     breakpoint_id = uuid.uuid4().hex
     session = _RemotePdb(breakpoint_id, _HOST, 0, "localhost", quiet=True)
     key = f"RAY_PDB_{breakpoint_id}"
-    described = json.dumps(_as_ray_debug_lists(frame, session.port))
+    described = json.dumps(_describe_for_ray_debug(frame, session.port))
     _internal_kv_put(key, described, namespace=ray_constants.KV_NAMESPACE_PDB)
     how = f"{_ray_debug()} on {socket.gethostname()}, or there: nc {_HOST} {session.port}"
     try:
-        with _announced(frame, how):
+        with _announce(frame, how):
             session.accept(_patience.wait_s)
     except TimeoutError:
         _give_up(frame)
@@ -189,7 +189,7 @@ def _stop_for_debugpy(frame: FrameType) -> None:
     deadline = threading.Timer(_patience.wait_s or threading.TIMEOUT_MAX, cancel)
     deadline.daemon = True
     deadline.start()
-    with worker.worker_paused_by_debugger(), _announced(frame, how):
+    with worker.worker_paused_by_debugger(), _announce(frame, how):
         debugpy.wait_for_client()
     deadline.cancel()
     if is_late.is_set():
@@ -208,7 +208,7 @@ def open_prefix() -> str:
 
 
 @contextmanager
-def _announced(frame: FrameType, how: str) -> Iterator[None]:
+def _announce(frame: FrameType, how: str) -> Iterator[None]:
     """Say, and keep in Ray's store while the block runs, that a breakpoint waits and for what."""
     who = getproctitle() if not _is_controller() else "the controller"
     text = f"breakpoint() in {who} at {_place(frame)} waits for {how}"
@@ -235,7 +235,7 @@ def _give_up(frame: FrameType) -> None:
     print(f"mcore-rl: {text}", file=sys.stderr, flush=True)
 
 
-def _as_ray_debug_lists(frame: FrameType, port: int) -> dict[str, Any]:
+def _describe_for_ray_debug(frame: FrameType, port: int) -> dict[str, Any]:
     """Return what `ray debug` reads of a breakpoint (ray/util/rpdb.py)."""
     context = ray.get_runtime_context()
     return {
@@ -284,7 +284,7 @@ _END_S = 5.0
 
 
 @contextmanager
-def naming_breakpoints() -> Iterator[None]:
+def name_breakpoints() -> Iterator[None]:
     """While the block runs, say on stderr and in the log which ranks wait for a debugger, once."""
     is_over = threading.Event()
     thread = threading.Thread(target=_watch, args=(is_over,), name="breakpoints", daemon=True)

@@ -101,7 +101,7 @@ class CollectorGroup:
     def engines_per_collector(self) -> list[int]:
         return [self._home.count(k) for k in range(len(self._nodes))]
 
-    def calls(self) -> list["RemoteCollector"]:
+    def list_calls(self) -> list["RemoteCollector"]:
         """Return the collectors, each as rollout.collector.CollectorCalls."""
         return [RemoteCollector(self, k) for k in range(len(self._nodes))]
 
@@ -132,8 +132,8 @@ class CollectorGroup:
 
     async def score(self, samples: Sequence[StoredSample]) -> Scores:
         """Return the rewards of samples, in their order. Raises SamplesLost, as those below."""
-        parts, order = _by_store(samples)
-        scores = join_scores(await self._of_stores("score", parts))
+        parts, order = _split_by_store(samples)
+        scores = join_scores(await self._call_stores("score", parts))
         return scores if len(parts) == 1 else scores.select(order)
 
     async def ask_teacher(self, samples: Sequence[StoredSample]) -> None:
@@ -145,12 +145,12 @@ class CollectorGroup:
                 group_N.append(sample.lease.group)
                 row_N.append(row.index)
                 lens_N.append(row.num_tokens)
-        await self._of_stores("ask_teacher", parts)
+        await self._call_stores("ask_teacher", parts)
 
     async def samples(self, samples: Sequence[StoredSample]) -> list[Sample]:
         """Bring samples here, in their order."""
-        parts, order = _by_store(samples)
-        found = [sample for part in await self._of_stores("samples", parts) for sample in part]
+        parts, order = _split_by_store(samples)
+        found = [sample for part in await self._call_stores("samples", parts) for sample in part]
         return [found[i] for i in order]
 
     async def apply(
@@ -165,7 +165,7 @@ class CollectorGroup:
         for place, (_, batch) in enumerate(works):
             places.setdefault(home_of(batch), []).append(place)
         parts = {store: ([works[i] for i in own],) for store, own in places.items()}
-        answers = await self._of_stores("apply", parts)
+        answers = await self._call_stores("apply", parts)
         made: dict[int, tuple[StoredBatch, Any]] = {}
         for own, answer in zip(places.values(), answers, strict=True):
             for i, (columns, returned) in zip(own, answer, strict=True):
@@ -193,15 +193,15 @@ class CollectorGroup:
     def hold_timeout_s(self) -> float:
         return self._limits.hold_timeout_s
 
-    async def _of_stores(self, method: str, parts: Mapping[int, Sequence[Any]]) -> list[Any]:
+    async def _call_stores(self, method: str, parts: Mapping[int, Sequence[Any]]) -> list[Any]:
         """Call stores, each with arguments of its own; return their answers."""
-        calls = (self._of_store(store, method, args) for store, args in parts.items())
+        calls = (self._call_store(store, method, args) for store, args in parts.items())
         answers = await asyncio.gather(*calls)
         if losses := [answer for answer in answers if isinstance(answer, SamplesLost)]:
             raise join_losses(losses)
         return answers
 
-    async def _of_store(self, store: int, method: str, args: Sequence[Any]) -> Any:
+    async def _call_store(self, store: int, method: str, args: Sequence[Any]) -> Any:
         try:
             deadline_s = self._limits.score_timeout_s
             return await self.call(store, method, *args, deadline_s=deadline_s)
@@ -267,7 +267,7 @@ class RemoteCollector:
             raise CollectorLostError(str(error)) from None
 
 
-def _by_store(
+def _split_by_store(
     samples: Sequence[StoredSample],
 ) -> tuple[dict[int, tuple[list[int], list[int]]], list[int]]:
     """Return (group_N and index_N by store, the place of each sample in the stores' answers)."""

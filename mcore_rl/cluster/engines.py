@@ -100,7 +100,7 @@ class EngineGroup:
         self._group.finish(self._building)
         self._group.check_environment(self._call_timeout_s)
         server_addresses = self._group.call_all("address", deadline_s=self._call_timeout_s)
-        self._addresses = first_of_each_engine(server_addresses, self._nodes_per_engine)
+        self._addresses = pick_first_of_each_engine(server_addresses, self._nodes_per_engine)
         self.health = EngineHealth([address.url for address in self._addresses], self._weights_stay)
         return self._addresses
 
@@ -128,7 +128,7 @@ class EngineGroup:
 
     async def _look(self, deadline_s: float) -> None:
         engines = [e for e in range(len(self._nodes_per_engine)) if e not in self._lost]
-        servers = self._servers_of_engines()
+        servers = self._list_servers()
         answers = await self._group.gather_living(
             [rank for engine in engines for rank in servers[engine]],
             "check",
@@ -156,7 +156,7 @@ class EngineGroup:
         assert self._addresses is not None, "engines are watched once they are built"
         self.health.lose(self._addresses[engine].url, f"{error}; {num_left} engines are left")
 
-    def _servers_of_engines(self) -> list[range]:
+    def _list_servers(self) -> list[range]:
         """Return the ranks of each engine's workers."""
         firsts = [0, *accumulate(self._nodes_per_engine)]
         return [range(first, end) for first, end in pairwise(firsts)]
@@ -194,7 +194,7 @@ def plan_servers(
                 node_addresses=node_addresses,
                 gpu_ids=tuple(islice(remaining_gpus, ranks_per_node)),
             )
-            servers.append((engine, _with_own_log(server_spec)))
+            servers.append((engine, _give_own_log(server_spec)))
     return servers
 
 
@@ -217,13 +217,13 @@ def combine_states(
     return states
 
 
-def first_of_each_engine(values: Sequence[T], nodes_per_engine: Sequence[int]) -> list[T]:
+def pick_first_of_each_engine(values: Sequence[T], nodes_per_engine: Sequence[int]) -> list[T]:
     """Return, from one value per server, that of the server on each engine's first node."""
     first_servers = accumulate(nodes_per_engine[:-1], initial=0)
     return [values[server] for server in first_servers]
 
 
-def _with_own_log(spec: EngineSpec) -> EngineSpec:
+def _give_own_log(spec: EngineSpec) -> EngineSpec:
     """Return the spec with a log of its own, on every node but the first."""
     if spec.node_rank == 0:
         return spec
@@ -302,7 +302,7 @@ class ServedEngines:
     def _start_engines(self, role: str, config: ServedModelConfig, gpu_ids: Sequence[str]) -> None:
         is_colocated = role in self.colocated
         specs = [
-            served_engine_spec(
+            make_served_spec(
                 role,
                 config,
                 self._log_dir / f"{role}_{i}.log",
@@ -314,7 +314,7 @@ class ServedEngines:
         self._groups[role].start_build(specs, config.startup_timeout_s, config.restarts, gpu_ids)
 
 
-def served_engine_spec(
+def make_served_spec(
     role: str,
     config: ServedModelConfig,
     log_path: Path,

@@ -45,7 +45,7 @@ def set_for_node(values: Mapping[str, str]) -> None:
     os.environ[_BY_NODE] = ",".join(own)
 
 
-def variables_for_workers() -> dict[str, str]:
+def select_worker_variables() -> dict[str, str]:
     """Return what the processes on other machines get of this process's environment.
 
     Variables of a job that `ray job submit --runtime-env-json` began are left out: its processes
@@ -57,11 +57,11 @@ def variables_for_workers() -> dict[str, str]:
     of_job = job.get("env_vars") or {}
     of_path = {name: os.environ[name] for name in (SAFE_PATH,) if name in os.environ}
     variables = {**of_ray, **of_path, **select_forwarded(os.environ)}
-    left_out = {*of_job, *_of_node()}
+    left_out = {*of_job, *_list_node_variables()}
     return {name: value for name, value in variables.items() if name not in left_out}
 
 
-def _of_node() -> set[str]:
+def _list_node_variables() -> set[str]:
     return set(filter(None, os.environ.get(_BY_NODE, "").split(",")))
 
 
@@ -73,7 +73,7 @@ def compare_environments(environments: Mapping[str, Mapping[str, str]]) -> None:
     found: dict[str, list[str]] = defaultdict(list)
     for who, environment in environments.items():
         for variable, how in differences(os.environ, environment).items():
-            if variable in _of_node():
+            if variable in _list_node_variables():
                 continue
             found[f"{variable} is {how}"].append(who)
             if variable in AGREED:
@@ -86,7 +86,7 @@ def compare_environments(environments: Mapping[str, Mapping[str, str]]) -> None:
         _log.warning("%s in %s%s", what, who[0], others)
 
 
-def nsys_environments(profile: ProfileConfig, folder: Path) -> dict[int, dict[str, Any]]:
+def make_nsys_environments(profile: ProfileConfig, folder: Path) -> dict[int, dict[str, Any]]:
     """Return Ray's runtime environment of each rank that Nsight Systems is to run."""
     if not profile.steps or profile.tool != "nsys":
         return {}

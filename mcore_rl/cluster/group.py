@@ -112,7 +112,7 @@ class RankGroup:
             for rank, slot in zip(self.ranks, slots, strict=True)
         ]
         self.ranks = [
-            rank.found(slot.node, actor.pid.remote())
+            rank.name_process(slot.node, actor.pid.remote())
             for rank, slot, actor in zip(self.ranks, slots, self._actors, strict=True)
         ]
         self._failed: BaseException | None = None
@@ -202,7 +202,10 @@ class RankGroup:
             coordinates
         )
         self._owners = [owners[dp] for dp in range(len(owners))]
-        self.ranks = [r.placed(_in_words(c)) for r, c in zip(self.ranks, coordinates, strict=True)]
+        self.ranks = [
+            r.name_place(_describe_coordinate(c))
+            for r, c in zip(self.ranks, coordinates, strict=True)
+        ]
 
     @property
     def dp_size(self) -> int:
@@ -338,7 +341,7 @@ async def guard(work: Awaitable[T], *watches: Awaitable[None]) -> T:
         await asyncio.gather(task, *watching, return_exceptions=True)
 
 
-def _in_words(coordinate: object) -> str:
+def _describe_coordinate(coordinate: object) -> str:
     parts = [(name, getattr(coordinate, name, None)) for name in ("dp", "tp", "pp", "cp", "ep")]
     return " ".join(f"{name} {value}" for name, value in parts if value is not None)
 

@@ -74,11 +74,11 @@ def _keep_at_home() -> bool:
 def _write(path: Path) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "w") as file:
-        file.write(_token())
+        file.write(_make_token())
 
 
 @cache
-def _token() -> str:
+def _make_token() -> str:
     """Return a token of 256 bits, one per process: Ray reads it once and keeps it."""
     return secrets.token_hex(32)
 
@@ -97,9 +97,9 @@ def leave_processes_out() -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (ray._private.node.Node, name, _start_nothing) for name in LEFT_OUT
     ]
-    replaced.append((ray._private.utils, "get_dashboard_dependency_error", _no_dashboard))
+    replaced.append((ray._private.utils, "get_dashboard_dependency_error", _refuse_dashboard))
     node = ray._private.node.Node
-    replaced.append((node, "start_raylet", _with_quick_setup(node.start_raylet)))
+    replaced.append((node, "start_raylet", _use_quick_setup(node.start_raylet)))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for owner, name, value in replaced:
         setattr(owner, name, value)
@@ -110,7 +110,7 @@ def leave_processes_out() -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _with_quick_setup(start_raylet: Callable[..., None]) -> Callable[..., None]:
+def _use_quick_setup(start_raylet: Callable[..., None]) -> Callable[..., None]:
     """Have workers set up by worker_setup.py: Ray's own file imports Ray twice for each."""
 
     def start(node: Any, *args: object, **kwargs: object) -> None:
@@ -122,7 +122,7 @@ def _with_quick_setup(start_raylet: Callable[..., None]) -> Callable[..., None]:
     return start
 
 
-def _no_dashboard() -> ImportError:
+def _refuse_dashboard() -> ImportError:
     return ImportError("no dashboard is wanted")
 
 

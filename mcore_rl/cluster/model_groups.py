@@ -59,14 +59,14 @@ class ModelGroup:
         num_ranks = spec.parallel.world_size
         gpus = gpu_ids or self._group.gpu_ids(timeout_s)
         args = [
-            (spec, rank, address, port, gpus[rank], self._storage_of(rank))
+            (spec, rank, address, port, gpus[rank], self._find_storage(rank))
             for rank in range(num_ranks)
         ]
         self._building = self._group.start_build(self.worker_cls, args, timeout_s)
 
-    def _storage_of(self, rank: int) -> CarriedStorage | None:
+    def _find_storage(self, rank: int) -> CarriedStorage | None:
         node = self._group.ranks[rank].node
-        return self._files.storage_of(node) if self._files is not None else None
+        return self._files.find_storage(node) if self._files is not None else None
 
     def wait_built(self) -> None:
         """Return once every rank has built its share of the model."""

@@ -24,21 +24,21 @@ def report_placement(slots: RunSlots, nodes: Sequence[Node]) -> list[str]:
     return [
         f"node {node.name} ({node.address}): {'; '.join(seated)}"
         for node in nodes
-        if (seated := list(_seated(slots, node.id)))
+        if (seated := list(_list_processes(slots, node.id)))
     ]
 
 
-def _seated(slots: RunSlots, node: str) -> Iterator[str]:
+def _list_processes(slots: RunSlots, node: str) -> Iterator[str]:
     for role, ranks in (("trainer", slots.trainer), ("critic", slots.critic)):
         indices = [index for index, slot in enumerate(ranks) if slot.node == node]
         if indices:
-            yield f"{role} {_ranks(indices)}"
-    yield from _engines("engine", slots.engines, node)
+            yield f"{role} {_describe_ranks(indices)}"
+    yield from _list_engines("engine", slots.engines, node)
     for role, engines in slots.served.items():
-        yield from _engines(role, engines, node)
+        yield from _list_engines(role, engines, node)
 
 
-def _engines(role: str, engines: Sequence[Sequence[Slot]], node: str) -> Iterator[str]:
+def _list_engines(role: str, engines: Sequence[Sequence[Slot]], node: str) -> Iterator[str]:
     parts: dict[int, list[int]] = defaultdict(list)
     for index, engine in enumerate(engines):
         for part, slot in enumerate(engine):
@@ -50,7 +50,7 @@ def _engines(role: str, engines: Sequence[Sequence[Slot]], node: str) -> Iterato
         yield f"{role} {index}" if whole else f"{role} {index} (part {here[0] + 1} of {num_parts})"
 
 
-def _ranks(indices: Sequence[int]) -> str:
+def _describe_ranks(indices: Sequence[int]) -> str:
     """The ranks in words: as a range where they follow one another."""
     first, last = indices[0], indices[-1]
     if first == last:
@@ -102,12 +102,12 @@ def reserve(
         if not groups[-1].wait(max(until_s - time.monotonic(), 0.0)):
             for group in groups:
                 remove_placement_group(group)
-            raise ValueError(_shortage(plans, timeout_s, strategy == "STRICT_SPREAD"))
-        slots |= _slots(groups[-1], {k: plans[k] for k in numbers}, order)
+            raise ValueError(_describe_shortage(plans, timeout_s, strategy == "STRICT_SPREAD"))
+        slots |= _make_slots(groups[-1], {k: plans[k] for k in numbers}, order)
     return [slots[k] for k in range(len(plans))]
 
 
-def _slots(
+def _make_slots(
     group: PlacementGroup, plans: Mapping[int, Sequence[Bundle]], order: Mapping[str, int]
 ) -> dict[int, list[Slot]]:
     """Return the slots of plans by number, whose bundles follow one another in the group."""
@@ -121,7 +121,9 @@ def _slots(
     return slots
 
 
-def _shortage(plans: Sequence[Sequence[Bundle]], timeout_s: float, for_spread: bool) -> str:
+def _describe_shortage(
+    plans: Sequence[Sequence[Bundle]], timeout_s: float, for_spread: bool
+) -> str:
     bundles = [bundle for plan in plans for bundle in plan]
     needed = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
     total = ray.cluster_resources()

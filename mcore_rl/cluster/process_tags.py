@@ -41,7 +41,7 @@ def tag_processes(session: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with uninterrupted():
+        with ignore_interrupts():
             watchdog.end_session(session)
             watchdog_process.kill()
             wait_killed(watchdog_process, "the watchdog")
@@ -50,7 +50,7 @@ def tag_processes(session: str) -> Iterator[None]:
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def ignore_interrupts() -> Iterator[None]:
     """Ignore Ctrl-C during an orderly end of a few seconds: a second one would leave orphans."""
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -60,7 +60,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 @contextmanager
-def ray_temp_dir() -> Iterator[Path]:
+def make_ray_temp_dir() -> Iterator[Path]:
     """Make a folder of mode 0700, in which Ray's is to be OPEN; its sockets' paths must be short.
 
     Raises ValueError if there is no place for sockets, DiskFullError if there is no space.

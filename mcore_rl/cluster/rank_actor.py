@@ -144,7 +144,7 @@ class RankActor:
             sys.stderr.write(redact(traceback.format_exc()))
             if is_disk_full(error):
                 error = name_full_disk(error)
-            return Raised(summary_of(error), short_traceback(error))
+            return Raised(summarize_error(error), shorten_traceback(error))
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -173,14 +173,14 @@ def redirect_output(path: Path) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
-def summary_of(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """Return `ValueError: message`, as in the last line of a traceback; it is never empty."""
     if not str(error).strip():
         return describe_error(error)
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-def short_traceback(error: BaseException) -> str:
+def shorten_traceback(error: BaseException) -> str:
     """Return the frames of this package and of the user's files, and the innermost frame.
 
     Frames of Python, of installed libraries and of this module are left out.

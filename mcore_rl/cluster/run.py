@@ -12,16 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.cluster.breakpoints import answered_in_controller, naming_breakpoints
+from mcore_rl.cluster.breakpoints import answer_in_controller, name_breakpoints
 from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
 from mcore_rl.cluster.engines import EngineGroup, ServedEngines
-from mcore_rl.cluster.environment import nsys_environments
+from mcore_rl.cluster.environment import make_nsys_environments
 from mcore_rl.cluster.group import guard
 from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
 from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.cluster.placement import report_placement, reserve_in_ray
-from mcore_rl.cluster.session import ray_session
-from mcore_rl.cluster.shared_folder import run_files
+from mcore_rl.cluster.session import open_ray_session
+from mcore_rl.cluster.shared_folder import bring_run_files
 from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.config.deadlines import Deadlines
 from mcore_rl.config.upstream.arguments import server_arguments
@@ -71,7 +71,9 @@ class RunProcesses:
         """Begin to build the policy on its ranks; the group's `wait_built` waits for it."""
         assert self._trainer is not None
         config = self._config
-        spec = self._spec(config.model, config.parallel, config.train, optimizer, num_steps, loss)
+        spec = self._make_spec(
+            config.model, config.parallel, config.train, optimizer, num_steps, loss
+        )
         self._trainer.start_build(spec, config.run.startup_timeout_s)
         return self._trainer
 
@@ -83,13 +85,13 @@ class RunProcesses:
         critic = config.critic
         model = replace(config.model, path=critic.path or config.model.path)
         train = make_critic_training(config.train, critic)
-        spec = self._spec(model, critic.parallel, train, critic.optimizer, num_steps, loss)
+        spec = self._make_spec(model, critic.parallel, train, critic.optimizer, num_steps, loss)
         assert self._trainer is not None
         gpu_ids = self._trainer.gpu_ids() if critic.colocated else []
         self._critic.start_build(spec, config.run.startup_timeout_s, gpu_ids)
         return self._critic
 
-    def _spec(
+    def _make_spec(
         self,
         model: ModelConfig,
         parallel: ParallelConfig,
@@ -128,7 +130,7 @@ class RunProcesses:
         if self._trainer is not None:
             max_restarts = config.rollout.restarts
             if config.cluster.colocated:
-                gpu_ids = self._trainer_gpus()
+                gpu_ids = self._list_trainer_gpus()
         stopped_s = Deadlines.of(config).stopped
         startup_s = config.run.startup_timeout_s
         self._engines.start_build(specs, startup_s, max_restarts, gpu_ids, stopped_s)
@@ -136,9 +138,9 @@ class RunProcesses:
 
     def start_colocated_served(self, role: str) -> list[str]:
         """Start a served model on the trainer ranks' GPUs; return its urls once it is healthy."""
-        return self.served_engines.start_colocated(role, self._trainer_gpus())
+        return self.served_engines.start_colocated(role, self._list_trainer_gpus())
 
-    def _trainer_gpus(self) -> list[str]:
+    def _list_trainer_gpus(self) -> list[str]:
         """Return the GPUs of the trainer's ranks, in rank order."""
         assert self._trainer is not None
         return [gpu for of_rank in self._trainer.gpu_ids() for gpu in of_rank]
@@ -187,16 +189,16 @@ def run_processes(
     num_cpus = size.num_cpus(config.cluster.cpus_per_rank, config.rollout.engine_ranks)
     startup_s = config.run.startup_timeout_s
     keys = ServerKeys.make()
-    naming = naming_breakpoints() if config.run.debug else nullcontext()
+    naming = name_breakpoints() if config.run.debug else nullcontext()
     with (
-        ray_session(config.cluster, num_cpus, startup_s),
-        answered_in_controller(timeout_s),
+        open_ray_session(config.cluster, num_cpus, startup_s),
+        answer_in_controller(timeout_s),
         naming,
     ):
         slots = reserve_in_ray(size, config.rollout, config.cluster, startup_s)
         for line in report_placement(slots, alive_nodes()):
             _log.info(line)
-        nsys = nsys_environments(config.profile, log_dir.parent / "profile")
+        nsys = make_nsys_environments(config.profile, log_dir.parent / "profile")
         trainer = TrainerGroup(slots.trainer, log_dir, timeout_s, nsys) if size.trainer else None
         critic = CriticGroup(slots.critic, log_dir, timeout_s) if size.critic else None
         engines = _start_engines(config, slots, log_dir) if size.engines else None
@@ -213,13 +215,15 @@ def run_processes(
 
 @contextmanager
 def _run_files(config: Config, log_dir: Path, groups: Groups) -> Iterator[None]:
-    """Have nodes that do not see the run folder bring their files; see `run_files`."""
+    """Have nodes that do not see the run folder bring their files; see `bring_run_files`."""
     firsts: dict[str, Any] = {}
     for group in groups:
         if group is not None:
             firsts = {**group.first_of_nodes(), **firsts}
     run = config.run
-    with run_files(log_dir.parent, firsts, run.startup_timeout_s, run.call_timeout_s) as files:
+    with bring_run_files(
+        log_dir.parent, firsts, run.startup_timeout_s, run.call_timeout_s
+    ) as files:
         for models in groups[:2]:
             if models is not None:
                 models.keep_files_with(files)

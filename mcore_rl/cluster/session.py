@@ -21,10 +21,10 @@ from ray._private import ray_constants
 from ray.job_config import JobConfig
 
 from mcore_rl.cluster import watchdog
-from mcore_rl.cluster.environment import set_defaults, variables_for_workers
+from mcore_rl.cluster.environment import select_worker_variables, set_defaults
 from mcore_rl.cluster.local_ray import leave_processes_out, own_token
 from mcore_rl.cluster.nodes import wait_for_nodes
-from mcore_rl.cluster.process_tags import OPEN, ray_temp_dir, tag_processes, uninterrupted
+from mcore_rl.cluster.process_tags import OPEN, ignore_interrupts, make_ray_temp_dir, tag_processes
 from mcore_rl.config import ClusterConfig
 from mcore_rl.device import has_cuda
 from mcore_rl.process.process_state import describe_state
@@ -54,7 +54,7 @@ TOKEN_HINT = (
 
 
 @contextmanager
-def ray_session(
+def open_ray_session(
     config: ClusterConfig, num_cpus: float = 0.0, startup_timeout_s: float = 240.0
 ) -> Iterator[None]:
     """Join Ray at `config.address`, or start it on this machine with room for `num_cpus`.
@@ -74,9 +74,9 @@ def ray_session(
         return
     with (
         _exit_if_ray_is_lost(),
-        ray_temp_dir() as temp_dir,
+        make_ray_temp_dir() as temp_dir,
         tag_processes(str(temp_dir)),
-        _ray_on_loopback(),
+        _keep_ray_on_loopback(),
         own_token(temp_dir),
         _shut_down(temp_dir),
     ):
@@ -107,7 +107,7 @@ def _init(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> Any:
     return ray.init(
         address="local",
         num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)),
-        object_store_memory=_object_store_mib(config) * 2**20,
+        object_store_memory=_choose_object_store_mib(config) * 2**20,
         include_dashboard=config.dashboard,
         dashboard_host="127.0.0.1",
         log_to_driver=False,
@@ -133,7 +133,7 @@ def _name_dashboard(url: str | None) -> None:
     print(f"mcore-rl: {text}", file=sys.stderr)
 
 
-def _object_store_mib(config: ClusterConfig) -> int:
+def _choose_object_store_mib(config: ClusterConfig) -> int:
     """The size in the recipe; by default 8192 MiB on a machine with GPUs, 512 MiB without."""
     if config.object_store_mib is not None:
         return config.object_store_mib
@@ -153,7 +153,7 @@ def _raise_if_ray_is_lost(*_: object) -> None:
 
 
 @contextmanager
-def _ray_on_loopback() -> Iterator[None]:
+def _keep_ray_on_loopback() -> Iterator[None]:
     """Have a Ray that this process starts listen on loopback only, as on macOS and Windows.
 
     On Linux Ray replaces 127.0.0.1 by the machine's outward address, and its servers then listen on
@@ -187,10 +187,10 @@ def _join(address: str) -> None:
         if port.isdigit():
             # Ray itself would try for minutes.
             socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_TIMEOUT_S).close()
-        with _few_tries():
+        with _limit_tries():
             ray.init(
                 address=address,
-                runtime_env={"env_vars": variables_for_workers()},
+                runtime_env={"env_vars": select_worker_variables()},
                 job_config=SafeJob(),
                 log_to_driver=False,
                 logging_level=logging.ERROR,
@@ -205,7 +205,7 @@ def _join(address: str) -> None:
 
 
 @contextmanager
-def _few_tries() -> Iterator[None]:
+def _limit_tries() -> Iterator[None]:
     """Have Ray give up on a head after JOIN_TRIES seconds instead of 20.
 
     The head's port answers by now, so a refusal is one for good.
@@ -241,12 +241,12 @@ def _shut_down(session: Path | None = None) -> Iterator[None]:
 
 def _disconnect(session: Path | None) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    with uninterrupted(), _exiting_after(SHUTDOWN_S, session):
+    with ignore_interrupts(), _exit_after(SHUTDOWN_S, session):
         ray.shutdown()
 
 
 @contextmanager
-def _exiting_after(seconds: float, session: Path | None) -> Iterator[None]:
+def _exit_after(seconds: float, session: Path | None) -> Iterator[None]:
     """Kill the session's processes and exit if the block takes longer, as it does without a GCS."""
     timer = threading.Timer(seconds, _kill_all, [seconds, session])
     timer.daemon = True

@@ -47,8 +47,8 @@ class FolderKeeper:
         self, path: str, num_bytes: int, offset: int, content: bytes, crc32: int
     ) -> Exception | None:
         """Write a chunk of a file of `num_bytes`; chunks may come in any order."""
-        with _returned() as answer:
-            target = self._inside(path)
+        with _return_expected() as answer:
+            target = self._check_inside(path)
             _check(path, offset, content, crc32)
             with report_full_disk(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -60,8 +60,8 @@ class FolderKeeper:
 
     def read(self, path: str, offset: int) -> tuple[bytes, int] | Exception:
         """Return a chunk of a file and its CRC-32."""
-        with _returned() as answer:
-            with self._inside(path).open("rb") as file:
+        with _return_expected() as answer:
+            with self._check_inside(path).open("rb") as file:
                 file.seek(offset)
                 content = file.read(CHUNK_BYTES)
             return content, zlib_ng.crc32(content)
@@ -70,25 +70,25 @@ class FolderKeeper:
 
     def sizes(self, folder: str) -> dict[str, int] | Exception:
         """Return the bytes of each file of a folder, by name."""
-        with _returned() as answer:
-            files = (path for path in self._inside(folder).iterdir() if path.is_file())
+        with _return_expected() as answer:
+            files = (path for path in self._check_inside(folder).iterdir() if path.is_file())
             return {path.name: path.stat().st_size for path in files}
         assert answer.error is not None
         return answer.error
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function here."""
-        with _returned() as answer:
+        with _return_expected() as answer:
             return function(*args)
         return answer.error
 
-    def _inside(self, path: str) -> Path:
+    def _check_inside(self, path: str) -> Path:
         if not Path(path).resolve().is_relative_to(self._root.resolve()):
             raise ValueError(f"{path} does not lie in the run folder {self._root}")
         return Path(path)
 
 
-def _at(num_bytes: int) -> range:
+def _list_offsets(num_bytes: int) -> range:
     """Return where the chunks of a file begin; an empty one has a chunk as well."""
     return range(0, max(num_bytes, 1), CHUNK_BYTES)
 
@@ -103,7 +103,7 @@ class _Answer:
 
 
 @contextmanager
-def _returned() -> Iterator[_Answer]:
+def _return_expected() -> Iterator[_Answer]:
     """Keep an expected error of the block in the answer that is yielded."""
     answer = _Answer()
     try:
@@ -145,7 +145,10 @@ class CarriedStorage:
         """Bring a file, and keep it here as well."""
         num_bytes = file.stat().st_size
         with file.open("rb") as source:
-            chunks = ((at, source.read(min(CHUNK_BYTES, num_bytes - at))) for at in _at(num_bytes))
+            chunks = (
+                (at, source.read(min(CHUNK_BYTES, num_bytes - at)))
+                for at in _list_offsets(num_bytes)
+            )
             write = self._keeper.write.remote
             for _ in self._answers(
                 write(str(file), num_bytes, at, content, zlib_ng.crc32(content))
@@ -182,7 +185,9 @@ class CarriedStorage:
     def _fetch_file(self, path: Path, target: Path, num_bytes: int) -> None:
         read = self._keeper.read.remote
         with report_full_disk(target), target.open("wb") as file:
-            for content, crc32 in self._answers(read(str(path), at) for at in _at(num_bytes)):
+            for content, crc32 in self._answers(
+                read(str(path), at) for at in _list_offsets(num_bytes)
+            ):
                 _check(str(path), file.tell(), content, crc32)
                 file.write(content)
             if file.tell() != num_bytes:
@@ -228,24 +233,24 @@ class RunFiles:
     def __init__(self, folder: Path, apart: Collection[str], timeout_s: float) -> None:
         """`timeout_s` is for each part of a file that travels."""
         self._folder = folder
-        self._apart = apart
+        self._find_apart = apart
         self._began_s = time.time() - CLOCKS_DIFFER_S
         if apart:
             self._storage = CarriedStorage(start_keeper(folder), timeout_s)
 
-    def storage_of(self, node: str) -> CarriedStorage | None:
+    def find_storage(self, node: str) -> CarriedStorage | None:
         """Return how the ranks of a node bring their files here; None if they see the folder."""
-        return self._storage if node in self._apart else None
+        return self._storage if node in self._find_apart else None
 
     def bring_logs(self, timeout_s: float = LOGS_TIMEOUT_S) -> None:
         """Bring the logs and profiles that were written on the nodes apart since the start.
 
         A node that is lost, or too slow, is named in the log.
         """
-        nodes = {node.name: node.id for node in alive_nodes() if node.name in self._apart}
+        nodes = {node.name: node.id for node in alive_nodes() if node.name in self._find_apart}
         refs = {name: self._bring_from(node_id) for name, node_id in nodes.items()}
         until_s = time.monotonic() + timeout_s
-        for name in sorted(self._apart):
+        for name in sorted(self._find_apart):
             try:
                 if name not in refs:
                     raise ValueError("it is lost")
@@ -262,7 +267,7 @@ class RunFiles:
 
 
 @contextmanager
-def run_files(
+def bring_run_files(
     folder: Path, actors: Mapping[str, Any], deadline_s: float, timeout_s: float
 ) -> Iterator[RunFiles]:
     """Find the nodes that do not see the run folder; bring their logs when the block ends.
@@ -291,7 +296,7 @@ def run_files(
 
 
 def find_apart(folder: Path, actors: Mapping[str, Any], deadline_s: float) -> set[str]:
-    """Return the names of the nodes whose `folder` is not that of this process; see `run_files`."""
+    """Return the names of the nodes that see another `folder`; see `bring_run_files`."""
     if not actors:
         return set()
     token = secrets.token_hex(8)
@@ -299,13 +304,13 @@ def find_apart(folder: Path, actors: Mapping[str, Any], deadline_s: float) -> se
     with report_full_disk(mark):
         mark.write_text(token)
     try:
-        return _apart(actors, mark, token, deadline_s)
+        return _find_apart(actors, mark, token, deadline_s)
     finally:
         for file in folder.glob(f"{mark.name}*"):
             file.unlink(missing_ok=True)
 
 
-def _apart(actors: Mapping[str, Any], mark: Path, token: str, deadline_s: float) -> set[str]:
+def _find_apart(actors: Mapping[str, Any], mark: Path, token: str, deadline_s: float) -> set[str]:
     """Return the names of the nodes that see another folder."""
     refs = [actor.answer_mark.remote(str(mark), VISIBLE_S) for actor in actors.values()]
     try:

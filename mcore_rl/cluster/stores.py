@@ -21,7 +21,7 @@ from mcore_rl.batches.assembly import (
     scatter_parts,
 )
 from mcore_rl.batches.kept_rows import ReadRequest
-from mcore_rl.cluster.answers import cause_of_death
+from mcore_rl.cluster.answers import find_cause_of_death
 from mcore_rl.cluster.group import BULK
 from mcore_rl.cluster.rank_actor import NotBuilt, Raised
 from mcore_rl.data.images.batch import GroupRow, rows_with_images, with_images
@@ -86,7 +86,7 @@ class StoreHandles:
         placed = self._call({store: ("place_images", own) for store, own in rows.items()})
         patches: dict[tuple[int, GroupRow], list[Patches]] = {}
         for store, by_row in placed.items():
-            mapped = _mapped_by_digest(by_row.values(), with_pixels)
+            mapped = _map_by_digest(by_row.values(), with_pixels)
             for row, images in by_row.items():
                 patches[store, row] = [mapped[each.digest] for each in images]
         far = {
@@ -134,15 +134,15 @@ class StoreHandles:
         return answers
 
 
-def _mapped_by_digest(
+def _map_by_digest(
     rows: Iterable[Sequence[PlacedPatches]], with_pixels: bool
 ) -> dict[str, Patches]:
     """Return the patches of all images that rows have, each mapped once."""
     placed = {each.digest: each for images in rows for each in images}
-    return {digest: _mapped(each, with_pixels) for digest, each in placed.items()}
+    return {digest: _map_placed(each, with_pixels) for digest, each in placed.items()}
 
 
-def _mapped(placed: PlacedPatches, with_pixels: bool) -> Patches:
+def _map_placed(placed: PlacedPatches, with_pixels: bool) -> Patches:
     """Return the patches at a place; on the meta device if they are not here or not wanted."""
     pixels_PD = map_patches(placed) if with_pixels else None
     if pixels_PD is None:
@@ -160,7 +160,7 @@ def _answer(store: int, ref: Any, timeout_s: float) -> Any:
     try:
         answer = ray.get(ref, timeout=timeout_s)
     except RayActorError as error:
-        return SamplesLost(f"{name} died ({cause_of_death(str(error))})", [store])
+        return SamplesLost(f"{name} died ({find_cause_of_death(str(error))})", [store])
     if isinstance(answer, NotBuilt):
         return SamplesLost(f"{name} died and is starting again", [store])
     if isinstance(answer, Raised):

@@ -12,7 +12,7 @@ from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.resampling import score
 from mcore_rl.loops.reward_failures import RewardFailures
 from mcore_rl.loops.roles import Batch, Roles, Samples
-from mcore_rl.rollout.staleness import staleness_metrics
+from mcore_rl.rollout.staleness import measure_staleness
 from mcore_rl.types import Prompt, WeightVersion
 from mcore_rl.types.scores import Scores, join_scores
 
@@ -63,7 +63,7 @@ def sample_step(
         with timer("rollout"):
             samples, scores, metrics = roles.background.take(version)
     bound = None if rollout.stale == "correct" else rollout.staleness_bound
-    metrics |= staleness_metrics(samples, version, bound)
+    metrics |= measure_staleness(samples, version, bound)
     metrics["rollout/lost"] = metrics.get("rollout/lost", 0.0) + roles.generator.take_num_lost()
     return samples, scores, {**metrics, "idle/engines": roles.generator.idle_share()}
 

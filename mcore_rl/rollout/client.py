@@ -150,7 +150,7 @@ class EngineSet:
         candidates: Sequence[EngineLoad]
         candidates = [engine for engine in serving if engine not in failed] or serving
         if admission is not None:
-            candidates = admission.with_room(candidates)
+            candidates = admission.choose_with_room(candidates)
         least_loaded = min(candidates, key=lambda engine: engine.num_in_flight)
         affinity = request.affinity
         most_in_flight = least_loaded.num_in_flight + affinity.num_requests

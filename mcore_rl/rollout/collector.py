@@ -231,7 +231,7 @@ class Collector:
             self._events.failed.append(GroupFailure(request.group, message, may_retry=False))
         else:
             self._store.put(request.group, samples)
-            self._events.finished.append(facts_of(request.group, samples))
+            self._events.finished.append(collect_facts(request.group, samples))
         finally:
             del self._tasks[request.group]
             del self._session_of[request.group]
@@ -246,7 +246,7 @@ async def _respond(session: RolloutSession, request: GroupRequest) -> list[Sampl
     return await session.generate([request.prompt], request.num_samples, request.sampling)
 
 
-def facts_of(group: int, samples: Sequence[Sample]) -> GroupFacts:
+def collect_facts(group: int, samples: Sequence[Sample]) -> GroupFacts:
     """Return what the controller needs to know of the samples of one prompt."""
     return GroupFacts(
         group=group,

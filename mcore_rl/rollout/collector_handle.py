@@ -141,7 +141,7 @@ class CollectorHandle:
         return None
 
 
-def samples_of(group: PendingGroup, facts: GroupFacts) -> list[StoredSample]:
+def make_samples(group: PendingGroup, facts: GroupFacts) -> list[StoredSample]:
     """Return the samples of a group that its collector keeps."""
     rows = list(zip(facts.response_lens, facts.finish_reasons, facts.versions, strict=True))
     episode_rows = facts.episode_rows or ((),) * len(rows)

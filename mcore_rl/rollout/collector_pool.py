@@ -23,7 +23,7 @@ from typing import Any
 from weakref import finalize
 
 from mcore_rl.rollout.collector import CollectorCalls, CollectorLostError, GroupFacts, GroupFailure
-from mcore_rl.rollout.collector_handle import CollectorHandle, PendingGroup, samples_of
+from mcore_rl.rollout.collector_handle import CollectorHandle, PendingGroup, make_samples
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import RolloutError
@@ -265,9 +265,9 @@ class CollectorPool:
             raise self._failure
         if not self._running:
             for k in range(len(self._handles)):
-                self._running.append(asyncio.create_task(self._guarded(self._serve(k))))
+                self._running.append(asyncio.create_task(self._guard(self._serve(k))))
 
-    async def _guarded(self, work: Coroutine[None, None, None]) -> None:
+    async def _guard(self, work: Coroutine[None, None, None]) -> None:
         """Run a task of the pool; its failure becomes that of every group that is waited for."""
         try:
             await work
@@ -310,7 +310,7 @@ class CollectorPool:
         while not handle.is_gone:
             try:
                 if handle.is_up:
-                    await _until_one_fails(self._send(handle), self._listen(k, handle))
+                    await _run_until_one_fails(self._send(handle), self._listen(k, handle))
                 else:
                     await self._return(k, handle)
             except CollectorLostError as lost:
@@ -390,7 +390,7 @@ class CollectorPool:
         group = handle.groups.pop(facts.group, None)
         if group is not None and not group.future.done():
             self.history.note(group.prompt, facts.response_lens)
-            group.future.set_result(samples_of(group, facts))
+            group.future.set_result(make_samples(group, facts))
 
     def _fail(self, handle: CollectorHandle, failure: GroupFailure) -> None:
         group = handle.groups.pop(failure.group, None)
@@ -403,7 +403,7 @@ class CollectorPool:
             self._handles[group.lease.store].cancel(group.lease.group)
 
 
-async def _until_one_fails(*works: Coroutine[None, None, None]) -> None:
+async def _run_until_one_fails(*works: Coroutine[None, None, None]) -> None:
     """Run all at once; when one raises, cancel the others and raise its error."""
     tasks = [asyncio.create_task(work) for work in works]
     try:

@@ -31,7 +31,7 @@ async def ask_free_kv(http: aiohttp.ClientSession, engine: EngineAddress) -> flo
         async with http.get(url, headers=headers, timeout=timeout) as response:
             response.raise_for_status()
             loads = (await response.json())["loads"]
-            return max(0.0, 1.0 - max(map(_taken, loads)))
+            return max(0.0, 1.0 - max(map(_compute_taken, loads)))
     except (aiohttp.ClientError, TimeoutError, ArithmeticError, LookupError) as error:
         _log.debug("%s does not tell its load: %r", engine, error)
         return None
@@ -40,7 +40,7 @@ async def ask_free_kv(http: aiohttp.ClientSession, engine: EngineAddress) -> flo
         return None
 
 
-def _taken(load: Mapping[str, int]) -> float:
+def _compute_taken(load: Mapping[str, int]) -> float:
     """Return the taken share of a data-parallel rank's KV cache, as SGLang tells its load."""
     per_request = load["num_used_tokens"] / max(load["num_running_reqs"], 1)
     to_come = load["num_waiting_reqs"] * per_request
@@ -119,7 +119,7 @@ class KvAdmission:
                     return
                 await asyncio.sleep(_POLL_S)
 
-    def with_room(self, engines: Sequence[EngineLoad]) -> Sequence[EngineLoad]:
+    def choose_with_room(self, engines: Sequence[EngineLoad]) -> Sequence[EngineLoad]:
         """Return the engines with room or of unknown room; all of them if that is none."""
         found = [e for e in engines if self._is_free(self._room.free(e.address.url))]
         return found or engines

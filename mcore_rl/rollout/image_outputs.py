@@ -39,7 +39,7 @@ class ProcessorOutput(dict[str, Any]):
         return self.get("video_grid_thw")
 
 
-def output_of(config: HfConfig) -> Output:
+def choose_output(config: HfConfig) -> Output:
     """Return how patches are given to SGLang's processor of a model, by its config.json."""
     config = with_text_settings(config)
     tokens = ImageTokens.from_config(config)
@@ -106,13 +106,13 @@ def glm_output(
 def moonvit_output(body: Mapping[str, Any], images: Images) -> Any:
     """Return the output for a model with MoonViT, whose images have no frames."""
     parts = {
-        "pixel_values": as_images(images.pixels_PD),
+        "pixel_values": shape_as_images(images.pixels_PD),
         "image_grid_hws": images.grids_I3[:, 1:],
     }
     return [_output(body, **parts)]
 
 
-def as_images(pixels_PD: Tensor) -> Tensor:
+def shape_as_images(pixels_PD: Tensor) -> Tensor:
     """Return patches as MoonViT's convolution takes them, [P, 3, side, side]."""
     side = isqrt(pixels_PD.shape[-1] // 3)
     return pixels_PD.unflatten(-1, (3, side, side))

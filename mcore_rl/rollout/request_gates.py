@@ -82,7 +82,7 @@ class KeyGate:
             await send({"type": "websocket.close", "code": 1008})
             return
         # Not from a Host header or a decoded URL: this is the path by which SGLang's routes match.
-        refusal = refusal_of(scope["path"], _authorization(scope), self._keys)
+        refusal = find_refusal(scope["path"], _authorization(scope), self._keys)
         if refusal is None:
             await self._app(scope, receive, send)
             return
@@ -94,7 +94,7 @@ class KeyGate:
         await send({"type": "http.response.body", "body": body})
 
 
-def refusal_of(path: str, authorization: str, keys: ServerKeys) -> tuple[int, str] | None:
+def find_refusal(path: str, authorization: str, keys: ServerKeys) -> tuple[int, str] | None:
     """Return the HTTP status and reason for which a request is refused; None if it is admitted."""
     if path in OPEN_PATHS:
         return None
@@ -210,7 +210,7 @@ class FieldGate:
         except FieldError as error:
             await _answer(send, 400, str(error))
             return
-        await self._app(_with_length(scope, admitted), _replay(admitted, receive), send)
+        await self._app(_set_length(scope, admitted), _replay(admitted, receive), send)
 
     def _admit(self, path: str, data: bytes) -> bytes:
         """Return the body for SGLang. Raises FieldError if it must not get there."""
@@ -240,7 +240,7 @@ async def _read(receive: Receive) -> bytes | None:
             return b"".join(parts)
 
 
-def _with_length(scope: Scope, data: bytes) -> Scope:
+def _set_length(scope: Scope, data: bytes) -> Scope:
     """Return the scope with the length of a body that replaces the one that came."""
     others = [header for header in scope.get("headers", ()) if header[0] != b"content-length"]
     return {**scope, "headers": [*others, (b"content-length", str(len(data)).encode())]}
@@ -250,14 +250,14 @@ def _replay(data: bytes, receive: Receive) -> Receive:
     """Return a `receive` that gives the body that was read, and then what else comes."""
     is_given = False
 
-    async def replayed() -> Any:
+    async def replay_message() -> Any:
         nonlocal is_given
         if is_given:
             return await receive()
         is_given = True
         return {"type": "http.request", "body": data, "more_body": False}
 
-    return replayed
+    return replay_message
 
 
 async def _answer(send: Send, status: int, reason: str) -> None:

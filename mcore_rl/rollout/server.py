@@ -23,7 +23,7 @@ from mcore_rl.process.process_state import start_resource_tracker
 from mcore_rl.process.server_keys import KEYS_FD, ServerKeys, read_keys
 from mcore_rl.rollout import image_request
 from mcore_rl.rollout.engine_spec import SHARE_PROMPTS, SHARE_PROMPTS_ON_CPU, UNCOMPILED
-from mcore_rl.rollout.image_outputs import output_of
+from mcore_rl.rollout.image_outputs import choose_output
 from mcore_rl.rollout.image_request import (
     NOT_HERE,
     check_placeholders,
@@ -48,7 +48,7 @@ VARIABLES_AROUND = ("SGLANG_RUST_SERVER", "SGLANG_GRPC_PORT", "DUMPER_SERVER_POR
 """Environment variables that do the same."""
 
 
-def forks_die_with_their_parents() -> None:
+def tie_forks_to_parents() -> None:
     """Call die_with_parent in every process that this one forks, and in their forks, too."""
     forking_pid = 0
 
@@ -82,12 +82,12 @@ def serve(arguments: list[str]) -> None:
     arguments = arguments if compiled else arguments[1:]
     sharing = arguments[:1] if arguments[:1] in ([SHARE_PROMPTS], [SHARE_PROMPTS_ON_CPU]) else []
     arguments = arguments[len(sharing) :]
-    forks_die_with_their_parents()
+    tie_forks_to_parents()
     keep_output_lasting()
     rotate_output()
     start_resource_tracker()
 
-    package = package_of(arguments)
+    package = find_package(arguments)
     if package is not None:
         os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = package
     arguments = import_sglang(arguments, gpu_ids, compiled)
@@ -162,19 +162,19 @@ def load_package(package: str) -> None:
     ModelRegistry.models.update(import_model_classes(package))
 
 
-def package_of(arguments: list[str]) -> str | None:
+def find_package(arguments: list[str]) -> str | None:
     """Return the package whose classes SGLang loads in place of its own, if the model needs one."""
     if "--is-embedding" in arguments:
         return "mcore_rl.rollout.reward_heads"
     if "--model-path" not in arguments:
         return None
-    config = config_of(arguments[arguments.index("--model-path") + 1])
+    config = read_config(arguments[arguments.index("--model-path") + 1])
     if OF_OURS & set(config.get("architectures") or ()):
         return "mcore_rl.rollout.vision_models"
     return None
 
 
-def config_of(model_path: str) -> dict[str, Any]:
+def read_config(model_path: str) -> dict[str, Any]:
     """Return the parsed config.json of a model directory; {} without one."""
     config_file = Path(model_path, "config.json")
     return json.loads(config_file.read_text()) if config_file.is_file() else {}
@@ -184,13 +184,13 @@ def take_patches(model_path: str) -> None:
     """Add a route to SGLang's application for requests that bring the patches of their images, if
     the model sees images.
     """
-    config = config_of(model_path)
+    config = read_config(model_path)
     placeholder_id = placeholder_of(config)
     if placeholder_id is None or "vision_config" not in config:
         return
     merge = merge_size(config)
     start_id = config.get("vision_start_token_id")
-    output = output_of(config)
+    output = choose_output(config)
     from fastapi import Request
     from fastapi.responses import JSONResponse
     from sglang.srt.entrypoints.http_server import app, serve_generate_request
@@ -201,7 +201,7 @@ def take_patches(model_path: str) -> None:
         is_json = request.headers.get("content-type") == "application/json"
         try:
             body, images = resolve_request(data) if is_json else unpack_request(data)
-            check_request("/generate", body, served_bounds())
+            check_request("/generate", body, find_served_bounds())
             check_placeholders(body, images.grids_I3, placeholder_id, merge, start_id)
             asked = GenerateReqInput(**body, image_data=output(body, images))
         except FileNotFoundError as error:
@@ -213,7 +213,7 @@ def take_patches(model_path: str) -> None:
     app.post(image_request.PATH)(generate_images)
 
 
-def served_bounds() -> ModelBounds:
+def find_served_bounds() -> ModelBounds:
     """Return what the served model allows, once SGLang has read it."""
     from sglang.srt.entrypoints.http_server import get_global_state
 
@@ -226,7 +226,7 @@ def bound_fields(server_args: Any) -> None:
     from sglang.srt.entrypoints.http_server import app
 
     has_grammar = server_args.grammar_backend != "none" and not server_args.skip_tokenizer_init
-    app.add_middleware(FieldGate, bounds=served_bounds, has_grammar=has_grammar)
+    app.add_middleware(FieldGate, bounds=find_served_bounds, has_grammar=has_grammar)
 
 
 def guard_server(server_args: Any, keys: ServerKeys) -> None:

@@ -6,7 +6,7 @@ from statistics import fmean
 from mcore_rl.types import AnySample, WeightVersion
 
 
-def staleness_metrics(
+def measure_staleness(
     samples: Sequence[AnySample], version: WeightVersion, bound: int | None
 ) -> dict[str, float]:
     """Return the ages of non-empty `samples` when weights `version` train on them.

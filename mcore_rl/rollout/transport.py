@@ -132,7 +132,7 @@ class HttpTransport:
 
     async def sample(self, engine: EngineAddress, request: Request, sampling: Sampling) -> Sample:
         """See EngineTransport."""
-        supported = self._supported(sampling)
+        supported = self._keep_supported(sampling)
         body = make_body(request, supported, self._options.stop_token_ids)
         try:
             if request.prompt.images:
@@ -146,11 +146,11 @@ class HttpTransport:
         experts_shape = self._options.experts_shape if supported.routed_experts else None
         reason = answer["meta_info"]["finish_reason"]
         if reason["type"] == "abort":
-            begun = self._begun(request, answer, experts_shape)
+            begun = self._read_begun(request, answer, experts_shape)
             raise AbortedError(f"the engine aborted it: {reason.get('message')}", begun)
         return make_sample(request, answer, self._options.decode, experts_shape)
 
-    def _begun(
+    def _read_begun(
         self, request: Request, answer: dict[str, Any], experts_shape: RoutedExpertsShape | None
     ) -> Sample | None:
         """Return what an aborted request had drawn, if it can go on elsewhere.
@@ -185,7 +185,7 @@ class HttpTransport:
             async with self._http.post(url, json=body, headers=headers, timeout=timeout):
                 pass
 
-    def _supported(self, sampling: Sampling) -> Sampling:
+    def _keep_supported(self, sampling: Sampling) -> Sampling:
         """Return `sampling` with a seed and experts only where the engines support them."""
         return replace(
             sampling,
@@ -210,7 +210,7 @@ class HttpTransport:
             except _NotHereError:
                 if all(map_patches(each) is not None for each in placed):
                     self._far.add(engine.url)
-        packed = await asyncio.to_thread(_packed, body, prompt, patches)
+        packed = await asyncio.to_thread(_pack, body, prompt, patches)
         return await self._post(engine, PATH, packed, "application/octet-stream")
 
     async def _post(
@@ -248,7 +248,7 @@ class _NotHereError(Exception):
     """The engine does not have the files that a request refers to."""
 
 
-def _packed(body: dict[str, Any], prompt: Prompt, patches: SharedPatches) -> bytes:
+def _pack(body: dict[str, Any], prompt: Prompt, patches: SharedPatches) -> bytes:
     images = join_patches([[patches.read(image) for image in prompt.images]])
     assert images is not None, prompt
     return pack_request(body, images)
@@ -271,7 +271,7 @@ class EngineAsker:
         Raises ValueError if it refuses or its parser fails, RolloutError if no engine answers.
         """
         failures = []
-        for engine in self._in_turn():
+        for engine in self._list_in_turn():
             try:
                 return await self._post(engine, path, body)
             except (aiohttp.ClientError, TimeoutError) as failure:
@@ -279,7 +279,7 @@ class EngineAsker:
                 failures.append(f"{engine}: {describe_error(failure, silent)}")
         raise RolloutError(f"no engine answers {path}: {'; '.join(failures) or 'none serves'}")
 
-    def _in_turn(self) -> list[EngineAddress]:
+    def _list_in_turn(self) -> list[EngineAddress]:
         """Return the engines that serve, another one first each time."""
         self._engines.append(self._engines.pop(0))
         return [engine for engine in self._engines if not self._health.why_out(engine.url)]

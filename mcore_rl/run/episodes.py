@@ -19,7 +19,7 @@ from mcore_rl.run.images import image_marks, sees_images
 from mcore_rl.run.node_servers import stand_in_urls
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.models.tower import placeholder_of
-from mcore_rl.workers.episodes import EpisodeSpec, environment_options
+from mcore_rl.workers.episodes import EpisodeSpec, make_environment_options
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def check_episodes(config: Config, policy: ModelFacts, tokenizer: PreTrainedToke
             f" agents.environment={config.agents.environment} and a model that sees images: the"
             " teacher would read their placeholders alone; leave it out"
         )
-    options = environment_options(spec, "check")
+    options = make_environment_options(spec, "check")
     variables = {**stand_in_urls(config), **options.variables}
     check_environment(replace(options, variables=variables))
     chat_format, _ = make_format_and_parser(

@@ -91,7 +91,7 @@ def connect_rollouts(config: Config, processes: RunProcesses, engines: EngineGro
     if line := explain_servers(config.sandbox, config.search):
         _log.info(line)
     client = CollectorPool(
-        collectors.calls(),
+        collectors.list_calls(),
         collectors.engines_per_collector,
         engines.health,
         config.rollout.max_concurrency,

@@ -255,7 +255,7 @@ class CollectorWorker:
     def score(self, group_N: Sequence[int], index_N: Sequence[int]) -> Scores:
         """Return the rewards of samples in the store."""
         assert self._scorer is not None, "this command has no rewards"
-        return self._scorer(self._found(group_N, index_N))
+        return self._scorer(self._find(group_N, index_N))
 
     def ask_teacher(
         self, group_N: Sequence[int], row_N: Sequence[int], lens_N: Sequence[int]
@@ -271,7 +271,7 @@ class CollectorWorker:
         groups = np.array(group_N)
         rows = np.array(row_N)
         ends = np.cumsum(lens_N)[:-1]
-        first_of = {group: self._found([group], [0])[0] for group in set(group_N)}
+        first_of = {group: self._find([group], [0])[0] for group in set(group_N)}
         are_episodes = any(sample.episode is not None for sample in first_of.values())
         names = (TOKEN_IDS, LOSS_MASK) if are_episodes else (TOKEN_IDS,)
         columns = self.read(ReadRequest(groups, rows, names))
@@ -292,26 +292,26 @@ class CollectorWorker:
 
     def samples(self, group_N: Sequence[int], index_N: Sequence[int]) -> list[Sample]:
         """Return whole samples, without their experts."""
-        return [replace(s, routed_experts=None) for s in self._found(group_N, index_N)]
+        return [replace(s, routed_experts=None) for s in self._find(group_N, index_N)]
 
     def read(self, request: ReadRequest) -> dict[str, Array]:
-        with self._naming_lost():
+        with self._name_lost():
             return self._store.read(request)
 
     def place_images(self, rows: Sequence[GroupRow]) -> dict[GroupRow, list[PlacedPatches]]:
         """Return where the patches of each row lie, in the order of its images."""
         assert self._images is not None, "the model sees no images"
-        with self._naming_lost():
+        with self._name_lost():
             return self._images.place(rows)
 
     def put_images(self, rows: Sequence[GroupRow]) -> dict[str, Any]:
         """Return the patches of rows as objects in Ray's store, by digest."""
         assert self._images is not None, "the model sees no images"
-        with self._naming_lost():
+        with self._name_lost():
             return self._images.put(rows)
 
     def write(self, group_N: Array, index_N: Array, columns: Mapping[str, Array]) -> None:
-        with self._naming_lost():
+        with self._name_lost():
             self._store.write(group_N, index_N, columns)
 
     def apply(
@@ -326,12 +326,12 @@ class CollectorWorker:
         stores = StoresBeside(self._stores, self._number, self.read, self.write)
         return [apply_to_stored(work, batch, stores.read, stores.write) for work, batch in works]
 
-    def _found(self, group_N: Sequence[int], index_N: Sequence[int]) -> list[Sample]:
-        with self._naming_lost():
+    def _find(self, group_N: Sequence[int], index_N: Sequence[int]) -> list[Sample]:
+        with self._name_lost():
             return self._store.samples(group_N, index_N)
 
     @contextmanager
-    def _naming_lost(self) -> Iterator[None]:
+    def _name_lost(self) -> Iterator[None]:
         try:
             yield
         except LostSampleError as error:

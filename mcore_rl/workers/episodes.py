@@ -18,7 +18,7 @@ from mcore_rl.agents.gateway import (
     FreeKv,
     Gateway,
     GatewayOptions,
-    rare_collections,
+    collect_garbage_rarely,
 )
 from mcore_rl.agents.images import ImageLimits, Sight
 from mcore_rl.agents.messages import keep_last_answers
@@ -61,12 +61,12 @@ class EpisodeSpec:
     image_marks: tuple[int, ...] = ()
 
 
-def environment_options(spec: EpisodeSpec, name: str) -> EnvironmentOptions:
+def make_environment_options(spec: EpisodeSpec, name: str) -> EnvironmentOptions:
     """Return the options of the workers of the collector `name`."""
     agents = spec.agents
     return EnvironmentOptions(
-        kind=absolute(agents.environment),
-        options=absolute(agents.options),
+        kind=make_absolute(agents.environment),
+        options=make_absolute(agents.options),
         python=agents.python,
         workers=agents.workers,
         episodes_per_worker=agents.episodes_per_worker,
@@ -91,15 +91,15 @@ def make_sight(spec: EpisodeSpec) -> Sight | None:
     return Sight(processor, spec.placeholder_id, spec.images, frozenset(spec.image_marks))
 
 
-def absolute(value: Any) -> Any:
+def make_absolute(value: Any) -> Any:
     """Return options with absolute paths of the files named as folder/file.py:name.
 
     They are looked for from the working directory, then beside the shipped recipes.
     """
     if isinstance(value, Mapping):
-        return {key: absolute(item) for key, item in value.items()}
+        return {key: make_absolute(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [absolute(item) for item in value]
+        return [make_absolute(item) for item in value]
     if not isinstance(value, str) or not re.fullmatch(r"[^:\s]+\.py:\w+", value):
         return value
     path, _, name = value.rpartition(":")
@@ -129,12 +129,12 @@ class EpisodeSampler:
             ask,
             excerpts=spec.images is None,
         )
-        self._pool = EnvironmentPool(environment_options(spec, name))
+        self._pool = EnvironmentPool(make_environment_options(spec, name))
         self._gateway = None
         self._until_close = ExitStack()
         if is_program(spec.agents.environment):
             self._gateway = Gateway(
-                lambda token: decode([token]), gateway_options(spec.agents), free_kv=free_kv
+                lambda token: decode([token]), make_gateway_options(spec.agents), free_kv=free_kv
             )
         limits = EpisodeLimits(spec.agents.max_turns, spec.max_turn_len, spec.max_tokens)
         history = spec.agents.history
@@ -160,7 +160,7 @@ class EpisodeSampler:
         await self._parser.check()
         if self._gateway is not None:
             await self._gateway.start()
-            self._until_close.enter_context(rare_collections())
+            self._until_close.enter_context(collect_garbage_rarely())
 
     async def close(self) -> None:
         """End the workers and whatever they started."""
@@ -176,11 +176,11 @@ class EpisodeSampler:
 
     async def _run(self, session: RolloutSession, request: GroupRequest, index: int) -> Sample:
         seed = sample_seed(request.sampling.seed or 0, request.prompt.index, index)
-        answer = turn_sampler(session, request, index)
+        answer = make_turn_sampler(session, request, index)
         return await self._runner.run(request.prompt, index, seed, answer)
 
 
-def turn_sampler(session: RolloutSession, request: GroupRequest, index: int) -> SampleTurn:
+def make_turn_sampler(session: RolloutSession, request: GroupRequest, index: int) -> SampleTurn:
     """Return how the turns of episode number `index` of a prompt are sampled.
 
     The first answer goes where it may, later ones to the engine that has the prefix.
@@ -196,7 +196,7 @@ def turn_sampler(session: RolloutSession, request: GroupRequest, index: int) -> 
     return sample_turn
 
 
-def gateway_options(agents: AgentsConfig) -> GatewayOptions:
+def make_gateway_options(agents: AgentsConfig) -> GatewayOptions:
     """Return the options of a collector's gateway."""
     admission = AdmissionOptions(
         agents.max_requests, agents.min_free_kv, agents.max_wait_s, agents.retry_after_s

@@ -107,7 +107,7 @@ class ModelWorker:
     def connect_stores(self, stores: SampleStores) -> None:
         self._stores = stores
 
-    def _with_tokens(self, share: Share) -> Sequence[TrainBatch]:
+    def _fetch_tokens(self, share: Share) -> Sequence[TrainBatch]:
         """Return micro-batches with what this rank reads: its tokens, their images, its layers'
         experts.
 
@@ -175,21 +175,21 @@ class TrainerWorker(ModelWorker):
 
     def compute_logprobs(self, share: Share, options: LogprobOptions) -> list[TokenScores] | None:
         """For a StoredBatch the scores go to its stores; their columns are returned."""
-        scores = self._model.compute_logprobs(self._with_tokens(share), options)
+        scores = self._model.compute_logprobs(self._fetch_tokens(share), options)
         if scores is None or not isinstance(share, StoredBatch):
             return scores
-        columns = columns_of_scores(scores, options)
+        columns = name_columns(scores, options)
         self._keep(share, columns)
-        return [scores_in(columns)]
+        return [refer_to_columns(columns)]
 
     def train_step(self, share: Share, *, temperature: float, num_tokens: int) -> StepStats | None:
-        with_tokens = self._with_tokens(share)
-        with self._captured():
+        with_tokens = self._fetch_tokens(share)
+        with self._capture_step():
             return self._model.train_step(
                 with_tokens, self._loss, temperature=temperature, num_tokens=num_tokens
             )
 
-    def _captured(self) -> AbstractContextManager[None]:
+    def _capture_step(self) -> AbstractContextManager[None]:
         """Return a block around the next optimizer step that captures it, if that was asked for."""
         step = self._model.step + 1
         if step not in self._profile.steps or self._rank not in self._profile.ranks:
@@ -232,20 +232,18 @@ class CriticWorker(ModelWorker):
 
     def compute_values(self, share: Share) -> list[Any] | None:
         """For a StoredBatch the values go to its stores; their column is returned."""
-        values = self._model.compute_values(self._with_tokens(share))
+        values = self._model.compute_values(self._fetch_tokens(share))
         if values is None or not isinstance(share, StoredBatch):
             return values
         self._keep(share, {VALUES.name: values})
         return [VALUES]
 
     def train_step(self, share: Share, *, num_tokens: int) -> StepStats | None:
-        with_tokens = self._with_tokens(share)
+        with_tokens = self._fetch_tokens(share)
         return self._model.train_step(with_tokens, self._loss, num_tokens=num_tokens)
 
 
-def columns_of_scores(
-    scores: Sequence[TokenScores], options: LogprobOptions
-) -> dict[str, list[Tensor]]:
+def name_columns(scores: Sequence[TokenScores], options: LogprobOptions) -> dict[str, list[Tensor]]:
     """Return the values of each micro-batch by the column that keeps them.
 
     Of a reference, only log-probs are kept: what its routers chose says nothing about the policy.
@@ -261,7 +259,7 @@ def columns_of_scores(
     return {name: values for name, values in columns.items() if values[0] is not None}
 
 
-def scores_in(columns: Collection[str]) -> TokenScores:
+def refer_to_columns(columns: Collection[str]) -> TokenScores:
     """Return the scores as references to their columns."""
 
     def column(name: str) -> StoredColumn | None:

@@ -44,10 +44,10 @@ class NodeServers:
         remember_secret(self._key)
         log_dir = spec.log_dir.absolute()
         if spec.sandbox.is_used:
-            arguments = sandbox_arguments(spec.sandbox)
+            arguments = list_sandbox_arguments(spec.sandbox)
             self._start("sandbox", arguments, log_dir / f"sandbox_{name}.log", SANDBOX_URL)
         if spec.search.is_used:
-            arguments = search_arguments(spec.search)
+            arguments = list_search_arguments(spec.search)
             self._start("search", arguments, log_dir / f"search_{name}.log", SEARCH_URL)
         publish(self.urls)
 
@@ -81,7 +81,7 @@ class NodeServers:
         self.urls[variable] = f"http://run:{self._key}@{HOST}:{port}/{path}"
 
 
-def sandbox_arguments(sandbox: SandboxConfig) -> tuple[str, ...]:
+def list_sandbox_arguments(sandbox: SandboxConfig) -> tuple[str, ...]:
     """Return the arguments of `mcore-rl sandbox serve`, without address and key."""
     options = {
         "workers": sandbox.workers,
@@ -103,7 +103,7 @@ def sandbox_arguments(sandbox: SandboxConfig) -> tuple[str, ...]:
     return (*given, "--busy-status", BUSY_STATUS, *flags)
 
 
-def search_arguments(search: SearchConfig) -> tuple[str, ...]:
+def list_search_arguments(search: SearchConfig) -> tuple[str, ...]:
     """Return the arguments of `mcore-rl search serve`, without address and key."""
     return (
         *("--index", search.index),

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.agents.chat.chat_format import ChatFormat
-from mcore_rl.agents.environments.environment import EpisodeError, image_part, images_in
+from mcore_rl.agents.environments.environment import EpisodeError, find_images, image_part
 from mcore_rl.agents.images import (
     ImageLimits,
     MessageImages,
@@ -120,7 +120,7 @@ def test_any_driver_trains_what_was_seen(sight: Sight, seed: int) -> None:
             role = chance.choice(["user", "tool"]) if messages else "user"
             messages.append(said(role, *pictures, "what is at"))
         answer = scene.ask(*messages)
-        shown.append([PICTURES.index(data) for data in images_in(messages)])
+        shown.append([PICTURES.index(data) for data in find_images(messages)])
         talks.append([*messages, answer])
         if chance.random() < 0.3:
             talks.append(messages)
@@ -181,7 +181,7 @@ def test_a_picture_of_the_prompt_stays_as_it_was_fitted(sight: Sight) -> None:
     messages = ({"role": "user", "content": "look <image> here"},)
     prompt = Prompt(0, (1,), messages, "unit", "", images=(fitted,))
     given_out = prompt_messages(prompt)
-    assert images_in(given_out) == [PICTURES[7]]
+    assert find_images(given_out) == [PICTURES[7]]
     [message] = read(sight, *given_out, images=prompt.images)
     assert message["content"] == [
         {"type": "text", "text": "look "},

@@ -11,7 +11,7 @@ import ray
 from mcore_rl.cluster.answers import Rank
 from mcore_rl.cluster.group import BULK, BULK_THREADS, start_actor
 from mcore_rl.cluster.placement import reserve
-from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.planning.slots import Slot
@@ -35,7 +35,7 @@ class Sleeper:
 
 @pytest.fixture
 def slot() -> Iterator[Slot]:
-    with ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
+    with open_ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
         [[slot]] = reserve([plan_ranks(1, 0.5, gpus_per_node=0)], timeout_s=20)
         yield slot
 

@@ -6,9 +6,9 @@ import pytest
 
 from mcore_rl.cluster.answers import (
     Rank,
-    _death_message,
-    _exception_message,
-    cause_of_death,
+    _describe_death,
+    _describe_exceptions,
+    find_cause_of_death,
 )
 from mcore_rl.cluster.rank_actor import Raised
 
@@ -32,17 +32,17 @@ RANK = Rank("trainer", 3, Path("/logs/trainer_rank3.log"))
     ],
 )
 def test_ray_reports_are_put_into_a_few_words(report: str, cause: str) -> None:
-    assert cause_of_death(report) == cause
+    assert find_cause_of_death(report) == cause
 
 
 def test_a_rank_is_named_with_its_place_once_that_is_known() -> None:
     assert str(RANK) == "rank 3 (trainer, log /logs/trainer_rank3.log)"
-    placed = RANK.placed("dp 1 tp 1")
+    placed = RANK.name_place("dp 1 tp 1")
     assert str(placed) == "rank 3 (trainer, dp 1 tp 1, log /logs/trainer_rank3.log)"
-    assert _death_message(RANK, "killed", "save") == (
+    assert _describe_death(RANK, "killed", "save") == (
         "trainer rank 3 died (killed) during save; log /logs/trainer_rank3.log"
     )
-    assert _death_message(placed, "killed", "save").startswith(
+    assert _describe_death(placed, "killed", "save").startswith(
         "trainer rank 3 (dp 1 tp 1) died (killed) during save;"
     )
 
@@ -52,9 +52,9 @@ def test_of_several_exceptions_the_lowest_rank_is_shown_and_the_others_are_named
         (Rank("trainer", index, Path("log")), Raised(f"ValueError: on {index}", f"  frame {index}"))
         for index in (2, 0, 1)
     ]
-    assert _exception_message(raised).splitlines() == [
+    assert _describe_exceptions(raised).splitlines() == [
         "rank 0 (trainer, log log): ValueError: on 0",
         "  frame 0",
         "also raised on: ranks 1, 2",
     ]
-    assert "also" not in _exception_message(raised[:1])
+    assert "also" not in _describe_exceptions(raised[:1])

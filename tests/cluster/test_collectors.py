@@ -20,7 +20,7 @@ from mcore_rl.cluster import collectors
 from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
 from mcore_rl.cluster.group import RankError
 from mcore_rl.cluster.placement import reserve
-from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import AlgorithmConfig, ClusterConfig, RewardConfig, RolloutConfig
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.process.event_loop import EventLoop
@@ -62,7 +62,7 @@ class Scene:
         self.group.start_build(CollectorSpec(ROLLOUT, (9,), str, None, scorer))
         self.group.connect([engine.address for engine in self.engines], {})
         self.pool = CollectorPool(
-            self.group.calls(),
+            self.group.list_calls(),
             self.group.engines_per_collector,
             EngineHealth([engine.url for engine in self.engines]),
             ROLLOUT.max_concurrency,
@@ -74,7 +74,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[None]:
-    with ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
+    with open_ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
         yield
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.cluster.engines import combine_states, first_of_each_engine, plan_servers
+from mcore_rl.cluster.engines import combine_states, pick_first_of_each_engine, plan_servers
 from mcore_rl.rollout.engine_health import EngineState
 from mcore_rl.rollout.engine_spec import EngineSpec
 
@@ -56,4 +56,4 @@ def test_an_engine_is_as_healthy_as_its_first_server_once_all_were_restarted(
 
 
 def test_an_engine_answers_at_its_first_server() -> None:
-    assert first_of_each_engine("abcdef", [2, 1, 3]) == ["a", "c", "d"]
+    assert pick_first_of_each_engine("abcdef", [2, 1, 3]) == ["a", "c", "d"]

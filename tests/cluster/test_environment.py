@@ -10,9 +10,9 @@ from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from mcore_rl.cluster.environment import (
     RAY_DEFAULTS,
     compare_environments,
+    select_worker_variables,
     set_defaults,
     set_for_node,
-    variables_for_workers,
 )
 
 
@@ -28,7 +28,7 @@ def test_what_the_caller_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     set_defaults()
-    workers = variables_for_workers()
+    workers = select_worker_variables()
     assert workers["NCCL_CUMEM_ENABLE"] == "1" and workers["NCCL_DEBUG"] == "INFO"
     assert workers["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1"
     assert "PATH" not in workers
@@ -39,11 +39,11 @@ def test_variables_of_a_ray_job_are_left_to_ray(monkeypatch: pytest.MonkeyPatch)
     set_defaults()
     for described in ({"runtime_env": {}}, {"runtime_env": {"working_dir": "/w"}}):
         monkeypatch.setenv(RAY_JOB_CONFIG_JSON_ENV_VAR, json.dumps(described))
-        assert variables_for_workers()["NCCL_DEBUG"] == "INFO"
+        assert select_worker_variables()["NCCL_DEBUG"] == "INFO"
     described = {"runtime_env": {"env_vars": {"NCCL_DEBUG": "INFO"}}}
     monkeypatch.setenv(RAY_JOB_CONFIG_JSON_ENV_VAR, json.dumps(described))
-    assert "NCCL_DEBUG" not in variables_for_workers()
-    assert variables_for_workers()["RAY_DEBUG"] == "legacy"
+    assert "NCCL_DEBUG" not in select_worker_variables()
+    assert select_worker_variables()["RAY_DEBUG"] == "legacy"
 
 
 def test_what_a_node_found_for_itself_stays_there(
@@ -53,7 +53,7 @@ def test_what_a_node_found_for_itself_stays_there(
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     set_for_node({"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"})
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
-    workers = variables_for_workers()
+    workers = select_worker_variables()
     assert workers["NCCL_SOCKET_IFNAME"] == "ib0", "the user's own choice goes everywhere"
     assert "GLOO_SOCKET_IFNAME" not in workers
     with caplog.at_level(logging.WARNING):

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from mcore_rl.cluster import shared_folder
-from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.cluster.shared_folder import CHUNK_BYTES, CarriedStorage, FolderKeeper, start_keeper
 from mcore_rl.config import ClusterConfig
 from mcore_rl.train.storage import make_empty
@@ -25,7 +25,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def keeper(root: Path) -> Iterator[Any]:
-    with ray_session(ClusterConfig(object_store_mib=160), num_cpus=1):
+    with open_ray_session(ClusterConfig(object_store_mib=160), num_cpus=1):
         yield start_keeper(root)
 
 

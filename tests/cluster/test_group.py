@@ -13,7 +13,7 @@ from ray.util.placement_group import remove_placement_group
 
 from mcore_rl.cluster.group import RankError, RankGroup, guard
 from mcore_rl.cluster.placement import reserve
-from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.process.log_files import find_segments, rotate_logs
@@ -30,7 +30,7 @@ ROTATE_BYTES = 1 << 20
 def session() -> Iterator[None]:
     with (
         rotate_logs(ROTATE_BYTES),
-        ray_session(ClusterConfig(object_store_mib=80), num_cpus=8),
+        open_ray_session(ClusterConfig(object_store_mib=80), num_cpus=8),
     ):
         yield
 

@@ -12,7 +12,7 @@ import pytest
 from mcore_rl.cluster.answers import RankDiedError, RankError
 from mcore_rl.cluster.group import IndependentRanks
 from mcore_rl.cluster.placement import reserve
-from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
 
@@ -40,7 +40,7 @@ def died_during(
 
 
 def test_the_others_answer_when_one_died_and_it_can_be_built_anew(tmp_path: Path) -> None:
-    with ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
+    with open_ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
         [slots] = reserve([plan_ranks(3, 0.1, gpus_per_node=0)], timeout_s=20)
         group = IndependentRanks("adder", slots, tmp_path, returns=True)
         group.build(Adder, [(10,), (20,), (30,)], 60.0)

@@ -13,9 +13,9 @@ from mcore_rl.cluster import process_tags as marked
 from mcore_rl.cluster.process_tags import (
     OPEN,
     TEMP_PREFIX,
-    ray_temp_dir,
+    ignore_interrupts,
+    make_ray_temp_dir,
     tag_processes,
-    uninterrupted,
 )
 from mcore_rl.cluster.watchdog import MARK
 from mcore_rl.process.disk import DiskFullError
@@ -24,7 +24,7 @@ from tests.support.small_disks import mounted
 
 
 def test_a_process_that_left_its_session_ends_with_the_block() -> None:
-    with ray_temp_dir() as folder:
+    with make_ray_temp_dir() as folder:
         assert folder.name.startswith(TEMP_PREFIX)
         with tag_processes(str(folder)):
             assert tempfile.gettempdir() != str(folder)  # already chosen in this process
@@ -47,7 +47,7 @@ time.sleep(600)
 
 
 def test_a_process_that_does_not_end_leaves_no_shared_memory() -> None:
-    with ray_temp_dir() as folder, tag_processes(str(folder)):
+    with make_ray_temp_dir() as folder, tag_processes(str(folder)):
         started = subprocess.Popen(
             [sys.executable, "-c", SHARING], stdout=subprocess.PIPE, text=True
         )
@@ -64,7 +64,7 @@ def test_a_place_without_room_for_ray_is_named(
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m") as small:
         monkeypatch.setattr(marked, "find_short_root", lambda below: small)
         refused = pytest.raises(DiskFullError, match=f"cannot write {small}/.* of 1 MiB free")
-        with refused, ray_temp_dir():
+        with refused, make_ray_temp_dir():
             pass
         assert list(small.iterdir()) == []
 
@@ -73,13 +73,13 @@ def test_an_interrupt_waits_for_an_orderly_end() -> None:
     import signal
 
     before = signal.getsignal(signal.SIGINT)
-    with uninterrupted():
+    with ignore_interrupts():
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_other_users_do_not_reach_the_folder_that_ray_opens_to_all() -> None:
-    with ray_temp_dir() as folder:
+    with make_ray_temp_dir() as folder:
         try_to_create_directory(str(folder / OPEN))
         assert (folder / OPEN).stat().st_mode & 0o777 == 0o777, "as Ray does today"
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -90,5 +90,5 @@ def test_the_longest_socket_of_ray_fits(monkeypatch: pytest.MonkeyPatch, tmp_pat
     for root in (tmp_path / ("x" * 133), Path("/tmp"), Path("/tmp/sixteen_letters")):
         root.mkdir(exist_ok=True)
         monkeypatch.setattr(tempfile, "tempdir", str(root))
-        with ray_temp_dir() as folder:
+        with make_ray_temp_dir() as folder:
             assert len(str(folder / OPEN / session)) <= LONGEST_PATH

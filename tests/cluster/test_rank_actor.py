@@ -11,8 +11,8 @@ import pytest
 from mcore_rl.cluster.rank_actor import (
     Raised,
     RankActor,
-    short_traceback,
-    summary_of,
+    shorten_traceback,
+    summarize_error,
 )
 from mcore_rl.process.errors import ProcessLostError
 
@@ -71,11 +71,11 @@ def test_the_innermost_frame_is_kept_even_if_it_is_a_librarys() -> None:
         json.loads("{")
     files = [line.split('"')[1] for line in _file_lines(caught.value)]
     assert len(files) == 2 and files[0] == __file__ and files[1].endswith("json/decoder.py")
-    assert summary_of(caught.value).startswith("json.decoder.JSONDecodeError: Expecting")
+    assert summarize_error(caught.value).startswith("json.decoder.JSONDecodeError: Expecting")
 
 
 def _file_lines(error: BaseException) -> list[str]:
-    lines = short_traceback(error).splitlines()
+    lines = shorten_traceback(error).splitlines()
     return [line for line in lines if line.startswith("  File")]
 
 

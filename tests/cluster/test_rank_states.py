@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from mcore_rl.cluster.answers import _ask, find_states
-from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import ClusterConfig
 
 pytestmark = pytest.mark.e2e
@@ -21,7 +21,7 @@ LEFT = "ab" * 28
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
-    with ray_session(ClusterConfig(object_store_mib=80), num_cpus=1):
+    with open_ray_session(ClusterConfig(object_store_mib=80), num_cpus=1):
         yield
 
 

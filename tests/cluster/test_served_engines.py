@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.cluster.engines import served_engine_spec
+from mcore_rl.cluster.engines import make_served_spec
 from mcore_rl.config import ServedModelConfig
 from tests.support.engine_keys import KEYS
 
@@ -17,7 +17,7 @@ LOG = Path("/logs/judge_0.log")
     [("judge", True, False), ("reward_model", False, True), ("teacher", False, False)],
 )
 def test_each_role_has_its_own_arguments(role: str, takes_text: bool, is_embedding: bool) -> None:
-    spec = served_engine_spec(role, CONFIG, LOG, KEYS, can_release_memory=False)
+    spec = make_served_spec(role, CONFIG, LOG, KEYS, can_release_memory=False)
     assert (spec.model_path, spec.log_path, spec.tp) == ("/model", "/logs/judge_0.log", 2)
     assert spec.tokenizer == takes_text
     assert ("--is-embedding" in spec.extra_args) == is_embedding
@@ -26,5 +26,5 @@ def test_each_role_has_its_own_arguments(role: str, takes_text: bool, is_embeddi
 
 
 def test_an_engine_that_shares_gpus_keeps_its_weights_in_host_memory() -> None:
-    spec = served_engine_spec("teacher", CONFIG, LOG, KEYS, can_release_memory=True)
+    spec = make_served_spec("teacher", CONFIG, LOG, KEYS, can_release_memory=True)
     assert spec.can_release_memory and "--enable-weights-cpu-backup" in spec.extra_args

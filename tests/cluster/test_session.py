@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from mcore_rl.cluster.environment import RAY_DEFAULTS
-from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.cluster.worker_setup import FORKS
 from mcore_rl.config import ClusterConfig
 from mcore_rl.process.network import find_free_port
@@ -170,7 +170,7 @@ def test_an_address_without_ray_is_refused() -> None:
     address = "127.0.0.1:1"
     with (
         pytest.raises(ValueError, match=f"cluster.address={address}"),
-        ray_session(ClusterConfig(address=address)),
+        open_ray_session(ClusterConfig(address=address)),
     ):
         pass
 

@@ -9,8 +9,8 @@ import pytest
 from mcore_rl.cluster import shared_folder
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import reserve
-from mcore_rl.cluster.session import ray_session
-from mcore_rl.cluster.shared_folder import find_apart, run_files
+from mcore_rl.cluster.session import open_ray_session
+from mcore_rl.cluster.shared_folder import bring_run_files, find_apart
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def actors(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    with ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
+    with open_ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
         [slots] = reserve([plan_ranks(2, 0.5, gpus_per_node=0)], timeout_s=20)
         group = RankGroup("trainer", slots, tmp_path / "logs")
         assert group.first_of_nodes() == {}  # a cluster of one node has nobody to compare with
@@ -46,12 +46,12 @@ def test_ranks_of_nodes_apart_are_told_and_lost_nodes_are_named(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with run_files(tmp_path, actors, 60.0, timeout_s=60.0) as files:
-        assert files.storage_of("node7") is None
+    with bring_run_files(tmp_path, actors, 60.0, timeout_s=60.0) as files:
+        assert files.find_storage("node7") is None
     monkeypatch.setattr(shared_folder, "find_apart", lambda *_: {"node8"})
-    with run_files(tmp_path, actors, 60.0, timeout_s=60.0) as files:
-        assert files.storage_of("node7") is None
-        storage = files.storage_of("node8")
+    with bring_run_files(tmp_path, actors, 60.0, timeout_s=60.0) as files:
+        assert files.find_storage("node7") is None
+        storage = files.find_storage("node8")
         assert storage is not None and storage.run(max, 3, 4) == 4
     assert f"run.dir={tmp_path} is not seen on node8: their checkpoints" in caplog.text
     assert f"logs stay in {tmp_path} on node node8: it is lost" in caplog.text

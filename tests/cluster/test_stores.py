@@ -14,7 +14,7 @@ from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.batches.stored_batch import in_parts, make_stored_batch
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import reserve
-from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
@@ -41,7 +41,7 @@ class StoreWorker:
 @pytest.fixture(scope="module")
 def handles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreHandles]:
     folder: Path = tmp_path_factory.mktemp("stores")
-    with ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
+    with open_ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
         [slots] = reserve([plan_ranks(2, 0.5, gpus_per_node=0)], timeout_s=20)
         group = RankGroup("store", slots, folder, threads=4)
         group.build(StoreWorker, [(7, 0), (7, 1)], deadline_s=60)

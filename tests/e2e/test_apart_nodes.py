@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.cluster.node_agent import ray_node as local_ray
 from mcore_rl.cluster.node_agent.ray_node import RayNode, RayProcesses
-from mcore_rl.cluster.process_tags import ray_temp_dir
+from mcore_rl.cluster.process_tags import make_ray_temp_dir
 from tests.support.debuggers import wait_for_match
 from tests.support.runs import Run
 
@@ -50,7 +50,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str
             name: str, order: str, address: str, cpus: int, head: str | None
         ) -> RayProcesses:
             facts = RayNode(name, order, address, cpus, 0, object_store_mib=80, resources={})
-            temp_dir = stack.enter_context(ray_temp_dir())
+            temp_dir = stack.enter_context(make_ray_temp_dir())
             ray = RayProcesses(facts, head, temp_dir, tmp_path / f"ray_{name}.log")
             stack.callback(ray.stop)
             wait_for_match("Ray runtime started", ray.log_path.read_text, 60)

@@ -19,7 +19,7 @@ import yaml
 
 from launch.kuberay import MANIFEST
 from launch.kuberay_pod import JOB_SCRIPT, STOP_SCRIPT
-from mcore_rl.cluster.process_tags import ray_temp_dir
+from mcore_rl.cluster.process_tags import make_ray_temp_dir
 from mcore_rl.process.network import find_free_port
 from mcore_rl.process.signals import EXIT_STATUS
 from tests.support.launches import files_of
@@ -42,7 +42,7 @@ def ray_start(group: Mapping[str, Any], address: str, head: str, token: str) -> 
         else f"--address={head}"
     )
     params = " ".join(f"--{k}={v}" for k, v in group["rayStartParams"].items())
-    with ray_temp_dir() as folder:
+    with make_ray_temp_dir() as folder:
         # Here pods share a machine, so each has an address and ports of its own.
         own = f"--node-ip-address={address} --temp-dir={folder} --min-worker-port=0"
         own += f" --max-worker-port=0 --dashboard-agent-listen-port={find_free_port(address)}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.cluster.process_tags import ray_temp_dir
+from mcore_rl.cluster.process_tags import make_ray_temp_dir
 from mcore_rl.process.network import find_free_port
 from tests.support.debuggers import wait_for_match
 from tests.support.policy import ROOT
@@ -53,7 +53,7 @@ def own_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnRay]:
     options += ["--min-worker-port=0", "--max-worker-port=0", "--num-cpus=4"]
     options += [f"--node-ip-address={HOST}", f"--object-store-memory={80 * 2**20}"]
     log = token.with_name("head.log")
-    with ray_temp_dir() as folder, log.open("wb") as out:
+    with make_ray_temp_dir() as folder, log.open("wb") as out:
         head = subprocess.Popen(
             [RAY, "start", "--head", "--block", f"--temp-dir={folder}", *options],
             stdout=out,

@@ -120,15 +120,15 @@ def test_requests_go_to_engines_with_room_and_count_there_until_the_engine_tells
     async def run() -> None:
         async with told.admission(0.25, kv_len=8) as admission:
             first, second = told.loads
-            assert admission.with_room([first, second]) == [first]
-            assert admission.with_room([second]) == [second]
+            assert admission.choose_with_room([first, second]) == [first]
+            assert admission.choose_with_room([second]) == [second]
             admission.take(first, 2)
             assert told.room.free(first.address.url) == 0.25
             admission.take(first, 1)
-            assert admission.with_room([first, second]) == [first, second]
+            assert admission.choose_with_room([first, second]) == [first, second]
             told.free[second.address] = None
             await until_free(told.room, None)
-            assert admission.with_room([first, second]) == [first, second]
+            assert admission.choose_with_room([first, second]) == [first, second]
             assert told.room.free(first.address.url) == 0.5
 
     asyncio.run(run())

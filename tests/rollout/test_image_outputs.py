@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from mcore_rl.rollout.image_outputs import ProcessorOutput, output_of
+from mcore_rl.rollout.image_outputs import ProcessorOutput, choose_output
 from mcore_rl.types import Images
 
 QWEN = {
@@ -29,7 +29,7 @@ def images_of(*grids: tuple[int, int, int], interval: float = 1.0) -> Images:
 
 
 def output(config: dict[str, Any], ids: list[int], images: Images) -> ProcessorOutput:
-    [found] = output_of(config)({"input_ids": ids}, images)
+    [found] = choose_output(config)({"input_ids": ids}, images)
     assert found["format"] == "processor_output"
     assert found["input_ids"].tolist() == ids
     return found

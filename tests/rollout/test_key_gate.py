@@ -11,7 +11,7 @@ from mcore_rl.rollout.request_gates import (
     OPEN_PATHS,
     USER_PATHS,
     KeyGate,
-    refusal_of,
+    find_refusal,
 )
 
 KEYS = ServerKeys("user", "admin")
@@ -63,7 +63,7 @@ def test_each_path_is_of_one_kind() -> None:
     ],
 )
 def test_who_may_ask_what(path: str, header: str, status: int | None) -> None:
-    refusal = refusal_of(path, header, KEYS)
+    refusal = find_refusal(path, header, KEYS)
     assert (None if refusal is None else refusal[0]) == status
 
 

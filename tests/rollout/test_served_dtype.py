@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.cluster.engines import served_engine_spec
+from mcore_rl.cluster.engines import make_served_spec
 from mcore_rl.config import ServedModelConfig
 from mcore_rl.rollout.served_models import SERVED_DTYPES, check_served_path, find_dtype
 from tests.support.engine_keys import KEYS
@@ -56,7 +56,7 @@ def test_a_config_that_names_none_is_refused(
 @pytest.mark.parametrize("role", ["judge", "reward_model", "teacher"])
 def test_engines_of_each_role_never_get_auto(role: str, tmp_path: Path) -> None:
     model = ServedModelConfig(path=str(write(tmp_path, {"dtype": "float32"})), dtype="auto")
-    spec = served_engine_spec(role, model, tmp_path / "log", KEYS, can_release_memory=False)
+    spec = make_served_spec(role, model, tmp_path / "log", KEYS, can_release_memory=False)
     assert spec.dtype == "float32"
 
 

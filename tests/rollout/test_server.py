@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.rollout.server import package_of
+from mcore_rl.rollout.server import find_package
 
 FAMILY = """
 import os, sys, time
@@ -38,7 +38,7 @@ def test_our_classes_serve_the_models_that_need_them(
     tmp_path: Path, architecture: str, flags: list[str], package: str | None
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    assert package_of(["--model-path", str(tmp_path), *flags]) == package
+    assert find_package(["--model-path", str(tmp_path), *flags]) == package
 
 
 def is_running(pid: int) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.rollout.staleness import staleness_metrics
+from mcore_rl.rollout.staleness import measure_staleness
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 
 
@@ -17,7 +17,7 @@ SAMPLES = [sample(3, 4), sample(4), sample(2), sample()]
 
 
 def test_age_is_counted_from_the_oldest_token() -> None:
-    assert staleness_metrics(SAMPLES, WeightVersion(4), bound=2) == {
+    assert measure_staleness(SAMPLES, WeightVersion(4), bound=2) == {
         "staleness/mean": pytest.approx(1.0),
         "staleness/max": 2.0,
         "staleness/partial": 1.0,
@@ -26,10 +26,10 @@ def test_age_is_counted_from_the_oldest_token() -> None:
 
 def test_the_bound_is_asserted_if_there_is_one() -> None:
     with pytest.raises(AssertionError, match="bound 1"):
-        staleness_metrics(SAMPLES, WeightVersion(4), bound=1)
-    assert staleness_metrics(SAMPLES, WeightVersion(4), bound=None)["staleness/max"] == 2.0
+        measure_staleness(SAMPLES, WeightVersion(4), bound=1)
+    assert measure_staleness(SAMPLES, WeightVersion(4), bound=None)["staleness/max"] == 2.0
 
 
 def test_empty_responses_have_no_age() -> None:
-    metrics = staleness_metrics([sample()], WeightVersion(9), bound=0)
+    metrics = measure_staleness([sample()], WeightVersion(9), bound=0)
     assert set(metrics.values()) == {0.0}

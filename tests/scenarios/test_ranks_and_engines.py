@@ -27,7 +27,7 @@ from mcore_rl.cluster.engines import EngineGroup, ServedEngines
 from mcore_rl.cluster.group import RankError, guard
 from mcore_rl.cluster.model_groups import TrainerGroup
 from mcore_rl.cluster.placement import reserve
-from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import (
     ClusterConfig,
     JudgeConfig,
@@ -75,7 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """
     folder = tmp_path_factory.mktemp("run")
     prepare_arithmetic(folder / "data")
-    with ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
+    with open_ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
         write_reward_model("qwen3", folder / "reward_model")
         paths = {"judge": folder / "hf", "reward_model": folder / "reward_model"}
         beside = {role: replace(BESIDE, path=str(path)) for role, path in paths.items()}

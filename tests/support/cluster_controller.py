@@ -6,7 +6,7 @@ from pathlib import Path
 from mcore_rl.cluster import session, watchdog
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import reserve
-from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
 from tests.support.cluster_workers import Worker
@@ -16,7 +16,7 @@ def main(log_dir: Path, then: str, stopped_s: float, shutdown_s: float) -> None:
     """Carry out `then`; the other two replace constants of the session."""
     watchdog.STOPPED_S = stopped_s
     session.SHUTDOWN_S = shutdown_s
-    with ray_session(ClusterConfig(object_store_mib=80), num_cpus=3):
+    with open_ray_session(ClusterConfig(object_store_mib=80), num_cpus=3):
         [slots] = reserve([plan_ranks(2, 0.5, gpus_per_node=0)], timeout_s=20)
         group = RankGroup("trainer", slots, log_dir)
         group.build(Worker, [(0,), (1,)], deadline_s=60)

@@ -4,13 +4,13 @@ waits for a debugger.
 
 import sys
 
-from mcore_rl.cluster.breakpoints import answered_in_controller
-from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.breakpoints import answer_in_controller
+from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import ClusterConfig
 
 
 def main(wait_s: float) -> None:
-    with ray_session(ClusterConfig(object_store_mib=80)), answered_in_controller(wait_s):
+    with open_ray_session(ClusterConfig(object_store_mib=80)), answer_in_controller(wait_s):
         answer = 0
         breakpoint()
         breakpoint()

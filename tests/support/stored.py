@@ -11,7 +11,7 @@ from mcore_rl.batches.assembly import apply_to_stored
 from mcore_rl.batches.kept_rows import ReadRequest
 from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.loops.roles import TokenWork
-from mcore_rl.rollout.collector import facts_of
+from mcore_rl.rollout.collector import collect_facts
 from mcore_rl.types import (
     GroupLease,
     Prompt,
@@ -103,7 +103,7 @@ def put_in_stores(
     for group, samples in enumerate(groups):
         lease = GroupLease(group % num_stores, group)
         stores.stores[lease.store].put(group, samples)
-        facts = facts_of(group, samples)
+        facts = collect_facts(group, samples)
         for i, sample in enumerate(samples):
             row = replace(stored(sample, lease), has_experts=facts.has_experts)
             if facts.episode_rows:

@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from mcore_rl.agents.environments.crop_env import CropEnvironment, CropOptions
-from mcore_rl.agents.environments.environment import image_part, images_in
+from mcore_rl.agents.environments.environment import find_images, image_part
 from mcore_rl.tasks.shapes import (
     CELL,
     COLORS,
@@ -42,12 +42,12 @@ def test_demonstrations_show_what_the_environment_shows() -> None:
         environment = CropEnvironment(options)
         content = [image_part(problem.picture)]
         task = {"messages": [{"content": content}], "ground_truth": problem.answer}
-        pictures = images_in(environment.reset(task).messages)
+        pictures = find_images(environment.reset(task).messages)
         assert [image["bytes"] for image in rows[0]["images"]] == pictures
         if len(rows) == 2:
             num_looks += 1
             step = environment.step(rows[0]["messages"][-1])
-            pictures += images_in(step.messages)
+            pictures += find_images(step.messages)
             assert [image["bytes"] for image in rows[1]["images"]] == pictures
             assert environment.step(rows[1]["messages"][-1]).reward == 1.0
     assert 10 < num_looks < 30

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mcore_rl.config import AgentsConfig
 from mcore_rl.config.shipped import HOME
-from mcore_rl.workers.episodes import EpisodeSpec, absolute, environment_options
+from mcore_rl.workers.episodes import EpisodeSpec, make_absolute, make_environment_options
 
 
 def test_files_are_found_from_here_or_beside_the_recipes(tmp_path: Path, monkeypatch) -> None:
@@ -16,7 +16,7 @@ def test_files_are_found_from_here_or_beside_the_recipes(tmp_path: Path, monkeyp
         "module": "package.module:Class",
         "number": 3,
     }
-    assert absolute(options) == {
+    assert make_absolute(options) == {
         "functions": [
             f"{tmp_path}/mine.py:look",
             f"{HOME}/recipes/tools/calculator.py:calculator",
@@ -32,7 +32,7 @@ def test_workers_get_the_options_of_the_recipe(tmp_path: Path) -> None:
         environment="gymnasium", options={"id": "CartPole-v1"}, workers=3, variables={"A": 1}
     )
     spec = EpisodeSpec(agents, "model", False, "Qwen3MoeForCausalLM", (1,), 64, 8, tmp_path)
-    options = environment_options(spec, "collector_1")
+    options = make_environment_options(spec, "collector_1")
     assert (options.kind, options.options, options.workers) == (
         "gymnasium",
         {"id": "CartPole-v1"},

@@ -22,7 +22,7 @@ from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.tasks.calculator import CHAT_TEMPLATE, vocabulary
 from mcore_rl.tasks.tiny_models import write_tiny_model
 from mcore_rl.types import Prompt, Sample
-from mcore_rl.workers.episodes import EpisodeSampler, EpisodeSpec, turn_sampler
+from mcore_rl.workers.episodes import EpisodeSampler, EpisodeSpec, make_turn_sampler
 from tests.agents.environments import episodes
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.gateways import until
@@ -192,7 +192,7 @@ def test_a_session_leaves_an_engine_with_as_many_more_requests_as_its_group_has(
 
     async def run() -> None:
         async with asyncio.timeout(60), client.open() as session:
-            ask = turn_sampler(session, GroupRequest(0, 5, PROMPT, 3, Sampling(4)), 0)
+            ask = make_turn_sampler(session, GroupRequest(0, 5, PROMPT, 3, Sampling(4)), 0)
             await ask(turn(0))
             health.set_serving([engine.url], {second_engine.url: "the others go to the first"})
             others = [

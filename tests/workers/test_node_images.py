@@ -15,7 +15,7 @@ from mcore_rl.batches.stored_batch import in_parts, make_stored_batch
 from mcore_rl.cluster import stores as stores_module
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import reserve
-from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.cluster.stores import StoreHandles, share_array
 from mcore_rl.config import ClusterConfig
 from mcore_rl.data.images.batch import GroupRow
@@ -84,7 +84,7 @@ def _encoded(image: PromptImage) -> Any:
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
     folder = tmp_path_factory.mktemp("images")
     write_processor(folder / "model")
-    with ray_session(ClusterConfig(object_store_mib=80), num_cpus=1):
+    with open_ray_session(ClusterConfig(object_store_mib=80), num_cpus=1):
         [slots] = reserve([plan_ranks(1, 0.5, gpus_per_node=0)], timeout_s=20)
         group = RankGroup("store", slots, folder, threads=4)
         group.build(ImageWorker, [(folder / "model",)], deadline_s=60)

@@ -21,8 +21,8 @@ from mcore_rl.services.search.layout import IndexOptions
 from mcore_rl.workers.node_servers import (
     NodeServers,
     NodeServersSpec,
-    sandbox_arguments,
-    search_arguments,
+    list_sandbox_arguments,
+    list_search_arguments,
 )
 from tests.services.search.corpora import write_corpus
 
@@ -105,8 +105,8 @@ def test_a_server_that_cannot_start_is_named_with_the_end_of_its_log(tmp_path: P
 
 
 def test_all_options_become_arguments_of_the_commands() -> None:
-    found = " ".join(sandbox_arguments(SandboxConfig(workers=5, wall_s=2.5, cgroups=False)))
+    found = " ".join(list_sandbox_arguments(SandboxConfig(workers=5, wall_s=2.5, cgroups=False)))
     assert "--workers 5" in found and "--wall-s 2.5" in found
     assert found.endswith("--busy-status 504 --no-cgroups")
-    found = " ".join(search_arguments(SearchConfig(index="/i", method="hybrid", queue_len=9)))
+    found = " ".join(list_search_arguments(SearchConfig(index="/i", method="hybrid", queue_len=9)))
     assert found == "--index /i --method hybrid --threads 4 --queue-len 9 --deadline-s 60.0"

@@ -75,7 +75,7 @@ def mark_content(message: Message, mark: str) -> tuple[dict[str, Any], list[str]
     return {**message, "content": (message.get("content") or "") + mark}, [mark]
 
 
-def without_reasoning(message: Message, text_is_reasoning: bool = False) -> Message:
+def drop_reasoning(message: Message, text_is_reasoning: bool = False) -> Message:
     """Return the message without the assistant's reasoning.
 
     `text_is_reasoning`: text beside a call is reasoning, too.
@@ -253,8 +253,8 @@ class ChatFormat:
         keep = self.reasoning == "keep"
         if keep:
             text_too = self._template.text_is_reasoning
-            history = [without_reasoning(message, text_too) for message in history]
-            new = [without_reasoning(message, text_too) for message in new]
+            history = [drop_reasoning(message, text_too) for message in history]
+            new = [drop_reasoning(message, text_too) for message in new]
         answer, marks = mark_answer(history[-1], unused_mark([*history, *new]))
         tail = self._tail([*history[:-1], answer], answer_ids, new, tools, marks, any_mark=keep)
         if tail is None and keep and answer.get("tool_calls"):

@@ -66,7 +66,7 @@ def resolve_parsers(
         chosen_reasoning = _reasoning(known.reasoning, template, generation_prompt)
     else:
         chosen_reasoning = reasoning
-    return Parsers(_named(chosen_tool), _named(chosen_reasoning))
+    return Parsers(_find_named(chosen_tool), _find_named(chosen_reasoning))
 
 
 def _tool(tool: str | None, architecture: str, template: str) -> str | None:
@@ -89,7 +89,7 @@ def _reasoning(reasoning: str | None, template: str, generation_prompt: str) -> 
     return {None: "deepseek-r1", "qwen3": "qwen3-thinking"}.get(reasoning, reasoning)
 
 
-def _named(parser: str | None) -> str | None:
+def _find_named(parser: str | None) -> str | None:
     return None if parser == NONE else parser
 
 

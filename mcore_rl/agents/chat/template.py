@@ -110,7 +110,7 @@ class ChatTemplate:
         if self._as_text and not isinstance(arguments, str):
             function["arguments"] = json.dumps(arguments, ensure_ascii=False)
         elif not self._as_text and isinstance(arguments, str):
-            function["arguments"] = _decoded(arguments)
+            function["arguments"] = _decode_arguments(arguments)
         return {**call, "type": call.get("type", "function"), "function": function}
 
     def _learn(self) -> None:
@@ -167,7 +167,7 @@ def _trial(calls: int, reasoning: bool = False, content: str = "") -> list[Messa
     return [{"role": "user", "content": "text"}, answer]
 
 
-def _decoded(arguments: str) -> Any:
+def _decode_arguments(arguments: str) -> Any:
     """Return the JSON object of a call's arguments; other text is returned as it is."""
     try:
         value = json.loads(arguments)

@@ -27,13 +27,13 @@ def load_named(name: str) -> Any:
     place, colon, attribute = name.rpartition(":")
     if not colon or not place or not attribute:
         raise ValueError(f"{name!r} names nothing: write module:name or folder/file.py:name")
-    module = _module_of_file(place) if place.endswith(".py") else _module(place, name)
+    module = _import_module_of_file(place) if place.endswith(".py") else _import_module(place, name)
     if not hasattr(module, attribute):
         raise ValueError(f"{place} has no {attribute!r}, which {name!r} asks for")
     return getattr(module, attribute)
 
 
-def _module(place: str, name: str) -> ModuleType:
+def _import_module(place: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
@@ -45,7 +45,7 @@ def _module(place: str, name: str) -> ModuleType:
         raise
 
 
-def _module_of_file(place: str) -> ModuleType:
+def _import_module_of_file(place: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
         raise ValueError(f"there is no file {path}, which {place!r} names")

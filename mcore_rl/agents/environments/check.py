@@ -11,7 +11,7 @@ from mcore_rl.agents.environments.adapters import ADAPTERS, check_names
 from mcore_rl.agents.environments.worker_process import (
     EnvironmentOptions,
     make_import_folder,
-    worker_environment,
+    make_worker_environment,
 )
 from mcore_rl.process.safe_path import start_module
 
@@ -46,7 +46,7 @@ def _ask(python: str, options: EnvironmentOptions, modules: tuple[str, ...]) -> 
             done = subprocess.run(
                 start_module(python, probe.__name__),
                 input=json.dumps(question),
-                env=worker_environment(options, Path(folder)),
+                env=make_worker_environment(options, Path(folder)),
                 capture_output=True,
                 text=True,
                 timeout=_PROBE_S,

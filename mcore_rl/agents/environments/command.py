@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.agents.environments.environment import ProgramResult, text_of
+from mcore_rl.agents.environments.environment import ProgramResult, join_texts
 from mcore_rl.data.rows import get_mapping
 
 _CHUNK_BYTES = 64 * 1024
@@ -129,7 +129,7 @@ class CommandEpisode:
         Raises ValueError if the task lacks gateway_url or gateway_key, or has files outside of the
         folder; OSError if the program cannot be started.
         """
-        variables = {**os.environ, **gateway_variables(task), **self._options.variables}
+        variables = {**os.environ, **make_gateway_variables(task), **self._options.variables}
         variables |= {"OPENAI_MODEL": self._options.model, "ANTHROPIC_MODEL": self._options.model}
         variables.pop("PYTHONPATH", None)  # it is the worker's
         began_s = time.monotonic()
@@ -147,9 +147,9 @@ class CommandEpisode:
             if ended.status != 0:
                 detail = f"it ended with status {ended.status}{_end_of(ended.output)}"
                 return ProgramResult(None, "tool_error", detail, metrics)
-            return await self._scored(folder, task, variables, ended.output, metrics)
+            return await self._score(folder, task, variables, ended.output, metrics)
 
-    async def _scored(
+    async def _score(
         self,
         folder: str,
         task: Mapping[str, Any],
@@ -158,13 +158,13 @@ class CommandEpisode:
         metrics: Mapping[str, float],
     ) -> ProgramResult:
         if not self._options.score:
-            return ProgramResult(reward_in(output), "done", "", metrics)
+            return ProgramResult(read_reward(output), "done", "", metrics)
         limit_s = self._options.score_timeout_s
         score = await self._execute(self._options.score, folder, task, variables, limit_s)
         if score.status is None:
             detail = f"score took more than {limit_s:g} s{_end_of(score.output)}"
             return ProgramResult(None, "env_error", detail, metrics)
-        reward = reward_in(score.output)
+        reward = read_reward(score.output)
         if reward is None:
             reward = float(score.status == 0)
         return ProgramResult(reward, "done", "", metrics)
@@ -197,7 +197,7 @@ class CommandEpisode:
         variables: Mapping[str, str],
         limit_s: float,
     ) -> _Ended:
-        prompt = text_of((task.get("messages") or [{}])[-1])
+        prompt = join_texts((task.get("messages") or [{}])[-1])
         words = [word.replace("{folder}", folder).replace("{prompt}", prompt) for word in command]
         process = await asyncio.create_subprocess_exec(
             *words,
@@ -224,7 +224,7 @@ class CommandEpisode:
         return _Ended(status, output.text)
 
 
-def gateway_variables(task: Mapping[str, Any]) -> dict[str, str]:
+def make_gateway_variables(task: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables by which SDKs find their server, from gateway_url and gateway_key.
 
     Both are fields of the task, or of its extra_info. The URL is without or with /v1 at its end.
@@ -253,7 +253,7 @@ def inner_path(folder: Path, name: str) -> Path:
     return path
 
 
-def reward_in(output: str) -> float | None:
+def read_reward(output: str) -> float | None:
     """Return the finite reward of the last line that is a JSON object with one; None without."""
     for line in reversed(output.splitlines()):
         if not line.strip().startswith("{"):

@@ -17,7 +17,7 @@ from mcore_rl.agents.environments.environment import (
     Step,
     image_bytes,
     image_part,
-    text_of,
+    join_texts,
 )
 
 if TYPE_CHECKING:  # its interpreter may lack Pillow until an episode runs
@@ -63,14 +63,14 @@ class CropEnvironment:
     def reset(self, task: Mapping[str, Any]) -> Start:
         """Show the prompt with small pictures. Raises ValueError if it has none."""
         self._truth = str(task["ground_truth"]).strip().lower()
-        messages = [self._shrunk(message) for message in task["messages"]]
+        messages = [self._shrink(message) for message in task["messages"]]
         if self._picture is None:
             raise ValueError("the prompt has no picture to crop: give the row `images` (vision.md)")
         return Start(messages)
 
     def step(self, message: Message) -> Step:
         """Show the piece that an answer asks for, or end with the answer."""
-        text = text_of(message)
+        text = join_texts(message)
         call = CALL.search(text)
         if call is None:
             words = text.lower().split()
@@ -79,7 +79,7 @@ class CropEnvironment:
         if self._num_crops >= self.options.max_crops:
             return self._step(done=True)
         self._num_crops += 1
-        return self._step([self._told(call)])
+        return self._step([self._tell(call)])
 
     def close(self) -> None:
         self._picture = None
@@ -87,7 +87,7 @@ class CropEnvironment:
     def _step(self, messages: list[Message] | None = None, **outcome: Any) -> Step:
         return Step(messages or [], metrics={"crops": float(self._num_crops)}, **outcome)
 
-    def _told(self, call: re.Match[str]) -> Message:
+    def _tell(self, call: re.Match[str]) -> Message:
         x0, y0, x1, y1 = (int(number) for number in call.groups())
         units = self.options.units
         role = {"role": self.options.role}
@@ -101,25 +101,25 @@ class CropEnvironment:
         box = (x0 * width / units, y0 * height / units, x1 * width / units, y1 * height / units)
         left, upper, right, lower = map(round, box)
         piece = self._picture.crop((left, upper, max(right, left + 1), max(lower, upper + 1)))
-        return {**role, "content": [_part(_scaled(piece, self.options.zoom_pixels))]}
+        return {**role, "content": [_part(_scale(piece, self.options.zoom_pixels))]}
 
-    def _shrunk(self, message: Message) -> Message:
+    def _shrink(self, message: Message) -> Message:
         content = message.get("content")
         if not isinstance(content, list):
             return message
-        return {**message, "content": [self._shrunk_part(part) for part in content]}
+        return {**message, "content": [self._shrink_part(part) for part in content]}
 
-    def _shrunk_part(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _shrink_part(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
         from PIL import Image
 
         if part.get("type") != "image_url":
             return part
         self._picture = Image.open(io.BytesIO(image_bytes(part))).convert("RGB")
         longest = min(self.options.view_pixels, max(self._picture.size))
-        return _part(_scaled(self._picture, longest))
+        return _part(_scale(self._picture, longest))
 
 
-def _scaled(picture: "Image.Image", longest: int) -> "Image.Image":
+def _scale(picture: "Image.Image", longest: int) -> "Image.Image":
     """Return a picture whose longest side has `longest` pixels."""
     from PIL import Image
 

@@ -57,7 +57,7 @@ def image_bytes(part: Mapping[str, Any]) -> bytes:
         raise ValueError(f"an image whose base64 is damaged: {error}") from error
 
 
-def images_in(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
+def find_images(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
     """Return the encoded images of messages, in order."""
     return [
         image_bytes(part)
@@ -148,7 +148,7 @@ class ProgramEpisode(Protocol):
         ...
 
 
-def text_of(message: Message) -> str:
+def join_texts(message: Message) -> str:
     """Return the text of a message, whose content is a string, a list of parts or null."""
     content = message.get("content")
     if isinstance(content, str):
@@ -156,7 +156,7 @@ def text_of(message: Message) -> str:
     return "".join(part.get("text") or "" for part in content or () if isinstance(part, dict))
 
 
-def with_text(messages: Sequence[Message], text: str) -> list[Message]:
+def add_text(messages: Sequence[Message], text: str) -> list[Message]:
     """Return the messages with `text` said by the user at the end.
 
     It joins a last message of the user, as many chat templates want the roles to alternate.
@@ -165,7 +165,7 @@ def with_text(messages: Sequence[Message], text: str) -> list[Message]:
         return list(messages)
     if messages and messages[-1].get("role") == "user":
         last = messages[-1]
-        joined = f"{text_of(last)}\n\n{text}"
+        joined = f"{join_texts(last)}\n\n{text}"
         if not isinstance(last.get("content"), str):
             joined = [*(last.get("content") or ()), {"type": "text", "text": text}]
         return [*messages[:-1], {**last, "content": joined}]

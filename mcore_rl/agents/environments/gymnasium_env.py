@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rl.agents.environments.environment import Message, Start, Step, text_of, with_text
+from mcore_rl.agents.environments.environment import Message, Start, Step, add_text, join_texts
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
@@ -91,7 +91,7 @@ class GymnasiumOptions:
         """Fill the template; ValueError if it asks for something that there is not."""
         try:
             return self.observation.format(
-                observation=text, values=values, step=step, reward=self.rounded(reward)
+                observation=text, values=values, step=step, reward=self.round_number(reward)
             )
         except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise ValueError(
@@ -99,7 +99,7 @@ class GymnasiumOptions:
                 "{values[0]}, {step} and {reward}"
             ) from error
 
-    def rounded(self, value: float) -> float | int:
+    def round_number(self, value: float) -> float | int:
         """Round a number as observations have it; whole numbers lose their point."""
         near = round(float(value), self.decimals)
         return int(near) if math.isfinite(near) and near == int(near) else near
@@ -114,7 +114,7 @@ class GymnasiumOptions:
         words = [
             label + self.symbols[sum(bound < value for bound in bounds)]
             for value, bounds, label in zip(
-                values, self.buckets, self.labels_of(values), strict=True
+                values, self.buckets, self.find_labels(values), strict=True
             )
             if bounds
         ]
@@ -122,11 +122,11 @@ class GymnasiumOptions:
 
     def number_text(self, values: Sequence[float]) -> str:
         """Return the rounded numbers, with their labels."""
-        labels = self.labels_of(values)
+        labels = self.find_labels(values)
         pairs = zip(labels, values, strict=True)
-        return " ".join(f"{label}{self.rounded(value)}" for label, value in pairs)
+        return " ".join(f"{label}{self.round_number(value)}" for label, value in pairs)
 
-    def labels_of(self, values: Sequence[float]) -> Sequence[str]:
+    def find_labels(self, values: Sequence[float]) -> Sequence[str]:
         """Return a label for each number, empty ones without `labels`."""
         if not self.labels:
             return [""] * len(values)
@@ -158,12 +158,12 @@ class GymnasiumEnvironment:
         text = self._text(observation, 0.0)
         if self._options.instructions:
             text = f"{self._options.instructions}\n\n{text}"
-        return Start(with_text(task.get("messages") or (), text))
+        return Start(add_text(task.get("messages") or (), text))
 
     def step(self, message: Message) -> Step:
-        action = self._actions.parse(text_of(message))
+        action = self._actions.parse(join_texts(message))
         if action is None:
-            return self._without_action()
+            return self._answer_without_action()
         total, done, observation = 0.0, False, None
         for _ in range(self._options.action_repeat):
             observation, reward, terminated, truncated, _ = self._env.step(action)
@@ -177,7 +177,7 @@ class GymnasiumEnvironment:
     def close(self) -> None:
         self._env.close()
 
-    def _without_action(self) -> Step:
+    def _answer_without_action(self) -> Step:
         self._num_parse_errors += 1
         ends = self._num_parse_errors >= self._options.max_parse_errors
         text = f"This answer has no action. {self._actions.hint}"
@@ -198,7 +198,7 @@ class GymnasiumEnvironment:
             text = observation
         else:
             text = self._options.number_text(values)
-        rounded = [self._options.rounded(value) for value in values]
+        rounded = [self._options.round_number(value) for value in values]
         return self._options.describe(rounded, text, self._num_steps, reward)
 
 

@@ -32,7 +32,7 @@ def descendants(pid: int) -> list[int]:
     """Return the processes below `pid`, itself excluded, zombies included."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
-        if name.isdigit() and (parent := _parent_of(int(name))) is not None:
+        if name.isdigit() and (parent := _find_parent(int(name))) is not None:
             children.setdefault(parent, []).append(int(name))
     found = list(children.get(pid, ()))
     for child in found:  # grows while it is read
@@ -52,7 +52,7 @@ def resident_bytes(pids: list[int]) -> int:
     return pages * _PAGE_BYTES
 
 
-def _parent_of(pid: int) -> int | None:
+def _find_parent(pid: int) -> int | None:
     try:
         with open(f"/proc/{pid}/stat") as file:
             return int(file.read().rpartition(")")[2].split()[1])

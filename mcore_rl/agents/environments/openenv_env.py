@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rl.agents.environments.environment import Message, Start, Step, text_of, with_text
+from mcore_rl.agents.environments.environment import Message, Start, Step, add_text, join_texts
 from mcore_rl.data.rows import get_mapping
 from mcore_rl.process.errors import describe_error
 
@@ -78,7 +78,7 @@ class OpenEnvEnvironment:
         """Begin a session; TimeoutError or RuntimeError says why the server gives none."""
         connect = importlib.import_module("websockets.asyncio.client").connect
         limit_s = self._options.connect_timeout_s
-        url = self._options.url or await _started(tuple(self._options.command), limit_s)
+        url = self._options.url or await _start_server(tuple(self._options.command), limit_s)
         address = url.rstrip("/").replace("http", "ws", 1) + "/ws"
         try:
             self._session = await asyncio.wait_for(
@@ -94,10 +94,10 @@ class OpenEnvEnvironment:
         text = self._text(data)
         if self._options.instructions:
             text = f"{self._options.instructions}\n\n{text}"
-        return Start(with_text(task.get("messages") or (), text))
+        return Start(add_text(task.get("messages") or (), text))
 
     async def step(self, message: Message) -> Step:
-        action = self._action(text_of(message))
+        action = self._action(join_texts(message))
         if action is None:
             self._num_parse_errors += 1
             ends = self._num_parse_errors >= self._options.max_parse_errors
@@ -129,7 +129,7 @@ class OpenEnvEnvironment:
 
     def _action(self, answer: str) -> dict[str, Any] | None:
         if not self._options.action_is_json:
-            return _filled(self._options.action, answer)
+            return _fill(self._options.action, answer)
         try:
             found = json.loads(answer[answer.index("{") : answer.rindex("}") + 1])
         except ValueError:
@@ -149,16 +149,16 @@ class OpenEnvEnvironment:
             ) from error
 
 
-def _filled(value: Any, answer: str) -> Any:
+def _fill(value: Any, answer: str) -> Any:
     """Return a value of JSON with {answer} replaced in its texts."""
     if isinstance(value, str):
         return value.replace("{answer}", answer)
     if isinstance(value, Mapping):
-        return {key: _filled(part, answer) for key, part in value.items()}
-    return [_filled(part, answer) for part in value] if isinstance(value, list) else value
+        return {key: _fill(part, answer) for key, part in value.items()}
+    return [_fill(part, answer) for part in value] if isinstance(value, list) else value
 
 
-async def _started(command: tuple[str, ...], limit_s: float) -> str:
+async def _start_server(command: tuple[str, ...], limit_s: float) -> str:
     """Return the URL of this worker's server, which the first episode starts."""
     if command not in _servers or (_servers[command].done() and _servers[command].exception()):
         _servers[command] = asyncio.ensure_future(_start(command, limit_s))

@@ -28,8 +28,8 @@ from mcore_rl.agents.environments.environment import (
     Step,
     Tool,
     ToolUnavailableError,
-    text_of,
-    with_text,
+    add_text,
+    join_texts,
 )
 from mcore_rl.agents.environments.tools_env import ToolCalls, ToolEpisode, ToolOutcome, call_either
 from mcore_rl.process.server_keys import read_search_url, read_secret, split_key
@@ -78,10 +78,10 @@ def best_score(score: str, answer: str, ground_truth: Any) -> float:
 
     `ground_truth` is a text, a list of them, or {"target": either}, as Search-R1's files have it.
     """
-    return max((SCORES[score](answer, truth) for truth in truths_of(ground_truth)), default=0.0)
+    return max((SCORES[score](answer, truth) for truth in read_truths(ground_truth)), default=0.0)
 
 
-def truths_of(ground_truth: Any) -> list[str]:
+def read_truths(ground_truth: Any) -> list[str]:
     """Return the right answers of a task."""
     if isinstance(ground_truth, Mapping):
         ground_truth = ground_truth.get("target")
@@ -277,7 +277,7 @@ class Action:
     has_rest: bool = False
 
 
-def action_of(text: str) -> Action:
+def find_action(text: str) -> Action:
     """Return the action of an answer: its first pair of tags."""
     found = _ACTION.search(text)
     if found is None:
@@ -297,12 +297,12 @@ class SearchTagsEnvironment:
 
     def reset(self, task: Mapping[str, Any]) -> Start:
         self._truth = task.get("ground_truth")
-        return Start(with_text(task.get("messages") or (), self._options.instructions))
+        return Start(add_text(task.get("messages") or (), self._options.instructions))
 
     def step(self, message: Message) -> Step:
         """Search, or end the episode. Raises SearchUnavailableError if the server stays away."""
         options = self._options
-        action = action_of(text_of(message))
+        action = find_action(join_texts(message))
         penalty = options.rest_penalty if action.has_rest else 0.0
         self._num_rests += action.has_rest
         if action.kind == "answer":
@@ -313,11 +313,11 @@ class SearchTagsEnvironment:
         if action.kind == "search":
             if self._searcher.num_searches == options.max_searches > 0:
                 return Step([], -penalty, True, self._metrics(), "max_turns")
-            return self._told(self._information(action.content), -penalty)
+            return self._tell(self._information(action.content), -penalty)
         self._num_invalid += 1
         if self._num_invalid > options.max_invalid:
             return Step([], -options.invalid_penalty, True, self._metrics(), "parse_error")
-        return self._told(options.told_invalid, -options.invalid_penalty)
+        return self._tell(options.told_invalid, -options.invalid_penalty)
 
     def close(self) -> None:
         pass
@@ -327,7 +327,7 @@ class SearchTagsEnvironment:
         shown = passages if self._options.shows_passages else ""
         return self._options.information.format(passages=shown)
 
-    def _told(self, text: str, reward: float) -> Step:
+    def _tell(self, text: str, reward: float) -> Step:
         message = {"role": self._options.role, "content": text}
         return Step([message], reward, metrics=self._metrics())
 
@@ -398,8 +398,8 @@ class SearchToolEnvironment:
         metrics = {**step.metrics, **self._searcher.metrics}
         if not step.done or step.end_reason:
             return Step(step.messages, step.reward, step.done, metrics, step.end_reason)
-        text = text_of(message)
-        action = action_of(text)
+        text = join_texts(message)
+        action = find_action(text)
         answer = action.content if action.kind == "answer" else text
         score = best_score(self._options.score, answer, self._truth)
         metrics["right"] = float(score == 1.0)

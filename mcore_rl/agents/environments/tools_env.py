@@ -24,8 +24,8 @@ from mcore_rl.agents.environments.environment import (
     Step,
     Tool,
     ToolUnavailableError,
+    add_text,
     cut,
-    with_text,
 )
 from mcore_rl.process.errors import describe_error
 from mcore_rl.services.sandbox.limits import SandboxError
@@ -93,11 +93,11 @@ class ToolCalls:
             self._count("unknown", outcome, 0.0)
             return outcome
         began_s = time.monotonic()
-        outcome = await self._guarded(name, function.get("arguments") or "{}")
+        outcome = await self._guard(name, function.get("arguments") or "{}")
         self._count(name, outcome, time.monotonic() - began_s)
         return outcome
 
-    async def _guarded(self, name: str, text: Any) -> ToolOutcome:
+    async def _guard(self, name: str, text: Any) -> ToolOutcome:
         try:
             arguments = json.loads(text) if isinstance(text, str) else dict(text)
         except ValueError as error:
@@ -131,7 +131,7 @@ _SECTION = re.compile(
 _ENTRY = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.+)$")
 
 
-def tool_of(function: Callable[..., Any]) -> Tool:
+def describe_tool(function: Callable[..., Any]) -> Tool:
     """Return the tool that a function is, in OpenAI's format.
 
     Parameters that begin with an underscore are not the policy's. The docstring's words before its
@@ -239,7 +239,7 @@ class ToolsOptions:
         if isinstance(self.functions, str) or not self.functions:
             raise ValueError(f"functions is {self.functions!r}: a list of folder/file.py:function")
         check_bounds(self.tool_timeout_s, self.result_len, self.max_turns)
-        names = [tool_of(load_named(name))["function"]["name"] for name in self.functions]
+        names = [describe_tool(load_named(name))["function"]["name"] for name in self.functions]
         if len(set(names)) != len(names):
             raise ValueError(f"functions: two tools share a name among {', '.join(names)}")
         if self.reward:
@@ -269,7 +269,7 @@ class ToolEpisode:
 
     def start(self, task: Mapping[str, Any], instructions: str) -> Start:
         self._task = task
-        self._conversation = with_text(task.get("messages") or (), instructions)
+        self._conversation = add_text(task.get("messages") or (), instructions)
         return Start(list(self._conversation), self._tools)
 
     async def step(self, message: Message) -> Step:
@@ -305,7 +305,7 @@ class ToolsEnvironment:
         tools = []
         for name in options.functions:
             function = load_named(name)
-            tools.append(tool_of(function))
+            tools.append(describe_tool(function))
             self._functions[tools[-1]["function"]["name"]] = function
         calls = ToolCalls(
             self._call, list(self._functions), options.tool_timeout_s, options.result_len
@@ -330,10 +330,10 @@ class ToolsEnvironment:
             raise TypeError(f"{name} takes no {', '.join(unknown)}")
         hidden = {key: value for key, value in self._hidden.items() if key in parameters}
         result = await call_either(function, **arguments, **hidden)
-        return ToolOutcome(result if isinstance(result, str) else as_text(result))
+        return ToolOutcome(result if isinstance(result, str) else write_text(result))
 
 
-def as_text(value: Any) -> str:
+def write_text(value: Any) -> str:
     """Return a tool's result as text: JSON if it has that form."""
     return json.dumps(value, ensure_ascii=False, default=str)
 

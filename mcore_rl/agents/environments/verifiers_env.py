@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.agents.environments.command import gateway_variables
+from mcore_rl.agents.environments.command import make_gateway_variables
 from mcore_rl.agents.environments.environment import ProgramResult
 
 
@@ -45,9 +45,9 @@ class VerifiersOptions:
 
     def check_imports(self) -> None:
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
-        loaders.import_taskset(with_modules(self.env)["taskset"]["id"])
+        loaders.import_taskset(add_modules(self.env)["taskset"]["id"])
 
-    def number_of(self, task: Mapping[str, Any]) -> int:
+    def read_number(self, task: Mapping[str, Any]) -> int:
         """Return the place in the taskset of a prompt's task."""
         extra = task.get("extra_info") or {}
         number = int(extra.get("verifiers_index", task.get("index") or 0))
@@ -60,7 +60,7 @@ class _Served:
     def __init__(self, options: VerifiersOptions) -> None:
         share_certificates()
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
-        self.env = loaders.load_environment(loaders.resolve_env_config(with_modules(options.env)))
+        self.env = loaders.load_environment(loaders.resolve_env_config(add_modules(options.env)))
         self.tasks = iter(self.env.taskset)
         self.known: list[Any] = []
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -104,8 +104,8 @@ class VerifiersEpisode:
             _served[key] = _Served(self._options)
         served = _served[key]
         await asyncio.shield(served.ready)
-        number = self._options.number_of(task)
-        gateway = gateway_variables(task)
+        number = self._options.read_number(task)
+        gateway = make_gateway_variables(task)
         # verifiers reads a key from a variable, whose name is in the client's configuration.
         variable = f"MCORE_RL_GATEWAY_{uuid.uuid4().hex}"
         os.environ[variable] = gateway["OPENAI_API_KEY"]
@@ -158,7 +158,7 @@ async def _close_client(env: Any, config: Any) -> None:
             await client.close()
 
 
-def with_modules(env: Mapping[str, Any]) -> dict[str, Any]:
+def add_modules(env: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration with modules in place of files named as folder/file.py:Class.
 
     verifiers imports an id as a module and takes the class that `__all__` lists, so the folder is
@@ -167,7 +167,7 @@ def with_modules(env: Mapping[str, Any]) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for key, value in env.items():
         if isinstance(value, Mapping):
-            value = with_modules(value)
+            value = add_modules(value)
         elif key == "id" and isinstance(value, str) and ".py:" in value:
             file = Path(value.rpartition(":")[0])
             if str(file.parent) not in sys.path:

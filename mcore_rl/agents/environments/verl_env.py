@@ -23,8 +23,8 @@ from mcore_rl.agents.environments.tools_env import (
     ToolCalls,
     ToolEpisode,
     ToolOutcome,
-    as_text,
     check_bounds,
+    write_text,
 )
 from mcore_rl.data.rows import get_mapping
 
@@ -120,7 +120,7 @@ class VerlToolsEnvironment:
         if extra.get("need_tools_kwargs") and not self._keywords:
             raise ValueError("the task's extra_info needs tools_kwargs, and has none")
         for name, tool in self._tools.items():
-            given = self._given(name, "create_kwargs")
+            given = self._take_given(name, "create_kwargs")
             # Older tools take the arguments themselves, newer ones a mapping of them.
             created = await tool.create(**{**given, "create_kwargs": given})
             self._instances[name] = created[0] if isinstance(created, tuple) else created
@@ -132,7 +132,7 @@ class VerlToolsEnvironment:
             return step
         reward = step.reward
         for name, instance in self._instances.items():
-            given = self._given(name, "calc_reward_kwargs")
+            given = self._take_given(name, "calc_reward_kwargs")
             reward += float(await self._tools[name].calc_reward(instance, **given) or 0.0)
         return Step(step.messages, reward, step.done, step.metrics, step.end_reason)
 
@@ -140,17 +140,17 @@ class VerlToolsEnvironment:
         instances = dict(self._instances)
         self._instances.clear()
         for name, instance in instances.items():
-            await self._tools[name].release(instance, **self._given(name, "release_kwargs"))
+            await self._tools[name].release(instance, **self._take_given(name, "release_kwargs"))
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> ToolOutcome:
         response, reward, metrics = await self._tools[name].execute(
-            self._instances[name], arguments, **self._given(name, "execute_kwargs")
+            self._instances[name], arguments, **self._take_given(name, "execute_kwargs")
         )
         if away := (metrics or {}).get("api_request_error"):  # verl's SearchTool answers so
             raise ToolUnavailableError(f"verl's tool {name} gives no answer: {away}")
         return ToolOutcome(_text(response), float(reward or 0) * self._options.step_reward)
 
-    def _given(self, name: str, which: str) -> dict[str, Any]:
+    def _take_given(self, name: str, which: str) -> dict[str, Any]:
         where = "the task's extra_info.tools_kwargs"
         return dict(get_mapping(get_mapping(self._keywords, name, where), which, f"{where}.{name}"))
 
@@ -188,7 +188,7 @@ def _text(response: Any) -> str:
     if isinstance(response, str):
         return response
     text = response.get("text") if isinstance(response, Mapping) else response.text
-    return text if isinstance(text, str) else as_text(text)
+    return text if isinstance(text, str) else write_text(text)
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def kill_marked(mark: str) -> int:
     entry = f"{MARK}={mark}".encode()
     killed: set[int] = set()
     deadline_s = time.monotonic() + _DEADLINE_S
-    while (pids := _marked(entry)) and time.monotonic() < deadline_s:
+    while (pids := _list_marked(entry)) and time.monotonic() < deadline_s:
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -154,7 +154,7 @@ def kill_marked(mark: str) -> int:
     return len(killed)
 
 
-def _marked(entry: bytes) -> list[int]:
+def _list_marked(entry: bytes) -> list[int]:
     """Return the processes that have this entry; one that ended has an empty environment."""
     found = []
     for name in os.listdir("/proc"):
@@ -189,7 +189,7 @@ def make_import_folder(folder: Path) -> None:
     (folder / "mcore_rl").symlink_to(Path(mcore_rl.__file__).parent, target_is_directory=True)
 
 
-def worker_environment(options: EnvironmentOptions, folder: Path) -> dict[str, str]:
+def make_worker_environment(options: EnvironmentOptions, folder: Path) -> dict[str, str]:
     """Return the environment variables of a worker that imports this package from `folder`.
 
     A foreign interpreter does not inherit PYTHONPATH and PYTHONHOME, which name packages of this
@@ -399,6 +399,6 @@ class WorkerProcess:
                 stdout=log,
                 stderr=log,
                 pass_fds=(socket_fd, alive_fd),
-                env=worker_environment(self._options, folder) | {MARK: self._mark},
+                env=make_worker_environment(self._options, folder) | {MARK: self._mark},
                 start_new_session=True,  # Ctrl-C is for the pool, which ends its workers in order
             )

@@ -1,7 +1,7 @@
 """An HTTP server that makes programs trainable which speak OpenAI's or Anthropic's API."""
 
 from mcore_rl.agents.gateway.admission import AdmissionOptions, FreeKv, GatewayOptions
-from mcore_rl.agents.gateway.gateway import Gateway, rare_collections
+from mcore_rl.agents.gateway.gateway import Gateway, collect_garbage_rarely
 from mcore_rl.agents.gateway.sessions import EpisodeChat, OverloadedError, Session
 
 __all__ = [
@@ -12,5 +12,5 @@ __all__ = [
     "GatewayOptions",
     "OverloadedError",
     "Session",
-    "rare_collections",
+    "collect_garbage_rarely",
 ]

@@ -16,16 +16,16 @@ from mcore_rl.agents.gateway.api import (
     Memory,
     anthropic_error,
     ignored_names,
-    joined_text,
+    join_text,
     max_tokens,
     objects,
-    optional,
     part_text,
+    read_optional,
+    read_required,
     refuse,
+    refuse_unsupported,
     remember_arguments,
-    required,
     stop_texts,
-    unsupported,
 )
 from mcore_rl.agents.gateway.normal import (
     UNREADABLE,
@@ -73,17 +73,17 @@ class AnthropicMessages:
 
     def read(self, body: Body, memory: Memory) -> Call:
         refuse(body, _REFUSED)
-        tools = read_tools(optional(body, "tools", list))
+        tools = read_tools(read_optional(body, "tools", list))
         request = ChatRequest(
             messages=read_messages(body, memory),
-            tools=tools if _uses_tools(optional(body, "tool_choice", dict)) else (),
+            tools=tools if _uses_tools(read_optional(body, "tool_choice", dict)) else (),
             max_tokens=max_tokens(body, "max_tokens"),
             stop=stop_texts(body, "stop_sequences"),
         )
         return Call(
             request=request,
-            model=optional(body, "model", str) or "",
-            is_streamed=bool(optional(body, "stream", bool)),
+            model=read_optional(body, "model", str) or "",
+            is_streamed=bool(read_optional(body, "stream", bool)),
             ignored=ignored_names(body, _KNOWN),
         )
 
@@ -184,9 +184,9 @@ def _arguments_text(block: Body, answered: Answered) -> str:
 
 
 def _uses_tools(choice: Body | None) -> bool:
-    kind = "auto" if choice is None else required(choice, "type", str, "tool_choice.")
+    kind = "auto" if choice is None else read_required(choice, "type", str, "tool_choice.")
     if kind not in ("auto", "none"):
-        raise unsupported(
+        raise refuse_unsupported(
             "tool_choice", "use auto or none; the policy itself decides to call a tool"
         )
     return kind == "auto"
@@ -195,14 +195,16 @@ def _uses_tools(choice: Body | None) -> bool:
 def read_tools(tools: list[Any] | None) -> tuple[Tool, ...]:
     found = []
     for place, tool in objects(tools, "tools"):
-        kind = optional(tool, "type", str, f"{place}.")
+        kind = read_optional(tool, "type", str, f"{place}.")
         if kind not in (None, "custom"):
-            raise unsupported(f"{place}.type={kind[:64]}", "give it as a tool with input_schema")
+            raise refuse_unsupported(
+                f"{place}.type={kind[:64]}", "give it as a tool with input_schema"
+            )
         found.append(
             function_tool(
-                required(tool, "name", str, f"{place}."),
-                optional(tool, "description", str, f"{place}."),
-                optional(tool, "input_schema", dict, f"{place}."),
+                read_required(tool, "name", str, f"{place}."),
+                read_optional(tool, "description", str, f"{place}."),
+                read_optional(tool, "input_schema", dict, f"{place}."),
             )
         )
     return tuple(found)
@@ -210,53 +212,57 @@ def read_tools(tools: list[Any] | None) -> tuple[Tool, ...]:
 
 def read_messages(body: Body, memory: Memory) -> tuple[Message, ...]:
     messages: list[Message] = []
-    system = joined_text(body.get("system"), "system", _TEXT)
+    system = join_text(body.get("system"), "system", _TEXT)
     if system:
         messages.append({"role": "system", "content": system})
-    given = required(body, "messages", list)
+    given = read_required(body, "messages", list)
     if not given:
         raise BadRequestError("messages", "must not be empty")
     for place, message in objects(given, "messages"):
-        role = required(message, "role", str, f"{place}.")
+        role = read_required(message, "role", str, f"{place}.")
         content = message.get("content")
         if role == "assistant":
             messages.append(_read_assistant(content, f"{place}.content", memory))
         elif role == "user":
             messages += _read_user(content, f"{place}.content")
         elif role == "system":
-            text = joined_text(content, f"{place}.content", _TEXT)
+            text = join_text(content, f"{place}.content", _TEXT)
             messages.append({"role": "system", "content": text})
         else:
-            raise unsupported(f"{place}.role={role[:64]}", "use user or assistant")
+            raise refuse_unsupported(f"{place}.role={role[:64]}", "use user or assistant")
     return tuple(messages)
 
 
 def _read_assistant(content: Any, where: str, memory: Memory) -> Message:
     if not isinstance(content, list):
-        return assistant_message(joined_text(content, where, _TEXT))
+        return assistant_message(join_text(content, where, _TEXT))
     texts: list[str] = []
     thoughts: list[str] = []
     calls = []
     for place, block in objects(content, where):
-        kind = required(block, "type", str, f"{place}.")
+        kind = read_required(block, "type", str, f"{place}.")
         if kind == "text":
-            texts.append(required(block, "text", str, f"{place}."))
+            texts.append(read_required(block, "text", str, f"{place}."))
         elif kind == "thinking":
-            thoughts.append(required(block, "thinking", str, f"{place}."))
+            thoughts.append(read_required(block, "thinking", str, f"{place}."))
         elif kind == "tool_use":
-            call_id = required(block, "id", str, f"{place}.")
-            given = optional(block, "input", dict, f"{place}.") or {}
+            call_id = read_required(block, "id", str, f"{place}.")
+            given = read_optional(block, "input", dict, f"{place}.") or {}
             arguments = exact_arguments(call_id, given, memory.arguments)
-            calls.append(tool_call(call_id, required(block, "name", str, f"{place}."), arguments))
+            calls.append(
+                tool_call(call_id, read_required(block, "name", str, f"{place}."), arguments)
+            )
         else:
-            raise unsupported(f"{place}.type={kind[:64]}", "send text, thinking and tool_use")
+            raise refuse_unsupported(
+                f"{place}.type={kind[:64]}", "send text, thinking and tool_use"
+            )
     return assistant_message("".join(texts), "".join(thoughts), calls)
 
 
 def _read_user(content: Any, where: str) -> Iterator[Message]:
     """Yield a message of a tool for each result, and one of the user for the texts between."""
     if not isinstance(content, list):
-        yield {"role": "user", "content": joined_text(content, where, _TEXT)}
+        yield {"role": "user", "content": join_text(content, where, _TEXT)}
         return
     texts: list[str] = []
     for place, block in objects(content, where):
@@ -266,7 +272,7 @@ def _read_user(content: Any, where: str) -> Iterator[Message]:
         if texts:
             yield {"role": "user", "content": "".join(texts)}
             texts = []
-        call_id = required(block, "tool_use_id", str, f"{place}.")
-        yield tool_message(call_id, joined_text(block.get("content"), f"{place}.content", _TEXT))
+        call_id = read_required(block, "tool_use_id", str, f"{place}.")
+        yield tool_message(call_id, join_text(block.get("content"), f"{place}.content", _TEXT))
     if texts or not content:
         yield {"role": "user", "content": "".join(texts)}

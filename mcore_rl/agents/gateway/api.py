@@ -2,7 +2,7 @@
 
 Call, Answer, Memory   a client's call, its answer, and what is remembered for the next call
 ApiError               an error in the words of an API, with the status that makes SDKs retry or not
-required, optional     read a field of a body; what is missing, malformed or unsupported is named
+read_required ...      read a field of a body; what is missing, malformed or unsupported is named
 event                  writes a server-sent event
                        (https://html.spec.whatwg.org/multipage/server-sent-events.html)
 """
@@ -58,7 +58,7 @@ class BadRequestError(ValueError):
         self.error = ApiError(400, code, f"{param}: {message}", param)
 
 
-def unsupported(param: str, remedy: str) -> BadRequestError:
+def refuse_unsupported(param: str, remedy: str) -> BadRequestError:
     """Return the refusal of a field that this gateway does not support."""
     return BadRequestError(
         param, f"the gateway does not support it; {remedy}", "unsupported_parameter"
@@ -115,7 +115,7 @@ _MOST_NAMES = 32
 """Names of ignored parameters that an answer lists."""
 
 
-def optional(body: Body, name: str, kind: type[T], where: str = "") -> T | None:
+def read_optional(body: Body, name: str, kind: type[T], where: str = "") -> T | None:
     """Return a field, or None if it is missing or null."""
     value = body.get(name)
     if value is None:
@@ -125,9 +125,9 @@ def optional(body: Body, name: str, kind: type[T], where: str = "") -> T | None:
     return value
 
 
-def required(body: Body, name: str, kind: type[T], where: str = "") -> T:
+def read_required(body: Body, name: str, kind: type[T], where: str = "") -> T:
     """Return a field that must be there."""
-    value = optional(body, name, kind, where)
+    value = read_optional(body, name, kind, where)
     if value is None:
         raise BadRequestError(where + name, "is missing", "missing_required_parameter")
     return value
@@ -145,7 +145,7 @@ def objects(values: Sequence[Any] | None, where: str) -> Iterable[tuple[str, Bod
 def max_tokens(body: Body, *names: str) -> int | None:
     """Return the bound that the first of these fields sets; it must be positive."""
     for name in names:
-        value = optional(body, name, int)
+        value = read_optional(body, name, int)
         if value is not None:
             if value < 1:
                 raise BadRequestError(name, f"must be at least 1, not {value}")
@@ -171,7 +171,7 @@ def refuse(body: Body, remedies: Mapping[str, str]) -> None:
     """Raise BadRequestError if one of these fields is set, unless to null, false, 0 or empty."""
     for name, remedy in remedies.items():
         if body.get(name):
-            raise unsupported(name, remedy)
+            raise refuse_unsupported(name, remedy)
 
 
 def ignored_names(body: Body, known: frozenset[str]) -> tuple[str, ...]:
@@ -187,7 +187,7 @@ def ignored_names(body: Body, known: frozenset[str]) -> tuple[str, ...]:
     return tuple(sorted(found)[:_MOST_NAMES])
 
 
-def joined_text(content: Any, where: str, kinds: frozenset[str]) -> str:
+def join_text(content: Any, where: str, kinds: frozenset[str]) -> str:
     """Return the text of a message: a string, null, or parts of text, which are joined.
 
     kinds: the types of parts that hold text; others, such as images, are refused by name.
@@ -203,10 +203,10 @@ def joined_text(content: Any, where: str, kinds: frozenset[str]) -> str:
 
 def part_text(part: Body, place: str, kinds: frozenset[str]) -> str:
     """Return the text of a part of a message, which must be of one of these kinds."""
-    kind = required(part, "type", str, f"{place}.")
+    kind = read_required(part, "type", str, f"{place}.")
     if kind not in kinds:
-        raise unsupported(f"{place}.type={kind[:64]}", "the policy reads text only")
-    return required(part, "text", str, f"{place}.")
+        raise refuse_unsupported(f"{place}.type={kind[:64]}", "the policy reads text only")
+    return read_required(part, "text", str, f"{place}.")
 
 
 def _short(value: Any) -> str:

@@ -16,16 +16,16 @@ from mcore_rl.agents.gateway.api import (
     DecodeToken,
     Memory,
     ignored_names,
-    joined_text,
+    join_text,
     max_tokens,
     objects,
     openai_error,
-    optional,
+    read_optional,
+    read_required,
     refuse,
+    refuse_unsupported,
     remember_arguments,
-    required,
     stop_texts,
-    unsupported,
 )
 from mcore_rl.agents.gateway.normal import (
     assistant_message,
@@ -84,12 +84,12 @@ class ChatCompletions:
 
     def read(self, body: Body, memory: Memory) -> Call:
         refuse(body, _REFUSED)
-        if optional(body, "n", int) not in (None, 1):
-            raise unsupported("n", "send one request for each sample")
+        if read_optional(body, "n", int) not in (None, 1):
+            raise refuse_unsupported("n", "send one request for each sample")
         refuse_format(body.get("response_format"), "response_format")
-        messages = read_messages(required(body, "messages", list), memory)
-        tools = read_tools(optional(body, "tools", list))
-        stream_options = optional(body, "stream_options", dict) or {}
+        messages = read_messages(read_required(body, "messages", list), memory)
+        tools = read_tools(read_optional(body, "tools", list))
+        stream_options = read_optional(body, "stream_options", dict) or {}
         return Call(
             request=ChatRequest(
                 messages=messages,
@@ -97,12 +97,12 @@ class ChatCompletions:
                 max_tokens=max_tokens(body, "max_completion_tokens", "max_tokens"),
                 stop=stop_texts(body, "stop"),
             ),
-            model=optional(body, "model", str) or "",
-            is_streamed=bool(optional(body, "stream", bool)),
+            model=read_optional(body, "model", str) or "",
+            is_streamed=bool(read_optional(body, "stream", bool)),
             ignored=ignored_names(body, _KNOWN),
             options={
-                "logprobs": bool(optional(body, "logprobs", bool)),
-                "token_ids": bool(optional(body, "return_token_ids", bool)),
+                "logprobs": bool(read_optional(body, "logprobs", bool)),
+                "token_ids": bool(read_optional(body, "return_token_ids", bool)),
                 "usage": bool(stream_options.get("include_usage")),
             },
         )
@@ -188,7 +188,7 @@ def refuse_format(value: Any, where: str) -> None:
     """Refuse JSON schemas: a constrained sample has other log-probs than the policy."""
     if value is None or (isinstance(value, dict) and value.get("type") in (None, "text")):
         return
-    raise unsupported(where, "ask for the format in the prompt, and check it in the reward")
+    raise refuse_unsupported(where, "ask for the format in the prompt, and check it in the reward")
 
 
 def uses_tools(choice: Any) -> bool:
@@ -197,21 +197,25 @@ def uses_tools(choice: Any) -> bool:
         return True
     if choice == "none":
         return False
-    raise unsupported("tool_choice", "use auto or none; the policy itself decides to call a tool")
+    raise refuse_unsupported(
+        "tool_choice", "use auto or none; the policy itself decides to call a tool"
+    )
 
 
 def read_tools(tools: list[Any] | None) -> tuple[Tool, ...]:
     found = []
     for place, tool in objects(tools, "tools"):
         if tool.get("type") != "function":
-            raise unsupported(f"{place}.type={str(tool.get('type'))[:64]}", "use function tools")
-        function = required(tool, "function", dict, f"{place}.")
+            raise refuse_unsupported(
+                f"{place}.type={str(tool.get('type'))[:64]}", "use function tools"
+            )
+        function = read_required(tool, "function", dict, f"{place}.")
         place = f"{place}.function."
         found.append(
             function_tool(
-                required(function, "name", str, place),
-                optional(function, "description", str, place),
-                optional(function, "parameters", dict, place),
+                read_required(function, "name", str, place),
+                read_optional(function, "description", str, place),
+                read_optional(function, "parameters", dict, place),
             )
         )
     return tuple(found)
@@ -226,28 +230,28 @@ def read_messages(messages: list[Any], memory: Memory) -> tuple[Message, ...]:
 
 
 def _read_message(message: Body, place: str, memory: Memory) -> Message:
-    role = required(message, "role", str, f"{place}.")
-    content = joined_text(message.get("content"), f"{place}.content", _TEXT)
+    role = read_required(message, "role", str, f"{place}.")
+    content = join_text(message.get("content"), f"{place}.content", _TEXT)
     if role == "assistant":
-        reasoning = optional(message, "reasoning_content", str, f"{place}.")
-        reasoning = reasoning or optional(message, "reasoning", str, f"{place}.")
-        calls = optional(message, "tool_calls", list, f"{place}.")
+        reasoning = read_optional(message, "reasoning_content", str, f"{place}.")
+        reasoning = reasoning or read_optional(message, "reasoning", str, f"{place}.")
+        calls = read_optional(message, "tool_calls", list, f"{place}.")
         return assistant_message(
             content, reasoning or "", _read_calls(calls, f"{place}.tool_calls", memory)
         )
     if role == "tool":
-        return tool_message(required(message, "tool_call_id", str, f"{place}."), content)
+        return tool_message(read_required(message, "tool_call_id", str, f"{place}."), content)
     if role in ("system", "developer", "user"):
         return {"role": "user" if role == "user" else "system", "content": content}
-    raise unsupported(f"{place}.role={role[:64]}", "use system, user, assistant or tool")
+    raise refuse_unsupported(f"{place}.role={role[:64]}", "use system, user, assistant or tool")
 
 
 def _read_calls(calls: list[Any] | None, where: str, memory: Memory) -> list[dict[str, Any]]:
     found = []
     for place, call in objects(calls, where):
-        call_id = required(call, "id", str, f"{place}.")
-        function = required(call, "function", dict, f"{place}.")
-        name = required(function, "name", str, f"{place}.function.")
+        call_id = read_required(call, "id", str, f"{place}.")
+        function = read_required(call, "function", dict, f"{place}.")
+        name = read_required(function, "name", str, f"{place}.function.")
         where = f"{place}.function.arguments"
         given = function.get("arguments")
         arguments = read_arguments(where, call_id, given, memory.arguments)

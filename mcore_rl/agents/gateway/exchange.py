@@ -53,7 +53,7 @@ class Exchange:
         _log_ignored(opened, call)
         kind = request.path.rpartition("/v1/")[2].encode()
         mark = read_mark(request.headers, hashlib.sha256(kind + b"\n" + data).digest())
-        is_connected = _connection_of(request)
+        is_connected = _find_connection(request)
         attempt = opened.attempts.claim(mark, is_connected)
         if attempt is None:
             await self._admit(opened, is_connected)
@@ -105,7 +105,7 @@ class Exchange:
         self, request: web.Request, api: Api, call: Call, attempt: Attempt
     ) -> web.StreamResponse:
         await self._wait(attempt, self._options.answer_s)
-        rendered = _rendered(attempt)
+        rendered = _render(attempt)
         headers = {**_headers(call), TURN_HEADER: str(rendered.turn)}
         response = web.Response(
             body=rendered.data, content_type="application/json", headers=headers
@@ -130,7 +130,7 @@ class Exchange:
                     await response.write(api.keep_alive)
                 except ConnectionError:
                     return response
-            events = [_rendered(attempt).data]
+            events = [_render(attempt).data]
         except ApiError as error:
             if not response.prepared:
                 raise
@@ -171,7 +171,7 @@ async def _complete(opened: OpenSession, call: Call) -> Completion:
         raise ApiError(500, "policy_failed", message) from error
 
 
-def _rendered(attempt: Attempt) -> Rendered:
+def _render(attempt: Attempt) -> Rendered:
     """Return the answer of an attempt that is done, or raise its error."""
     if attempt.task.cancelled():
         raise episode_over(EpisodeEndedError(EndReason.ABORTED, "the session was closed"))
@@ -194,11 +194,11 @@ async def _deliver(
     except ConnectionError:
         return
     # A retry may have taken the attempt over, whose connection then says nothing of this client.
-    if attempt is not None and _connection_of(request)():
+    if attempt is not None and _find_connection(request)():
         attempt.is_delivered = True
 
 
-def _connection_of(request: web.Request) -> Callable[[], bool]:
+def _find_connection(request: web.Request) -> Callable[[], bool]:
     """Return a function that tells whether the client of a request is still connected.
 
     An attempt keeps it for long, so it must not hold the request, which holds its body.

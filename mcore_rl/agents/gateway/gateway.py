@@ -31,7 +31,7 @@ from mcore_rl.agents.gateway.api import (
     anthropic_error,
     episode_over,
     openai_error,
-    optional,
+    read_optional,
 )
 from mcore_rl.agents.gateway.chat_completions import ChatCompletions
 from mcore_rl.agents.gateway.exchange import Exchange, parse_object, read_bytes
@@ -73,7 +73,7 @@ def read_reward(body: Body) -> tuple[float, int | None]:
     value = body.get("reward")
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise BadRequestError("reward", "must be a finite number")
-    turn = optional(body, "turn", int)
+    turn = read_optional(body, "turn", int)
     if turn is not None and turn < 0:
         raise BadRequestError("turn", f"is {turn}; turns are counted from 0")
     return float(value), turn
@@ -98,7 +98,7 @@ nothing in cycles."""
 
 
 @contextmanager
-def rare_collections() -> Iterator[None]:
+def collect_garbage_rarely() -> Iterator[None]:
     """Have this process look for garbage in short steps; for the process that runs a gateway.
 
     Everything made so far, such as imported modules, is not looked through at all. Memory that is

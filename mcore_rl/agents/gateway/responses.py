@@ -21,16 +21,16 @@ from mcore_rl.agents.gateway.api import (
     Call,
     Memory,
     ignored_names,
-    joined_text,
+    join_text,
     max_tokens,
     objects,
     openai_error,
-    optional,
+    read_optional,
+    read_required,
     refuse,
+    refuse_unsupported,
     remember_arguments,
-    required,
     stop_texts,
-    unsupported,
 )
 from mcore_rl.agents.gateway.chat_completions import refuse_format, uses_tools
 from mcore_rl.agents.gateway.normal import (
@@ -49,7 +49,7 @@ _SEAL = "mcore_rl."
 """Begins the field encrypted_content of our reasoning items, which hides nothing."""
 
 
-def sealed(reasoning: str) -> str:
+def seal(reasoning: str) -> str:
     """Return reasoning as encrypted_content, for clients that send back nothing else of it."""
     return _SEAL + base64.b64encode(reasoning.encode()).decode()
 
@@ -58,15 +58,15 @@ def read_tools(tools: list[Any] | None) -> tuple[Tool, ...]:
     found = []
     for place, tool in objects(tools, "tools"):
         if tool.get("type") != "function":
-            raise unsupported(
+            raise refuse_unsupported(
                 f"{place}.type={str(tool.get('type'))[:64]}",
                 "switch the tool off in the agent, or give it as a function tool",
             )
         found.append(
             function_tool(
-                required(tool, "name", str, f"{place}."),
-                optional(tool, "description", str, f"{place}."),
-                optional(tool, "parameters", dict, f"{place}."),
+                read_required(tool, "name", str, f"{place}."),
+                read_optional(tool, "description", str, f"{place}."),
+                read_optional(tool, "parameters", dict, f"{place}."),
             )
         )
     return tuple(found)
@@ -79,7 +79,7 @@ def read_input(body: Body, memory: Memory) -> tuple[Message, ...]:
     that names this one's response as its previous one.
     """
     before: tuple[Message, ...] = ()
-    previous = optional(body, "previous_response_id", str)
+    previous = read_optional(body, "previous_response_id", str)
     if previous is not None:
         if previous not in memory.responses:
             raise BadRequestError(
@@ -88,7 +88,7 @@ def read_input(body: Body, memory: Memory) -> tuple[Message, ...]:
                 "previous_response_not_found",
             )
         before = memory.responses[previous]
-    instructions = optional(body, "instructions", str)
+    instructions = read_optional(body, "instructions", str)
     system = ({"role": "system", "content": instructions},) if instructions else ()
     return (*system, *before, *_read_items(body.get("input"), memory))
 
@@ -122,7 +122,7 @@ class _Joiner:
         self._turn: _Turn | None = None
 
     def add(self, item: Body, place: str) -> None:
-        kind = optional(item, "type", str, f"{place}.") or "message"
+        kind = read_optional(item, "type", str, f"{place}.") or "message"
         if kind == "message":
             self._add_message(item, place)
         elif kind == "reasoning":
@@ -133,11 +133,11 @@ class _Joiner:
             self._open(False).calls.append(self._call(item, f"{place}."))
         elif kind == "function_call_output":
             self._end_turn()
-            call_id = required(item, "call_id", str, f"{place}.")
-            output = joined_text(item.get("output"), f"{place}.output", _TEXT)
+            call_id = read_required(item, "call_id", str, f"{place}.")
+            output = join_text(item.get("output"), f"{place}.output", _TEXT)
             self._messages.append(tool_message(call_id, output))
         else:
-            raise unsupported(
+            raise refuse_unsupported(
                 f"{place}.type={kind[:64]}",
                 "send messages, reasoning, function_call and function_call_output",
             )
@@ -147,8 +147,8 @@ class _Joiner:
         return tuple(self._messages)
 
     def _add_message(self, item: Body, place: str) -> None:
-        role = required(item, "role", str, f"{place}.")
-        text = joined_text(item.get("content"), f"{place}.content", _TEXT)
+        role = read_required(item, "role", str, f"{place}.")
+        text = join_text(item.get("content"), f"{place}.content", _TEXT)
         if role == "assistant":
             turn = self._turn
             self._open(turn is not None and bool(turn.texts or turn.calls)).texts.append(text)
@@ -157,13 +157,13 @@ class _Joiner:
             role = "user" if role == "user" else "system"
             self._messages.append({"role": role, "content": text})
         else:
-            raise unsupported(f"{place}.role={role[:64]}", "use system, user or assistant")
+            raise refuse_unsupported(f"{place}.role={role[:64]}", "use system, user or assistant")
 
     def _call(self, item: Body, place: str) -> dict[str, Any]:
-        call_id = required(item, "call_id", str, place)
+        call_id = read_required(item, "call_id", str, place)
         known = self._memory.arguments
         arguments = read_arguments(f"{place}arguments", call_id, item.get("arguments"), known)
-        return tool_call(call_id, required(item, "name", str, place), arguments)
+        return tool_call(call_id, read_required(item, "name", str, place), arguments)
 
     def _open(self, is_next: bool) -> _Turn:
         if is_next:
@@ -182,16 +182,16 @@ class _Joiner:
 
 def _reasoning(item: Body, place: str) -> str:
     """Return the text of a reasoning item: its content, else what we sealed, else its summary."""
-    text = joined_text(item.get("content"), f"{place}.content", _REASONING)
+    text = join_text(item.get("content"), f"{place}.content", _REASONING)
     if text:
         return text
-    hidden = optional(item, "encrypted_content", str, f"{place}.") or ""
+    hidden = read_optional(item, "encrypted_content", str, f"{place}.") or ""
     if hidden.startswith(_SEAL):
         try:
             return base64.b64decode(hidden.removeprefix(_SEAL), validate=True).decode()
         except (binascii.Error, UnicodeDecodeError):
             raise BadRequestError(f"{place}.encrypted_content", "is not what we gave") from None
-    return joined_text(item.get("summary"), f"{place}.summary", _REASONING)
+    return join_text(item.get("summary"), f"{place}.summary", _REASONING)
 
 
 _REFUSED = {
@@ -233,11 +233,11 @@ class Responses:
 
     def read(self, body: Body, memory: Memory) -> Call:
         refuse(body, _REFUSED)
-        text = optional(body, "text", dict) or {}
+        text = read_optional(body, "text", dict) or {}
         refuse_format(text.get("format"), "text.format")
-        tools = optional(body, "tools", list)
-        include = optional(body, "include", list) or []
-        store = optional(body, "store", bool)
+        tools = read_optional(body, "tools", list)
+        include = read_optional(body, "include", list) or []
+        store = read_optional(body, "store", bool)
         choice = body.get("tool_choice")
         found = read_tools(tools)
         return Call(
@@ -247,8 +247,8 @@ class Responses:
                 max_tokens=max_tokens(body, "max_output_tokens"),
                 stop=stop_texts(body, "stop"),
             ),
-            model=optional(body, "model", str) or "",
-            is_streamed=bool(optional(body, "stream", bool)),
+            model=read_optional(body, "model", str) or "",
+            is_streamed=bool(read_optional(body, "stream", bool)),
             ignored=ignored_names(body, _KNOWN),
             options={
                 "store": store is not False,
@@ -291,7 +291,7 @@ class Responses:
         yield event("response.in_progress", response=begun)
         for index, item in enumerate(finished["output"]):
             place = {"output_index": index, "item_id": item["id"]}
-            started = {**item, "status": "in_progress", **_emptied(item)}
+            started = {**item, "status": "in_progress", **_drop_content(item)}
             yield event("response.output_item.added", output_index=index, item=started)
             for kind, fields in _item_events(item):
                 yield event(kind, **place, **fields)
@@ -351,7 +351,7 @@ def output_items(call: Call, answered: Answered) -> list[dict[str, Any]]:
         text = message["reasoning_content"]
         item = {"id": f"rs_{answered.id}", "type": "reasoning", "summary": []}
         item["content"] = [{"type": "reasoning_text", "text": text}]
-        item["encrypted_content"] = sealed(text) if call.options["sealed"] else None
+        item["encrypted_content"] = seal(text) if call.options["sealed"] else None
         items.append({**item, "status": "completed"})
     if message["content"] or "tool_calls" not in message:
         part = {"type": "output_text", "text": message["content"], "annotations": []}
@@ -364,7 +364,7 @@ def output_items(call: Call, answered: Answered) -> list[dict[str, Any]]:
     return items
 
 
-def _emptied(item: Body) -> dict[str, Any]:
+def _drop_content(item: Body) -> dict[str, Any]:
     return {"arguments": ""} if item["type"] == "function_call" else {"content": []}
 
 

@@ -97,7 +97,7 @@ class Attempts:
         BadRequestError: the Idempotency-Key belongs to a request that says something else.
         """
         self._forget_old()
-        attempt = self._by_key(mark) if mark.idempotency_key else self._retried(mark)
+        attempt = self._by_key(mark) if mark.idempotency_key else self._find_retried(mark)
         if attempt is None:
             return None
         if attempt.has_failed:
@@ -125,7 +125,7 @@ class Attempts:
                 return attempt
         return None
 
-    def _retried(self, mark: Mark) -> Attempt | None:
+    def _find_retried(self, mark: Mark) -> Attempt | None:
         """Return the likeliest attempt: one whose client is gone, else, of a marked retry, one that
         failed, one that runs, one that was answered.
         """
@@ -277,7 +277,7 @@ class SessionTable:
 
         An id in the path suffices, as it is secret itself. The key of another session is refused.
         """
-        key = given_key(headers)
+        key = read_given_key(headers)
         by_path = None if path_id is None else self._by_id.get(_digest(path_id))
         if path_id is not None and by_path is None:
             raise _unknown()
@@ -294,7 +294,7 @@ class SessionTable:
 
     def find_own(self, headers: Mapping[str, str], path_id: str) -> OpenSession:
         """Return the session with this id, if the request brings its key or the run's."""
-        key = given_key(headers)
+        key = read_given_key(headers)
         opened = self._by_id.get(_digest(path_id))
         if opened is None or not (self._by_key.get(_digest(key)) is opened or self.is_run_key(key)):
             raise _unknown()
@@ -304,7 +304,7 @@ class SessionTable:
         return hmac.compare_digest(_digest(key), _digest(self._run_key))
 
 
-def given_key(headers: Mapping[str, str]) -> str:
+def read_given_key(headers: Mapping[str, str]) -> str:
     """Return the key of a request as OpenAI's or Anthropic's clients send it; empty: none."""
     scheme, _, key = headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key:

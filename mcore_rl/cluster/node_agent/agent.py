@@ -26,10 +26,10 @@ from mcore_rl.cluster.node_agent.ray_node import (
     JoinedNodes,
     RayNode,
     RayProcesses,
-    interface_of,
-    own_address,
+    find_interface,
+    find_own_address,
 )
-from mcore_rl.cluster.process_tags import OPEN, ray_temp_dir, tag_processes
+from mcore_rl.cluster.process_tags import OPEN, make_ray_temp_dir, tag_processes
 from mcore_rl.planning.bundles import ENGINE_NODE, TRAINER_NODE
 from mcore_rl.process.process_state import wait_killed
 from mcore_rl.process.safe_path import safe_module
@@ -106,12 +106,12 @@ def run_node(job: Job) -> int:
     rendezvous.open()
     rendezvous.note(job.rank, Note(STARTED))
     try:
-        facts = _facts(job)
+        facts = _find_facts(job)
     except ValueError as error:
         rendezvous.note(job.rank, Note(FAILED, str(error)))
         raise
     _set_environment(rendezvous, facts.address, job)
-    with ray_temp_dir() as temp_dir, tag_processes(str(temp_dir)):
+    with make_ray_temp_dir() as temp_dir, tag_processes(str(temp_dir)):
         try:
             if job.rank == 0:
                 return _lead(job, facts, rendezvous, stops, temp_dir)
@@ -122,13 +122,13 @@ def run_node(job: Job) -> int:
             return 1
 
 
-def _facts(job: Job) -> RayNode:
+def _find_facts(job: Job) -> RayNode:
     peer = job.addresses[1 if job.rank == 0 else 0] if job.num_nodes > 1 else None
     kind = TRAINER_NODE if job.rank < job.trainer_nodes else ENGINE_NODE
     return RayNode(
         name=job.name,
         order=job.order,
-        address=own_address(job.interface, job.addresses[job.rank], peer),
+        address=find_own_address(job.interface, job.addresses[job.rank], peer),
         num_cpus=job.num_cpus,
         num_gpus=job.num_gpus,
         object_store_mib=job.object_store_mib,
@@ -142,7 +142,7 @@ def _set_environment(rendezvous: Rendezvous, address: str, job: Job) -> None:
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(rendezvous.token)
     os.environ.pop("RAY_ADDRESS", None)
-    if job.num_nodes > 1 and (interface := interface_of(address)):
+    if job.num_nodes > 1 and (interface := find_interface(address)):
         set_for_node({f"{library}_SOCKET_IFNAME": interface for library in ("NCCL", "GLOO")})
 
 
@@ -154,7 +154,7 @@ def _lead(
     status = 1
     try:
         rendezvous.publish(ray.head_address)
-        if not _nodes_come(job, rendezvous, ray, stops):
+        if not _wait_for_nodes(job, rendezvous, ray, stops):
             status = EXIT_STATUS
         else:
             status = _run_command(job, rendezvous, ray, stops)
@@ -168,7 +168,9 @@ def _lead(
     return status
 
 
-def _nodes_come(job: Job, rendezvous: Rendezvous, ray: RayProcesses, stops: StopSignals) -> bool:
+def _wait_for_nodes(
+    job: Job, rendezvous: Rendezvous, ray: RayProcesses, stops: StopSignals
+) -> bool:
     """Wait until all nodes are in Ray; return False if the job is asked to stop before.
 
     Raises NodesMissingError naming the nodes that are missing after the timeout, and what is known
@@ -185,14 +187,14 @@ def _nodes_come(job: Job, rendezvous: Rendezvous, ray: RayProcesses, stops: Stop
                 if (note := rendezvous.note_of(rank)) and note.phase == FAILED:
                     raise NodesMissingError(f"node {job.names[rank]}: {note.text}")
             if time.monotonic() > until:
-                raise NodesMissingError(_missing(job, rendezvous, names))
+                raise NodesMissingError(_describe_missing(job, rendezvous, names))
             time.sleep(POLL_S)
     finally:
         joined.end()
     return True
 
 
-def _missing(job: Job, rendezvous: Rendezvous, joined: Sequence[str]) -> str:
+def _describe_missing(job: Job, rendezvous: Rendezvous, joined: Sequence[str]) -> str:
     lines = [f"after {job.timeout_s:g} s {len(joined)} of {job.num_nodes} nodes are in Ray."]
     for rank, name in enumerate(job.names):
         if name in joined:
@@ -228,7 +230,7 @@ def _run_command(job: Job, rendezvous: Rendezvous, ray: RayProcesses, stops: Sto
         _name_lost_nodes(job, rendezvous, named)
         if lost_at is None and (ray_status := ray.exit_status()) is not None:
             lost_at = time.monotonic()
-            print(f"mcore-rl: {_ended(job.name, ray_status, ray)}", file=sys.stderr)
+            print(f"mcore-rl: {_describe_end(job.name, ray_status, ray)}", file=sys.stderr)
         if lost_at is not None and time.monotonic() - lost_at > FAREWELL_S:
             command.kill()
             return 1
@@ -279,7 +281,7 @@ def _follow(
     try:
         while rendezvous.status() is None and stops.count < 2:
             if (ray_status := ray.exit_status()) is not None:
-                rendezvous.note(job.rank, Note(FAILED, _ended(job.name, ray_status, ray)))
+                rendezvous.note(job.rank, Note(FAILED, _describe_end(job.name, ray_status, ray)))
                 ray.keep_logs()
                 break
             time.sleep(POLL_S)
@@ -300,7 +302,7 @@ def _wait_without_ray(rendezvous: Rendezvous, address: str, stops: StopSignals) 
 
     def is_head_silent() -> bool:
         nonlocal heard_at
-        if _answers(address):
+        if _can_connect(address):
             heard_at = time.monotonic()
         return time.monotonic() - heard_at > HEAD_SILENCE_S
 
@@ -309,7 +311,7 @@ def _wait_without_ray(rendezvous: Rendezvous, address: str, stops: StopSignals) 
     return 0 if rendezvous.status() is not None else 1
 
 
-def _answers(address: str) -> bool:
+def _can_connect(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=POLL_S).close()
@@ -320,10 +322,10 @@ def _answers(address: str) -> bool:
 
 def _check_ray(name: str, ray: RayProcesses) -> None:
     if (status := ray.exit_status()) is not None:
-        raise NodesMissingError(_ended(name, status, ray))
+        raise NodesMissingError(_describe_end(name, status, ray))
 
 
-def _ended(name: str, status: int, ray: RayProcesses) -> str:
+def _describe_end(name: str, status: int, ray: RayProcesses) -> str:
     return f"Ray ended on node {name} with status {status}: {ray.log_path}"
 
 

@@ -44,7 +44,7 @@ class JoinedNodes:
         wait_killed(self._process, "the watcher of joined nodes")
 
 
-def own_address(interface: str, own_name: str, peer_name: str | None) -> str:
+def find_own_address(interface: str, own_name: str, peer_name: str | None) -> str:
     """Return this node's IPv4 address.
 
     It is that of `interface` if one is given. Otherwise it is what `own_name` resolves to, if that
@@ -52,7 +52,7 @@ def own_address(interface: str, own_name: str, peer_name: str | None) -> str:
     ValueError naming the interface, or the names that lead nowhere.
     """
     if interface:
-        return _address_of(interface)
+        return _find_address(interface)
     if (address := _resolve(own_name)) and _is_here(address):
         return address
     if peer_name is None:
@@ -67,7 +67,7 @@ def own_address(interface: str, own_name: str, peer_name: str | None) -> str:
     )
 
 
-def interface_of(address: str) -> str:
+def find_interface(address: str) -> str:
     """Return the name of the interface that has `address`, empty if none has."""
     for name, addresses in _ipv4_addresses().items():
         if address in addresses:
@@ -75,7 +75,7 @@ def interface_of(address: str) -> str:
     return ""
 
 
-def _address_of(interface: str) -> str:
+def _find_address(interface: str) -> str:
     found = _ipv4_addresses()
     if not found.get(interface):
         known = ", ".join(f"{name} ({', '.join(a)})" for name, a in found.items())

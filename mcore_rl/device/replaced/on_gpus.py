@@ -194,7 +194,7 @@ EVERYWHERE: tuple[Patch, ...] = (
         test="tests/data/test_tokenizer.py::test_a_tokenizer_comes_without_what_models_need",
     ),
     Patch(
-        "mcore_rl.cluster.session:ray_session",
+        "mcore_rl.cluster.session:open_ray_session",
         ("ray._private.worker._worker_logs_enabled",),
         by="Ray's own report of a dead worker by none",
         reason="the error of the run names the rank and says why it died",
@@ -202,7 +202,7 @@ EVERYWHERE: tuple[Patch, ...] = (
         runs=Times.APART,
     ),
     Patch(
-        "mcore_rl.cluster.session:_ray_on_loopback",
+        "mcore_rl.cluster.session:_keep_ray_on_loopback",
         ("ray._private.ray_constants.ENABLE_RAY_CLUSTER",),
         by="the machine's outward address of a Ray that a run starts by 127.0.0.1",
         reason="on Linux Ray's servers listen on all interfaces",

@@ -22,7 +22,7 @@ from torch import nn
 
 from mcore_rl.data.images.encoded import expand_placeholders
 from mcore_rl.data.images.processor import PatchRule, open_rule
-from mcore_rl.rollout.image_outputs import as_images
+from mcore_rl.rollout.image_outputs import shape_as_images
 
 PLACEHOLDER = "<|media_pad|>"
 
@@ -63,7 +63,7 @@ class KimiVlProcessor:
         counts = [len(each.pixels_PD) // self._rule.merge**2 for each in made]
         found = {"input_ids": torch.tensor([expand_placeholders(ids, placeholder_id, counts)])}
         if made:
-            found["pixel_values"] = as_images(torch.cat([each.pixels_PD for each in made]))
+            found["pixel_values"] = shape_as_images(torch.cat([each.pixels_PD for each in made]))
             found["image_grid_hws"] = torch.tensor([each.grid[1:] for each in made])
         return found
 

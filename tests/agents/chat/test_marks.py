@@ -3,10 +3,10 @@
 import json
 
 from mcore_rl.agents.chat.chat_format import (
+    drop_reasoning,
     mark_answer,
     mark_content,
     unused_mark,
-    without_reasoning,
 )
 
 CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"x": 1}'}}
@@ -61,11 +61,11 @@ def test_marks_occur_in_no_message() -> None:
 
 def test_reasoning_is_left_out() -> None:
     answer = {"role": "assistant", "content": "Hi", "reasoning_content": "why"}
-    assert without_reasoning(answer) == {"role": "assistant", "content": "Hi"}
+    assert drop_reasoning(answer) == {"role": "assistant", "content": "Hi"}
     answer = {"role": "assistant", "content": "<think>why</think>Hi"}
-    assert without_reasoning(answer)["content"] == "Hi"
+    assert drop_reasoning(answer)["content"] == "Hi"
     answer = {"role": "assistant", "content": "why", "tool_calls": [CALL]}
-    assert without_reasoning(answer) == answer
-    assert without_reasoning(answer, text_is_reasoning=True)["content"] == ""
+    assert drop_reasoning(answer) == answer
+    assert drop_reasoning(answer, text_is_reasoning=True)["content"] == ""
     question = {"role": "user", "content": "a </think> b"}
-    assert without_reasoning(question) is question
+    assert drop_reasoning(question) is question

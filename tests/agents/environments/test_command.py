@@ -10,9 +10,9 @@ import pytest
 
 from mcore_rl.agents.environments.command import (
     CommandOptions,
-    gateway_variables,
     inner_path,
-    reward_in,
+    make_gateway_variables,
+    read_reward,
 )
 from mcore_rl.agents.environments.environment import EnvironmentFailedError
 from mcore_rl.agents.environments.pool import EnvironmentPool
@@ -141,7 +141,7 @@ def test_a_task_without_a_gateway_is_named():
 
 def test_the_address_of_the_gateway_may_end_in_v1_and_lie_in_extra_info():
     given = {"extra_info": {"gateway_url": "http://host/s/1/v1/", "gateway_key": "k"}}
-    found = gateway_variables(given)
+    found = make_gateway_variables(given)
     assert found["OPENAI_BASE_URL"] == "http://host/s/1/v1"
     assert found["ANTHROPIC_BASE_URL"] == "http://host/s/1"
 
@@ -157,7 +157,7 @@ def test_the_address_of_the_gateway_may_end_in_v1_and_lie_in_extra_info():
     ],
 )
 def test_the_last_finite_reward_counts(output, reward):
-    assert reward_in(output) == reward
+    assert read_reward(output) == reward
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../x", ""])

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from mcore_rl.agents.environments.crop_env import CropEnvironment, CropOptions
-from mcore_rl.agents.environments.environment import Message, Start, image_part, images_in
+from mcore_rl.agents.environments.environment import Message, Start, find_images, image_part
 
 COLORS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)]
 """The colors of the quarters of the picture, row by row."""
@@ -31,7 +31,7 @@ def begin(**options: Any) -> tuple[CropEnvironment, Start]:
 
 
 def shown(*messages: Message) -> Image.Image:
-    [data] = images_in(messages)
+    [data] = find_images(messages)
     return Image.open(io.BytesIO(data))
 
 

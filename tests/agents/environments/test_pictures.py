@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.agents.environments.environment import image_bytes, image_part, images_in
+from mcore_rl.agents.environments.environment import find_images, image_bytes, image_part
 
 
 def test_bytes_come_back_as_they_went() -> None:
@@ -21,7 +21,7 @@ def test_images_are_found_in_order() -> None:
         {"role": "tool", "content": None},
         {"role": "tool", "content": [image_part(b"c")]},
     ]
-    assert images_in(messages) == [b"a", b"b", b"c"]
+    assert find_images(messages) == [b"a", b"b", b"c"]
 
 
 @pytest.mark.parametrize("url", ["https://x/y.png", "data:image/png,raw", None, 7])

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from mcore_rl.agents.environments.tools_env import tool_of
+from mcore_rl.agents.environments.tools_env import describe_tool
 from tests.agents.environments import toolbox
 
 
@@ -15,7 +15,7 @@ class Color(Enum):
 
 
 def test_a_function_is_described_by_its_signature_and_docstring():
-    assert tool_of(toolbox.add) == {
+    assert describe_tool(toolbox.add) == {
         "type": "function",
         "function": {
             "name": "add",
@@ -33,7 +33,7 @@ def test_a_function_is_described_by_its_signature_and_docstring():
 
 
 def test_hidden_parameters_are_not_the_policys():
-    properties = tool_of(toolbox.wait)["function"]["parameters"]["properties"]
+    properties = describe_tool(toolbox.wait)["function"]["parameters"]["properties"]
     assert properties == {"seconds": {"type": "number"}}
 
 
@@ -57,7 +57,7 @@ def test_hints_become_schemas(hint, schema):
         return value
 
     tool.__annotations__ = {"value": hint}
-    found = tool_of(tool)["function"]["parameters"]["properties"]["value"]
+    found = describe_tool(tool)["function"]["parameters"]["properties"]["value"]
     assert found == schema
 
 
@@ -67,8 +67,8 @@ def test_what_has_no_schema_is_named():
     def odd(value: object) -> None: ...
 
     with pytest.raises(ValueError, match="tool untyped: parameter value needs a type hint"):
-        tool_of(toolbox.untyped)
+        describe_tool(toolbox.untyped)
     with pytest.raises(ValueError, match=r"tool many: \*values has no schema"):
-        tool_of(many)
+        describe_tool(many)
     with pytest.raises(ValueError, match=r"tool odd, parameter value: .* has no JSON schema"):
-        tool_of(odd)
+        describe_tool(odd)

@@ -11,7 +11,7 @@ from mcore_rl.agents.environments.search_env import (
     exact_match,
     f1,
     normalize,
-    truths_of,
+    read_truths,
 )
 
 
@@ -57,5 +57,5 @@ def test_scores_are_shares_and_exact_matches_are_whole(answer: str, truth: str) 
     ],
 )
 def test_the_best_of_several_truths_counts(truth: object, truths: list[str]) -> None:
-    assert truths_of(truth) == truths
+    assert read_truths(truth) == truths
     assert best_score("em", "a", truth) == float("a" in truths)

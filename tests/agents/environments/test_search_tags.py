@@ -17,7 +17,7 @@ from mcore_rl.agents.environments.search_env import (
     Action,
     SearchTagsEnvironment,
     SearchTagsOptions,
-    action_of,
+    find_action,
 )
 from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from mcore_rl.agents.recorder import EpisodeLimits
@@ -107,7 +107,7 @@ def test_results_can_be_withheld_and_said_otherwise(url: str) -> None:
     ],
 )
 def test_the_first_pair_of_tags_is_the_action(text: str, action: Action) -> None:
-    assert action_of(text) == action
+    assert find_action(text) == action
 
 
 @pytest.mark.parametrize(

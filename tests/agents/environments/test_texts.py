@@ -3,25 +3,25 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.agents.environments.environment import cut, text_of, with_text
+from mcore_rl.agents.environments.environment import add_text, cut, join_texts
 
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 
 
 def test_content_is_a_string_parts_or_nothing():
-    assert text_of({"content": "a"}) == "a"
-    assert text_of({"content": [{"type": "text", "text": "a"}, IMAGE]}) == "a"
-    assert text_of({"content": None}) == text_of({}) == ""
+    assert join_texts({"content": "a"}) == "a"
+    assert join_texts({"content": [{"type": "text", "text": "a"}, IMAGE]}) == "a"
+    assert join_texts({"content": None}) == join_texts({}) == ""
 
 
 def test_text_joins_the_users_last_message():
     system = {"role": "system", "content": "s"}
     user = {"role": "user", "content": "u"}
     added = {"role": "user", "content": "x"}
-    assert with_text([system], "x") == [system, added]
-    assert with_text([system, user], "x") == [system, {"role": "user", "content": "u\n\nx"}]
-    assert with_text([user], "") == [user]
-    parts = with_text([{"role": "user", "content": [IMAGE]}], "x")
+    assert add_text([system], "x") == [system, added]
+    assert add_text([system, user], "x") == [system, {"role": "user", "content": "u\n\nx"}]
+    assert add_text([user], "") == [user]
+    parts = add_text([{"role": "user", "content": [IMAGE]}], "x")
     assert parts == [{"role": "user", "content": [IMAGE, {"type": "text", "text": "x"}]}]
 
 

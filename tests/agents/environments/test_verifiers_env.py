@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from mcore_rl.agents.environments.pool import EnvironmentPool
-from mcore_rl.agents.environments.verifiers_env import VerifiersOptions, with_modules
+from mcore_rl.agents.environments.verifiers_env import VerifiersOptions, add_modules
 from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from tests.agents.environments.foreign import PYTHON, needs_agents_venv
 from tests.agents.environments.pools import kept_pool
@@ -143,10 +143,10 @@ def test_an_environment_without_a_taskset_is_refused():
 def test_prompts_of_a_split_count_from_its_first_task():
     options = VerifiersOptions({"taskset": {"id": "sums-taskset"}}, {"heldout": 6000})
     held_out = {"extra_info": {"split": "heldout"}, "index": 3}
-    assert options.number_of(held_out) == 6003
-    assert options.number_of({"extra_info": {"split": "train"}, "index": 3}) == 3
-    assert options.number_of({"extra_info": {"split": "heldout", "verifiers_index": 9}}) == 6009
-    assert options.number_of({"index": 4}) == 4
+    assert options.read_number(held_out) == 6003
+    assert options.read_number({"extra_info": {"split": "train"}, "index": 3}) == 3
+    assert options.read_number({"extra_info": {"split": "heldout", "verifiers_index": 9}}) == 6009
+    assert options.read_number({"index": 4}) == 4
     with pytest.raises(ValueError, match="splits: heldout begins at -1"):
         VerifiersOptions({"taskset": {"id": "sums-taskset"}}, {"heldout": -1})
 
@@ -157,5 +157,5 @@ def test_a_file_is_named_as_the_module_that_verifiers_imports(monkeypatch):
         "taskset": {"id": "/mine/sums.py:Sums", "num_tasks": 3},
         "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}},
     }
-    assert with_modules(env) == {**env, "taskset": {"id": "sums", "num_tasks": 3}}
+    assert add_modules(env) == {**env, "taskset": {"id": "sums", "num_tasks": 3}}
     assert sys.path == ["/lib", "/mine"]

@@ -13,7 +13,7 @@ from mcore_rl.agents.environments.environment import EnvironmentFailedError, Env
 from mcore_rl.agents.environments.worker_process import (
     EnvironmentOptions,
     make_import_folder,
-    worker_environment,
+    make_worker_environment,
 )
 from tests.agents.environments.episodes import all_gone
 from tests.agents.environments.pools import COUNTDOWN, TASK, answer, in_pool, play
@@ -75,10 +75,12 @@ def test_a_foreign_interpreter_inherits_no_paths(tmp_path, monkeypatch):
     make_import_folder(tmp_path)
     assert (tmp_path / "mcore_rl/agents/environments/worker.py").is_file()
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    own = worker_environment(EnvironmentOptions("a:B"), tmp_path)
-    foreign = worker_environment(EnvironmentOptions("a:B", python="/other"), tmp_path)
+    own = make_worker_environment(EnvironmentOptions("a:B"), tmp_path)
+    foreign = make_worker_environment(EnvironmentOptions("a:B", python="/other"), tmp_path)
     given = {"PYTHONPATH": "/given", "OMP_NUM_THREADS": "2"}
-    told = worker_environment(EnvironmentOptions("a:B", python="/o", variables=given), tmp_path)
+    told = make_worker_environment(
+        EnvironmentOptions("a:B", python="/o", variables=given), tmp_path
+    )
     assert own["PYTHONPATH"] == f"{tmp_path}:/mine"
     assert foreign["PYTHONPATH"] == str(tmp_path)
     assert told["PYTHONPATH"] == f"{tmp_path}:/given" and told["OMP_NUM_THREADS"] == "2"
@@ -126,6 +128,6 @@ def test_secrets_of_this_process_are_not_inherited(monkeypatch, tmp_path: Path):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijkl")
     monkeypatch.setenv("GAME_LEVEL", "3")
     options = EnvironmentOptions("tools", variables={"SEARCH_API_KEY": "needed"})
-    variables = worker_environment(options, tmp_path)
+    variables = make_worker_environment(options, tmp_path)
     assert "HF_TOKEN" not in variables
     assert variables["GAME_LEVEL"] == "3" and variables["SEARCH_API_KEY"] == "needed"

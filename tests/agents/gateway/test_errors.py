@@ -8,7 +8,7 @@ from mcore_rl.agents.gateway.api import (
     episode_over,
     openai_error,
     overloaded,
-    unsupported,
+    refuse_unsupported,
 )
 from mcore_rl.agents.messages import EndReason, EpisodeEndedError
 
@@ -44,6 +44,6 @@ def test_the_wait_is_rounded_up():
 
 
 def test_a_refusal_names_the_field_and_a_remedy():
-    error = unsupported("n", "send more requests").error
+    error = refuse_unsupported("n", "send more requests").error
     assert (error.param, error.code) == ("n", "unsupported_parameter")
     assert error.message.endswith("send more requests")

@@ -5,20 +5,20 @@ import pytest
 from mcore_rl.agents.gateway.api import (
     BadRequestError,
     ignored_names,
-    joined_text,
+    join_text,
     max_tokens,
-    optional,
+    read_optional,
+    read_required,
     refuse,
-    required,
     stop_texts,
 )
 
 
 def test_a_field_of_another_type_is_named_with_its_place():
     with pytest.raises(BadRequestError, match=r"tools\[0\]\.name: must be a string, not 3"):
-        optional({"name": 3}, "name", str, "tools[0].")
+        read_optional({"name": 3}, "name", str, "tools[0].")
     with pytest.raises(BadRequestError, match="messages: is missing") as caught:
-        required({"messages": None}, "messages", list)
+        read_required({"messages": None}, "messages", list)
     assert caught.value.error.code == "missing_required_parameter"
 
 
@@ -48,6 +48,6 @@ def test_names_without_effect_fit_into_a_header():
 
 def test_parts_that_are_no_text_are_named():
     with pytest.raises(BadRequestError, match=r"content\[1\]\.type=image"):
-        joined_text(
+        join_text(
             [{"type": "text", "text": "a"}, {"type": "image"}], "content", frozenset({"text"})
         )

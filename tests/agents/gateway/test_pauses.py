@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mcore_rl.agents.gateway.gateway import rare_collections
+from mcore_rl.agents.gateway.gateway import collect_garbage_rarely
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def freeze_again() -> Iterator[None]:
 
 def test_the_collector_runs_rarely_inside_and_as_before_afterwards():
     before = gc.get_threshold()
-    with pytest.raises(KeyError), rare_collections():
+    with pytest.raises(KeyError), collect_garbage_rarely():
         assert gc.get_threshold()[0] > before[0]
         assert gc.get_freeze_count() > 0
         raise KeyError
@@ -29,7 +29,7 @@ def test_cycles_are_still_found():
     class Node:
         pass
 
-    with rare_collections():
+    with collect_garbage_rarely():
         node = Node()
         node.__dict__["self"] = node
         del node

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 
 from mcore_rl.agents.gateway.api import BadRequestError, Memory
-from mcore_rl.agents.gateway.responses import read_input, read_tools, sealed
+from mcore_rl.agents.gateway.responses import read_input, read_tools, seal
 from tests.support.gateway_answers import TEXTS
 
 
@@ -32,7 +32,7 @@ def test_items_of_one_response_become_one_message():
 
 @given(TEXTS)
 def test_sealed_reasoning_comes_back(text):
-    item = {"type": "reasoning", "encrypted_content": sealed(text)}
+    item = {"type": "reasoning", "encrypted_content": seal(text)}
     (message,) = read_input({"input": [item]}, Memory())
     assert message.get("reasoning_content", "") == text
 

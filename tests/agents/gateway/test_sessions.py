@@ -3,7 +3,7 @@
 import pytest
 
 from mcore_rl.agents.gateway.api import ApiError
-from mcore_rl.agents.gateway.sessions import SessionTable, given_key
+from mcore_rl.agents.gateway.sessions import SessionTable, read_given_key
 from tests.support.episode_chats import RecordingChat
 
 
@@ -58,7 +58,7 @@ def test_a_session_speaks_for_itself_only():
     ],
 )
 def test_keys_are_read_as_both_apis_send_them(headers, key):
-    assert given_key(headers) == key
+    assert read_given_key(headers) == key
 
 
 def test_a_key_of_strange_bytes_is_unknown():

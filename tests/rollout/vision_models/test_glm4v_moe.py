@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mcore_rl.rollout.server import package_of
+from mcore_rl.rollout.server import find_package
 from tests.support.image_requests import write_served_model
 from tests.support.tiny_vision import load_vision_model
 
@@ -38,5 +38,5 @@ def test_only_models_that_need_it_are_given_our_classes(tmp_path: Path) -> None:
         ("qwen2_5_vl", None),
     ):
         folder = write_served_model(tmp_path / kind, kind)
-        assert package_of(["--model-path", str(folder), "--dtype", "float32"]) == package
-    assert package_of(["--dtype", "float32"]) is None
+        assert find_package(["--model-path", str(folder), "--dtype", "float32"]) == package
+    assert find_package(["--dtype", "float32"]) is None

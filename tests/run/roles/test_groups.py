@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.rollout.staleness import staleness_metrics
+from mcore_rl.rollout.staleness import measure_staleness
 from mcore_rl.run.roles.finished_groups import SampleGroup
 from mcore_rl.run.roles.groups import GroupBuffer
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
@@ -240,7 +240,7 @@ def test_no_step_gets_a_sample_beyond_the_bound(
             finish(buffer, group, data.draw(st.integers(group.born, version)), version)
         samples = [s for g in chosen for s in g.samples]
         assert len(samples) == P
-        metrics = staleness_metrics(samples, version, bound)
+        metrics = measure_staleness(samples, version, bound)
         assert metrics["staleness/max"] <= bound
         trained += positions(chosen) or []
     assert len(set(trained)) == len(trained) == 5 * P

@@ -24,7 +24,7 @@ from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.types import Prompt, Sample, TrainBatch
-from mcore_rl.workers.episodes import turn_sampler
+from mcore_rl.workers.episodes import make_turn_sampler
 from tests.support.chat_templates import FAMILIES, stop_ids
 from tests.support.random_episodes import (
     KINDS,
@@ -64,7 +64,7 @@ def engine(model_dir: Path) -> Iterator[EngineProcess]:
 async def play(session: RolloutSession, family: str, seed: int) -> tuple[Sample, RandomEpisode]:
     prompt = Prompt(seed, (1,), (), "unit", None)
     request = GroupRequest(0, seed, prompt, 1, Sampling(LIMITS.max_turn_len))
-    episode = RandomEpisode(family, seed, turn_sampler(session, request, 0), LIMITS)
+    episode = RandomEpisode(family, seed, make_turn_sampler(session, request, 0), LIMITS)
     record = await episode.play()
     check_rows(record, episode.asked)
     return sample_of_episode(prompt, 0, record, ""), episode

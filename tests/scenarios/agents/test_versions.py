@@ -30,7 +30,7 @@ from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.types import Prompt, Row
 from mcore_rl.weight_sync.controller.engine_control import LOADER, EngineControl
 from mcore_rl.weight_sync.controller.sync import SyncController
-from mcore_rl.workers.episodes import turn_sampler
+from mcore_rl.workers.episodes import make_turn_sampler
 from tests.support.chat_templates import make_tokenizer, stop_ids
 from tests.support.engine_keys import KEYS
 from tests.support.megatron_layout import TrainLayout
@@ -122,7 +122,7 @@ async def play(session: RolloutSession, index: int, *, experts: bool = False) ->
     request = GroupRequest(0, index, prompt, 1, sampling)
     chat = ChatFormat(tokenizer, stop_ids(FAMILY), reasoning="template", template_options={})
     parser = PlainParser(partial(tokenizer.decode, skip_special_tokens=True))
-    recorder = EpisodeRecorder(chat, parser, turn_sampler(session, request, 0), LIMITS)
+    recorder = EpisodeRecorder(chat, parser, make_turn_sampler(session, request, 0), LIMITS)
     conversations: list[list[Message]] = [[{"role": "user", "content": f"task {index}"}]]
     for number in range(generator.randint(2, 5)):
         messages = conversations[-1] if generator.random() < 0.8 else conversations[0]
