@@ -23,8 +23,8 @@ from uuid import uuid4
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.rollout.engine_health import EngineHealth, EngineLoad
-from mcore_rl.rollout.engine_room import EngineRoom, KvAdmission
 from mcore_rl.rollout.engine_spec import EngineAddress
+from mcore_rl.rollout.kv_admission import FreeKvMonitor, KvAdmission
 from mcore_rl.rollout.request import EngineAffinity, Request, Sampling
 from mcore_rl.rollout.transport import (
     AbortedError,
@@ -138,8 +138,8 @@ class EngineSet:
     ) -> EngineLoad:
         """Return the engine of the prompt's other requests, or the least loaded if it has too many.
 
-        Engines that already failed the request come last, those without room next to last. Raises
-        RolloutError if no engine serves.
+        Engines that already failed the request come last, those with a full KV cache next to last.
+        Raises RolloutError if no engine serves.
         """
         serving = self._list_serving(self.own) or self._list_serving(self._engines)
         if not serving:
@@ -150,7 +150,7 @@ class EngineSet:
         candidates: Sequence[EngineLoad]
         candidates = [engine for engine in serving if engine not in failed] or serving
         if admission is not None:
-            candidates = admission.choose_with_room(candidates)
+            candidates = admission.choose_with_free_kv(candidates)
         least_loaded = min(candidates, key=lambda engine: engine.num_in_flight)
         affinity = request.affinity
         most_in_flight = least_loaded.num_in_flight + affinity.num_requests
@@ -412,11 +412,11 @@ class RolloutClient:
                 yield RolloutSession(self._engines, transport, num_tries, most, on_done)
                 return
             addresses = [engine.address for engine in self._engines.own]
-            room = EngineRoom(transport.free_kv, addresses, self._engines.health)
+            monitor = FreeKvMonitor(transport.free_kv, addresses, self._engines.health)
             admission = KvAdmission(
-                room, self._engines.own, self._config.min_free_kv, self._config.kv_cache_len
+                monitor, self._engines.own, self._config.min_free_kv, self._config.kv_cache_len
             )
-            watching = asyncio.create_task(room.watch())
+            watching = asyncio.create_task(monitor.watch())
             try:
                 yield RolloutSession(self._engines, transport, num_tries, most, on_done, admission)
             finally:

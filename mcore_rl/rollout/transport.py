@@ -21,9 +21,9 @@ from mcore_rl.process.errors import describe_error
 from mcore_rl.process.http import open_session
 from mcore_rl.process.server_keys import admin_headers, user_headers
 from mcore_rl.rollout.engine_health import EngineHealth
-from mcore_rl.rollout.engine_room import ask_free_kv
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.image_request import NOT_HERE, PATH, pack_request, refer_request
+from mcore_rl.rollout.kv_admission import ask_free_kv
 from mcore_rl.rollout.request import Request, RoutedExpertsShape, Sampling, make_body, make_sample
 from mcore_rl.types import Prompt, Sample
 

@@ -218,7 +218,7 @@ class CollectorWorker:
         health: "EngineHealth",
     ) -> Any:
         """Return how groups of episodes are drawn; their parts run until `close`."""
-        from mcore_rl.rollout.engine_room import EngineRoom, ask_free_kv
+        from mcore_rl.rollout.kv_admission import FreeKvMonitor, ask_free_kv
         from mcore_rl.rollout.transport import EngineAsker
         from mcore_rl.workers.episodes import EpisodeSampler
 
@@ -227,11 +227,11 @@ class CollectorWorker:
         http = await stack.enter_async_context(open_session(self._spec.rollout.request_timeout_s))
         ask = EngineAsker(http, near, health)
         name = f"collector_{self._number}"
-        room = EngineRoom(partial(ask_free_kv, http), near, health)
+        monitor = FreeKvMonitor(partial(ask_free_kv, http), near, health)
         if episodes.agents.min_free_kv:
-            watching = asyncio.create_task(room.watch())
+            watching = asyncio.create_task(monitor.watch())
             stack.callback(watching.cancel)
-        sampler = EpisodeSampler(episodes, name, self._spec.decode, ask, room.most_free)
+        sampler = EpisodeSampler(episodes, name, self._spec.decode, ask, monitor.most_free)
         stack.push_async_callback(sampler.close)
         await sampler.start()
         self._close_episodes = stack.aclose

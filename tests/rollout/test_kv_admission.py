@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from mcore_rl.rollout.engine_health import EngineHealth, EngineLoad
-from mcore_rl.rollout.engine_room import EngineRoom, KvAdmission, ask_free_kv
 from mcore_rl.rollout.engine_spec import EngineAddress
+from mcore_rl.rollout.kv_admission import FreeKvMonitor, KvAdmission, ask_free_kv
 
 DEADLINE_S = 30.0
 
@@ -55,18 +55,18 @@ def test_the_engine_with_most_room_counts_by_its_fullest_rank() -> None:
             aiohttp.ClientSession() as http,
         ):
             health = EngineHealth([one.url, two.url])
-            room = EngineRoom(partial(ask_free_kv, http), [one, two], health, every_s=0.01)
-            assert room.most_free() is None
-            watching = asyncio.create_task(room.watch())
-            await until_free(room, 0.25)
+            monitor = FreeKvMonitor(partial(ask_free_kv, http), [one, two], health, every_s=0.01)
+            assert monitor.most_free() is None
+            watching = asyncio.create_task(monitor.watch())
+            await until_free(monitor, 0.25)
             second[:] = [0.0, 0.125]
-            await until_free(room, 0.875)
+            await until_free(monitor, 0.875)
             health.set_serving([one.url], {})
-            assert room.most_free() == 0.25
+            assert monitor.most_free() == 0.25
             first.clear()
-            await until_free(room, None)
+            await until_free(monitor, None)
             first[:] = [0.5]
-            await until_free(room, 0.5)
+            await until_free(monitor, 0.5)
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching
@@ -74,8 +74,8 @@ def test_the_engine_with_most_room_counts_by_its_fullest_rank() -> None:
     asyncio.run(run())
 
 
-async def until_free(room: EngineRoom, share: float | None) -> None:
-    while room.most_free() != share:
+async def until_free(monitor: FreeKvMonitor, share: float | None) -> None:
+    while monitor.most_free() != share:
         await asyncio.sleep(0.005)
 
 
@@ -99,7 +99,7 @@ class Told:
     def __init__(self, *free: float | None) -> None:
         self.free = dict(zip(ADDRESSES, free, strict=True))
         health = EngineHealth([address.url for address in ADDRESSES])
-        self.room = EngineRoom(self.ask, ADDRESSES, health, every_s=0.01)
+        self.monitor = FreeKvMonitor(self.ask, ADDRESSES, health, every_s=0.01)
         self.loads = [EngineLoad(address) for address in ADDRESSES]
 
     async def ask(self, engine: EngineAddress) -> float | None:
@@ -107,10 +107,10 @@ class Told:
 
     @asynccontextmanager
     async def admission(self, min_free: float, kv_len: int) -> AsyncIterator[KvAdmission]:
-        watching = asyncio.create_task(self.room.watch())
-        while self.room.most_free() is None:
+        watching = asyncio.create_task(self.monitor.watch())
+        while self.monitor.most_free() is None:
             await asyncio.sleep(0.001)
-        yield KvAdmission(self.room, self.loads, min_free, kv_len)
+        yield KvAdmission(self.monitor, self.loads, min_free, kv_len)
         watching.cancel()
 
 
@@ -120,16 +120,16 @@ def test_requests_go_to_engines_with_room_and_count_there_until_the_engine_tells
     async def run() -> None:
         async with told.admission(0.25, kv_len=8) as admission:
             first, second = told.loads
-            assert admission.choose_with_room([first, second]) == [first]
-            assert admission.choose_with_room([second]) == [second]
+            assert admission.choose_with_free_kv([first, second]) == [first]
+            assert admission.choose_with_free_kv([second]) == [second]
             admission.take(first, 2)
-            assert told.room.free(first.address.url) == 0.25
+            assert told.monitor.free(first.address.url) == 0.25
             admission.take(first, 1)
-            assert admission.choose_with_room([first, second]) == [first, second]
+            assert admission.choose_with_free_kv([first, second]) == [first, second]
             told.free[second.address] = None
-            await until_free(told.room, None)
-            assert admission.choose_with_room([first, second]) == [first, second]
-            assert told.room.free(first.address.url) == 0.5
+            await until_free(told.monitor, None)
+            assert admission.choose_with_free_kv([first, second]) == [first, second]
+            assert told.monitor.free(first.address.url) == 0.5
 
     asyncio.run(run())
 

@@ -1,4 +1,4 @@
-"""Watches how much of their KV cache the engines have free, and lets requests in by it."""
+"""Watches how much of their KV cache the engines have free, and admits requests by it."""
 
 import asyncio
 import logging
@@ -47,7 +47,7 @@ def _compute_taken(load: Mapping[str, int]) -> float:
     return (load["num_total_tokens"] + to_come) / load["max_total_num_tokens"]
 
 
-class EngineRoom:
+class FreeKvMonitor:
     """The free share of each engine's KV cache, asked for every `every_s` seconds."""
 
     def __init__(
@@ -74,7 +74,7 @@ class EngineRoom:
             self._free[url] = free - share
 
     def most_free(self) -> float | None:
-        """Return the share, 0 to 1, of the engine with most room; None if one does not tell.
+        """Return the largest share, 0 to 1, of any engine; None if one does not tell.
 
         Engines out of rotation do not count.
         """
@@ -98,13 +98,13 @@ class EngineRoom:
 
 
 class KvAdmission:
-    """Holds requests back, first come first served, while no engine has room for one more."""
+    """Holds requests back, first come first served, while all KV caches are too full."""
 
     def __init__(
-        self, room: EngineRoom, engines: Sequence[EngineLoad], min_free: float, kv_len: int
+        self, monitor: FreeKvMonitor, engines: Sequence[EngineLoad], min_free: float, kv_len: int
     ) -> None:
         """`min_free` is the free share that an engine needs; `kv_len` the tokens of its cache."""
-        self._room = room
+        self._monitor = monitor
         self._engines = engines
         self._min_free = min_free
         self._kv_len = kv_len
@@ -115,23 +115,23 @@ class KvAdmission:
         async with self._turn:
             while True:
                 await may_post.wait()
-                if self._has_room():
+                if self._has_free_kv():
                     return
                 await asyncio.sleep(_POLL_S)
 
-    def choose_with_room(self, engines: Sequence[EngineLoad]) -> Sequence[EngineLoad]:
-        """Return the engines with room or of unknown room; all of them if that is none."""
-        found = [e for e in engines if self._is_free(self._room.free(e.address.url))]
+    def choose_with_free_kv(self, engines: Sequence[EngineLoad]) -> Sequence[EngineLoad]:
+        """Return the engines whose free share is large enough or unknown; all if there is none."""
+        found = [e for e in engines if self._is_free(self._monitor.free(e.address.url))]
         return found or engines
 
     def take(self, engine: EngineLoad, num_tokens: int) -> None:
         """Count a request of so many tokens that goes to `engine`."""
-        self._room.take(engine.address.url, num_tokens / self._kv_len)
+        self._monitor.take(engine.address.url, num_tokens / self._kv_len)
 
-    def _has_room(self) -> bool:
+    def _has_free_kv(self) -> bool:
         # Whatever the engines say, one request goes on: they may count what nobody uses any more.
         is_idle = not any(engine.num_in_flight for engine in self._engines)
-        return is_idle or self._is_free(self._room.most_free())
+        return is_idle or self._is_free(self._monitor.most_free())
 
     def _is_free(self, share: float | None) -> bool:
         return share is None or share >= self._min_free
