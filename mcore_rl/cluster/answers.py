@@ -1,8 +1,8 @@
 """Waits until several ranks have answered a call, and returns their results or raises one error.
 
-The first failure ends the wait. If a rank died, its death is reported and not the exceptions of the
-ranks that were communicating with it, because those follow from the death. Of ranks that owe an
-answer, the error names those whose processes are stopped.
+The first failure ends the wait. If a rank died, the error reports the death. It leaves out the
+exceptions of the ranks that were communicating with the dead rank, as they follow from the death.
+The error also names the ranks without an answer whose processes are stopped.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _READ_S = 5.0
 def find_states(places: Sequence[tuple[Any, str]]) -> list[str]:
     """Return, for each (reference to a process id, node), `describe_state` of the process.
 
-    It is empty as well for a process whose id or node does not answer.
+    The text is empty as well for a process whose id or node does not answer.
     """
     own = ray.get_runtime_context().get_node_id()
     by_node: dict[str, dict[int, Any]] = defaultdict(dict)
@@ -57,7 +57,7 @@ def _describe_all(*pids: int) -> list[str]:
 
 
 def _get(ref: Any) -> Any:
-    """Return what a reference that is ready refers to; None if that is an error."""
+    """Return the value of a reference that is ready; None if the value is an error."""
     try:
         return ray.get(ref)
     except RayError:
@@ -113,7 +113,7 @@ class Rank:
 
     @property
     def where(self) -> str:
-        """Its coordinate and its node, as far as they are known."""
+        """The coordinate and the node of the rank, as far as they are known."""
         on_node = f"node {self.node}" if self.node else ""
         return ", ".join(filter(None, [self.place, on_node]))
 
@@ -143,7 +143,7 @@ class Answers:
         return self._result()
 
     async def wait_async(self) -> list[Any]:
-        """Do as `wait`, without blocking the event loop."""
+        """Wait as `wait` does, without blocking the event loop."""
         futures = {asyncio.wrap_future(ref.future()): ref for ref in self._refs}
         try:
             while self._pending and (seconds := self._seconds_left()) > 0:

@@ -5,7 +5,8 @@ rank                 pdb behind a port, for `ray debug`     debugpy, for VS Code
 controller           the same; on a terminal, pdb there     debugpy
 other processes      refused: no debugger finds them
 
-The controller's terminal names the ranks that wait, which their logs alone would tell.
+`name_breakpoints` prints on the controller's terminal which ranks wait; otherwise only their logs
+say so.
 """
 
 import builtins
@@ -107,7 +108,7 @@ def answer_in_controller(wait_s: float) -> Iterator[None]:
     """Have breakpoint() in the block stop this process, a Ray driver.
 
     Without a terminal it waits `wait_s` for a debugger. If none comes, the process goes on and
-    passes over all further breakpoints: a run that nobody looks at must not stand still for ever.
+    ignores all further breakpoints: a run that nobody looks at must not stand still for ever.
     """
     _patience.wait_s = wait_s
     _patience.is_over = False
@@ -121,8 +122,8 @@ def answer_in_controller(wait_s: float) -> Iterator[None]:
 def stop() -> None:
     """Stop the frame that calls breakpoint().
 
-    Raises RuntimeError where no debugger could attach: in a process that is not of Ray, such as a
-    worker of reward.workers, and with RAY_DEBUG=1 where debugpy is not installed.
+    Raises RuntimeError where no debugger could attach: in a process that Ray did not start, such as
+    a worker of reward.workers, and with RAY_DEBUG=1 where debugpy is not installed.
     """
     frame = sys._getframe(1)
     if not ray.is_initialized():
@@ -209,7 +210,7 @@ def open_prefix() -> str:
 
 @contextmanager
 def _announce(frame: FrameType, how: str) -> Iterator[None]:
-    """Say, and keep in Ray's store while the block runs, that a breakpoint waits and for what."""
+    """Announce a breakpoint that waits, in the log and, while the block runs, in Ray's store."""
     who = getproctitle() if not _is_controller() else "the controller"
     text = f"breakpoint() in {who} at {_place(frame)} waits for {how}"
     _log.warning(text)
@@ -254,7 +255,7 @@ def _describe_for_ray_debug(frame: FrameType, port: int) -> dict[str, Any]:
 
 
 def _ray_debug() -> str:
-    """The command that attaches, with the variables that it needs to reach this Ray."""
+    """Return the command that attaches, with the variables that reach this Ray."""
     # Without the last one `ray debug` replaces a loopback address by the machine's outward one.
     on_loopback = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", on_loopback)
@@ -285,7 +286,7 @@ _END_S = 5.0
 
 @contextmanager
 def name_breakpoints() -> Iterator[None]:
-    """While the block runs, say on stderr and in the log which ranks wait for a debugger, once."""
+    """While the block runs, print and log each rank that begins to wait for a debugger."""
     is_over = threading.Event()
     thread = threading.Thread(target=_watch, args=(is_over,), name="breakpoints", daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Runs a collector on each node that has engines, and stands for all of them in the controller.
+"""Runs a collector on each node that has engines; the controller calls all of them through a group.
 
 A collector whose process dies costs its samples only: while its node is alive, Ray starts the
 process again and `restart` builds an empty collector in it; otherwise the others go on without it.
@@ -131,13 +131,13 @@ class CollectorGroup:
         return False
 
     async def score(self, samples: Sequence[StoredSample]) -> Scores:
-        """Return the rewards of samples, in their order. Raises SamplesLost, as those below."""
+        """Return the rewards of samples, in their order. Raises SamplesLost."""
         parts, order = _split_by_store(samples)
         scores = join_scores(await self._call_stores("score", parts))
         return scores if len(parts) == 1 else scores.select(order)
 
     async def ask_teacher(self, samples: Sequence[StoredSample]) -> None:
-        """Have the stores keep the teacher's log-probs of samples, episodes among them."""
+        """Have the teacher score samples; the stores keep its log-probs. Raises SamplesLost."""
         parts: dict[int, tuple[list[int], list[int], list[int]]] = {}
         for sample in samples:
             for row in sample.rows:
@@ -148,7 +148,7 @@ class CollectorGroup:
         await self._call_stores("ask_teacher", parts)
 
     async def samples(self, samples: Sequence[StoredSample]) -> list[Sample]:
-        """Bring samples here, in their order."""
+        """Fetch samples from their stores, in their order. Raises SamplesLost."""
         parts, order = _split_by_store(samples)
         found = [sample for part in await self._call_stores("samples", parts) for sample in part]
         return [found[i] for i in order]
@@ -156,10 +156,10 @@ class CollectorGroup:
     async def apply(
         self, works: Sequence[tuple[TokenWork, StoredBatch]]
     ) -> list[tuple[StoredBatch, Any]]:
-        """Return the batches with the fields that their functions set, and what else those return.
+        """Return the batches with the fields that their functions set, and the functions' results.
 
-        Each function is called where most tokens of its batch are; a collector calls one after the
-        other, so that it holds the tokens of one batch.
+        Each function is called where most tokens of its batch are. A collector calls one function
+        after the other, so that it holds the tokens of one batch. Raises SamplesLost.
         """
         places: dict[int, list[int]] = {}
         for place, (_, batch) in enumerate(works):
@@ -173,7 +173,7 @@ class CollectorGroup:
         return [made[i] for i in range(len(works))]
 
     def close(self) -> None:
-        """End what the collectors started themselves."""
+        """End the processes that the collectors have started."""
         there = [k for k in range(len(self._nodes)) if k not in self._gone]
         self._group.call_living(there, "close", deadline_s=self._limits.call_timeout_s)
 
@@ -226,7 +226,7 @@ class CollectorGroup:
         await self.call(k, "connect", *self._connections[k])
 
     async def _wait_for_loss_of_node(self, k: int) -> None:
-        """Return once Ray does not have the collector's node any more."""
+        """Return once Ray has lost the collector's node."""
         while self._nodes[k] in [node.id for node in await asyncio.to_thread(alive_nodes)]:
             await asyncio.sleep(NODE_POLL_S)
 

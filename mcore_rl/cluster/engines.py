@@ -31,8 +31,8 @@ class EngineGroup:
     """Several engines of one model, each with one worker per machine that it spans.
 
     `health` exists once the engines are built; `watch` and `look` keep it up to date. Calls raise
-    RankError when a worker raises or does not answer in time, when its server died and may not be
-    restarted, and when more engines are lost with their nodes than may be.
+    RankError when a worker raises or does not answer in time, when a server died and may not be
+    restarted, and when more engines are lost with their nodes than the limit allows.
     """
 
     health: EngineHealth
@@ -49,8 +49,8 @@ class EngineGroup:
         """Start the workers' processes, without waiting for them.
 
         `slots` holds, for each engine, one slot per machine. `role` names workers and logs.
-        `weights_stay`: a restarted engine loads the weights to serve from disk and needs no weight
-        sync. `min_engines` must be left when workers are lost, for the rest to go on; None: all.
+        `weights_stay`: a restarted engine loads its weights from disk and needs no weight sync.
+        When workers are lost, the run goes on with `min_engines` engines or more; None: all.
         """
         self._weights_stay = weights_stay
         self._min_engines = len(slots) if min_engines is None else min_engines
@@ -75,8 +75,8 @@ class EngineGroup:
     ) -> None:
         """Begin to start the servers, one spec per engine; `wait_built` waits for them.
 
-        `gpu_ids` has a GPU for each rank of each engine; if empty, the engines use those that Ray
-        assigned to their workers. A server that dies later is restarted, up to `max_restarts`
+        `gpu_ids` has a GPU for each rank of each engine; if empty, the engines use the GPUs that
+        Ray assigned to their workers. A server that dies later is restarted, up to `max_restarts`
         times an hour, and so is a server with a process that is stopped for `stopped_s`.
         """
         if max(self._nodes_per_engine) > 1:
@@ -203,8 +203,8 @@ def combine_states(
 ) -> list[EngineState]:
     """Return each engine's state, from the states of its servers.
 
-    An engine's restart count is its servers' highest. It is healthy if its first server, which
-    waits for the others, is healthy and has that count.
+    An engine's restart count is the highest of its servers. The engine is healthy if its first
+    server, which waits for the others, is healthy and has this count.
     """
     remaining = iter(server_states)
     states = []
@@ -218,13 +218,13 @@ def combine_states(
 
 
 def pick_first_of_each_engine(values: Sequence[T], nodes_per_engine: Sequence[int]) -> list[T]:
-    """Return, from one value per server, that of the server on each engine's first node."""
+    """Return the values of the servers on the engines' first nodes, given a value per server."""
     first_servers = accumulate(nodes_per_engine[:-1], initial=0)
     return [values[server] for server in first_servers]
 
 
 def _give_own_log(spec: EngineSpec) -> EngineSpec:
-    """Return the spec with a log of its own, on every node but the first."""
+    """Return the spec; on every node but the first, with a log path for this node."""
     if spec.node_rank == 0:
         return spec
     log = Path(spec.log_path)
@@ -272,9 +272,7 @@ class ServedEngines:
             self._start(role, ())
 
     def start_colocated(self, role: str, gpu_ids: Sequence[str]) -> list[str]:
-        """Start engines on the trainer ranks' GPUs `gpu_ids`; return their urls once they are
-        healthy.
-        """
+        """Start engines on the trainer ranks' GPUs; return their urls once they are healthy."""
         self._start(role, gpu_ids)
         return [engine.url for engine in self._groups[role].wait_built()]
 
@@ -290,7 +288,7 @@ class ServedEngines:
         return endpoints
 
     def watches(self) -> list[Awaitable[None]]:
-        """Return a watch of each role's engines that are up; `wait_built` reports failed starts."""
+        """Return a watch for each role whose engines are up; `wait_built` reports failed starts."""
         return [group.watch() for group in self._groups.values() if group.is_built]
 
     def server_pids(self, role: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Gives the processes of a run the controller's environment variables, and compares them."""
+"""Passes the controller's environment variables to the processes of a run, and compares them."""
 
 import json
 import logging
@@ -46,11 +46,11 @@ def set_for_node(values: Mapping[str, str]) -> None:
 
 
 def select_worker_variables() -> dict[str, str]:
-    """Return what the processes on other machines get of this process's environment.
+    """Return the variables of this process that processes on other machines get.
 
-    Variables of a job that `ray job submit --runtime-env-json` began are left out: its processes
-    have them all, and Ray refuses to be given one twice. So are those of `set_for_node`: each
-    node's processes have its own.
+    Variables of a job that `ray job submit --runtime-env-json` began are left out: the job's
+    processes have all of them, and Ray refuses to be given a variable twice. Variables of
+    `set_for_node` are left out as well, as each node has values of its own.
     """
     of_ray = {name: os.environ[name] for name in RAY_DEFAULTS}
     job = json.loads(os.environ.get(_JOB, "{}")).get("runtime_env") or {}
@@ -68,7 +68,7 @@ def _list_node_variables() -> set[str]:
 def compare_environments(environments: Mapping[str, Mapping[str, str]]) -> None:
     """Warn of variables in which processes, by name, differ from this one.
 
-    Raises ValueError if it is one of those on which all must agree.
+    Raises ValueError if all processes must agree on a variable that differs.
     """
     found: dict[str, list[str]] = defaultdict(list)
     for who, environment in environments.items():

@@ -37,8 +37,8 @@ def start_actor(
 ) -> Any:
     """Return the handle of a new RankActor, which answers up to `threads` calls at once.
 
-    One that answers several takes those of the group BULK in threads of their own. `returns`: Ray
-    starts the process again when it dies, without its worker; the handle stays good.
+    An actor with several threads has further threads for calls of the group BULK. `returns`: Ray
+    starts the process again when it dies, without its worker; the handle stays valid.
     """
     # Ray titles the process after the class: `ps` shows ray::trainer_rank0
     actor_cls: Any = type(f"{rank.role}_rank{rank.index}", (RankActor,), {})
@@ -151,7 +151,7 @@ class RankGroup:
     def call_each(
         self, method: str, args_per_rank: Sequence[Sequence[object]], *, deadline_s: float
     ) -> list[Any]:
-        """Make a call on every rank with arguments of its own; else as `call_all`."""
+        """Call `method` on every rank as `call_all` does, with arguments by rank."""
         pairs = zip(self._actors, args_per_rank, strict=True)
         refs = [actor.call.remote(deadline_s, method, *args) for actor, args in pairs]
         return self.finish(self._expect(method, refs, deadline_s))
@@ -178,13 +178,13 @@ class RankGroup:
 
     @property
     def actors(self) -> list[Any]:
-        """The ranks' actors, for processes that call them directly."""
+        """The actors of the ranks, for processes that call them directly."""
         return list(self._actors)
 
     async def call_all_async(
         self, method: str, *args: object, deadline_s: float, **kwargs: object
     ) -> list[Any]:
-        """Do as `call_all`, without blocking the event loop."""
+        """Call as `call_all` does, without blocking the event loop."""
         try:
             return await self._send_all(method, args, kwargs, deadline_s).wait_async()
         except SamplesLost:

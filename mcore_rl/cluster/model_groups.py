@@ -44,7 +44,7 @@ class ModelGroup:
         self._files: RunFiles | None = None
 
     def keep_files_with(self, files: RunFiles) -> None:
-        """Have ranks that do not see the run folder bring their files there; before the build."""
+        """Have ranks that do not see the run folder bring their files; call it before the build."""
         self._files = files
 
     def start_build(
@@ -113,7 +113,7 @@ class ModelGroup:
         await self._group.watch(call_timeout_s=self._answer_s)
 
     def peak_flops(self) -> float | None:
-        """Return the operations per second that a rank's GPU can do at most; None on a CPU."""
+        """Return the peak operations per second of a rank's GPU; None on a CPU."""
         return self._call("peak_flops")[0]
 
     def device_names(self) -> list[str]:

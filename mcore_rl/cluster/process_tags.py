@@ -51,7 +51,7 @@ def tag_processes(session: str) -> Iterator[None]:
 
 @contextmanager
 def ignore_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C during an orderly end of a few seconds: a second one would leave orphans."""
+    """Ignore Ctrl-C during an orderly end of a few seconds: a second Ctrl-C would leave orphans."""
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -61,7 +61,7 @@ def ignore_interrupts() -> Iterator[None]:
 
 @contextmanager
 def make_ray_temp_dir() -> Iterator[Path]:
-    """Make a folder of mode 0700, in which Ray's is to be OPEN; its sockets' paths must be short.
+    """Make a folder of mode 0700 for Ray's folder OPEN; the paths of its sockets must be short.
 
     Raises ValueError if there is no place for sockets, DiskFullError if there is no space.
     """

@@ -1,6 +1,6 @@
 """Runs one worker object in a Ray actor, whose calls return results or a short traceback.
 
-Whatever its process prints, including the stacks of a crash, goes to a log file of its own.
+The output of the process, including the stacks of a crash, goes to a log file of its own.
 """
 
 import faulthandler
@@ -52,7 +52,7 @@ class NotBuilt:
 class RankActor:
     """Owns one worker object, such as a model's rank or an engine, in a process of its own.
 
-    Ray makes an actor of this class, not of the worker's, so that output is redirected and
+    Ray makes an actor of this class and not of the worker's class, so that output is redirected and
     deadlines are kept before the worker's module is imported.
     """
 
@@ -87,7 +87,7 @@ class RankActor:
     def call(self, deadline_s: float, method: str, *args: object, **kwargs: object) -> Any:
         """Return what the worker's method returns, or a Raised if it raises.
 
-        A SamplesLost is returned as it is.
+        A SamplesLost is returned as a value.
         """
         if self._worker is None:
             return NotBuilt()

@@ -59,9 +59,10 @@ def open_ray_session(
 ) -> Iterator[None]:
     """Join Ray at `config.address`, or start it on this machine with room for `num_cpus`.
 
-    However the block is left (end, exception, Ctrl-C, SIGTERM), the ranks and what they started are
-    ended; killing this process has the same effect. Only the main thread may call this. Raises
-    ValueError if no Ray answers at the address, or if nodes are missing after `startup_timeout_s`.
+    However the block is left (end, exception, Ctrl-C, SIGTERM), the ranks and the processes that
+    they started are ended; killing this process has the same effect. Call it in the main thread.
+    Raises ValueError if no Ray answers at the address, or if nodes are missing after
+    `startup_timeout_s`.
     """
     set_defaults()
     ray._private.worker._worker_logs_enabled = False  # RankError alone reports a rank's death
@@ -118,7 +119,7 @@ def _init(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> Any:
 
 
 def _refuse_open_dashboard() -> None:
-    """Whoever reaches a dashboard runs what they like; that is the holder of the token alone."""
+    """Raise ValueError if a dashboard needs no token: whoever reaches it can run any program."""
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
         raise ValueError(
             "cluster.dashboard=true with RAY_AUTH_MODE=disabled: every user of this machine could"
@@ -134,7 +135,7 @@ def _name_dashboard(url: str | None) -> None:
 
 
 def _choose_object_store_mib(config: ClusterConfig) -> int:
-    """The size in the recipe; by default 8192 MiB on a machine with GPUs, 512 MiB without."""
+    """Return the size in the recipe; by default 8192 MiB on a machine with GPUs, else 512 MiB."""
     if config.object_store_mib is not None:
         return config.object_store_mib
     return 8192 if has_cuda() else 512
@@ -143,8 +144,8 @@ def _choose_object_store_mib(config: ClusterConfig) -> int:
 def _raise_if_ray_is_lost(*_: object) -> None:
     """Raise RayLost if a Ray process has ended.
 
-    Ray itself would exit silently when its raylet is gone, and a minute after its GCS (global
-    control service) is.
+    Ray itself would exit silently once its raylet is gone, and a minute after its GCS (global
+    control service) is gone.
     """
     for child in psutil.Process().children():
         if child.status() == psutil.STATUS_ZOMBIE and child.name() in watchdog.RAY_PROCESSES:
@@ -208,14 +209,14 @@ def _join(address: str) -> None:
 def _limit_tries() -> Iterator[None]:
     """Have Ray give up on a head after JOIN_TRIES seconds instead of 20.
 
-    The head's port answers by now, so a refusal is one for good.
+    The head's port answers by now, so another try would be refused as well.
     """
     with set_variables({_TRIES: os.environ.get(_TRIES) or str(JOIN_TRIES)}):
         yield
 
 
 def _exit_on_sigterm() -> None:
-    """Have SIGTERM exit with status 143; with Ray's own handler it would be 15."""
+    """Have SIGTERM exit with status 143; Ray's own handler would exit with 15."""
 
     def exit_with_signal(signum: int, frame: FrameType | None) -> NoReturn:
         sys.exit(128 + signum)
@@ -247,7 +248,10 @@ def _disconnect(session: Path | None) -> None:
 
 @contextmanager
 def _exit_after(seconds: float, session: Path | None) -> Iterator[None]:
-    """Kill the session's processes and exit if the block takes longer, as it does without a GCS."""
+    """Kill the session's processes and exit if the block takes longer than `seconds`.
+
+    It does when the GCS is gone.
+    """
     timer = threading.Timer(seconds, _kill_all, [seconds, session])
     timer.daemon = True
     timer.start()

@@ -1,6 +1,6 @@
-"""Finds the nodes that do not see the run folder, and has their files brought to it.
+"""Finds the nodes that do not see the run folder, and brings their files into it.
 
-Nodes with a folder of their own write into it first; what counts comes to the controller's node:
+Such a node writes into a folder of its own first. From there, files go to the controller's node:
 parts of checkpoints and exports as they are written, logs and profiles at the end of the run.
 Files travel in chunks with checksums, as calls of an actor on the controller's node.
 """
@@ -37,7 +37,7 @@ FETCHED = ".fetched_"
 class FolderKeeper:
     """Reads and writes files below `root`, the run folder, for other nodes.
 
-    Methods return the error that they would raise, since Ray would hide it in a traceback.
+    Methods return errors and do not raise them, since Ray would hide them in a traceback.
     """
 
     def __init__(self, root: str) -> None:
@@ -89,7 +89,7 @@ class FolderKeeper:
 
 
 def _list_offsets(num_bytes: int) -> range:
-    """Return where the chunks of a file begin; an empty one has a chunk as well."""
+    """Return where the chunks of a file begin; an empty file has a chunk as well."""
     return range(0, max(num_bytes, 1), CHUNK_BYTES)
 
 
@@ -123,7 +123,7 @@ def start_keeper(root: Path) -> Any:
 class CarriedStorage:
     """A run folder that lies on the controller's node alone; implements train.storage.Storage.
 
-    Files here are named as they are there.
+    Files have the same paths here as on that node.
     """
 
     def __init__(self, keeper: Any, timeout_s: float) -> None:
@@ -167,7 +167,7 @@ class CarriedStorage:
                 folder.rmdir()
 
     def fetch(self, folder: Path) -> Path:
-        """Return a copy of the folder; the node's first rank brings it, the others wait for it."""
+        """Return a copy of the folder; the node's first rank fetches it, the others wait."""
         here = folder.with_name(folder.name + self._suffix)
         here.parent.mkdir(parents=True, exist_ok=True)
         with hold_lock(here.with_name(folder.name + ".fetching"), self._timeout_s):
@@ -197,7 +197,7 @@ class CarriedStorage:
         return self._answer(self._keeper.run.remote(function, *args))
 
     def _answers(self, refs: Iterator[Any]) -> Iterator[Any]:
-        """Yield the answers of calls in their order; each is made a few before it is awaited."""
+        """Yield the answers of calls in their order; a few calls are made ahead."""
         under_way = deque(islice(refs, CHUNKS_AHEAD))
         while under_way:
             yield self._answer(under_way.popleft())
@@ -239,13 +239,13 @@ class RunFiles:
             self._storage = CarriedStorage(start_keeper(folder), timeout_s)
 
     def find_storage(self, node: str) -> CarriedStorage | None:
-        """Return how the ranks of a node bring their files here; None if they see the folder."""
+        """Return the storage for the ranks of a node; None if they see the folder."""
         return self._storage if node in self._find_apart else None
 
     def bring_logs(self, timeout_s: float = LOGS_TIMEOUT_S) -> None:
         """Bring the logs and profiles that were written on the nodes apart since the start.
 
-        A node that is lost, or too slow, is named in the log.
+        The log names nodes that are lost or too slow.
         """
         nodes = {node.name: node.id for node in alive_nodes() if node.name in self._find_apart}
         refs = {name: self._bring_from(node_id) for name, node_id in nodes.items()}
@@ -272,9 +272,9 @@ def bring_run_files(
 ) -> Iterator[RunFiles]:
     """Find the nodes that do not see the run folder; bring their logs when the block ends.
 
-    A rank of each node reads a file that is written here, and writes one that must show here.
-    `actors` has their RankActors by node. `deadline_s` bounds the wait for their processes; one
-    that does not come up is left to those who wait for its start. `timeout_s`: see RunFiles.
+    A rank of each node reads a file that is written here, and writes another, which must show here.
+    `actors` has a RankActor by node. `deadline_s` bounds the wait for the processes of the actors;
+    the wait for their start reports a process that does not come up. `timeout_s`: see RunFiles.
     """
     apart = find_apart(folder, actors, deadline_s)
     if apart:
@@ -332,7 +332,7 @@ def _find_apart(actors: Mapping[str, Any], mark: Path, token: str, deadline_s: f
 
 
 def _bring_written(storage: CarriedStorage, folder: Path, since_s: float) -> None:
-    """Bring what was written to the logs and profiles of this node's `folder` since then."""
+    """Bring the logs and profiles that were written to this node's `folder` since then."""
     for name in BROUGHT:
         for path in sorted((folder / name).rglob("*")):
             if path.is_file() and path.stat().st_mtime >= since_s:

@@ -70,7 +70,7 @@ class StoreHandles:
         own_tokens: OwnTokens = all_tokens,
         seen_tokens: OwnTokens = all_tokens,
     ) -> list[TrainBatch]:
-        """Return the batch's micro-batches; see data.assembly.assemble_parts."""
+        """Return the batch's micro-batches; see batches.assembly.assemble_parts."""
         return assemble_parts(batch, self.read, layers, own_tokens, seen_tokens)
 
     def with_images(

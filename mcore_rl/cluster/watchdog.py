@@ -1,4 +1,4 @@
-"""Ends every process of a session, whoever its parent is by now.
+"""Ends every process of a session, whatever its parent is by now.
 
 A process belongs to the session if its environment has the session's mark, or if it has a file
 open in the session's folder: a process that sets its title overwrites its environment.
@@ -50,7 +50,7 @@ def _belongs_to(session: str, proc_folder: Path) -> bool:
 def end_session(session: str) -> None:
     """Wait GRACE_S for the processes to end by themselves, then kill the rest.
 
-    Those that remove the others' semaphores and shared memory end after them, by themselves.
+    Resource trackers, which remove semaphores and shared memory of others, end last by themselves.
     """
     if left := _wait_until_gone(session, GRACE_S):
         for pid in left:
@@ -91,8 +91,8 @@ def wait_for_parent(parent: int, stopped_s: float = STOPPED_S) -> str:
     """Return when `parent` is gone, with a message that says who died first.
 
     A process that calls Ray after the raylet died exits silently, so the order of deaths is
-    watched. A killed process with many threads takes a while to end, and its children may be gone
-    before it. A process of Ray that is stopped for `stopped_s` is killed.
+    watched. A killed process with many threads takes a while to end, and its children may end
+    first. A process of Ray that is stopped for `stopped_s` is killed.
     """
     killed = (
         f"the controller (process {parent}) was killed, and all that it started is ended."

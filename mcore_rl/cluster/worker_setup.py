@@ -1,8 +1,8 @@
-"""Becomes a worker of Ray, in place of Ray's own setup_worker.py, which imports Ray to do so.
+"""Turns into a worker of Ray, in place of Ray's own setup_worker.py, which has to import Ray.
 
-Ray's node starts this file as a script. It imports no package but this one. A worker with a
-runtime environment is left to Ray's file. Any other is forked from the process that has imported
-already what workers import (worker_forks.py), or executed here if there is no such process.
+Ray's node starts this file as a script. It imports no package but this one. Ray's file sets up a
+worker with a runtime environment. Any other worker is forked from the process that has already
+imported what workers import (worker_forks.py), or executed here if there is no such process.
 """
 
 import json
@@ -44,7 +44,7 @@ def _is_plain(context: str) -> bool:
 
 
 def _fork(command: list[str]) -> bool:
-    """Have the worker forked with this process's environment and output; False if it was not."""
+    """Have the worker forked with this process's environment and output; return whether it was."""
     path = os.environ.get(FORKS, "")
     return bool(path) and not command[0].startswith("-") and fork_free(path, command)
 

@@ -127,7 +127,7 @@ class CollectorSpec:
 class CollectorWorker:
     """A collector, the store of its samples, and the rewards; its methods run in many threads.
 
-    Those that read samples raise SamplesLost for samples of an earlier process.
+    Methods that read samples raise SamplesLost for samples of an earlier process.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class CollectorWorker:
         engines: Sequence[EngineAddress],
         health: "EngineHealth",
     ) -> Any:
-        """Return how groups of episodes are drawn; their parts run until `close`."""
+        """Start what episodes need until `close`; return the function that samples their groups."""
         from mcore_rl.rollout.kv_admission import FreeKvMonitor, ask_free_kv
         from mcore_rl.rollout.transport import EngineAsker
         from mcore_rl.workers.episodes import EpisodeSampler
@@ -317,10 +317,10 @@ class CollectorWorker:
     def apply(
         self, works: Sequence[tuple[TokenWork, StoredBatch]]
     ) -> list[tuple[dict[str, StoredColumn], Any]]:
-        """Call each function on its batch with its tokens, and keep the fields that it sets.
+        """Call each function on its batch with tokens, and keep the fields that the function sets.
 
-        Routed experts, which are nearly all bytes of a batch, are not read for it. Returns these
-        fields' columns, and what else the function returns.
+        Routed experts, which are nearly all bytes of a batch, are not read. Returns the columns of
+        these fields, and the function's own result.
         """
         assert self._stores is not None, "connect comes first"
         stores = StoresBeside(self._stores, self._number, self.read, self.write)

@@ -69,13 +69,13 @@ class EngineWorker:
         return self._engine.pid
 
     def check(self, restarts_of_engines: Sequence[RestartCounts]) -> EngineState:
-        """Return the server's state; restart it at its address if it is dead or stopped, without
-        waiting for it.
+        """Return the server's state; begin to restart a dead or stopped server at its address.
 
         A live server is restarted, too, when another server of the same engine was restarted more
-        often. It starts when all of them have been stopped: it would meet one that is yet to be
-        stopped, and wait for it forever. Raises ProcessLostError with the log's last lines if the
-        server used up its restarts of an hour or does not get healthy in time.
+        often. It starts again once all servers of the engine have been stopped: it would meet a
+        server that is yet to be stopped, and wait for that server forever. Raises ProcessLostError
+        with the log's last lines if the server used up its restarts of an hour or does not get
+        healthy in time.
         """
         counts = restarts_of_engines[self._index]
         if self._num_restarts < counts.most:
@@ -93,8 +93,9 @@ class EngineWorker:
         return EngineState(self._engine.url, self._num_restarts, is_healthy)
 
     def _find_mute(self) -> str:
-        """Return which processes have been stopped for too long, or ""; they answer nothing, and
-        nothing but this ends the waits for them.
+        """Return which processes have been stopped for too long, or "".
+
+        A stopped process answers nothing, and nothing else would end the waits for it.
         """
         pids = find_stopped(self._engine.pid)
         if not pids:

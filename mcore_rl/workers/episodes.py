@@ -37,7 +37,7 @@ from mcore_rl.types import Sample
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """A recipe's options of episodes.
+    """A recipe's options for episodes.
 
     model_path      directory with tokenizer and chat template
     max_tokens      tokens of a row, the first context included
@@ -94,7 +94,7 @@ def make_sight(spec: EpisodeSpec) -> Sight | None:
 def make_absolute(value: Any) -> Any:
     """Return options with absolute paths of the files named as folder/file.py:name.
 
-    They are looked for from the working directory, then beside the shipped recipes.
+    Files are looked for from the working directory, then beside the shipped recipes.
     """
     if isinstance(value, Mapping):
         return {key: make_absolute(item) for key, item in value.items()}
@@ -107,7 +107,7 @@ def make_absolute(value: Any) -> Any:
 
 
 class EpisodeSampler:
-    """Plays the episodes of one collector. Use it on the collector's event loop."""
+    """Runs the episodes of one collector, on the collector's event loop."""
 
     def __init__(
         self,
@@ -117,8 +117,10 @@ class EpisodeSampler:
         ask: Ask,
         free_kv: FreeKv = lambda: None,
     ) -> None:
-        """`ask` posts to an engine's own parsers; `free_kv` tells which share of their KV cache
-        the engines have free. Starts nothing yet.
+        """Start nothing yet.
+
+        ask       posts to the parsers of an engine
+        free_kv   returns the free share of the engines' KV cache
         """
         tokenizer = load_tokenizer(spec.model_path, "model.path", spec.trust_remote_code)
         chat_format, self._parser = make_format_and_parser(
@@ -163,7 +165,7 @@ class EpisodeSampler:
             self._until_close.enter_context(collect_garbage_rarely())
 
     async def close(self) -> None:
-        """End the workers and whatever they started."""
+        """End the workers and all processes that they started."""
         self._until_close.close()
         if self._gateway is not None:
             await self._gateway.close()
@@ -183,7 +185,7 @@ class EpisodeSampler:
 def make_turn_sampler(session: RolloutSession, request: GroupRequest, index: int) -> SampleTurn:
     """Return how the turns of episode number `index` of a prompt are sampled.
 
-    The first answer goes where it may, later ones to the engine that has the prefix.
+    The first answer goes to any engine, later ones to the engine that has the prefix.
     """
     affinity = EngineAffinity(request.num_samples)
 

@@ -69,9 +69,10 @@ class ModelWorker:
         gpu_ids: Sequence[str] = (),
         storage: Storage | None = None,
     ) -> None:
-        """`gpu_ids` has the rank's GPU, of those that its machine has; it is empty on a CPU.
+        """Join the process groups and build this rank's share of the model.
 
-        `storage`: how to reach the run folder; None if this node sees it.
+        gpu_ids   the rank's GPU among those of its machine; empty on a CPU
+        storage   how to reach the run folder; None if this node sees it
         """
         os.environ.update(exact_pinning(os.environ))
         leave_compiler_out()
@@ -108,10 +109,9 @@ class ModelWorker:
         self._stores = stores
 
     def _fetch_tokens(self, share: Share) -> Sequence[TrainBatch]:
-        """Return micro-batches with what this rank reads: its tokens, their images, its layers'
-        experts.
+        """Return micro-batches with the tokens, images and experts that this rank reads.
 
-        Raises SamplesLost on all ranks if any of them finds samples lost: none has begun then.
+        Raises SamplesLost on all ranks if any of them finds samples lost; no rank has begun then.
         """
         from mcore_rl.train.runtime import is_true_anywhere
 
@@ -134,7 +134,7 @@ class ModelWorker:
         return parts
 
     def _keep(self, share: StoredBatch, columns: Mapping[str, Sequence[Tensor]]) -> None:
-        """Bring values, one tensor per micro-batch, to the stores of the samples."""
+        """Write values, one tensor per micro-batch, to the stores of the samples."""
         assert self._stores is not None, "connect_stores comes first"
         self._stores.scatter_parts(share, columns)
 
@@ -174,7 +174,7 @@ class TrainerWorker(ModelWorker):
         return Actor
 
     def compute_logprobs(self, share: Share, options: LogprobOptions) -> list[TokenScores] | None:
-        """For a StoredBatch the scores go to its stores; their columns are returned."""
+        """Return the scores; for a StoredBatch, store them and return their columns."""
         scores = self._model.compute_logprobs(self._fetch_tokens(share), options)
         if scores is None or not isinstance(share, StoredBatch):
             return scores
@@ -190,7 +190,7 @@ class TrainerWorker(ModelWorker):
             )
 
     def _capture_step(self) -> AbstractContextManager[None]:
-        """Return a block around the next optimizer step that captures it, if that was asked for."""
+        """Return a context for the next optimizer step, which profiles a step that was chosen."""
         step = self._model.step + 1
         if step not in self._profile.steps or self._rank not in self._profile.ranks:
             return nullcontext()
@@ -231,7 +231,7 @@ class CriticWorker(ModelWorker):
         return CriticModel
 
     def compute_values(self, share: Share) -> list[Any] | None:
-        """For a StoredBatch the values go to its stores; their column is returned."""
+        """Return the values; for a StoredBatch, store them and return their column."""
         values = self._model.compute_values(self._fetch_tokens(share))
         if values is None or not isinstance(share, StoredBatch):
             return values
@@ -246,7 +246,7 @@ class CriticWorker(ModelWorker):
 def name_columns(scores: Sequence[TokenScores], options: LogprobOptions) -> dict[str, list[Tensor]]:
     """Return the values of each micro-batch by the column that keeps them.
 
-    Of a reference, only log-probs are kept: what its routers chose says nothing about the policy.
+    A reference keeps log-probs alone: what its routers chose says nothing about the policy.
     """
     if options.reference:
         return {"ref_logprobs": [score.logprobs_T for score in scores]}

@@ -49,7 +49,7 @@ class SampleStores(Protocol):
 
 
 class StoresBeside:
-    """All stores, for the process of one of them, which needs no call for its own."""
+    """All stores, as seen by the process of one store, which reads its own without a call."""
 
     def __init__(
         self,

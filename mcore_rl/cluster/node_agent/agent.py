@@ -250,7 +250,7 @@ def _name_lost_nodes(job: Job, rendezvous: Rendezvous, named: set[int]) -> None:
 
 
 def _wait_for_farewells(job: Job, rendezvous: Rendezvous) -> None:
-    """Wait until the other nodes have left: the step of a scheduler may end with its first task."""
+    """Wait until the other nodes have left: a scheduler may end a step with its first task."""
 
     def all_left() -> bool:
         notes = [rendezvous.note_of(rank) for rank in range(1, job.num_nodes)]
