@@ -27,6 +27,10 @@ _READ_S = 5.0
 """Time for another node to tell the states of its processes."""
 
 
+GRACE_S = 3.0
+"""How long a death may take to show after the exception that it caused on another rank."""
+
+
 def find_states(places: Sequence[tuple[Any, str]]) -> list[str]:
     """Return, for each (reference to a process id, node), `describe_state` of the process.
 
@@ -62,10 +66,6 @@ def _get(ref: Any) -> Any:
         return ray.get(ref)
     except RayError:
         return None
-
-
-GRACE_S = 3.0
-"""How long a death may take to show after the exception that it caused on another rank."""
 
 
 class RankError(RuntimeError):

@@ -51,6 +51,11 @@ _HOOK = f"{__name__}.stop"
 _HOST = "127.0.0.1"
 
 
+_sessions = threading.local()
+INTERVAL_S = 1.0
+_END_S = 5.0
+
+
 class _Patience:
     """How long this process waits for a debugger."""
 
@@ -61,7 +66,6 @@ class _Patience:
 
 
 _patience = _Patience()
-_sessions = threading.local()
 
 
 class _RemotePdb(rpdb._RemotePdb):
@@ -278,10 +282,6 @@ def _has_terminal() -> bool:
 
 def _place(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-INTERVAL_S = 1.0
-_END_S = 5.0
 
 
 @contextmanager

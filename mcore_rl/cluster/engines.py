@@ -27,6 +27,11 @@ from mcore_rl.workers.engine_worker import EngineWorker, RestartCounts
 T = TypeVar("T")
 
 
+KEEP_WEIGHTS = ("--enable-weights-cpu-backup",)
+"""SGLang keeps weights in host memory while their GPU memory is released."""
+ROLE_ARGUMENTS = {"judge": (), "reward_model": ("--is-embedding",), "teacher": ()}
+
+
 class EngineGroup:
     """Several engines of one model, each with one worker per machine that it spans.
 
@@ -230,11 +235,6 @@ def _give_own_log(spec: EngineSpec) -> EngineSpec:
     log = Path(spec.log_path)
     name = f"{log.stem}_node{spec.node_rank}{log.suffix}"
     return replace(spec, log_path=str(log.with_name(name)))
-
-
-KEEP_WEIGHTS = ("--enable-weights-cpu-backup",)
-"""SGLang keeps weights in host memory while their GPU memory is released."""
-ROLE_ARGUMENTS = {"judge": (), "reward_model": ("--is-embedding",), "teacher": ()}
 
 
 class ServedEngines:

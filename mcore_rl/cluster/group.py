@@ -26,6 +26,11 @@ from mcore_rl.types.lost_samples import SamplesLost
 BULK = "bulk"
 """Concurrency group of calls that move much; others need not wait for them."""
 BULK_THREADS = 8
+T = TypeVar("T")
+WATCH_INTERVAL_S = 1.0
+WATCHED_CALLS = 3
+"""A rank that is busy answers a health check late: after so many of its calls at most."""
+_POLL_S = 0.2
 
 
 def start_actor(
@@ -57,12 +62,6 @@ def start_actor(
     # Whoever set the number of threads gets it in every process.
     cores = (slot.sharers, os.environ.get(THREADS)) if slot.sharers else None
     return make_remote(actor_cls).options(**options).remote(str(rank.log_path), cores, os.getcwd())
-
-
-T = TypeVar("T")
-WATCH_INTERVAL_S = 1.0
-WATCHED_CALLS = 3
-"""A rank that is busy answers a health check late: after so many of its calls at most."""
 
 
 class Coordinate(Protocol):
@@ -344,9 +343,6 @@ async def guard(work: Awaitable[T], *watches: Awaitable[None]) -> T:
 def _describe_coordinate(coordinate: object) -> str:
     parts = [(name, getattr(coordinate, name, None)) for name in ("dp", "tp", "pp", "cp", "ep")]
     return " ".join(f"{name} {value}" for name, value in parts if value is not None)
-
-
-_POLL_S = 0.2
 
 
 class IndependentRanks(RankGroup):

@@ -32,6 +32,10 @@ _BY_USER = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _PATH = "RAY_AUTH_TOKEN_PATH"
 
 
+LEFT_OUT = ("start_api_server", "start_log_monitor", "start_monitor")
+"""Methods of Ray's Node, each of which starts one process that only others of them need."""
+
+
 @contextmanager
 def own_token(folder: Path) -> Iterator[None]:
     """Make ~/.ray/auth_token, or a file in `folder`, with mode 0600, unless the user names a token.
@@ -81,10 +85,6 @@ def _write(path: Path) -> None:
 def _make_token() -> str:
     """Return a token of 256 bits, one per process: Ray reads it once and keeps it."""
     return secrets.token_hex(32)
-
-
-LEFT_OUT = ("start_api_server", "start_log_monitor", "start_monitor")
-"""Methods of Ray's Node, each of which starts one process that only others of them need."""
 
 
 @contextmanager

@@ -31,15 +31,6 @@ from mcore_rl.process.process_state import describe_state
 from mcore_rl.process.signals import handle_outside_forks
 from mcore_rl.process.variables import set_variables
 
-
-class SafeJob(JobConfig):
-    """As its base, for ray.init; Ray adds the folders just before it serializes the job."""
-
-    def _serialize(self) -> str:
-        self._py_driver_sys_path.clear()
-        return super()._serialize()
-
-
 _log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 10.0
 JOIN_TRIES = 2
@@ -51,6 +42,19 @@ TOKEN_HINT = (
     "it wants another token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the"
     " cluster's (by default ~/.ray/auth_token)"
 )
+
+
+class SafeJob(JobConfig):
+    """A job of Ray whose workers do not get the controller's folders first on their path.
+
+    Ray puts the working folder of the controller, and the folder of its script, before the standard
+    library, just before it serializes the job. A RankActor puts the working folder last; no other
+    worker runs the user's code.
+    """
+
+    def _serialize(self) -> str:
+        self._py_driver_sys_path.clear()
+        return super()._serialize()
 
 
 @contextmanager

@@ -34,6 +34,16 @@ THREADS = 8
 FETCHED = ".fetched_"
 
 
+_log = logging.getLogger(__name__)
+BROUGHT = ("logs", "profile")
+LOGS_TIMEOUT_S = 60.0
+CLOCKS_DIFFER_S = 600.0
+"""By how much the clocks of nodes may differ."""
+VISIBLE_S = 20.0
+"""How long a network filesystem may take to show a new file on another node."""
+POLL_S = 0.2
+
+
 class FolderKeeper:
     """Reads and writes files below `root`, the run folder, for other nodes.
 
@@ -215,16 +225,6 @@ class CarriedStorage:
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-
-_log = logging.getLogger(__name__)
-BROUGHT = ("logs", "profile")
-LOGS_TIMEOUT_S = 60.0
-CLOCKS_DIFFER_S = 600.0
-"""By how much the clocks of nodes may differ."""
-VISIBLE_S = 20.0
-"""How long a network filesystem may take to show a new file on another node."""
-POLL_S = 0.2
 
 
 class RunFiles:

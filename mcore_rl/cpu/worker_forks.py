@@ -26,6 +26,9 @@ MODULES = (
     "mcore_rl.rollout.collector",
     "mcore_rl.train.actor",
     "mcore_rl.train.runtime",
+    "mcore_rl.workers.collector_worker",
+    "mcore_rl.workers.engine_worker",
+    "mcore_rl.workers.model_worker",
 )
 """Modules for workers: none imports Ray, which reads its settings from the environment then."""
 

@@ -39,6 +39,11 @@ FORKS = "MCORE_RL_ENGINE_FORKS"
 SERVER = ["-P", "-m", "mcore_rl.rollout.server"]
 
 
+_HEALTH_POLL_S = 0.1
+_FREEZE_TIMEOUT_S = 10.0
+_KILL_TIMEOUT_S = 10.0
+
+
 class ServerProcess:
     """Runs mcore_rl.rollout.server with `arguments`, in a process group of its own.
 
@@ -147,11 +152,6 @@ def _fork(
         streams = [nothing.fileno(), log.fileno(), log.fileno()]
         others = [] if keys_fd is None else [keys_fd]
         return fork_tied(path, [*SERVER, *arguments], environment, streams, others)
-
-
-_HEALTH_POLL_S = 0.1
-_FREEZE_TIMEOUT_S = 10.0
-_KILL_TIMEOUT_S = 10.0
 
 
 class EngineProcess:

@@ -67,6 +67,26 @@ addresses that a request names, and no run needs them.
 """
 
 
+_HISTORIES = {
+    "/v1/chat/completions": "messages",
+    "/v1/messages": "messages",
+    "/v1/responses": "input",
+}
+"""Path -> the field with the conversation."""
+_CONTINUES = ("continue_final_message", "add_generation_prompt")
+"""Options of SGLang by which a client asks to go on with the assistant's message."""
+CHECKED_PATHS = frozenset(
+    {
+        *("/generate", "/encode", "/classify", "/v1/completions", "/v1/chat/completions"),
+        *("/v1/embeddings", "/v1/classify", "/v1/score", "/v1/responses", "/v1/messages"),
+        *("/v1/messages/count_tokens", "/tokenize", "/v1/tokenize", "/detokenize"),
+        *("/v1/detokenize", "/parse_function_call", "/separate_reasoning"),
+    }
+)
+"""The paths of users that take JSON; /generate_images checks its own packed body."""
+MOST_BODY_BYTES = 256 << 20
+
+
 class KeyGate:
     """ASGI middleware that answers requests without the right key itself, with 401 or 403."""
 
@@ -115,16 +135,6 @@ def _authorization(scope: Scope) -> str:
     return values[0].decode("latin-1") if len(values) == 1 else ""
 
 
-_HISTORIES = {
-    "/v1/chat/completions": "messages",
-    "/v1/messages": "messages",
-    "/v1/responses": "input",
-}
-"""Path -> the field with the conversation."""
-_CONTINUES = ("continue_final_message", "add_generation_prompt")
-"""Options of SGLang by which a client asks to go on with the assistant's message."""
-
-
 def mend_history(path: str, body: dict[str, Any]) -> bool:
     """Make empty arguments of tool calls in `body` `{}`, and return whether there were any.
 
@@ -169,18 +179,6 @@ def _read_chat_history(place: str, given: object) -> str:
         return read_call_arguments(given)
     except ValueError as error:
         raise FieldError(f"{place}: {error}") from None
-
-
-CHECKED_PATHS = frozenset(
-    {
-        *("/generate", "/encode", "/classify", "/v1/completions", "/v1/chat/completions"),
-        *("/v1/embeddings", "/v1/classify", "/v1/score", "/v1/responses", "/v1/messages"),
-        *("/v1/messages/count_tokens", "/tokenize", "/v1/tokenize", "/detokenize"),
-        *("/v1/detokenize", "/parse_function_call", "/separate_reasoning"),
-    }
-)
-"""The paths of users that take JSON; /generate_images checks its own packed body."""
-MOST_BODY_BYTES = 256 << 20
 
 
 class FieldGate:

@@ -26,6 +26,15 @@ from typing import Any
 
 import torch
 
+LEAST_TOKENS = 8
+"""So many tokens less of a prompt to compute are worth a forward pass more."""
+MOST_HOLDS = 4
+"""Times that a sample waits. One is enough; two, if the scheduler runs ahead of the model."""
+MOST_KEPT = 64
+"""Prompts from which on those of finished requests are forgotten: a request holds its images."""
+SetUp = Callable[[], None]
+"""Changes SGLang in the process that calls it; a function of a module, as processes are spawned."""
+
 
 def keep_first_experts() -> None:
     """Report for each token the experts of the pass that drew the token after it.
@@ -74,14 +83,6 @@ def keep_drawn(req: Any, req_to_token_pool: Any, capturer: Any) -> None:
     rows = capturer.get_topk(req.kv.req_pool_idx, num_tokens, req_to_token_pool, start_len)
     rows = rows.to(torch.int16)
     req.first_experts = rows if first is None else torch.cat([first, rows])
-
-
-LEAST_TOKENS = 8
-"""So many tokens less of a prompt to compute are worth a forward pass more."""
-MOST_HOLDS = 4
-"""Times that a sample waits. One is enough; two, if the scheduler runs ahead of the model."""
-MOST_KEPT = 64
-"""Prompts from which on those of finished requests are forgotten: a request holds its images."""
 
 
 def compute_prompts_once() -> None:
@@ -139,10 +140,6 @@ def _num_holds(req: Any) -> int:
 def _forget_finished(begun: dict[Hashable, Any]) -> None:
     for prompt in [prompt for prompt, req in begun.items() if req.finished()]:
         del begun[prompt]
-
-
-SetUp = Callable[[], None]
-"""Changes SGLang in the process that calls it; a function of a module, as processes are spawned."""
 
 
 def set_schedulers_up(set_ups: Sequence[SetUp]) -> None:

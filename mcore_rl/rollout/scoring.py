@@ -19,6 +19,10 @@ from mcore_rl.rollout.served_models import ServedEndpoint
 from mcore_rl.rollout.transport import RolloutError, find_not_finite
 from mcore_rl.types import Images, Sample
 
+_log = logging.getLogger(__name__)
+_PAUSE_S = 0.5
+"""Time between two tries of a request."""
+
 
 class UnreachableError(RolloutError):
     """The engine did not answer or had an internal error, so another try may help."""
@@ -95,11 +99,6 @@ async def score_tokens(
             " hold NaN (docs/debugging.md#weights)"
         )
     return [math.nan if logprob is None else logprob for logprob in logprobs]
-
-
-_log = logging.getLogger(__name__)
-_PAUSE_S = 0.5
-"""Time between two tries of a request."""
 
 
 class Teacher:

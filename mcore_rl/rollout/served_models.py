@@ -34,8 +34,19 @@ SERVED_DTYPES = ("float32", "bfloat16", "float16")
 _SHORT = {"float": "float32", "half": "float16"}
 
 
+TEXT_ROLES = ("judge",)
+"""Roles that get text instead of token ids; their servers need tokenizer and chat template."""
+_REMOTE_LOG = "on its own machine"
+_log = logging.getLogger(__name__)
+_FIRST_BACKOFF_S = 0.25
+_LONGEST_BACKOFF_S = 8.0
+_SHOWN_CHARS = 500
+
+
 def find_dtype(dtype: str, model_path: Path, option: str) -> str:
     """Return `dtype`, or for "auto" the one that config.json in `model_path` names.
+
+    SGLang's own "auto" would serve float32 as float16.
 
     Raises ValueError, which names `option`, if config.json names none that a model is served in.
     """
@@ -50,11 +61,6 @@ def find_dtype(dtype: str, model_path: Path, option: str) -> str:
             f" one of {', '.join(SERVED_DTYPES)}"
         )
     return found
-
-
-TEXT_ROLES = ("judge",)
-"""Roles that get text instead of token ids; their servers need tokenizer and chat template."""
-_REMOTE_LOG = "on its own machine"
 
 
 @dataclass(frozen=True)
@@ -130,12 +136,6 @@ def _listed_models(url: str, role: str, config: ServedModelConfig, key: str) -> 
         raise ValueError(
             f"{role}.url={config.url}: GET {url} does not list models: {describe_error(error)}"
         ) from None
-
-
-_log = logging.getLogger(__name__)
-_FIRST_BACKOFF_S = 0.25
-_LONGEST_BACKOFF_S = 8.0
-_SHOWN_CHARS = 500
 
 
 class ServedRequestError(RuntimeError):

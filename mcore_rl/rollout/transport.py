@@ -27,6 +27,8 @@ from mcore_rl.rollout.kv_admission import ask_free_kv
 from mcore_rl.rollout.request import Request, RoutedExpertsShape, Sampling, make_body, make_sample
 from mcore_rl.types import Prompt, Sample
 
+_ABORT_S = 10.0
+
 
 def find_not_finite(logprobs: Sequence[float | None]) -> int | None:
     """Return the index of the first log-prob that is NaN, infinite or missing; None: there is none.
@@ -37,9 +39,6 @@ def find_not_finite(logprobs: Sequence[float | None]) -> int | None:
         if logprob is None or not math.isfinite(logprob):
             return index
     return None
-
-
-_ABORT_S = 10.0
 
 
 class RolloutError(RuntimeError):

@@ -31,6 +31,17 @@ BROKEN = "\ufffd"
 """Decoding puts it where bytes are no whole character."""
 
 
+Ask = Callable[[str, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+"""Posts a body to a path of an engine and returns what it answers.
+
+It raises ValueError if the engine answers with an error: SGLang's parsers fail on some texts.
+"""
+THINK = "<think>"
+HARMONY = "gpt-oss"
+"""Parser of responses that are sequences of messages in channels."""
+HARMONY_TOKENS = re.compile(r"<\|(?:start|channel|message|constrain|end|call|return)\|>")
+
+
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     """Return the text of the tokens, special tokens included, blanks as they are."""
     return str(
@@ -101,17 +112,6 @@ def _starts_in_context(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[i
             window = read
             read = index + 1
     return starts
-
-
-Ask = Callable[[str, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
-"""Posts a body to a path of an engine and returns what it answers.
-
-It raises ValueError if the engine answers with an error: SGLang's parsers fail on some texts.
-"""
-THINK = "<think>"
-HARMONY = "gpt-oss"
-"""Parser of responses that are sequences of messages in channels."""
-HARMONY_TOKENS = re.compile(r"<\|(?:start|channel|message|constrain|end|call|return)\|>")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,16 @@ TEMPLATE_ERRORS = (
 """Templates raise these for conversations that they were not written for."""
 
 
+TRIAL_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks something up.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
+    },
+}
+
+
 class RenderError(ConversationError):
     """The chat template refuses a conversation."""
 
@@ -136,16 +146,6 @@ class ChatTemplate:
             return MARK + part in self.render(messages, [TRIAL_TOOL], generation_prompt=False)
         except RenderError:
             return False
-
-
-TRIAL_TOOL: Tool = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Looks something up.",
-        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
-    },
-}
 
 
 def trial_call(call_id: str, value: str) -> dict[str, Any]:

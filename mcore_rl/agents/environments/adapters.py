@@ -17,6 +17,8 @@ from typing import Any
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.user_files import import_file
 
+_HERE = "mcore_rl.agents.environments"
+
 
 def load_named(name: str) -> Any:
     """Return what `module:name` or `file.py:name` names.
@@ -66,9 +68,6 @@ def describe_failure(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError):
         remedy = f"install {error.name} for {sys.executable}, or name another interpreter"
     return f"{describe_error(error)}{where}; {remedy}"
-
-
-_HERE = "mcore_rl.agents.environments"
 
 
 @dataclass(frozen=True)

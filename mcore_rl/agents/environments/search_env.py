@@ -40,6 +40,32 @@ _ARTICLE = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
+PASSAGE = "Doc {rank}(Title: {title}) {text}\n"
+"""As Search-R1 shows passages, so that its models read what they were trained on."""
+INSTRUCTIONS = """\
+You may search before you answer: write <search> query </search>, and you are told what was found \
+between <information> and </information>. Search as often as you need. Give the final answer, and \
+nothing but it, as <answer> text </answer>."""
+TOLD_INVALID = (
+    "Nothing was done: write one <search> query </search>, or <answer> text </answer> to finish."
+)
+_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Search for passages about a topic.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "query": {"type": "string", "description": "what the passages shall be about"}
+            },
+            "required": ["query"],
+        },
+    },
+}
+
+
 def normalize(text: str) -> str:
     """Return a text in lower case, without punctuation and articles, with single spaces."""
     bare = text.lower().translate(_NO_PUNCTUATION)
@@ -90,10 +116,6 @@ def read_truths(ground_truth: Any) -> list[str]:
     if isinstance(ground_truth, str | int | float):
         return [str(ground_truth)]
     return [str(truth) for truth in ground_truth]
-
-
-PASSAGE = "Doc {rank}(Title: {title}) {text}\n"
-"""As Search-R1 shows passages, so that its models read what they were trained on."""
 
 
 @dataclass(frozen=True)
@@ -207,16 +229,6 @@ def _passage_fields(hit: Hit, rank: int) -> dict[str, object]:
     title, text = split_title(hit.document)
     contents = hit.document.get("contents", "")
     return {"rank": rank, "title": title, "text": text, "contents": contents}
-
-
-INSTRUCTIONS = """\
-You may search before you answer: write <search> query </search>, and you are told what was found \
-between <information> and </information>. Search as often as you need. Give the final answer, and \
-nothing but it, as <answer> text </answer>."""
-TOLD_INVALID = (
-    "Nothing was done: write one <search> query </search>, or <answer> text </answer> to finish."
-)
-_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -337,22 +349,6 @@ class SearchTagsEnvironment:
             "invalid": float(self._num_invalid),
             "rests": float(self._num_rests),
         }
-
-
-TOOL: Tool = {
-    "type": "function",
-    "function": {
-        "name": "search",
-        "description": "Search for passages about a topic.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "query": {"type": "string", "description": "what the passages shall be about"}
-            },
-            "required": ["query"],
-        },
-    },
-}
 
 
 @dataclass(frozen=True)

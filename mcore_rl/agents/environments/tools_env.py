@@ -35,6 +35,13 @@ _AWAY = (ToolUnavailableError, SearchUnavailableError, SandboxError)
 """Errors that say nothing of the policy. It must not read them as answers."""
 
 
+_SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+_SECTION = re.compile(
+    r"^\s*(args|arguments|parameters|returns|raises|yields|examples?):?\s*$", re.I
+)
+_ENTRY = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.+)$")
+
+
 @dataclass(frozen=True)
 class ToolOutcome:
     """The answer of a tool, and what the call is worth."""
@@ -122,13 +129,6 @@ class ToolCalls:
             for what, number in (("calls", 1), ("failures", outcome.failed), ("seconds", seconds)):
                 key = f"{prefix}/{what}"
                 self._counts[key] = self._counts.get(key, 0.0) + number
-
-
-_SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
-_SECTION = re.compile(
-    r"^\s*(args|arguments|parameters|returns|raises|yields|examples?):?\s*$", re.I
-)
-_ENTRY = re.compile(r"^\s*\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.+)$")
 
 
 def describe_tool(function: Callable[..., Any]) -> Tool:

@@ -30,6 +30,26 @@ from mcore_rl.agents.environments.wire import encode, read_frame
 from mcore_rl.process.redaction import is_secret_name
 from mcore_rl.process.safe_path import start_module, without_safe_path
 
+WINDOW_LEN = 16
+SLOW_RATIO = 2.0
+SLOW_MARGIN_S = 0.2
+"""Nobody waits for less beside a policy that samples tokens."""
+DECREASE = 0.7
+FORGET = 1.1
+"""Factor by which the best is forgotten per slow window, as later tasks may be slower by nature."""
+MARK = "MCORE_RL_WORKER"
+"""Environment variable that all processes below a worker inherit."""
+_DEADLINE_S = 10.0
+_ABANDON_S = 5.0
+"""A worker that has not answered after it, to a request that needs no environment, hangs."""
+_EXIT_S = 15.0
+_CLOSED = (ConnectionError, RuntimeError)
+"""Errors of writing to a worker that is gone; RuntimeError is uvloop's."""
+_STOP_S = 3.0
+"""A worker asked to stop closes its episodes within 2 s."""
+_LOG_TAIL_BYTES = 1500
+_PACKAGE = "mcore_rl.agents.environments"
+
 
 @dataclass(frozen=True)
 class EnvironmentOptions:
@@ -82,15 +102,6 @@ class EnvironmentOptions:
                 raise ValueError(f"variables: {name} is {value!r}, not text: quote it")
 
 
-WINDOW_LEN = 16
-SLOW_RATIO = 2.0
-SLOW_MARGIN_S = 0.2
-"""Nobody waits for less beside a policy that samples tokens."""
-DECREASE = 0.7
-FORGET = 1.1
-"""Factor by which the best is forgotten per slow window, as later tasks may be slower by nature."""
-
-
 class Concurrency:
     """Additive increase, multiplicative decrease between an eighth of `most` and `most` episodes.
 
@@ -130,11 +141,6 @@ class Concurrency:
         )
 
 
-MARK = "MCORE_RL_WORKER"
-"""Environment variable that all processes below a worker inherit."""
-_DEADLINE_S = 10.0
-
-
 def kill_marked(mark: str) -> int:
     """Kill the processes whose environment says MARK=`mark`, until none is left; return how many.
 
@@ -167,17 +173,6 @@ def _list_marked(entry: bytes) -> list[int]:
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
     return found
-
-
-_ABANDON_S = 5.0
-"""A worker that has not answered after it, to a request that needs no environment, hangs."""
-_EXIT_S = 15.0
-_CLOSED = (ConnectionError, RuntimeError)
-"""Errors of writing to a worker that is gone; RuntimeError is uvloop's."""
-_STOP_S = 3.0
-"""A worker asked to stop closes its episodes within 2 s."""
-_LOG_TAIL_BYTES = 1500
-_PACKAGE = "mcore_rl.agents.environments"
 
 
 def make_import_folder(folder: Path) -> None:

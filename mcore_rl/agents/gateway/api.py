@@ -27,6 +27,18 @@ _ANTHROPIC_TYPES = {
 }
 
 
+T = TypeVar("T")
+Body = Mapping[str, Any]
+_NAMES = {str: "a string", int: "an integer", bool: "a boolean", dict: "an object", list: "a list"}
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MOST_NAMES = 32
+"""Names of ignored parameters that an answer lists."""
+COMMENT = b": the policy generates\n\n"
+DONE = b"data: [DONE]\n\n"
+DecodeToken = Callable[[int], str]
+"""Returns the text of one token."""
+
+
 class ApiError(Exception):
     """An error that the client is told about.
 
@@ -104,15 +116,6 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
         "type": "error",
         "error": {"type": kind, "message": error.message, "code": error.code},
     }
-
-
-T = TypeVar("T")
-
-Body = Mapping[str, Any]
-_NAMES = {str: "a string", int: "an integer", bool: "a boolean", dict: "an object", list: "a list"}
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MOST_NAMES = 32
-"""Names of ignored parameters that an answer lists."""
 
 
 def read_optional(body: Body, name: str, kind: type[T], where: str = "") -> T | None:
@@ -214,18 +217,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-COMMENT = b": the policy generates\n\n"
-DONE = b"data: [DONE]\n\n"
-
-
 def event(data: Any, name: str = "") -> bytes:
     """Return an event with `data` as JSON, which has no line breaks."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + orjson.dumps(data) + b"\n\n"
-
-
-DecodeToken = Callable[[int], str]
-"""Returns the text of one token."""
 
 
 @dataclass(frozen=True)

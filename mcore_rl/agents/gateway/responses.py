@@ -49,6 +49,38 @@ _SEAL = "mcore_rl."
 """Begins the field encrypted_content of our reasoning items, which hides nothing."""
 
 
+_REFUSED = {
+    "background": "wait for the answer, or stream it",
+    "conversation": "send the whole input, or previous_response_id",
+    "prompt": "send instructions and input",
+    "top_logprobs": "only the log-probs of sampled tokens are kept",
+}
+_KNOWN = frozenset(
+    {
+        *_REFUSED,
+        "model",
+        "input",
+        "instructions",
+        "previous_response_id",
+        "store",
+        "include",
+        "tools",
+        "tool_choice",
+        "max_output_tokens",
+        "stop",
+        "stream",
+        "stream_options",
+        "text",
+        "user",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+    }
+)
+_ENCRYPTED = "reasoning.encrypted_content"
+
+
 def seal(reasoning: str) -> str:
     """Return reasoning as encrypted_content, for clients that send back nothing else of it."""
     return _SEAL + base64.b64encode(reasoning.encode()).decode()
@@ -192,38 +224,6 @@ def _reasoning(item: Body, place: str) -> str:
         except (binascii.Error, UnicodeDecodeError):
             raise BadRequestError(f"{place}.encrypted_content", "is not what we gave") from None
     return join_text(item.get("summary"), f"{place}.summary", _REASONING)
-
-
-_REFUSED = {
-    "background": "wait for the answer, or stream it",
-    "conversation": "send the whole input, or previous_response_id",
-    "prompt": "send instructions and input",
-    "top_logprobs": "only the log-probs of sampled tokens are kept",
-}
-_KNOWN = frozenset(
-    {
-        *_REFUSED,
-        "model",
-        "input",
-        "instructions",
-        "previous_response_id",
-        "store",
-        "include",
-        "tools",
-        "tool_choice",
-        "max_output_tokens",
-        "stop",
-        "stream",
-        "stream_options",
-        "text",
-        "user",
-        "metadata",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-    }
-)
-_ENCRYPTED = "reasoning.encrypted_content"
 
 
 class Responses:

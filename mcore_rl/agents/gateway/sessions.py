@@ -28,6 +28,9 @@ _KEY_LEN = 256
 """Characters of the longest Idempotency-Key."""
 
 
+_NUM_BYTES = 32
+
+
 @dataclass(frozen=True)
 class Mark:
     """Identifies a request.
@@ -179,9 +182,6 @@ class EpisodeChat(Protocol):
         ValueError: the episode has no such turn. EpisodeEndedError: it takes no more rewards.
         """
         ...
-
-
-_NUM_BYTES = 32
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,12 @@ from mcore_rl.process.process_state import wait_killed
 from mcore_rl.process.safe_path import safe_module
 from mcore_rl.process.signals import EXIT_STATUS, SIGNAL
 
+POLL_S = 0.5
+FAREWELL_S = 20.0
+"""How long node 0 waits for the others to leave, and for a command to end that lost Ray's head."""
+HEAD_SILENCE_S = 30.0
+"""How long Ray's head may be silent before a node that lost its own Ray gives the job up."""
+
 
 class RunCommand:
     """`mcore-rl <arguments>` as a process in a session of its own."""
@@ -80,13 +86,6 @@ class StopSignals:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self.count += 1
-
-
-POLL_S = 0.5
-FAREWELL_S = 20.0
-"""How long node 0 waits for the others to leave, and for a command to end that lost Ray's head."""
-HEAD_SILENCE_S = 30.0
-"""How long Ray's head may be silent before a node that lost its own Ray gives the job up."""
 
 
 class NodesMissingError(RuntimeError):

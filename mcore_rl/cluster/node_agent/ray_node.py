@@ -16,6 +16,13 @@ from mcore_rl.process.network import find_free_port
 from mcore_rl.process.process_state import wait_killed
 from mcore_rl.process.safe_path import safe_module
 
+STOP_TIMEOUT_S = 5.0
+_RAY_START = (*safe_module("ray.scripts.scripts"), "start", "--block")
+_NO_METRICS = {"DASHBOARD_METRIC_PORT": "-1"}
+"""No such port exists, so the server of the dashboard's metrics, which needs no token and listens
+on all interfaces, does not start (ray/dashboard/head.py)."""
+KEPT_LOGS = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err")
+
 
 class JoinedNodes:
     """The nodes in the Ray at `address`; `end` ends the process that asks it."""
@@ -108,14 +115,6 @@ def _is_here(address: str) -> bool:
         except OSError:
             return False
         return True
-
-
-STOP_TIMEOUT_S = 5.0
-_RAY_START = (*safe_module("ray.scripts.scripts"), "start", "--block")
-_NO_METRICS = {"DASHBOARD_METRIC_PORT": "-1"}
-"""No such port exists, so the server of the dashboard's metrics, which needs no token and listens
-on all interfaces, does not start (ray/dashboard/head.py)."""
-KEPT_LOGS = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err")
 
 
 @dataclass(frozen=True)
