@@ -54,7 +54,7 @@ def test_a_canceled_call_leaves_no_group_open(loop: EventLoop) -> None:
             work.cancel()
             while session.num_open:
                 await asyncio.sleep(0.01)
-            return sum(len(line.groups) for line in scene.pool._lines)
+            return sum(len(line.groups) for line in scene.pool._handles)
 
     assert scene.run(asyncio.wait_for(cancel(), 10)) == 0
     scene.engines[0].resume()
@@ -67,7 +67,7 @@ def test_a_successor_holds_the_sessions_that_are_held(loop: EventLoop) -> None:
         async with scene.pool.open() as session:
             await session.hold(cut_off=True)
             await scene.collectors[0].die()
-            while scene.collectors[0].first_group < 0 or not scene.pool._lines[0].is_up:
+            while scene.collectors[0].first_group < 0 or not scene.pool._handles[0].is_up:
                 await asyncio.sleep(0.01)
             work = asyncio.create_task(session.generate(PROMPTS, 1, SAMPLING))
             await asyncio.sleep(0.5)

@@ -64,7 +64,7 @@ def test_an_outage_that_all_requests_meet_is_one_line_of_the_log(
     answers = post(loop, endpoint(engine, timeout_s=0.5), *({"i": i} for i in range(50)))
     assert all(isinstance(answer, ServedRequestError) for answer in answers)
     assert len(engine.calls) > 50
-    [record] = [record for record in caplog.records if record.name.endswith("served_client")]
+    [record] = [record for record in caplog.records if record.name.endswith("served_models")]
     assert record.getMessage().startswith("judge: a request failed with ")
     assert record.getMessage().endswith("HTTP 503: down; trying again")
 

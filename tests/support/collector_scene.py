@@ -30,7 +30,7 @@ class Losable(Collector):
 
     async def die(self) -> None:
         self.is_dead = True
-        self._has_news.set()
+        self._has_events.set()
         for task in list(self._tasks.values()):
             task.cancel()
 
