@@ -132,11 +132,11 @@ class SeeingFormat:
         self._inner = inner
         self._placeholder_id = placeholder_id
 
-    def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
+    def render_whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         """See ChatFormat. Raises EpisodeError if the text itself has placeholders."""
-        return self._expand(self._inner.whole(messages, tools), messages)
+        return self._expand(self._inner.render_whole(messages, tools), messages)
 
-    def appended(
+    def render_appended(
         self,
         history: Sequence[Message],
         answer_ids: Sequence[int],
@@ -144,7 +144,7 @@ class SeeingFormat:
         tools: Sequence[Tool],
     ) -> tuple[int, ...] | None:
         """See ChatFormat. Only the images of `new` are in the ids."""
-        ids = self._inner.appended(history, answer_ids, new, tools)
+        ids = self._inner.render_appended(history, answer_ids, new, tools)
         return None if ids is None else self._expand(ids, new)
 
     def _expand(self, ids: tuple[int, ...], messages: Sequence[Message]) -> tuple[int, ...]:

@@ -229,14 +229,14 @@ class EpisodeRecorder:
         """Return the place, the ids of its row so far, and those that come before the answer."""
         if place.parent is not None:
             parent = self.tree.turns[place.parent]
-            appended = self.format.appended(
+            appended = self.format.render_appended(
                 place.history, parent.token_ids, place.new, request.tools
             )
             if appended is not None:
                 return place, self.tree.path_ids(place.parent), appended
             messages = (*place.history, *place.new)
             place = RowPlace(place.hashes, None, place.fork or Fork.TEMPLATE, (), messages)
-        return place, (), self.format.whole(place.new, request.tools)
+        return place, (), self.format.render_whole(place.new, request.tools)
 
     def _add(
         self,

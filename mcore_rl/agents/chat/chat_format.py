@@ -112,11 +112,11 @@ class TurnEnd:
         )
         self._special = {str(token.content) for token in added if token.special}
 
-    def sampled_stop(self, answer_ids: Sequence[int]) -> str | None:
+    def find_sampled_stop(self, answer_ids: Sequence[int]) -> str | None:
         """Return the text of the stop token that ends the answer; None if it was cut off."""
         return self._stops.get(answer_ids[-1]) if answer_ids else None
 
-    def tail(self, alone: str, now: str, answer_ids: Sequence[int]) -> str | None:
+    def find_tail(self, alone: str, now: str, answer_ids: Sequence[int]) -> str | None:
         """Return the text that follows the sampled answer; None if its place isn't known.
 
         alone   text after the answer's last part if nothing follows the answer
@@ -127,7 +127,7 @@ class TurnEnd:
         with a stop token, as GLM's <|user|> and <|observation|> do. It follows an answer that was
         cut off or that ended with another stop token.
         """
-        stop = self.sampled_stop(answer_ids)
+        stop = self.find_sampled_stop(answer_ids)
         closing = self._closing(alone)
         start = len(alone) if closing is None else closing
         if not now.startswith(alone[:start]):
@@ -187,7 +187,7 @@ class ChatFormat:
         self.generation_prompt = text.removeprefix(without) if text.startswith(without) else ""
         """Text after the last message, with which the assistant's turn begins."""
 
-    def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
+    def render_whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         """Return the ids of the conversation and the generation prompt.
 
         Raises ValueError if the template refuses the conversation.
@@ -195,7 +195,7 @@ class ChatFormat:
         text = self._template.render(messages, tools, generation_prompt=True)
         return tuple(self._encode(text))
 
-    def appended(
+    def render_appended(
         self,
         history: Sequence[Message],
         answer_ids: Sequence[int],
@@ -290,14 +290,14 @@ class ChatFormat:
         shown = [mark for mark in marks if mark in now]
         if not shown or (len(shown) < len(marks) and not any_mark):
             return None
-        return self._turn_end.tail(_after(alone, shown), _after(now, shown), answer_ids)
+        return self._turn_end.find_tail(_after(alone, shown), _after(now, shown), answer_ids)
 
     def _encode_after(self, answer_ids: Sequence[int], tail: str) -> tuple[int, ...]:
         """Tokenize `tail` as it would be after the answer's stop token, if that is what precedes.
 
         Some tokenizers treat the beginning of a text differently: SentencePiece puts a space there.
         """
-        ending = self._turn_end.sampled_stop(answer_ids)
+        ending = self._turn_end.find_sampled_stop(answer_ids)
         if ending is not None:
             ids = self._encode(ending + tail)
             if ids[:1] == [answer_ids[-1]]:

@@ -214,9 +214,11 @@ class TemplateBehavior:
 class Format(Protocol):
     """The part of a ChatFormat that is tried."""
 
-    def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]: ...
+    def render_whole(
+        self, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[int, ...]: ...
 
-    def appended(
+    def render_appended(
         self,
         history: Sequence[Message],
         answer_ids: Sequence[int],
@@ -241,10 +243,10 @@ def probe_format(chat_format: Format, kept: Format, shows_calls: bool) -> Templa
 def _outcome(chat_format: Format, case: Case) -> RowOutcome:
     history, new = _conversation(case)
     try:
-        chat_format.whole([*history, *new], [TRIAL_TOOL])
+        chat_format.render_whole([*history, *new], [TRIAL_TOOL])
     except ValueError:
         return RowOutcome.REFUSED
-    ids = chat_format.appended(history, (), new, [TRIAL_TOOL])
+    ids = chat_format.render_appended(history, (), new, [TRIAL_TOOL])
     return RowOutcome.FORKS if ids is None else RowOutcome.APPENDS
 
 

@@ -187,7 +187,7 @@ class Gateway:
 
     async def close(self) -> None:
         """Close every session, then the server; all connections end."""
-        for opened in self._sessions.opened():
+        for opened in self._sessions.list_open():
             await self.close_session(opened.session.key)
         if self._runner is not None:
             await self._runner.cleanup()

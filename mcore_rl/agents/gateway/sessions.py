@@ -269,7 +269,7 @@ class SessionTable:
             del self._by_id[_digest(opened.session.id)]
         return opened
 
-    def opened(self) -> list[OpenSession]:
+    def list_open(self) -> list[OpenSession]:
         return list(self._by_key.values())
 
     def find(self, headers: Mapping[str, str], path_id: str | None) -> OpenSession:

@@ -65,9 +65,9 @@ def test_a_row_forks_exactly_if_the_template_drops_what_it_shows(
     for turn in conversation.turns:
         history.append(turn.answer)
         shown |= set(turn.words)
-        ids = chat.appended(history, sampled(family, turn), turn.new, TOOLS)
+        ids = chat.render_appended(history, sampled(family, turn), turn.new, TOOLS)
         history += turn.new
-        text = text_of(family, chat.whole(history, TOOLS))
+        text = text_of(family, chat.render_whole(history, TOOLS))
         stays = {word for word in shown if word in text}
         assert (ids is None) == (stays != shown), (history, shown - stays)
         shown = stays
@@ -81,7 +81,7 @@ def test_with_reasoning_kept_every_row_goes_on(family: str, data: st.DataObject)
     history = list(conversation.start)
     for turn in conversation.turns:
         history.append(turn.answer)
-        ids = chat.appended(history, sampled(family, turn), turn.new, TOOLS)
+        ids = chat.render_appended(history, sampled(family, turn), turn.new, TOOLS)
         assert ids is not None
         text = text_of(family, ids)
         assert all(word in text for word in words_of(turn.new))
@@ -99,11 +99,11 @@ def test_appended_ids_end_the_tokens_of_the_whole_conversation(
     history = list(conversation.start)
     for turn in conversation.turns:
         history.append(turn.answer)
-        cut_off = chat.appended(history, (70,), turn.new, TOOLS)
+        cut_off = chat.render_appended(history, (70,), turn.new, TOOLS)
         history += turn.new
         if cut_off is None:
             continue
-        whole = chat.whole(history, TOOLS)
+        whole = chat.render_whole(history, TOOLS)
         assert whole[-len(cut_off) :] == cut_off
         head = text_of(family, whole[: -len(cut_off)])
         assert all(word in head for word in turn.words)
@@ -123,16 +123,16 @@ def test_an_answer_as_the_template_writes_it_gives_the_whole_conversation(
     conversation = draw_conversation(data, family, max_turns=2)
     history = list(conversation.start)
     for turn in conversation.turns:
-        prompt = chat.whole(history, TOOLS)
+        prompt = chat.render_whole(history, TOOLS)
         history.append(turn.answer)
-        cut_off = chat.appended(history, (70,), turn.new, TOOLS)
-        whole = chat.whole([*history, *turn.new], TOOLS)
+        cut_off = chat.render_appended(history, (70,), turn.new, TOOLS)
+        whole = chat.render_whole([*history, *turn.new], TOOLS)
         if cut_off is not None and whole[: len(prompt)] == prompt:
             answer = whole[len(prompt) : len(whole) - len(cut_off)]
             assert prompt + answer + cut_off == whole
             if cut_off[0] in stop_ids(family):
                 answer = (*answer, cut_off[0])
-                ended = chat.appended(history, answer, turn.new, TOOLS)
+                ended = chat.render_appended(history, answer, turn.new, TOOLS)
                 assert ended is not None
                 assert prompt + answer + ended == whole
         history += turn.new
@@ -144,10 +144,10 @@ def test_any_stop_token_ends_the_turn(family: str, data: st.DataObject) -> None:
     chat = make_format(family, "keep")
     turn = draw_conversation(data, family, max_turns=1).turns[0]
     history = [{"role": "user", "content": "hi"}, turn.answer]
-    cut_off = chat.appended(history, (70,), turn.new, TOOLS)
+    cut_off = chat.render_appended(history, (70,), turn.new, TOOLS)
     assert cut_off is not None
     for stop in stop_ids(family):
-        ended = chat.appended(history, (70, stop), turn.new, TOOLS)
+        ended = chat.render_appended(history, (70, stop), turn.new, TOOLS)
         opens = family in OPENING and stop != cut_off[0]
         assert ended == (cut_off if opens else cut_off[1:])
 
@@ -157,7 +157,7 @@ def test_appended_ids_begin_at_a_token_of_their_own(family: str) -> None:
     chat = make_format(family, "keep")
     tokenizer = make_tokenizer(family)
     history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    cut_off = chat.appended(history, (70,), history[:1], TOOLS)
+    cut_off = chat.render_appended(history, (70,), history[:1], TOOLS)
     assert cut_off is not None
     assert cut_off[0] in tokenizer.added_tokens_decoder
 
@@ -173,10 +173,12 @@ def test_reasoning_that_was_left_in_the_content_is_followed_too() -> None:
     }
     result = {"role": "tool", "tool_call_id": call["id"], "content": "there"}
     chat = make_format("qwen3", "template")
-    assert chat.appended([question, thoughtful], (70,), [result], TOOLS) is not None
-    assert chat.appended([question, thoughtful], (70,), [result, question], TOOLS) is None
+    assert chat.render_appended([question, thoughtful], (70,), [result], TOOLS) is not None
+    assert chat.render_appended([question, thoughtful], (70,), [result, question], TOOLS) is None
     kept = make_format("qwen3", "keep")
-    assert kept.appended([question, thoughtful], (70,), [result, question], TOOLS) is not None
+    assert (
+        kept.render_appended([question, thoughtful], (70,), [result, question], TOOLS) is not None
+    )
 
 
 def conversation_call() -> dict[str, Any]:
@@ -188,14 +190,14 @@ def test_a_message_that_the_template_moves_to_the_front_starts_a_new_row() -> No
     new = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     for reasoning in ("template", "keep"):
         chat = make_format("deepseekv3", reasoning)
-        assert chat.appended(history, (70,), new, ()) is None
+        assert chat.render_appended(history, (70,), new, ()) is None
 
 
 def test_an_empty_generation_prompt_of_reasoning_stays_in_the_row() -> None:
     """Qwen3's template leaves it out of earlier turns; that takes nothing back that was said."""
     history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     chat = make_format("qwen3", "template", enable_thinking=False)
-    ids = chat.appended(history, (70,), history[:1], ())
+    ids = chat.render_appended(history, (70,), history[:1], ())
     assert ids is not None
     assert text_of("qwen3", ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
@@ -204,7 +206,7 @@ def test_words_of_the_marks_may_occur_in_messages() -> None:
     question = {"role": "user", "content": "qX0markcontentz qX1mark"}
     answer = {"role": "assistant", "content": "qX0mark"}
     chat = make_format("qwen3", "template")
-    ids = chat.appended([question, answer], (70,), [question], ())
+    ids = chat.render_appended([question, answer], (70,), [question], ())
     assert ids is not None
     plain = "<|im_end|>\n<|im_start|>user\nqX0markcontentz qX1mark<|im_end|>\n"
     assert text_of("qwen3", ids) == plain + "<|im_start|>assistant\n"
@@ -216,8 +218,8 @@ def test_blanks_after_a_stop_token_are_as_in_the_whole_conversation() -> None:
     chat = ChatFormat(tokenizer, [1], reasoning="template", template_options={})
     question = {"role": "user", "content": "a"}
     answer = {"role": "assistant", "content": "a"}
-    whole = chat.whole([question, answer, question], ())
-    ids = chat.appended([question, answer], (3, 1), [question], ())
+    whole = chat.render_whole([question, answer, question], ())
+    ids = chat.render_appended([question, answer], (3, 1), [question], ())
     assert ids is not None
     assert whole[-len(ids) - 1 :] == (1, *ids)
 
@@ -242,4 +244,4 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"agents\.reasoning=drop: must be template or keep"):
         ChatFormat(tokenizer, [1], reasoning=wrong, template_options={})
     with pytest.raises(ValueError, match=r"no answer .* its roles are \['user'\]"):
-        make_format("qwen3", "keep").appended([{"role": "user", "content": ""}], (), [], ())
+        make_format("qwen3", "keep").render_appended([{"role": "user", "content": ""}], (), [], ())

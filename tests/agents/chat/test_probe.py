@@ -53,8 +53,8 @@ def test_the_probe_agrees_with_what_happens(family: str, conversation: Conversat
         outcome = chat.probe().outcomes[case]
         if outcome is REFUSED:
             with pytest.raises(ValueError, match="cannot render"):
-                chat.whole([*history, *turn.new], TOOLS)
-        ids = chat.appended(history, (70,), turn.new, TOOLS)
+                chat.render_whole([*history, *turn.new], TOOLS)
+        ids = chat.render_appended(history, (70,), turn.new, TOOLS)
         assert (ids is not None) == (outcome is APPENDS), (case, outcome)
 
 

@@ -19,7 +19,7 @@ def test_reasoning_is_kept_if_the_recipe_says_so(sglang: ParserProcess) -> None:
             {"role": "assistant", "content": "x", "reasoning_content": "why"},
         ]
         new = [{"role": "user", "content": "on"}]
-        appended = made.appended(history, (70, stop_ids("qwen3")[0]), new, ())
+        appended = made.render_appended(history, (70, stop_ids("qwen3")[0]), new, ())
         assert (appended is None) == (reasoning == "template")
 
 

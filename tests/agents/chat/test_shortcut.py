@@ -57,8 +57,8 @@ def test_an_excerpt_gives_the_ids_of_the_whole(
     for turn in conversation.turns:
         history.append(turn.answer)
         ids = sampled(family, turn)
-        found = short.appended(history, ids, turn.new, TOOLS)
-        assert found == whole.appended(history, ids, turn.new, TOOLS)
+        found = short.render_appended(history, ids, turn.new, TOOLS)
+        assert found == whole.render_appended(history, ids, turn.new, TOOLS)
         history += turn.new
     assert short.num_wrong_excerpts == 0
 

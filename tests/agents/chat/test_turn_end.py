@@ -9,7 +9,7 @@ from tests.support.chat_templates import make_tokenizer, stop_ids
 def tail(family: str, alone: str, now: str, last: str | None) -> str | None:
     tokenizer = make_tokenizer(family)
     ids = (70,) if last is None else (70, tokenizer.convert_tokens_to_ids(last))
-    return TurnEnd(tokenizer, stop_ids(family)).tail(alone, now, ids)
+    return TurnEnd(tokenizer, stop_ids(family)).find_tail(alone, now, ids)
 
 
 IM_END, USER = "<|im_end|>\n", "<|im_start|>user\nhi"
@@ -44,12 +44,12 @@ def test_a_special_token_that_no_setting_names_closes_a_turn() -> None:
     tokenizer = make_tokenizer("qwen3")
     end_of_text = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     turn_end = TurnEnd(tokenizer, [end_of_text])
-    assert turn_end.tail(IM_END, IM_END + USER, (70, end_of_text)) == "\n" + USER
-    assert turn_end.tail(IM_END, IM_END + USER, (70,)) == IM_END + USER
+    assert turn_end.find_tail(IM_END, IM_END + USER, (70, end_of_text)) == "\n" + USER
+    assert turn_end.find_tail(IM_END, IM_END + USER, (70,)) == IM_END + USER
 
 
 def test_sampled_stop() -> None:
     turn_end = TurnEnd(make_tokenizer("qwen3"), stop_ids("qwen3"))
-    assert turn_end.sampled_stop((70, stop_ids("qwen3")[0])) == "<|im_end|>"
-    assert turn_end.sampled_stop((70,)) is None
-    assert turn_end.sampled_stop(()) is None
+    assert turn_end.find_sampled_stop((70, stop_ids("qwen3")[0])) == "<|im_end|>"
+    assert turn_end.find_sampled_stop((70,)) is None
+    assert turn_end.find_sampled_stop(()) is None

@@ -46,7 +46,7 @@ def test_three_rounds_of_calls_are_one_row(sglang: ParserProcess, family: str) -
     chat = ChatFormat(tokenizer, stop_ids(family), reasoning="template", template_options={})
     sampled = tuple(tokenizer.encode(response, add_special_tokens=False))
     history: list[Message] = [{"role": "user", "content": "hi"}]
-    row = chat.whole(history, TOOLS)
+    row = chat.render_whole(history, TOOLS)
     taken: set[str] = set()
     for number in range(3):
         answer = asyncio.run(parser.parse(sampled, TOOLS, "stop", taken))
@@ -55,7 +55,7 @@ def test_three_rounds_of_calls_are_one_row(sglang: ParserProcess, family: str) -
         taken.add(call["id"])
         history.append(answer.message)
         result = {"role": "tool", "tool_call_id": call["id"], "content": f"result {number}"}
-        ids = chat.appended(history, sampled, [result], TOOLS)
+        ids = chat.render_appended(history, sampled, [result], TOOLS)
         assert ids is not None
         row += sampled + ids
         history.append(result)
@@ -64,5 +64,5 @@ def test_three_rounds_of_calls_are_one_row(sglang: ParserProcess, family: str) -
     assert len(parts) == 4
     assert all(f"result {number}" in part for number, part in enumerate(parts[1:]))
     assert all(part.endswith(chat.generation_prompt) for part in parts)
-    again = tokenizer.decode(chat.whole(history, TOOLS))
+    again = tokenizer.decode(chat.render_whole(history, TOOLS))
     assert "result 2" in again
