@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.agents.chat.template import Format
-from mcore_rl.agents.environments.environment import EpisodeError, image_bytes, image_part
+from mcore_rl.agents.environments.environment import EpisodeError, make_image_part, read_image_bytes
 from mcore_rl.agents.messages import Message, Tool
 from mcore_rl.data.images.decode import decode, read_size
 from mcore_rl.data.images.encoded import (
@@ -96,7 +96,7 @@ class MessageImages:
                 " model (docs/vision.md), or describe it in words"
             )
         try:
-            encoded = EncodedImage(image_bytes(part), f"an image in {where}")
+            encoded = EncodedImage(read_image_bytes(part), f"an image in {where}")
             image = await asyncio.to_thread(self._image, encoded, self._sight)
         except BadImageError as error:
             raise EpisodeError(str(error)) from error
@@ -148,7 +148,7 @@ class SeeingFormat:
         return None if ids is None else self._expand(ids, new)
 
     def _expand(self, ids: tuple[int, ...], messages: Sequence[Message]) -> tuple[int, ...]:
-        counts = [part["num_tokens"] for part in image_parts(messages)]
+        counts = [part["num_tokens"] for part in list_image_parts(messages)]
         found = ids.count(self._placeholder_id)
         if found != len(counts):
             raise EpisodeError(
@@ -159,7 +159,7 @@ class SeeingFormat:
         return tuple(expand_placeholders(ids, self._placeholder_id, counts))
 
 
-def image_parts(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
+def list_image_parts(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
     """Yield the parts that stand for images which have been read, in order."""
     for message in messages:
         content = message.get("content")
@@ -168,7 +168,7 @@ def image_parts(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
                 yield part
 
 
-def prompt_messages(prompt: Prompt) -> tuple[Message, ...]:
+def make_prompt_messages(prompt: Prompt) -> tuple[Message, ...]:
     """Return a prompt's messages as environments get them: each `<image>` is a data: URL."""
     if not prompt.images:
         return prompt.messages
@@ -178,7 +178,7 @@ def prompt_messages(prompt: Prompt) -> tuple[Message, ...]:
     for message in messages:
         if isinstance(message["content"], list):
             message["content"] = [
-                image_part(next(images).data) if part["type"] == PART else part
+                make_image_part(next(images).data) if part["type"] == PART else part
                 for part in message["content"]
             ]
     return tuple(messages)

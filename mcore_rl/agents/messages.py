@@ -132,7 +132,7 @@ class EpisodeTask:
     seed: int = 0
 
 
-def fingerprints(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
+def make_fingerprints(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
     """Return a hash of the first 0, 1, 2, ... messages, equal for those that differ in form alone.
 
     Reasoning is left out: clients may drop that of earlier answers, and it stays what it was.
@@ -145,7 +145,7 @@ def fingerprints(messages: Sequence[Message], tools: Sequence[Tool]) -> list[byt
 
 def add_message(before: bytes, message: Message) -> bytes:
     """Return the hash of a conversation whose hash was `before`, with one more message."""
-    return _hash(before, normal(message))
+    return _hash(before, normalize(message))
 
 
 def _hash(before: bytes, value: Any) -> bytes:
@@ -159,7 +159,7 @@ def _json(value: Any) -> bytes:
         return json.dumps(value, sort_keys=True).encode()
 
 
-def normal(message: Message) -> dict[str, Any]:
+def normalize(message: Message) -> dict[str, Any]:
     """Return what counts of a message: role, text, tool calls and the call that it answers."""
     form: dict[str, Any] = {"role": message.get("role"), "content": _text(message.get("content"))}
     if calls := message.get("tool_calls"):

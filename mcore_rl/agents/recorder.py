@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mcore_rl.agents.chat.template import Format
-from mcore_rl.agents.images import image_parts
+from mcore_rl.agents.images import list_image_parts
 from mcore_rl.agents.messages import (
     Answer,
     ChatRequest,
@@ -21,7 +21,7 @@ from mcore_rl.agents.messages import (
     Message,
     Tool,
     add_message,
-    fingerprints,
+    make_fingerprints,
 )
 from mcore_rl.agents.turn_tree import Fork, Turn, TurnTree, at_leaves, rows_of
 from mcore_rl.types import EpisodeRecord, PromptImage, Sample
@@ -134,7 +134,7 @@ class EpisodeRecorder:
         self._refuse_sampled_marks()
         place = self._find(request)
         place, prefix_ids, context_ids = self._context(place, request)
-        images = tuple(self.images[part["image"]] for part in image_parts(place.new))
+        images = tuple(self.images[part["image"]] for part in list_image_parts(place.new))
         room = self.limits.max_tokens - len(prefix_ids) - len(context_ids)
         if room < 1:
             used = len(prefix_ids) + len(context_ids)
@@ -206,7 +206,7 @@ class EpisodeRecorder:
     def _find(self, request: ChatRequest) -> RowPlace:
         """Return the turn whose conversation is the longest beginning of the request's."""
         messages = request.messages
-        hashes = fingerprints(messages, request.tools)
+        hashes = make_fingerprints(messages, request.tools)
         is_retry = hashes[-1] in self._asked
         for k in range(len(messages), 0, -1):
             parent = self._ends.get(hashes[k])

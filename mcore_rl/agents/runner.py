@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from mcore_rl.agents.environments.adapters import is_program
 from mcore_rl.agents.environments.environment import EnvironmentLostError, EpisodeError, Step
-from mcore_rl.agents.environments.pool import EnvironmentPool, OpenEpisode, task_fields
+from mcore_rl.agents.environments.pool import EnvironmentPool, OpenEpisode, make_task_fields
 from mcore_rl.agents.gateway import Gateway
-from mcore_rl.agents.images import MessageImages, SeeingFormat, Sight, prompt_messages
+from mcore_rl.agents.images import MessageImages, SeeingFormat, Sight, make_prompt_messages
 from mcore_rl.agents.messages import (
     Answer,
     CallStatus,
@@ -116,7 +116,7 @@ class EpisodeRunner:
         it ends the episode with a reason; errors of the engines are raised.
         """
         task = EpisodeTask(
-            messages=prompt_messages(prompt),
+            messages=make_prompt_messages(prompt),
             data_source=prompt.data_source,
             ground_truth=prompt.ground_truth,
             extra_info=prompt.extra_info,
@@ -187,7 +187,7 @@ class EpisodeRunner:
     async def _run_program(self, task: EpisodeTask, recorder: EpisodeRecorder) -> Ending:
         assert self._gateway is not None, "programs need a gateway"
         session = self._gateway.open_session(recorder)
-        fields = task_fields(task)
+        fields = make_task_fields(task)
         fields |= {"gateway_url": session.openai_url, "gateway_key": session.key}
         try:
             result = await self._pool.run(fields)
@@ -246,7 +246,7 @@ class Talk:
             self._count_calls(answer)
             if completion.finish_reason == "length" and self._is_full(completion):
                 return Ending(EndReason.MAX_TOKENS, "", self.metrics)
-            told = complaints(answer)
+            told = list_complaints(answer)
             if told and not answer.message.get("tool_calls"):
                 self._num_bad += 1
                 if self._num_bad > self._options.max_bad_calls:
@@ -291,7 +291,7 @@ def _tell_results(reason: str) -> EndReason:
     return EndReason(reason)
 
 
-def complaints(answer: Answer) -> list[Message]:
+def list_complaints(answer: Answer) -> list[Message]:
     """Return what the policy is told of the calls that it wrote and that were not executed."""
     errors = [a.error or a.status for a in answer.attempts if a.status is not CallStatus.OK]
     if not errors:

@@ -14,7 +14,7 @@ from typing import Any
 from mcore_rl.batches.step_parts import home_of
 from mcore_rl.cluster.answers import RankDiedError, RankError
 from mcore_rl.cluster.group import IndependentRanks
-from mcore_rl.cluster.nodes import alive_nodes
+from mcore_rl.cluster.nodes import list_alive_nodes
 from mcore_rl.cluster.stores import StoreHandles, share_array
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.process_state import RestartBudget
@@ -227,7 +227,7 @@ class CollectorGroup:
 
     async def _wait_for_loss_of_node(self, k: int) -> None:
         """Return once Ray has lost the collector's node."""
-        while self._nodes[k] in [node.id for node in await asyncio.to_thread(alive_nodes)]:
+        while self._nodes[k] in [node.id for node in await asyncio.to_thread(list_alive_nodes)]:
             await asyncio.sleep(NODE_POLL_S)
 
 

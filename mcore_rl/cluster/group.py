@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.cluster.answers import GRACE_S, Answers, Rank, RankDiedError, RankError
 from mcore_rl.cluster.environment import compare_environments
-from mcore_rl.cluster.nodes import alive_nodes
+from mcore_rl.cluster.nodes import list_alive_nodes
 from mcore_rl.cluster.rank_actor import RankActor
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.cores import THREADS
@@ -100,7 +100,7 @@ class RankGroup:
         """
         envs = runtime_envs or {}
         self.role = role
-        nodes = alive_nodes() if slots else []
+        nodes = list_alive_nodes() if slots else []
         names = {node.id: node.name for node in nodes} if len(nodes) > 1 else {}
         self.ranks = [
             Rank(role, k, log_dir / f"{role}_rank{k}.log", node=names.get(slot.node, ""))

@@ -37,7 +37,7 @@ LEFT_OUT = ("start_api_server", "start_log_monitor", "start_monitor")
 
 
 @contextmanager
-def own_token(folder: Path) -> Iterator[None]:
+def keep_own_token(folder: Path) -> Iterator[None]:
     """Make ~/.ray/auth_token, or a file in `folder`, with mode 0600, unless the user names a token.
 
     One that others can read is closed to them, and a warning says so.

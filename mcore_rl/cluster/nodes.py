@@ -22,7 +22,7 @@ class Node:
     gpus: int
 
 
-def alive_nodes() -> list[Node]:
+def list_alive_nodes() -> list[Node]:
     """Return the live nodes in their order."""
     return sorted(
         (
@@ -47,7 +47,7 @@ def wait_for_nodes(num_nodes: int, timeout_s: float, names: Sequence[str] = ()) 
     known, those that did not.
     """
     until = time.monotonic() + timeout_s
-    while len(nodes := alive_nodes()) < num_nodes:
+    while len(nodes := list_alive_nodes()) < num_nodes:
         if time.monotonic() > until:
             came = [node.name for node in nodes]
             missing = [name for name in names if name not in came]

@@ -13,7 +13,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from mcore_rl.cluster.nodes import Node, alive_nodes
+from mcore_rl.cluster.nodes import Node, list_alive_nodes
 from mcore_rl.config import ClusterConfig, RolloutConfig
 from mcore_rl.planning.bundles import Bundle, RunSize
 from mcore_rl.planning.slots import RunSlots, Slot, reserve_slots
@@ -60,9 +60,9 @@ def _describe_ranks(indices: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, indices))}"
 
 
-def gpus_per_node() -> int:
+def find_gpus_per_node() -> int:
     """Return the GPUs of the cluster's largest node; 0 if no node has one."""
-    return max((node.gpus for node in alive_nodes()), default=0)
+    return max((node.gpus for node in list_alive_nodes()), default=0)
 
 
 def reserve_in_ray(
@@ -70,7 +70,7 @@ def reserve_in_ray(
 ) -> RunSlots:
     """Reserve room for the processes of a run within `timeout_s`; see planning.slots."""
     in_ray = partial(reserve, timeout_s=timeout_s)
-    return reserve_slots(size, rollout, cluster, gpus_per_node(), in_ray)
+    return reserve_slots(size, rollout, cluster, find_gpus_per_node(), in_ray)
 
 
 def reserve(
@@ -84,7 +84,7 @@ def reserve(
     order. Raises ValueError naming what is needed and what is free if that does not suffice within
     `timeout_s`.
     """
-    nodes = alive_nodes()
+    nodes = list_alive_nodes()
     apart = [k for k in sorted(spread) if 1 < len(plans[k]) <= len(nodes)]
     together = [k for k in range(len(plans)) if k not in apart]
     # Plans that are apart come first: the others would fill nodes that these need a part of.

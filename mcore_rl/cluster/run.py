@@ -18,7 +18,7 @@ from mcore_rl.cluster.engines import EngineGroup, ServedEngines
 from mcore_rl.cluster.environment import make_nsys_environments
 from mcore_rl.cluster.group import guard
 from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
-from mcore_rl.cluster.nodes import alive_nodes
+from mcore_rl.cluster.nodes import list_alive_nodes
 from mcore_rl.cluster.placement import report_placement, reserve_in_ray
 from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.cluster.shared_folder import bring_run_files
@@ -196,7 +196,7 @@ def run_processes(
         naming,
     ):
         slots = reserve_in_ray(size, config.rollout, config.cluster, startup_s)
-        for line in report_placement(slots, alive_nodes()):
+        for line in report_placement(slots, list_alive_nodes()):
             _log.info(line)
         nsys = make_nsys_environments(config.profile, log_dir.parent / "profile")
         trainer = TrainerGroup(slots.trainer, log_dir, timeout_s, nsys) if size.trainer else None

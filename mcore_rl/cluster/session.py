@@ -22,7 +22,7 @@ from ray.job_config import JobConfig
 
 from mcore_rl.cluster import watchdog
 from mcore_rl.cluster.environment import select_worker_variables, set_defaults
-from mcore_rl.cluster.local_ray import leave_processes_out, own_token
+from mcore_rl.cluster.local_ray import keep_own_token, leave_processes_out
 from mcore_rl.cluster.nodes import wait_for_nodes
 from mcore_rl.cluster.process_tags import OPEN, ignore_interrupts, make_ray_temp_dir, tag_processes
 from mcore_rl.config import ClusterConfig
@@ -82,7 +82,7 @@ def open_ray_session(
         make_ray_temp_dir() as temp_dir,
         tag_processes(str(temp_dir)),
         _keep_ray_on_loopback(),
-        own_token(temp_dir),
+        keep_own_token(temp_dir),
         _shut_down(temp_dir),
     ):
         _start(config, num_cpus, temp_dir)
@@ -154,7 +154,7 @@ def _raise_if_ray_is_lost(*_: object) -> None:
     for child in psutil.Process().children():
         if child.status() == psutil.STATUS_ZOMBIE and child.name() in watchdog.RAY_PROCESSES:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            raise RayLost(watchdog.ray_lost(child.name()))
+            raise RayLost(watchdog.describe_lost_ray(child.name()))
 
 
 @contextmanager
@@ -266,7 +266,9 @@ def _exit_after(seconds: float, session: Path | None) -> Iterator[None]:
 
 
 def _kill_all(seconds: float, session: Path | None) -> None:
-    states = {name: describe_state(pid) for name, pid in watchdog.ray_children(os.getpid()).items()}
+    states = {
+        name: describe_state(pid) for name, pid in watchdog.find_ray_children(os.getpid()).items()
+    }
     why = "".join(f"; {name} {state}" for name, state in states.items() if state)
     told = f"Ray did not shut down within {seconds:g} s{why}: its processes are killed"
     print(f"mcore-rl: {told}", file=sys.stderr)

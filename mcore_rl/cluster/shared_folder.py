@@ -22,7 +22,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from zlib_ng import zlib_ng
 
-from mcore_rl.cluster.nodes import alive_nodes
+from mcore_rl.cluster.nodes import list_alive_nodes
 from mcore_rl.process.disk import DiskFullError, report_full_disk
 from mcore_rl.process.file_lock import hold_lock
 
@@ -233,24 +233,24 @@ class RunFiles:
     def __init__(self, folder: Path, apart: Collection[str], timeout_s: float) -> None:
         """`timeout_s` is for each part of a file that travels."""
         self._folder = folder
-        self._find_apart = apart
+        self._apart = apart
         self._began_s = time.time() - CLOCKS_DIFFER_S
         if apart:
             self._storage = CarriedStorage(start_keeper(folder), timeout_s)
 
     def find_storage(self, node: str) -> CarriedStorage | None:
         """Return the storage for the ranks of a node; None if they see the folder."""
-        return self._storage if node in self._find_apart else None
+        return self._storage if node in self._apart else None
 
     def bring_logs(self, timeout_s: float = LOGS_TIMEOUT_S) -> None:
         """Bring the logs and profiles that were written on the nodes apart since the start.
 
         The log names nodes that are lost or too slow.
         """
-        nodes = {node.name: node.id for node in alive_nodes() if node.name in self._find_apart}
+        nodes = {node.name: node.id for node in list_alive_nodes() if node.name in self._apart}
         refs = {name: self._bring_from(node_id) for name, node_id in nodes.items()}
         until_s = time.monotonic() + timeout_s
-        for name in sorted(self._find_apart):
+        for name in sorted(self._apart):
             try:
                 if name not in refs:
                     raise ValueError("it is lost")

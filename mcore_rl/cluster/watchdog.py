@@ -29,7 +29,7 @@ _PF_EXITING = 0x4
 """A bit of the flags in /proc/<pid>/stat (linux/sched.h)."""
 
 
-def session_pids(session: str, excluded_pid: int) -> list[int]:
+def list_session_pids(session: str, excluded_pid: int) -> list[int]:
     """Return the live processes of the session on this machine, except `excluded_pid`."""
     pids = []
     for folder in Path("/proc").iterdir():
@@ -63,7 +63,7 @@ def end_session(session: str) -> None:
 def _wait_until_gone(session: str, timeout_s: float) -> list[int]:
     """Return the processes that are left after at most `timeout_s`."""
     until = time.monotonic() + timeout_s
-    while (pids := session_pids(session, os.getpid())) and time.monotonic() < until:
+    while (pids := list_session_pids(session, os.getpid())) and time.monotonic() < until:
         time.sleep(POLL_S)
     return pids
 
@@ -79,7 +79,7 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def ray_lost(name: str) -> str:
+def describe_lost_ray(name: str) -> str:
     """Return the message for when one of RAY_PROCESSES is gone."""
     return (
         f"Ray's {name} process died (killed, crashed or out of memory), and every rank with it."
@@ -115,7 +115,11 @@ def wait_for_parent(parent: int, stopped_s: float = STOPPED_S) -> str:
         gone = [name for name in RAY_PROCESSES if ray_fds.get(name) in ended]
         if gone and not lost:
             parent_ends_too = parent_fd in ended or is_ending(parent)
-            lost = died_together(parent, gone) if parent_ends_too else ray_lost(gone[0])
+            lost = (
+                describe_joint_death(parent, gone)
+                if parent_ends_too
+                else describe_lost_ray(gone[0])
+            )
         if parent_fd in ended:
             break
         for name in gone:
@@ -125,7 +129,7 @@ def wait_for_parent(parent: int, stopped_s: float = STOPPED_S) -> str:
 
 def _watch_ray(parent: int, ray_fds: dict[str, int], poller: "select.poll") -> None:
     """Register the Ray processes that `parent` has started since the last call."""
-    for name, pid in ray_children(parent).items():
+    for name, pid in find_ray_children(parent).items():
         if name not in ray_fds:
             with contextlib.suppress(ProcessLookupError):
                 ray_fds[name] = os.pidfd_open(pid)
@@ -134,7 +138,7 @@ def _watch_ray(parent: int, ray_fds: dict[str, int], poller: "select.poll") -> N
 
 def _kill_stopped(parent: int, since: dict[str, float], stopped_s: float) -> None:
     """Kill Ray processes that have been stopped for `stopped_s`; `since` remembers their names."""
-    stopped = {name: pid for name, pid in ray_children(parent).items() if is_stopped(pid)}
+    stopped = {name: pid for name, pid in find_ray_children(parent).items() if is_stopped(pid)}
     for name in since.keys() - stopped.keys():
         del since[name]
     for name, pid in stopped.items():
@@ -161,7 +165,7 @@ def is_ending(pid: int) -> bool:
     return state in "ZX" or bool(flags & _PF_EXITING)
 
 
-def died_together(parent: int, names: list[str]) -> str:
+def describe_joint_death(parent: int, names: list[str]) -> str:
     """Return the message for when nobody can tell which process died first."""
     ray_processes = " and ".join(f"Ray's {name} process" for name in names)
     return (
@@ -170,7 +174,7 @@ def died_together(parent: int, names: list[str]) -> str:
     )
 
 
-def ray_children(parent: int) -> dict[str, int]:
+def find_ray_children(parent: int) -> dict[str, int]:
     """Return name -> pid of the Ray processes that `parent` started."""
     pids = {}
     for folder in Path("/proc").iterdir():

@@ -9,14 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.agents.chat.chat_format import ChatFormat
-from mcore_rl.agents.environments.environment import EpisodeError, find_images, image_part
+from mcore_rl.agents.environments.environment import EpisodeError, find_images, make_image_part
 from mcore_rl.agents.images import (
     ImageLimits,
     MessageImages,
     SeeingFormat,
     Sight,
-    image_parts,
-    prompt_messages,
+    list_image_parts,
+    make_prompt_messages,
 )
 from mcore_rl.agents.messages import ChatRequest, EndReason, EpisodeEndedError, Message
 from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder
@@ -82,7 +82,7 @@ class Scene:
 def said(role: str, *parts: str | int) -> Message:
     """Return a message of words and of pictures by number."""
     content = [
-        image_part(PICTURES[part]) if isinstance(part, int) else {"type": "text", "text": part}
+        make_image_part(PICTURES[part]) if isinstance(part, int) else {"type": "text", "text": part}
         for part in parts
     ]
     return {"role": role, "content": content}
@@ -180,7 +180,7 @@ def test_a_picture_of_the_prompt_stays_as_it_was_fitted(sight: Sight) -> None:
     fitted = PromptImage("named", PICTURES[7], 4, 4, "row 0")
     messages = ({"role": "user", "content": "look <image> here"},)
     prompt = Prompt(0, (1,), messages, "unit", "", images=(fitted,))
-    given_out = prompt_messages(prompt)
+    given_out = make_prompt_messages(prompt)
     assert find_images(given_out) == [PICTURES[7]]
     [message] = read(sight, *given_out, images=prompt.images)
     assert message["content"] == [
@@ -189,7 +189,7 @@ def test_a_picture_of_the_prompt_stays_as_it_was_fitted(sight: Sight) -> None:
         {"type": "text", "text": " here"},
     ]
     text = Prompt(0, (1,), messages, "unit", "")
-    assert prompt_messages(text) == messages and read(sight, *messages) == list(messages)
+    assert make_prompt_messages(text) == messages and read(sight, *messages) == list(messages)
 
 
 def test_large_images_are_shrunk(sight: Sight) -> None:
@@ -198,8 +198,8 @@ def test_large_images_are_shrunk(sight: Sight) -> None:
     limited = Sight(sight.processor, PLACEHOLDER_ID, limits, MARKS)
     counts = []
     for way in (sight, limited):
-        [message] = read(way, {"role": "tool", "content": [image_part(large)]})
-        counts += [part["num_tokens"] for part in image_parts([message])]
+        [message] = read(way, {"role": "tool", "content": [make_image_part(large)]})
+        counts += [part["num_tokens"] for part in list_image_parts([message])]
     assert counts[0] > 9 >= counts[1] > 0
 
 
@@ -211,9 +211,9 @@ def test_large_images_are_shrunk(sight: Sight) -> None:
         ({"type": "image_url", "image_url": "data:;base64,%%"}, "base64 is damaged"),
         ({"type": "input_audio"}, "a part of type 'input_audio'"),
         ({"type": "image", "image": "forged", "num_tokens": 1}, "a part of type 'image'"),
-        (image_part(b"no picture"), "is none of BMP"),
-        (image_part(PICTURES[0][:-40]), "is damaged"),
-        (image_part(encode(noise(200, 100))), "has 200 x 100 pixels, 10000 are allowed"),
+        (make_image_part(b"no picture"), "is none of BMP"),
+        (make_image_part(PICTURES[0][:-40]), "is damaged"),
+        (make_image_part(encode(noise(200, 100))), "has 200 x 100 pixels, 10000 are allowed"),
     ],
 )
 def test_what_is_no_image_ends_the_episode(sight: Sight, part: Any, message: str) -> None:

@@ -1,6 +1,6 @@
 """Conversations that differ in form alone have the same fingerprint; others do not."""
 
-from mcore_rl.agents.messages import Message, fingerprints
+from mcore_rl.agents.messages import Message, make_fingerprints
 
 
 def call(arguments: object) -> Message:
@@ -11,11 +11,13 @@ def call(arguments: object) -> Message:
 def test_form_does_not_count() -> None:
     plain = {"role": "user", "content": "go"}
     parts = {"role": "user", "content": [{"type": "text", "text": "g"}, {"text": "o"}]}
-    assert fingerprints([plain], ()) == fingerprints([parts], ())
+    assert make_fingerprints([plain], ()) == make_fingerprints([parts], ())
     without = {"role": "assistant", "content": "x"}
-    assert fingerprints([without], ()) == fingerprints([{**without, "reasoning_content": "r"}], ())
+    assert make_fingerprints([without], ()) == make_fingerprints(
+        [{**without, "reasoning_content": "r"}], ()
+    )
     empty = {**call("{}"), "content": ""}
-    assert fingerprints([call("{}")], ()) == fingerprints([empty], ())
+    assert make_fingerprints([call("{}")], ()) == make_fingerprints([empty], ())
 
 
 def test_everything_else_counts() -> None:
@@ -26,18 +28,18 @@ def test_everything_else_counts() -> None:
         [{"role": "user", "content": ""}],
         [{"role": "system", "content": ""}],
     ]
-    hashes = [fingerprints(messages, ())[-1] for messages in conversations]
-    hashes.append(fingerprints(conversations[0], [{"type": "function"}])[-1])
+    hashes = [make_fingerprints(messages, ())[-1] for messages in conversations]
+    hashes.append(make_fingerprints(conversations[0], [{"type": "function"}])[-1])
     assert len(set(hashes)) == len(hashes)
 
 
 def test_there_is_one_for_each_beginning() -> None:
     messages = [{"role": "user", "content": str(i)} for i in range(4)]
-    hashes = fingerprints(messages, ())
-    assert [fingerprints(messages[:k], ())[-1] for k in range(5)] == hashes
+    hashes = make_fingerprints(messages, ())
+    assert [make_fingerprints(messages[:k], ())[-1] for k in range(5)] == hashes
 
 
 def test_values_that_fast_json_refuses_have_fingerprints_too() -> None:
     values = [2**70, 2**70 + 1, "\ud800", "\ud801"]
-    hashes = [fingerprints([], [{"function": {"default": value}}])[0] for value in values]
+    hashes = [make_fingerprints([], [{"function": {"default": value}}])[0] for value in values]
     assert len(set(hashes)) == len(values)

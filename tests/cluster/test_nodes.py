@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mcore_rl.cluster.nodes import alive_nodes, wait_for_nodes
+from mcore_rl.cluster.nodes import list_alive_nodes, wait_for_nodes
 from tests.support.imaginary_gpus import four_imaginary_gpus
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -18,7 +18,7 @@ def one_node() -> Iterator[None]:
 
 def test_a_node_that_does_not_come_is_named() -> None:
     [node] = wait_for_nodes(1, timeout_s=5)
-    assert [node] == alive_nodes() and node.gpus == 4
+    assert [node] == list_alive_nodes() and node.gpus == 4
     with pytest.raises(
         ValueError, match=rf"after 0 s Ray has 1 of 2 nodes: {node.name}; missing: b"
     ):

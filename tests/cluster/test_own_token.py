@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.cluster.local_ray import own_token
+from mcore_rl.cluster.local_ray import keep_own_token
 
 NAMES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
@@ -29,7 +29,7 @@ def mode(path: Path) -> int:
 
 
 def test_a_new_token_is_in_the_home(home: Path, tmp_path: Path) -> None:
-    with own_token(tmp_path):
+    with keep_own_token(tmp_path):
         assert "RAY_AUTH_TOKEN_PATH" not in os.environ
     path = home / ".ray" / "auth_token"
     assert len(path.read_text()) == 64 and mode(path) == 0o600 and mode(path.parent) == 0o700
@@ -42,11 +42,11 @@ def test_one_that_others_can_read_is_closed(
     path.parent.mkdir()
     path.write_text("mine")
     path.chmod(0o644)
-    with caplog.at_level(logging.WARNING), own_token(tmp_path):
+    with caplog.at_level(logging.WARNING), keep_own_token(tmp_path):
         assert path.read_text() == "mine" and mode(path) == 0o600
     assert f"{path} had mode 644" in caplog.text
     caplog.clear()
-    with own_token(tmp_path):
+    with keep_own_token(tmp_path):
         assert not caplog.text, "once"
 
 
@@ -61,7 +61,7 @@ def test_without_a_home_it_is_in_the_runs_folder(
     tokens = []
     for folder in (tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
-        with own_token(folder):
+        with keep_own_token(folder):
             file = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
             assert file.parent == folder and mode(file) == 0o600
             tokens.append(file.read_text())
@@ -76,6 +76,6 @@ def test_a_token_of_the_user_is_kept(
     monkeypatch.setenv(name, "mine")
     folder = tmp_path / "run"
     folder.mkdir()
-    with own_token(folder):
+    with keep_own_token(folder):
         assert os.environ[name] == "mine" and not list(folder.iterdir())
     assert not list(home.iterdir())

@@ -9,7 +9,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import remove_placement_group
 
 from mcore_rl.cluster.group import RankGroup
-from mcore_rl.cluster.placement import gpus_per_node, reserve
+from mcore_rl.cluster.placement import find_gpus_per_node, reserve
 from mcore_rl.planning.bundles import plan_engine, plan_ranks
 from mcore_rl.planning.slots import (
     colocate_engines,
@@ -30,7 +30,7 @@ def four_gpus() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("four_gpus")
 def test_every_training_rank_has_a_gpu_and_engines_take_none(tmp_path: Path) -> None:
-    assert gpus_per_node() == 4
+    assert find_gpus_per_node() == 4
     [slots] = reserve([plan_ranks(4, 1.5, 4)], timeout_s=20)
     trainer_slots = divide(slots, 3)
     critic_slots, engine_slots = (

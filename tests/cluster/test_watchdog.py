@@ -52,9 +52,9 @@ def test_processes_belong_to_a_session_by_mark_or_by_an_open_file(
     marked = start(SLEEP, processes, **{watchdog.MARK: session})
     opened = start([*OPEN_A_FILE, f"{session}/log"], processes)
     other = start(SLEEP, processes, **{watchdog.MARK: str(tmp_path / "another")})
-    found = watchdog.session_pids(session, excluded_pid=os.getpid())
+    found = watchdog.list_session_pids(session, excluded_pid=os.getpid())
     assert sorted(found) == sorted([marked.pid, opened.pid])
-    assert watchdog.session_pids(session, excluded_pid=marked.pid) == [opened.pid]
+    assert watchdog.list_session_pids(session, excluded_pid=marked.pid) == [opened.pid]
     watchdog.end_session(session)
     assert marked.wait(5) == opened.wait(5) == -signal.SIGKILL
     assert other.poll() is None
@@ -81,15 +81,19 @@ def test_ray_processes_are_found_by_name_and_parent(
         processes.append(subprocess.Popen([str(tmp_path / name), "60"], text=True))
     pids = {"raylet": processes[0].pid, "gcs_server": processes[1].pid}
     deadline = time.monotonic() + 10
-    while watchdog.ray_children(os.getpid()) != pids:
-        assert time.monotonic() < deadline, watchdog.ray_children(os.getpid())
+    while watchdog.find_ray_children(os.getpid()) != pids:
+        assert time.monotonic() < deadline, watchdog.find_ray_children(os.getpid())
         time.sleep(0.01)
-    assert watchdog.ray_children(1) == {}
+    assert watchdog.find_ray_children(1) == {}
 
 
 def test_messages_name_who_died_and_how_to_go_on() -> None:
-    assert watchdog.ray_lost("raylet").startswith("Ray's raylet process died")
-    both = watchdog.died_together(12, ["raylet", "gcs_server"])
+    assert watchdog.describe_lost_ray("raylet").startswith("Ray's raylet process died")
+    both = watchdog.describe_joint_death(12, ["raylet", "gcs_server"])
     assert "process 12) and Ray's raylet process and Ray's gcs_server process died together" in both
-    for message in (watchdog.ray_lost("raylet"), both, watchdog.wait_for_parent(2**22 + 1)):
+    for message in (
+        watchdog.describe_lost_ray("raylet"),
+        both,
+        watchdog.wait_for_parent(2**22 + 1),
+    ):
         assert message.endswith("continues from the newest checkpoint")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rl.agents.gateway.normal import assistant_message, normal_message, tool_call
+from mcore_rl.agents.gateway.normal import make_assistant_message, make_tool_call, normalize_message
 from mcore_rl.agents.messages import Answer, ChatRequest, Completion, Message
 
 Policy = Callable[[ChatRequest, int], Message]
@@ -13,7 +13,7 @@ Policy = Callable[[ChatRequest, int], Message]
 
 def count_aloud(request: ChatRequest, turn: int) -> Message:
     """Say the last message and the number of the turn."""
-    return assistant_message(f"{turn}: {request.messages[-1]['content']}")
+    return make_assistant_message(f"{turn}: {request.messages[-1]['content']}")
 
 
 def say(*messages: Message) -> Policy:
@@ -23,8 +23,8 @@ def say(*messages: Message) -> Policy:
 
 def think_and_call(*arguments: str, content: str = "") -> Message:
     """Return a message that calls a tool once for each of these arguments."""
-    calls = [tool_call(f"call_{i}", "look", text) for i, text in enumerate(arguments)]
-    return assistant_message(content, "let me see", calls)
+    calls = [make_tool_call(f"call_{i}", "look", text) for i, text in enumerate(arguments)]
+    return make_assistant_message(content, "let me see", calls)
 
 
 @dataclass
@@ -62,7 +62,7 @@ class RecordingChat:
         if self.failures:
             raise self.failures.pop(0)
         message = self.policy(request, turn)
-        self.answers.append(normal_message(message))
+        self.answers.append(normalize_message(message))
         return completion_of(message, turn)
 
     def add_reward(self, reward: float, turn: int | None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from mcore_rl.agents.gateway.api import Answered, Api, Call, Memory
-from mcore_rl.agents.gateway.normal import assistant_message, tool_call
+from mcore_rl.agents.gateway.normal import make_assistant_message, make_tool_call
 from mcore_rl.agents.messages import Message
 from tests.support.episode_chats import completion_of
 
@@ -35,8 +35,8 @@ def answers(draw: st.DrawFn, ids: str = "call") -> Message:
     """Draw a message of the assistant: text, reasoning and parallel calls, each maybe empty."""
     arguments = draw(st.lists(ARGUMENTS, max_size=3))
     name = draw(st.sampled_from(["look", "search_ü"]))
-    calls = [tool_call(f"{ids}_{i}", name, text) for i, text in enumerate(arguments)]
-    return assistant_message(draw(TEXTS), draw(TEXTS), calls)
+    calls = [make_tool_call(f"{ids}_{i}", name, text) for i, text in enumerate(arguments)]
+    return make_assistant_message(draw(TEXTS), draw(TEXTS), calls)
 
 
 def answered(message: Message) -> Answered:

@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from mcore_rl.agents.environments.crop_env import CropEnvironment, CropOptions
-from mcore_rl.agents.environments.environment import find_images, image_part
+from mcore_rl.agents.environments.environment import find_images, make_image_part
 from mcore_rl.tasks.shapes import (
     CELL,
     COLORS,
@@ -40,7 +40,7 @@ def test_demonstrations_show_what_the_environment_shows() -> None:
         problem = make_zoom_problem(chance)
         rows = demonstrate_zoom(problem, chance)
         environment = CropEnvironment(options)
-        content = [image_part(problem.picture)]
+        content = [make_image_part(problem.picture)]
         task = {"messages": [{"content": content}], "ground_truth": problem.answer}
         pictures = find_images(environment.reset(task).messages)
         assert [image["bytes"] for image in rows[0]["images"]] == pictures

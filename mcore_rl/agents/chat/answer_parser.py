@@ -19,11 +19,11 @@ from mcore_rl.agents.chat.tool_syntax import (
     SYNTAXES,
     CallIds,
     Written,
-    arguments_error,
+    describe_arguments_error,
+    describe_unknown_tool,
     explain,
     find_written,
     is_malformed,
-    unknown_tool,
 )
 from mcore_rl.agents.messages import Answer, CallAttempt, CallStatus, Tool
 
@@ -51,7 +51,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     )
 
 
-def token_starts(
+def find_token_starts(
     tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], text: str
 ) -> list[int]:
     """Return the offset in `text` at which each token begins; `text` is what the tokens decode to.
@@ -64,7 +64,7 @@ def token_starts(
     return _starts_in_context(tokenizer, token_ids)
 
 
-def token_span(starts: Sequence[int], start: int, stop: int) -> tuple[int, int]:
+def find_token_span(starts: Sequence[int], start: int, stop: int) -> tuple[int, int]:
     """Return the range of tokens that hold the characters [start, stop)."""
     first = bisect_right(starts, start) - 1
     return bisect_left(starts, starts[first]), bisect_left(starts, stop)
@@ -239,7 +239,7 @@ class AnswerParser:
         if self._syntax is None:
             return await self._calls_at_once(rest, begin, len(text), tools, ids)
         inside = [
-            self._in_reasoning(written) for written in find_written(self._syntax, text[:begin])
+            self._find_in_reasoning(written) for written in find_written(self._syntax, text[:begin])
         ]
         found = find_written(self._syntax, text, begin)
         cut_off = finish_reason == "length"
@@ -303,9 +303,9 @@ class AnswerParser:
             name = call.get("name") or ""
             arguments = call.get("parameters") or "{}"
             if name not in names:
-                error = unknown_tool(name, names)
+                error = describe_unknown_tool(name, names)
                 attempts.append(CallAttempt(CallStatus.UNKNOWN_TOOL, 0, 0, name, error=error))
-            elif error := arguments_error(arguments):
+            elif error := describe_arguments_error(arguments):
                 attempts.append(CallAttempt(CallStatus.BAD_JSON, 0, 0, name, error=error))
             else:
                 call_id = ids.make(name, written.text)
@@ -314,7 +314,7 @@ class AnswerParser:
                 good.append({"id": call_id, "type": "function", "function": function})
         return Parsed(written, tuple(attempts), tuple(good))
 
-    def _in_reasoning(self, written: Written) -> Parsed:
+    def _find_in_reasoning(self, written: Written) -> Parsed:
         error = "The tool call is part of the reasoning; calls follow after it."
         return Parsed(written, (CallAttempt(CallStatus.IN_REASONING, 0, 0, error=error),))
 
@@ -344,10 +344,10 @@ class AnswerParser:
         """Return all attempts with their tokens."""
         if not any(one.attempts for one in parsed):
             return ()
-        starts = token_starts(self._tokenizer, token_ids, decode(self._tokenizer, token_ids))
+        starts = find_token_starts(self._tokenizer, token_ids, decode(self._tokenizer, token_ids))
         placed = []
         for one in parsed:
-            start, stop = token_span(starts, one.written.start, one.written.stop)
+            start, stop = find_token_span(starts, one.written.start, one.written.stop)
             placed += [replace(attempt, start=start, stop=stop) for attempt in one.attempts]
         return tuple(placed)
 

@@ -1,6 +1,6 @@
 """From messages to token ids: of a whole conversation, and of what is appended to a sampled answer.
 
-row:  | whole(messages) | sampled answer | appended(...) | sampled answer | appended(...) | ...
+row:  | render_whole(messages) | sampled answer | render_appended(...) | sampled answer | ...
                                            end of the answer's turn, new messages, prompt
 
 Sampled ids are never decoded and encoded again: only the text after them is tokenized.
@@ -30,7 +30,7 @@ from mcore_rl.agents.messages import Message, Tool
 END_OF_REASONING = "</think>"
 
 
-def unused_mark(messages: Sequence[Message]) -> str:
+def find_unused_mark(messages: Sequence[Message]) -> str:
     """Return letters and digits that occur nowhere in the messages."""
     text = json.dumps([dict(message) for message in messages], default=str)
     number = 0
@@ -205,12 +205,12 @@ class ChatFormat:
         """Return the ids that follow `answer_ids`, the answer that the last message tells.
 
         They are the rest of the end of the answer's turn, the messages `new` and the generation
-        prompt. The row up to `answer_ids` must have been made from history[:-1] by `whole` and
-        `appended`, with the same tools. How an answer was written (white space in JSON, say) does
-        not matter: its text is never compared with the template's.
+        prompt. The row up to `answer_ids` must have been made from history[:-1] by `render_whole`
+        and `render_appended`, with the same tools. How an answer was written (white space in JSON,
+        say) does not matter: its text is never compared with the template's.
 
         None: the template changes what the row shows, or refuses one of the conversations, or
-        it isn't known where the answer's turn ends. `whole` then begins another row. With
+        it isn't known where the answer's turn ends. `render_whole` then begins another row. With
         reasoning=keep, dropped reasoning is no such change.
         Raises ValueError if the last message of `history` is not the assistant's.
         """
@@ -221,9 +221,10 @@ class ChatFormat:
         return None if tail is None else self._encode_after(answer_ids, tail)
 
     def allow_excerpts(self) -> bool:
-        """Have `appended` render excerpts of long conversations, if trials show no difference.
+        """Have `render_appended` render excerpts of long conversations, if trials show no change.
 
-        Returns whether it does. The time of `appended` then hardly grows with the conversation.
+        Returns whether it does. The time of `render_appended` then hardly grows with the
+        conversation.
         """
         return self._shortcut.open(self._template.source, TRIAL_TOOL)
 
@@ -249,13 +250,13 @@ class ChatFormat:
         new: Sequence[Message],
         tools: Sequence[Tool],
     ) -> str | None:
-        """Return the text after the answer; None if another row begins. See `appended`."""
+        """Return the text after the answer; None if another row begins. See `render_appended`."""
         keep = self.reasoning == "keep"
         if keep:
             text_too = self._template.text_is_reasoning
             history = [drop_reasoning(message, text_too) for message in history]
             new = [drop_reasoning(message, text_too) for message in new]
-        answer, marks = mark_answer(history[-1], unused_mark([*history, *new]))
+        answer, marks = mark_answer(history[-1], find_unused_mark([*history, *new]))
         tail = self._tail([*history[:-1], answer], answer_ids, new, tools, marks, any_mark=keep)
         if tail is None and keep and answer.get("tool_calls"):
             # The template may leave calls out. The row still shows them.

@@ -24,7 +24,7 @@ from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError, nodes
 
-from mcore_rl.agents.chat.template import trial_call
+from mcore_rl.agents.chat.template import make_trial_call
 from mcore_rl.agents.messages import Message, Tool
 
 _ROLES = frozenset({"user", "assistant", "tool"})
@@ -53,14 +53,14 @@ def make_excerpt(history: Sequence[Message], words: Collection[str]) -> list[Mes
     return [*excerpt, history[answers[-1]]]
 
 
-def refers_outside(excerpt: Sequence[Message], new: Sequence[Message]) -> bool:
+def does_refer_outside(excerpt: Sequence[Message], new: Sequence[Message]) -> bool:
     """Return whether a result in `new` answers a call that the excerpt does not show."""
     told = {message.get("tool_call_id") for message in new if message.get("role") == "tool"}
     calls = (call for message in excerpt for call in message.get("tool_calls") or ())
     return not told <= {call.get("id") for call in calls}
 
 
-def template_words(template: str) -> frozenset[str] | None:
+def find_template_words(template: str) -> frozenset[str] | None:
     """Return the texts with which a chat template compares parts of messages.
 
     Names, such as those of roles and types, and blanks are left out. None: it cannot be read.
@@ -125,7 +125,7 @@ class _Kind:
     user_follows: bool
 
 
-def trial_talks(number: int, seed: int = 0) -> Iterator[TrialTalk]:
+def make_trial_talks(number: int, seed: int = 0) -> Iterator[TrialTalk]:
     """Yield random conversations; each repeats up to three kinds of turns."""
     generator = random.Random(seed)
     for _ in range(number):
@@ -164,7 +164,7 @@ def _turn(kind: _Kind, number: int) -> tuple[Message, list[Message]]:
     new: list[Message] = []
     for i in range(kind.num_calls):
         call_id = f"call{number:03}{i:02}"
-        answer.setdefault("tool_calls", []).append(trial_call(call_id, f"value {number} {i}"))
+        answer.setdefault("tool_calls", []).append(make_trial_call(call_id, f"value {number} {i}"))
         result = f"result {number} {i}"
         new.append({"role": "tool", "tool_call_id": call_id, "content": result})
     if kind.user_follows:
@@ -195,7 +195,7 @@ class Shortcut:
 
         template   source of the chat template; several by name are not supported
         """
-        words = template_words(template) if isinstance(template, str) else None
+        words = find_template_words(template) if isinstance(template, str) else None
         if words is None or not self._is_exact(words, [tool]):
             return False
         self._words = words
@@ -209,7 +209,7 @@ class Shortcut:
         tools: Sequence[Tool],
     ) -> str | None:
         excerpt = None if self._words is None else make_excerpt(history, self._words)
-        if excerpt is None or refers_outside(excerpt, new):
+        if excerpt is None or does_refer_outside(excerpt, new):
             return self._follow(history, answer_ids, new, tools)
         found = self._follow(excerpt, answer_ids, new, tools)
         self._num_excerpts += 1
@@ -231,7 +231,7 @@ class Shortcut:
         return right
 
     def _is_exact(self, words: frozenset[str], tools: Sequence[Tool]) -> bool:
-        for talk in trial_talks(NUM_TRIALS):
+        for talk in make_trial_talks(NUM_TRIALS):
             excerpt = make_excerpt(talk.history, words)
             if excerpt is None:
                 continue

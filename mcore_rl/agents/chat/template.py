@@ -148,7 +148,7 @@ class ChatTemplate:
             return False
 
 
-def trial_call(call_id: str, value: str) -> dict[str, Any]:
+def make_trial_call(call_id: str, value: str) -> dict[str, Any]:
     """Return a call of TRIAL_TOOL whose argument is `value`."""
     function = {"name": "look", "arguments": json.dumps({"x": value})}
     return {"id": call_id, "type": "function", "function": function}
@@ -161,7 +161,9 @@ def _trial(calls: int, reasoning: bool = False, content: str = "") -> list[Messa
         answer["content"] = "text"
     else:
         values = [MARK + "call", MARK + "other"][:calls]
-        answer["tool_calls"] = [trial_call(f"call0000{i}", value) for i, value in enumerate(values)]
+        answer["tool_calls"] = [
+            make_trial_call(f"call0000{i}", value) for i, value in enumerate(values)
+        ]
     if reasoning:
         answer["reasoning_content"] = MARK + "why"
     return [{"role": "user", "content": "text"}, answer]
@@ -294,7 +296,7 @@ def _answer(num_calls: int, content: str = "", reasoning: str = "", first: int =
         answer["reasoning_content"] = reasoning
     if num_calls:
         numbers = range(first, first + num_calls)
-        answer["tool_calls"] = [trial_call(f"call0000{i}", f"value {i}") for i in numbers]
+        answer["tool_calls"] = [make_trial_call(f"call0000{i}", f"value {i}") for i in numbers]
     return answer
 
 

@@ -207,7 +207,7 @@ def explain(
     match = re.search(syntax.name, written.text)
     name = next((group for group in match.groups() if group), "") if match else ""
     if name and name not in names:
-        return CallStatus.UNKNOWN_TOOL, name, unknown_tool(name, names)
+        return CallStatus.UNKNOWN_TOOL, name, describe_unknown_tool(name, names)
     error = f"The tool call does not have the form {syntax.shape}"
     if syntax.is_json:
         try:
@@ -217,12 +217,12 @@ def explain(
     return CallStatus.BAD_JSON, name, error
 
 
-def unknown_tool(name: str, names: Sequence[str]) -> str:
+def describe_unknown_tool(name: str, names: Sequence[str]) -> str:
     """Return words for the policy about a tool that does not exist."""
     return f"There is no tool {name}; the tools are: {', '.join(names) or 'none'}."
 
 
-def arguments_error(arguments: str) -> str:
+def describe_arguments_error(arguments: str) -> str:
     """Return what is wrong with the arguments of a call; empty if they are a JSON object."""
     try:
         value: Any = json.loads(arguments)

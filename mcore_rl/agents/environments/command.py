@@ -103,7 +103,7 @@ class CommandOptions:
                 "least 2 and more than 0"
             )
         for name in self.files:
-            inner_path(Path("/"), name)
+            find_inner_path(Path("/"), name)
         program = self.command[0]
         if "{" not in program and shutil.which(program) is None:
             raise ValueError(f"command: there is no program {program!r}; install it or give a path")
@@ -177,7 +177,7 @@ class CommandEpisode:
             "task.json": json.dumps(hidden),
         }
         for name, text in files.items():
-            path = inner_path(folder, name)
+            path = find_inner_path(folder, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 
@@ -245,7 +245,7 @@ def make_gateway_variables(task: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def inner_path(folder: Path, name: str) -> Path:
+def find_inner_path(folder: Path, name: str) -> Path:
     """Return the path of a file in `folder`; ValueError if it would lie outside."""
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts or not Path(name).parts:

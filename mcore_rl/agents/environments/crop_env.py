@@ -15,9 +15,9 @@ from mcore_rl.agents.environments.environment import (
     Message,
     Start,
     Step,
-    image_bytes,
-    image_part,
     join_texts,
+    make_image_part,
+    read_image_bytes,
 )
 
 if TYPE_CHECKING:  # its interpreter may lack Pillow until an episode runs
@@ -114,7 +114,7 @@ class CropEnvironment:
 
         if part.get("type") != "image_url":
             return part
-        self._picture = Image.open(io.BytesIO(image_bytes(part))).convert("RGB")
+        self._picture = Image.open(io.BytesIO(read_image_bytes(part))).convert("RGB")
         longest = min(self.options.view_pixels, max(self._picture.size))
         return _part(_scale(self._picture, longest))
 
@@ -131,4 +131,4 @@ def _scale(picture: "Image.Image", longest: int) -> "Image.Image":
 def _part(picture: "Image.Image") -> dict[str, Any]:
     out = io.BytesIO()
     picture.save(out, "PNG")
-    return image_part(out.getvalue())
+    return make_image_part(out.getvalue())

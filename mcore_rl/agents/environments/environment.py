@@ -35,13 +35,13 @@ class EnvironmentTimeoutError(EnvironmentFailedError):
 SCHEME = "data:"
 
 
-def image_part(data: bytes, kind: str = "png") -> dict[str, Any]:
+def make_image_part(data: bytes, kind: str = "png") -> dict[str, Any]:
     """Return the part of a message that shows an encoded image; `kind` as in image/png."""
     url = f"{SCHEME}image/{kind};base64,{base64.b64encode(data).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def image_bytes(part: Mapping[str, Any]) -> bytes:
+def read_image_bytes(part: Mapping[str, Any]) -> bytes:
     """Return the encoded image of a part. Raises ValueError for a URL that is no data: URL."""
     found = part.get("image_url")
     url = found.get("url") if isinstance(found, Mapping) else found
@@ -60,7 +60,7 @@ def image_bytes(part: Mapping[str, Any]) -> bytes:
 def find_images(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
     """Return the encoded images of messages, in order."""
     return [
-        image_bytes(part)
+        read_image_bytes(part)
         for message in messages
         if not isinstance(message.get("content"), str)
         for part in message.get("content") or ()

@@ -28,7 +28,7 @@ _LOG_BYTES = 64 * 1024 * 1024
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-def descendants(pid: int) -> list[int]:
+def list_descendants(pid: int) -> list[int]:
     """Return the processes below `pid`, itself excluded, zombies included."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
@@ -40,7 +40,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def resident_bytes(pids: list[int]) -> int:
+def count_resident_bytes(pids: list[int]) -> int:
     """Return the resident memory of these processes; pages that they share count once for each."""
     pages = 0
     for pid in pids:
@@ -63,7 +63,7 @@ def _find_parent(pid: int) -> int | None:
 def _kill_all_below() -> None:
     """Kill until nothing is left: what forks meanwhile is found the next time."""
     deadline_s = time.monotonic() + _KILL_DEADLINE_S
-    while (pids := descendants(os.getpid())) and time.monotonic() < deadline_s:
+    while (pids := list_descendants(os.getpid())) and time.monotonic() < deadline_s:
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -111,7 +111,7 @@ def _watch(worker_pid: int, alive_fd: int, signal_fd: int, memory_bytes: int) ->
             return 0
         if _is_large(sys.stdout.fileno()):
             os.ftruncate(sys.stdout.fileno(), 0)  # whoever writes appends, so the file starts anew
-        if memory_bytes and resident_bytes(descendants(os.getpid())) > memory_bytes:
+        if memory_bytes and count_resident_bytes(list_descendants(os.getpid())) > memory_bytes:
             print(f"over {memory_bytes} bytes of memory: the worker is killed", flush=True)
             return OVER_MEMORY_STATUS
 

@@ -67,7 +67,7 @@ class EnvironmentPool:
 
         Raises an EpisodeError, or ValueError if the task is not JSON.
         """
-        fields = task_fields(task)
+        fields = make_task_fields(task)
         worker, name = await self._take_place(describe_task(fields))
         episode = OpenEpisode(self, worker, name, fields, self._options)
         try:
@@ -82,7 +82,7 @@ class EnvironmentPool:
 
         Raises an EpisodeError if the worker is lost or the adapter itself fails.
         """
-        fields = task_fields(task)
+        fields = make_task_fields(task)
         what = f"run of {describe_task(fields)}"
         worker, name = await self._take_place(what)
         deadline_s = self._options.run_timeout_s
@@ -244,7 +244,7 @@ class OpenEpisode:
             raise
 
 
-def task_fields(task: EpisodeTask | Mapping[str, Any]) -> dict[str, Any]:
+def make_task_fields(task: EpisodeTask | Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a task by name, as an environment's reset takes them."""
     return dict(vars(task)) if isinstance(task, EpisodeTask) else dict(task)
 

@@ -19,7 +19,7 @@ OLDEST_PYTHON = (3, 11)
 _PACKAGE = Path(__file__).resolve().parents[2]
 
 
-def problems(kind: str, options: Mapping[str, Any], modules: Sequence[str]) -> list[str]:
+def list_problems(kind: str, options: Mapping[str, Any], modules: Sequence[str]) -> list[str]:
     """Return what keeps environments of this kind from being made here, in words for the user."""
     if sys.version_info < OLDEST_PYTHON:
         version = ".".join(map(str, sys.version_info[:3]))
@@ -51,7 +51,7 @@ def is_there(module: str) -> bool:
 
 def main() -> None:
     given = json.load(sys.stdin)
-    found = problems(given["kind"], given["options"], given["modules"])
+    found = list_problems(given["kind"], given["options"], given["modules"])
     print(MARK + json.dumps(found), flush=True)
 
 

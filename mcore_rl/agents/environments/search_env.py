@@ -72,7 +72,7 @@ def normalize(text: str) -> str:
     return " ".join(_ARTICLE.sub(" ", bare).split())
 
 
-def exact_match(answer: str, truth: str) -> float:
+def match_exactly(answer: str, truth: str) -> float:
     """Return 1 if the answer is the truth, else 0."""
     return float(normalize(answer) == normalize(truth))
 
@@ -93,13 +93,13 @@ def f1(answer: str, truth: str) -> float:
 
 
 SCORES: Mapping[str, Callable[[str, str], float]] = {
-    "em": exact_match,
+    "em": match_exactly,
     "f1": f1,
     "contains": contains,
 }
 
 
-def best_score(score: str, answer: str, ground_truth: Any) -> float:
+def find_best_score(score: str, answer: str, ground_truth: Any) -> float:
     """Return the score of an answer against the best of its truths; 0 if there is none.
 
     `ground_truth` is a text, a list of them, or {"target": either}, as Search-R1's files have it.
@@ -318,7 +318,7 @@ class SearchTagsEnvironment:
         penalty = options.rest_penalty if action.has_rest else 0.0
         self._num_rests += action.has_rest
         if action.kind == "answer":
-            score = best_score(options.score, action.content, self._truth)
+            score = find_best_score(options.score, action.content, self._truth)
             reward = score if score else options.format_score
             metrics = {**self._metrics(), "right": float(score == 1.0)}
             return Step(reward=reward - penalty, done=True, metrics=metrics)
@@ -397,7 +397,7 @@ class SearchToolEnvironment:
         text = join_texts(message)
         action = find_action(text)
         answer = action.content if action.kind == "answer" else text
-        score = best_score(self._options.score, answer, self._truth)
+        score = find_best_score(self._options.score, answer, self._truth)
         metrics["right"] = float(score == 1.0)
         return Step([], score if score else self._options.format_score, True, metrics)
 

@@ -14,13 +14,13 @@ from mcore_rl.agents.gateway.api import (
     Body,
     Call,
     Memory,
-    anthropic_error,
-    ignored_names,
     join_text,
-    max_tokens,
-    objects,
-    part_text,
+    list_ignored_names,
+    make_anthropic_error,
+    read_max_tokens,
+    read_objects,
     read_optional,
+    read_part_text,
     read_required,
     refuse,
     refuse_unsupported,
@@ -29,13 +29,13 @@ from mcore_rl.agents.gateway.api import (
 )
 from mcore_rl.agents.gateway.normal import (
     UNREADABLE,
-    arguments_object,
-    assistant_message,
-    exact_arguments,
-    function_tool,
-    normal_message,
-    tool_call,
-    tool_message,
+    keep_exact_arguments,
+    make_assistant_message,
+    make_function_tool,
+    make_tool_call,
+    make_tool_message,
+    normalize_message,
+    parse_arguments,
 )
 from mcore_rl.agents.messages import ChatRequest, Message, Tool
 
@@ -69,7 +69,7 @@ _SIGNATURE = "mcore_rl"
 class AnthropicMessages:
     """POST /v1/messages."""
 
-    keep_alive = api.event({"type": "ping"}, "ping")
+    keep_alive = api.make_event({"type": "ping"}, "ping")
 
     def read(self, body: Body, memory: Memory) -> Call:
         refuse(body, _REFUSED)
@@ -77,21 +77,21 @@ class AnthropicMessages:
         request = ChatRequest(
             messages=read_messages(body, memory),
             tools=tools if _uses_tools(read_optional(body, "tool_choice", dict)) else (),
-            max_tokens=max_tokens(body, "max_tokens"),
+            max_tokens=read_max_tokens(body, "max_tokens"),
             stop=stop_texts(body, "stop_sequences"),
         )
         return Call(
             request=request,
             model=read_optional(body, "model", str) or "",
             is_streamed=bool(read_optional(body, "stream", bool)),
-            ignored=ignored_names(body, _KNOWN),
+            ignored=list_ignored_names(body, _KNOWN),
         )
 
     def answer(self, call: Call, answered: Answered) -> dict[str, Any]:
         completion = answered.completion
         return {
             **_head(call, answered),
-            "content": content_blocks(completion.answer.message),
+            "content": make_content_blocks(completion.answer.message),
             "stop_reason": _STOP_REASONS.get(completion.finish_reason, "end_turn"),
             "usage": _usage(answered, len(completion.token_ids)),
         }
@@ -111,10 +111,10 @@ class AnthropicMessages:
         yield _event("message_stop")
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        return anthropic_error(error)
+        return make_anthropic_error(error)
 
     def error_event(self, error: ApiError) -> bytes:
-        return api.event(anthropic_error(error), "error")
+        return api.make_event(make_anthropic_error(error), "error")
 
     def remember(self, call: Call, answered: Answered, memory: Memory) -> None:
         remember_arguments(answered, memory)
@@ -142,12 +142,12 @@ def _usage(answered: Answered, num_sampled: int) -> dict[str, int]:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return api.event({"type": kind, **fields}, kind)
+    return api.make_event({"type": kind, **fields}, kind)
 
 
-def content_blocks(message: Message) -> list[dict[str, Any]]:
+def make_content_blocks(message: Message) -> list[dict[str, Any]]:
     """Return the blocks of an answer: thinking, text, and a tool_use for each call."""
-    message = normal_message(message)
+    message = normalize_message(message)
     blocks: list[dict[str, Any]] = []
     if "reasoning_content" in message:
         thinking = message["reasoning_content"]
@@ -155,7 +155,7 @@ def content_blocks(message: Message) -> list[dict[str, Any]]:
     if message["content"]:
         blocks.append({"type": "text", "text": message["content"], "citations": None})
     for call in message.get("tool_calls", ()):
-        given = arguments_object(call["function"]["arguments"])
+        given = parse_arguments(call["function"]["arguments"])
         name = call["function"]["name"]
         blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": given})
     return blocks
@@ -180,7 +180,7 @@ def _arguments_text(block: Body, answered: Answered) -> str:
     known = {call["id"]: call["function"]["arguments"] for call in calls}
     if UNREADABLE in block["input"] or not block["input"]:
         known = {}
-    return exact_arguments(block["id"], block["input"], known)
+    return keep_exact_arguments(block["id"], block["input"], known)
 
 
 def _uses_tools(choice: Body | None) -> bool:
@@ -194,14 +194,14 @@ def _uses_tools(choice: Body | None) -> bool:
 
 def read_tools(tools: list[Any] | None) -> tuple[Tool, ...]:
     found = []
-    for place, tool in objects(tools, "tools"):
+    for place, tool in read_objects(tools, "tools"):
         kind = read_optional(tool, "type", str, f"{place}.")
         if kind not in (None, "custom"):
             raise refuse_unsupported(
                 f"{place}.type={kind[:64]}", "give it as a tool with input_schema"
             )
         found.append(
-            function_tool(
+            make_function_tool(
                 read_required(tool, "name", str, f"{place}."),
                 read_optional(tool, "description", str, f"{place}."),
                 read_optional(tool, "input_schema", dict, f"{place}."),
@@ -218,7 +218,7 @@ def read_messages(body: Body, memory: Memory) -> tuple[Message, ...]:
     given = read_required(body, "messages", list)
     if not given:
         raise BadRequestError("messages", "must not be empty")
-    for place, message in objects(given, "messages"):
+    for place, message in read_objects(given, "messages"):
         role = read_required(message, "role", str, f"{place}.")
         content = message.get("content")
         if role == "assistant":
@@ -235,11 +235,11 @@ def read_messages(body: Body, memory: Memory) -> tuple[Message, ...]:
 
 def _read_assistant(content: Any, where: str, memory: Memory) -> Message:
     if not isinstance(content, list):
-        return assistant_message(join_text(content, where, _TEXT))
+        return make_assistant_message(join_text(content, where, _TEXT))
     texts: list[str] = []
     thoughts: list[str] = []
     calls = []
-    for place, block in objects(content, where):
+    for place, block in read_objects(content, where):
         kind = read_required(block, "type", str, f"{place}.")
         if kind == "text":
             texts.append(read_required(block, "text", str, f"{place}."))
@@ -248,15 +248,15 @@ def _read_assistant(content: Any, where: str, memory: Memory) -> Message:
         elif kind == "tool_use":
             call_id = read_required(block, "id", str, f"{place}.")
             given = read_optional(block, "input", dict, f"{place}.") or {}
-            arguments = exact_arguments(call_id, given, memory.arguments)
+            arguments = keep_exact_arguments(call_id, given, memory.arguments)
             calls.append(
-                tool_call(call_id, read_required(block, "name", str, f"{place}."), arguments)
+                make_tool_call(call_id, read_required(block, "name", str, f"{place}."), arguments)
             )
         else:
             raise refuse_unsupported(
                 f"{place}.type={kind[:64]}", "send text, thinking and tool_use"
             )
-    return assistant_message("".join(texts), "".join(thoughts), calls)
+    return make_assistant_message("".join(texts), "".join(thoughts), calls)
 
 
 def _read_user(content: Any, where: str) -> Iterator[Message]:
@@ -265,14 +265,14 @@ def _read_user(content: Any, where: str) -> Iterator[Message]:
         yield {"role": "user", "content": join_text(content, where, _TEXT)}
         return
     texts: list[str] = []
-    for place, block in objects(content, where):
+    for place, block in read_objects(content, where):
         if block.get("type") != "tool_result":
-            texts.append(part_text(block, place, _TEXT))
+            texts.append(read_part_text(block, place, _TEXT))
             continue
         if texts:
             yield {"role": "user", "content": "".join(texts)}
             texts = []
         call_id = read_required(block, "tool_use_id", str, f"{place}.")
-        yield tool_message(call_id, join_text(block.get("content"), f"{place}.content", _TEXT))
+        yield make_tool_message(call_id, join_text(block.get("content"), f"{place}.content", _TEXT))
     if texts or not content:
         yield {"role": "user", "content": "".join(texts)}

@@ -3,7 +3,7 @@
 Call, Answer, Memory   a client's call, its answer, and what is remembered for the next call
 ApiError               an error in the words of an API, with the status that makes SDKs retry or not
 read_required ...      read a field of a body; what is missing, malformed or unsupported is named
-event                  writes a server-sent event
+make_event             writes a server-sent event
                        (https://html.spec.whatwg.org/multipage/server-sent-events.html)
 """
 
@@ -77,7 +77,7 @@ def refuse_unsupported(param: str, remedy: str) -> BadRequestError:
     )
 
 
-def episode_over(ended: EpisodeEndedError) -> ApiError:
+def make_episode_over(ended: EpisodeEndedError) -> ApiError:
     """Return the error for a request to an episode that is over.
 
     Its status is 400, because no SDK and no agent sends such a request again.
@@ -85,7 +85,7 @@ def episode_over(ended: EpisodeEndedError) -> ApiError:
     return ApiError(400, "episode_over", f"the episode is over: {ended}")
 
 
-def overloaded(retry_after_s: float) -> ApiError:
+def make_overloaded(retry_after_s: float) -> ApiError:
     """Return a 429 that tells the client when to ask again, in whole seconds and milliseconds."""
     headers = {
         "Retry-After": str(max(1, math.ceil(retry_after_s))),
@@ -95,7 +95,7 @@ def overloaded(retry_after_s: float) -> ApiError:
     return ApiError(429, "overloaded", message, headers=headers)
 
 
-def openai_error(error: ApiError) -> dict[str, Any]:
+def make_openai_error(error: ApiError) -> dict[str, Any]:
     """Return the body of an error of OpenAI's APIs."""
     fallback = "server_error" if error.status >= 500 else "invalid_request_error"
     return {
@@ -108,7 +108,7 @@ def openai_error(error: ApiError) -> dict[str, Any]:
     }
 
 
-def anthropic_error(error: ApiError) -> dict[str, Any]:
+def make_anthropic_error(error: ApiError) -> dict[str, Any]:
     """Return the body of an error of Anthropic's API, with the code in addition."""
     fallback = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(error.status, fallback)
@@ -136,7 +136,7 @@ def read_required(body: Body, name: str, kind: type[T], where: str = "") -> T:
     return value
 
 
-def objects(values: Sequence[Any] | None, where: str) -> Iterable[tuple[str, Body]]:
+def read_objects(values: Sequence[Any] | None, where: str) -> Iterable[tuple[str, Body]]:
     """Yield the place and the value of each entry of a list of objects."""
     for number, value in enumerate(values or ()):
         place = f"{where}[{number}]"
@@ -145,7 +145,7 @@ def objects(values: Sequence[Any] | None, where: str) -> Iterable[tuple[str, Bod
         yield place, value
 
 
-def max_tokens(body: Body, *names: str) -> int | None:
+def read_max_tokens(body: Body, *names: str) -> int | None:
     """Return the bound that the first of these fields sets; it must be positive."""
     for name in names:
         value = read_optional(body, name, int)
@@ -177,7 +177,7 @@ def refuse(body: Body, remedies: Mapping[str, str]) -> None:
             raise refuse_unsupported(name, remedy)
 
 
-def ignored_names(body: Body, known: frozenset[str]) -> tuple[str, ...]:
+def list_ignored_names(body: Body, known: frozenset[str]) -> tuple[str, ...]:
     """Return the names, sorted, of the fields that are set and not `known`: those without effect.
 
     Names that do not look like one are left out, so that they fit into a header.
@@ -201,10 +201,12 @@ def join_text(content: Any, where: str, kinds: frozenset[str]) -> str:
         return content
     if not isinstance(content, list):
         raise BadRequestError(where, f"must be a string or a list of parts, not {_short(content)}")
-    return "".join(part_text(part, place, kinds) for place, part in objects(content, where))
+    return "".join(
+        read_part_text(part, place, kinds) for place, part in read_objects(content, where)
+    )
 
 
-def part_text(part: Body, place: str, kinds: frozenset[str]) -> str:
+def read_part_text(part: Body, place: str, kinds: frozenset[str]) -> str:
     """Return the text of a part of a message, which must be of one of these kinds."""
     kind = read_required(part, "type", str, f"{place}.")
     if kind not in kinds:
@@ -217,7 +219,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def event(data: Any, name: str = "") -> bytes:
+def make_event(data: Any, name: str = "") -> bytes:
     """Return an event with `data` as JSON, which has no line breaks."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + orjson.dumps(data) + b"\n\n"

@@ -15,11 +15,11 @@ from mcore_rl.agents.gateway.api import (
     Call,
     DecodeToken,
     Memory,
-    ignored_names,
     join_text,
-    max_tokens,
-    objects,
-    openai_error,
+    list_ignored_names,
+    make_openai_error,
+    read_max_tokens,
+    read_objects,
     read_optional,
     read_required,
     refuse,
@@ -28,12 +28,12 @@ from mcore_rl.agents.gateway.api import (
     stop_texts,
 )
 from mcore_rl.agents.gateway.normal import (
-    assistant_message,
-    function_tool,
-    normal_message,
+    make_assistant_message,
+    make_function_tool,
+    make_tool_call,
+    make_tool_message,
+    normalize_message,
     read_arguments,
-    tool_call,
-    tool_message,
 )
 from mcore_rl.agents.messages import ChatRequest, Message, Tool
 
@@ -94,12 +94,12 @@ class ChatCompletions:
             request=ChatRequest(
                 messages=messages,
                 tools=tools if uses_tools(body.get("tool_choice")) else (),
-                max_tokens=max_tokens(body, "max_completion_tokens", "max_tokens"),
+                max_tokens=read_max_tokens(body, "max_completion_tokens", "max_tokens"),
                 stop=stop_texts(body, "stop"),
             ),
             model=read_optional(body, "model", str) or "",
             is_streamed=bool(read_optional(body, "stream", bool)),
-            ignored=ignored_names(body, _KNOWN),
+            ignored=list_ignored_names(body, _KNOWN),
             options={
                 "logprobs": bool(read_optional(body, "logprobs", bool)),
                 "token_ids": bool(read_optional(body, "return_token_ids", bool)),
@@ -122,18 +122,18 @@ class ChatCompletions:
         chunk = {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
         if call.options.get("token_ids"):
             chunk["prompt_token_ids"] = answered.completion.prompt_ids
-        yield api.event(chunk)
+        yield api.make_event(chunk)
         ending = {"index": 0, "delta": {}, **self._ending(call, answered)}
-        yield api.event({**head, "choices": [ending]})
+        yield api.make_event({**head, "choices": [ending]})
         if call.options.get("usage"):
-            yield api.event({**head, "choices": [], "usage": usage(answered)})
+            yield api.make_event({**head, "choices": [], "usage": usage(answered)})
         yield api.DONE
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        return openai_error(error)
+        return make_openai_error(error)
 
     def error_event(self, error: ApiError) -> bytes:
-        return api.event(openai_error(error))
+        return api.make_event(make_openai_error(error))
 
     def remember(self, call: Call, answered: Answered, memory: Memory) -> None:
         remember_arguments(answered, memory)
@@ -168,7 +168,7 @@ def _head(call: Call, answered: Answered, kind: str) -> dict[str, Any]:
 
 def answer_message(answered: Answered) -> dict[str, Any]:
     """Return the answer as OpenAI has it: without text beside calls, its content is null."""
-    message = normal_message(answered.completion.answer.message)
+    message = normalize_message(answered.completion.answer.message)
     if "tool_calls" in message:
         message["content"] = message["content"] or None
     return {**message, "refusal": None}
@@ -204,7 +204,7 @@ def uses_tools(choice: Any) -> bool:
 
 def read_tools(tools: list[Any] | None) -> tuple[Tool, ...]:
     found = []
-    for place, tool in objects(tools, "tools"):
+    for place, tool in read_objects(tools, "tools"):
         if tool.get("type") != "function":
             raise refuse_unsupported(
                 f"{place}.type={str(tool.get('type'))[:64]}", "use function tools"
@@ -212,7 +212,7 @@ def read_tools(tools: list[Any] | None) -> tuple[Tool, ...]:
         function = read_required(tool, "function", dict, f"{place}.")
         place = f"{place}.function."
         found.append(
-            function_tool(
+            make_function_tool(
                 read_required(function, "name", str, place),
                 read_optional(function, "description", str, place),
                 read_optional(function, "parameters", dict, place),
@@ -225,7 +225,8 @@ def read_messages(messages: list[Any], memory: Memory) -> tuple[Message, ...]:
     if not messages:
         raise BadRequestError("messages", "must not be empty")
     return tuple(
-        _read_message(message, place, memory) for place, message in objects(messages, "messages")
+        _read_message(message, place, memory)
+        for place, message in read_objects(messages, "messages")
     )
 
 
@@ -236,11 +237,11 @@ def _read_message(message: Body, place: str, memory: Memory) -> Message:
         reasoning = read_optional(message, "reasoning_content", str, f"{place}.")
         reasoning = reasoning or read_optional(message, "reasoning", str, f"{place}.")
         calls = read_optional(message, "tool_calls", list, f"{place}.")
-        return assistant_message(
+        return make_assistant_message(
             content, reasoning or "", _read_calls(calls, f"{place}.tool_calls", memory)
         )
     if role == "tool":
-        return tool_message(read_required(message, "tool_call_id", str, f"{place}."), content)
+        return make_tool_message(read_required(message, "tool_call_id", str, f"{place}."), content)
     if role in ("system", "developer", "user"):
         return {"role": "user" if role == "user" else "system", "content": content}
     raise refuse_unsupported(f"{place}.role={role[:64]}", "use system, user, assistant or tool")
@@ -248,12 +249,12 @@ def _read_message(message: Body, place: str, memory: Memory) -> Message:
 
 def _read_calls(calls: list[Any] | None, where: str, memory: Memory) -> list[dict[str, Any]]:
     found = []
-    for place, call in objects(calls, where):
+    for place, call in read_objects(calls, where):
         call_id = read_required(call, "id", str, f"{place}.")
         function = read_required(call, "function", dict, f"{place}.")
         name = read_required(function, "name", str, f"{place}.function.")
         where = f"{place}.function.arguments"
         given = function.get("arguments")
         arguments = read_arguments(where, call_id, given, memory.arguments)
-        found.append(tool_call(call_id, name, arguments))
+        found.append(make_tool_call(call_id, name, arguments))
     return found

@@ -18,8 +18,8 @@ from mcore_rl.agents.gateway.api import (
     BadRequestError,
     Body,
     Call,
-    episode_over,
-    overloaded,
+    make_episode_over,
+    make_overloaded,
 )
 from mcore_rl.agents.gateway.sessions import (
     Attempt,
@@ -67,9 +67,9 @@ class Exchange:
             await self._admission.enter()
         except OverloadedError as busy:
             opened.num_refused += 1
-            raise overloaded(busy.retry_after_s) from busy
+            raise make_overloaded(busy.retry_after_s) from busy
         if opened.is_closed:
-            raise episode_over(EpisodeEndedError(EndReason.ABORTED, "the session was closed"))
+            raise make_episode_over(EpisodeEndedError(EndReason.ABORTED, "the session was closed"))
         if not is_connected():
             # Its retry, which may be here already, is a request of its own.
             raise ApiError(408, "client_gone", "the client left before its turn came")
@@ -159,10 +159,10 @@ async def _complete(opened: OpenSession, call: Call) -> Completion:
     try:
         return await opened.chat.complete(call.request)
     except EpisodeEndedError as ended:
-        raise episode_over(ended) from ended
+        raise make_episode_over(ended) from ended
     except OverloadedError as busy:
         opened.num_refused += 1
-        raise overloaded(busy.retry_after_s) from busy
+        raise make_overloaded(busy.retry_after_s) from busy
     except ConversationError as error:
         raise BadRequestError("messages", str(error), "invalid_messages").error from error
     except Exception as error:  # the boundary to the policy: the client is told, the log has it all
@@ -174,7 +174,7 @@ async def _complete(opened: OpenSession, call: Call) -> Completion:
 def _render(attempt: Attempt) -> Rendered:
     """Return the answer of an attempt that is done, or raise its error."""
     if attempt.task.cancelled():
-        raise episode_over(EpisodeEndedError(EndReason.ABORTED, "the session was closed"))
+        raise make_episode_over(EpisodeEndedError(EndReason.ABORTED, "the session was closed"))
     return attempt.task.result()
 
 

@@ -28,9 +28,9 @@ from mcore_rl.agents.gateway.api import (
     BadRequestError,
     Body,
     DecodeToken,
-    anthropic_error,
-    episode_over,
-    openai_error,
+    make_anthropic_error,
+    make_episode_over,
+    make_openai_error,
     read_optional,
 )
 from mcore_rl.agents.gateway.chat_completions import ChatCompletions
@@ -44,7 +44,7 @@ _SINCE = "2025-01-01T00:00:00Z"
 _SINCE_S = 1735689600
 
 
-def model_list(model: str) -> dict[str, Any]:
+def make_model_list(model: str) -> dict[str, Any]:
     """Return a list of one model, with the fields of OpenAI's and of Anthropic's."""
     entry = {
         "id": model,
@@ -59,7 +59,7 @@ def model_list(model: str) -> dict[str, Any]:
     return {"object": "list", "data": [entry], **ends}
 
 
-def session_report(opened: OpenSession) -> dict[str, int]:
+def make_session_report(opened: OpenSession) -> dict[str, int]:
     """Return how far an episode is, for the program that runs it."""
     return {
         "turns": opened.num_turns,
@@ -84,7 +84,7 @@ def add_reward(chat: EpisodeChat, reward: float, turn: int | None) -> None:
     try:
         chat.add_reward(reward, turn)
     except EpisodeEndedError as ended:
-        raise episode_over(ended) from ended
+        raise make_episode_over(ended) from ended
     except ValueError as error:
         raise BadRequestError("turn", str(error)) from error
 
@@ -250,7 +250,7 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._find(request)
-        models = model_list(self._options.model)
+        models = make_model_list(self._options.model)
         wanted = request.match_info.get("model")
         return _json(models if wanted is None else {**models["data"][0], "id": wanted})
 
@@ -263,7 +263,7 @@ class Gateway:
 
     async def _report(self, request: web.Request) -> web.StreamResponse:
         opened = self._sessions.find_own(request.headers, request.match_info["session"])
-        return _json(session_report(opened))
+        return _json(make_session_report(opened))
 
 
 @web.middleware
@@ -283,7 +283,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     except Exception as error:  # the boundary to the client, who must get an answer
         _log.exception("the gateway failed at a request")
         found = ApiError(500, "gateway_failed", f"the gateway failed: {type(error).__name__}")
-    write = anthropic_error if _is_anthropic(request) else openai_error
+    write = make_anthropic_error if _is_anthropic(request) else make_openai_error
     return _json(write(found), found.status, dict(found.headers))
 
 

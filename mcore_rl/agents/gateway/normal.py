@@ -13,7 +13,7 @@ UNREADABLE = "unparsed_arguments"
 """Key of a tool call's arguments, where an object is needed and they are none."""
 
 
-def assistant_message(
+def make_assistant_message(
     content: str, reasoning: str = "", tool_calls: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
     """Return a message of the assistant; reasoning and calls are left out where there are none."""
@@ -25,16 +25,18 @@ def assistant_message(
     return message
 
 
-def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+def make_tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
 
 
-def tool_message(call_id: str, content: str) -> dict[str, Any]:
+def make_tool_message(call_id: str, content: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
-def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Tool:
+def make_function_tool(
+    name: str, description: str | None, parameters: Mapping[str, Any] | None
+) -> Tool:
     """Return a tool in OpenAI's chat format; what is None is left out."""
     function: dict[str, Any] = {"name": name}
     if description is not None:
@@ -44,21 +46,21 @@ def function_tool(name: str, description: str | None, parameters: Mapping[str, A
     return {"type": "function", "function": function}
 
 
-def normal_message(message: Message) -> dict[str, Any]:
+def normalize_message(message: Message) -> dict[str, Any]:
     """Return the form in which two messages of an assistant are equal if they say the same.
 
     Missing, null and empty content, reasoning and calls are the same; other fields are dropped.
     """
     calls = [
-        tool_call(call["id"], call["function"]["name"], call["function"]["arguments"])
+        make_tool_call(call["id"], call["function"]["name"], call["function"]["arguments"])
         for call in message.get("tool_calls") or ()
     ]
-    return assistant_message(
+    return make_assistant_message(
         message.get("content") or "", message.get("reasoning_content") or "", calls
     )
 
 
-def arguments_object(arguments: str) -> dict[str, Any]:
+def parse_arguments(arguments: str) -> dict[str, Any]:
     """Return the arguments of a tool call as an object.
 
     What is no object of JSON is handed over whole, as the text under the key UNREADABLE.
@@ -81,7 +83,7 @@ def read_arguments(place: str, call_id: str, given: Any, known: Mapping[str, str
     given, known   as exact_arguments takes them; `given` may also be None
     """
     if given is None or isinstance(given, str | dict):
-        given = exact_arguments(call_id, "" if given is None else given, known)
+        given = keep_exact_arguments(call_id, "" if given is None else given, known)
         if given == known.get(call_id):
             return given
     try:
@@ -90,7 +92,7 @@ def read_arguments(place: str, call_id: str, given: Any, known: Mapping[str, str
         raise BadRequestError(place, str(error)) from None
 
 
-def exact_arguments(call_id: str, given: Any, known: Mapping[str, str]) -> str:
+def keep_exact_arguments(call_id: str, given: Any, known: Mapping[str, str]) -> str:
     """Return the text of a call's arguments that the policy wrote, if `given` means the same.
 
     given   text, or an object of JSON; clients parse arguments and write them anew
@@ -99,7 +101,7 @@ def exact_arguments(call_id: str, given: Any, known: Mapping[str, str]) -> str:
     written = known.get(call_id)
     if given == written:
         return given
-    value = arguments_object(given) if isinstance(given, str) else given
-    if written is not None and arguments_object(written) == value:
+    value = parse_arguments(given) if isinstance(given, str) else given
+    if written is not None and parse_arguments(written) == value:
         return written
     return given if isinstance(given, str) else orjson.dumps(given).decode()

@@ -20,11 +20,11 @@ from mcore_rl.agents.gateway.api import (
     Body,
     Call,
     Memory,
-    ignored_names,
     join_text,
-    max_tokens,
-    objects,
-    openai_error,
+    list_ignored_names,
+    make_openai_error,
+    read_max_tokens,
+    read_objects,
     read_optional,
     read_required,
     refuse,
@@ -34,12 +34,12 @@ from mcore_rl.agents.gateway.api import (
 )
 from mcore_rl.agents.gateway.chat_completions import refuse_format, uses_tools
 from mcore_rl.agents.gateway.normal import (
-    assistant_message,
-    function_tool,
-    normal_message,
+    make_assistant_message,
+    make_function_tool,
+    make_tool_call,
+    make_tool_message,
+    normalize_message,
     read_arguments,
-    tool_call,
-    tool_message,
 )
 from mcore_rl.agents.messages import ChatRequest, Message, Tool
 
@@ -88,14 +88,14 @@ def seal(reasoning: str) -> str:
 
 def read_tools(tools: list[Any] | None) -> tuple[Tool, ...]:
     found = []
-    for place, tool in objects(tools, "tools"):
+    for place, tool in read_objects(tools, "tools"):
         if tool.get("type") != "function":
             raise refuse_unsupported(
                 f"{place}.type={str(tool.get('type'))[:64]}",
                 "switch the tool off in the agent, or give it as a function tool",
             )
         found.append(
-            function_tool(
+            make_function_tool(
                 read_required(tool, "name", str, f"{place}."),
                 read_optional(tool, "description", str, f"{place}."),
                 read_optional(tool, "parameters", dict, f"{place}."),
@@ -131,7 +131,7 @@ def _read_items(given: Any, memory: Memory) -> tuple[Message, ...]:
     if not isinstance(given, list) or not given:
         raise BadRequestError("input", "must be a text or a list of items that is not empty")
     joiner = _Joiner(memory)
-    for place, item in objects(given, "input"):
+    for place, item in read_objects(given, "input"):
         joiner.add(item, place)
     return joiner.finish()
 
@@ -167,7 +167,7 @@ class _Joiner:
             self._end_turn()
             call_id = read_required(item, "call_id", str, f"{place}.")
             output = join_text(item.get("output"), f"{place}.output", _TEXT)
-            self._messages.append(tool_message(call_id, output))
+            self._messages.append(make_tool_message(call_id, output))
         else:
             raise refuse_unsupported(
                 f"{place}.type={kind[:64]}",
@@ -195,7 +195,7 @@ class _Joiner:
         call_id = read_required(item, "call_id", str, place)
         known = self._memory.arguments
         arguments = read_arguments(f"{place}arguments", call_id, item.get("arguments"), known)
-        return tool_call(call_id, read_required(item, "name", str, place), arguments)
+        return make_tool_call(call_id, read_required(item, "name", str, place), arguments)
 
     def _open(self, is_next: bool) -> _Turn:
         if is_next:
@@ -208,7 +208,7 @@ class _Joiner:
         if self._turn is not None:
             texts = "".join(self._turn.texts)
             reasoning = "".join(self._turn.reasoning)
-            self._messages.append(assistant_message(texts, reasoning, self._turn.calls))
+            self._messages.append(make_assistant_message(texts, reasoning, self._turn.calls))
             self._turn = None
 
 
@@ -244,12 +244,12 @@ class Responses:
             request=ChatRequest(
                 messages=read_input(body, memory),
                 tools=found if uses_tools(choice) else (),
-                max_tokens=max_tokens(body, "max_output_tokens"),
+                max_tokens=read_max_tokens(body, "max_output_tokens"),
                 stop=stop_texts(body, "stop"),
             ),
             model=read_optional(body, "model", str) or "",
             is_streamed=bool(read_optional(body, "stream", bool)),
-            ignored=ignored_names(body, _KNOWN),
+            ignored=list_ignored_names(body, _KNOWN),
             options={
                 "store": store is not False,
                 "sealed": _ENCRYPTED in include,
@@ -268,7 +268,7 @@ class Responses:
             **_head(call, answered),
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": output_items(call, answered),
+            "output": make_output_items(call, answered),
             "usage": {
                 "input_tokens": num_input,
                 "input_tokens_details": {"cached_tokens": 0},
@@ -283,7 +283,7 @@ class Responses:
 
         def event(kind: str, **fields: Any) -> bytes:
             data = {"type": kind, "sequence_number": next(numbers), **fields}
-            return api.event(data, kind)
+            return api.make_event(data, kind)
 
         finished = self.answer(call, answered)
         begun = {**_head(call, answered), "status": "in_progress"}
@@ -299,18 +299,18 @@ class Responses:
         yield event(f"response.{finished['status']}", response=finished)
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        return openai_error(error)
+        return make_openai_error(error)
 
     def error_event(self, error: ApiError) -> bytes:
         fields = {"code": error.code, "message": error.message, "param": error.param}
-        return api.event({"type": "error", "sequence_number": 0, **fields}, "error")
+        return api.make_event({"type": "error", "sequence_number": 0, **fields}, "error")
 
     def remember(self, call: Call, answered: Answered, memory: Memory) -> None:
         remember_arguments(answered, memory)
         if call.options["store"]:
             messages = call.request.messages
             spoken = messages[1:] if call.options["instructions"] else messages
-            answer = normal_message(answered.completion.answer.message)
+            answer = normalize_message(answered.completion.answer.message)
             memory.responses[_response_id(answered)] = (*spoken, answer)
 
 
@@ -340,12 +340,12 @@ def _head(call: Call, answered: Answered) -> dict[str, Any]:
     }
 
 
-def output_items(call: Call, answered: Answered) -> list[dict[str, Any]]:
+def make_output_items(call: Call, answered: Answered) -> list[dict[str, Any]]:
     """Return the items of an answer: reasoning, a message, a function_call for each call.
 
     There is always a message or a call, so that an empty answer comes back, too.
     """
-    message = normal_message(answered.completion.answer.message)
+    message = normalize_message(answered.completion.answer.message)
     items: list[dict[str, Any]] = []
     if "reasoning_content" in message:
         text = message["reasoning_content"]

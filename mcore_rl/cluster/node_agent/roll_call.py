@@ -13,7 +13,7 @@ from pathlib import Path
 
 import ray
 
-from mcore_rl.cluster.nodes import alive_nodes
+from mcore_rl.cluster.nodes import list_alive_nodes
 
 POLL_S = 0.5
 
@@ -22,7 +22,7 @@ def main(address: str, num_nodes: int, path: Path) -> None:
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     names: list[str] = []
     while len(names) < num_nodes:
-        names = [node.name for node in alive_nodes()]
+        names = [node.name for node in list_alive_nodes()]
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(names))
         partial.rename(path)

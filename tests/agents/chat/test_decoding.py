@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from mcore_rl.agents.chat.answer_parser import decode, token_span, token_starts
+from mcore_rl.agents.chat.answer_parser import decode, find_token_span, find_token_starts
 from tests.support.chat_templates import make_tokenizer
 
 
@@ -34,14 +34,14 @@ def blanks() -> Any:
 def check_spans(tokenizer: Any, ids: list[int]) -> None:
     """The tokens of every span of characters hold these characters, and no token too many."""
     text = decode(tokenizer, ids)
-    starts = token_starts(tokenizer, ids, text)
+    starts = find_token_starts(tokenizer, ids, text)
     assert len(starts) == len(ids)
     assert starts == sorted(starts)
     for index, start in enumerate(starts):
         stop = starts[index + 1] if index + 1 < len(starts) else len(text)
         if stop == start:
             continue
-        first, last = token_span(starts, start, stop)
+        first, last = find_token_span(starts, start, stop)
         assert starts[first] == start
         assert decode(tokenizer, ids[:last]) == text[:stop]
         assert first <= index < last
@@ -52,8 +52,8 @@ def test_tokens_of_bytes(text: str) -> None:
     tokenizer = make_tokenizer("qwen3")
     ids = tokenizer.encode(f"{text}<tool_call>{text}</tool_call>", add_special_tokens=False)
     check_spans(tokenizer, ids)
-    starts = token_starts(tokenizer, ids, decode(tokenizer, ids))
-    first, last = token_span(starts, len(text), 2 * len(text) + 23)
+    starts = find_token_starts(tokenizer, ids, decode(tokenizer, ids))
+    first, last = find_token_span(starts, len(text), 2 * len(text) + 23)
     assert decode(tokenizer, ids[first:last]) == f"<tool_call>{text}</tool_call>"
 
 
@@ -62,7 +62,7 @@ def test_any_tokens_have_a_place(ids: list[int]) -> None:
     """Sampled bytes need not be whole characters."""
     tokenizer = make_tokenizer("qwen3")
     text = decode(tokenizer, ids)
-    starts = token_starts(tokenizer, ids, text)
+    starts = find_token_starts(tokenizer, ids, text)
     assert len(starts) == len(ids)
     assert starts == sorted(starts)
     assert all(start <= len(text) for start in starts)
@@ -76,6 +76,6 @@ def test_tokens_of_blanks(blanks: Any, text: str) -> None:
 def test_a_character_of_several_tokens_belongs_to_all_of_them() -> None:
     tokenizer = make_tokenizer("qwen3")
     ids = tokenizer.encode("a🙂b", add_special_tokens=False)
-    starts = token_starts(tokenizer, ids, "a🙂b")
+    starts = find_token_starts(tokenizer, ids, "a🙂b")
     assert starts == [0, 1, 1, 1, 1, 2]
-    assert token_span(starts, 1, 2) == (1, 5)
+    assert find_token_span(starts, 1, 2) == (1, 5)

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.agents.chat.shortcut import make_excerpt, refers_outside, template_words
+from mcore_rl.agents.chat.shortcut import does_refer_outside, find_template_words, make_excerpt
 from mcore_rl.agents.messages import Message
 from tests.support.conversations import conversations
 
@@ -46,8 +46,8 @@ def test_a_late_result_of_a_call_needs_the_call():
     call = {"id": "call7", "function": {"name": "look", "arguments": "{}"}}
     excerpt = [user("q"), said("", tool_calls=[call])]
     result = {"role": "tool", "tool_call_id": "call7", "content": "there"}
-    assert not refers_outside(excerpt, [result, user("u")])
-    assert refers_outside(excerpt, [{**result, "tool_call_id": "call6"}])
+    assert not does_refer_outside(excerpt, [result, user("u")])
+    assert does_refer_outside(excerpt, [{**result, "tool_call_id": "call6"}])
 
 
 @given(conversations(max_turns=8), st.booleans())
@@ -70,5 +70,5 @@ def test_words_are_what_a_template_compares_texts_with():
         "{% if m.content.startswith('/no') or m.content == '\\n' %}{{ m.content + '<a>' }}"
         "{% endif %}{% endfor %}"
     )
-    assert template_words(template) == {"<r>", "/no"}
-    assert template_words("{% for %}") is None
+    assert find_template_words(template) == {"<r>", "/no"}
+    assert find_template_words("{% for %}") is None

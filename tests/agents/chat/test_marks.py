@@ -4,9 +4,9 @@ import json
 
 from mcore_rl.agents.chat.chat_format import (
     drop_reasoning,
+    find_unused_mark,
     mark_answer,
     mark_content,
-    unused_mark,
 )
 
 CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"x": 1}'}}
@@ -53,10 +53,10 @@ def test_a_mark_of_the_content_alone() -> None:
 
 
 def test_marks_occur_in_no_message() -> None:
-    mark = unused_mark([{"role": "user", "content": "qX0mark"}])
+    mark = find_unused_mark([{"role": "user", "content": "qX0mark"}])
     assert mark == "qX1mark"
     call = {**CALL, "function": {"name": "look", "arguments": mark}}
-    assert unused_mark([{"content": "qX0mark"}, {"tool_calls": [call]}]) == "qX2mark"
+    assert find_unused_mark([{"content": "qX0mark"}, {"tool_calls": [call]}]) == "qX2mark"
 
 
 def test_reasoning_is_left_out() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.agents.chat.template import ChatTemplate, RenderError, trial_call
+from mcore_rl.agents.chat.template import ChatTemplate, RenderError, make_trial_call
 from tests.support.chat_templates import FAMILIES, make_tokenizer
 from tests.support.conversations import TOOLS
 
@@ -14,7 +14,7 @@ QUESTION = {"role": "user", "content": "hi"}
 
 
 def answer(num_calls: int, **parts: Any) -> dict[str, Any]:
-    calls = [trial_call(f"call0000{i}", f"value {i}") for i in range(num_calls)]
+    calls = [make_trial_call(f"call0000{i}", f"value {i}") for i in range(num_calls)]
     return {"role": "assistant", "content": "", **({"tool_calls": calls} if calls else {}), **parts}
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from mcore_rl.agents.chat.tool_syntax import (
     SYNTAXES,
     Written,
-    arguments_error,
+    describe_arguments_error,
     explain,
     find_written,
     is_malformed,
@@ -73,6 +73,6 @@ def test_failures_are_explained(body: str, closed: bool, status: CallStatus, wor
 
 
 def test_arguments_are_a_json_object() -> None:
-    assert arguments_error('{"x": 1}') == ""
-    assert arguments_error("[1]") == "The arguments are not a JSON object."
-    assert arguments_error("{").startswith("The arguments are not valid JSON: ")
+    assert describe_arguments_error('{"x": 1}') == ""
+    assert describe_arguments_error("[1]") == "The arguments are not a JSON object."
+    assert describe_arguments_error("{").startswith("The arguments are not valid JSON: ")

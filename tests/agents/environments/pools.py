@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mcore_rl.agents.environments.keeper import descendants
+from mcore_rl.agents.environments.keeper import list_descendants
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from mcore_rl.agents.messages import EpisodeTask
@@ -24,10 +24,10 @@ def answer(text="go"):
 
 def in_pool(use, **options):
     async def run():
-        others = set(descendants(os.getpid()))
+        others = set(list_descendants(os.getpid()))
         async with EnvironmentPool(EnvironmentOptions(**{"workers": 1, **options})) as pool:
             result = await use(pool)
-            pids = sorted(set(descendants(os.getpid())) - others)
+            pids = sorted(set(list_descendants(os.getpid())) - others)
         assert not all_gone(pids)
         return result
 

@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.agents.environments.command import (
     CommandOptions,
-    inner_path,
+    find_inner_path,
     make_gateway_variables,
     read_reward,
 )
@@ -163,7 +163,7 @@ def test_the_last_finite_reward_counts(output, reward):
 @pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../x", ""])
 def test_files_stay_in_the_folder(name):
     with pytest.raises(ValueError, match="lies outside of the working folder"):
-        inner_path(Path("/work"), name)
+        find_inner_path(Path("/work"), name)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from mcore_rl.agents.environments.crop_env import CropEnvironment, CropOptions
-from mcore_rl.agents.environments.environment import Message, Start, find_images, image_part
+from mcore_rl.agents.environments.environment import Message, Start, find_images, make_image_part
 
 COLORS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)]
 """The colors of the quarters of the picture, row by row."""
@@ -25,7 +25,7 @@ def picture() -> bytes:
 
 def begin(**options: Any) -> tuple[CropEnvironment, Start]:
     environment = CropEnvironment(CropOptions(view_pixels=40, zoom_pixels=60, units=2, **options))
-    content = [image_part(picture()), {"type": "text", "text": "what is there ?"}]
+    content = [make_image_part(picture()), {"type": "text", "text": "what is there ?"}]
     task = {"messages": [{"role": "user", "content": content}], "ground_truth": "Red"}
     return environment, environment.reset(task)
 

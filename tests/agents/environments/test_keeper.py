@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from mcore_rl.agents.environments import keeper
-from mcore_rl.agents.environments.keeper import descendants, resident_bytes
+from mcore_rl.agents.environments.keeper import count_resident_bytes, list_descendants
 from tests.agents.environments.episodes import all_gone
 
 WORKER = """
@@ -41,7 +41,7 @@ def start(worker_s: float):
 @pytest.mark.parametrize("cause", ["pool", "worker", "signal", "worker killed"])
 def test_nothing_is_left(cause):
     process, held_fd = start(worker_s=0.5 if cause == "worker" else 300)
-    pids = descendants(process.pid)
+    pids = list_descendants(process.pid)
     assert len(pids) >= 3
     if cause == "pool":
         os.close(held_fd)
@@ -64,7 +64,7 @@ def memory_of_one_with(num_bytes: int) -> int:
     with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as process:
         assert process.stdin is not None and process.stdout is not None
         process.stdout.readline()
-        resident = resident_bytes([process.pid])
+        resident = count_resident_bytes([process.pid])
         process.stdin.close()
     return resident
 
@@ -72,4 +72,4 @@ def memory_of_one_with(num_bytes: int) -> int:
 def test_the_memory_of_a_process_is_about_what_it_holds():
     empty, full = (memory_of_one_with(size) for size in (0, 64 * 2**20))
     assert 60 * 2**20 < full - empty < 80 * 2**20
-    assert resident_bytes([2**22 + 1]) == 0
+    assert count_resident_bytes([2**22 + 1]) == 0

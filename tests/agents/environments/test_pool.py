@@ -16,8 +16,8 @@ from mcore_rl.agents.environments.environment import (
     EnvironmentTimeoutError,
     EpisodeError,
 )
-from mcore_rl.agents.environments.keeper import descendants
-from mcore_rl.agents.environments.pool import describe_task, task_fields
+from mcore_rl.agents.environments.keeper import list_descendants
+from mcore_rl.agents.environments.pool import describe_task, make_task_fields
 from tests.agents.environments import episodes
 from tests.agents.environments.pools import COROUTINES, COUNTDOWN, TASK, answer, in_pool, play
 
@@ -192,7 +192,7 @@ def test_every_episode_is_accounted_for_while_workers_are_killed_at_random():
             alive = [worker for worker in pool._workers if not worker.lost and worker.episodes]
             if alive:
                 keeper = generator.choice(alive)._process.pid
-                below = descendants(keeper)
+                below = list_descendants(keeper)
                 os.kill(generator.choice([keeper, *below]), signal.SIGKILL)
                 killed.append(keeper)
 
@@ -214,5 +214,5 @@ def test_every_episode_is_accounted_for_while_workers_are_killed_at_random():
 
 
 def test_tasks_are_mappings_or_values_and_have_a_name():
-    assert task_fields(TASK)["index"] == 7 and task_fields({"index": 1}) == {"index": 1}
-    assert describe_task(task_fields(TASK)) == "task 7 of levels, sample 2"
+    assert make_task_fields(TASK)["index"] == 7 and make_task_fields({"index": 1}) == {"index": 1}
+    assert describe_task(make_task_fields(TASK)) == "task 7 of levels, sample 2"

@@ -3,7 +3,7 @@
 import pytest
 
 from mcore_rl.agents.environments import probe
-from mcore_rl.agents.environments.probe import is_there, problems
+from mcore_rl.agents.environments.probe import is_there, list_problems
 from tests.agents.environments import episodes
 
 
@@ -13,12 +13,12 @@ def test_modules_are_found_without_importing_them():
 
 
 def test_missing_modules_come_first():
-    assert problems("tools", {}, ["json", "no_such_package"]) == ["it has no no_such_package"]
+    assert list_problems("tools", {}, ["json", "no_such_package"]) == ["it has no no_such_package"]
 
 
 def test_a_python_that_is_too_old_is_named(monkeypatch):
     monkeypatch.setattr(probe, "OLDEST_PYTHON", (9, 0))
-    (text,) = problems("tools", {}, [])
+    (text,) = list_problems("tools", {}, [])
     assert text.startswith("it is Python 3.")
 
 
@@ -27,6 +27,6 @@ def test_a_python_that_is_too_old_is_named(monkeypatch):
     [({"turns": 1}, []), ({"turn": 1}, ["does not read the options turn"])],
 )
 def test_options_are_checked(options, found):
-    texts = problems(f"{episodes.HERE}:Countdown", options, [])
+    texts = list_problems(f"{episodes.HERE}:Countdown", options, [])
     assert len(texts) == len(found)
     assert all(part in text for part, text in zip(found, texts, strict=True))

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from mcore_rl.agents.environments.search_env import (
     SCORES,
-    best_score,
     contains,
-    exact_match,
     f1,
+    find_best_score,
+    match_exactly,
     normalize,
     read_truths,
 )
@@ -28,7 +28,7 @@ from mcore_rl.agents.environments.search_env import (
     ],
 )
 def test_scores(answer: str, truth: str, em: float, overlap: float, inside: float) -> None:
-    assert exact_match(answer, truth) == em
+    assert match_exactly(answer, truth) == em
     assert f1(answer, truth) == pytest.approx(overlap)
     assert contains(answer, truth) == inside
 
@@ -40,7 +40,7 @@ def test_scores_are_shares_and_exact_matches_are_whole(answer: str, truth: str) 
         assert 0 <= score(answer, truth) <= 1
         assert score(answer, answer) == 1
     assert f1(answer, truth) == pytest.approx(f1(truth, answer))
-    if exact_match(answer, truth):
+    if match_exactly(answer, truth):
         assert f1(answer, truth) == contains(answer, truth) == 1
 
 
@@ -58,4 +58,4 @@ def test_scores_are_shares_and_exact_matches_are_whole(answer: str, truth: str) 
 )
 def test_the_best_of_several_truths_counts(truth: object, truths: list[str]) -> None:
     assert read_truths(truth) == truths
-    assert best_score("em", "a", truth) == float("a" in truths)
+    assert find_best_score("em", "a", truth) == float("a" in truths)

@@ -3,7 +3,7 @@
 import pytest
 
 from mcore_rl.agents.gateway.api import ApiError, BadRequestError
-from mcore_rl.agents.gateway.gateway import add_reward, model_list, read_reward
+from mcore_rl.agents.gateway.gateway import add_reward, make_model_list, read_reward
 from mcore_rl.agents.messages import EndReason, EpisodeEndedError
 from tests.support.episode_chats import RecordingChat
 
@@ -32,5 +32,5 @@ def test_a_reward_for_an_episode_that_takes_none_is_refused():
 
 
 def test_models_are_listed_in_both_formats():
-    (entry,) = model_list("m")["data"]
+    (entry,) = make_model_list("m")["data"]
     assert (entry["object"], entry["type"], entry["display_name"]) == ("model", "model", "m")

@@ -4,10 +4,10 @@ import pytest
 
 from mcore_rl.agents.gateway.api import (
     ApiError,
-    anthropic_error,
-    episode_over,
-    openai_error,
-    overloaded,
+    make_anthropic_error,
+    make_episode_over,
+    make_openai_error,
+    make_overloaded,
     refuse_unsupported,
 )
 from mcore_rl.agents.messages import EndReason, EpisodeEndedError
@@ -27,19 +27,19 @@ from mcore_rl.agents.messages import EndReason, EpisodeEndedError
 )
 def test_types_of_errors_follow_their_status(status, openai, anthropic):
     error = ApiError(status, "code", "message")
-    assert openai_error(error)["error"]["type"] == openai
-    assert anthropic_error(error)["error"]["type"] == anthropic
+    assert make_openai_error(error)["error"]["type"] == openai
+    assert make_anthropic_error(error)["error"]["type"] == anthropic
 
 
 def test_an_episode_that_is_over_is_no_reason_to_ask_again():
-    error = episode_over(EpisodeEndedError(EndReason.DEADLINE, "900 s"))
+    error = make_episode_over(EpisodeEndedError(EndReason.DEADLINE, "900 s"))
     assert error.status not in (408, 409, 429)
     assert error.status < 500
     assert error.message == "the episode is over: deadline: 900 s"
 
 
 def test_the_wait_is_rounded_up():
-    headers = overloaded(1.2001).headers
+    headers = make_overloaded(1.2001).headers
     assert headers == {"Retry-After": "2", "retry-after-ms": "1201"}
 
 

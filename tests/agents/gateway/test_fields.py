@@ -4,9 +4,9 @@ import pytest
 
 from mcore_rl.agents.gateway.api import (
     BadRequestError,
-    ignored_names,
     join_text,
-    max_tokens,
+    list_ignored_names,
+    read_max_tokens,
     read_optional,
     read_required,
     refuse,
@@ -23,10 +23,10 @@ def test_a_field_of_another_type_is_named_with_its_place():
 
 
 def test_the_first_bound_counts_and_a_boolean_is_none():
-    assert max_tokens({"b": 3, "a": None}, "a", "b") == 3
-    assert max_tokens({}, "a") is None
+    assert read_max_tokens({"b": 3, "a": None}, "a", "b") == 3
+    assert read_max_tokens({}, "a") is None
     with pytest.raises(BadRequestError, match="a: must be an integer"):
-        max_tokens({"a": True}, "a")
+        read_max_tokens({"a": True}, "a")
 
 
 @pytest.mark.parametrize(("value", "texts"), [(None, ()), ("x", ("x",)), (["x", "y"], ("x", "y"))])
@@ -42,7 +42,7 @@ def test_only_fields_with_a_value_are_refused():
 
 def test_names_without_effect_fit_into_a_header():
     body = {f"p{number:03d}": 1 for number in range(99)} | {"a b": 1, "x" * 65: 1, "known": 1}
-    names = ignored_names(body, frozenset({"known"}))
+    names = list_ignored_names(body, frozenset({"known"}))
     assert names == tuple(f"p{number:03d}" for number in range(32))
 
 

@@ -4,5 +4,5 @@ from mcore_rl.agents.gateway import api
 
 
 def test_an_event_has_one_line_of_data():
-    assert api.event({"a": "x\n\ny"}) == b'data: {"a":"x\\n\\ny"}\n\n'
-    assert api.event(1, "ping") == b"event: ping\ndata: 1\n\n"
+    assert api.make_event({"a": "x\n\ny"}) == b'data: {"a":"x\\n\\ny"}\n\n'
+    assert api.make_event(1, "ping") == b"event: ping\ndata: 1\n\n"
