@@ -14,7 +14,7 @@ import torch
 
 from mcore_rl.data.images.encoded import EncodedImage
 from mcore_rl.data.images.processor import ImageProcessor
-from mcore_rl.rollout.vision_models.kimi_vl import PLACEHOLDER, KimiVlProcessor
+from mcore_rl.rollout.vision_models.kimi_vl_processor import PLACEHOLDER, KimiVlProcessor
 from tests.support.image_requests import write_served_model
 from tests.support.odd_images import encode, noise
 
