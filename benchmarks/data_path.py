@@ -271,9 +271,9 @@ class CountedCalls:
         self._calls = calls
         self.messages: list[Any] = []
 
-    async def submit(self, submission: Any) -> None:
-        self.messages.append(submission)
-        await self._calls.submit(submission)
+    async def submit(self, commands: Any) -> None:
+        self.messages.append(commands)
+        await self._calls.submit(commands)
 
     async def poll_events(self, wait_s: float, gather_s: float) -> Any:
         events = await self._calls.poll_events(wait_s, gather_s)

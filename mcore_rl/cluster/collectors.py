@@ -18,7 +18,7 @@ from mcore_rl.cluster.nodes import list_alive_nodes
 from mcore_rl.cluster.stores import StoreHandles, share_array
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.process_state import RestartBudget
-from mcore_rl.rollout.collector import CollectorEvents, CollectorLostError, Submission
+from mcore_rl.rollout.collector import CollectorCommands, CollectorEvents, CollectorLostError
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.served_models import ServedEndpoint
 from mcore_rl.types import Sample, StoredBatch, StoredSample, TokenWork
@@ -238,8 +238,8 @@ class RemoteCollector:
         self._group = group
         self._number = number
 
-    async def submit(self, submission: Submission) -> None:
-        await self._call("submit", submission)
+    async def submit(self, commands: CollectorCommands) -> None:
+        await self._call("submit", commands)
 
     async def poll_events(self, wait_s: float, gather_s: float) -> CollectorEvents:
         deadline_s = wait_s + gather_s + self._group.call_timeout_s

@@ -42,8 +42,8 @@ class GroupRequest:
 
 
 @dataclass(frozen=True)
-class Submission:
-    """What a collector is to do, in the order of the fields.
+class CollectorCommands:
+    """Commands to a collector, which carries them out in the order of the fields.
 
     sessions   bound of the requests at once, by number of a session that is opened
     rotation   which engines get requests; None if nothing has changed
@@ -87,7 +87,7 @@ class GroupFailure:
 
 @dataclass
 class CollectorEvents:
-    """What happened since the last poll.
+    """Events since the last poll.
 
     num_done   samples complete, failed or canceled, by session
     """
@@ -104,7 +104,7 @@ class CollectorLostError(RuntimeError):
 class CollectorCalls(Protocol):
     """A collector, on any node; see Collector. Its calls may raise CollectorLostError."""
 
-    async def submit(self, submission: Submission) -> None: ...
+    async def submit(self, commands: CollectorCommands) -> None: ...
 
     async def poll_events(self, wait_s: float, gather_s: float) -> CollectorEvents: ...
 
@@ -134,7 +134,7 @@ class Collector:
     ) -> None:
         """Take the engines' client and the node's store.
 
-        health         what the client asks before each request; submissions set it
+        health         what the client asks before each request; commands set it
         sample_group   how the samples of a prompt are drawn; None: each is one response
         """
         self._client = client
@@ -147,20 +147,20 @@ class Collector:
         self._events = CollectorEvents()
         self._has_events = asyncio.Event()
 
-    async def submit(self, submission: Submission) -> None:
-        """Carry out a submission; what it begins goes on afterwards."""
-        if submission.rotation is not None:
-            self._health.follow(submission.rotation)
-        for number, max_in_flight in submission.sessions.items():
+    async def submit(self, commands: CollectorCommands) -> None:
+        """Carry out commands; the groups that they begin go on afterwards."""
+        if commands.rotation is not None:
+            self._health.follow(commands.rotation)
+        for number, max_in_flight in commands.sessions.items():
             await self._open(number, max_in_flight)
-        for request in submission.begin:
+        for request in commands.begin:
             self._session_of[request.group] = request.session
             self._tasks[request.group] = asyncio.create_task(self._collect(request))
-        for group in submission.cancel:
+        for group in commands.cancel:
             if group in self._tasks:
                 self._tasks[group].cancel()
-        self._store.drop(submission.drop)
-        for number in submission.end:
+        self._store.drop(commands.drop)
+        for number in commands.end:
             await self._close(number)
 
     async def poll_events(self, wait_s: float, gather_s: float = 0.0) -> CollectorEvents:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from mcore_rl.rollout.collector import (
     CollectorCalls,
+    CollectorCommands,
     CollectorLostError,
     GroupFacts,
     GroupRequest,
-    Submission,
 )
 from mcore_rl.rollout.engine_health import Rotation
 from mcore_rl.rollout.request import Sampling
@@ -34,9 +34,9 @@ class PendingGroup:
 
 
 class CollectorHandle:
-    """Submits to a collector, one thing after the other, and keeps account of its groups.
+    """Submits commands to a collector, and keeps account of its groups.
 
-    `flush` submits what came up since the last submission, all of it together.
+    `flush` submits the commands that came up since it was called last, all of them together.
     """
 
     def __init__(self, collector: CollectorCalls, num_engines: int) -> None:
@@ -100,12 +100,12 @@ class CollectorHandle:
             self.may_send.set()
 
     async def flush(self, rotation: Rotation) -> None:
-        """Submit what waits, and `rotation` if it has changed."""
+        """Submit the commands that wait, and `rotation` if it has changed."""
         async with self._lock:
             self.may_send.clear()
             dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
             changed = None if rotation == self._known else rotation
-            submission = Submission(
+            commands = CollectorCommands(
                 self._sessions, changed, self._begin, self._cancel, dropped, self._end
             )
             self._known = rotation
@@ -113,7 +113,7 @@ class CollectorHandle:
             self._begin = []
             self._cancel = []
             self._end = []
-            await self.collector.submit(submission)
+            await self.collector.submit(commands)
 
     async def hold(self, session: int, cut_off: bool) -> int:
         """Hold a session here; return the responses that were cut off here so far.

@@ -1,8 +1,8 @@
 """Spreads prompts over the collectors of all nodes and returns stored samples.
 
 A group goes to the collector with the fewest open samples per engine; of the prompts that come
-together, those whose responses were long in earlier epochs go first. Submissions to a collector go
-out one after the other, all that came up meanwhile together; one long poll per collector brings its
+together, those whose responses were long in earlier epochs go first. Commands to a collector go out
+one after the other, all that came up meanwhile together; one long poll per collector brings its
 events. So the controller's work grows with groups and nodes, not with tokens.
 
 A collector that is lost costs its samples: its open groups begin again on the others, or on its

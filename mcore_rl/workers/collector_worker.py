@@ -30,7 +30,7 @@ from mcore_rl.process.errors import ProcessLostError
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.http import open_session
 from mcore_rl.process.redaction import remember_secret
-from mcore_rl.rollout.collector import CollectorEvents, Submission
+from mcore_rl.rollout.collector import CollectorCommands, CollectorEvents
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.request import RoutedExpertsShape
 from mcore_rl.rollout.served_models import ServedEndpoint
@@ -237,8 +237,8 @@ class CollectorWorker:
         self._close_episodes = stack.aclose
         return sampler.sample_group
 
-    def submit(self, submission: Submission) -> None:
-        self._loop.run(self._collector.submit(submission))
+    def submit(self, commands: CollectorCommands) -> None:
+        self._loop.run(self._collector.submit(commands))
 
     def poll_events(self, wait_s: float, gather_s: float) -> CollectorEvents:
         return self._loop.run(self._collector.poll_events(wait_s, gather_s))

@@ -12,9 +12,9 @@ from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.collector import (
     Collector,
+    CollectorCommands,
     CollectorEvents,
     GroupRequest,
-    Submission,
     collect_facts,
 )
 from mcore_rl.rollout.engine_health import EngineHealth, Rotation
@@ -46,14 +46,14 @@ class Scene:
         transport = HttpOptions.of(CONFIG, [9], str).open
         client = RolloutClient([self.engine.address], CONFIG, transport, health)
         self.collector = Collector(client, health, self.store)
-        self.run(self.collector.submit(Submission(sessions={0: 8})))
+        self.run(self.collector.submit(CollectorCommands(sessions={0: 8})))
 
     def begin(self, *groups: int, num_samples: int = 2) -> None:
         requests = [
             GroupRequest(0, group, Prompt(group, (1, 2), (), "unit", ""), num_samples, SAMPLING)
             for group in groups
         ]
-        self.run(self.collector.submit(Submission(begin=requests)))
+        self.run(self.collector.submit(CollectorCommands(begin=requests)))
 
     def poll_events(self, num_groups: int = 1) -> CollectorEvents:
         """Gather events until that many groups have ended."""
@@ -77,7 +77,7 @@ def test_groups_are_kept_and_only_facts_of_them_go_out(loop: EventLoop) -> None:
     assert not facts.has_experts
     samples = scene.store.samples([facts.group] * 2, [0, 1])
     assert collect_facts(facts.group, samples) == facts
-    scene.run(scene.collector.submit(Submission(drop=[5])))
+    scene.run(scene.collector.submit(CollectorCommands(drop=[5])))
     assert scene.store.num_groups == 1
 
 
@@ -99,7 +99,7 @@ def test_a_canceled_group_leaves_nothing(loop: EventLoop) -> None:
     scene = Scene(loop)
     scene.engine.num_free = 0
     scene.begin(5)
-    scene.run(scene.collector.submit(Submission(cancel=[5, 77])))
+    scene.run(scene.collector.submit(CollectorCommands(cancel=[5, 77])))
     scene.engine.resume()
     scene.begin(6)
     events = scene.poll_events()
@@ -119,12 +119,14 @@ def test_held_requests_wait_for_the_end_of_the_hold(loop: EventLoop) -> None:
 def test_orders_say_which_engines_serve(loop: EventLoop) -> None:
     scene = Scene(loop)
     scene.run(
-        scene.collector.submit(Submission(rotation=Rotation({scene.engine.url: "it is stale"})))
+        scene.collector.submit(
+            CollectorCommands(rotation=Rotation({scene.engine.url: "it is stale"}))
+        )
     )
     scene.begin(5)
     [failure] = scene.poll_events().failed
     assert "no engine in rotation" in failure.message and "it is stale" in failure.message
-    scene.run(scene.collector.submit(Submission(rotation=Rotation({scene.engine.url: ""}))))
+    scene.run(scene.collector.submit(CollectorCommands(rotation=Rotation({scene.engine.url: ""}))))
     scene.begin(6)
     assert len(scene.poll_events().finished) == 1
     assert scene.run(scene.collector.idle_seconds()) > 0
@@ -141,7 +143,7 @@ def test_the_end_of_a_session_cancels_its_groups(loop: EventLoop) -> None:
     scene = Scene(loop)
     scene.engine.num_free = 0
     scene.begin(5)
-    scene.run(scene.collector.submit(Submission(end=[0])))
+    scene.run(scene.collector.submit(CollectorCommands(end=[0])))
     assert scene.run(scene.collector.poll_events(0.1)).num_done == {0: 2}
     scene.run(scene.collector.close())
     scene.engine.resume()

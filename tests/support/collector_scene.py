@@ -4,7 +4,12 @@ from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.config import RolloutConfig
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
-from mcore_rl.rollout.collector import Collector, CollectorEvents, CollectorLostError, Submission
+from mcore_rl.rollout.collector import (
+    Collector,
+    CollectorCommands,
+    CollectorEvents,
+    CollectorLostError,
+)
 from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Sampling
@@ -34,9 +39,9 @@ class Losable(Collector):
         for task in list(self._tasks.values()):
             task.cancel()
 
-    async def submit(self, submission: Submission) -> None:
+    async def submit(self, commands: CollectorCommands) -> None:
         self._check()
-        await super().submit(submission)
+        await super().submit(commands)
 
     async def poll_events(self, wait_s: float, gather_s: float = 0.0) -> CollectorEvents:
         self._check()

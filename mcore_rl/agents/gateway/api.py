@@ -1,4 +1,4 @@
-"""What the translations of all APIs share.
+"""Holds values, errors and readers that the translations of all APIs share.
 
 Call, Answer, Memory   a client's call, its answer, and what is remembered for the next call
 ApiError               an error in the words of an API, with the status that makes SDKs retry or not

@@ -8,7 +8,12 @@ from typing import Any, cast
 from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.config import Config
 from mcore_rl.rollout.client import RolloutClient
-from mcore_rl.rollout.collector import Collector, CollectorEvents, CollectorLostError, Submission
+from mcore_rl.rollout.collector import (
+    Collector,
+    CollectorCommands,
+    CollectorEvents,
+    CollectorLostError,
+)
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.request import Request, Sampling
@@ -124,8 +129,8 @@ class SimulatedCollector:
             self._lost.exception()  # seen: nobody may be calling
             self._loop.create_task(self._collector.close(), context=self._context.copy())
 
-    async def submit(self, submission: Submission) -> None:
-        await self._call(self._collector.submit(submission))
+    async def submit(self, commands: CollectorCommands) -> None:
+        await self._call(self._collector.submit(commands))
 
     async def poll_events(self, wait_s: float, gather_s: float) -> CollectorEvents:
         return await self._call(self._collector.poll_events(wait_s, gather_s))

@@ -14,7 +14,7 @@ from mcore_rl.cluster.stores import StoreHandles, share_array
 from mcore_rl.config import AgentsConfig, RolloutConfig
 from mcore_rl.data.decoding import make_decode
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.rollout.collector import GroupRequest, Submission
+from mcore_rl.rollout.collector import CollectorCommands, GroupRequest
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.request import Sampling
@@ -104,7 +104,7 @@ def play(engine: EngineProcess, model_dir: Path, folder: Path, **bounds: Any) ->
     worker.connect([engine.address], [engine.url], {}, StoreHandles((), DEADLINE_S))
     try:
         request = GroupRequest(0, 0, PROMPT, 2, Sampling(LONG))
-        worker.submit(Submission(sessions={0: 8}, begin=[request]))
+        worker.submit(CollectorCommands(sessions={0: 8}, begin=[request]))
         until_s = time.monotonic() + DEADLINE_S
         while not (events := worker.poll_events(1.0, 0.0)).finished:
             assert not events.failed and time.monotonic() < until_s, events

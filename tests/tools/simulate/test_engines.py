@@ -6,7 +6,12 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.rollout.collector import CollectorLostError, GroupFacts, GroupRequest, Submission
+from mcore_rl.rollout.collector import (
+    CollectorCommands,
+    CollectorLostError,
+    GroupFacts,
+    GroupRequest,
+)
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.tools.simulate.engine import SimulatedEngine
@@ -43,14 +48,14 @@ def test_groups_are_sampled_on_the_own_engines_and_only_their_sizes_kept(loop: V
     request = GroupRequest(0, 7, SimulatedPrompts(30)[2], 4, Sampling(100))
 
     async def sample() -> None:
-        await collector.submit(Submission(sessions={0: 8}, begin=[request]))
+        await collector.submit(CollectorCommands(sessions={0: 8}, begin=[request]))
         assert loop.time() == pytest.approx(CALL_S)
         facts = await first_group(collector)
         lens = [workload.finish(2, s)[0] for s in range(4)]
         assert list(facts.response_lens) == lens
         assert {span.version for spans in facts.versions for span in spans} == {5}
         assert collector.store.num_tokens == 4 * 30 + sum(lens) == collector.store.most_tokens
-        await collector.submit(Submission(drop=[7]))
+        await collector.submit(CollectorCommands(drop=[7]))
         assert collector.store.num_groups == 0
         assert await collector.idle_seconds() < 0.02
 
@@ -67,7 +72,7 @@ def test_a_hold_that_cuts_off_aborts_what_is_under_way(loop: VirtualLoop) -> Non
     request = GroupRequest(0, 1, SimulatedPrompts(3)[0], 2, Sampling(100))
 
     async def sample() -> None:
-        await collector.submit(Submission(sessions={0: 8}, begin=[request]))
+        await collector.submit(CollectorCommands(sessions={0: 8}, begin=[request]))
         await asyncio.sleep(0.05)
         assert await collector.hold(0, cut_off=True) == 2
         await collector.resume(0)
@@ -84,7 +89,7 @@ def test_a_lost_collector_answers_no_call_and_leaves_its_engines(loop: VirtualLo
     request = GroupRequest(0, 1, SimulatedPrompts(3)[0], 2, Sampling(100))
 
     async def lose() -> None:
-        await collector.submit(Submission(sessions={0: 8}, begin=[request]))
+        await collector.submit(CollectorCommands(sessions={0: 8}, begin=[request]))
         waiting = asyncio.ensure_future(collector.poll_events(1000, 0))
         await asyncio.sleep(0.05)
         collector.lose("node-1 failed")
@@ -92,7 +97,7 @@ def test_a_lost_collector_answers_no_call_and_leaves_its_engines(loop: VirtualLo
             await waiting
         lost_s = loop.time()
         with pytest.raises(CollectorLostError, match="node-1 failed"):
-            await collector.submit(Submission(drop=[1]))
+            await collector.submit(CollectorCommands(drop=[1]))
         assert not await collector.restart(5)
         assert loop.time() == lost_s
         await asyncio.sleep(1000)
