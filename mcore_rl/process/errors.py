@@ -1,6 +1,6 @@
 """Formats errors, and text from models and users, for any file or terminal.
 
-It also makes text from models and users fit for any file or terminal. This module imports the
+An error becomes one text that names the error's type and is never empty. This module imports the
 standard library only, as short programs do.
 """
 

@@ -103,7 +103,9 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     asked = {
         item.callspec.params.get("kind")
         for item in request.session.items
-        if item.path == Path(__file__).with_name("test_convert.py") and hasattr(item, "callspec")
+        if item.path == Path(__file__).with_name("test_convert.py")
+        and isinstance(item, pytest.Function)
+        and hasattr(item, "callspec")
     }
     kinds = [kind for kind in LAYOUTS if kind in asked or kind in USED_ELSEWHERE]
     return made_once(tmp_path_factory, "checkpoints", partial(_save_each, kinds))

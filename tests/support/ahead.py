@@ -33,5 +33,6 @@ class StartedAhead(Generic[T]):
 def chosen_cases(request: pytest.FixtureRequest, name: str = "case") -> list[str]:
     """Return a parameter's value of each test of this module that is to run, in their order."""
     items = [item for item in request.session.items if item.path == request.path]
-    specs = [item.callspec for item in items if hasattr(item, "callspec")]
+    functions = [item for item in items if isinstance(item, pytest.Function)]
+    specs = [item.callspec for item in functions if hasattr(item, "callspec")]
     return [str(spec.params[name]) for spec in specs if name in spec.params]
