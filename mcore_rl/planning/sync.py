@@ -97,10 +97,11 @@ def _summarize(
     rival: GatherBroadcast,
 ) -> PlanSummary:
     hosts = deployment.hosts
-    link_gbps = config.plan.link_gbps
-    memory_gbps = config.plan.memory_gbps
+    link_gbps, memory_gbps = config.plan.link_gbps, config.plan.memory_gbps
     links = count_engine_links(config.rollout.engines, deployment.relays)
     buffers = _count_buffers(deployment, count_sync_buffers(config), links)
+    trainer_out = by_host(traffic.trainer.network_out, hosts.source_host)
+    engine_in = by_host(traffic.engines.network_in, hosts.target_host)
     kept = exchanged_per_host(traffic, hosts) if config.sync.delta == "always" else (0, 0)
     return PlanSummary(
         trainer_ranks=deployment.source.num_ranks,
@@ -113,12 +114,8 @@ def _summarize(
         engine_in_per_rank=_find_range(traffic.engines.network_in),
         relay_out_per_rank=_find_range(traffic.engines.network_out),
         engine_local_in_per_rank=_find_range(traffic.engines.local_in),
-        trainer_out_per_host=_find_range(
-            by_host(traffic.trainer.network_out, hosts.source_host).values()
-        ),
-        engine_in_per_host=_find_range(
-            by_host(traffic.engines.network_in, hosts.target_host).values()
-        ),
+        trainer_out_per_host=_find_range(trainer_out.values()),
+        engine_in_per_host=_find_range(engine_in.values()),
         busiest_link_bytes=traffic.busiest_link,
         busiest_copy_bytes=find_busiest_copy(traffic),
         lower_bound_bytes=traffic.lower_bound,

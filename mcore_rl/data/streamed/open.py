@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from mcore_rl.config import DataConfig
+from mcore_rl.config import DataConfig, SourceConfig
 from mcore_rl.data.curriculum import Curriculum
 from mcore_rl.data.streamed.index import RowIndex, count_rows, index_rows
 from mcore_rl.data.streamed.mixed import MixedPrompts, MixedSource
@@ -115,8 +115,11 @@ def open_prompts(
 
 def _list_weighted_paths(config: DataConfig) -> list[tuple[list[str], float]]:
     """Return the paths and the weight of every data set; data.train is one data set."""
-    weighted = [([source.path], source.weight) for source in config.sources]
-    return weighted or [(config.train, 1.0)]
+    return list(map(_weigh_paths, config.sources)) or [(config.train, 1.0)]
+
+
+def _weigh_paths(source: SourceConfig) -> tuple[list[str], float]:
+    return [source.path], source.weight
 
 
 def _open_index(config: DataConfig, paths: Sequence[str], rules: RowRules) -> RowIndex:

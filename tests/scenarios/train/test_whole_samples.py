@@ -234,7 +234,7 @@ def test_rows_of_a_sample_lie_in_several_micro_batches_and_on_both_ranks() -> No
 
 @dataclass(frozen=True)
 class OneProcess:
-    """What one process makes of rows that are whole episodes.
+    """The steps of one process, whose rows are whole episodes.
 
     wanted   the step of each case, by the case's id
     chosen   the step of each of `choices`
