@@ -115,11 +115,11 @@ def open_prompts(
 
 def _list_weighted_paths(config: DataConfig) -> list[tuple[list[str], float]]:
     """Return the paths and the weight of every data set; data.train is one data set."""
-    return list(map(_weigh_paths, config.sources)) or [(config.train, 1.0)]
 
+    def weigh(source: SourceConfig) -> tuple[list[str], float]:
+        return [source.path], source.weight
 
-def _weigh_paths(source: SourceConfig) -> tuple[list[str], float]:
-    return [source.path], source.weight
+    return [weigh(source) for source in config.sources] or [(config.train, 1.0)]
 
 
 def _open_index(config: DataConfig, paths: Sequence[str], rules: RowRules) -> RowIndex:
