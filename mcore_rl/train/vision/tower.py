@@ -168,9 +168,9 @@ class MoonViT(nn.Module):
                 hidden_PD = checkpoint(block, hidden_PD, turns_PF, images, use_reentrant=False)
             else:
                 hidden_PD = block(hidden_PD, turns_PF, images)
-        return self.merger(self._merge_patches(self.final_layernorm(hidden_PD), images))
+        return self.merger(self._group_patches(self.final_layernorm(hidden_PD), images))
 
-    def _merge_patches(self, hidden_PD: Tensor, images: Sequence[Sides]) -> Tensor:
+    def _group_patches(self, hidden_PD: Tensor, images: Sequence[Sides]) -> Tensor:
         """Return [R, merge**2, hidden], the patches that merge into each embedding."""
         merge = self._merge
         parts = []
