@@ -26,8 +26,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from checkpoint_tools.memory import measure_proportional
 from checkpoint_tools.options import show_bytes
+from checkpoint_tools.pool import measure_proportional
 from mcore_rl.process.network import find_free_port
 from mcore_rl.tasks.tiny_models import qwen3_moe_config
 

@@ -33,7 +33,7 @@ from typing import Any
 
 import psutil
 
-from checkpoint_tools.memory import PeakMemory, measure_proportional
+from checkpoint_tools.pool import PeakMemory, measure_proportional
 from mcore_rl.process.network import find_free_port
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec

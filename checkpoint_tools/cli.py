@@ -209,8 +209,7 @@ def _from_hf(args: argparse.Namespace) -> int:
 
 
 def _rewrite(args: argparse.Namespace) -> int:
-    from checkpoint_tools.to_fp8 import to_fp8
-    from checkpoint_tools.turn_experts import turn_experts
+    from checkpoint_tools.rewrite import to_fp8, turn_experts
 
     write = {"to-fp8": to_fp8, "turn-experts": turn_experts}[args.command]
     print(write(args.source_hf, args.out, args.max_file_bytes, read_effort(args)))
@@ -218,7 +217,7 @@ def _rewrite(args: argparse.Namespace) -> int:
 
 
 def _dequantize(args: argparse.Namespace) -> int:
-    from checkpoint_tools.dequantize import dequantize
+    from checkpoint_tools.rewrite import dequantize
 
     print(dequantize(args.source_hf, args.out, args.dtype, args.max_file_bytes, read_effort(args)))
     return 0

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from checkpoint_tools.memory import PeakMemory
-from checkpoint_tools.pool import Pool
+from checkpoint_tools.pool import PeakMemory, Pool
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -11,10 +11,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from launch.agent import make_agent_options
 from launch.jobs import ENDED, RUNNING, State, SubmittedJob
 from launch.options import LocalOptions
-from launch.submission import Submission
+from launch.submission import Submission, make_agent_options
 from launch.text import render
 
 SCRIPT = "job.sh"

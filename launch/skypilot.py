@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from launch.agent import make_agent_options
 from launch.away import (
     find_own_recipe,
     make_job_name,
@@ -19,7 +18,7 @@ from launch.away import (
 )
 from launch.jobs import ENDED, RUNNING, WAITING, State, SubmittedJob, call
 from launch.options import SkyPilotOptions
-from launch.submission import Submission
+from launch.submission import Submission, make_agent_options
 from launch.text import dump_yaml, render
 from mcore_rl.process.signals import EXIT_STATUS
 

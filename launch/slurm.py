@@ -6,10 +6,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from launch.agent import make_agent_options
 from launch.jobs import ENDED, RUNNING, WAITING, State, SubmittedJob, call
 from launch.options import SlurmOptions
-from launch.submission import Submission
+from launch.submission import Submission, make_agent_options
 from launch.text import render
 from mcore_rl.process.signals import EXIT_STATUS
 

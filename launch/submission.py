@@ -1,4 +1,4 @@
-"""A run as it is to be submitted: its command, its folder and the nodes that it needs."""
+"""A run as it is to be submitted: its command, its folder, and the nodes that it needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,3 +80,16 @@ def make_submission(
         )
     local_folder = Path("runs", run_dir.name, FOLDER).absolute()
     return Submission(command, list(settings), run_dir, needs, local_folder)
+
+
+def make_agent_options(submission: Submission, options: LaunchOptions) -> list[str]:
+    """Options of `python -m mcore_rl.cluster.node_agent`."""
+    needs = submission.needs
+    chosen = {
+        "--trainer-nodes": needs.trainer_nodes,
+        "--num-gpus": needs.gpus_per_node,
+        "--object-store-mib": options.store_mib(needs.gpus_per_node),
+        "--timeout-s": f"{options.start_timeout_s:g}",
+        "--interface": options.interface,
+    }
+    return [part for key, value in chosen.items() if value != "" for part in (key, str(value))]

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from launch.compose import load_launch
 from launch.jobs import ENDED, State, SubmittedJob, find_job, remember
 from launch.submission import DOCTOR, FOLDER, Submission, make_submission
-from launch.targets import TARGETS
+from launch.targets import TARGETS, load_launch
 from mcore_rl.config import Config
 from mcore_rl.config.secrets import written_config
 from mcore_rl.planning.bundles import COMMANDS

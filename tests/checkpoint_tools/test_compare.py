@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from checkpoint_tools.assembly import whole
-from checkpoint_tools.compare import Comparer, Pair
 from checkpoint_tools.stored import Chunk
+from checkpoint_tools.verify import Comparer, Pair
 
 
 def pair_of(folder: Path, first: torch.Tensor, second: torch.Tensor) -> Pair:

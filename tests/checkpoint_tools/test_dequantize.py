@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoint_tools.cli import main
-from checkpoint_tools.dequantize import dequantize
 from checkpoint_tools.options import Effort
+from checkpoint_tools.rewrite import dequantize
 from mcore_rl.run.serving import find_model
 from mcore_rl.weights.hf.checksums import MANIFEST
 from mcore_rl.weights.hf.config import read_hf_config

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_tools.cli import main
-from checkpoint_tools.dequantize import dequantize
+from checkpoint_tools.rewrite import dequantize
 from tests.support.quantized_models import FOUR_MIB, FP8, MXFP4, random_bytes, random_mxfp4, write
 from tests.support.small_hf import LARGE, ONE_WORKER
 

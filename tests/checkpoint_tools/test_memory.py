@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from checkpoint_tools.memory import PeakMemory, measure_proportional
+from checkpoint_tools.pool import PeakMemory, measure_proportional
 
 
 def test_the_peak_includes_memory_that_was_given_back() -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from checkpoint_tools.cli import main
 from checkpoint_tools.options import Effort
-from checkpoint_tools.turn_experts import turn_experts
+from checkpoint_tools.rewrite import turn_experts
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.hf.files import open_hf_dir
 from tests.support.tiny_models import write_model

@@ -13,7 +13,7 @@ OF_ITS_THREAD = "a thread of its own, which the process does not wait for"
 OF_GROUP = "the process group has a deadline"
 SERVES = "a server waits for whoever comes; it ends with its socket or its parent"
 NO_DEADLINE = {
-    ("checkpoint_tools/memory.py", "self._thread.join()"): "the thread sleeps for a tenth second",
+    ("checkpoint_tools/pool.py", "self._thread.join()"): "the thread sleeps for a tenth second",
     (
         "checkpoint_tools/pool.py",
         "connection.recv()",

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from launch.agent import make_agent_options
 from launch.options import SlurmOptions
-from launch.submission import Submission
+from launch.submission import Submission, make_agent_options
 from mcore_rl.cluster.node_agent.__main__ import parse
 from mcore_rl.planning.bundles import NodeNeeds
 

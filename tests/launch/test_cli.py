@@ -6,8 +6,7 @@ import jinja2
 import pytest
 
 from launch.cli import add_commands
-from launch.compose import load_launch
-from launch.targets import TARGETS
+from launch.targets import TARGETS, load_launch
 from launch.text import TEMPLATES, render
 from mcore_rl.cli import main, make_parser
 

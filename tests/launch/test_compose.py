@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.compose import list_launches, load_launch
 from launch.options import SlurmOptions
+from launch.targets import list_launches, load_launch
 
 
 def test_a_file_of_ones_own_builds_on_a_shipped_one(tmp_path: Path) -> None:

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.compose import load_launch
 from launch.options import LaunchOptions
 from launch.submission import Submission, make_submission
 from launch.submit import split
-from launch.targets import TARGETS
+from launch.targets import TARGETS, load_launch
 from mcore_rl.config.recipe import load_recipe
 
 GOLDEN = Path(__file__).parents[1] / "launch" / "golden"

@@ -1,0 +1,142 @@
+"""Rewrites a HuggingFace model: in FP8, with plain weights, or with stacked experts turned.
+
+FP8 has scales of 128 x 128 blocks. Plain weights come from a quantized model (packed.py). Experts
+are stacked the one way or the other:
+
+published           gate_up_proj [experts, hidden, 2 * width]    down_proj [experts, width, hidden]
+transformers 5      gate_up_proj [experts, 2 * width, hidden]    down_proj [experts, hidden, width]
+"""
+
+from functools import partial
+from pathlib import Path
+
+import torch  # noqa: F401  (imported before the workers fork, so that they share its pages)
+
+from checkpoint_tools.assembly import Assembly, Piece, whole
+from checkpoint_tools.hf import open_hf
+from checkpoint_tools.hf_model import read_config
+from checkpoint_tools.hf_output import make_hf
+from checkpoint_tools.options import Effort
+from checkpoint_tools.output import Made
+from checkpoint_tools.packed import find_packed, list_stored_names
+from checkpoint_tools.produce import ConversionReport
+from checkpoint_tools.staging import refuse_existing
+from checkpoint_tools.stored import Chunk
+from mcore_rl.weights.hf.config import parse_hf_config, with_dtype
+from mcore_rl.weights.hf.folder import write_small_files
+from mcore_rl.weights.hf.fp8 import QUANTIZATION_CONFIG, is_converted
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.qwen3_vl import MOE
+from mcore_rl.weights.models.settings import unquantized
+from mcore_rl.weights.models.value_head import stem_of
+
+HALVES = ("bfloat16", "float16")
+"""Tensors of these dtypes without scales are cast; float32 was a deliberate choice and is kept."""
+
+
+def dequantize(
+    source_hf: Path, out: Path, dtype: str, max_file_bytes: int, effort: Effort
+) -> ConversionReport:
+    """Write the model of `source_hf`, in block FP8 or MXFP4, to `out` in `dtype`.
+
+    The architecture may be any. Raises ValueError with the file or tensor that is wrong, or with
+    the kind of quantization if it is not supported.
+    """
+    refuse_existing(out)
+    config = parse_hf_config(source_hf)
+    file = source_hf / "config.json"
+    if config.get("quantization_config") is None:
+        raise ValueError(f"{file} has no quantization_config: the model is not quantized")
+    checkpoint = open_hf(source_hf)
+    packed = find_packed(config, checkpoint.tensors, dtype, file)
+    halves = list_stored_names(packed)
+    assemblies: dict[str, Made] = {**packed}
+    for name, tensor in checkpoint.tensors.items():
+        if name not in halves:
+            to = dtype if tensor.dtype in HALVES else tensor.dtype
+            assemblies[name] = whole(tensor.chunks[0], dtype=to)
+    settings = with_dtype(unquantized(config), dtype)
+    describe = partial(write_small_files, config=settings, side_files_from=source_hf)
+    return make_hf(out, [checkpoint], assemblies, frozenset(), describe, max_file_bytes, effort)
+
+
+def turn_experts(
+    source_hf: Path, out: Path, max_file_bytes: int, effort: Effort
+) -> ConversionReport:
+    """Write the model of `source_hf` to `out` with each expert's matrices transposed.
+
+    Values stay bit for bit. Raises ValueError for another architecture than Qwen3-VL with experts,
+    and with the file and tensor that is wrong.
+    """
+    refuse_existing(out)
+    config = read_config(source_hf)
+    family = family_of(config)
+    if stem_of(family.architecture) != stem_of(MOE.architecture):
+        raise ValueError(
+            f"{source_hf}: {family.architecture} has one form of experts; only"
+            f" {MOE.architecture} is saved in two"
+        )
+    reopen = partial(open_hf, either_way=True)
+    checkpoint = reopen(source_hf)
+    sizes = family.sizes(config)
+    stacked = {
+        tensor.name.format(layer=layer)
+        for rule, tensor, layer, _ in family.places(config, sizes)
+        if rule.stacked
+    }
+    assemblies: dict[str, Made] = {}
+    for name, tensor in checkpoint.tensors.items():
+        chunk = tensor.chunks[0]
+        assemblies[name] = _turn(chunk) if name in stacked else whole(chunk)
+    describe = partial(write_small_files, config=config, side_files_from=source_hf)
+    kept = (frozenset[str](), describe, max_file_bytes, effort)
+    return make_hf(out, [checkpoint], assemblies, *kept, reopen=reopen)
+
+
+def _turn(chunk: Chunk) -> Assembly:
+    """Return the assembly of a tensor whose last two axes change places."""
+    experts, rows, columns = chunk.shape
+    size = rows * columns
+    pieces = (
+        Piece(chunk, number * size, number * size, columns, rows, rows, transposed=True)
+        for number in range(experts)
+    )
+    return Assembly(chunk.key, chunk.dtype, (experts, columns, rows), tuple(pieces))
+
+
+KEPT = ("eh_proj",)
+"""Modules of multi-token prediction that DeepSeek's convention leaves as they are."""
+SOURCE_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def to_fp8(source_hf: Path, out: Path, max_file_bytes: int, effort: Effort) -> ConversionReport:
+    """Write the model of `source_hf` to `out` in DeepSeek's FP8; see mcore_rl/weights/hf/fp8.py.
+
+    Raises ValueError with the file or tensor that is wrong, or if the model is quantized already.
+    """
+    refuse_existing(out)
+    config = read_config(source_hf)
+    if family_of(config).stacks_experts:
+        raise ValueError(
+            f"{source_hf}: this format has no place for experts that are stacked in one tensor"
+        )
+    checkpoint = open_hf(source_hf)
+    left_out = family_of(config).left_out(config)
+    assemblies = {
+        name: whole(tensor.chunks[0])
+        for name, tensor in checkpoint.tensors.items()
+        if name not in left_out
+    }
+    quantized = frozenset(
+        name
+        for name, made in assemblies.items()
+        if is_converted(name) and len(made.shape) == 2 and name.split(".")[-2] not in KEPT
+    )
+    for name in quantized:
+        if assemblies[name].dtype not in SOURCE_DTYPES:
+            raise ValueError(
+                f"{checkpoint.tensors[name].chunks[0].where} is {assemblies[name].dtype} already"
+            )
+    settings = {**config, "quantization_config": QUANTIZATION_CONFIG}
+    describe = partial(write_small_files, config=settings, side_files_from=source_hf)
+    return make_hf(out, [checkpoint], assemblies, quantized, describe, max_file_bytes, effort)
