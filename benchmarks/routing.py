@@ -33,9 +33,8 @@ from mcore_rl.rollout.engine_health import EngineLoad
 from mcore_rl.tools.simulate.command import make_checked
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.engine import SimulatedEngine
-from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.simulate import simulate
-from mcore_rl.tools.simulate.virtual_loop import VirtualLoop
+from mcore_rl.tools.simulate.virtual_time import ReachedShares, VirtualLoop
 from mcore_rl.types import Prompt
 
 WAYS = ("round robin", "affinity", "longest first", "admission", "migration", "all migrate")

@@ -1,4 +1,10 @@
-"""Runs each check in a process of its own; prints a JSON line per check and a summary."""
+"""Runs each check in a process of its own; prints a JSON line per check and a summary.
+
+    python -m mcore_rl.tools.doctor.runner <stage> <check>      the process of one check
+
+A check may crash its process, or leave a GPU's context broken, without harm to the next. Its outcome
+goes to the file OUTCOME in the check's folder.
+"""
 
 import json
 import os
@@ -20,13 +26,37 @@ from mcore_rl.process.safe_path import safe_module
 from mcore_rl.tools.doctor.check import (
     FOLDER,
     Check,
+    Figures,
+    MissedTargetError,
     Result,
+    SkipCheckError,
     Stage,
+    find_own_folder,
     make_empty,
     make_full_name,
     remove_large_files,
 )
-from mcore_rl.tools.doctor.child import OUTCOME
+from mcore_rl.tools.doctor.stages import find_check
+
+OUTCOME = "outcome.json"
+
+
+def main() -> None:
+    stage, name = sys.argv[1:]
+    outcome, why, figures = run(find_check(stage, name))
+    told = json.dumps({"outcome": outcome, "why": why, "figures": figures})
+    (find_own_folder() / OUTCOME).write_text(told)
+
+
+def run(check: Check) -> tuple[str, str, Figures]:
+    """Return outcome, reason and figures. Any other exception passes through as a failure."""
+    try:
+        return "ok", "", check.run()
+    except SkipCheckError as reason:
+        return "skipped", str(reason), {}
+    except MissedTargetError as missed:
+        return "failed", str(missed), missed.figures
+
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 LAST_CHARS = 2000
@@ -125,7 +155,7 @@ def run_check(stage: Stage, check: Check, log_dir: Path) -> Result:
 
 def _run_child(arguments: Sequence[str], folder: Path, deadline_s: float, log: Path) -> str:
     """Run the child until its deadline; return how it ended. Whatever it started is killed."""
-    command = [*safe_module("mcore_rl.tools.doctor.child"), *arguments]
+    command = [*safe_module("mcore_rl.tools.doctor.runner"), *arguments]
     with log.open("wb") as out:
         child = subprocess.Popen(
             command,
@@ -157,3 +187,7 @@ def _make_environment() -> Mapping[str, str]:
     """Children find this package, and what was added to the path, wherever they start."""
     paths = [str(PACKAGE_ROOT), *(path for path in sys.path if path)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+if __name__ == "__main__":
+    main()

@@ -17,8 +17,8 @@ from mcore_rl.config.recipe import make_config
 from mcore_rl.logs.run_report import load_metrics
 from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.costs import RecipeCosts
-from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.simulate import simulate
+from mcore_rl.tools.simulate.virtual_time import ReachedShares
 
 PHASES = ("rollout", "reward", "logprobs", "train", "sync", "step")
 WIDEST = 5.0

@@ -23,8 +23,8 @@ from mcore_rl.planning.suggest import find_too_large
 from mcore_rl.process.disk import report_full_disk, write_whole
 from mcore_rl.tools.simulate.calibration import Calibration
 from mcore_rl.tools.simulate.costs import RecipeCosts
-from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.simulate import SimulationResult, gpus_of, simulate
+from mcore_rl.tools.simulate.virtual_time import ReachedShares
 from mcore_rl.tools.simulate.workload import prompt_len_of
 
 WIDTHS = (0.5, 1, 2)

@@ -16,7 +16,7 @@ from mcore_rl.planning.peak_memory import Uses
 from mcore_rl.planning.recipe_models import RecipeModels
 from mcore_rl.planning.sync import predict_sync
 from mcore_rl.tools.simulate.kv_cache import EngineSpeed
-from mcore_rl.tools.simulate.machine import GPUS, GpuRates, ReachedShares
+from mcore_rl.tools.simulate.virtual_time import GPUS, GpuRates, ReachedShares
 from mcore_rl.tools.simulate.workload import prompt_len_of
 from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.hf.facts import ModelFacts

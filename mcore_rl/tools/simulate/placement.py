@@ -14,10 +14,8 @@ from mcore_rl.config import Config, ParallelConfig
 from mcore_rl.planning.bundles import Bundle, RunSize
 from mcore_rl.planning.slots import Slot, reserve_slots
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
-from mcore_rl.tools.simulate.engine import SimulatedEngine
-from mcore_rl.tools.simulate.engines import SimulatedCollector
-from mcore_rl.tools.simulate.machine import Machine, WorkClock
-from mcore_rl.tools.simulate.virtual_loop import VirtualLoop, context_of
+from mcore_rl.tools.simulate.engine import SimulatedCollector, SimulatedEngine
+from mcore_rl.tools.simulate.virtual_time import Machine, VirtualLoop, WorkClock, context_of
 
 _SLACK = 1e-9
 """Sums of reserved CPUs may be off by so much."""

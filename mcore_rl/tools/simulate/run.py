@@ -42,8 +42,7 @@ from mcore_rl.run.roles.generator import EngineGenerator, rollout_of_evaluations
 from mcore_rl.run.roles.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.tools.simulate.costs import RecipeCosts
-from mcore_rl.tools.simulate.engine import SimulatedEngine
-from mcore_rl.tools.simulate.engines import SimulatedCollector, SimulatedTransport
+from mcore_rl.tools.simulate.engine import SimulatedCollector, SimulatedEngine, SimulatedTransport
 from mcore_rl.tools.simulate.placement import Failures, ProcessPlacement
 from mcore_rl.tools.simulate.ranks import (
     SimulatedCanary,
@@ -53,8 +52,7 @@ from mcore_rl.tools.simulate.ranks import (
     SimulatedRanks,
     link_seconds_of,
 )
-from mcore_rl.tools.simulate.virtual_loop import context_of
-from mcore_rl.tools.simulate.virtual_time import VirtualTime
+from mcore_rl.tools.simulate.virtual_time import VirtualTime, context_of
 from mcore_rl.tools.simulate.workload import Workload
 from mcore_rl.types import Prompt, StoredBatch, StoredColumn, StoredSample, WeightVersion
 from mcore_rl.types.scores import Scores

@@ -26,8 +26,7 @@ from mcore_rl.process.disk import write_whole
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.placement import RunLostError
 from mcore_rl.tools.simulate.run import SimulatedRun, StepLog
-from mcore_rl.tools.simulate.virtual_loop import CONTROLLER, VirtualLoop
-from mcore_rl.tools.simulate.virtual_time import VirtualTime
+from mcore_rl.tools.simulate.virtual_time import CONTROLLER, VirtualLoop, VirtualTime
 from mcore_rl.tools.simulate.workload import SimulatedPrompts, prompt_len_of
 from mcore_rl.types import Prompt
 

@@ -1,12 +1,321 @@
-"""Lets the seconds of ranks pass in a simulation, and runs coroutines for code without a loop."""
+"""An event loop in virtual time, and machines whose processes share cores.
+
+The clock of the loop jumps to the next event instead of waiting for it. The controller's coroutines
+run on the loop unchanged. The loop also counts the real CPU seconds of its callbacks, by the owner
+that their context names: so what the controller itself costs is known apart from the collectors and
+engines that one process simulates.
+
+A machine is a fluid: the more of its processes work, the slower they are.
+
+    processes that work     2 on 2 cores    3 on 2 cores    2 on 2 cores
+    speed of each                1               2/3             1
+    seconds on a WorkClock  ------------|-- -- -- -- -- -- |-----------
+
+A WorkClock counts the seconds of work of processes that go on together, and its alarms ring at such
+times. It runs as fast as the slowest of them, and its speed changes when anybody begins or ends to
+work on their machines.
+
+Peak rates of accelerators are of the vendors' data sheets, for dense bfloat16. The shares of them
+that kernels reach are assumptions; a run on GPUs would measure them (docs/simulate.md). The shares
+of a CPU are of one core, measured on a laptop.
+"""
 
 import asyncio
+import math
+import selectors
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from mcore_rl.tools.simulate.machine import WorkClock
-from mcore_rl.tools.simulate.virtual_loop import VirtualLoop
+CONTROLLER = "controller"
+CLOCK_RESOLUTION_S = 1e-9
+"""Events so close are at once."""
+_owner: ContextVar[str] = ContextVar("owner", default=CONTROLLER)
+
+
+class SimulationStuckError(RuntimeError):
+    """Something is waited for, but no event will ever come."""
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Finds no file ready; the time that it should wait passes at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.resolution_s = CLOCK_RESOLUTION_S
+        """No less than the clock can show: asyncio runs an event only before now + resolution."""
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise SimulationStuckError("no simulated event is left, but the controller still waits")
+        if timeout > 0:  # a tiny timeout after a long time must move the clock nevertheless
+            self.now_s = max(self.now_s + timeout, math.nextafter(self.now_s, math.inf))
+            self.resolution_s = max(CLOCK_RESOLUTION_S, 2 * math.ulp(self.now_s))
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Runs coroutines in virtual time."""
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+        self.cpu_s: defaultdict[str, float] = defaultdict(float)
+        """Real seconds that callbacks took, by owner."""
+        self.num_events = 0
+
+    def time(self) -> float:
+        return self._jumping.now_s
+
+    @property
+    def _clock_resolution(self) -> float:
+        return self._jumping.resolution_s
+
+    @_clock_resolution.setter
+    def _clock_resolution(self, seconds: float) -> None:
+        """Ignore what asyncio's own clock can show."""
+
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:
+        return super().call_soon(self._run_timed, callback, args, context=context)
+
+    def call_at(
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:
+        return super().call_at(when, self._run_timed, callback, args, context=context)
+
+    def _run_timed(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        owner = _owner.get()
+        began = time.perf_counter()
+        try:
+            callback(*args)
+        finally:
+            self.cpu_s[owner] += time.perf_counter() - began
+            self.num_events += 1
+
+
+def context_of(owner: str) -> Context:
+    """Return a context whose callbacks and tasks count as those of `owner`."""
+    context = copy_context()
+    context.run(_owner.set, owner)
+    return context
+
+
+@dataclass(frozen=True)
+class GpuRates:
+    """Rates of one accelerator.
+
+    flops      bfloat16 operations per second
+    memory     bytes per second of its memory
+    link       bytes per second to accelerators of the same host, in each direction
+    host_link  bytes per second to host memory
+    row_s      seconds of a request in a layer, apart from its operations, where an engine computes
+               the attention of one request after the other
+    """
+
+    flops: float
+    memory: float
+    link: float
+    host_link: float
+    row_s: float = 0.0
+
+
+GPUS = {
+    "a100": GpuRates(312e12, 2.04e12, 300e9, 25e9),
+    "h100": GpuRates(989e12, 3.35e12, 450e9, 50e9),
+    "h20": GpuRates(148e12, 4.0e12, 450e9, 50e9),
+    "h200": GpuRates(989e12, 4.8e12, 450e9, 50e9),
+    "b200": GpuRates(2250e12, 8.0e12, 900e9, 50e9),
+    "mi300x": GpuRates(1307e12, 5.3e12, 448e9, 50e9),
+    "cpu": GpuRates(2e11, 5e9, 2e9, 5e9, row_s=35e-6),
+}
+
+
+@dataclass(frozen=True)
+class ReachedShares:
+    """ReachedShares of the peaks that are reached, and fixed times in seconds.
+
+    train, prefill, decode_flops   of the operations per second, in forward and backward passes, in
+                                   prefill, and in decode steps
+    memory, link, network          of the bytes per second
+    layer_s                        of a layer's kernels and collective calls in a decode step, apart
+                                   from what they move
+    remote_layer_s                 the same where an engine spans hosts: two all-reduces over the
+                                   network
+    step_s                         of a decode step in the scheduler
+    microbatch_s                   of a micro-batch, apart from its operations
+    call_s                         of a call to all ranks
+    pause_s                        for an engine to pause, to swap its weights and to go on
+    """
+
+    train: float = 0.3
+    prefill: float = 0.5
+    decode_flops: float = 0.4
+    memory: float = 0.7
+    link: float = 0.6
+    network: float = 0.7
+    layer_s: float = 12e-6
+    remote_layer_s: float = 100e-6
+    step_s: float = 1e-3
+    microbatch_s: float = 0.01
+    call_s: float = 0.02
+    pause_s: float = 0.3
+
+
+class Machine:
+    """Cores that processes share as an operating system divides them.
+
+    A process that wants no more than an even share gets all it wants; the others share the rest
+    evenly.
+    """
+
+    def __init__(self, num_cores: int) -> None:
+        self.level = 1.0
+        """Most of a core that a process gets."""
+        self._num_cores = num_cores
+        self._working: dict[WorkClock, Sequence[float]] = {}
+        self._clocks: list[WorkClock] = []
+
+    def add(self, clock: "WorkClock") -> None:
+        """Have a clock follow the level from now on."""
+        self._clocks.append(clock)
+
+    def change(self, clock: "WorkClock", wanted: Sequence[float]) -> None:
+        """Note what share of a core each process of a clock wants now, if it works."""
+        self._working[clock] = wanted
+        level = _level([w for shares in self._working.values() for w in shares], self._num_cores)
+        if level != self.level:
+            self.level = level
+            for follower in self._clocks:
+                follower.retime()
+
+
+class Alarm:
+    """A call at a time of a WorkClock."""
+
+    def __init__(
+        self, clock: "WorkClock", when_s: float, call: Callable[[], None], context: Context | None
+    ) -> None:
+        self.when_s = when_s
+        self._clock = clock
+        self._call = call
+        self._context = context
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, loop: VirtualLoop, at_s: float) -> None:
+        """Ring at a time of the loop, in place of the one that was set before."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_at(at_s, self._fire, context=self._context)
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._clock.alarms.pop(self, None)
+
+    def _fire(self) -> None:
+        self._clock.alarms.pop(self, None)
+        self._call()
+
+
+class WorkClock:
+    """Seconds of work that processes, which wait for one another, have had time for.
+
+    It runs also while they have nothing to do; then they slow nobody.
+    """
+
+    def __init__(self, loop: VirtualLoop, wanted: Mapping[Machine, Sequence[float]]) -> None:
+        """`wanted`: the share of a core that each process on a machine needs to keep up.
+
+        It is empty on GPUs, where nobody waits for a core: the clock shows the time of the loop.
+        """
+        self.alarms: dict[Alarm, None] = {}
+        self._loop = loop
+        self._wanted = wanted
+        self._speed = 1.0
+        self._since_s = 0.0
+        self._worked_s = 0.0
+        self._num_jobs = 0
+        for machine in wanted:
+            machine.add(self)
+        self.retime()
+
+    def time(self) -> float:
+        """Return the seconds of work until now."""
+        return self._worked_s + (self._loop.time() - self._since_s) * self._speed
+
+    def call_at(
+        self, when_s: float, call: Callable[[], None], context: Context | None = None
+    ) -> Alarm:
+        """Call once the clock shows `when_s`."""
+        alarm = Alarm(self, when_s, call, context)
+        self.alarms[alarm] = None
+        alarm.set(self._loop, self._loop_time(when_s))
+        return alarm
+
+    def begin(self) -> None:
+        """Begin to work: others on the same machines may be slower from now on."""
+        self._num_jobs += 1
+        if self._num_jobs == 1:
+            self._change(self._wanted)
+
+    def end(self) -> None:
+        self._num_jobs -= 1
+        assert self._num_jobs >= 0, "work ends that did not begin"
+        if not self._num_jobs:
+            self._change(dict.fromkeys(self._wanted, ()))
+
+    async def work(self, seconds: float) -> None:
+        """Return after so many seconds of work."""
+        self.begin()
+        try:
+            await self.until(self.time() + seconds)
+        finally:
+            self.end()
+
+    async def until(self, when_s: float) -> None:
+        """Return once the clock shows `when_s`."""
+        done: asyncio.Future[None] = self._loop.create_future()
+        alarm = self.call_at(when_s, partial(done.set_result, None))
+        try:
+            await done
+        finally:
+            alarm.cancel()
+
+    def retime(self) -> None:
+        """Follow a change of the machines' speed."""
+        speeds = (min(1.0, m.level / max(wanted)) for m, wanted in self._wanted.items())
+        speed = min(speeds, default=1.0)
+        if speed == self._speed:
+            return
+        self._worked_s = self.time()
+        self._since_s = self._loop.time()
+        self._speed = speed
+        for alarm in self.alarms:
+            alarm.set(self._loop, self._loop_time(alarm.when_s))
+
+    def _loop_time(self, when_s: float) -> float:
+        return self._since_s + (when_s - self._worked_s) / self._speed
+
+    def _change(self, wanted: Mapping[Machine, Sequence[float]]) -> None:
+        for machine, shares in wanted.items():
+            machine.change(self, shares)
+
+
+def _level(wanted: Sequence[float], num_cores: float) -> float:
+    """Return the most that a process gets of a core, at most 1."""
+    left = num_cores
+    for k, share in enumerate(sorted(wanted)):
+        even = left / (len(wanted) - k)
+        if share > even:
+            return even
+        left -= share
+    return 1.0
+
 
 HAND_OVER_S = 1e-4
 """Seconds that the controller's thread takes to hand work to its event loop."""

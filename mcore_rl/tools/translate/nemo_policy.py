@@ -4,12 +4,12 @@ from typing import Any
 
 from mcore_rl.config.training import RECOMPUTABLE
 from mcore_rl.config.upstream.fields import TRANSFORMER
-from mcore_rl.tools.translate.megatron_flags import is_field
 from mcore_rl.tools.translate.translation import (
     Decision,
     ForeignOptions,
     Found,
     RecipeLine,
+    is_field,
     list_differing,
     translate_renamed,
 )

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_rl.config.upstream.owned_megatron import TRANSFORMER_RULES
-from mcore_rl.tools.translate.megatron_flags import translate_flags
 from mcore_rl.tools.translate.slime_training import (
     first_given,
     translate_algorithm,
@@ -28,6 +27,7 @@ from mcore_rl.tools.translate.translation import (
     account,
     list_differing,
     longest_prefix,
+    translate_flags,
     translate_renamed,
     translate_switched,
 )

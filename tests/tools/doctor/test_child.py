@@ -3,7 +3,7 @@
 import pytest
 
 from mcore_rl.tools.doctor.check import Check, Figures, MissedTargetError, SkipCheckError, expect
-from mcore_rl.tools.doctor.child import run
+from mcore_rl.tools.doctor.runner import run
 
 
 def good() -> Figures:

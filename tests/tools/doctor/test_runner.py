@@ -39,7 +39,7 @@ def doctors() -> list[psutil.Process]:
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
         if (
-            "mcore_rl.tools.doctor.child" in words
+            "mcore_rl.tools.doctor.runner" in words
             and process.info["status"] != psutil.STATUS_ZOMBIE
         ):
             found.append(process)

@@ -63,7 +63,7 @@ class Missing(MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Missing())
-import mcore_rl.tools.doctor.child, mcore_rl.tools.doctor.stages
+import mcore_rl.tools.doctor.runner, mcore_rl.tools.doctor.stages
 """
 
 

@@ -15,8 +15,8 @@ from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.calibration import Calibration
 from mcore_rl.tools.simulate.command import make_checked
 from mcore_rl.tools.simulate.costs import RecipeCosts
-from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.simulate import simulate
+from mcore_rl.tools.simulate.virtual_time import ReachedShares
 
 SMALL = ("rollout.prompts_per_step=16", "rollout.samples_per_prompt=4", "checkpoint.every_steps=0")
 

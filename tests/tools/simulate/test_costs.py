@@ -17,7 +17,7 @@ from mcore_rl.tools.simulate.costs import (
     read_back_s,
     swap_s,
 )
-from mcore_rl.tools.simulate.machine import GPUS, ReachedShares
+from mcore_rl.tools.simulate.virtual_time import GPUS, ReachedShares
 from mcore_rl.weights.hf.flops import ModelFlops
 
 SHARES = ReachedShares()

@@ -10,8 +10,7 @@ import pytest
 from mcore_rl.rollout.transport import AbortedError, TransientError
 from mcore_rl.tools.simulate.engine import SimulatedEngine
 from mcore_rl.tools.simulate.kv_cache import EndedEarlyError, EngineSpeed
-from mcore_rl.tools.simulate.machine import Machine, WorkClock
-from mcore_rl.tools.simulate.virtual_loop import VirtualLoop
+from mcore_rl.tools.simulate.virtual_time import Machine, VirtualLoop, WorkClock
 from mcore_rl.types import VersionSpan, WeightVersion
 
 SPEED = EngineSpeed(

@@ -14,10 +14,14 @@ from mcore_rl.rollout.collector import (
 )
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.request import Sampling
-from mcore_rl.tools.simulate.engine import SimulatedEngine
-from mcore_rl.tools.simulate.engines import CALL_S, SimulatedCollector, SimulatedTransport
+from mcore_rl.tools.simulate.engine import (
+    CALL_S,
+    SimulatedCollector,
+    SimulatedEngine,
+    SimulatedTransport,
+)
 from mcore_rl.tools.simulate.kv_cache import EngineSpeed
-from mcore_rl.tools.simulate.virtual_loop import VirtualLoop
+from mcore_rl.tools.simulate.virtual_time import VirtualLoop
 from mcore_rl.tools.simulate.workload import SimulatedPrompts, Workload
 from mcore_rl.types import WeightVersion
 

@@ -11,11 +11,10 @@ import pytest
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
-from mcore_rl.tools.simulate.engine import SimulatedEngine
-from mcore_rl.tools.simulate.engines import SimulatedCollector, SimulatedTransport
+from mcore_rl.tools.simulate.engine import SimulatedCollector, SimulatedEngine, SimulatedTransport
 from mcore_rl.tools.simulate.kv_cache import EngineSpeed
 from mcore_rl.tools.simulate.placement import Failures, ProcessPlacement, RunLostError
-from mcore_rl.tools.simulate.virtual_loop import VirtualLoop
+from mcore_rl.tools.simulate.virtual_time import VirtualLoop
 from mcore_rl.tools.simulate.workload import Workload
 from mcore_rl.types import WeightVersion
 

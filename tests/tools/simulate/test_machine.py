@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.tools.simulate.machine import Machine, WorkClock
-from mcore_rl.tools.simulate.virtual_loop import VirtualLoop
+from mcore_rl.tools.simulate.virtual_time import Machine, VirtualLoop, WorkClock
 
 
 @pytest.fixture

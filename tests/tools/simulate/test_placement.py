@@ -5,14 +5,13 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.tools.simulate.machine import WorkClock
 from mcore_rl.tools.simulate.placement import (
     BESIDE_ENGINE_CORES,
     PIPELINE_RANK_CORES,
     RANK_CORES,
     ProcessPlacement,
 )
-from mcore_rl.tools.simulate.virtual_loop import VirtualLoop
+from mcore_rl.tools.simulate.virtual_time import VirtualLoop, WorkClock
 
 
 @pytest.fixture

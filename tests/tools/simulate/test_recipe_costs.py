@@ -7,7 +7,7 @@ from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.planning.sync import predict_sync
 from mcore_rl.tools.simulate.costs import RecipeCosts
-from mcore_rl.tools.simulate.machine import ReachedShares
+from mcore_rl.tools.simulate.virtual_time import ReachedShares
 
 
 def costs_of(recipe: str, *overrides: str) -> RecipeCosts:

@@ -15,10 +15,8 @@ from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.process.clock import replace_clock
 from mcore_rl.tools.simulate.command import make_checked
 from mcore_rl.tools.simulate.costs import RecipeCosts
-from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.run import SimulatedRun, StepLog
-from mcore_rl.tools.simulate.virtual_loop import VirtualLoop
-from mcore_rl.tools.simulate.virtual_time import VirtualTime
+from mcore_rl.tools.simulate.virtual_time import ReachedShares, VirtualLoop, VirtualTime
 from mcore_rl.tools.simulate.workload import SimulatedPrompts
 from mcore_rl.types import WeightVersion
 

@@ -10,8 +10,8 @@ from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.command import make_checked
 from mcore_rl.tools.simulate.costs import RecipeCosts
-from mcore_rl.tools.simulate.machine import ReachedShares
 from mcore_rl.tools.simulate.simulate import SimulationResult, simulate
+from mcore_rl.tools.simulate.virtual_time import ReachedShares
 
 SMALL = ("rollout.prompts_per_step=16", "rollout.samples_per_prompt=4", "simulate.steps=4")
 RECIPE = "qwen3_30b_a3b_grpo_32"

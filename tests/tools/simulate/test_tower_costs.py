@@ -5,7 +5,7 @@ import pytest
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.costs import TowerCosts
-from mcore_rl.tools.simulate.machine import GPUS, ReachedShares
+from mcore_rl.tools.simulate.virtual_time import GPUS, ReachedShares
 from mcore_rl.weights.hf.flops import TowerFlops
 
 SHARES = ReachedShares()

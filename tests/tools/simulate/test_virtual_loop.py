@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mcore_rl.tools.simulate.virtual_loop import (
+from mcore_rl.tools.simulate.virtual_time import (
     CONTROLLER,
     SimulationStuckError,
     VirtualLoop,

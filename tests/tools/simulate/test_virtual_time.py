@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.tools.simulate.placement import RunLostError
-from mcore_rl.tools.simulate.virtual_loop import VirtualLoop
-from mcore_rl.tools.simulate.virtual_time import VirtualTime
+from mcore_rl.tools.simulate.virtual_time import VirtualLoop, VirtualTime
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from mcore_rl.tools.simulate.ranks import (
     SimulatedLinks,
     link_seconds_of,
 )
-from mcore_rl.tools.simulate.virtual_loop import VirtualLoop
+from mcore_rl.tools.simulate.virtual_time import VirtualLoop
 from mcore_rl.types import VersionSpan, WeightVersion
 
 SPEED = EngineSpeed([0.0, 0.01], 0.0, lambda num_tokens: 0.0, 1000)

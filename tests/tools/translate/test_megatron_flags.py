@@ -5,8 +5,13 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.upstream.fields import TRANSFORMER, read_fields
-from mcore_rl.tools.translate.megatron_flags import is_field, translate_flags, type_of
-from mcore_rl.tools.translate.translation import ForeignOptions, RecipeLine
+from mcore_rl.tools.translate.translation import (
+    ForeignOptions,
+    RecipeLine,
+    is_field,
+    translate_flags,
+    type_of,
+)
 from tests.tools.translate.accounts import decided, values
 from tests.tools.translate.peer_options import slime
 
