@@ -40,9 +40,7 @@ def find_part(tensor: StoredTensor, chunk: Chunk, num_experts: int, name: str) -
     return LocalPart(key, shape, start, local_shape, name, chunk.dtype)
 
 
-def leave_tensors_out(
-    checkpoints: Sequence[Checkpoint], patterns: Sequence[str]
-) -> list[Checkpoint]:
+def drop_tensors(checkpoints: Sequence[Checkpoint], patterns: Sequence[str]) -> list[Checkpoint]:
     """Return the checkpoints without tensors, and Adam's state of tensors, that match a pattern.
 
     patterns   of the shell, such as "mtp.*", for the keys of tensors

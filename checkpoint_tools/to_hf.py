@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from checkpoint_tools.assembly import Assembly, whole
-from checkpoint_tools.foreign_keys import leave_tensors_out
+from checkpoint_tools.foreign_keys import drop_tensors
 from checkpoint_tools.hf import open_hf, read_index
 from checkpoint_tools.hf_model import read_config
 from checkpoint_tools.hf_output import make_hf
@@ -44,7 +44,7 @@ def to_hf(
     if optimizer is not None:
         refuse_existing(optimizer)
     config = read_config(source_hf)
-    [source] = leave_tensors_out([open_torch_dist(checkpoint)], leave_out)
+    [source] = drop_tensors([open_torch_dist(checkpoint)], leave_out)
     tensors = {tensor.key: tensor for tensor in model_tensors(source)}
     config = choose_config(tensors, config)
     assemblies = hf_assemblies(tensors.values(), config, dtype, checkpoint)

@@ -11,7 +11,7 @@ from zlib_ng import zlib_ng
 
 from checkpoint_tools.assembly import Assembly, join_pieces, whole
 from checkpoint_tools.files import check_whole_files
-from checkpoint_tools.foreign_keys import leave_tensors_out
+from checkpoint_tools.foreign_keys import drop_tensors
 from checkpoint_tools.hf_model import find_tied_heads, read_config
 from checkpoint_tools.ledger import Ledger
 from checkpoint_tools.megatron_model import choose_config, hf_assemblies
@@ -175,7 +175,7 @@ def verify(
     Raises ValueError with the file or tensor that is damaged.
     """
     opened = [open_checkpoint(path) for path in (first, second) if path is not None]
-    checkpoints = leave_tensors_out(opened, leave_out)
+    checkpoints = drop_tensors(opened, leave_out)
     notes = [
         f"{checkpoint.folder} came without checksums: only its structure was checked, and the"
         " checksums inside archives"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint_tools.foreign_keys import explain_unknown, find_part, leave_tensors_out
+from checkpoint_tools.foreign_keys import drop_tensors, explain_unknown, find_part
 from checkpoint_tools.stored import Checkpoint, Chunk, StoredTensor
 from mcore_rl.config import ModelConfig, ParallelConfig, TrainConfig
 from mcore_rl.train.actor import Actor
@@ -178,11 +178,11 @@ def test_tensors_and_their_optimizer_state_are_left_out(tmp_path: Path) -> None:
     keys = [MTP_KEY, "optimizer.state.exp_avg." + MTP_KEY, "chained_0.optimizer.state.param.a", "a"]
     tensors = {key: StoredTensor(key, "float32", (), ()) for key in keys}
     checkpoint = Checkpoint("torch_dist", tmp_path, tensors, (), None)
-    [left] = leave_tensors_out([checkpoint], ["mtp.*"])
+    [left] = drop_tensors([checkpoint], ["mtp.*"])
     assert list(left.tensors) == keys[2:]
-    assert leave_tensors_out([checkpoint], []) == [checkpoint]
+    assert drop_tensors([checkpoint], []) == [checkpoint]
     with pytest.raises(ValueError, match=r"--leave-out 'b\*' matches none of the 4 tensors of"):
-        leave_tensors_out([checkpoint], ["a", "b*"])
+        drop_tensors([checkpoint], ["a", "b*"])
 
 
 def test_the_remedy_for_an_unknown_tensor_is_named() -> None:

@@ -2,8 +2,8 @@
 
     python -m mcore_rl.tools.doctor.runner <stage> <check>      the process of one check
 
-A check may crash its process, or leave a GPU's context broken, without harm to the next. Its outcome
-goes to the file OUTCOME in the check's folder.
+A check may crash its process, or leave a GPU's context broken, without harm to the next. Its
+outcome goes to the file OUTCOME in the check's folder.
 """
 
 import json
