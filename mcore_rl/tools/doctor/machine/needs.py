@@ -121,7 +121,7 @@ def check_limits(needs: MachineNeeds) -> list[Finding]:
         found.append(_grade("container pids", pids, PROCESSES, "docker run --pids-limit -1"))
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked >> 10} KiB"
-    found.append(ok("locked memory", text))  # InfiniBand asks for more: infiniband.py
+    found.append(ok("locked memory", text))  # InfiniBand asks for more: hardware.py
     return found
 
 
