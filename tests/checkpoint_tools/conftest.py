@@ -31,7 +31,7 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
     "deepseek_v2": {"ep": 2},
     "gpt_oss": {"tp": 2, "ep": 2},
 }
-USED_ELSEWHERE = ("qwen3_moe", "deepseek_v3")
+USED_ELSEWHERE = ("qwen3_moe", "deepseek_v3", "qwen3")
 """Families of the tests that convert none of a given kind."""
 MTP = ("model.layers.4.eh_proj.weight", "model.layers.4.mlp.up_proj.weight")
 """Tensors that Megatron's model does not have."""

@@ -246,7 +246,6 @@ class OneProcess:
 
 
 @pytest.fixture(scope="module")
-@pytest.mark.slow
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
     model = ModelConfig(path=str(write_hf_model(tmp_path_factory.mktemp("whole") / "model")))
     wrong_jobs = [(case, at_turns, True) for case in CASES if of_samples(case)]
@@ -262,6 +261,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_steps_over_whole_samples_are_those_of_one_row_in_every_layout(
     one_process: OneProcess,
 ) -> None:
