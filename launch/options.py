@@ -1,9 +1,9 @@
 """Declares what a launch file may say; a key or value that does not fit is refused by name."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from mcore_rl.config.bounds import Options, bounded, one_of
+from mcore_rl.config.bounds import Options, bounded
 from mcore_rl.process.redaction import is_secret_name
 
 
@@ -15,19 +15,19 @@ class LaunchOptions(Options, group="launch"):
     """The job does not see this machine's files; run.dir is a folder of its nodes."""
 
     target: str = ""
-    nodes: int | None = bounded(None, least=1)
+    nodes: int | None = bounded(None, ge=1)
     """Nodes of the job; None: as many as the recipe fills."""
-    gpus_per_node: int | None = bounded(None, least=0)
+    gpus_per_node: int | None = bounded(None, ge=0)
     """None: plan.ranks_per_host of the recipe; 0: a run without GPUs."""
-    cpus_per_node: int | None = bounded(None, least=1)
+    cpus_per_node: int | None = bounded(None, ge=1)
     """None: as many as the recipe's ranks and engines reserve on the fullest node."""
-    object_store_mib: int | None = bounded(None, least=75)
+    object_store_mib: int | None = bounded(None, ge=75)
     """Ray's shared memory on each node; None: 8192 with GPUs, 512 without."""
     interface: str = ""
     """Network interface by name; empty: the one that leads to the other nodes."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of all processes of the job. They are written to files: no secrets."""
-    start_timeout_s: float = bounded(600.0, above=0)
+    start_timeout_s: float = bounded(600.0, gt=0)
     """How long the nodes of a job wait for one another once the first one runs."""
 
     def __post_init__(self) -> None:
@@ -65,23 +65,23 @@ class SlurmOptions(LaunchOptions, group="launch"):
     time_limit: str = ""
     """As in `sbatch --time`; empty: the partition's."""
     exclusive: bool = True
-    memory_gib_per_node: int = bounded(0, least=0)
+    memory_gib_per_node: int = bounded(0, ge=0)
     """0: all of a node's."""
     sbatch: list[str] = field(default_factory=list)
     """Further options of sbatch, such as "--mail-type=END"."""
     setup: list[str] = field(default_factory=list)
     """Lines of shell that run first on the first node, such as "module load cuda"."""
-    container: str = one_of("none", ("none", "pyxis", "apptainer"))
+    container: Literal["none", "pyxis", "apptainer"] = "none"
     """none: the interpreter lies on a shared folder."""
     image: str = ""
     mounts: list[str] = field(default_factory=list)
     """Folders that the container gets besides the run's: "/host/path:/container/path"."""
     python: str = ""
     """Interpreter that has this package; empty: the one that submits, in a container `python`."""
-    save_before_end_s: int = bounded(300, least=30)
+    save_before_end_s: int = bounded(300, ge=30)
     """The run saves and is queued again so long before its time limit. A step, with the save after
     it, has to fit in."""
-    requeues: int = bounded(10, least=0)
+    requeues: int = bounded(10, ge=0)
     """How often the job is queued again after it saved; 0: never."""
     seeds: list[int] = field(default_factory=list)
     """A job array: one run for each, with run.seed, in <run.dir>/seed_<n>."""
@@ -114,7 +114,7 @@ class KubeRayOptions(LaunchOptions, group="launch"):
 
     is_away: ClassVar[bool] = True
 
-    kind: str = one_of("job", ("job", "cluster"))
+    kind: Literal["job", "cluster"] = "job"
     """job: a RayJob that runs the command; cluster: a RayCluster to work in by hand."""
     name: str = ""
     """The RayJob's; empty: <command>-<name of run.dir>."""
@@ -122,16 +122,16 @@ class KubeRayOptions(LaunchOptions, group="launch"):
     context: str = ""
     """Context of kubectl for submit, status, logs and cancel; empty: its current one."""
     image: str = ""
-    image_pull_policy: str = one_of("IfNotPresent", ("Always", "IfNotPresent", "Never"))
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     image_pull_secrets: list[str] = field(default_factory=list)
     gpu_resource: str = "nvidia.com/gpu"
     """amd.com/gpu on nodes with AMD's device plugin."""
     rdma_resource: str = ""
     """Such as rdma/ib; empty: none."""
-    rdma_per_node: int = bounded(1, least=1)
-    memory_gib_per_node: int = bounded(0, least=0)
+    rdma_per_node: int = bounded(1, ge=1)
+    memory_gib_per_node: int = bounded(0, ge=0)
     """0: no limit but the node's own."""
-    shm_gib: int = bounded(0, least=0)
+    shm_gib: int = bounded(0, ge=0)
     """/dev/shm, where Ray's objects and SGLang's and NCCL's buffers lie; 0: no limit of its own."""
     claims: dict[str, str] = field(default_factory=dict)
     """Persistent volume claims, ReadWriteMany, by name: where they are mounted. run.dir lies below
@@ -149,23 +149,23 @@ class KubeRayOptions(LaunchOptions, group="launch"):
     """Pods use their node's network, as some RDMA set-ups want; one pod then has a node alone."""
     capabilities: list[str] = field(default_factory=list)
     """Linux capabilities of the containers, such as IPC_LOCK for RDMA."""
-    submission_mode: str = one_of("K8sJobMode", ("K8sJobMode", "HTTPMode"))
+    submission_mode: Literal["K8sJobMode", "HTTPMode"] = "K8sJobMode"
     """K8sJobMode: a pod waits for Ray's head, submits and prints the log; HTTPMode: the operator
     submits, without a pod."""
-    submit_retries: int = bounded(5, least=0)
+    submit_retries: int = bounded(5, ge=0)
     """How often the submitting pod is started again if it fails."""
-    retries: int = bounded(3, least=0)
+    retries: int = bounded(3, ge=0)
     """How often a new cluster continues a run that failed, was preempted or lost a node."""
-    save_before_end_s: int = bounded(300, least=30)
+    save_before_end_s: int = bounded(300, ge=30)
     """How long pods that are evicted or deleted wait for the run to save. A step, with the save
     after it, has to fit in."""
-    time_limit_s: int = bounded(0, least=0)
+    time_limit_s: int = bounded(0, ge=0)
     """The job ends after so long, waiting and retries included; 0: never."""
-    keep_cluster_s: int = bounded(600, least=0)
+    keep_cluster_s: int = bounded(600, ge=0)
     """How long the pods stay after the run ended, for a look at them."""
-    auth: str = one_of("token", ("token", "disabled"))
+    auth: Literal["token", "disabled"] = "token"
     """Ray's token authentication; KubeRay makes a token for each cluster."""
-    start_timeout_s: float = bounded(3600.0, least=1)
+    start_timeout_s: float = bounded(3600.0, ge=1)
     """A job whose pods have not all started after so long gives their GPUs back, and is tried again
     if retries are left. Images are pulled in this time; a wait in Kueue's queue does not count."""
     python: str = "python"
@@ -197,12 +197,12 @@ class SkyPilotOptions(LaunchOptions, group="launch"):
     """SkyPilot's name of the GPU, such as H100; `sky gpus list` lists them."""
     instance_type: str = ""
     use_spot: bool = False
-    disk_gib: int = bounded(512, least=1)
-    network_tier: str = one_of("best", ("standard", "best"))
+    disk_gib: int = bounded(512, ge=1)
+    network_tier: Literal["standard", "best"] = "best"
     """best: the cloud's fast network between machines, where it has one."""
     image: str = ""
     """A machine image, or docker:<image>, which holds this package; empty: `setup` installs it."""
-    memory_gib_per_node: int = bounded(0, least=0)
+    memory_gib_per_node: int = bounded(0, ge=0)
     """At least so much; 0: whatever comes with the GPUs."""
     buckets: dict[str, str] = field(default_factory=dict)
     """Buckets by where they are mounted: /ckpt: s3://my-bucket. run.dir lies below one, or below a
@@ -213,10 +213,10 @@ class SkyPilotOptions(LaunchOptions, group="launch"):
     """Names of variables that `sky` takes from the shell that submits, such as HF_TOKEN."""
     setup: list[str] = field(default_factory=list)
     """Lines of shell that run once on each new machine."""
-    retries: int = bounded(3, least=0)
+    retries: int = bounded(3, ge=0)
     """How often a managed job that failed is started again; preemptions and runs that saved on
     request do not count."""
-    stop_after_idle_min: int = bounded(30, least=0)
+    stop_after_idle_min: int = bounded(30, ge=0)
     """managed=false: the cluster is taken down after so long without a job; 0: never."""
     python: str = "python"
     """Interpreter on the machines that has this package."""

@@ -1,9 +1,9 @@
 """Options of episodes: the environment, the worker processes it runs in, how long they go on."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from mcore_rl.config.bounds import Options, bounded, one_of
+from mcore_rl.config.bounds import Options, bounded
 
 
 @dataclass
@@ -13,17 +13,17 @@ class AgentsConfig(Options, group="agents"):
     as module:Class or folder/file.py:Class; empty: a sample is one response."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the environment itself."""
-    max_turns: int = bounded(16, least=1)
+    max_turns: int = bounded(16, ge=1)
     """Answers of the policy in an episode."""
-    max_turn_len: int = bounded(0, least=0)
+    max_turn_len: int = bounded(0, ge=0)
     """Tokens of one answer; 0: up to rollout.max_response_len, which bounds what follows the first
     prompt in all, answers and messages of the environment."""
-    deadline_s: float = bounded(600.0, above=0)
+    deadline_s: float = bounded(600.0, gt=0)
     """For a whole episode, once its environment is reset."""
-    max_bad_calls: int = bounded(3, least=0)
+    max_bad_calls: int = bounded(3, ge=0)
     """Answers in a row whose tool calls cannot be executed, and that the policy is told of; the
     next one ends the episode."""
-    reasoning: str = one_of("template", ("template", "keep"))
+    reasoning: Literal["template", "keep"] = "template"
     """template: earlier reasoning leaves the context where the chat template leaves it out, which
     begins a new row; keep: it stays."""
     tool_parser: str = "auto"
@@ -32,7 +32,7 @@ class AgentsConfig(Options, group="agents"):
     """SGLang's parser of reasoning; auto: by the model's architecture and template; none."""
     template: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as enable_thinking."""
-    history: int = bounded(-1, least=-1)
+    history: int = bounded(-1, ge=-1)
     """Earlier answers that the policy is shown, with what follows them and what came before the
     first; others are left out, which begins a new row. 0: the newest messages alone, besides
     those of the system; -1: all."""
@@ -40,25 +40,25 @@ class AgentsConfig(Options, group="agents"):
     """Interpreter of the workers, for environments with packages of their own; empty: this one."""
     variables: dict[str, Any] = field(default_factory=dict)
     """Environment variables of the workers."""
-    workers: int = bounded(2, least=1)
+    workers: int = bounded(2, ge=1)
     """Worker processes on each node with engines, at most."""
-    episodes_per_worker: int = bounded(64, least=1)
-    memory_gib: float = bounded(0.0, least=0)
+    episodes_per_worker: int = bounded(64, ge=1)
+    memory_gib: float = bounded(0.0, ge=0)
     """Memory of a worker with its processes; beyond it, it is ended. 0: no bound."""
-    max_requests: int = bounded(0, least=0)
+    max_requests: int = bounded(0, ge=0)
     """Answers of the policy that are made for programs at once, on each node; 0: no bound."""
-    min_free_kv: float = bounded(0.0, least=0, below=1)
+    min_free_kv: float = bounded(0.0, ge=0, lt=1)
     """Share of the KV cache that some engine must have free for another request of a program; 0:
     requests wait in the engines."""
-    max_wait_s: float = bounded(30.0, least=0)
+    max_wait_s: float = bounded(30.0, ge=0)
     """How long a request beyond max_requests or min_free_kv waits for its turn, before the program
     is told to come again (HTTP 429)."""
-    retry_after_s: float = bounded(1.0, above=0)
+    retry_after_s: float = bounded(1.0, gt=0)
     """When programs that were told so are to come again."""
-    start_timeout_s: float = bounded(60.0, above=0)
+    start_timeout_s: float = bounded(60.0, gt=0)
     """For a worker to start and import what it needs."""
-    reset_timeout_s: float = bounded(120.0, above=0)
-    step_timeout_s: float = bounded(120.0, above=0)
+    reset_timeout_s: float = bounded(120.0, gt=0)
+    step_timeout_s: float = bounded(120.0, gt=0)
 
     @property
     def is_used(self) -> bool:

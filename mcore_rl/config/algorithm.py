@@ -1,22 +1,23 @@
 """Options of the algorithm: advantages, loss, KL, correction (docs/algorithms.md)."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from mcore_rl.config.bounds import Options, bounded, one_of
+from mcore_rl.config.bounds import Options, bounded
 
 
 @dataclass
 class KLConfig(Options, group="algorithm.kl"):
-    coef: float = bounded(0.0, least=0)
+    coef: float = bounded(0.0, ge=0)
     """Weight of the KL between policy and reference; 0: none, and no reference model."""
-    estimator: str = one_of("k3", ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"))
+    estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = "k3"
     in_reward: bool = False
     """Subtract coef * KL of the old policy from each token's reward, instead of adding it to
     the loss."""
-    target: float = bounded(0.0, least=0)
+    target: float = bounded(0.0, ge=0)
     """in_reward: KL per token, in nats, toward which the coefficient is steered, starting at
     `coef`; 0: fixed."""
-    horizon: int = bounded(10000, least=1)
+    horizon: int = bounded(10000, ge=1)
     """target: number of samples over which the coefficient may change by at most a fifth."""
 
     def __post_init__(self) -> None:
@@ -34,26 +35,26 @@ class CorrectionConfig(Options, group="algorithm.correction"):
     trainer's.
     """
 
-    weight: str | None = one_of(None, ("none", "token", "sequence", "geometric"))
+    weight: Literal["none", "token", "sequence", "geometric"] | None = None
     """Multiply each token's loss by the ratio trainer / engine. token: the token's own ratio;
     sequence: the product of the ratios of its sequence; geometric: their geometric mean. None:
     not chosen, which counts as none, and is refused unless rollout.mode=sync."""
-    bound: str = one_of("truncate", ("truncate", "mask"))
+    bound: Literal["truncate", "mask"] = "truncate"
     """truncate: weights above `high` become `high`; mask: weights outside `low` to `high`
     become 0."""
-    low: float = bounded(0.0, least=0)
-    high: float = bounded(2.0, above=0)
+    low: float = bounded(0.0, ge=0)
+    high: float = bounded(2.0, gt=0)
     normalize: bool = False
     """Divide the weights by their mean over the optimizer step: over its tokens (weight=token) or
     over its samples."""
-    reject: str = one_of("none", ("none", "token", "sequence", "sequence_sum", "sequence_max"))
+    reject: Literal["none", "token", "sequence", "sequence_sum", "sequence_max"] = "none"
     """Leave out tokens, or whole sequences, whose KL(engine || trainer) is too large. sequence: by
     the mean over its tokens; sequence_sum: by their sum; sequence_max: by its worst token."""
-    reject_estimator: str = one_of("k3", ("k1", "k2", "k3"))
+    reject_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that KL (algorithm.kl.estimator); k1 is log engine - log trainer."""
-    reject_above: float = bounded(0.0, least=0)
+    reject_above: float = bounded(0.0, ge=0)
     """The largest KL that is not rejected, in nats."""
-    reject_below: float | None = bounded(None, most=0)
+    reject_below: float | None = bounded(None, le=0)
     """k1, which may be negative: the least that is not rejected, in nats; null: -reject_above."""
     bypass: bool = False
     """Use the engine's log-probs as those of the old policy. This saves the pass for them, and the
@@ -110,12 +111,12 @@ class CorrectionConfig(Options, group="algorithm.correction"):
 class CovarianceConfig(Options, group="algorithm.covariance"):
     """For algorithm.loss=clip_cov and kl_cov: tokens whose advantage and log-prob covary most."""
 
-    share: float = bounded(0.0002, above=0, most=1)
+    share: float = bounded(0.0002, gt=0, le=1)
     """Share of the mini-batch's tokens that are held back."""
     low: float = 1.0
     """clip_cov picks them among tokens whose covariance lies between `low` and `high`."""
     high: float = 5.0
-    kl_coef: float = bounded(1.0, least=0)
+    kl_coef: float = bounded(1.0, ge=0)
     """kl_cov picks the tokens of largest covariance, and adds this times |log ratio| to their
     loss."""
 
@@ -132,11 +133,11 @@ class CovarianceConfig(Options, group="algorithm.covariance"):
 class VespoConfig(Options, group="algorithm.vespo"):
     """For algorithm.loss=vespo: a sequence of ratio W has the weight W^power exp(decay (1 - W))."""
 
-    power_positive: float = bounded(2.0, least=0)
-    decay_positive: float = bounded(3.0, above=0)
-    power_negative: float = bounded(3.0, least=0)
+    power_positive: float = bounded(2.0, ge=0)
+    decay_positive: float = bounded(3.0, gt=0)
+    power_negative: float = bounded(3.0, ge=0)
     """Those of tokens with negative advantage."""
-    decay_negative: float = bounded(2.0, above=0)
+    decay_negative: float = bounded(2.0, gt=0)
 
 
 @dataclass
@@ -146,13 +147,13 @@ class PreferenceConfig(Options, group="algorithm.preference"):
     """
 
     loss: str = "dpo"
-    beta: float = bounded(0.1, above=0)
-    label_smoothing: float = bounded(0.0, least=0, below=0.5)
+    beta: float = bounded(0.1, gt=0)
+    label_smoothing: float = bounded(0.0, ge=0, lt=0.5)
     """dpo, simpo: assumed share of pairs whose labels are swapped."""
-    target_margin: float = bounded(0.0, least=0)
+    target_margin: float = bounded(0.0, ge=0)
     """simpo: margin by which the chosen response's implicit reward should exceed the rejected
     one's."""
-    nll_coef: float = bounded(0.0, least=0)
+    nll_coef: float = bounded(0.0, ge=0)
     """Weight of the chosen responses' own negative log-likelihood, mean over tokens."""
 
 
@@ -165,9 +166,9 @@ class AlgorithmConfig(Options, group="algorithm"):
     role_part: str = ""
     """A number of the reward function that says which role a sample plays: samples of a prompt are
     compared with those of the same role, as in CURE; empty: with all."""
-    gamma: float = bounded(1.0, above=0, most=1)
+    gamma: float = bounded(1.0, gt=0, le=1)
     """Discount of later rewards, for advantages that are computed token by token."""
-    gae_lambda: float = bounded(1.0, least=0, most=1)
+    gae_lambda: float = bounded(1.0, ge=0, le=1)
     """gae: 1 takes the whole future from the rewards, 0 all but the next token's from the
     critic."""
     bootstrap_truncated: bool = False
@@ -175,20 +176,20 @@ class AlgorithmConfig(Options, group="algorithm"):
     state, instead of ending with 0 (arXiv:1712.00378)."""
     loss: str = "ppo_clip"
     aggregation: str = "token_mean"
-    clip_low: float = bounded(0.2, least=0)
-    clip_high: float = bounded(0.28, least=0)
+    clip_low: float = bounded(0.2, ge=0)
+    clip_high: float = bounded(0.28, ge=0)
     """Above clip_low as in DAPO's clip-higher; PPO and GRPO as published have 0.2."""
-    dual_clip: float = bounded(0.0, above=1, also=0)
+    dual_clip: float = bounded(0.0, gt=1, also=0)
     """ppo_clip: bound of the ratio of tokens with negative advantage, above 1; 0: none."""
-    max_ratio: float = bounded(20.0, above=0)
+    max_ratio: float = bounded(20.0, gt=0)
     """dppo_tv, dppo_kl: bound of the importance ratio."""
-    tau_positive: float = bounded(1.0, above=0)
+    tau_positive: float = bounded(1.0, gt=0)
     """sapo: temperature for tokens with positive advantage."""
-    tau_negative: float = bounded(1.05, above=0)
+    tau_negative: float = bounded(1.05, gt=0)
     """sapo: temperature for all other tokens."""
-    dro_beta: float = bounded(0.05, above=0)
+    dro_beta: float = bounded(0.05, gt=0)
     """dro: weight of the squared log ratio."""
-    reward_coef: float = bounded(0.0, least=0)
+    reward_coef: float = bounded(0.0, ge=0)
     """distillation: weight of GRPO's advantages beside the teacher's signal."""
     filter_overlong: bool = False
     """Do not train on responses that were cut off at rollout.max_response_len (DAPO)."""

@@ -1,56 +1,60 @@
-"""Declares the values each option may take, and refuses the first value out of bounds.
+"""Declares the values that each option may take, and refuses the first value out of bounds.
+
+    steps: int = bounded(100, ge=1)                     a number within bounds
+    mode: Literal["sync", "async"] = "sync"             one of the values that are listed
 
 An option without bounds may still not be NaN or infinite.
 """
 
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
-from typing import Any, ClassVar, get_type_hints
+from functools import cache, reduce
+from types import UnionType
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _METADATA_KEY = "bounds"
+N = TypeVar("N", bound=float | None)
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `least` (or above `above`) to `most` (or below `below`), and the number
-    `also`.
-    """
+    """Numbers from `ge` (or above `gt`) to `le` (or below `lt`), and the number `also`."""
 
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-    below: float | None = None
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
     also: float | None = None
 
     def allows(self, value: float) -> bool:
         if self.also is not None and value == self.also:
             return True
         return (
-            (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-            and (self.below is None or value < self.below)
+            (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
         )
 
     def __str__(self) -> str:
         return f"must {self._interval()}" + ("" if self.also is None else f", or be {self.also:g}")
 
     def _interval(self) -> str:
-        has_lower = self.least is not None or self.above is not None
-        has_upper = self.most is not None or self.below is not None
+        has_lower = self.ge is not None or self.gt is not None
+        has_upper = self.le is not None or self.lt is not None
         if has_lower and has_upper:
-            lower = f"[{self.least:g}" if self.least is not None else f"({self.above:g}"
-            upper = f"{self.most:g}]" if self.most is not None else f"{self.below:g})"
+            lower = f"[{self.ge:g}" if self.ge is not None else f"({self.gt:g}"
+            upper = f"{self.le:g}]" if self.le is not None else f"{self.lt:g})"
             return f"lie in {lower}, {upper}"
-        if self.least is not None:
-            return f"be at least {self.least:g}"
-        if self.above is not None:
-            return f"be greater than {self.above:g}"
-        if self.most is not None:
-            return f"be at most {self.most:g}"
-        return f"be less than {self.below:g}"
+        if self.ge is not None:
+            return f"be at least {self.ge:g}"
+        if self.gt is not None:
+            return f"be greater than {self.gt:g}"
+        if self.le is not None:
+            return f"be at most {self.le:g}"
+        return f"be less than {self.lt:g}"
 
 
 @dataclass(frozen=True)
@@ -70,26 +74,19 @@ Bounds = Range | Choices
 
 
 def bounded(
-    default: float | None,
+    default: N,
     *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
     also: float | None = None,
-) -> Any:
-    """A dataclass field for a number within bounds. None is allowed where the field's type
-    allows it.
+) -> N:
+    """Return a dataclass field for a number within bounds, or for None where its type allows it.
 
     `also`: one more number that is allowed although it lies outside.
     """
-    bounds = Range(least, above, most, below, also)
-    return field(default=default, metadata={_METADATA_KEY: bounds})
-
-
-def one_of(default: object, values: tuple[object, ...]) -> Any:
-    """A dataclass field for one of `values`."""
-    return field(default=default, metadata={_METADATA_KEY: Choices(values)})
+    return field(default=default, metadata={_METADATA_KEY: Range(ge, gt, le, lt, also)})
 
 
 class Options:
@@ -97,12 +94,20 @@ class Options:
 
     `class RunConfig(Options, group="run")` says where the class stands in the tree. A class that
     stands in several places leaves it out; its errors then name the class instead of the place.
+    OmegaConf, which reads the fields' types, knows no Literal. A class shows it `str`, and keeps
+    the choices with the field's bounds.
     """
 
     _group: ClassVar[str]
 
     def __init_subclass__(cls, group: str | None = None) -> None:
         cls._group = cls.__name__ if group is None else group
+        kinds = cls.__dict__.get("__annotations__", {})
+        for name, kind in kinds.items():
+            if choices := _list_choices(kind):
+                kinds[name] = _without_literals(kind)
+                bounds = {_METADATA_KEY: Choices(choices)}
+                setattr(cls, name, field(default=getattr(cls, name), metadata=bounds))
 
     def __post_init__(self) -> None:
         check_bounds(type(self), vars(self), self._group)
@@ -135,6 +140,24 @@ def options_of(cls: type) -> dict[str, tuple[Any, Bounds | None]]:
     """Type and bounds of each field of a configuration class, by name."""
     hints = get_type_hints(cls)
     return {f.name: (hints[f.name], f.metadata.get(_METADATA_KEY)) for f in fields(cls)}
+
+
+def _parts_of(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _list_choices(kind: Any) -> tuple[object, ...]:
+    """Return the values that a type with a Literal allows besides None; none without a Literal."""
+    parts = _parts_of(kind)
+    if not any(get_origin(part) is Literal for part in parts):
+        return ()
+    values = [(True, False) if part is bool else get_args(part) for part in parts]
+    return tuple(value for choices in values for value in choices)
+
+
+def _without_literals(kind: Any) -> Any:
+    parts = [str if get_origin(part) is Literal else part for part in _parts_of(kind)]
+    return reduce(operator.or_, parts)
 
 
 def is_group(kind: object) -> bool:

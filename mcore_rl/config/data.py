@@ -1,8 +1,9 @@
 """Options of the prompts that a run trains on: files, mixing, streaming, curriculum."""
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from mcore_rl.config.bounds import Options, bounded, one_of
+from mcore_rl.config.bounds import Options, bounded
 from mcore_rl.config.images import ImagesConfig
 
 
@@ -12,7 +13,7 @@ class SourceConfig(Options, group="data.sources"):
 
     path: str = ""
     """A file, folder or glob, as in data.train."""
-    weight: float = bounded(1.0, above=0)
+    weight: float = bounded(1.0, gt=0)
     """Share of the prompts, as a ratio to the sum of all weights."""
 
 
@@ -20,7 +21,7 @@ class SourceConfig(Options, group="data.sources"):
 class StageConfig(Options, group="data.curriculum.stages"):
     """Difficulties that are drawn once a number of prompts was drawn."""
 
-    after: int = bounded(0, least=0)
+    after: int = bounded(0, ge=0)
     """Prompts drawn before."""
     least: float | None = None
     """Easier prompts are passed over; None: unbounded."""
@@ -36,9 +37,9 @@ class CurriculumConfig(Options, group="data.curriculum"):
     """Number that says how difficult a prompt is, such as extra_info.difficulty; empty: none."""
     stages: list[StageConfig] = field(default_factory=list)
     """Bounds of the difficulty, which move in a straight line from one stage to the next."""
-    solved: float = bounded(1.0, above=0, most=1)
+    solved: float = bounded(1.0, gt=0, le=1)
     """Share of later epochs that draw a prompt whose samples were all right the last time."""
-    unsolved: float = bounded(1.0, above=0, most=1)
+    unsolved: float = bounded(1.0, gt=0, le=1)
     """Share of later epochs that draw a prompt whose samples were all wrong the last time."""
 
     @property
@@ -90,19 +91,19 @@ class DataConfig(Options, group="data"):
     keys; local, or files on the Hugging Face hub (docs/recipes.md)."""
     sources: list[SourceConfig] = field(default_factory=list)
     """Data sets to mix by weight, instead of data.train (docs/data.md)."""
-    max_prompt_len: int = bounded(512, least=1)
-    overlong: str = one_of("filter", ("filter", "error"))
+    max_prompt_len: int = bounded(512, ge=1)
+    overlong: Literal["filter", "error"] = "filter"
     """Longer prompts are dropped and counted, or refused."""
     shuffle: bool = True
     cache_dir: str = ""
     """Folder that keeps tokenized files; empty: mcore_rl/tokens in $XDG_CACHE_HOME or ~/.cache."""
-    stream_above: int = bounded(1_000_000, least=0)
+    stream_above: int = bounded(1_000_000, ge=0)
     """Data sets of more rows are streamed; the others are loaded whole."""
-    window_mib: int = bounded(8, least=1, most=65536)
+    window_mib: int = bounded(8, ge=1, le=65536)
     """Rows among which a streamed data set is shuffled at once; two such windows are in memory."""
-    lookahead: int = bounded(1024, least=1)
+    lookahead: int = bounded(1024, ge=1)
     """Prompts of a streamed data set that are tokenized before they are needed."""
-    workers: int = bounded(2, least=0)
+    workers: int = bounded(2, ge=0)
     """Processes that tokenize a streamed data set; 0: the controller tokenizes."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)

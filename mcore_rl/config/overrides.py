@@ -8,7 +8,7 @@ agents.options={turns: 3}     ->  ++agents.options={turns: 3}       a key that n
 import os
 import re
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 from mcore_rl.config.bounds import is_group, options_of
 from mcore_rl.config.tree import mappings_under
@@ -47,9 +47,9 @@ def _quote_value(value: str, kind: Any) -> str:
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if value == "null" or (bool in kinds and value.lower() in ("true", "false")):
         return value
-    if any(is_text(inner) for inner in kinds):
+    if str in kinds:
         return value if _QUOTED.fullmatch(value) else _quote_text(value)
-    if any(get_origin(inner) in (list, tuple) and is_text(get_args(inner)[0]) for inner in kinds):
+    if any(get_origin(inner) in (list, tuple) and get_args(inner)[0] is str for inner in kinds):
         return _quote_elements(value)
     return value
 
@@ -72,13 +72,6 @@ def _quote_elements(value: str) -> str:
     if not inside.strip() or re.search(r"['\"\[\]{}]", inside):
         return value
     return f"[{','.join(_quote_text(element.strip()) for element in inside.split(','))}]"
-
-
-def is_text(kind: Any) -> bool:
-    """Return whether a type is str, or a choice of texts."""
-    if get_origin(kind) is Literal:
-        return all(isinstance(choice, str) for choice in get_args(kind))
-    return kind is str
 
 
 def find_type(cls: type, name: str) -> Any:

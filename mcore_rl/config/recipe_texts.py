@@ -10,7 +10,7 @@ from typing import Any, Union, get_args, get_origin
 import yaml
 from omegaconf import OmegaConf
 
-from mcore_rl.config.overrides import find_type, is_text
+from mcore_rl.config.overrides import find_type
 
 
 def check_texts(path: Path, cls: type) -> None:
@@ -42,4 +42,4 @@ def _takes_text(kind: Any) -> bool:
     """Whether an option, or an element of it, is a text and never a number or a truth value."""
     kinds = get_args(kind) if get_origin(kind) is Union else (kind,)
     inner = [get_args(k)[0] if get_origin(k) in (list, tuple) else k for k in kinds]
-    return all(k is type(None) or is_text(k) for k in inner)
+    return all(k in (str, type(None)) for k in inner)

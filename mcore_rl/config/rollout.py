@@ -1,86 +1,86 @@
 """Options of the engines: how they sample, how weights reach them, how they are checked."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from mcore_rl.config.bounds import Options, bounded, one_of
+from mcore_rl.config.bounds import Options, bounded
 
 
 @dataclass
 class RolloutConfig(Options, group="rollout"):
-    engines: int = bounded(1, least=1)
-    tp: int = bounded(1, least=1)
-    ep: int = bounded(1, least=1)
-    pp: int = bounded(1, least=1)
-    attention_dp: int = bounded(1, least=1)
+    engines: int = bounded(1, ge=1)
+    tp: int = bounded(1, ge=1)
+    ep: int = bounded(1, ge=1)
+    pp: int = bounded(1, ge=1)
+    attention_dp: int = bounded(1, ge=1)
     """Groups of an engine's tensor-parallel ranks that each hold all attention weights (DP
     attention)."""
-    nodes_per_engine: int = bounded(0, least=0)
+    nodes_per_engine: int = bounded(0, ge=0)
     """Machines that an engine spans, with one server process on each; 0: as many as its GPUs
     fill."""
-    quantization: str = one_of("none", ("none", "fp8"))
+    quantization: Literal["none", "fp8"] = "none"
     """fp8: engines hold projections in 128 x 128 blocks of FP8, which trainer ranks quantize
     before sending."""
-    mode: str = one_of("sync", ("sync", "one_step_off", "async"))
+    mode: Literal["sync", "one_step_off", "async"] = "sync"
     """sync: sample and train in turns; one_step_off: sample the next step's rollout while
     training on this one; async: engines never wait for the trainer (docs/async.md)."""
-    max_staleness: int = bounded(1, least=1)
+    max_staleness: int = bounded(1, ge=1)
     """async: how many versions a sample's oldest token may lag behind the weights that train on
     it."""
-    stale: str = one_of("wait", ("wait", "drop", "correct"))
+    stale: Literal["wait", "drop", "correct"] = "wait"
     """async: how samples are kept within max_staleness. wait: a step includes the samples that
     would exceed it, and waits for them; drop: they are dropped and their prompts sampled again;
     correct: there is no bound; they are trained on when complete, weighted by
     algorithm.correction."""
-    partial: str = one_of("continue", ("continue", "wait", "restart"))
+    partial: Literal["continue", "wait", "restart"] = "continue"
     """async: what becomes of half-done responses when weights change. continue: they go on with
     the new weights and a recomputed KV cache; wait: the change waits for them; restart: they
     are sampled anew."""
-    max_in_flight: int = bounded(0, least=0)
+    max_in_flight: int = bounded(0, ge=0)
     """one_step_off, async: unfinished samples over all engines; 0: max_concurrency for each
     engine."""
-    prompts_per_step: int = bounded(32, least=1)
-    samples_per_prompt: int = bounded(8, least=1)
+    prompts_per_step: int = bounded(32, ge=1)
+    samples_per_prompt: int = bounded(8, ge=1)
     dynamic_sampling: bool = False
     """Train only on groups whose rewards differ, and sample other prompts to replace the rest
     (DAPO)."""
-    oversampling: float = bounded(1.0, least=1)
+    oversampling: float = bounded(1.0, ge=1)
     """dynamic_sampling: prompts sampled for each one that is missing."""
-    max_rounds: int = bounded(8, least=1)
+    max_rounds: int = bounded(8, ge=1)
     """dynamic_sampling: rounds per step; after the last one, the step trains on fewer prompts."""
-    max_response_len: int = bounded(512, least=1)
-    temperature: float = bounded(1.0, above=0)
-    top_p: float = bounded(1.0, above=0, most=1)
+    max_response_len: int = bounded(512, ge=1)
+    temperature: float = bounded(1.0, gt=0)
+    top_p: float = bounded(1.0, gt=0, le=1)
     """Below 1, engines report log-probs of the distribution before the cut (docs/recipes.md)."""
-    top_k: int = bounded(-1, least=1, also=-1)
+    top_k: int = bounded(-1, ge=1, also=-1)
     """-1: all tokens. Otherwise engines report log-probs of the distribution before the cut."""
-    max_concurrency: int = bounded(256, least=1)
+    max_concurrency: int = bounded(256, ge=1)
     """Requests in flight per engine."""
-    migration_gap: int = bounded(0, least=0)
+    migration_gap: int = bounded(0, ge=0)
     """A node's engine that has so many requests more than another hands some over, with the tokens
     drawn, once none waits to begin; 0: none moves."""
-    min_free_kv: float = bounded(0.0, least=0, below=1)
+    min_free_kv: float = bounded(0.0, ge=0, lt=1)
     """Share of its KV cache that an engine must have free to be given a request; requests wait in
     their order until one has; 0: engines queue what they have no room for."""
-    kv_cache_len: int = bounded(65536, least=1)
+    kv_cache_len: int = bounded(65536, ge=1)
     """Tokens of KV cache per engine."""
-    request_timeout_s: float = bounded(300.0, above=0)
-    retries: int = bounded(3, least=0)
+    request_timeout_s: float = bounded(300.0, gt=0)
+    retries: int = bounded(3, ge=0)
     """How often a failed request is sent again."""
     stage_weights: bool = True
     """Receive weights into a second copy while decoding, and pause only to swap: the weights
     take twice the memory."""
-    restarts: int = bounded(1, least=0)
+    restarts: int = bounded(1, ge=0)
     """How often each engine's server and each collector is restarted in an hour; 0: its death ends
     the run."""
-    min_engines: int = bounded(1, least=1)
+    min_engines: int = bounded(1, ge=1)
     """Engines that must be left for a run to go on when engines are lost with their nodes."""
-    store_gib: float = bounded(0.0, least=0)
+    store_gib: float = bounded(0.0, ge=0)
     """Memory of each node for samples, as sampled, before further ones go to files; 0: no bound
     (mcore-rl plan says what they take at most)."""
     spill_dir: str = ""
     """Folder of these files, on a disk of each node; empty: the one for temporary files."""
-    logprob_dtype: str = one_of("float32", ("float32", "bfloat16"))
+    logprob_dtype: Literal["float32", "bfloat16"] = "float32"
     """Numbers that stores keep log-probs in. bfloat16 takes half the memory and is off by up to
     0.4 % of each log-prob, in ratios of policies, too."""
     deterministic: bool = False
@@ -160,22 +160,22 @@ class RolloutConfig(Options, group="rollout"):
 
 @dataclass
 class SyncConfig(Options, group="sync"):
-    bucket_mib: float = bounded(4.0, above=0)
+    bucket_mib: float = bounded(4.0, gt=0)
     """Size of the buffers that weights travel in; each end of a link has four of them."""
-    delta: str = one_of("auto", ("off", "auto", "always"))
+    delta: Literal["off", "auto", "always"] = "auto"
     """Between machines, send what changed since the last sync. auto: where weights go from host to
     host; always: from GPU to GPU, too, by the hosts instead of NCCL, for slow networks. Both ends
     keep a copy of what travels so."""
     relay: bool = True
     """Engines with equal layouts pass weights on to one another; otherwise trainer ranks send
     to each engine."""
-    trace: str = one_of("sampled", ("sampled", "full"))
+    trace: Literal["sampled", "full"] = "sampled"
     """sampled: of layers that are alike, link engines by a trace of one and samples of the others,
     and compare a trace of all after the first sync; full: trace all before engines are linked."""
-    verify: str = one_of("destination", ("transfer", "destination"))
+    verify: Literal["transfer", "destination"] = "destination"
     """transfer: compare each slice's checksum as it arrives; destination: also read slices back
     from the engine's live parameters, before it serves them, and compare those."""
-    verify_every: int = bounded(10, least=1)
+    verify_every: int = bounded(10, ge=1)
     """verify=destination: read back a link's first four syncs and every so many after them."""
 
     @property
@@ -191,10 +191,10 @@ class DriftConfig(Options, group="drift"):
     routed_experts: bool = True
     """Ask engines which experts each token went to, and count the tokens that the trainer
     routes otherwise."""
-    warn_above: float | None = bounded(None, least=0)
+    warn_above: float | None = bounded(None, ge=0)
     """Mean |difference| in nats, over tokens drawn from the weights that train, above which a step
     logs a warning; None: 1e-3 with engines in float32, 0.03 in bfloat16, 0.15 in fp8; 0: never."""
-    stop_above: float | None = bounded(None, least=0)
+    stop_above: float | None = bounded(None, ge=0)
     """The same, above which the run stops after the step is logged; None: 0.01 in float32, 0.3 in
     bfloat16, 0.5 in fp8; 0: only for a NaN. With fewer than 256 such tokens, wider bounds count for
     all tokens (docs/async.md)."""
@@ -204,14 +204,14 @@ class DriftConfig(Options, group="drift"):
 class CanaryConfig(Options, group="canary"):
     """After each weight sync, engines and trainer score the same few sequences."""
 
-    sequences: int = bounded(4, least=0)
+    sequences: int = bounded(4, ge=0)
     """Number of sequences, taken from the step's own samples; up to 64 if that many have fewer than
     1,024 tokens; 0: no check."""
-    tolerance: float | None = bounded(None, above=0)
+    tolerance: float | None = bounded(None, gt=0)
     """Mean |difference| in nats above which an engine leaves the rotation; None: learned from syncs
     whose weights were read back (sync.verify), and at most 1e-3 nats of rounding per logit with
     engines in float32, 0.5 in bfloat16, 1 in fp8."""
-    factor: float = bounded(2.0, above=1)
+    factor: float = bounded(2.0, gt=1)
     """tolerance=None: an engine leaves the rotation when rounding seems to have grown to so many
     times what is usual in this run; a warning until four syncs were read back."""
 
@@ -220,16 +220,16 @@ class CanaryConfig(Options, group="canary"):
 class PlanConfig(Options, group="plan"):
     """Assumptions of `mcore-rl plan` about the cluster."""
 
-    link_gbps: float = bounded(400.0, above=0)
+    link_gbps: float = bounded(400.0, gt=0)
     """Speed of each rank's network link, 10**9 bits per second, in each direction."""
-    memory_gbps: float = bounded(400.0, above=0)
+    memory_gbps: float = bounded(400.0, gt=0)
     """Speed at which a rank copies what another rank of its machine holds, 10**9 bits per
     second. The default is shared memory behind PCIe 5.0 x16; CUDA IPC over NVLink is several
     times faster."""
-    ranks_per_host: int = bounded(8, least=1)
-    gpu_memory_gib: float = bounded(80.0, above=0)
-    process_gib: float = bounded(5.0, above=0)
+    ranks_per_host: int = bounded(8, ge=1)
+    gpu_memory_gib: float = bounded(80.0, gt=0)
+    process_gib: float = bounded(5.0, gt=0)
     """GPU memory that each process takes besides: CUDA context, NCCL, CUDA graphs,
     fragmentation."""
-    expert_load: float = bounded(1.25, least=1)
+    expert_load: float = bounded(1.25, ge=1)
     """Tokens for the experts of the most loaded rank, divided by the mean over ranks."""

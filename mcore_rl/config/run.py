@@ -2,23 +2,23 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from mcore_rl.config.bounds import Options, bounded, one_of
+from mcore_rl.config.bounds import Options, bounded
 
 
 @dataclass
 class RunConfig(Options, group="run"):
     dir: str = ""
     """Folder of everything the run writes: logs, metrics, checkpoints, export, summary."""
-    seed: int = bounded(0, least=0)
-    steps: int = bounded(100, least=1)
-    resume: bool | str = one_of(True, (True, False, "newest_whole"))
+    seed: int = bounded(0, ge=0)
+    steps: int = bounded(100, ge=1)
+    resume: bool | Literal["newest_whole"] = True
     """Continue from the newest complete checkpoint in `dir`, if there is one; one that is damaged
     ends the start. newest_whole: read checkpoints first, and continue from the newest whole one."""
-    call_timeout_s: float = bounded(600.0, above=0)
+    call_timeout_s: float = bounded(600.0, gt=0)
     """Deadline of any one call to the ranks or engines (a step, a save, a weight sync)."""
-    startup_timeout_s: float = bounded(240.0, above=0)
+    startup_timeout_s: float = bounded(240.0, gt=0)
     debug: bool = False
     """For a debugger (docs/debugging.md): deadlines are a week, breakpoints of ranks are named on
     the terminal, and collectors call the reward function themselves, despite reward.workers."""
@@ -40,8 +40,8 @@ class JudgeConfig(Options, group="reward.judge"):
     low: float = 0.0
     """A verdict below this or above `high` is invalid."""
     high: float = 1.0
-    temperature: float = bounded(0.0, least=0)
-    max_tokens: int = bounded(1024, least=1)
+    temperature: float = bounded(0.0, ge=0)
+    max_tokens: int = bounded(1024, ge=1)
     request: dict[str, Any] = field(default_factory=dict)
     """Further fields of each request, such as {chat_template_kwargs: {enable_thinking: false}}."""
 
@@ -82,28 +82,28 @@ class RewardConfig(Options, group="reward"):
     function."""
     weights: list[float] = field(default_factory=list)
     """One per part."""
-    on_error: str = one_of("leave_out", ("leave_out", "value", "stop"))
+    on_error: Literal["leave_out", "value", "stop"] = "leave_out"
     """When a function or model fails or does not answer in time. leave_out: no step trains on the
     sample, and its group is compared without it; value: its reward is `error_value`; stop: the
     run ends. An episode whose environment failed or was lost is left out in each case."""
     error_value: float | None = None
     """on_error=value: reward of a sample whose reward failed."""
-    max_failed_share: float = bounded(0.25, least=0, most=1)
+    max_failed_share: float = bounded(0.25, ge=0, le=1)
     """Share of the samples of a step, or of an evaluation, whose rewards or environments may fail;
     beyond it the run ends. It counts from 8 failures on, or if all samples failed. 1: no bound."""
-    workers: int = bounded(0, least=0)
+    workers: int = bounded(0, ge=0)
     """Processes that call the function, sample by sample; 0: the controller calls it."""
-    timeout_s: float = bounded(30.0, above=0)
+    timeout_s: float = bounded(30.0, gt=0)
     """Per sample. Sync functions are timed only in worker processes, which are killed on
     timeout."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     model_tokenizer: str = ""
     """Directory of the reward model's tokenizer and chat template, if not reward_model.path."""
-    overlong_buffer_len: int = bounded(0, least=0)
+    overlong_buffer_len: int = bounded(0, ge=0)
     """Tokens before rollout.max_response_len over which a penalty grows; 0: none (DAPO)."""
-    overlong_penalty: float = bounded(1.0, least=0)
+    overlong_penalty: float = bounded(1.0, ge=0)
     """Subtracted from the reward of a response of the full length."""
-    noise: float = bounded(0.0, least=0)
+    noise: float = bounded(0.0, ge=0)
     """Add to each part of a reward a pseudo-random number in [0, noise) made of prompt and
     response; rehearse=true sets it, as a random model earns nothing that could move its weights."""
 
@@ -129,19 +129,19 @@ class RewardConfig(Options, group="reward"):
 class EvalConfig(Options, group="eval"):
     data: list[str] = field(default_factory=list)
     """Prompt files, as in data.train; empty: no evaluation."""
-    every_steps: int = bounded(0, least=0)
+    every_steps: int = bounded(0, ge=0)
     """0: only before the first and after the last step."""
-    max_prompts: int = bounded(256, least=1)
-    samples: int = bounded(0, least=0)
+    max_prompts: int = bounded(256, ge=1)
+    samples: int = bounded(0, ge=0)
     """Samples of each prompt that avg@n and pass@k are estimated from, besides the greedy one; 0:
     pass_k of them, or none if pass_k=1."""
-    pass_k: int = bounded(1, least=1)
+    pass_k: int = bounded(1, ge=1)
     """Report pass@k of so many samples; more samples than that make the estimate better."""
-    temperature: float | None = bounded(None, above=0)
+    temperature: float | None = bounded(None, gt=0)
     """Temperature of these samples; None: rollout.temperature."""
-    top_p: float | None = bounded(None, above=0, most=1)
+    top_p: float | None = bounded(None, gt=0, le=1)
     """Nucleus of these samples; None: rollout.top_p."""
-    max_response_len: int = bounded(0, least=0)
+    max_response_len: int = bounded(0, ge=0)
     """Tokens of each response, greedy ones included; 0: rollout.max_response_len."""
     correct_part: str = ""
     """Part of the reward that says whether an answer is right; empty: the reward before
@@ -177,9 +177,9 @@ class EvalConfig(Options, group="eval"):
 
 @dataclass
 class CheckpointConfig(Options, group="checkpoint"):
-    every_steps: int = bounded(0, least=0)
+    every_steps: int = bounded(0, ge=0)
     """0: only after the last step."""
-    keep: int = bounded(2, least=1)
+    keep: int = bounded(2, ge=1)
     """Newest checkpoints that are kept; older ones are deleted."""
     asynchronous: bool = True
     verify: bool = True
@@ -196,7 +196,7 @@ class LogConfig(Options, group="log"):
     tensorboard: bool = True
     wandb_project: str | None = None
     mlflow_uri: str | None = None
-    rotate_mib: int = bounded(256, least=0)
+    rotate_mib: int = bounded(256, ge=0)
     """Size in MiB at which a file of rows or a log of a process becomes a numbered segment and a
     new one begins; 0: never."""
 
@@ -213,7 +213,7 @@ class ProfileConfig(Options, group="profile"):
     """Optimizer steps of the policy, from 1; empty: none."""
     ranks: list[int] = field(default_factory=lambda: [0])
     """Trainer ranks, from 0."""
-    tool: str = one_of("torch", ("torch", "nsys"))
+    tool: Literal["torch", "nsys"] = "torch"
     """torch: a trace that Perfetto (ui.perfetto.dev) opens; nsys: Nsight Systems, which has to be
     installed where the ranks run."""
 
@@ -236,7 +236,7 @@ class ProfileConfig(Options, group="profile"):
 class ClusterConfig(Options, group="cluster"):
     address: str | None = None
     """Ray address to join; None: start Ray on this machine for the length of the run."""
-    num_nodes: int = bounded(1, least=1)
+    num_nodes: int = bounded(1, ge=1)
     """Nodes of the joined cluster to wait for before anything is placed."""
     separate_nodes: bool = False
     """Trainer and critic run on other nodes than engines: those with Ray's resources trainer_node
@@ -247,10 +247,10 @@ class ClusterConfig(Options, group="cluster"):
     offload: bool = False
     """Trainer and critic keep weights, gradients and optimizer in host memory while others use
     the GPU."""
-    cpus_per_rank: float = bounded(1.0, above=0)
+    cpus_per_rank: float = bounded(1.0, gt=0)
     """CPUs reserved in Ray for each rank; those that share a GPU share them, too."""
     dashboard: bool = False
     """The Ray that is started here has its dashboard, on loopback (docs/debugging.md)."""
-    object_store_mib: int | None = bounded(None, least=75)
+    object_store_mib: int | None = bounded(None, ge=75)
     """Ray's shared memory on this machine, at least Ray's minimum; None: 8192 with GPUs, 512
     without. A cluster that is joined has its own."""

@@ -1,9 +1,9 @@
 """Options of models that are served beside the policy: judges, reward models, teachers."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from mcore_rl.config.bounds import Options, bounded, one_of
+from mcore_rl.config.bounds import Options, bounded
 
 
 @dataclass
@@ -18,20 +18,20 @@ class ServedModelConfig(Options):
     """Model to ask `url` for; empty: the first that it lists."""
     api_key_env: str = ""
     """Environment variable that holds the key for `url`; empty: no key."""
-    engines: int = bounded(1, least=1)
-    tp: int = bounded(1, least=1)
-    ep: int = bounded(1, least=1)
-    pp: int = bounded(1, least=1)
-    dtype: str = one_of("bfloat16", ("float32", "bfloat16", "float16", "auto"))
+    engines: int = bounded(1, ge=1)
+    tp: int = bounded(1, ge=1)
+    ep: int = bounded(1, ge=1)
+    pp: int = bounded(1, ge=1)
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "bfloat16"
     """auto: the one that its config.json names."""
-    max_concurrency: int = bounded(64, least=1)
+    max_concurrency: int = bounded(64, ge=1)
     """Requests in flight per engine."""
-    kv_cache_len: int = bounded(65536, least=1)
+    kv_cache_len: int = bounded(65536, ge=1)
     """Tokens of KV cache per engine."""
-    request_timeout_s: float = bounded(120.0, above=0)
+    request_timeout_s: float = bounded(120.0, gt=0)
     """From a request's first try to the end of its last."""
-    startup_timeout_s: float = bounded(600.0, above=0)
-    restarts: int = bounded(3, least=0)
+    startup_timeout_s: float = bounded(600.0, gt=0)
+    restarts: int = bounded(3, ge=0)
     """How often each engine's server is restarted in an hour; 0: a dead engine ends the run."""
     colocated: bool = False
     """Its engines take turns with the trainer ranks on their GPUs; otherwise they have their

@@ -1,8 +1,9 @@
 """Options of the servers that a run starts on each node with engines: a sandbox, and a search."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from mcore_rl.config.bounds import Options, bounded, one_of
+from mcore_rl.config.bounds import Options, bounded
 
 
 @dataclass
@@ -10,27 +11,27 @@ class SandboxConfig(Options, group="sandbox"):
     """A server that runs untrusted programs for rewards, environments and tools
     (docs/sandbox.md)."""
 
-    workers: int = bounded(0, least=0)
+    workers: int = bounded(0, ge=0)
     """Programs that run at a time on each node with engines; 0: the run starts no sandbox."""
-    max_waiting: int = bounded(1024, least=0)
+    max_waiting: int = bounded(1024, ge=0)
     """Requests of a node that wait for a worker; further ones are told to come again."""
-    wall_s: float = bounded(10.0, above=0)
+    wall_s: float = bounded(10.0, gt=0)
     """Seconds of a program that asks for no other."""
-    memory_mib: int = bounded(512, least=1)
+    memory_mib: int = bounded(512, ge=1)
     """Memory of a program that asks for no other."""
-    max_memory_mib: int = bounded(8192, least=1)
+    max_memory_mib: int = bounded(8192, ge=1)
     """The most memory that a program may ask for."""
-    processes: int = bounded(32, least=1)
+    processes: int = bounded(32, ge=1)
     """Processes and threads of a program."""
-    files_mib: int = bounded(64, least=1)
+    files_mib: int = bounded(64, ge=1)
     """Files of a program, in memory."""
-    output_kib: int = bounded(1024, least=1)
+    output_kib: int = bounded(1024, ge=1)
     """Standard output and errors of a program together."""
-    max_sessions: int = bounded(16, least=0)
+    max_sessions: int = bounded(16, ge=0)
     """Notebooks and shells that are open at a time on a node, each with a worker of its own."""
-    idle_s: float = bounded(600.0, above=0)
+    idle_s: float = bounded(600.0, gt=0)
     """Seconds without a call after which a session ends."""
-    session_s: float = bounded(3600.0, above=0)
+    session_s: float = bounded(3600.0, gt=0)
     """The longest life of a session."""
     cgroups: bool = True
     """Bound the processes of a program together, where cgroups can be written."""
@@ -57,13 +58,13 @@ class SearchConfig(Options, group="search"):
     index: str = ""
     """Folder that `mcore-rl search build` made, seen from each node with engines; empty: the run
     starts no search server."""
-    method: str = one_of("bm25", ("bm25", "dense", "hybrid"))
+    method: Literal["bm25", "dense", "hybrid"] = "bm25"
     """dense and hybrid need an index that was built with --encoder."""
-    threads: int = bounded(4, least=1)
+    threads: int = bounded(4, ge=1)
     """Requests that each node works on at a time."""
-    queue_len: int = bounded(1024, least=1)
+    queue_len: int = bounded(1024, ge=1)
     """Requests of a node that wait or are worked on; further ones are told to come again."""
-    deadline_s: float = bounded(60.0, above=0)
+    deadline_s: float = bounded(60.0, gt=0)
     """For one request, its wait included."""
 
     def __post_init__(self) -> None:

@@ -1,48 +1,49 @@
 """Options of `mcore-rl simulate`: what is assumed of hardware, responses and failures."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from mcore_rl.config.bounds import Options, bounded, one_of
+from mcore_rl.config.bounds import Options, bounded
 
 
 @dataclass
 class SimulateConfig(Options, group="simulate"):
     """Assumptions of `mcore-rl simulate`; it also reads those of plan."""
 
-    gpu: str = one_of("h100", ("a100", "h20", "h100", "h200", "b200", "mi300x", "cpu"))
-    cores: int = bounded(0, least=0)
+    gpu: Literal["a100", "h20", "h100", "h200", "b200", "mi300x", "cpu"] = "h100"
+    cores: int = bounded(0, ge=0)
     """Cores of each machine, which trainer ranks and engines of a run on CPUs share; 0: each rank
     has a core of its own."""
-    steps: int = bounded(4, least=1)
+    steps: int = bounded(4, ge=1)
     calibration: str = ""
     """run.dir of a run in rollout.mode=sync of two steps or more, whose times correct the
     predicted ones."""
-    prompt_len: int = bounded(0, least=0)
+    prompt_len: int = bounded(0, ge=0)
     """Tokens of each prompt, at most data.max_prompt_len; 0: 256, or as many as that allows."""
-    image_tokens: int = bounded(0, least=0)
+    image_tokens: int = bounded(0, ge=0)
     """Those of them that stand for an image, one in each prompt; 0: prompts have none."""
-    response_len: float = bounded(0.0, least=0)
+    response_len: float = bounded(0.0, ge=0)
     """Mean tokens of a response, before the cut at rollout.max_response_len; 0: 0.4 of that."""
-    response_spread: float = bounded(0.6, least=0)
+    response_spread: float = bounded(0.6, ge=0)
     """Standard deviation of the logarithm of response lengths: 0: all are equal."""
-    prompt_share: float = bounded(0.5, least=0, most=1)
+    prompt_share: float = bounded(0.5, ge=0, le=1)
     """Share of that variance which lies between prompts; the rest lies between samples of one."""
-    prompts: int = bounded(0, least=0)
+    prompts: int = bounded(0, ge=0)
     """Prompts of an epoch; 0: none comes a second time."""
-    reward_s: float = bounded(0.0, least=0)
+    reward_s: float = bounded(0.0, ge=0)
     """Seconds that a group of samples waits for its rewards."""
-    mtbf_hours: float = bounded(0.0, least=0)
+    mtbf_hours: float = bounded(0.0, ge=0)
     """Mean time between failures of each GPU; 0: none fails."""
-    node_mtbf_hours: float = bounded(0.0, least=0)
+    node_mtbf_hours: float = bounded(0.0, ge=0)
     """Mean time between failures of each machine, which takes its engines and samples for good, or
     the run if it has ranks; 0: none fails."""
-    restart_s: float = bounded(300.0, above=0)
+    restart_s: float = bounded(300.0, gt=0)
     """Seconds until a run that lost a trainer rank trains again, from its newest checkpoint."""
-    engine_restart_s: float = bounded(180.0, above=0)
+    engine_restart_s: float = bounded(180.0, gt=0)
     """Seconds until the server of a lost engine runs again."""
-    slow_share: float = bounded(0.0, least=0, most=1)
+    slow_share: float = bounded(0.0, ge=0, le=1)
     """Share of engines that are slow."""
-    slowdown: float = bounded(1.5, least=1)
+    slowdown: float = bounded(1.5, ge=1)
     """How many times longer slow engines take."""
 
     def __post_init__(self) -> None:

@@ -1,9 +1,9 @@
 """Options of what Megatron trains: the model, its layout, the optimizer."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from mcore_rl.config.bounds import Options, bounded, one_of
+from mcore_rl.config.bounds import Options, bounded
 
 SELECTED = "layernorm+moe_act"
 """The modules of train.recompute=selective."""
@@ -21,8 +21,8 @@ class ModelConfig(Options, group="model"):
     id on the Hugging Face hub ("Qwen/Qwen3-30B-A3B"), if there is no such directory."""
     revision: str | None = None
     """Branch, tag or commit of a hub id in `path`; None: its main branch."""
-    init: str = one_of("hf", ("hf", "random"))
-    dtype: str = one_of("float32", ("float32", "bfloat16"))
+    init: Literal["hf", "random"] = "hf"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     trust_remote_code: bool = False
     """Run the Python code that comes with a tokenizer (auto_map in tokenizer_config.json), in
     this process and in the engines."""
@@ -30,16 +30,16 @@ class ModelConfig(Options, group="model"):
 
 @dataclass
 class ParallelConfig(Options):
-    tp: int = bounded(1, least=1)
-    pp: int = bounded(1, least=1)
-    vpp: int | None = bounded(None, least=2)
-    cp: int = bounded(1, least=1)
-    ep: int = bounded(1, least=1)
-    etp: int = bounded(1, least=1)
+    tp: int = bounded(1, ge=1)
+    pp: int = bounded(1, ge=1)
+    vpp: int | None = bounded(None, ge=2)
+    cp: int = bounded(1, ge=1)
+    ep: int = bounded(1, ge=1)
+    etp: int = bounded(1, ge=1)
     stage_layers: list[int] = field(default_factory=list)
     """Layers of each pipeline stage, in order; with vpp, of each model chunk, in the order of the
     model. Empty: all have equally many."""
-    dp: int | None = bounded(None, least=1)
+    dp: int | None = bounded(None, ge=1)
     """Data-parallel size; None: the smallest one for which ep * etp divides tp * cp * dp."""
 
     def check(self, group: str) -> None:
@@ -89,21 +89,21 @@ class ParallelConfig(Options):
 
 @dataclass
 class OptimizerConfig(Options):
-    lr: float = bounded(1e-6, above=0)
-    min_lr: float = bounded(0.0, least=0)
+    lr: float = bounded(1e-6, gt=0)
+    min_lr: float = bounded(0.0, ge=0)
     """Learning rate at the end of schedule=linear or cosine."""
-    vision_lr: float | None = bounded(None, above=0)
+    vision_lr: float | None = bounded(None, gt=0)
     """Learning rate of a model's vision tower, projector included, on the same schedule; None:
     lr."""
-    warmup_steps: int = bounded(0, least=0)
+    warmup_steps: int = bounded(0, ge=0)
     """Optimizer steps of this model in which the rate rises to lr."""
-    schedule: str = one_of("constant", ("constant", "linear", "cosine"))
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate goes on from there to the model's last optimizer step of the run."""
-    weight_decay: float = bounded(0.0, least=0)
-    beta1: float = bounded(0.9, least=0, below=1)
-    beta2: float = bounded(0.98, least=0, below=1)
-    eps: float = bounded(1e-8, above=0)
-    clip_grad: float = bounded(1.0, least=0)
+    weight_decay: float = bounded(0.0, ge=0)
+    beta1: float = bounded(0.9, ge=0, lt=1)
+    beta2: float = bounded(0.98, ge=0, lt=1)
+    eps: float = bounded(1e-8, gt=0)
+    clip_grad: float = bounded(1.0, ge=0)
     """Largest norm of the gradient; 0: not clipped."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of megatron-core's OptimizerConfig (docs/upstream_options.md)."""
@@ -120,13 +120,13 @@ class OptimizerConfig(Options):
 @dataclass
 class TrainConfig(Options, group="train"):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    max_tokens_per_microbatch: int = bounded(4096, least=1)
-    logprob_chunk: int = bounded(1024, least=1)
+    max_tokens_per_microbatch: int = bounded(4096, ge=1)
+    logprob_chunk: int = bounded(1024, ge=1)
     """Tokens whose logits are in memory as float32 at once, to compute log-probs and gradients;
     more take more memory, fewer more kernel launches."""
-    mini_batches: int = bounded(1, least=1)
+    mini_batches: int = bounded(1, ge=1)
     """Optimizer steps per pass over a rollout."""
-    epochs: int = bounded(1, least=1)
+    epochs: int = bounded(1, ge=1)
     """Passes over a rollout."""
     share_prefixes: bool = False
     """Compute what sequences of a micro-batch have in common at their beginning once: the prompt
@@ -135,18 +135,18 @@ class TrainConfig(Options, group="train"):
     """Parts that the backward pass computes again instead of keeping them. none; full: whole
     layers; modules by megatron-core's names, joined by "+": layernorm, moe_act, moe,
     shared_experts, mlp, mla_up_proj, core_attn; selective: the cheap ones, layernorm+moe_act."""
-    router_replay: str = one_of("none", ("none", "old_pass", "engine"))
+    router_replay: Literal["none", "old_pass", "engine"] = "none"
     """Experts that tokens are sent to in train steps. none: the router's own choice; old_pass:
     those of the pass for the old log-probs; engine: those of the engine that sampled, in that
     pass as well."""
-    router_aux_loss_coef: float = bounded(0.0, least=0)
+    router_aux_loss_coef: float = bounded(0.0, ge=0)
     """Weight of a loss that balances the experts' load in each micro-batch."""
-    router_sequence_aux_loss_coef: float = bounded(0.0, least=0)
+    router_sequence_aux_loss_coef: float = bounded(0.0, ge=0)
     """Weight of a loss that balances the experts' load in each sequence."""
-    router_bias_rate: float = bounded(0.0, least=0)
+    router_bias_rate: float = bounded(0.0, ge=0)
     """How far each optimizer step moves the experts' bias toward an even load, in models with
     such a bias."""
-    vision: str = one_of("all", ("all", "projector", "none"))
+    vision: Literal["all", "projector", "none"] = "all"
     """Which weights of a model's vision tower are trained. all; projector: those that turn the
     tower's output into embeddings; none. Without a tower it has no effect."""
     freeze_router: bool = False
@@ -188,16 +188,16 @@ class CriticConfig(Options, group="critic"):
     label; empty: model.path."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    mini_batches: int = bounded(1, least=1)
+    mini_batches: int = bounded(1, ge=1)
     """Optimizer steps per pass over a rollout."""
-    epochs: int = bounded(1, least=1)
+    epochs: int = bounded(1, ge=1)
     """Passes over a rollout."""
-    warmup_steps: int = bounded(0, least=0)
+    warmup_steps: int = bounded(0, ge=0)
     """First loop steps in which only the critic learns; the policy's learning rate begins its
     schedule after them."""
-    gae_lambda: float = bounded(1.0, least=0, most=1)
+    gae_lambda: float = bounded(1.0, ge=0, le=1)
     """Lambda of the returns that the critic learns; 1: the discounted rewards themselves."""
-    value_clip: float = bounded(0.2, least=0)
+    value_clip: float = bounded(0.2, ge=0)
     """Distance from the value before the step beyond which a value gets no more gradient; 0:
     unlimited."""
     colocated: bool = False
@@ -213,9 +213,9 @@ class CriticConfig(Options, group="critic"):
 class SftConfig(Options, group="sft"):
     data: list[str] = field(default_factory=list)
     """Parquet or jsonl with a `messages` list that ends with the assistant's answer."""
-    steps: int = bounded(100, least=1)
-    batch_size: int = bounded(64, least=1)
-    max_len: int = bounded(1024, least=1)
+    steps: int = bounded(100, ge=1)
+    batch_size: int = bounded(64, ge=1)
+    max_len: int = bounded(1024, ge=1)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -226,12 +226,12 @@ class DpoConfig(Options, group="dpo"):
     held_out: list[str] = field(default_factory=list)
     """Files of the same kind; every eval.every_steps the share of these pairs that the policy
     ranks right is logged."""
-    steps: int = bounded(100, least=1)
-    batch_size: int = bounded(64, least=1)
+    steps: int = bounded(100, ge=1)
+    batch_size: int = bounded(64, ge=1)
     """Pairs per optimizer step."""
-    max_len: int = bounded(1024, least=1)
+    max_len: int = bounded(1024, ge=1)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    prompts: int = bounded(0, least=0)
+    prompts: int = bounded(0, ge=0)
     """`mcore-rl pairs`: number of prompts of data.train to sample; 0: all."""
-    pairs_per_prompt: int = bounded(1, least=1)
+    pairs_per_prompt: int = bounded(1, ge=1)
     """`mcore-rl pairs`: largest number of pairs per prompt."""
