@@ -4,6 +4,7 @@ Every option has a reader in the package. Units are in the names: _s seconds, _l
 2**20 bytes.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mcore_rl.config.agents import AgentsConfig
@@ -15,23 +16,20 @@ from mcore_rl.config.algorithm import (
     PreferenceConfig,
     VespoConfig,
 )
+from mcore_rl.config.assumptions import PlanConfig, SimulateConfig
 from mcore_rl.config.bounds import Options
-from mcore_rl.config.consistency import (
-    check_agents,
-    check_colocated,
-    check_colocated_models,
-    check_overlong,
-    check_quantization,
-    check_replay,
-    check_steps,
+from mcore_rl.config.data import (
+    CurriculumConfig,
+    DataConfig,
+    ImagesConfig,
+    SourceConfig,
+    StageConfig,
 )
-from mcore_rl.config.data import CurriculumConfig, DataConfig, SourceConfig, StageConfig
-from mcore_rl.config.images import ImagesConfig
 from mcore_rl.config.rollout import (
     CanaryConfig,
     DriftConfig,
-    PlanConfig,
     RolloutConfig,
+    ServedModelConfig,
     SyncConfig,
 )
 from mcore_rl.config.run import (
@@ -44,9 +42,7 @@ from mcore_rl.config.run import (
     RewardConfig,
     RunConfig,
 )
-from mcore_rl.config.served_models import ServedModelConfig
 from mcore_rl.config.servers import SandboxConfig, SearchConfig
-from mcore_rl.config.simulation import SimulateConfig
 from mcore_rl.config.training import (
     CriticConfig,
     DpoConfig,
@@ -56,8 +52,31 @@ from mcore_rl.config.training import (
     SftConfig,
     TrainConfig,
 )
-from mcore_rl.config.unread import check_unread
-from mcore_rl.config.upstream.groups import check_upstream
+from mcore_rl.config.tree_checks import (
+    Unread,
+    check_agents,
+    check_colocated,
+    check_colocated_models,
+    check_overlong,
+    check_quantization,
+    check_replay,
+    check_steps,
+    refuse,
+    unread_in_cluster,
+    unread_in_correction,
+    unread_in_episodes,
+    unread_in_kl,
+    unread_in_optimizer,
+    unread_in_profile,
+    unread_in_reward,
+    unread_in_rollout,
+    unread_in_served,
+    unread_in_servers,
+    unread_in_sync,
+    unread_without_models,
+)
+from mcore_rl.config.upstream import TO_SERVED, check_passed
+from mcore_rl.config.upstream.groups import check_engines, check_optimizer, check_training
 
 __all__ = [
     "AgentsConfig",
@@ -175,5 +194,31 @@ class Config(Options, group=""):
         check_steps(self.algorithm, self.rollout, self.train, self.critic)
         if self.cluster.colocated:
             check_colocated(self.parallel, self.rollout)
-        check_unread(self)
-        check_upstream(self)
+        refuse(self, self._list_unread())
+        self._check_upstream()
+
+    def _list_unread(self) -> Iterator[Unread]:
+        """Yield the options that nothing reads, by the groups whose values make them so."""
+        yield from unread_in_rollout(self.rollout)
+        yield from unread_in_kl(self.algorithm.kl)
+        yield from unread_in_correction(self.algorithm.correction)
+        yield from unread_in_reward(self.reward, self.agents.is_used)
+        yield from unread_in_episodes(self.agents, self.eval)
+        yield from unread_in_servers(self.sandbox, self.search)
+        for role, model in self.served_groups.items():
+            yield from unread_in_served(role, model)
+        yield from unread_without_models(self.judge.is_used, self.reward_model.is_used)
+        for group, optimizer in self.optimizers.items():
+            yield from unread_in_optimizer(group, optimizer)
+        yield from unread_in_cluster(self.cluster)
+        yield from unread_in_profile(self.profile)
+        yield from unread_in_sync(self.canary, self.sync)
+
+    def _check_upstream(self) -> None:
+        check_training("train", "parallel", self.train, self.train)
+        check_training("critic", "critic.parallel", self.critic, self.train)
+        for group, optimizer in self.optimizers.items():
+            check_optimizer(group, optimizer.megatron)
+        for role, model in self.served_groups.items():
+            check_passed(f"{role}.sglang", model.sglang, TO_SERVED, {"engine": role})
+        check_engines(self.rollout, self.drift)

@@ -43,6 +43,7 @@ class AgentsConfig(Options, group="agents"):
     workers: int = bounded(2, ge=1)
     """Worker processes on each node with engines, at most."""
     episodes_per_worker: int = bounded(64, ge=1)
+    """Episodes of a worker process at a time, at most."""
     memory_gib: float = bounded(0.0, ge=0)
     """Memory of a worker with its processes; beyond it, it is ended. 0: no bound."""
     max_requests: int = bounded(0, ge=0)
@@ -58,7 +59,9 @@ class AgentsConfig(Options, group="agents"):
     start_timeout_s: float = bounded(60.0, gt=0)
     """For a worker to start and import what it needs."""
     reset_timeout_s: float = bounded(120.0, gt=0)
+    """For an environment to begin an episode."""
     step_timeout_s: float = bounded(120.0, gt=0)
+    """For an environment to respond to an answer."""
 
     @property
     def is_used(self) -> bool:

@@ -11,6 +11,7 @@ class KLConfig(Options, group="algorithm.kl"):
     coef: float = bounded(0.0, ge=0)
     """Weight of the KL between policy and reference; 0: none, and no reference model."""
     estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = "k3"
+    """Estimator of the KL (docs/algorithms.md); a + gives it the gradient of the KL itself."""
     in_reward: bool = False
     """Subtract coef * KL of the old policy from each token's reward, instead of adding it to
     the loss."""
@@ -43,7 +44,9 @@ class CorrectionConfig(Options, group="algorithm.correction"):
     """truncate: weights above `high` become `high`; mask: weights outside `low` to `high`
     become 0."""
     low: float = bounded(0.0, ge=0)
+    """bound=mask: the least weight that stays."""
     high: float = bounded(2.0, gt=0)
+    """The largest weight that stays."""
     normalize: bool = False
     """Divide the weights by their mean over the optimizer step: over its tokens (weight=token) or
     over its samples."""
@@ -116,6 +119,7 @@ class CovarianceConfig(Options, group="algorithm.covariance"):
     low: float = 1.0
     """clip_cov picks them among tokens whose covariance lies between `low` and `high`."""
     high: float = 5.0
+    """The upper end of that range."""
     kl_coef: float = bounded(1.0, ge=0)
     """kl_cov picks the tokens of largest covariance, and adds this times |log ratio| to their
     loss."""
@@ -134,10 +138,13 @@ class VespoConfig(Options, group="algorithm.vespo"):
     """For algorithm.loss=vespo: a sequence of ratio W has the weight W^power exp(decay (1 - W))."""
 
     power_positive: float = bounded(2.0, ge=0)
+    """Power of tokens with positive advantage."""
     decay_positive: float = bounded(3.0, gt=0)
+    """Decay of tokens with positive advantage."""
     power_negative: float = bounded(3.0, ge=0)
-    """Those of tokens with negative advantage."""
+    """Power of tokens with negative advantage."""
     decay_negative: float = bounded(2.0, gt=0)
+    """Decay of tokens with negative advantage."""
 
 
 @dataclass
@@ -147,7 +154,9 @@ class PreferenceConfig(Options, group="algorithm.preference"):
     """
 
     loss: str = "dpo"
+    """A registered loss of pairs: dpo, ipo, simpo and others (docs/algorithms.md)."""
     beta: float = bounded(0.1, gt=0)
+    """Scale of the implicit rewards."""
     label_smoothing: float = bounded(0.0, ge=0, lt=0.5)
     """dpo, simpo: assumed share of pairs whose labels are swapped."""
     target_margin: float = bounded(0.0, ge=0)
@@ -163,6 +172,7 @@ class AlgorithmConfig(Options, group="algorithm"):
     """Python file that registers advantages and losses of your own (docs/algorithms.md); a relative
     path is looked up from the working directory, then beside recipes/."""
     advantage: str = "grpo"
+    """A registered advantage: grpo, gae and others (docs/algorithms.md), or one of `path`."""
     role_part: str = ""
     """A number of the reward function that says which role a sample plays: samples of a prompt are
     compared with those of the same role, as in CURE; empty: with all."""
@@ -175,8 +185,11 @@ class AlgorithmConfig(Options, group="algorithm"):
     """gae: responses and episodes that a bound cut off go on with the critic's value of their last
     state, instead of ending with 0 (arXiv:1712.00378)."""
     loss: str = "ppo_clip"
+    """A registered loss: ppo_clip, gspo and others (docs/algorithms.md), or one of `path`."""
     aggregation: str = "token_mean"
+    """How losses of tokens are weighted: token_mean and others (docs/algorithms.md)."""
     clip_low: float = bounded(0.2, ge=0)
+    """How far a token's ratio may fall below 1 before its gradient is cut off."""
     clip_high: float = bounded(0.28, ge=0)
     """Above clip_low as in DAPO's clip-higher; PPO and GRPO as published have 0.2."""
     dual_clip: float = bounded(0.0, gt=1, also=0)

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, reduce
+from inspect import get_annotations
 from types import UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -102,10 +103,9 @@ class Options:
 
     def __init_subclass__(cls, group: str | None = None) -> None:
         cls._group = cls.__name__ if group is None else group
-        kinds = cls.__dict__.get("__annotations__", {})
-        for name, kind in kinds.items():
+        for name, kind in get_annotations(cls).items():
             if choices := _list_choices(kind):
-                kinds[name] = _without_literals(kind)
+                cls.__annotations__[name] = _without_literals(kind)
                 bounds = {_METADATA_KEY: Choices(choices)}
                 setattr(cls, name, field(default=getattr(cls, name), metadata=bounds))
 

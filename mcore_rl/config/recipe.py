@@ -1,21 +1,21 @@
 """Composes a recipe's YAML files and overrides with Hydra, and returns a checked Config."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any, Union, get_args, get_origin
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from mcore_rl.config import Config
 from mcore_rl.config.bounds import check_bounds
-from mcore_rl.config.overrides import quote, to_hydra
-from mcore_rl.config.recipe_texts import check_texts
+from mcore_rl.config.overrides import find_type, quote, to_hydra
 from mcore_rl.config.secrets import remember_secrets
 from mcore_rl.config.shipped import RECIPES_DIR, shipped_path
 from mcore_rl.config.tree import leaves_under, mappings_under, value_of
@@ -41,7 +41,7 @@ def load_recipe(recipe: str, overrides: list[str], recipes_dir: Path = RECIPES_D
     try:
         check_texts(path, Config)
         return make_config(_compose(path, overrides, recipes_dir))
-    except YAMLError as error:
+    except yaml.YAMLError as error:
         raise ValueError(f"recipe {recipe}: no YAML that is read here: {error}") from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ValueError(f"recipe {recipe}: {_explain(error)}") from None
@@ -59,6 +59,42 @@ def _compose(path: Path, overrides: list[str], recipes_dir: Path) -> DictConfig:
         shipped = f"hydra.searchpath=[{quote(f'file://{recipes_dir.resolve()}')}]"
         readable = [to_hydra(override, Config) for override in overrides]
         return compose(path.stem, overrides=[shipped, *readable])
+
+
+def check_texts(path: Path, cls: type) -> None:
+    """Raise ValueError for a text of a recipe file that YAML reads as something else: 1e5, 12:30.
+
+    `cls` is the class whose options the file sets. On the command line such texts stay as they
+    were typed (overrides.py).
+    """
+    content = path.read_text()
+    read = OmegaConf.to_container(OmegaConf.create(content)) if content.strip() else {}
+    _check_node(yaml.compose(content, yaml.SafeLoader), read, "", cls)
+
+
+def _check_node(node: yaml.Node | None, value: Any, name: str, cls: type) -> None:
+    """Compare the text of a node of the file with its value in Python."""
+    if isinstance(node, yaml.MappingNode) and isinstance(value, Mapping):
+        for key, inner in node.value:
+            if key.value in value:
+                _check_node(inner, value[key.value], f"{name}.{key.value}".lstrip("."), cls)
+    elif isinstance(node, yaml.SequenceNode) and isinstance(value, list):
+        for inner, element in zip(node.value, value, strict=True):
+            _check_node(inner, element, name, cls)
+    elif isinstance(node, yaml.ScalarNode) and isinstance(value, bool | int | float):
+        if str(value) == node.value or not _takes_text(find_type(cls, name)):
+            return
+        raise ValueError(
+            f"{name}: YAML reads {node.value} as {value}; put a text in quotes:"
+            f' {name.rpartition(".")[2]}: "{node.value}"'
+        )
+
+
+def _takes_text(kind: Any) -> bool:
+    """Whether an option, or an element of it, is a text and never a number or a truth value."""
+    kinds = get_args(kind) if get_origin(kind) is Union else (kind,)
+    inner = [get_args(k)[0] if get_origin(k) in (list, tuple) else k for k in kinds]
+    return all(k in (str, type(None)) for k in inner)
 
 
 def make_config(tree: DictConfig) -> Config:

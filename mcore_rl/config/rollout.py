@@ -7,11 +7,36 @@ from mcore_rl.config.bounds import Options, bounded
 
 
 @dataclass
-class RolloutConfig(Options, group="rollout"):
+class EnginesConfig(Options):
+    """Engines of SGLang for one model: the policy, or a model that is served beside it."""
+
     engines: int = bounded(1, ge=1)
+    """Number of engines."""
     tp: int = bounded(1, ge=1)
+    """Tensor-parallel size of an engine."""
     ep: int = bounded(1, ge=1)
+    """Expert-parallel size of an engine, within its tensor-parallel ranks."""
     pp: int = bounded(1, ge=1)
+    """Pipeline stages of an engine."""
+    max_concurrency: int = bounded(64, ge=1)
+    """Requests in flight per engine."""
+    kv_cache_len: int = bounded(65536, ge=1)
+    """Tokens of KV cache per engine."""
+    request_timeout_s: float = bounded(120.0, gt=0)
+    """From a request's first try to the end of its last."""
+    restarts: int = bounded(3, ge=0)
+    """How often each engine's server is restarted in an hour; 0: a dead engine ends the run."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """Further fields of SGLang's ServerArgs for the engines (docs/upstream_options.md)."""
+
+    @property
+    def engine_ranks(self) -> int:
+        """GPUs of one engine."""
+        return self.tp * self.pp
+
+
+@dataclass
+class RolloutConfig(EnginesConfig, group="rollout"):
     attention_dp: int = bounded(1, ge=1)
     """Groups of an engine's tensor-parallel ranks that each hold all attention weights (DP
     attention)."""
@@ -40,7 +65,9 @@ class RolloutConfig(Options, group="rollout"):
     """one_step_off, async: unfinished samples over all engines; 0: max_concurrency for each
     engine."""
     prompts_per_step: int = bounded(32, ge=1)
+    """Prompts of a step."""
     samples_per_prompt: int = bounded(8, ge=1)
+    """Responses to each prompt: the group that an advantage compares."""
     dynamic_sampling: bool = False
     """Train only on groups whose rewards differ, and sample other prompts to replace the rest
     (DAPO)."""
@@ -49,22 +76,22 @@ class RolloutConfig(Options, group="rollout"):
     max_rounds: int = bounded(8, ge=1)
     """dynamic_sampling: rounds per step; after the last one, the step trains on fewer prompts."""
     max_response_len: int = bounded(512, ge=1)
+    """Tokens of a response, at most."""
     temperature: float = bounded(1.0, gt=0)
+    """Divides the logits, in the engines and in the trainer."""
     top_p: float = bounded(1.0, gt=0, le=1)
     """Below 1, engines report log-probs of the distribution before the cut (docs/recipes.md)."""
     top_k: int = bounded(-1, ge=1, also=-1)
     """-1: all tokens. Otherwise engines report log-probs of the distribution before the cut."""
     max_concurrency: int = bounded(256, ge=1)
-    """Requests in flight per engine."""
     migration_gap: int = bounded(0, ge=0)
     """A node's engine that has so many requests more than another hands some over, with the tokens
     drawn, once none waits to begin; 0: none moves."""
     min_free_kv: float = bounded(0.0, ge=0, lt=1)
     """Share of its KV cache that an engine must have free to be given a request; requests wait in
     their order until one has; 0: engines queue what they have no room for."""
-    kv_cache_len: int = bounded(65536, ge=1)
-    """Tokens of KV cache per engine."""
     request_timeout_s: float = bounded(300.0, gt=0)
+    """For one try of a request to an engine."""
     retries: int = bounded(3, ge=0)
     """How often a failed request is sent again."""
     stage_weights: bool = True
@@ -92,8 +119,6 @@ class RolloutConfig(Options, group="rollout"):
     """Samples of a prompt wait until an engine has computed it once: a rule of our own in
     SGLang's scheduler. false: SGLang's own, by which samples that are admitted together compute
     it each. None: ours where an engine has no GPU; it was not measured on one (docs/patches.md)."""
-    sglang: dict[str, Any] = field(default_factory=dict)
-    """Further fields of SGLang's ServerArgs for the engines (docs/upstream_options.md)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,16 +171,64 @@ class RolloutConfig(Options, group="rollout"):
         return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.mode]
 
     @property
-    def engine_ranks(self) -> int:
-        """GPUs of one engine."""
-        return self.tp * self.pp
-
-    @property
     def cuts_distribution(self) -> bool:
         """Return whether tokens are drawn from fewer than all, which engines' log-probs do not
         show.
         """
         return self.top_p < 1 or self.top_k != -1
+
+
+@dataclass
+class ServedModelConfig(EnginesConfig):
+    """Engines for another model, or a server that runs already; neither by default."""
+
+    path: str = ""
+    """HuggingFace directory, or hub id, to start engines for."""
+    url: str = ""
+    """Address of a running server with an OpenAI-compatible API, instead of `path`."""
+    url_model: str = ""
+    """Model to ask `url` for; empty: the first that it lists."""
+    api_key_env: str = ""
+    """Environment variable that holds the key for `url`; empty: no key."""
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "bfloat16"
+    """auto: the one that its config.json names."""
+    startup_timeout_s: float = bounded(600.0, gt=0)
+    """For its engines to start and load it."""
+    colocated: bool = False
+    """Its engines take turns with the trainer ranks on their GPUs; otherwise they have their
+    own."""
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.path or self.url)
+
+    @property
+    def is_colocated(self) -> bool:
+        """Return whether its engines share the trainer ranks' GPUs, where there is a trainer."""
+        return bool(self.path) and self.colocated
+
+    def check(self, role: str) -> None:
+        """Raise ValueError if options contradict one another; `role` names their group."""
+        if self.path and self.url:
+            raise ValueError(
+                f"{role}.path={self.path} with {role}.url={self.url}: engines are started or a"
+                " running server is used; leave one empty"
+            )
+        for name in ("url_model", "api_key_env"):
+            if getattr(self, name) and not self.url:
+                raise ValueError(
+                    f"{role}.{name}={getattr(self, name)}: engines of the run need none; it belongs"
+                    f" to {role}.url"
+                )
+        if self.colocated and (self.url or self.restarts):
+            raise ValueError(
+                f"{role}.colocated=true with {role}.url={self.url!r} and"
+                f" {role}.restarts={self.restarts}: it is for engines of the run, and a server that"
+                f" starts would take the memory that training uses; set {role}.path and"
+                f" {role}.restarts=0"
+            )
+        if self.tp % self.ep:
+            raise ValueError(f"{role}.ep={self.ep} does not divide {role}.tp={self.tp}")
 
 
 @dataclass
@@ -214,22 +287,3 @@ class CanaryConfig(Options, group="canary"):
     factor: float = bounded(2.0, gt=1)
     """tolerance=None: an engine leaves the rotation when rounding seems to have grown to so many
     times what is usual in this run; a warning until four syncs were read back."""
-
-
-@dataclass
-class PlanConfig(Options, group="plan"):
-    """Assumptions of `mcore-rl plan` about the cluster."""
-
-    link_gbps: float = bounded(400.0, gt=0)
-    """Speed of each rank's network link, 10**9 bits per second, in each direction."""
-    memory_gbps: float = bounded(400.0, gt=0)
-    """Speed at which a rank copies what another rank of its machine holds, 10**9 bits per
-    second. The default is shared memory behind PCIe 5.0 x16; CUDA IPC over NVLink is several
-    times faster."""
-    ranks_per_host: int = bounded(8, ge=1)
-    gpu_memory_gib: float = bounded(80.0, gt=0)
-    process_gib: float = bounded(5.0, gt=0)
-    """GPU memory that each process takes besides: CUDA context, NCCL, CUDA graphs,
-    fragmentation."""
-    expert_load: float = bounded(1.25, ge=1)
-    """Tokens for the experts of the most loaded rank, divided by the mean over ranks."""

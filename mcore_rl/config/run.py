@@ -12,13 +12,16 @@ class RunConfig(Options, group="run"):
     dir: str = ""
     """Folder of everything the run writes: logs, metrics, checkpoints, export, summary."""
     seed: int = bounded(0, ge=0)
+    """Of sampling, shuffling and random weights."""
     steps: int = bounded(100, ge=1)
+    """Steps of the loop: each samples a rollout and trains on it."""
     resume: bool | Literal["newest_whole"] = True
     """Continue from the newest complete checkpoint in `dir`, if there is one; one that is damaged
     ends the start. newest_whole: read checkpoints first, and continue from the newest whole one."""
     call_timeout_s: float = bounded(600.0, gt=0)
     """Deadline of any one call to the ranks or engines (a step, a save, a weight sync)."""
     startup_timeout_s: float = bounded(240.0, gt=0)
+    """For ranks and engines to start and load the model."""
     debug: bool = False
     """For a debugger (docs/debugging.md): deadlines are a week, breakpoints of ranks are named on
     the terminal, and collectors call the reward function themselves, despite reward.workers."""
@@ -40,8 +43,11 @@ class JudgeConfig(Options, group="reward.judge"):
     low: float = 0.0
     """A verdict below this or above `high` is invalid."""
     high: float = 1.0
+    """The largest valid verdict."""
     temperature: float = bounded(0.0, ge=0)
+    """Of the judge's answers; 0: greedy."""
     max_tokens: int = bounded(1024, ge=1)
+    """Tokens of the judge's answer, at most."""
     request: dict[str, Any] = field(default_factory=dict)
     """Further fields of each request, such as {chat_template_kwargs: {enable_thinking: false}}."""
 
@@ -132,6 +138,7 @@ class EvalConfig(Options, group="eval"):
     every_steps: int = bounded(0, ge=0)
     """0: only before the first and after the last step."""
     max_prompts: int = bounded(256, ge=1)
+    """Prompts of an evaluation, at most: the first ones of the files."""
     samples: int = bounded(0, ge=0)
     """Samples of each prompt that avg@n and pass@k are estimated from, besides the greedy one; 0:
     pass_k of them, or none if pass_k=1."""
@@ -182,6 +189,7 @@ class CheckpointConfig(Options, group="checkpoint"):
     keep: int = bounded(2, ge=1)
     """Newest checkpoints that are kept; older ones are deleted."""
     asynchronous: bool = True
+    """Write a checkpoint while training goes on."""
     verify: bool = True
     """Compare a checkpoint with its checksums.json before resuming from it; all ranks read it once
     together.
@@ -193,9 +201,13 @@ class CheckpointConfig(Options, group="checkpoint"):
 @dataclass
 class LogConfig(Options, group="log"):
     console: bool = True
+    """Print a line per step."""
     tensorboard: bool = True
+    """Write metrics for TensorBoard to <run.dir>/tensorboard."""
     wandb_project: str | None = None
+    """Project of Weights & Biases to log to; None: none."""
     mlflow_uri: str | None = None
+    """Tracking server of MLflow to log to; None: none."""
     rotate_mib: int = bounded(256, ge=0)
     """Size in MiB at which a file of rows or a log of a process becomes a numbered segment and a
     new one begins; 0: never."""

@@ -22,7 +22,9 @@ class ModelConfig(Options, group="model"):
     revision: str | None = None
     """Branch, tag or commit of a hub id in `path`; None: its main branch."""
     init: Literal["hf", "random"] = "hf"
+    """hf: weights of the directory; random: new ones by its config.json."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision that ranks and engines compute in."""
     trust_remote_code: bool = False
     """Run the Python code that comes with a tokenizer (auto_map in tokenizer_config.json), in
     this process and in the engines."""
@@ -31,11 +33,17 @@ class ModelConfig(Options, group="model"):
 @dataclass
 class ParallelConfig(Options):
     tp: int = bounded(1, ge=1)
+    """Tensor-parallel size of attention and dense layers."""
     pp: int = bounded(1, ge=1)
+    """Pipeline stages."""
     vpp: int | None = bounded(None, ge=2)
+    """Model chunks of each pipeline stage (interleaved schedule); None: one."""
     cp: int = bounded(1, ge=1)
+    """Context-parallel size: ranks that share the tokens of a sequence."""
     ep: int = bounded(1, ge=1)
+    """Expert-parallel size: ranks that experts are dealt out to."""
     etp: int = bounded(1, ge=1)
+    """Tensor-parallel size of an expert."""
     stage_layers: list[int] = field(default_factory=list)
     """Layers of each pipeline stage, in order; with vpp, of each model chunk, in the order of the
     model. Empty: all have equally many."""
@@ -90,6 +98,7 @@ class ParallelConfig(Options):
 @dataclass
 class OptimizerConfig(Options):
     lr: float = bounded(1e-6, gt=0)
+    """Learning rate at the end of the warm-up."""
     min_lr: float = bounded(0.0, ge=0)
     """Learning rate at the end of schedule=linear or cosine."""
     vision_lr: float | None = bounded(None, gt=0)
@@ -100,9 +109,13 @@ class OptimizerConfig(Options):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate goes on from there to the model's last optimizer step of the run."""
     weight_decay: float = bounded(0.0, ge=0)
+    """Decoupled weight decay (AdamW)."""
     beta1: float = bounded(0.9, ge=0, lt=1)
+    """Adam's decay of the mean of gradients."""
     beta2: float = bounded(0.98, ge=0, lt=1)
+    """Adam's decay of the mean of squared gradients."""
     eps: float = bounded(1e-8, gt=0)
+    """Adam's addend to the root of the mean square."""
     clip_grad: float = bounded(1.0, ge=0)
     """Largest norm of the gradient; 0: not clipped."""
     megatron: dict[str, Any] = field(default_factory=dict)
@@ -118,16 +131,29 @@ class OptimizerConfig(Options):
 
 
 @dataclass
-class TrainConfig(Options, group="train"):
+class UpdatesConfig(Options):
+    """How a model is trained on the rollouts of a run: the policy, or the critic."""
+
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    max_tokens_per_microbatch: int = bounded(4096, ge=1)
-    logprob_chunk: int = bounded(1024, ge=1)
-    """Tokens whose logits are in memory as float32 at once, to compute log-probs and gradients;
-    more take more memory, fewer more kernel launches."""
     mini_batches: int = bounded(1, ge=1)
     """Optimizer steps per pass over a rollout."""
     epochs: int = bounded(1, ge=1)
     """Passes over a rollout."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Further fields of megatron-core's TransformerConfig; the critic has its own on top of the
+    policy's (docs/upstream_options.md)."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Further fields of megatron-core's DistributedDataParallelConfig; the critic has its own on
+    top of the policy's (docs/upstream_options.md)."""
+
+
+@dataclass
+class TrainConfig(UpdatesConfig, group="train"):
+    max_tokens_per_microbatch: int = bounded(4096, ge=1)
+    """Tokens of packed sequences that a data-parallel rank computes at once."""
+    logprob_chunk: int = bounded(1024, ge=1)
+    """Tokens whose logits are in memory as float32 at once, to compute log-probs and gradients;
+    more take more memory, fewer more kernel launches."""
     share_prefixes: bool = False
     """Compute what sequences of a micro-batch have in common at their beginning once: the prompt
     of a group's samples, the turns before a fork (docs/packing.md)."""
@@ -151,11 +177,6 @@ class TrainConfig(Options, group="train"):
     tower's output into embeddings; none. Without a tower it has no effect."""
     freeze_router: bool = False
     """Train all weights except the routers', which stay bit for bit as they were loaded."""
-    megatron: dict[str, Any] = field(default_factory=dict)
-    """Further fields of megatron-core's TransformerConfig (docs/upstream_options.md)."""
-    ddp: dict[str, Any] = field(default_factory=dict)
-    """Further fields of megatron-core's DistributedDataParallelConfig
-    (docs/upstream_options.md)."""
 
     @property
     def recomputed(self) -> frozenset[str]:
@@ -180,7 +201,7 @@ class TrainConfig(Options, group="train"):
 
 
 @dataclass
-class CriticConfig(Options, group="critic"):
+class CriticConfig(UpdatesConfig, group="critic"):
     """The critic that algorithm.advantage=gae needs."""
 
     path: str = ""
@@ -188,10 +209,6 @@ class CriticConfig(Options, group="critic"):
     label; empty: model.path."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    mini_batches: int = bounded(1, ge=1)
-    """Optimizer steps per pass over a rollout."""
-    epochs: int = bounded(1, ge=1)
-    """Passes over a rollout."""
     warmup_steps: int = bounded(0, ge=0)
     """First loop steps in which only the critic learns; the policy's learning rate begins its
     schedule after them."""
@@ -203,34 +220,34 @@ class CriticConfig(Options, group="critic"):
     colocated: bool = False
     """Run in turns with the trainer ranks on their GPUs, rank by rank; otherwise on GPUs of its
     own."""
-    megatron: dict[str, Any] = field(default_factory=dict)
-    """Fields of TransformerConfig in which the critic differs from train.megatron."""
-    ddp: dict[str, Any] = field(default_factory=dict)
-    """Fields of DistributedDataParallelConfig in which the critic differs from train.ddp."""
 
 
 @dataclass
-class SftConfig(Options, group="sft"):
-    data: list[str] = field(default_factory=list)
-    """Parquet or jsonl with a `messages` list that ends with the assistant's answer."""
+class TuningConfig(Options):
+    """How a model is trained on data that nobody samples: conversations, or pairs."""
+
     steps: int = bounded(100, ge=1)
+    """Optimizer steps."""
     batch_size: int = bounded(64, ge=1)
+    """Conversations or pairs per optimizer step."""
     max_len: int = bounded(1024, ge=1)
+    """Tokens of a sequence, at most."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
 @dataclass
-class DpoConfig(Options, group="dpo"):
+class SftConfig(TuningConfig, group="sft"):
+    data: list[str] = field(default_factory=list)
+    """Parquet or jsonl with a `messages` list that ends with the assistant's answer."""
+
+
+@dataclass
+class DpoConfig(TuningConfig, group="dpo"):
     data: list[str] = field(default_factory=list)
     """Parquet or jsonl with `prompt`, `chosen` and `rejected`, as text or as messages."""
     held_out: list[str] = field(default_factory=list)
     """Files of the same kind; every eval.every_steps the share of these pairs that the policy
     ranks right is logged."""
-    steps: int = bounded(100, ge=1)
-    batch_size: int = bounded(64, ge=1)
-    """Pairs per optimizer step."""
-    max_len: int = bounded(1024, ge=1)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     prompts: int = bounded(0, ge=0)
     """`mcore-rl pairs`: number of prompts of data.train to sample; 0: all."""
     pairs_per_prompt: int = bounded(1, ge=1)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mcore_rl.config import Config, RolloutConfig
+from mcore_rl.config import Config
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.layouts.layout import Layout
 from mcore_rl.weights.layouts.listed import RecordedLayouts
@@ -28,22 +28,6 @@ class Deployment:
     relays: bool
 
 
-def make_engine_sizes(rollout: RolloutConfig) -> SGLangSizes:
-    """Parallel sizes of the recipe's engines."""
-    passed = rollout.sglang
-    return SGLangSizes(
-        rollout.engines,
-        rollout.tp,
-        rollout.ep,
-        rollout.pp,
-        rollout.attention_dp,
-        head_by_dp=bool(passed.get("enable_dp_lm_head")),
-        whole_dense_layers=passed.get("moe_dense_tp_size") == 1,
-        whole_shared_experts=passed.get("moe_a2a_backend") == "deepep",
-        whole_tower=bool(passed.get("mm_enable_dp_encoder")),
-    )
-
-
 def record_layouts(config: Config, policy: ModelFacts, engines: SGLangSizes) -> RecordedLayouts:
     """The layouts that Megatron and the given engines have in this recipe."""
     trainer = MegatronSizes.of(config.parallel, policy.config)
@@ -54,7 +38,7 @@ def record_layouts(config: Config, policy: ModelFacts, engines: SGLangSizes) -> 
 def make_deployment(config: Config, policy: ModelFacts) -> Deployment:
     """The recipe's deployment. Raises ValueError naming two sizes that do not divide."""
     per_host = config.plan.ranks_per_host
-    recorded = record_layouts(config, policy, make_engine_sizes(config.rollout))
+    recorded = record_layouts(config, policy, SGLangSizes.of(config.rollout))
     source = recorded.source()
     target = recorded.target()
     first_host = 0 if config.cluster.colocated else -(-source.num_ranks // per_host)

@@ -30,7 +30,6 @@ from mcore_rl.planning.activations import (
 from mcore_rl.planning.deployment import (
     count_engine_links,
     does_relay,
-    make_engine_sizes,
     record_layouts,
 )
 from mcore_rl.planning.peak_memory import RankMemory, Side, Uses, find_peaks, name_stage
@@ -41,6 +40,7 @@ from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.layouts.layout import Layout, boxes_of
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
+from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig
 from mcore_rl.weights.models.tower import is_frozen
@@ -55,7 +55,7 @@ def count_sync_buffers(config: Config) -> int:
 def predict_engine(config: Config, policy: ModelFacts) -> list[Uses]:
     """Bytes per purpose of a rank of each of an engine's pipeline stages."""
     rollout = config.rollout
-    one_engine = replace(make_engine_sizes(rollout), engines=1)
+    one_engine = replace(SGLangSizes.of(rollout), engines=1)
     target = record_layouts(config, policy, one_engine).target()
     attention_tp = rollout.tp // rollout.attention_dp
     size = itemsize(config.model.dtype)

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.algo.lookup import needs_of
-from mcore_rl.algo.requirements import check_algorithm
+from mcore_rl.checks.algorithm import check_algorithm
+from mcore_rl.checks.sizes import check_engines, check_sizes
 from mcore_rl.config import (
     Config,
     CriticConfig,
@@ -24,7 +25,6 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.config.recipe import require
-from mcore_rl.planning.checks import check_engines, check_sizes
 from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.host_memory import (
     count_store_bytes,

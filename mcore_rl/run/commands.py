@@ -8,7 +8,8 @@ from pathlib import Path
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss, sft_loss
 from mcore_rl.algo.preferences import needs_reference
-from mcore_rl.algo.requirements import check_preference
+from mcore_rl.checks.algorithm import check_preference
+from mcore_rl.checks.sizes import check_engines
 from mcore_rl.cluster.run import RunProcesses, run_processes
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
@@ -23,7 +24,6 @@ from mcore_rl.loops.rl import train
 from mcore_rl.loops.roles import Roles, in_turn
 from mcore_rl.loops.sft import fine_tune
 from mcore_rl.planning.bundles import RunSize
-from mcore_rl.planning.checks import check_engines
 from mcore_rl.process.event_loop import run_both
 from mcore_rl.process.log_files import rotate_logs
 from mcore_rl.run.images import sft_images

@@ -13,7 +13,7 @@ from mcore_rl.agents.chat.setup import make_format_and_parser
 from mcore_rl.agents.environments.check import check as check_environment
 from mcore_rl.agents.images import ImageLimits
 from mcore_rl.config import Config
-from mcore_rl.config.images import ImagesConfig
+from mcore_rl.config.data import ImagesConfig
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.run.images import image_marks, sees_images
 from mcore_rl.run.node_servers import stand_in_urls

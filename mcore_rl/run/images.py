@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.agents.environments.adapters import is_program
 from mcore_rl.config import Config
-from mcore_rl.config.images import ImagesConfig
+from mcore_rl.config.data import ImagesConfig
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.images.prompts import ImagePrompts, ImageRules
 from mcore_rl.data.sft import MESSAGES, SftImages

@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerBase
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
-from mcore_rl.algo.requirements import check_algorithm, check_names
+from mcore_rl.checks.algorithm import check_algorithm, check_names
+from mcore_rl.checks.sizes import check_sizes
 from mcore_rl.config import Config, RolloutConfig
 from mcore_rl.config.recipe import require
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.data.streamed.mixed import MixedPrompts
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.planning.checks import check_sizes
 from mcore_rl.planning.recipe_models import read_critic, read_policy
 from mcore_rl.rollout.scoring import check_same_vocabulary
 from mcore_rl.run.images import check_critic_images

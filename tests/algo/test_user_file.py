@@ -15,8 +15,8 @@ from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.algo.registry import advantages, losses
-from mcore_rl.algo.requirements import check_algorithm
 from mcore_rl.batches.batch import make_train_batch
+from mcore_rl.checks.algorithm import check_algorithm
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 from mcore_rl.types.scores import Scores

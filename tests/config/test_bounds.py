@@ -2,13 +2,14 @@
 
 import math
 import re
-from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+from dataclasses import asdict, dataclass
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 from omegaconf import OmegaConf
 
-from mcore_rl.config import Config, ParallelConfig, RolloutConfig
+from mcore_rl.config import Config, ImagesConfig, ParallelConfig, RolloutConfig
 from mcore_rl.config.bounds import (
     Bounds,
     Choices,
@@ -17,11 +18,9 @@ from mcore_rl.config.bounds import (
     bounded,
     check_bounds,
     is_group,
-    one_of,
     options_of,
 )
 from mcore_rl.config.recipe import load_recipe, make_config
-from mcore_rl.run.inputs import open_policy
 
 UNBOUNDED = {
     "eval.correct_at",
@@ -34,37 +33,33 @@ UNBOUNDED = {
 }
 """Numbers of either sign and any size."""
 REGISTERED = {
-    "algorithm.advantage": "grpo",
-    "algorithm.loss": "ppo_clip",
-    "algorithm.aggregation": "token_mean",
-    "algorithm.preference.loss": "dpo",
+    "algorithm.advantage",
+    "algorithm.loss",
+    "algorithm.aggregation",
+    "algorithm.preference.loss",
 }
-"""Options that name a registered function, and one such name."""
+"""Options that name a registered function (tests/checks/test_algorithm.py)."""
 FREE_TEXTS = {
     *("path", "dir", "cache_dir", "spill_dir", "template", "model_tokenizer", "revision"),  # files
-    "index",  # a folder
-    "calibration",  # a folder
+    *("index", "calibration"),  # folders
     *("url", "url_model", "api_key_env", "address", "mlflow_uri", "wandb_project"),  # servers
-    *(
-        "name",
-        "correct_part",
-        "role_part",
-        "verdict",
-        "column",
-    ),  # what the user's functions, judges, files say
+    *("name", "correct_part", "role_part", "verdict", "column"),  # of functions, judges, files
     *("environment", "python", "tool_parser", "reasoning_parser"),  # checked before a run
     "recompute",  # modules, which tests/config/test_training.py checks
 }
 """Last parts of the names of options that take any text."""
+NOT_FINITE = (math.nan, math.inf, -math.inf)
 
 
-def options(cls: type = Config, prefix: str = "") -> dict[str, tuple[Any, Bounds | None]]:
-    found: dict[str, tuple[Any, Bounds | None]] = {}
+def options(cls: type = Config, prefix: str = "") -> dict[str, tuple[set[Any], Bounds | None]]:
+    """Return the types and the bounds of all leaves, by name."""
+    found: dict[str, tuple[set[Any], Bounds | None]] = {}
     for name, (kind, bounds) in options_of(cls).items():
         if is_group(kind):
             found |= options(kind, f"{prefix}{name}.")
         else:
-            found[prefix + name] = (kind, bounds)
+            is_union = get_origin(kind) in (Union, UnionType)
+            found[prefix + name] = (set(get_args(kind)) if is_union else {kind}, bounds)
     return found
 
 
@@ -73,50 +68,34 @@ RANGES = {name: b for name, (_, b) in OPTIONS.items() if isinstance(b, Range)}
 CHOICES = {name: b for name, (_, b) in OPTIONS.items() if isinstance(b, Choices)}
 
 
-def is_int(name: str) -> bool:
-    kind = OPTIONS[name][0]
-    return kind is int or int in get_args(kind)
-
-
-def outside(name: str) -> list[float]:
-    """Values just outside the bounds of an option."""
+def values_around(name: str) -> tuple[list[float], list[float]]:
+    """Return the values at and just inside the bounds of an option, and those just outside."""
     bounds = RANGES[name]
-    step = 1 if is_int(name) else 1e-3
-    values = []
-    if bounds.least is not None:
-        values.append(bounds.least - step)
-    if bounds.above is not None:
-        values.append(bounds.above)
-    if bounds.most is not None:
-        values.append(bounds.most + step)
-    if bounds.below is not None:
-        values.append(bounds.below)
-    return [value for value in values if value != bounds.also]
-
-
-def inside(name: str) -> list[float]:
-    """Values at the bounds of an option and just inside of them."""
-    bounds = RANGES[name]
-    step = 1 if is_int(name) else 1e-3
-    values = []
-    if bounds.least is not None:
-        values += [bounds.least, bounds.least + step]
-    if bounds.above is not None:
-        values.append(bounds.above + step)
-    if bounds.most is not None:
-        values += [bounds.most, bounds.most - step]
-    if bounds.below is not None:
-        values.append(bounds.below - step)
+    step = 1 if int in OPTIONS[name][0] else 1e-3
+    inside: list[float] = []
+    outside: list[float] = []
+    if bounds.ge is not None:
+        inside += [bounds.ge, bounds.ge + step]
+        outside.append(bounds.ge - step)
+    if bounds.gt is not None:
+        inside.append(bounds.gt + step)
+        outside.append(bounds.gt)
+    if bounds.le is not None:
+        inside += [bounds.le, bounds.le - step]
+        outside.append(bounds.le + step)
+    if bounds.lt is not None:
+        inside.append(bounds.lt - step)
+        outside.append(bounds.lt)
     if bounds.also is not None:
-        values.append(bounds.also)
-    return values
+        inside.append(bounds.also)
+    return inside, [value for value in outside if value != bounds.also]
 
 
 VALUES = asdict(Config())
 
 
 def refusal(name: str, value: object) -> str:
-    """The error for a recipe in which the option has the value; empty if its bounds allow it."""
+    """Return the error for a tree in which the option has the value; empty if it is allowed."""
     *groups, option = name.split(".")
     values = VALUES
     for group in groups:
@@ -132,121 +111,77 @@ def refusal(name: str, value: object) -> str:
     return ""
 
 
-def test_every_number_has_bounds_or_is_known_to_have_none() -> None:
-    numbers = {
-        name
-        for name, (kind, _) in OPTIONS.items()
-        if {int, float} & {kind, *get_args(kind)} and kind is not bool and not _is_container(kind)
-    }
+def test_every_number_has_bounds_and_every_text_is_an_enumeration_registered_or_free() -> None:
+    numbers = {name for name, (kinds, _) in OPTIONS.items() if kinds & {int, float}}
     assert len(numbers) > 100
     assert numbers - RANGES.keys() == UNBOUNDED
-
-
-def _is_container(kind: Any) -> bool:
-    return getattr(kind, "__origin__", None) in (list, dict)
-
-
-@pytest.mark.parametrize("name", RANGES)
-def test_a_number_outside_its_bounds_is_refused_by_its_full_name(name: str) -> None:
-    for value in outside(name):
-        assert refusal(name, value) == f"{name}={value}: {RANGES[name]}"
-
-
-@pytest.mark.parametrize("name", RANGES)
-def test_a_number_within_its_bounds_is_not_refused_for_them(name: str) -> None:
-    for value in inside(name):
-        assert not refusal(name, value)
-
-
-def test_every_text_is_an_enumeration_a_registered_name_or_free() -> None:
-    texts = {
-        name
-        for name, (kind, _) in OPTIONS.items()
-        if str in {kind, *get_args(kind)} and not _is_container(kind)
-    }
+    texts = {name for name, (kinds, _) in OPTIONS.items() if str in kinds}
     assert len(texts) > 40
-    rest = texts - CHOICES.keys() - REGISTERED.keys()
+    rest = texts - CHOICES.keys() - REGISTERED
     assert {name for name in rest if name.rpartition(".")[2] not in FREE_TEXTS} == set()
 
 
-@pytest.mark.parametrize("name", REGISTERED)
-def test_a_name_that_nobody_registered_is_refused_for_every_command(name: str) -> None:
-    config = load_recipe("tiny_moe_grpo", [f"{name}=nonsense"])
-    expected = f"{name}='nonsense'.*: expected one of .*{REGISTERED[name]!r}"
-    with pytest.raises(ValueError, match=expected):
-        open_policy(replace(config, run=replace(config.run, dir="/never/made")))
-
-
-@pytest.mark.parametrize("name", CHOICES)
-def test_a_value_that_is_none_of_the_choices_is_refused(name: str) -> None:
-    assert refusal(name, "nonsense") == f"{name}='nonsense': {CHOICES[name]}"
-    for value in CHOICES[name].values:
-        assert not refusal(name, value)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_nothing_is_nan_or_infinite(value: float) -> None:
-    for name, (kind, _) in OPTIONS.items():
-        if float in {kind, *get_args(kind)} and not _is_container(kind):
+def test_every_leaf_takes_what_its_bounds_allow_and_is_named_where_it_refuses_the_rest() -> None:
+    """In plain values, and in the YAML tree, which converts values to their fields' types first."""
+    tree = OmegaConf.structured(Config)
+    for name, bounds in RANGES.items():
+        inside, outside = values_around(name)
+        for value in inside:
+            assert refusal(name, value) == "", f"{name}={value} lies within its bounds"
+        for value in outside:
+            assert refusal(name, value) == f"{name}={value}: {bounds}"
+        before = OmegaConf.select(tree, name)
+        OmegaConf.update(tree, name, outside[0])
+        with pytest.raises(ValueError, match=f"^{re.escape(name)}=.*: {re.escape(str(bounds))}$"):
+            make_config(tree)
+        OmegaConf.update(tree, name, before)
+    for name, bounds in CHOICES.items():
+        assert refusal(name, "nonsense") == f"{name}='nonsense': {bounds}"
+        for value in bounds.values:
+            assert refusal(name, value) == "", f"{name}={value} is one of its choices"
+    for name in (name for name, (kinds, _) in OPTIONS.items() if float in kinds):
+        for value in NOT_FINITE:
             assert refusal(name, value) == f"{name}={value}: must be finite"
     assert refusal("reward.weights", [math.nan]) == "reward.weights=[nan]: must be finite"
 
 
-def test_load_recipe_refuses_whatever_lies_outside_of_bounds() -> None:
-    """Through the YAML tree, in which values are converted to the types of their fields first."""
-    tree = OmegaConf.structured(Config)
-    for name in RANGES:
-        value = outside(name)[0]
-        before = OmegaConf.select(tree, name)
-        OmegaConf.update(tree, name, value)
-        with pytest.raises(ValueError, match=f"^{re.escape(name)}=.*: must ") as refused:
-            make_config(tree)
-        assert str(RANGES[name]) in str(refused.value)
-        OmegaConf.update(tree, name, before)
-
-
-@pytest.mark.parametrize(
-    "setting", ["critic.parallel.tp=0", "parallel.dp=0", "rollout.top_p=1.5", "train.epochs=0"]
-)
-def test_bounds_come_before_what_divides_by_a_size(setting: str) -> None:
-    with pytest.raises(ValueError, match=f"recipe tiny_moe_grpo: {setting}: must "):
-        load_recipe("tiny_moe_grpo", [setting])
-
-
-def test_a_class_made_in_python_is_checked_too() -> None:
-    with pytest.raises(ValueError, match=r"^rollout.top_p=1.5: must lie in \(0, 1\]$"):
-        RolloutConfig(top_p=1.5)
-    with pytest.raises(ValueError, match=r"^ParallelConfig.tp=0: must be at least 1$"):
-        ParallelConfig(tp=0)
-
-
 @dataclass
 class Inner(Options):
-    size: int | None = bounded(None, least=1)
-    kind: str = one_of("a", ("a", "b"))
+    size: int | None = bounded(None, ge=1)
+    kind: Literal["a", "b"] = "a"
+    either: bool | Literal["c"] = True
 
 
 @dataclass
 class Outer(Options):
-    share: float = bounded(0.5, least=0, below=1)
-    limit: float = bounded(0.0, above=1, also=0)
-    most: float = bounded(0.0, most=2)
-    below: float = bounded(0.0, below=2)
+    share: float = bounded(0.5, ge=0, lt=1)
+    limit: float = bounded(0.0, gt=1, also=0)
+    le: float = bounded(0.0, le=2)
+    lt: float = bounded(0.0, lt=2)
 
 
-def test_bounds_say_what_they_allow() -> None:
+def test_bounds_say_what_they_allow_and_of_which_option() -> None:
     texts = {name: str(bounds) for name, (_, bounds) in options_of(Outer).items()}
     assert texts == {
         "share": "must lie in [0, 1)",
         "limit": "must be greater than 1, or be 0",
-        "most": "must be at most 2",
-        "below": "must be less than 2",
+        "le": "must be at most 2",
+        "lt": "must be less than 2",
     }
-
-
-def test_a_group_is_named_where_it_stands() -> None:
-    assert Inner(size=None, kind="b").size is None
-    with pytest.raises(ValueError, match=r"^a.b.size=0: must be at least 1$"):
-        check_bounds(Inner, {"size": 0, "kind": "a"}, "a.b")
-    with pytest.raises(ValueError, match=r"^Inner.kind='c': expected one of 'a', 'b'$"):
-        Inner(kind="c")
+    assert options_of(Inner)["either"] == (bool | str, Choices((True, False, "c")))
+    made = Inner(size=None, kind="b", either="c")
+    assert (made.size, made.kind, made.either) == (None, "b", "c")
+    refused = [
+        (lambda: check_bounds(Inner, {"size": 0}, "a.b"), "a.b.size=0: must be at least 1"),
+        (lambda: Inner(**{"kind": "c"}), "Inner.kind='c': expected one of 'a', 'b'"),
+        (lambda: RolloutConfig(top_p=1.5), "rollout.top_p=1.5: must lie in (0, 1]"),
+        (lambda: ParallelConfig(tp=0), "ParallelConfig.tp=0: must be at least 1"),
+        (lambda: ImagesConfig(max_mib=0), "data.images.max_mib=0: must be at least 1"),
+    ]
+    for make, message in refused:
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            make()
+    # Bounds come before what divides by a size.
+    for setting in ("critic.parallel.tp=0", "parallel.dp=0", "train.epochs=0"):
+        with pytest.raises(ValueError, match=f"recipe tiny_moe_grpo: {setting}: must "):
+            load_recipe("tiny_moe_grpo", [setting])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mcore_rl.cluster.model_groups import ModelGroup
 from mcore_rl.config import Config, RewardConfig, RolloutConfig, RunConfig
 from mcore_rl.config.deadlines import ANSWER_MARGIN_S, STOPPED_S, Deadlines, answer_s
-from mcore_rl.config.served_models import ServedModelConfig
+from mcore_rl.config.rollout import ServedModelConfig
 from mcore_rl.weight_sync.controller.strategy import GRACE_S
 
 SECONDS = st.floats(0.1, 1e6)

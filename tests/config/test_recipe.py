@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import Config
-from mcore_rl.config.recipe import leaves, list_recipes, load_recipe, require
+from mcore_rl.config.recipe import check_texts, leaves, list_recipes, load_recipe, require
+from mcore_rl.config.shipped import HOME, RECIPES_DIR, shipped_path
+
+MODEL = "recipes/model/deepseek_v3"
 
 
 def test_every_shipped_recipe_composes_and_has_a_headline() -> None:
@@ -86,3 +89,58 @@ def test_leaves_are_dotted_names_of_options() -> None:
     assert {"run.dir", "train.optimizer.lr", "algorithm.kl.coef", "sft.optimizer.lr"} <= set(
         leaves()
     )
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "mine.yaml"
+    path.write_text(f"# mine\ndefaults: [tiny_moe_grpo, _self_]\n{text}\n")
+    return path
+
+
+@pytest.mark.parametrize("text", ["1e5", "true", "off", "007", "1.10", "0x10", "1_000", "12:30"])
+def test_a_text_that_yaml_changes_is_refused_with_the_quoted_form(
+    tmp_path: Path, text: str
+) -> None:
+    path = write(tmp_path, f"run:\n  dir: {text}")
+    with pytest.raises(ValueError, match=rf'run.dir: YAML reads {text} as .*: dir: "{text}"$'):
+        load_recipe(str(path), [])
+    quoted = write(tmp_path, f'run:\n  dir: "{text}"')
+    assert load_recipe(str(quoted), []).run.dir == text
+
+
+@pytest.mark.parametrize("text", ["7", "1.5", "2026-01-01", "é (copy)", "a=b", "-1"])
+def test_what_yaml_does_not_change_is_taken(tmp_path: Path, text: str) -> None:
+    assert load_recipe(str(write(tmp_path, f"run: {{dir: {text}}}")), []).run.dir == text
+
+
+def test_elements_of_lists_are_checked_and_numbers_are_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data.train: YAML reads 1e5 as 100000.0"):
+        check_texts(write(tmp_path, "data: {train: [a.jsonl, 1e5]}"), Config)
+    check_texts(write(tmp_path, "run: {steps: 0x10}\ntrain: {optimizer: {lr: 1e-3}}"), Config)
+    check_texts(write(tmp_path, "log: {wandb_project: null}"), Config)
+
+
+def test_shipped_recipes_need_no_quotes() -> None:
+    for path in RECIPES_DIR.glob("*.yaml"):
+        check_texts(path, Config)
+
+
+def test_the_recipes_are_there() -> None:
+    assert (RECIPES_DIR / "tiny_moe_grpo.yaml").is_file()
+
+
+def test_a_shipped_path_leads_to_the_package_unless_there_is_one_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shipped_path(MODEL) == str(HOME / MODEL)
+    (tmp_path / MODEL).mkdir(parents=True)
+    assert shipped_path(MODEL) == MODEL
+
+
+@pytest.mark.parametrize("path", ["", "/models/a", "Qwen/Qwen3-30B-A3B", "recipes/model/nowhere"])
+def test_other_paths_stay_as_they_are(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shipped_path(path) == path

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.served_models import ServedModelConfig
+from mcore_rl.config.rollout import ServedModelConfig
 
 
 @pytest.mark.parametrize(

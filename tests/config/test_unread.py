@@ -3,11 +3,10 @@
 import pytest
 import yaml
 
-from mcore_rl.algo.requirements import check_algorithm
+from mcore_rl.checks.algorithm import check_algorithm
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.tree import with_settings
-from mcore_rl.config.unread import check_unread
 
 GAE = "algorithm.advantage=gae"
 UNCORRECTED = "algorithm.correction.weight=none"
@@ -17,7 +16,6 @@ UNCORRECTED = "algorithm.correction.weight=none"
 def make(*settings: str) -> Config:
     pairs = (setting.split("=", 1) for setting in settings)
     config = with_settings(Config(), {name: yaml.safe_load(value) for name, value in pairs})
-    check_unread(config)
     check_algorithm(config)
     return config
 

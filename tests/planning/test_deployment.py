@@ -10,9 +10,9 @@ from mcore_rl.planning.deployment import (
     count_engine_links,
     does_relay,
     make_deployment,
-    make_engine_sizes,
 )
 from mcore_rl.planning.recipe_models import read_policy
+from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 
 COLOCATED = {
     "rollout.stage_weights": False,
@@ -56,5 +56,5 @@ def test_engines_have_hosts_behind_the_trainers_unless_they_share_them() -> None
 
 
 def test_sizes_of_engines_are_the_recipes() -> None:
-    sizes = make_engine_sizes(load_recipe("deepseek_v3_grpo_128", []).rollout)
+    sizes = SGLangSizes.of(load_recipe("deepseek_v3_grpo_128", []).rollout)
     assert (sizes.engines, sizes.tp, sizes.ep, sizes.pp, sizes.dp) == (4, 32, 32, 1, 4)

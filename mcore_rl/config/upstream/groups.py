@@ -1,53 +1,38 @@
-"""The groups of a recipe whose options go to upstream classes, and their checks against others."""
+"""Checks the groups of options that go to upstream classes, against upstream and other groups."""
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mcore_rl.config.rollout import DriftConfig, RolloutConfig
+from mcore_rl.config.training import TrainConfig, UpdatesConfig
 from mcore_rl.config.tree import shown
 from mcore_rl.config.upstream import (
     TO_DDP,
     TO_ENGINES,
     TO_OPTIMIZER,
-    TO_SERVED,
     TO_TRANSFORMER,
-    OpenGroup,
     Passed,
     check_passed,
 )
 from mcore_rl.config.upstream.owned_megatron import READ_WITH_FULL
 
-if TYPE_CHECKING:
-    from mcore_rl.config import Config
 
-Group = tuple[str, Passed, OpenGroup, Mapping[str, str]]
-"""(dotted name, options, kind, the owners that errors name)."""
+def check_training(group: str, parallel: str, options: UpdatesConfig, policy: TrainConfig) -> None:
+    """Raise ValueError naming the first option for Megatron of `group` that is wrong or unread.
 
-
-def check_upstream(config: "Config") -> None:
-    """Raise ValueError naming the first option for upstream that is wrong or of no effect."""
-    for group, options, kind, owners in _groups(config):
-        check_passed(group, options, kind, owners)
-    for group, options in (("train", config.train.megatron), ("critic", config.critic.megatron)):
-        _check_recompute(f"{group}.megatron", options, config.train.recompute)
-        _check_experts(f"{group}.megatron", {**config.train.megatron, **options})
-    for group, optimizer in config.optimizers.items():
-        _check_moments(f"{group}.megatron", optimizer.megatron)
-    _check_engines(config, config.rollout.sglang)
+    parallel    dotted name of the group of the model's parallel sizes
+    policy      the policy's options, which the critic's come on top of
+    """
+    owners = {"parallel": parallel, "optimizer": f"{group}.optimizer"}
+    check_passed(f"{group}.megatron", options.megatron, TO_TRANSFORMER, owners)
+    check_passed(f"{group}.ddp", options.ddp, TO_DDP, owners)
+    _check_recompute(f"{group}.megatron", options.megatron, policy.recompute)
+    _check_experts(f"{group}.megatron", {**policy.megatron, **options.megatron})
 
 
-def _groups(config: "Config") -> Iterator[Group]:
-    for train, parallel, passed in (
-        ("train", "parallel", config.train),
-        ("critic", "critic.parallel", config.critic),
-    ):
-        owners = {"parallel": parallel, "optimizer": f"{train}.optimizer"}
-        yield f"{train}.megatron", passed.megatron, TO_TRANSFORMER, owners
-        yield f"{train}.ddp", passed.ddp, TO_DDP, owners
-    for optimizer, settings in config.optimizers.items():
-        yield f"{optimizer}.megatron", settings.megatron, TO_OPTIMIZER, {"optimizer": optimizer}
-    yield "rollout.sglang", config.rollout.sglang, TO_ENGINES, {"engine": "rollout"}
-    for role, model in config.served_groups.items():
-        yield f"{role}.sglang", model.sglang, TO_SERVED, {"engine": role}
+def check_optimizer(group: str, options: Passed) -> None:
+    """Raise ValueError naming the first option for Megatron's optimizer that is wrong or unread."""
+    check_passed(f"{group}.megatron", options, TO_OPTIMIZER, {"optimizer": group})
+    _check_moments(f"{group}.megatron", options)
 
 
 def _check_recompute(group: str, options: Passed, recompute: str) -> None:
@@ -87,8 +72,10 @@ def _check_moments(group: str, options: Passed) -> None:
             )
 
 
-def _check_engines(config: "Config", options: Passed) -> None:
-    rollout = config.rollout
+def check_engines(rollout: RolloutConfig, drift: DriftConfig) -> None:
+    """Raise ValueError naming the first option for the policy's engines that is wrong or unread."""
+    options = rollout.sglang
+    check_passed("rollout.sglang", options, TO_ENGINES, {"engine": "rollout"})
     for name in ("enable_dp_lm_head", "moe_dense_tp_size"):
         if options.get(name) and rollout.attention_dp == 1:
             raise ValueError(
@@ -115,7 +102,7 @@ def _check_engines(config: "Config", options: Passed) -> None:
             "guesses depend on what else the engine has decoded",
         ),
         "drift.routed_experts": (
-            config.drift.routed_experts,
+            drift.routed_experts,
             False,
             "SGLang does not report the experts of tokens that were guessed",
         ),

@@ -12,11 +12,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.algo.requirements import check_algorithm
+from mcore_rl.checks.algorithm import check_algorithm
+from mcore_rl.checks.sizes import check_engines, check_sizes
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import require
 from mcore_rl.config.tree import Settings, with_settings
-from mcore_rl.planning.checks import check_engines, check_sizes
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.recipe_models import RecipeModels, read_models
 from mcore_rl.planning.suggest import find_too_large

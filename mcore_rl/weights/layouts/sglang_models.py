@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from mcore_rl.config import RolloutConfig
 from mcore_rl.weights.hf.config import named_dtype
 from mcore_rl.weights.layouts.layout import COLUMNS, ROWS, WHOLE, EngineRule
 from mcore_rl.weights.layouts.sglang_towers import QWEN3, QWEN3_MOE, TOWER_RULES, tower_problems
@@ -182,6 +183,22 @@ class SGLangSizes:
     whole_dense_layers: bool = False
     whole_shared_experts: bool = False
     whole_tower: bool = False
+
+    @staticmethod
+    def of(rollout: RolloutConfig) -> "SGLangSizes":
+        """Return the sizes of a recipe's engines."""
+        passed = rollout.sglang
+        return SGLangSizes(
+            rollout.engines,
+            rollout.tp,
+            rollout.ep,
+            rollout.pp,
+            rollout.attention_dp,
+            head_by_dp=bool(passed.get("enable_dp_lm_head")),
+            whole_dense_layers=passed.get("moe_dense_tp_size") == 1,
+            whole_shared_experts=passed.get("moe_a2a_backend") == "deepep",
+            whole_tower=bool(passed.get("mm_enable_dp_encoder")),
+        )
 
     @property
     def engine_ranks(self) -> int:

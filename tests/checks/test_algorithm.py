@@ -1,9 +1,12 @@
 """Recipes that lack what their algorithm needs are refused."""
 
+from dataclasses import replace
+
 import pytest
 
-from mcore_rl.algo.requirements import check_algorithm
+from mcore_rl.checks.algorithm import check_algorithm
 from mcore_rl.config.recipe import list_recipes, load_recipe
+from mcore_rl.run.inputs import open_policy
 
 
 @pytest.mark.parametrize(
@@ -105,3 +108,20 @@ def test_a_recipe_that_lacks_what_its_algorithm_needs_is_refused(
 @pytest.mark.parametrize("recipe", [r for r in list_recipes() if r != "tiny_moe_distillation"])
 def test_shipped_recipes_give_their_algorithm_what_it_needs(recipe: str) -> None:
     check_algorithm(load_recipe(recipe, []))
+
+
+@pytest.mark.parametrize(
+    ("name", "registered"),
+    [
+        ("algorithm.advantage", "grpo"),
+        ("algorithm.loss", "ppo_clip"),
+        ("algorithm.aggregation", "token_mean"),
+        ("algorithm.preference.loss", "dpo"),
+    ],
+)
+def test_a_name_that_nobody_registered_is_refused_for_every_command(
+    name: str, registered: str
+) -> None:
+    config = load_recipe("tiny_moe_grpo", [f"{name}=nonsense"])
+    with pytest.raises(ValueError, match=f"{name}='nonsense'.*: expected one of .*{registered!r}"):
+        open_policy(replace(config, run=replace(config.run, dir="/never/made")))

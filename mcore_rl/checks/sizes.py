@@ -11,10 +11,9 @@ from mcore_rl.config import (
     RolloutConfig,
     TrainConfig,
 )
-from mcore_rl.planning.deployment import make_engine_sizes
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.layouts.check import check_layout, check_sharing
-from mcore_rl.weights.layouts.sglang_models import refuse_unserved
+from mcore_rl.weights.layouts.sglang_models import SGLangSizes, refuse_unserved
 
 
 def check_sizes(config: Config, policy: ModelFacts) -> None:
@@ -68,7 +67,7 @@ def check_engines(config: Config, policy: ModelFacts) -> None:
         )
     check_eval_lens(config.data, rollout, config.eval, policy)
     try:
-        refuse_unserved(policy.config, make_engine_sizes(rollout), config.model.dtype)
+        refuse_unserved(policy.config, SGLangSizes.of(rollout), config.model.dtype)
     except ValueError as error:
         raise ValueError(
             f"model.path={config.model.path} in the recipe's engines: {error}"

@@ -1,11 +1,11 @@
 """Checks that a recipe gives its algorithm what it needs.
 
-Options of one group are checked in config/. These checks ask for the needs of the chosen advantage
-and loss, which are declared where they are registered. Errors name the options, their values and a
-remedy.
+These checks ask for the needs of the chosen advantage and loss, which are declared where they are
+registered. Errors name the options, their values and a remedy. What contradicts another option
+whatever the algorithm is refused by config/tree_checks.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mcore_rl.algo.aggregation import AGGREGATIONS
@@ -14,13 +14,14 @@ from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.algo.registry import Needs, Registry, advantages, losses
 from mcore_rl.config import (
     AlgorithmConfig,
+    ClusterConfig,
     Config,
     ParallelConfig,
     RolloutConfig,
     ServedModelConfig,
     TrainConfig,
 )
-from mcore_rl.config.unread import Unread, refuse
+from mcore_rl.config.tree_checks import Unread, refuse
 
 
 def check_names(algorithm: AlgorithmConfig) -> None:
@@ -37,14 +38,14 @@ def check_algorithm(config: Config) -> None:
     check_options(config.algorithm, needs)
     check_truncated(config.algorithm)
     check_preference(config)
-    refuse(config, _unread(config, needs))
+    refuse(config, _unread(config.algorithm, needs))
     check_pairs(config.algorithm, config.train, needs)
     check_teacher(config.algorithm, config.teacher, config.rollout, needs)
     check_replay(config.algorithm, config.train, needs)
     shares_critic = needs.critic and config.critic.colocated
     if shares_critic:
         check_critic_fits(config.critic.parallel, config.parallel)
-    check_offload(config, shares_critic)
+    check_offload(config.cluster, config.served_models, shares_critic)
 
 
 def check_preference(config: Config) -> None:
@@ -59,12 +60,12 @@ def _unread_by(registry: Registry[Any], name: str) -> Iterator[Unread]:
         yield Unread((option,), f"{registry.option}={name}", remedy)
 
 
-def _unread(config: Config, needs: Needs) -> Iterator[Unread]:
+def _unread(algorithm: AlgorithmConfig, needs: Needs) -> Iterator[Unread]:
     """Yield the options that the chosen advantage and loss have no use for."""
-    yield from _unread_by(advantages, config.algorithm.advantage)
-    yield from _unread_by(losses, config.algorithm.loss)
+    yield from _unread_by(advantages, algorithm.advantage)
+    yield from _unread_by(losses, algorithm.loss)
     if not needs.critic:
-        context = f"algorithm.advantage={config.algorithm.advantage}"
+        context = f"algorithm.advantage={algorithm.advantage}"
         yield Unread(("critic",), context, "set algorithm.advantage=gae")
     if not needs.reference:
         remedy = "set algorithm.kl.coef above 0"
@@ -157,10 +158,12 @@ def check_critic_fits(critic: ParallelConfig, trainer: ParallelConfig) -> None:
         )
 
 
-def check_offload(config: Config, shares_critic: bool) -> None:
+def check_offload(
+    cluster: ClusterConfig, served: Mapping[str, ServedModelConfig], shares_critic: bool
+) -> None:
     """Raise ValueError if cluster.offload is set but nothing shares the trainer's GPUs."""
-    shares_served = any(model.is_colocated for model in config.served_models.values())
-    if config.cluster.offload and not (config.cluster.colocated or shares_critic or shares_served):
+    shares_served = any(model.is_colocated for model in served.values())
+    if cluster.offload and not (cluster.colocated or shares_critic or shares_served):
         raise ValueError(
             "cluster.offload=true: nobody else is on the trainer ranks' GPUs; set"
             " cluster.colocated=true, critic.colocated=true or cluster.offload=false"

@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionConfig
-from mcore_rl.config.consistency import (
+from mcore_rl.config.rollout import DriftConfig, RolloutConfig, ServedModelConfig
+from mcore_rl.config.run import RewardConfig
+from mcore_rl.config.training import CriticConfig, ModelConfig, ParallelConfig, TrainConfig
+from mcore_rl.config.tree_checks import (
     check_colocated,
     check_colocated_models,
     check_overlong,
@@ -13,10 +16,6 @@ from mcore_rl.config.consistency import (
     check_replay,
     check_steps,
 )
-from mcore_rl.config.rollout import DriftConfig, RolloutConfig
-from mcore_rl.config.run import RewardConfig
-from mcore_rl.config.served_models import ServedModelConfig
-from mcore_rl.config.training import CriticConfig, ModelConfig, ParallelConfig, TrainConfig
 
 
 def test_weights_are_quantized_from_bfloat16() -> None:

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.cli import main
-from mcore_rl.config import RolloutConfig
-from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.checks import (
+from mcore_rl.checks.sizes import (
     check_engine_sizes,
     check_engines,
     check_eval_lens,
     check_lens,
     check_sizes,
 )
+from mcore_rl.cli import main
+from mcore_rl.config import RolloutConfig
+from mcore_rl.config.recipe import load_recipe
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.layouts.check import check_sharing
 from tests.support.recipes import LARGE

@@ -1,4 +1,4 @@
-"""Options of `mcore-rl simulate`: what is assumed of hardware, responses and failures."""
+"""Options of `mcore-rl plan` and `simulate`: what is assumed of hardware, responses, failures."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,14 +7,37 @@ from mcore_rl.config.bounds import Options, bounded
 
 
 @dataclass
+class PlanConfig(Options, group="plan"):
+    """Assumptions of `mcore-rl plan` about the cluster."""
+
+    link_gbps: float = bounded(400.0, gt=0)
+    """Speed of each rank's network link, 10**9 bits per second, in each direction."""
+    memory_gbps: float = bounded(400.0, gt=0)
+    """Speed at which a rank copies what another rank of its machine holds, 10**9 bits per
+    second. The default is shared memory behind PCIe 5.0 x16; CUDA IPC over NVLink is several
+    times faster."""
+    ranks_per_host: int = bounded(8, ge=1)
+    """GPUs of a host."""
+    gpu_memory_gib: float = bounded(80.0, gt=0)
+    """Memory of a GPU."""
+    process_gib: float = bounded(5.0, gt=0)
+    """GPU memory that each process takes besides: CUDA context, NCCL, CUDA graphs,
+    fragmentation."""
+    expert_load: float = bounded(1.25, ge=1)
+    """Tokens for the experts of the most loaded rank, divided by the mean over ranks."""
+
+
+@dataclass
 class SimulateConfig(Options, group="simulate"):
     """Assumptions of `mcore-rl simulate`; it also reads those of plan."""
 
     gpu: Literal["a100", "h20", "h100", "h200", "b200", "mi300x", "cpu"] = "h100"
+    """Hardware whose speeds are assumed."""
     cores: int = bounded(0, ge=0)
     """Cores of each machine, which trainer ranks and engines of a run on CPUs share; 0: each rank
     has a core of its own."""
     steps: int = bounded(4, ge=1)
+    """Steps of the loop that are simulated."""
     calibration: str = ""
     """run.dir of a run in rollout.mode=sync of two steps or more, whose times correct the
     predicted ones."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.config.simulation import SimulateConfig
+from mcore_rl.config.assumptions import SimulateConfig
 
 
 def test_cores_of_a_run_on_gpus_are_refused() -> None:

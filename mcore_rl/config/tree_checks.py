@@ -1,0 +1,296 @@
+"""Refuses options that contradict those of another group, or that nothing reads in their context.
+
+Errors name the options, their values and a remedy. An option counts as set if it differs from its
+default. Only what is surely unread is listed. What depends on the chosen advantage or loss is
+refused by checks/algorithm.py, what depends on the model's sizes by checks/sizes.py.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from mcore_rl.config.agents import AgentsConfig
+from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
+from mcore_rl.config.rollout import (
+    CanaryConfig,
+    DriftConfig,
+    RolloutConfig,
+    ServedModelConfig,
+    SyncConfig,
+)
+from mcore_rl.config.run import ClusterConfig, EvalConfig, ProfileConfig, RewardConfig
+from mcore_rl.config.servers import SandboxConfig, SearchConfig
+from mcore_rl.config.training import (
+    CriticConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from mcore_rl.config.tree import defaults_of, shown, value_of
+
+
+def check_quantization(rollout: RolloutConfig, model: ModelConfig) -> None:
+    if rollout.quantization == "fp8" and model.dtype != "bfloat16":
+        raise ValueError(
+            f"rollout.quantization=fp8 with model.dtype={model.dtype}: needs model.dtype=bfloat16"
+        )
+
+
+def check_agents(agents: AgentsConfig, rollout: RolloutConfig) -> None:
+    """Raise ValueError if episodes cannot run as the recipe says."""
+    if agents.max_turn_len > rollout.max_response_len:
+        raise ValueError(
+            f"agents.max_turn_len={agents.max_turn_len} exceeds rollout.max_response_len="
+            f"{rollout.max_response_len}, which bounds all turns together: raise the latter"
+        )
+
+
+def check_steps(
+    algorithm: AlgorithmConfig, rollout: RolloutConfig, train: TrainConfig, critic: CriticConfig
+) -> None:
+    """Raise ValueError if the samples of a step cannot be trained on as the recipe says."""
+    if rollout.stale == "correct" and not algorithm.correction.is_on:
+        raise ValueError(
+            "rollout.stale=correct with algorithm.correction.weight=none and bypass=false: none"
+            " corrects; set algorithm.correction.weight=token, or rollout.stale=wait"
+        )
+    if rollout.mode != "sync" and not algorithm.correction.is_chosen:
+        raise ValueError(
+            f"rollout.mode={rollout.mode} without algorithm.correction.weight: older weights draw"
+            " the samples, and the ratio of the policy loss does not correct for that, as it"
+            " compares with the policy at the start of the training step; with one optimizer step"
+            f" (train.mini_batches * train.epochs = {train.mini_batches * train.epochs} here) it is"
+            " 1 however stale the samples are. Choose algorithm.correction.weight=token, sequence"
+            " or geometric, algorithm.correction.bypass=true, or weight=none for no correction"
+        )
+    num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    for name, mini_batches in (("train", train.mini_batches), ("critic", critic.mini_batches)):
+        if num_samples % mini_batches:
+            raise ValueError(
+                f"rollout.prompts_per_step * rollout.samples_per_prompt = {num_samples} is not"
+                f" divisible by {name}.mini_batches={mini_batches}"
+            )
+
+
+def check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:
+    if reward.overlong_buffer_len > rollout.max_response_len:
+        raise ValueError(
+            f"reward.overlong_buffer_len={reward.overlong_buffer_len} exceeds"
+            f" rollout.max_response_len={rollout.max_response_len}: even an empty response would be"
+            " punished for its length; lower the former"
+        )
+
+
+def check_colocated_models(
+    served: Mapping[str, ServedModelConfig], parallel: ParallelConfig, rollout: RolloutConfig
+) -> None:
+    """Raise ValueError if a model cannot be served on the trainer ranks' GPUs."""
+    for role, model in served.items():
+        needed = model.engines * model.engine_ranks
+        if model.is_colocated and needed > parallel.world_size:
+            raise ValueError(
+                f"{role}.colocated=true with {role}.engines * {role}.tp * {role}.pp = {needed}:"
+                f" there are parallel.world_size={parallel.world_size} trainer ranks to share a GPU"
+                " with"
+            )
+        if model.is_colocated and rollout.mode != "sync":
+            raise ValueError(
+                f"{role}.colocated=true with rollout.mode={rollout.mode}: samples are scored while"
+                f" the trainer uses the GPUs; set rollout.mode=sync, or {role}.colocated=false"
+            )
+
+
+def check_replay(train: TrainConfig, drift: DriftConfig) -> None:
+    if train.router_replay == "engine" and not drift.routed_experts:
+        raise ValueError(
+            "train.router_replay=engine with drift.routed_experts=False: engines are not asked for"
+            " their experts; set drift.routed_experts=true"
+        )
+
+
+def check_colocated(parallel: ParallelConfig, rollout: RolloutConfig) -> None:
+    needed = rollout.engines * rollout.engine_ranks
+    if needed > parallel.world_size:
+        raise ValueError(
+            f"cluster.colocated=true with rollout.engines * rollout.tp * rollout.pp = {needed}:"
+            f" there are parallel.world_size={parallel.world_size} trainer ranks to share a GPU"
+            " with"
+        )
+    for name, needs, why in (
+        ("mode", "sync", "an engine cannot generate while its GPUs train"),
+        ("stage_weights", False, "there is no memory for the weights twice"),
+        ("restarts", 0, "a server that starts would take the memory that training uses"),
+    ):
+        if getattr(rollout, name) != needs:
+            raise ValueError(
+                f"cluster.colocated=true with rollout.{name}={getattr(rollout, name)}: {why};"
+                f" set rollout.{name}={str(needs).lower()}"
+            )
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Options (or groups, with all their options) that nothing reads because of `context`."""
+
+    options: tuple[str, ...]
+    context: str
+    remedy: str
+
+
+def refuse(config: object, unread_options: Iterable[Unread]) -> None:
+    """Raise ValueError naming the first of `unread_options` that differs from its default."""
+    for unread in unread_options:
+        for option in unread.options:
+            for name, default in defaults_of(type(config), option):
+                value = value_of(config, name)
+                if value != default:
+                    raise ValueError(
+                        f"{name}={shown(value)} with {unread.context}, which has no use for it:"
+                        f" {unread.remedy}, or leave {name} out (by default it is {shown(default)})"
+                    )
+
+
+def unread_in_rollout(rollout: RolloutConfig) -> Iterator[Unread]:
+    mode = f"rollout.mode={rollout.mode}"
+    if rollout.mode != "async":
+        options = ("rollout.max_staleness", "rollout.stale", "rollout.partial")
+        yield Unread(options, mode, "choose another rollout.mode")
+    if rollout.mode == "sync":
+        yield Unread(("rollout.max_in_flight",), mode, "choose another rollout.mode")
+    else:
+        yield Unread(("rollout.oversampling",), mode, "choose another rollout.mode")
+    if rollout.engines == 1:
+        remedy = "set rollout.engines above 1"
+        yield Unread(("rollout.migration_gap",), "rollout.engines=1", remedy)
+    if not rollout.store_gib:
+        remedy = "set rollout.store_gib above 0"
+        yield Unread(("rollout.spill_dir",), "rollout.store_gib=0", remedy)
+    if not rollout.dynamic_sampling:
+        options = ("rollout.oversampling", "rollout.max_rounds")
+        remedy = "set rollout.dynamic_sampling=true"
+        yield Unread(options, "rollout.dynamic_sampling=false", remedy)
+
+
+def unread_in_kl(kl: KLConfig) -> Iterator[Unread]:
+    remedy = "set algorithm.kl.coef above 0"
+    if kl.coef == 0:
+        options = ("algorithm.kl.in_reward", "algorithm.kl.horizon")
+        yield Unread(options, "algorithm.kl.coef=0", remedy)
+    if kl.target == 0:
+        remedy = "set algorithm.kl.target above 0"
+        yield Unread(("algorithm.kl.horizon",), "algorithm.kl.target=0", remedy)
+
+
+def unread_in_correction(correction: CorrectionConfig) -> Iterator[Unread]:
+    if not correction.is_weighted:
+        names = ("low", "high", "bound", "normalize")
+        options = tuple(f"algorithm.correction.{name}" for name in names)
+        context = f"algorithm.correction.weight={shown(correction.weight)}"
+        yield Unread(options, context, "set algorithm.correction.weight=token")
+    if correction.bound == "truncate":
+        remedy = "set algorithm.correction.bound=mask"
+        yield Unread(("algorithm.correction.low",), "algorithm.correction.bound=truncate", remedy)
+    if correction.reject == "none":
+        remedy = "set algorithm.correction.reject=token or sequence"
+        names = ("reject_above", "reject_below", "reject_estimator")
+        options = tuple(f"algorithm.correction.{name}" for name in names)
+        yield Unread(options, "algorithm.correction.reject=none", remedy)
+    elif correction.reject_estimator != "k1":
+        context = f"algorithm.correction.reject_estimator={correction.reject_estimator}"
+        remedy = "set algorithm.correction.reject_estimator=k1"
+        yield Unread(("algorithm.correction.reject_below",), context, remedy)
+
+
+def unread_in_reward(reward: RewardConfig, has_environment: bool) -> Iterator[Unread]:
+    if reward.overlong_buffer_len == 0:
+        remedy = "set reward.overlong_buffer_len"
+        yield Unread(("reward.overlong_penalty",), "reward.overlong_buffer_len=0", remedy)
+    if reward.on_error != "value":
+        context = f"reward.on_error={reward.on_error}"
+        yield Unread(("reward.error_value",), context, "set reward.on_error=value")
+    if reward.on_error == "stop" and not has_environment:
+        remedy = "set reward.on_error=leave_out"
+        yield Unread(("reward.max_failed_share",), "reward.on_error=stop", remedy)
+    if not reward.path:
+        options = ("reward.name", "reward.kwargs")
+        yield Unread(options, "reward.path=''", "set reward.path")
+
+
+def unread_in_served(role: str, model: ServedModelConfig) -> Iterator[Unread]:
+    if not model.is_used:
+        context = f"{role}.path='' and {role}.url=''"
+        yield Unread((role,), context, f"set {role}.path or {role}.url")
+    elif model.url:
+        names = (
+            *("engines", "tp", "ep", "pp", "dtype", "kv_cache_len"),
+            *("startup_timeout_s", "restarts", "sglang"),
+        )
+        options = tuple(f"{role}.{name}" for name in names)
+        yield Unread(options, f"{role}.url={model.url}", f"set {role}.path instead")
+
+
+def unread_in_optimizer(group: str, optimizer: OptimizerConfig) -> Iterator[Unread]:
+    if optimizer.schedule == "constant":
+        remedy = f"set {group}.schedule=linear or cosine"
+        yield Unread((f"{group}.min_lr",), f"{group}.schedule=constant", remedy)
+
+
+def unread_in_episodes(agents: AgentsConfig, evaluation: EvalConfig) -> Iterator[Unread]:
+    if not evaluation.num_samples:
+        options = ("eval.temperature", "eval.top_p")
+        yield Unread(options, "eval.samples=0 and eval.pass_k=1", "set eval.samples=4")
+    if agents.is_used:
+        context = f"agents.environment={agents.environment}"
+        remedy = "rollout.max_response_len bounds episodes of evaluations, too: set it"
+        yield Unread(("eval.max_response_len",), context, remedy)
+    else:
+        yield Unread(("agents",), "agents.environment=''", "set agents.environment")
+
+
+def unread_in_servers(sandbox: SandboxConfig, search: SearchConfig) -> Iterator[Unread]:
+    if not sandbox.is_used:
+        yield Unread(("sandbox",), "sandbox.workers=0", "set sandbox.workers above 0")
+    if not search.is_used:
+        yield Unread(("search",), "search.index=''", "set search.index")
+
+
+def unread_without_models(judge_is_used: bool, reward_model_is_used: bool) -> Iterator[Unread]:
+    if not judge_is_used:
+        context = "judge.path='' and judge.url=''"
+        yield Unread(("reward.judge",), context, "set judge.path or judge.url")
+    if not reward_model_is_used:
+        context = "reward_model.path='' and reward_model.url=''"
+        remedy = "set reward_model.path or reward_model.url"
+        yield Unread(("reward.model_tokenizer",), context, remedy)
+
+
+def unread_in_cluster(cluster: ClusterConfig) -> Iterator[Unread]:
+    if cluster.address is not None:
+        context = f"cluster.address={cluster.address}"
+        remedy = "give it to `ray start --object-store-memory`"
+        yield Unread(("cluster.object_store_mib",), context, remedy)
+        remedy = "give `ray start --head` --include-dashboard=true"
+        yield Unread(("cluster.dashboard",), context, remedy)
+    else:
+        options = ("cluster.num_nodes", "cluster.separate_nodes")
+        yield Unread(
+            options, "cluster.address=null", "submit the run, or join a Ray by its address"
+        )
+
+
+def unread_in_profile(profile: ProfileConfig) -> Iterator[Unread]:
+    if not profile.steps:
+        options = ("profile.ranks", "profile.tool")
+        yield Unread(options, "profile.steps=[]", "set profile.steps=[3]")
+
+
+def unread_in_sync(canary: CanaryConfig, sync: SyncConfig) -> Iterator[Unread]:
+    if canary.sequences == 0:
+        options = ("canary.tolerance", "canary.factor")
+        yield Unread(options, "canary.sequences=0", "set canary.sequences=2")
+    if canary.tolerance is not None:
+        context = f"canary.tolerance={canary.tolerance:g}"
+        yield Unread(("canary.factor",), context, "set canary.tolerance=null")
+    if sync.verify != "destination":
+        context = f"sync.verify={sync.verify}"
+        yield Unread(("sync.verify_every",), context, "set sync.verify=destination")
