@@ -33,6 +33,8 @@ from mcore_rl.run.agent_command import add_arguments as add_agent_arguments
 from mcore_rl.run.settings import load_settings, read_recipe, with_inputs
 from mcore_rl.services.sandbox.command import add_arguments as add_sandbox_arguments
 from mcore_rl.services.search.command import add_arguments as add_search_arguments
+from mcore_rl.tools.completion import answer_shell
+from mcore_rl.tools.options import add_arguments as add_options_arguments
 from mcore_rl.tools.translate.command import add_arguments as add_translate_arguments
 
 RECIPE_COMMANDS = {
@@ -52,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns its exit status: 0 done, 1 failed, 2 wrong input, 75 saved and stopped on request (the
     same command continues), 130 interrupted.
     """
-    args = parse_arguments(make_parser(), argv)
+    parser = make_parser()
+    answer_shell(parser)
+    args = parse_arguments(parser, argv)
     keep_interrupts()
     remember_environment()
     keep_path_safe()
@@ -108,6 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_data(commands)
     _add_doctor(commands)
+    add_options_arguments(commands.add_parser("options", help="all options, or those with a word"))
     add_search_arguments(commands.add_parser("search", help="passages for agents, by an index"))
     add_agent_arguments(commands.add_parser("agent", help="try an environment"), load_settings)
     add_sandbox_arguments(commands.add_parser("sandbox", help="run untrusted code for others"))

@@ -5,9 +5,7 @@ import time
 import pytest
 
 from mcore_rl.cli import main
-from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.config.upstream.groups import check_upstream
 
 DEEPSEEK = "deepseek_v3_grpo_128"
 
@@ -62,10 +60,6 @@ DEEPSEEK = "deepseek_v3_grpo_128"
 def test_what_contradicts_the_rest_is_named(recipe: str, setting: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_recipe(recipe, setting.split())
-
-
-def test_a_recipe_without_such_options_passes() -> None:
-    check_upstream(Config())
 
 
 def test_options_are_set_and_unset_on_the_command_line() -> None:

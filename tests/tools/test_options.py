@@ -1,0 +1,69 @@
+"""All options are listed with their bounds, defaults, meanings and recipes, and can be searched."""
+
+import json
+
+import pytest
+
+from mcore_rl.cli import main
+from mcore_rl.config import Config
+from mcore_rl.config.recipe import list_recipes, load_recipe
+from mcore_rl.config.shipped import RECIPES_DIR
+from mcore_rl.config.tree import leaves_under, value_of
+from mcore_rl.tools.options import Option, list_options, recipe_settings
+
+OPTIONS = {option.name: option for option in list_options()}
+ELEMENTS = {"data.sources[].path", "data.sources[].weight"} | {
+    f"data.curriculum.stages[].{name}" for name in ("after", "least", "most")
+}
+
+COMPLETED = {"model.path", "data.sources", "data.curriculum.stages"}
+"""Options whose values are made whole when they are read."""
+
+
+def test_every_leaf_is_listed_with_a_description() -> None:
+    assert OPTIONS.keys() == {*leaves_under(Config), *ELEMENTS}
+    assert not (bare := [name for name, option in OPTIONS.items() if not option.description]), (
+        f"write what these options mean under their fields in mcore_rl/config/: {bare}"
+    )
+
+
+def test_an_option_has_type_bounds_and_default() -> None:
+    def told(name: str) -> tuple[str, str]:
+        return OPTIONS[name].takes, OPTIONS[name].default
+
+    assert told("rollout.top_p") == ("float, in (0, 1]", "1.0")
+    assert told("algorithm.dual_clip") == ("float, greater than 1, or be 0", "0.0")
+    assert told("parallel.vpp") == ("int | null, at least 2", "null")
+    assert told("run.resume") == ("one of true, false, newest_whole", "true")
+    assert told("algorithm.correction.weight")[0].endswith("geometric, or null")
+    assert told("reward.parts") == ("list of text", "[]")
+    assert told("critic.optimizer.lr") == ("float, greater than 0", "1e-05")
+    assert told("rollout.max_concurrency")[1] != told("judge.max_concurrency")[1]
+    assert OPTIONS["rollout.max_concurrency"].description == "Requests in flight per engine."
+
+
+def test_recipes_are_told_with_the_values_that_they_compose_to() -> None:
+    for recipe in list_recipes():
+        config = load_recipe(recipe, [])
+        for name, value in recipe_settings(RECIPES_DIR / f"{recipe}.yaml").items():
+            if name not in COMPLETED:
+                assert value_of(config, name) == value, f"{recipe}: {name}={value}"
+    assert OPTIONS["algorithm.gae_lambda"].recipes["tiny_moe_ppo"] == "0.95"
+    assert "tiny_moe_grpo" not in OPTIONS["critic.optimizer.lr"].recipes
+
+
+def search(capsys: pytest.CaptureFixture[str], *words: str) -> list[Option]:
+    assert main(["options", *words, "--json"]) == 0
+    return [Option(**found) for found in json.loads(capsys.readouterr().out)]
+
+
+def test_words_are_searched_in_names_and_texts(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {option.name for option in search(capsys, "kl")}
+    assert {"algorithm.kl.coef", "algorithm.covariance.kl_coef", "algorithm.max_ratio"} <= found
+    assert len(found) < 20
+    assert {option.name for option in search(capsys, "KL", "horizon")} == {"algorithm.kl.horizon"}
+    assert len(search(capsys)) == len(OPTIONS)
+    assert main(["options", "horizon"]) == 0
+    assert capsys.readouterr().out.startswith("algorithm.kl.horizon = 10000  (int, at least 1)\n  ")
+    assert main(["options", "temprature"]) == 2
+    assert "Did you mean 'temperature'?" in capsys.readouterr().err
