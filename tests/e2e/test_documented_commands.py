@@ -45,7 +45,7 @@ OTHERS = (
     "CONTRIBUTING.md",
 )
 MODULES = {"mcore-rl": "mcore_rl.cli", "mcore-rl-ckpt": "checkpoint_tools.cli"}
-FORKED = ("plan", "simulate", "submit", "translate")
+FORKED = ("options", "plan", "simulate", "submit", "translate")
 """Commands that spend most of their time on imports."""
 TIMEOUT_S = 420
 

@@ -33,7 +33,17 @@ FEWER_PROMPTS = "rollout.prompts_per_step=32"
 SHORT_RESPONSE = "rollout.max_response_len=16"
 LONG_TURNS = "recipe=tiny_agent_code"
 """A recipe with turns that are longer than a short response, which is refused."""
-QUICK = ("plan", "simulate", "data", "doctor", "submit", "translate", "--help", "--version")
+QUICK = (
+    "options",
+    "plan",
+    "simulate",
+    "data",
+    "doctor",
+    "submit",
+    "translate",
+    "--help",
+    "--version",
+)
 OF_JOBS = ("submit", "status", "logs", "cancel")
 ELSEWHERE = ("/data/", "/models/", "=Qwen/", "hf://", "http://", "cluster.address=", "10.0.0.")
 """Parts of arguments that name what only the reader's own cluster has."""
