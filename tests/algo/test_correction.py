@@ -40,7 +40,7 @@ GEOMETRIC = per_sequence(lambda xs: math.exp(sum(xs) / len(xs)))
 @pytest.mark.parametrize(
     ("level", "raw"), [("token", TOKEN), ("sequence", SEQUENCE), ("geometric", GEOMETRIC)]
 )
-def test_levels_and_bounds(level: str, raw: list[float]) -> None:
+def test_levels_and_bounds(level: Any, raw: list[float]) -> None:
     truncated, metrics = weights(CorrectionConfig(weight=level, high=1.2))
     assert truncated == pytest.approx([min(w, 1.2) for w in raw])
     assert metrics["correction/bounded_share"] == [float(w > 1.2) for w in raw]

@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -121,7 +122,7 @@ def test_the_energy_of_a_token_is_the_norm_of_its_gradient_by_the_logits() -> No
 
 
 @pytest.mark.parametrize("weight", ["token", "sequence"])
-def test_an_importance_weight_scales_the_energy_of_its_token_by_its_square(weight: str) -> None:
+def test_an_importance_weight_scales_the_energy_of_its_token_by_its_square(weight: Any) -> None:
     """The ratios of sample 0 are 2 and 1/4, those of sample 1 are 1; weights end at 3/2."""
     samples = make_samples([2, 2], [0, 0])
     log_ratio_T = torch.tensor([0, 0, 2, 0.25, 0, 0, 1, 1]).log().nan_to_num(neginf=0.0)

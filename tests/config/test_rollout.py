@@ -51,7 +51,7 @@ def test_the_remedies_are_allowed(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("mode", "bound"), [("sync", 0), ("one_step_off", 1), ("async", 3)])
-def test_max_staleness_bounds_only_asynchronous_samples(mode: str, bound: int) -> None:
+def test_max_staleness_bounds_only_asynchronous_samples(mode: Any, bound: int) -> None:
     assert RolloutConfig(mode=mode, max_staleness=3).staleness_bound == bound
 
 

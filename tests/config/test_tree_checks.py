@@ -40,7 +40,7 @@ def test_stale_samples_are_corrected_by_something(correction: CorrectionConfig) 
 
 @pytest.mark.parametrize("mode", ["one_step_off", "async"])
 def test_samples_of_older_weights_want_a_correction_or_none_by_name(mode: str) -> None:
-    def check(correction: CorrectionConfig, mode: str) -> None:
+    def check(correction: CorrectionConfig, mode: Any) -> None:
         algorithm = AlgorithmConfig(correction=correction)
         check_steps(algorithm, RolloutConfig(mode=mode), TrainConfig(), CriticConfig())
 

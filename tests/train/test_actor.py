@@ -95,12 +95,13 @@ def step_variants(rank: int, world_size: int, port: int, path: str) -> list[Any]
     parallel = ParallelConfig(**TP_EP)
     sampled, _ = with_engine_records(make_batches(), Path(path))
     results = []
-    for dtype, recompute in (
+    variants: tuple[tuple[Any, str], ...] = (
         ("float32", "none"),
         ("float32", "selective"),
         ("float32", "full"),
         ("bfloat16", "full"),
-    ):
+    )
+    for dtype, recompute in variants:
         model = ModelConfig(path=path, dtype=dtype)
         actor = make_actor(rank, world_size, port, model, parallel, recompute=recompute)
         steps = [

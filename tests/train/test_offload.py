@@ -26,7 +26,7 @@ from tests.support.tiny_training import (
 OTHERS = [pytest.param(layout, marks=pytest.mark.slow) for layout in ({"dp": 2}, {"pp": 2})]
 
 
-def steps(rank: int, world_size: int, port: int, path: str, dtype: str, give_up: bool) -> Any:
+def steps(rank: int, world_size: int, port: int, path: str, dtype: Any, give_up: bool) -> Any:
     """Return bytes by parts held, log-probs before each of two steps, and the steps' stats."""
     model, parallel = ModelConfig(path=path, dtype=dtype), ParallelConfig(tp=2, ep=2)
     actor = make_actor(rank, world_size, port, model, parallel)
@@ -54,7 +54,7 @@ def steps(rank: int, world_size: int, port: int, path: str, dtype: str, give_up:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_nothing_changes_by_it(tmp_path: Path, dtype: str) -> None:
+def test_nothing_changes_by_it(tmp_path: Path, dtype: Any) -> None:
     path = str(write_hf_model(tmp_path))
     _, logprobs, stats = run_ranks(steps, 2, path, dtype, False)[0]
     held, same_logprobs, same_stats = run_ranks(steps, 2, path, dtype, True)[0]

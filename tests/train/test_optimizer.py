@@ -17,7 +17,7 @@ from mcore_rl.train.optimizer import compute_learning_rate, parts_of, set_learni
         ("cosine", [0.5, 1.0, 1.0, 0.86819805, 0.55, 0.23180195, 0.1, 0.1]),
     ],
 )
-def test_learning_rate(schedule: str, wanted: list[float]) -> None:
+def test_learning_rate(schedule: Any, wanted: list[float]) -> None:
     config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=2, schedule=schedule)
     if schedule == "constant":
         config.min_lr = 0.0

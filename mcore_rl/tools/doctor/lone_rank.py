@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ class LoneRank:
         self,
         folder: Path,
         hf_config: Mapping[str, Any],
-        dtype: str | None = None,
+        dtype: Literal["float32", "bfloat16"] | None = None,
         train: TrainConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         weights: str | None = None,

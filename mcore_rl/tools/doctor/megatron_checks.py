@@ -132,7 +132,7 @@ PROBES = Stage(
 NEEDED = ("megatron", "zlib_ng")
 
 
-def _rank(dtype: str | None = None) -> LoneRank:
+def _rank(dtype: Literal["float32", "bfloat16"] | None = None) -> LoneRank:
     use_torch_modules_on_cuda()
     return LoneRank(find_own_folder() / "model", qwen3_moe(), dtype)
 

@@ -128,7 +128,7 @@ def optimizer_tensors(actor: Any) -> list[torch.Tensor]:
 @pytest.mark.gloo
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_bfloat16_moments_train_and_continue_from_a_checkpoint(
-    model: ModelConfig, tmp_path: Path, dtype: str
+    model: ModelConfig, tmp_path: Path, dtype: Any
 ) -> None:
     typed = ModelConfig(path=model.path, dtype=dtype)
     results = run_ranks(steps_with_a_save, 2, BFLOAT16_MOMENTS, typed, tmp_path / "step_1")
