@@ -7,7 +7,10 @@ import pytest
 
 from tests.support.policy import parse, python_files
 
-ROOMS = ("algo", "batches", "cpu", "data", "device", "rewards", "tasks", "train")
+ROOMS = (
+    *("algo", "batches", "cpu", "data", "device", "logs", "planning", "process", "rewards"),
+    *("services", "tasks", "tools", "train", "types", "workers"),
+)
 """Folders of mcore_rl/ to which the rule applies."""
 PARTICIPLES = {
     *("begun", "bound", "bought", "brought", "built", "chosen", "done", "drawn", "fed", "felt"),
