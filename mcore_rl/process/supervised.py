@@ -117,7 +117,7 @@ class SupervisedServer:
         pause_s = _FIRST_PAUSE_S
         while not self._stopping.is_set():
             began_s = time.monotonic()
-            # This thread must live as long as the server, which dies with it (see tied.py).
+            # This thread must live as long as the server, which dies with it (see parent_death.py).
             try:
                 process = self._process = self._start()
                 why = self._watch(process)
