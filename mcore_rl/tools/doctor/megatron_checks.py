@@ -9,6 +9,7 @@ import multiprocessing as mp
 import os
 import time
 from multiprocessing.connection import Connection
+from typing import Literal
 
 import torch
 
