@@ -29,11 +29,11 @@ from pathlib import Path
 import ray
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import reserve
-from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import make_bundle
 
-with ray_session(ClusterConfig(address=sys.argv[1])):
+with open_ray_session(ClusterConfig(address=sys.argv[1])):
     [slots] = reserve([[make_bundle(1, 0)]], timeout_s=60)
     group = RankGroup("trainer", slots, Path(sys.argv[2]))
     print(json.dumps(ray.get(group._actors[0].environment.remote())))

@@ -9,15 +9,15 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from mcore_rl.device.triton_kernels import checked_copy
+from mcore_rl.device.triton_kernels import copy_and_sum
 
 constants = {"ROW_WORDS": 72, "FIELDS": 7, "MOST_WORDS": 8192, "BLOCK": 1024}
 for placing in (False, True):
     for copying in (False, True):
         consts = {**constants, "PLACING": placing, "COPYING": copying}
         types = {name: "constexpr" for name in consts} | {"version": "i32", "index": "i32"}
-        signature = {name: types.get(name, "*i64") for name in checked_copy.arg_names}
-        source = ASTSource(fn=checked_copy, signature=signature, constexprs=consts)
+        signature = {name: types.get(name, "*i64") for name in copy_and_sum.arg_names}
+        source = ASTSource(fn=copy_and_sum, signature=signature, constexprs=consts)
         ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
         assert "atom.global" in ptx
         assert ("st.global" in ptx) == copying

@@ -14,9 +14,9 @@ from mcore_rl.rollout.server import find_package
 FAMILY = """
 import os, sys, time
 from mcore_rl.process.parent_death import die_with_parent
-from mcore_rl.rollout.server import forks_die_with_their_parents
+from mcore_rl.rollout.server import tie_forks_to_parents
 die_with_parent(int(sys.argv[1]))
-forks_die_with_their_parents()
+tie_forks_to_parents()
 if os.fork() == 0:
     if os.fork() == 0:
         print(os.getpid(), flush=True)

@@ -91,14 +91,14 @@ SCRIPT = """
 import asyncio, os, sys
 from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
-from mcore_rl.agents.environments.keeper import descendants
+from mcore_rl.agents.environments.keeper import list_descendants
 
 async def main():
     options = EnvironmentOptions(sys.argv[1], workers=2, episodes_per_worker=4)
     async with EnvironmentPool(options) as pool:
         opened = [await pool.open({"index": n}) for n in range(4)]
         await opened[0].step({"content": "DETACH 300"})
-        print(*descendants(os.getpid()), flush=True)
+        print(*list_descendants(os.getpid()), flush=True)
         await opened[1].step({"content": "SLEEP 300"})
 
 asyncio.run(main())

@@ -18,11 +18,11 @@ from mcore_rl.cluster.process_tags import make_ray_temp_dir, tag_processes
 pytestmark = pytest.mark.e2e
 JOIN = """
 import sys, time
-from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import ClusterConfig
 began = time.monotonic()
 try:
-    with ray_session(ClusterConfig(address=sys.argv[1])):
+    with open_ray_session(ClusterConfig(address=sys.argv[1])):
         print("joined")
 except ValueError as error:
     print(error, time.monotonic() - began)

@@ -67,12 +67,12 @@ def test_no_advantage_pads_samples_to_the_longest(
 MEASURED = """
 import resource, sys
 from tests.scenarios.algo.test_outcomes_memory import make_outcomes
-from mcore_rl.algo.values import generalized
+from mcore_rl.algo.values import estimate_gae
 lens = [8] * 4095 + [16000]
 outcomes = make_outcomes(lens)
-generalized(make_outcomes([3, 2]), 0.99, 0.95)
+estimate_gae(make_outcomes([3, 2]), 0.99, 0.95)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-generalized(outcomes, 0.99, 0.95)
+estimate_gae(outcomes, 0.99, 0.95)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
