@@ -36,7 +36,7 @@ async def open_recorders(
     chat_format, parser = make_format_and_parser(tokenizer, stops, ARCHITECTURE, agents, ask)
     rollout = RolloutConfig(max_concurrency=MAX_CONCURRENCY, deterministic=True)
     decode = tokenizer.decode
-    options = HttpOptions.of(rollout, stops, lambda ids: decode(ids, skip_special_tokens=True))
+    options = HttpOptions.make(rollout, stops, lambda ids: decode(ids, skip_special_tokens=True))
     client = RolloutClient([EngineAddress(engine_url, "engine.log")], rollout, options.open)
     async with client.open() as session:
 

@@ -194,7 +194,7 @@ def by_controller(
 ) -> Callable[..., Taken]:
     """Return a step in which every answer is parsed, scored, packed and sent on by this process."""
     rollout, shape = options(args)
-    client = RolloutClient(engines, rollout, HttpOptions.of(rollout, [1], decode, shape).open)
+    client = RolloutClient(engines, rollout, HttpOptions.make(rollout, [1], decode, shape).open)
     scorer = Scorer(reward_config(), args.tokens)
     advantages = Advantages(AlgorithmConfig())
 

@@ -97,7 +97,7 @@ class FirstTokens:
     def draw(self, prompts: Sequence[Prompt], patches: SharedPatches) -> float:
         """Return the seconds until all samples have their token."""
         rollout = RolloutConfig(max_concurrency=16)
-        options = replace(HttpOptions.of(rollout, (1,), str), patches=patches)
+        options = replace(HttpOptions.make(rollout, (1,), str), patches=patches)
         client = RolloutClient([self._engine.address], rollout, options.open)
         return asyncio.run(self._draw(client, prompts))
 

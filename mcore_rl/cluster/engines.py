@@ -85,7 +85,7 @@ class EngineGroup:
         times an hour, and so is a server with a process that is stopped for `stopped_s`.
         """
         if max(self._nodes_per_engine) > 1:
-            meeting_points = self._group.meeting_points(timeout_s)
+            meeting_points = self._group.find_meeting_points(timeout_s)
         else:
             meeting_points = []
         if not gpu_ids and self._has_gpus:

@@ -273,9 +273,9 @@ class RankGroup:
         refs = [actor.pid.remote() for actor in self._actors]
         return self.finish(self._expect("pid", refs, deadline_s))
 
-    def meeting_points(self, deadline_s: float) -> list[tuple[str, int]]:
+    def find_meeting_points(self, deadline_s: float) -> list[tuple[str, int]]:
         """Return, by rank, (address, free port) of its machine for ranks to meet at."""
-        refs = [actor.meeting_point.remote() for actor in self._actors]
+        refs = [actor.find_meeting_point.remote() for actor in self._actors]
         return self.finish(self._expect("start-up", refs, deadline_s))
 
     def gpu_ids(self, deadline_s: float) -> list[tuple[str, ...]]:

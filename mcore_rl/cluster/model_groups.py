@@ -54,7 +54,7 @@ class ModelGroup:
 
         `gpu_ids` has the GPU of each rank; if empty, ranks use those that Ray assigned to them.
         """
-        address, port = self._group.meeting_points(timeout_s)[0]
+        address, port = self._group.find_meeting_points(timeout_s)[0]
         self._group.check_environment(timeout_s)
         num_ranks = spec.parallel.world_size
         gpus = gpu_ids or self._group.gpu_ids(timeout_s)

@@ -105,7 +105,7 @@ class RankActor:
         """Return the environment variables with which this process started."""
         return self._environment
 
-    def meeting_point(self) -> tuple[str, int]:
+    def find_meeting_point(self) -> tuple[str, int]:
         """Return (address of this machine, TCP port that was free a moment ago)."""
         return node_address(), find_free_port("")
 

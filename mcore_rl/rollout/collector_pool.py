@@ -90,10 +90,10 @@ class LengthHistory:
         """
         mean = self._sum / max(len(self._lens), 1)
 
-        def expected(i: int) -> float:
+        def expect_len(i: int) -> float:
             return self._lens.get((prompts[i].data_source, prompts[i].index), mean)
 
-        return sorted(range(len(prompts)), key=lambda i: -expected(i))
+        return sorted(range(len(prompts)), key=lambda i: -expect_len(i))
 
 
 class PoolSession:

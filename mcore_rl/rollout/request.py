@@ -178,7 +178,7 @@ def make_sample(
     if the engine reports experts that its model cannot have.
     """
     meta = answer["meta_info"]
-    begun = request.begun or _nothing(request)
+    begun = request.begun or _make_empty_sample(request)
     drawn_ids = tuple(answer["output_ids"])
     logprobs = tuple(entry[0] for entry in meta["output_token_logprobs"])
     logprob_ids = tuple(entry[1] for entry in meta["output_token_logprobs"])
@@ -223,5 +223,5 @@ def _first_unknown(request: Request) -> int:
     return request.experts_start + len(begun.routed_experts)
 
 
-def _nothing(request: Request) -> Sample:
+def _make_empty_sample(request: Request) -> Sample:
     return Sample(request.prompt, request.sample_index, (), (), "", (), "")

@@ -27,7 +27,7 @@ Check = Callable[[str, Any], None]
 """Takes a field's name and its value, which is not None; raises FieldError."""
 
 
-def bound_number(least: float, most: float, *, also: tuple[float, ...] = ()) -> Check:
+def limit_number(least: float, most: float, *, also: tuple[float, ...] = ()) -> Check:
     def check(name: str, value: Any) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and (value in also or (math.isfinite(value) and least <= value <= most)):
@@ -37,7 +37,7 @@ def bound_number(least: float, most: float, *, also: tuple[float, ...] = ()) -> 
     return check
 
 
-def bound_whole(least: int, most: int, *, also: tuple[int, ...] = ()) -> Check:
+def limit_whole(least: int, most: int, *, also: tuple[int, ...] = ()) -> Check:
     def check(name: str, value: Any) -> None:
         if type(value) is int and (value in also or least <= value <= most):
             return
@@ -55,7 +55,7 @@ def check_flag(name: str, value: Any) -> None:
         raise FieldError(f"{name}={show(value)}: true or false")
 
 
-def bound_text(most_len: int) -> Check:
+def limit_text(most_len: int) -> Check:
     def check(name: str, value: Any) -> None:
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(each, str) and len(each) <= most_len for each in values):
@@ -73,7 +73,7 @@ def check_stops(name: str, value: Any) -> None:
             raise FieldError(f"{name}={show(value)}: texts of 1 to {MOST_STOP_LEN} characters each")
 
 
-def bound_ids(vocab_size: int) -> Check:
+def limit_ids(vocab_size: int) -> Check:
     """Return a check of token ids, in a list or in lists of a list, or of one id alone."""
 
     def check(name: str, value: Any) -> None:
@@ -92,8 +92,8 @@ def bound_ids(vocab_size: int) -> Check:
     return check
 
 
-def bound_ids_or_texts(vocab_size: int) -> Check:
-    check_ids = bound_ids(vocab_size)
+def limit_ids_or_texts(vocab_size: int) -> Check:
+    check_ids = limit_ids(vocab_size)
 
     def check(name: str, value: Any) -> None:
         first = value[0] if isinstance(value, list) and value else value
@@ -103,9 +103,9 @@ def bound_ids_or_texts(vocab_size: int) -> Check:
     return check
 
 
-def bound_biases(vocab_size: int) -> Check:
+def limit_biases(vocab_size: int) -> Check:
     """Return a check of OpenAI's logit_bias: numbers by token id, which comes as text."""
-    check_bias = bound_number(-100, 100)
+    check_bias = limit_number(-100, 100)
 
     def check(name: str, value: Any) -> None:
         if not isinstance(value, dict):
@@ -335,7 +335,7 @@ SAMPLING_FIELDS = frozenset(
 """Fields that `sampling_params` of /generate may have."""
 
 
-def bounded_names() -> set[str]:
+def list_bounded_names() -> set[str]:
     """Return the names of all fields that have a bound."""
     return {*_checks(ModelBounds(1, 1)), "logprobs"}
 
@@ -343,32 +343,32 @@ def bounded_names() -> set[str]:
 def _checks(model: ModelBounds) -> dict[str, Check]:
     """Return the check of each bounded field."""
     vocab, context = model.vocab_size, model.context_len
-    ids = bound_ids(vocab)
-    top_logprobs = bound_whole(0, min(MOST_TOP_LOGPROBS, vocab))
+    ids = limit_ids(vocab)
+    top_logprobs = limit_whole(0, min(MOST_TOP_LOGPROBS, vocab))
     return {
-        **dict.fromkeys(("max_tokens", "max_completion_tokens"), bound_whole(0, context)),
-        **dict.fromkeys(("max_new_tokens", "max_output_tokens"), bound_whole(0, context)),
-        **dict.fromkeys(("min_tokens", "min_new_tokens"), bound_whole(0, context)),
-        **dict.fromkeys(("n", "best_of"), bound_whole(1, MOST_CHOICES)),
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), limit_whole(0, context)),
+        **dict.fromkeys(("max_new_tokens", "max_output_tokens"), limit_whole(0, context)),
+        **dict.fromkeys(("min_tokens", "min_new_tokens"), limit_whole(0, context)),
+        **dict.fromkeys(("n", "best_of"), limit_whole(1, MOST_CHOICES)),
         **dict.fromkeys(("top_logprobs", "top_logprobs_num"), top_logprobs),
-        **dict.fromkeys(("seed", "sampling_seed"), bound_whole(-_SEEDS, _SEEDS - 1)),
+        **dict.fromkeys(("seed", "sampling_seed"), limit_whole(-_SEEDS, _SEEDS - 1)),
         **dict.fromkeys(("stop", "stop_sequences"), check_stops),
-        **dict.fromkeys(("frequency_penalty", "presence_penalty"), bound_number(-2, 2)),
+        **dict.fromkeys(("frequency_penalty", "presence_penalty"), limit_number(-2, 2)),
         # A smaller one divides logits until they are infinite, and probabilities become NaN.
-        "repetition_penalty": bound_number(0.01, 2),
-        "temperature": bound_number(0, 100),
-        "top_p": bound_number(1e-6, 1),
-        "min_p": bound_number(0, 1),
-        "top_k": bound_whole(1, 1 << 30, also=(-1,)),
-        "logit_bias": bound_biases(vocab),
+        "repetition_penalty": limit_number(0.01, 2),
+        "temperature": limit_number(0, 100),
+        "top_p": limit_number(1e-6, 1),
+        "min_p": limit_number(0, 1),
+        "top_k": limit_whole(1, 1 << 30, also=(-1,)),
+        "logit_bias": limit_biases(vocab),
         **dict.fromkeys(_ID_FIELDS, ids),
         "tokens": ids,
-        **dict.fromkeys(("prompt", "input", "query", "items"), bound_ids_or_texts(vocab)),
-        "logprob_start_len": bound_whole(0, context, also=(-1,)),
-        "routed_experts_start_len": bound_whole(0, context),
-        "dimensions": bound_whole(1, 1 << 20),
-        "max_tool_calls": bound_whole(1, 1 << 20),
+        **dict.fromkeys(("prompt", "input", "query", "items"), limit_ids_or_texts(vocab)),
+        "logprob_start_len": limit_whole(0, context, also=(-1,)),
+        "routed_experts_start_len": limit_whole(0, context),
+        "dimensions": limit_whole(1, 1 << 20),
+        "max_tool_calls": limit_whole(1, 1 << 20),
         **dict.fromkeys(_FLAGS, check_flag),
-        **dict.fromkeys(_NAMED, bound_text(MOST_NAME_LEN)),
-        **dict.fromkeys(GRAMMARS, bound_text(MOST_GRAMMAR_LEN)),
+        **dict.fromkeys(_NAMED, limit_text(MOST_NAME_LEN)),
+        **dict.fromkeys(GRAMMARS, limit_text(MOST_GRAMMAR_LEN)),
     }

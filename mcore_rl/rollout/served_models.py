@@ -111,7 +111,7 @@ def find_endpoint(role: str, config: ServedModelConfig) -> ServedEndpoint:
         raise ValueError(
             f"{role}.api_key_env={config.api_key_env}: there is no such environment variable"
         )
-    names = _listed_models(f"{url}/v1/models", role, config, key)
+    names = _list_models(f"{url}/v1/models", role, config, key)
     if not names or config.url_model not in ("", *names):
         raise ValueError(
             f"{role}.url={config.url}: it has no model {config.url_model!r}, but"
@@ -127,7 +127,7 @@ def find_endpoint(role: str, config: ServedModelConfig) -> ServedEndpoint:
     )
 
 
-def _listed_models(url: str, role: str, config: ServedModelConfig, key: str) -> list[str]:
+def _list_models(url: str, role: str, config: ServedModelConfig, key: str) -> list[str]:
     request = urllib.request.Request(url, headers=bearer(key))
     try:
         with open_directly(request, config.request_timeout_s) as response:

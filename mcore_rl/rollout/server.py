@@ -111,7 +111,7 @@ def serve(arguments: list[str]) -> None:
     if server_args.enable_return_routed_experts:
         set_ups.append(keep_first_experts)
     set_schedulers_up(set_ups)
-    bound_fields(server_args)
+    limit_fields(server_args)
     if keys is not None:
         guard_server(server_args, keys)
     try:
@@ -221,7 +221,7 @@ def find_served_bounds() -> ModelBounds:
     return ModelBounds(int(config.vocab_size), int(config.context_len))
 
 
-def bound_fields(server_args: Any) -> None:
+def limit_fields(server_args: Any) -> None:
     """Put the gate that bounds fields of requests in front of SGLang's application."""
     from sglang.srt.entrypoints.http_server import app
 

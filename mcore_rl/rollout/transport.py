@@ -104,7 +104,7 @@ class HttpOptions:
     patches: SharedPatches | None = None
 
     @staticmethod
-    def of(
+    def make(
         rollout: RolloutConfig,
         stop_token_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str],

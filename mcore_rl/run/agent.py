@@ -102,7 +102,7 @@ async def _play(
     spec = episode_spec(config, policy, tokenizer)
     decode = make_decode(tokenizer)
     health = EngineHealth([engine.url])
-    http = HttpOptions.of(config.rollout, spec.stop_token_ids, decode)
+    http = HttpOptions.make(config.rollout, spec.stop_token_ids, decode)
     client = RolloutClient([engine.address], config.rollout, http.open, health)
     async with AsyncExitStack() as stack:
         posts = await stack.enter_async_context(open_session(config.rollout.request_timeout_s))

@@ -186,7 +186,7 @@ class CollectorWorker:
         spec = self._spec
         self._wait_for_servers()
         health = EngineHealth([engine.url for engine in engines])
-        http = HttpOptions.of(spec.rollout, spec.stop_token_ids, spec.decode, spec.experts_shape)
+        http = HttpOptions.make(spec.rollout, spec.stop_token_ids, spec.decode, spec.experts_shape)
         if self._images is not None:
             http = replace(http, patches=self._images.patches)
         client = RolloutClient(engines, spec.rollout, http.open, health, own)

@@ -8,8 +8,8 @@ import pytest
 from tests.support.policy import parse, python_files
 
 ROOMS = (
-    *("algo", "batches", "cpu", "data", "device", "logs", "planning", "process", "rewards"),
-    *("services", "tasks", "tools", "train", "types", "workers"),
+    *("agents", "algo", "batches", "cluster", "cpu", "data", "device", "logs", "planning"),
+    *("process", "rewards", "rollout", "services", "tasks", "tools", "train", "types", "workers"),
 )
 """Folders of mcore_rl/ to which the rule applies."""
 PARTICIPLES = {
@@ -28,8 +28,10 @@ FOREIGN = "the name is an interface of megatron-core or torch"
 FIELD = "the field's name of a quantity or a function"
 LATER = "the file is being rewritten; the name goes with it"
 ON_PURPOSE = {
+    ("mcore_rl/agents/turn_tree.py", "_routed_experts"): FIELD,
     ("mcore_rl/algo/losses.py", "clipped_surrogate"): FIELD,
     ("mcore_rl/algo/values.py", "explained_variance"): FIELD,
+    ("mcore_rl/cluster/run.py", "watched"): LATER,
     ("mcore_rl/cpu/kernels/matmul.py", "grouped_linear"): FIELD,
     ("mcore_rl/cpu/megatron_patches.py", "elapsed_time"): FOREIGN,
     ("mcore_rl/cpu/te_workalike.py", "grouped_mlp_modules"): FOREIGN,

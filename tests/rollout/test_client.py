@@ -85,7 +85,7 @@ def address(engine: EngineProcess) -> EngineAddress:
 
 
 def client_of(*engines: EngineProcess) -> RolloutClient:
-    transport = HttpOptions.of(CONFIG, [EOS_ID], lambda ids: " ".join(map(str, ids))).open
+    transport = HttpOptions.make(CONFIG, [EOS_ID], lambda ids: " ".join(map(str, ids))).open
     return RolloutClient([address(e) for e in engines], CONFIG, transport)
 
 
@@ -287,7 +287,7 @@ def test_bfloat16(others):
 def test_tokens_of_older_weights_than_an_engine_was_brought_are_refused(engine):
     """It has started again with its model's folder, and answers before its watch has seen that."""
     health = EngineHealth([engine.url])
-    transport = HttpOptions.of(CONFIG, [EOS_ID], lambda ids: "").open
+    transport = HttpOptions.make(CONFIG, [EOS_ID], lambda ids: "").open
     client = RolloutClient([engine.address], replace(CONFIG, retries=1), transport, health)
     health.set_serving([engine.url], {}, WeightVersion(8))
     with pytest.raises(RolloutError, match=r"failed 2 times.*weights 7 after a sync of 8.*again"):

@@ -43,7 +43,7 @@ class Scene:
         self.engine = FakeSGLang(loop)
         self.store = SampleStore()
         health = EngineHealth([self.engine.url])
-        transport = HttpOptions.of(CONFIG, [9], str).open
+        transport = HttpOptions.make(CONFIG, [9], str).open
         client = RolloutClient([self.engine.address], CONFIG, transport, health)
         self.collector = Collector(client, health, self.store)
         self.run(self.collector.submit(CollectorCommands(sessions={0: 8})))

@@ -4,15 +4,15 @@ import pytest
 
 from mcore_rl.rollout.request_fields import (
     FieldError,
-    bound_number,
-    bound_whole,
+    limit_number,
+    limit_whole,
     refuse_grammars,
     show,
 )
 
 
 def test_a_number_is_no_boolean_and_no_infinity() -> None:
-    check = bound_number(-2, 2)
+    check = limit_number(-2, 2)
     check("a", 1.5)
     for value in (True, float("nan"), float("inf"), 2.1):
         with pytest.raises(FieldError, match=r"^a=.*: -2 to 2, a number$"):
@@ -20,7 +20,7 @@ def test_a_number_is_no_boolean_and_no_infinity() -> None:
 
 
 def test_a_whole_number_may_have_a_value_outside_its_range() -> None:
-    check = bound_whole(1, 9, also=(-1,))
+    check = limit_whole(1, 9, also=(-1,))
     check("a", -1)
     with pytest.raises(FieldError, match=r"^a=0: -1 or 1 to 9, a whole number$"):
         check("a", 0)

@@ -12,8 +12,8 @@ from mcore_rl.rollout.request_fields import (
     SAMPLING_FIELDS,
     FieldError,
     ModelBounds,
-    bounded_names,
     check_request,
+    list_bounded_names,
 )
 
 MODEL = ModelBounds(vocab_size=98, context_len=1024)
@@ -182,7 +182,7 @@ HARMLESS = {
     ],
 )
 def test_each_field_of_sglang_is_bounded_refused_or_harmless(file: str, name: str) -> None:
-    known = bounded_names() | REFUSED.keys() | HARMLESS
+    known = list_bounded_names() | REFUSED.keys() | HARMLESS
     unbounded = fields_of(file, name) - known - (INTERNAL if name == "SamplingParams" else set())
     assert not unbounded, f"{name} has fields that nothing bounds"
 

@@ -27,7 +27,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[EventLoop]:
 
 def make_client(engine: FakeSGLang, **options: float) -> RolloutClient:
     config = RolloutConfig(retries=1, request_timeout_s=DEADLINE_S, **options)  # type: ignore[arg-type]
-    return RolloutClient([engine.address], config, HttpOptions.of(config, [9], str).open)
+    return RolloutClient([engine.address], config, HttpOptions.make(config, [9], str).open)
 
 
 async def begin(session: RolloutSession) -> "asyncio.Task[list[Sample]]":

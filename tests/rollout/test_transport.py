@@ -39,7 +39,7 @@ def engine(loop: EventLoop) -> Iterator[FakeSGLang]:
 
 def sample(loop: EventLoop, engine: FakeSGLang, rollout: RolloutConfig) -> Sample:
     async def ask() -> Sample:
-        async with HttpOptions.of(rollout, [9], str).open() as transport:
+        async with HttpOptions.make(rollout, [9], str).open() as transport:
             return await transport.sample(engine.address, REQUEST, SAMPLING)
 
     return loop.run(ask())
@@ -87,7 +87,7 @@ def test_all_requests_of_an_engine_are_ended(loop: EventLoop, engine: FakeSGLang
     engine.num_free = 0
 
     async def ask_and_abort() -> None:
-        async with HttpOptions.of(RolloutConfig(), [9], str).open() as transport:
+        async with HttpOptions.make(RolloutConfig(), [9], str).open() as transport:
             asking = asyncio.create_task(transport.sample(engine.address, REQUEST, SAMPLING))
             while not engine.sampled:
                 await asyncio.sleep(0.01)
@@ -107,7 +107,7 @@ def test_what_was_drawn_comes_with_the_abort_of_a_request_with_a_name(
     engine.answer = lambda _: (200, sampled_answer(body, 0, finish_reason=reason))
 
     async def ask() -> None:
-        async with HttpOptions.of(RolloutConfig(), [9], str).open() as transport:
+        async with HttpOptions.make(RolloutConfig(), [9], str).open() as transport:
             await transport.sample(engine.address, replace(REQUEST, rid=rid), SAMPLING)
 
     with pytest.raises(AbortedError, match="asked to") as aborted:
@@ -129,7 +129,7 @@ def test_what_was_drawn_goes_on_elsewhere_only_with_its_experts(
     shape = RoutedExpertsShape((True,), top_k=1, num_experts=4)
 
     async def ask() -> None:
-        async with HttpOptions.of(RolloutConfig(), [9], str, shape).open() as transport:
+        async with HttpOptions.make(RolloutConfig(), [9], str, shape).open() as transport:
             await transport.sample(engine.address, replace(REQUEST, rid="a"), SAMPLING)
 
     with pytest.raises(AbortedError, match="asked to") as aborted:
@@ -144,7 +144,7 @@ def test_what_was_drawn_goes_on_elsewhere_only_with_its_experts(
 
 def test_one_request_is_ended_by_its_name(loop: EventLoop, engine: FakeSGLang) -> None:
     async def end() -> None:
-        async with HttpOptions.of(RolloutConfig(), [9], str).open() as transport:
+        async with HttpOptions.make(RolloutConfig(), [9], str).open() as transport:
             await transport.abort(engine.address, "a")
 
     loop.run(end())
@@ -156,7 +156,7 @@ def ask_with_images(
 ) -> list[Sample]:
     images = (make_image("a"), make_image("b", 1))
     request = replace(REQUEST, prompt=replace(REQUEST.prompt, images=images))
-    options = replace(HttpOptions.of(RolloutConfig(), [9], str), patches=patches)
+    options = replace(HttpOptions.make(RolloutConfig(), [9], str), patches=patches)
 
     async def ask() -> list[Sample]:
         async with options.open() as transport:

@@ -52,7 +52,7 @@ class Sampler:
             0,
             WeightVersion(0),
             self.prompts,
-            RolloutClient([self.engine.address], rollout, HttpOptions.of(rollout, [9], str).open),
+            RolloutClient([self.engine.address], rollout, HttpOptions.make(rollout, [9], str).open),
             score,
             loop.run,
             loop.start,

@@ -82,7 +82,7 @@ class CollectorScene:
         addresses = [engine.address for engine in self.engines]
         self.stores = [SampleStore(), SampleStore()]
         self.collectors: list[Losable] = []
-        transport = HttpOptions.of(CONFIG, [9], str).open
+        transport = HttpOptions.make(CONFIG, [9], str).open
         for url, store in zip(urls, self.stores, strict=True):
             health = EngineHealth(urls)
             client = RolloutClient(addresses, CONFIG, transport, health, own=[url])

@@ -207,7 +207,7 @@ class MegatronRun:
         return RolloutClient(
             [engine.address for engine in self._engines],
             self.config.rollout,
-            HttpOptions.of(
+            HttpOptions.make(
                 self.config.rollout, [], str, experts_shape(self.config, self._policy)
             ).open,
             self.health,

@@ -76,7 +76,7 @@ def play(
         sampler = EpisodeSampler(spec, "collector_0", decode, ask_nobody)
         await sampler.start()
         engines = [one.address for one in (engine, *others)]
-        client = RolloutClient(engines, rollout, HttpOptions.of(rollout, [1], decode).open)
+        client = RolloutClient(engines, rollout, HttpOptions.make(rollout, [1], decode).open)
         try:
             async with client.open() as session:
                 request = GroupRequest(0, 5, PROMPT, num_samples, Sampling(4, seed=2))
@@ -186,7 +186,7 @@ def test_a_session_leaves_an_engine_with_as_many_more_requests_as_its_group_has(
     """One less, and it stays for its prefix. It does not go back once the other is idle again."""
     rollout = RolloutConfig()
     health = EngineHealth([engine.url, second_engine.url])
-    transport = HttpOptions.of(rollout, [1], str).open
+    transport = HttpOptions.make(rollout, [1], str).open
     client = RolloutClient([engine.address, second_engine.address], rollout, transport, health)
     engine.num_free = 1
 

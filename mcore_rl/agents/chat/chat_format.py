@@ -128,7 +128,7 @@ class TurnEnd:
         cut off or that ended with another stop token.
         """
         stop = self.find_sampled_stop(answer_ids)
-        closing = self._closing(alone)
+        closing = self._make_closing(alone)
         start = len(alone) if closing is None else closing
         if not now.startswith(alone[:start]):
             return None
@@ -140,7 +140,7 @@ class TurnEnd:
             return None
         return rest.removeprefix(token) if stop else rest
 
-    def _closing(self, text: str) -> int | None:
+    def _make_closing(self, text: str) -> int | None:
         """Return where the token that closes the answer's turn begins; None if there is none.
 
         It is the first stop token, or else a special token that is all that follows the answer:

@@ -63,7 +63,7 @@ def resolve_parsers(
     known = PARSERS.get(architecture, Parsers())
     chosen_tool = _tool(known.tool, architecture, template) if tool == AUTO else tool
     if reasoning == AUTO:
-        chosen_reasoning = _reasoning(known.reasoning, template, generation_prompt)
+        chosen_reasoning = _choose_reasoning(known.reasoning, template, generation_prompt)
     else:
         chosen_reasoning = reasoning
     return Parsers(_find_named(chosen_tool), _find_named(chosen_reasoning))
@@ -81,7 +81,7 @@ def _tool(tool: str | None, architecture: str, template: str) -> str | None:
     return tool
 
 
-def _reasoning(reasoning: str | None, template: str, generation_prompt: str) -> str | None:
+def _choose_reasoning(reasoning: str | None, template: str, generation_prompt: str) -> str | None:
     if "<|im_middle|>" in template:
         return "kimi_k2" if "think" in template else None
     if not generation_prompt.rstrip().endswith("<think>"):

@@ -108,7 +108,11 @@ class ChatCompletions:
         )
 
     def answer(self, call: Call, answered: Answered) -> dict[str, Any]:
-        choice = {"index": 0, "message": answer_message(answered), **self._ending(call, answered)}
+        choice = {
+            "index": 0,
+            "message": answer_message(answered),
+            **self._make_ending(call, answered),
+        }
         body = {**_head(call, answered, "chat.completion"), "choices": [choice]}
         if call.options.get("token_ids"):
             body["prompt_token_ids"] = answered.completion.prompt_ids
@@ -123,7 +127,7 @@ class ChatCompletions:
         if call.options.get("token_ids"):
             chunk["prompt_token_ids"] = answered.completion.prompt_ids
         yield api.make_event(chunk)
-        ending = {"index": 0, "delta": {}, **self._ending(call, answered)}
+        ending = {"index": 0, "delta": {}, **self._make_ending(call, answered)}
         yield api.make_event({**head, "choices": [ending]})
         if call.options.get("usage"):
             yield api.make_event({**head, "choices": [], "usage": usage(answered)})
@@ -138,7 +142,7 @@ class ChatCompletions:
     def remember(self, call: Call, answered: Answered, memory: Memory) -> None:
         remember_arguments(answered, memory)
 
-    def _ending(self, call: Call, answered: Answered) -> dict[str, Any]:
+    def _make_ending(self, call: Call, answered: Answered) -> dict[str, Any]:
         completion = answered.completion
         ending: dict[str, Any] = {"finish_reason": completion.finish_reason, "logprobs": None}
         if call.options.get("logprobs"):

@@ -160,7 +160,7 @@ class _Joiner:
         elif kind == "reasoning":
             turn = self._turn
             is_next = turn is not None and bool(turn.texts or turn.calls)
-            self._open(is_next).reasoning.append(_reasoning(item, place))
+            self._open(is_next).reasoning.append(_read_reasoning(item, place))
         elif kind == "function_call":
             self._open(False).calls.append(self._call(item, f"{place}."))
         elif kind == "function_call_output":
@@ -212,7 +212,7 @@ class _Joiner:
             self._turn = None
 
 
-def _reasoning(item: Body, place: str) -> str:
+def _read_reasoning(item: Body, place: str) -> str:
     """Return the text of a reasoning item: its content, else what we sealed, else its summary."""
     text = join_text(item.get("content"), f"{place}.content", _REASONING)
     if text:

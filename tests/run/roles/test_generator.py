@@ -29,7 +29,7 @@ def loop() -> Iterator[EventLoop]:
 
 
 def make_generator(loop: EventLoop, engine: FakeSGLang, **players: object) -> EngineGenerator:
-    client = RolloutClient([engine.address], CONFIG, HttpOptions.of(CONFIG, [9], str).open)
+    client = RolloutClient([engine.address], CONFIG, HttpOptions.make(CONFIG, [9], str).open)
     return EngineGenerator(client, CONFIG, loop.run, **players)  # type: ignore[arg-type]
 
 
@@ -106,4 +106,4 @@ def test_the_idle_share_is_of_the_time_since_the_last_call(loop: EventLoop) -> N
 
 def test_a_client_without_an_engine_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one engine"):
-        RolloutClient([], CONFIG, HttpOptions.of(CONFIG, [9], str).open)
+        RolloutClient([], CONFIG, HttpOptions.make(CONFIG, [9], str).open)

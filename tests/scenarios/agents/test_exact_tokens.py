@@ -74,7 +74,7 @@ def play_all(
     engine: EngineProcess, family: str, num_episodes: int
 ) -> list[tuple[Sample, RandomEpisode]]:
     config = RolloutConfig(max_concurrency=AT_ONCE, request_timeout_s=120)
-    http = HttpOptions.of(config, stop_ids(family), str)
+    http = HttpOptions.make(config, stop_ids(family), str)
     client = RolloutClient([engine.address], config, http.open)
 
     async def run() -> list[tuple[Sample, RandomEpisode]]:

@@ -139,7 +139,7 @@ def play_while_weights_change(
     """Play episodes, AT_ONCE at once; `shape` is of the experts that the engine reports."""
     stops = stop_ids(FAMILY)
     config = RolloutConfig(max_concurrency=AT_ONCE, request_timeout_s=120)
-    http = HttpOptions.of(config, stops, str, shape)
+    http = HttpOptions.make(config, stops, str, shape)
     client = RolloutClient([swapped.engine.address], config, http.open)
 
     async def run() -> list[EpisodeRecorder]:

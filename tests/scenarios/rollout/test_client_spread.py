@@ -31,7 +31,7 @@ def engines(loop: EventLoop) -> list[FakeSGLang]:
 
 
 def make_client(engines: list[FakeSGLang], health: EngineHealth | None = None) -> RolloutClient:
-    transport = HttpOptions.of(CONFIG, [9], str).open
+    transport = HttpOptions.make(CONFIG, [9], str).open
     return RolloutClient([e.address for e in engines], CONFIG, transport, health)
 
 

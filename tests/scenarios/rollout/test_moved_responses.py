@@ -60,7 +60,7 @@ def draw_with_moves(
     first, second = engines
     health = EngineHealth([first.url, second.url])
     health.set_serving([first.url], {second.url: "it begins later"})
-    transport = HttpOptions.of(CONFIG, [], lambda ids: " ".join(map(str, ids)), shape).open
+    transport = HttpOptions.make(CONFIG, [], lambda ids: " ".join(map(str, ids)), shape).open
     client = RolloutClient([first.address, second.address], CONFIG, transport, health)
     sampling = Sampling(max_response_len=300, routed_experts=shape is not None)
     short = Sampling(max_response_len=4)
