@@ -73,7 +73,7 @@ check: venv ## before a commit: lint, and the tests of one process in the rooms 
 	@$(MAKE) -j 2 --output-sync=target lint changed-tests
 
 changed-tests: venv
-	$(BIN)/python -m pytest -q -m "$(ONE_PROCESS)" $(QUICK) $$($(BIN)/python -m tests.support.changed_rooms)
+	rooms=$$($(BIN)/python -m tests.support.changed_rooms) && $(BIN)/python -m pytest -q -m "$(ONE_PROCESS)" $(QUICK) $$rooms
 
 test: lint agents-venv mutants-venv $(VENV)/triton ## what CI runs for a change: lint, then all tests but those that need a GPU or a night
 	$(PYTEST) -m "not gpu and not slow" $(QUICK)
