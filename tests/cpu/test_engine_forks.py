@@ -14,7 +14,7 @@ from mcore_rl.rollout.engine_spec import EngineSpec
 from tests.support.engine_keys import KEYS
 from tests.support.engines import live_processes, save_tiny_moe
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def generate(engine: EngineProcess) -> object:

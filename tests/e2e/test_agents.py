@@ -71,7 +71,7 @@ class ThreeQuestions:
 """
 
 
-@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 def test_tokens_of_all_turns_train_as_they_were_sampled(
     begin: Start, calculator: Path, tmp_path: Path, mode: str
 ) -> None:
