@@ -61,19 +61,19 @@ from mcore_rl.config.tree_checks import (
     check_quantization,
     check_replay,
     check_steps,
+    find_unread_in_cluster,
+    find_unread_in_correction,
+    find_unread_in_episodes,
+    find_unread_in_kl,
+    find_unread_in_optimizer,
+    find_unread_in_profile,
+    find_unread_in_reward,
+    find_unread_in_rollout,
+    find_unread_in_served,
+    find_unread_in_servers,
+    find_unread_in_sync,
+    find_unread_without_models,
     refuse,
-    unread_in_cluster,
-    unread_in_correction,
-    unread_in_episodes,
-    unread_in_kl,
-    unread_in_optimizer,
-    unread_in_profile,
-    unread_in_reward,
-    unread_in_rollout,
-    unread_in_served,
-    unread_in_servers,
-    unread_in_sync,
-    unread_without_models,
 )
 from mcore_rl.config.upstream import TO_SERVED, check_passed
 from mcore_rl.config.upstream.groups import check_engines, check_optimizer, check_training
@@ -199,20 +199,20 @@ class Config(Options, group=""):
 
     def _list_unread(self) -> Iterator[Unread]:
         """Yield the options that nothing reads, by the groups whose values make them so."""
-        yield from unread_in_rollout(self.rollout)
-        yield from unread_in_kl(self.algorithm.kl)
-        yield from unread_in_correction(self.algorithm.correction)
-        yield from unread_in_reward(self.reward, self.agents.is_used)
-        yield from unread_in_episodes(self.agents, self.eval)
-        yield from unread_in_servers(self.sandbox, self.search)
+        yield from find_unread_in_rollout(self.rollout)
+        yield from find_unread_in_kl(self.algorithm.kl)
+        yield from find_unread_in_correction(self.algorithm.correction)
+        yield from find_unread_in_reward(self.reward, self.agents.is_used)
+        yield from find_unread_in_episodes(self.agents, self.eval)
+        yield from find_unread_in_servers(self.sandbox, self.search)
         for role, model in self.served_groups.items():
-            yield from unread_in_served(role, model)
-        yield from unread_without_models(self.judge.is_used, self.reward_model.is_used)
+            yield from find_unread_in_served(role, model)
+        yield from find_unread_without_models(self.judge.is_used, self.reward_model.is_used)
         for group, optimizer in self.optimizers.items():
-            yield from unread_in_optimizer(group, optimizer)
-        yield from unread_in_cluster(self.cluster)
-        yield from unread_in_profile(self.profile)
-        yield from unread_in_sync(self.canary, self.sync)
+            yield from find_unread_in_optimizer(group, optimizer)
+        yield from find_unread_in_cluster(self.cluster)
+        yield from find_unread_in_profile(self.profile)
+        yield from find_unread_in_sync(self.canary, self.sync)
 
     def _check_upstream(self) -> None:
         check_training("train", "parallel", self.train, self.train)

@@ -105,7 +105,7 @@ class Options:
         cls._group = cls.__name__ if group is None else group
         for name, kind in get_annotations(cls).items():
             if choices := _list_choices(kind):
-                cls.__annotations__[name] = _without_literals(kind)
+                cls.__annotations__[name] = _replace_literals(kind)
                 bounds = {_METADATA_KEY: Choices(choices)}
                 setattr(cls, name, field(default=getattr(cls, name), metadata=bounds))
 
@@ -142,21 +142,21 @@ def options_of(cls: type) -> dict[str, tuple[Any, Bounds | None]]:
     return {f.name: (hints[f.name], f.metadata.get(_METADATA_KEY)) for f in fields(cls)}
 
 
-def _parts_of(kind: Any) -> tuple[Any, ...]:
+def _split_union(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
 def _list_choices(kind: Any) -> tuple[object, ...]:
     """Return the values that a type with a Literal allows besides None; none without a Literal."""
-    parts = _parts_of(kind)
+    parts = _split_union(kind)
     if not any(get_origin(part) is Literal for part in parts):
         return ()
     values = [(True, False) if part is bool else get_args(part) for part in parts]
     return tuple(value for choices in values for value in choices)
 
 
-def _without_literals(kind: Any) -> Any:
-    parts = [str if get_origin(part) is Literal else part for part in _parts_of(kind)]
+def _replace_literals(kind: Any) -> Any:
+    parts = [str if get_origin(part) is Literal else part for part in _split_union(kind)]
     return reduce(operator.or_, parts)
 
 

@@ -150,7 +150,7 @@ def refuse(config: object, unread_options: Iterable[Unread]) -> None:
                     )
 
 
-def unread_in_rollout(rollout: RolloutConfig) -> Iterator[Unread]:
+def find_unread_in_rollout(rollout: RolloutConfig) -> Iterator[Unread]:
     mode = f"rollout.mode={rollout.mode}"
     if rollout.mode != "async":
         options = ("rollout.max_staleness", "rollout.stale", "rollout.partial")
@@ -171,7 +171,7 @@ def unread_in_rollout(rollout: RolloutConfig) -> Iterator[Unread]:
         yield Unread(options, "rollout.dynamic_sampling=false", remedy)
 
 
-def unread_in_kl(kl: KLConfig) -> Iterator[Unread]:
+def find_unread_in_kl(kl: KLConfig) -> Iterator[Unread]:
     remedy = "set algorithm.kl.coef above 0"
     if kl.coef == 0:
         options = ("algorithm.kl.in_reward", "algorithm.kl.horizon")
@@ -181,7 +181,7 @@ def unread_in_kl(kl: KLConfig) -> Iterator[Unread]:
         yield Unread(("algorithm.kl.horizon",), "algorithm.kl.target=0", remedy)
 
 
-def unread_in_correction(correction: CorrectionConfig) -> Iterator[Unread]:
+def find_unread_in_correction(correction: CorrectionConfig) -> Iterator[Unread]:
     if not correction.is_weighted:
         names = ("low", "high", "bound", "normalize")
         options = tuple(f"algorithm.correction.{name}" for name in names)
@@ -201,7 +201,7 @@ def unread_in_correction(correction: CorrectionConfig) -> Iterator[Unread]:
         yield Unread(("algorithm.correction.reject_below",), context, remedy)
 
 
-def unread_in_reward(reward: RewardConfig, has_environment: bool) -> Iterator[Unread]:
+def find_unread_in_reward(reward: RewardConfig, has_environment: bool) -> Iterator[Unread]:
     if reward.overlong_buffer_len == 0:
         remedy = "set reward.overlong_buffer_len"
         yield Unread(("reward.overlong_penalty",), "reward.overlong_buffer_len=0", remedy)
@@ -216,7 +216,7 @@ def unread_in_reward(reward: RewardConfig, has_environment: bool) -> Iterator[Un
         yield Unread(options, "reward.path=''", "set reward.path")
 
 
-def unread_in_served(role: str, model: ServedModelConfig) -> Iterator[Unread]:
+def find_unread_in_served(role: str, model: ServedModelConfig) -> Iterator[Unread]:
     if not model.is_used:
         context = f"{role}.path='' and {role}.url=''"
         yield Unread((role,), context, f"set {role}.path or {role}.url")
@@ -229,13 +229,13 @@ def unread_in_served(role: str, model: ServedModelConfig) -> Iterator[Unread]:
         yield Unread(options, f"{role}.url={model.url}", f"set {role}.path instead")
 
 
-def unread_in_optimizer(group: str, optimizer: OptimizerConfig) -> Iterator[Unread]:
+def find_unread_in_optimizer(group: str, optimizer: OptimizerConfig) -> Iterator[Unread]:
     if optimizer.schedule == "constant":
         remedy = f"set {group}.schedule=linear or cosine"
         yield Unread((f"{group}.min_lr",), f"{group}.schedule=constant", remedy)
 
 
-def unread_in_episodes(agents: AgentsConfig, evaluation: EvalConfig) -> Iterator[Unread]:
+def find_unread_in_episodes(agents: AgentsConfig, evaluation: EvalConfig) -> Iterator[Unread]:
     if not evaluation.num_samples:
         options = ("eval.temperature", "eval.top_p")
         yield Unread(options, "eval.samples=0 and eval.pass_k=1", "set eval.samples=4")
@@ -247,14 +247,14 @@ def unread_in_episodes(agents: AgentsConfig, evaluation: EvalConfig) -> Iterator
         yield Unread(("agents",), "agents.environment=''", "set agents.environment")
 
 
-def unread_in_servers(sandbox: SandboxConfig, search: SearchConfig) -> Iterator[Unread]:
+def find_unread_in_servers(sandbox: SandboxConfig, search: SearchConfig) -> Iterator[Unread]:
     if not sandbox.is_used:
         yield Unread(("sandbox",), "sandbox.workers=0", "set sandbox.workers above 0")
     if not search.is_used:
         yield Unread(("search",), "search.index=''", "set search.index")
 
 
-def unread_without_models(judge_is_used: bool, reward_model_is_used: bool) -> Iterator[Unread]:
+def find_unread_without_models(judge_is_used: bool, reward_model_is_used: bool) -> Iterator[Unread]:
     if not judge_is_used:
         context = "judge.path='' and judge.url=''"
         yield Unread(("reward.judge",), context, "set judge.path or judge.url")
@@ -264,7 +264,7 @@ def unread_without_models(judge_is_used: bool, reward_model_is_used: bool) -> It
         yield Unread(("reward.model_tokenizer",), context, remedy)
 
 
-def unread_in_cluster(cluster: ClusterConfig) -> Iterator[Unread]:
+def find_unread_in_cluster(cluster: ClusterConfig) -> Iterator[Unread]:
     if cluster.address is not None:
         context = f"cluster.address={cluster.address}"
         remedy = "give it to `ray start --object-store-memory`"
@@ -278,13 +278,13 @@ def unread_in_cluster(cluster: ClusterConfig) -> Iterator[Unread]:
         )
 
 
-def unread_in_profile(profile: ProfileConfig) -> Iterator[Unread]:
+def find_unread_in_profile(profile: ProfileConfig) -> Iterator[Unread]:
     if not profile.steps:
         options = ("profile.ranks", "profile.tool")
         yield Unread(options, "profile.steps=[]", "set profile.steps=[3]")
 
 
-def unread_in_sync(canary: CanaryConfig, sync: SyncConfig) -> Iterator[Unread]:
+def find_unread_in_sync(canary: CanaryConfig, sync: SyncConfig) -> Iterator[Unread]:
     if canary.sequences == 0:
         options = ("canary.tolerance", "canary.factor")
         yield Unread(options, "canary.sequences=0", "set canary.sequences=2")

@@ -88,12 +88,12 @@ def print_options(args: argparse.Namespace) -> None:
     elif args.markdown:
         print(make_page(found), end="")
     else:
-        print("\n".join(_as_text(option) for option in found))
+        print("\n".join(_format_text(option) for option in found))
 
 
 def list_options() -> list[Option]:
     """Return all options of a recipe, in the order of the tree."""
-    recipes = {name: recipe_settings(RECIPES_DIR / f"{name}.yaml") for name in list_recipes()}
+    recipes = {name: read_settings(RECIPES_DIR / f"{name}.yaml") for name in list_recipes()}
     return [
         Option(
             name,
@@ -164,7 +164,7 @@ def _explain_bounds(bounds: Bounds | None) -> str:
     return ""
 
 
-def recipe_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
     """Return the options that a recipe file, or a file in its defaults list, sets, by name."""
     tree: Any = OmegaConf.to_container(_merge_files(path), resolve=False)
     return dict(_flatten(tree, ""))
@@ -197,14 +197,14 @@ def _flatten(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]
         dotted = f"{prefix}{name}"
         if not isinstance(value, Mapping):
             yield dotted, value
-        elif dotted in _leaf_names():
+        elif dotted in _list_leaves():
             yield dotted, {key: inner for key, inner in value.items() if inner is not None}
         else:
             yield from _flatten(value, f"{dotted}.")
 
 
 @cache
-def _leaf_names() -> frozenset[str]:
+def _list_leaves() -> frozenset[str]:
     return frozenset(leaves_under(Config))
 
 
@@ -213,7 +213,7 @@ def _matches(option: Option, words: Sequence[str]) -> bool:
     return all(re.search(rf"(?<![a-z0-9]){re.escape(word.lower())}", text) for word in words)
 
 
-def _as_text(option: Option) -> str:
+def _format_text(option: Option) -> str:
     head = f"{option.name} = {option.default}  ({option.takes})"
     lines = [head, *textwrap.wrap(option.description, WIDTH - 4)]
     if option.recipes:
@@ -236,12 +236,12 @@ def make_page(options: Sequence[Option]) -> str:
     for group in dict.fromkeys(option.group for option in options):
         lines += ["", f"## {group or 'The whole recipe'}", ""]
         for option in options:
-            lines += _as_item(option) if option.group == group else []
+            lines += _format_item(option) if option.group == group else []
     return "\n".join(lines) + "\n"
 
 
-def _as_item(option: Option) -> list[str]:
-    text = f"({option.takes}) {option.description} {_name_recipes(option.recipes)}"
+def _format_item(option: Option) -> list[str]:
+    text = f"({option.takes}) {option.description} {_mention_recipes(option.recipes)}"
     text = re.sub(r"([<*])", r"\\\1", text)
     text = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
     head = f"* `{option.name}={option.default}` "
@@ -254,7 +254,7 @@ def _as_item(option: Option) -> list[str]:
     )
 
 
-def _name_recipes(recipes: Mapping[str, str]) -> str:
+def _mention_recipes(recipes: Mapping[str, str]) -> str:
     if len(recipes) > MOST_NAMED:
         return f"Set by {len(recipes)} recipes."
     named = ", ".join(f"{recipe}: `{value}`" for recipe, value in recipes.items())

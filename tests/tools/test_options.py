@@ -9,7 +9,7 @@ from mcore_rl.config import Config
 from mcore_rl.config.recipe import list_recipes, load_recipe
 from mcore_rl.config.shipped import RECIPES_DIR
 from mcore_rl.config.tree import leaves_under, value_of
-from mcore_rl.tools.options import Option, list_options, recipe_settings
+from mcore_rl.tools.options import Option, list_options, read_settings
 
 OPTIONS = {option.name: option for option in list_options()}
 ELEMENTS = {"data.sources[].path", "data.sources[].weight"} | {
@@ -45,7 +45,7 @@ def test_an_option_has_type_bounds_and_default() -> None:
 def test_recipes_are_told_with_the_values_that_they_compose_to() -> None:
     for recipe in list_recipes():
         config = load_recipe(recipe, [])
-        for name, value in recipe_settings(RECIPES_DIR / f"{recipe}.yaml").items():
+        for name, value in read_settings(RECIPES_DIR / f"{recipe}.yaml").items():
             if name not in COMPLETED:
                 assert value_of(config, name) == value, f"{recipe}: {name}={value}"
     assert OPTIONS["algorithm.gae_lambda"].recipes["tiny_moe_ppo"] == "0.95"
