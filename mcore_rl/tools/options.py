@@ -153,7 +153,8 @@ def _name_type(kind: Any) -> str:
         return "mapping"
     if is_group(kind):
         return "mapping"
-    return {str: "text", type(None): "null"}.get(kind, kind.__name__)
+    names: dict[Any, str] = {str: "text", type(None): "null"}
+    return names.get(kind, kind.__name__)
 
 
 def _explain_bounds(bounds: Bounds | None) -> str:

@@ -171,9 +171,10 @@ def test_bounds_say_what_they_allow_and_of_which_option() -> None:
     assert options_of(Inner)["either"] == (bool | str, Choices((True, False, "c")))
     made = Inner(size=None, kind="b", either="c")
     assert (made.size, made.kind, made.either) == (None, "b", "c")
+    wrong: dict[str, Any] = {"kind": "c"}
     refused = [
         (lambda: check_bounds(Inner, {"size": 0}, "a.b"), "a.b.size=0: must be at least 1"),
-        (lambda: Inner(**{"kind": "c"}), "Inner.kind='c': expected one of 'a', 'b'"),
+        (lambda: Inner(**wrong), "Inner.kind='c': expected one of 'a', 'b'"),
         (lambda: RolloutConfig(top_p=1.5), "rollout.top_p=1.5: must lie in (0, 1]"),
         (lambda: ParallelConfig(tp=0), "ParallelConfig.tp=0: must be at least 1"),
         (lambda: ImagesConfig(max_mib=0), "data.images.max_mib=0: must be at least 1"),

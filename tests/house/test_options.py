@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import get_type_hints
 
 from mcore_rl import config
+from mcore_rl.config.bounds import Options
 from tests.support.policy import parse, python_files
 
 Field = tuple[str, str]
 """(configuration class, field)"""
-CLASSES = {name: cls for name, cls in vars(config).items() if is_dataclass(cls)}
+CLASSES = {
+    name: cls
+    for name, cls in vars(config).items()
+    if isinstance(cls, type) and is_dataclass(cls) and issubclass(cls, Options)
+}
 OPTIONS: set[Field] = {(name, f.name) for name, cls in CLASSES.items() for f in fields(cls)}
 KINDS: dict[Field, str] = {
     (name, option): getattr(get_type_hints(CLASSES[name])[option], "__name__", "")

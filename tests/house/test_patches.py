@@ -25,6 +25,7 @@ NOT_REPLACED = {
     ("mcore_rl.weight_sync.receiver", "on_calling_thread"): "an attribute of a tensor of ours",
     ("sglang_on_cpu.native_forward", "NativeForward._fill_layers"): "fields of a C structure",
     ("sglang_on_cpu.native_forward", "NativeForward._make_space"): "fields of a C structure",
+    ("mcore_rl.tools.completion", "answer_shell"): "an attribute that argcomplete documents",
     ("mcore_rl.train.transformer_config", "make_transformer_config"): "fields that GPTModel reads",
     ("mcore_rl.device.probes", "release_and_resume"): "a setting that its package documents",
     ("mcore_rl.services.sandbox.notebook", "run_cell"): "an entry under a name of our own",
