@@ -12,7 +12,7 @@ class RunConfig(Options, group="run"):
     dir: str = ""
     """Folder of everything the run writes: logs, metrics, checkpoints, export, summary."""
     seed: int = bounded(0, ge=0)
-    """Of sampling, shuffling and random weights."""
+    """Seed of sampling, shuffling and random weights."""
     steps: int = bounded(100, ge=1)
     """Steps of the loop: each samples a rollout and trains on it."""
     resume: bool | Literal["newest_whole"] = True
@@ -45,7 +45,7 @@ class JudgeConfig(Options, group="reward.judge"):
     high: float = 1.0
     """The largest valid verdict."""
     temperature: float = bounded(0.0, ge=0)
-    """Of the judge's answers; 0: greedy."""
+    """Temperature of the judge's answers; 0: greedy."""
     max_tokens: int = bounded(1024, ge=1)
     """Tokens of the judge's answer, at most."""
     request: dict[str, Any] = field(default_factory=dict)
