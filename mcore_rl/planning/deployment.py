@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mcore_rl.config import Config
+from mcore_rl.config import ClusterConfig, Config, ParallelConfig, RolloutConfig, SyncConfig
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.layouts.layout import Layout
 from mcore_rl.weights.layouts.listed import RecordedLayouts
@@ -28,33 +28,36 @@ class Deployment:
     relays: bool
 
 
-def record_layouts(config: Config, policy: ModelFacts, engines: SGLangSizes) -> RecordedLayouts:
-    """The layouts that Megatron and the given engines have in this recipe."""
-    trainer = MegatronSizes.of(config.parallel, policy.config)
-    fp8 = config.rollout.quantization == "fp8"
-    return RecordedLayouts(policy.config, config.model.dtype, trainer, engines, fp8)
+def record_layouts(
+    policy: ModelFacts, dtype: str, parallel: ParallelConfig, engines: SGLangSizes, *, fp8: bool
+) -> RecordedLayouts:
+    """Return the layouts of trainer ranks in `dtype` and of engines, in FP8 or in `dtype`."""
+    trainer = MegatronSizes.of(parallel, policy.config)
+    return RecordedLayouts(policy.config, dtype, trainer, engines, fp8)
 
 
 def make_deployment(config: Config, policy: ModelFacts) -> Deployment:
     """The recipe's deployment. Raises ValueError naming two sizes that do not divide."""
     per_host = config.plan.ranks_per_host
-    recorded = record_layouts(config, policy, SGLangSizes.of(config.rollout))
+    rollout = config.rollout
+    fp8 = rollout.quantization == "fp8"
+    engines = SGLangSizes.of(rollout)
+    recorded = record_layouts(policy, config.model.dtype, config.parallel, engines, fp8=fp8)
     source = recorded.source()
     target = recorded.target()
     first_host = 0 if config.cluster.colocated else -(-source.num_ranks // per_host)
     hosts = RegularHosts(per_host, per_host, first_host)
-    engine_ranks = target.num_ranks // config.rollout.engines
-    return Deployment(
-        source, target, hosts, recorded.trainer.stage_ranks, engine_ranks, does_relay(config)
-    )
+    engine_ranks = target.num_ranks // rollout.engines
+    relays = does_relay(config.sync, rollout, config.cluster)
+    return Deployment(source, target, hosts, recorded.trainer.stage_ranks, engine_ranks, relays)
 
 
-def does_relay(config: Config) -> bool:
+def does_relay(sync: SyncConfig, rollout: RolloutConfig, cluster: ClusterConfig) -> bool:
     """Return whether engines pass weights on to one another.
 
     Colocated engines do not: they run on the trainer's hosts, where the weights are near anyway.
     """
-    return config.sync.relay and config.rollout.stage_weights and not config.cluster.colocated
+    return sync.relay and rollout.stage_weights and not cluster.colocated
 
 
 def count_engine_links(num_engines: int, relays: bool) -> int:

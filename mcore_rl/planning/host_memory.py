@@ -1,7 +1,10 @@
 """Predicts the host memory of the nodes with engines: samples in stores, images, servers."""
 
+from dataclasses import dataclass
+
 from mcore_rl.algo.lookup import needs_of
-from mcore_rl.config import Config, SandboxConfig, SearchConfig
+from mcore_rl.algo.registry import Needs
+from mcore_rl.config import Config, PlanConfig, RolloutConfig, SandboxConfig, SearchConfig
 from mcore_rl.weights.hf.facts import ModelFacts
 
 _NUMBER = 4
@@ -9,75 +12,99 @@ _NUMBER = 4
 GIB = 2**30
 
 
-def count_groups(config: Config) -> int:
+@dataclass(frozen=True)
+class StoreMemory:
+    """The most that all stores together hold: all sequences are as long as may be.
+
+    num_groups    groups of `group_size` sequences that the stores hold at once
+    token_bytes   bytes of a token, with all that is written beside it in a step
+    num_nodes     nodes that have a store
+    limit_gib     rollout.store_gib
+    cache_gib     data.images.cache_gib of a model that sees images, otherwise None
+    """
+
+    num_groups: int
+    group_size: int
+    max_len: int
+    token_bytes: int
+    num_nodes: int
+    limit_gib: float
+    cache_gib: float | None
+
+    @staticmethod
+    def of(config: Config, policy: ModelFacts) -> "StoreMemory":
+        rollout = config.rollout
+        num_steps = config.train.epochs * config.train.mini_batches
+        experts = count_expert_bytes(policy) if config.drift.routed_experts else 0
+        logprob_bytes = 2 if rollout.logprob_dtype == "bfloat16" else _NUMBER
+        return StoreMemory(
+            num_groups=count_groups(rollout),
+            group_size=rollout.samples_per_prompt,
+            max_len=config.data.max_prompt_len + rollout.max_response_len,
+            token_bytes=count_token_bytes(needs_of(config.algorithm), num_steps, logprob_bytes)
+            + experts,
+            num_nodes=count_store_nodes(rollout, config.plan),
+            limit_gib=rollout.store_gib,
+            cache_gib=config.data.images.cache_gib if policy.family.has_tower else None,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_groups * self.group_size * self.max_len * self.token_bytes
+
+    def explain(self) -> str:
+        """Return a sentence with the stores' memory, and further ones about what bounds it."""
+        node_gib = self.num_bytes / GIB / self.num_nodes
+        beyond = images = ""
+        if 0 < self.limit_gib < node_gib:
+            beyond = f" Beyond rollout.store_gib={self.limit_gib:g} they go to files."
+        if self.cache_gib is not None:
+            images = (
+                f" Patches of images: at most data.images.cache_gib={self.cache_gib:g} GiB of"
+                " shared memory on each, beside the encoded images of their prompts."
+            )
+        return (
+            f"Samples in host memory: at most {node_gib:.1f} GiB on each of {self.num_nodes}"
+            f" node{'s' * (self.num_nodes > 1)} with engines ({self.num_groups:,} groups of"
+            f" {self.group_size}, {self.max_len:,} tokens each,"
+            f" {self.token_bytes:,} bytes a token).{beyond}{images}"
+        )
+
+
+def count_groups(rollout: RolloutConfig) -> int:
     """Return the most groups that the stores hold at once.
 
     A step's groups stay until it is trained on, and those of the steps ahead that staleness allows
     are sampled meanwhile. Dynamic sampling has a round of others beside them.
     """
-    rollout = config.rollout
     groups = (rollout.staleness_bound + 1) * rollout.prompts_per_step
     if rollout.dynamic_sampling:
         groups += round(rollout.oversampling * rollout.prompts_per_step)
     return groups
 
 
-def count_token_bytes(config: Config, policy: ModelFacts) -> int:
-    """Return the bytes of a token in a store, with all that is written beside it in a step."""
-    needs = needs_of(config.algorithm)
-    num_steps = config.train.epochs * config.train.mini_batches
+def count_token_bytes(needs: Needs, num_steps: int, logprob_bytes: int) -> int:
+    """Return the bytes of a token without its experts, by the optimizer steps of a rollout."""
     logprobs = 1  # the engine's
     logprobs += num_steps > 1 or needs.old_logprobs
     logprobs += needs.reference
     logprobs += needs.teacher
     others = 1 + 3 * needs.critic  # token ids; values, returns, advantages
-    experts = 0
-    if policy.has_experts and config.drift.routed_experts:
-        size = 1 if policy.num_experts <= 256 else 2
-        experts = sum(policy.moe_layers) * policy.experts_per_token * size
-    logprob_bytes = 2 if config.rollout.logprob_dtype == "bfloat16" else _NUMBER
-    return logprobs * logprob_bytes + others * _NUMBER + experts
+    return logprobs * logprob_bytes + others * _NUMBER
 
 
-def count_store_bytes(config: Config, policy: ModelFacts) -> float:
-    """Return the most bytes in all stores together, if all sequences were as long as may be."""
-    rollout = config.rollout
-    longest = config.data.max_prompt_len + rollout.max_response_len
-    num_tokens = count_groups(config) * rollout.samples_per_prompt * longest
-    return num_tokens * count_token_bytes(config, policy)
+def count_expert_bytes(policy: ModelFacts) -> int:
+    """Return the bytes of the experts that an engine reports for a token."""
+    if not policy.has_experts:
+        return 0
+    size = 1 if policy.num_experts <= 256 else 2
+    return sum(policy.moe_layers) * policy.experts_per_token * size
 
 
-def count_store_nodes(config: Config) -> int:
+def count_store_nodes(rollout: RolloutConfig, plan: PlanConfig) -> int:
     """Return the nodes that have a store: one for each node that begins an engine."""
-    rollout = config.rollout
-    per_node = max(1, config.plan.ranks_per_host // rollout.engine_ranks)
+    per_node = max(1, plan.ranks_per_host // rollout.engine_ranks)
     return -(-rollout.engines // per_node)
-
-
-def explain_stores(config: Config, policy: ModelFacts) -> str:
-    """Return a sentence with the stores' memory, and a second one if that is bounded."""
-    whole, nodes = count_store_bytes(config, policy) / GIB, count_store_nodes(config)
-    limit = config.rollout.store_gib
-    beyond = ""
-    if 0 < limit < whole / nodes:
-        beyond = f" Beyond rollout.store_gib={limit:g} they go to files."
-    longest = config.data.max_prompt_len + config.rollout.max_response_len
-    return (
-        f"Samples in host memory: at most {whole / nodes:.1f} GiB on each of {nodes}"
-        f" node{'s' * (nodes > 1)} with engines ({count_groups(config):,} groups of"
-        f" {config.rollout.samples_per_prompt}, {longest:,} tokens each,"
-        f" {count_token_bytes(config, policy):,} bytes a token).{beyond}"
-        + _explain_images(config, policy)
-    )
-
-
-def _explain_images(config: Config, policy: ModelFacts) -> str:
-    if not policy.family.has_tower:
-        return ""
-    return (
-        f" Patches of images: at most data.images.cache_gib={config.data.images.cache_gib:g} GiB of"
-        " shared memory on each, beside the encoded images of their prompts."
-    )
 
 
 def explain_servers(sandbox: SandboxConfig, search: SearchConfig) -> str:

@@ -13,9 +13,9 @@ from pathlib import Path
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import (
     Config,
-    OptimizerConfig,
     ParallelConfig,
     ServedModelConfig,
+    SyncConfig,
     TrainConfig,
 )
 from mcore_rl.config.upstream import Passed
@@ -47,22 +47,26 @@ from mcore_rl.weights.models.tower import is_frozen
 from mcore_rl.weights.models.value_head import has_value_head, with_value_head
 
 
-def count_sync_buffers(config: Config) -> int:
+def count_sync_buffers(sync: SyncConfig) -> int:
     """Bytes of the buffers at one end of a link of the weight sync, padding included."""
-    return NUM_SLOTS * largest_message_bytes(int(config.sync.bucket_mib * 2**20))
+    return NUM_SLOTS * largest_message_bytes(int(sync.bucket_mib * 2**20))
 
 
 def predict_engine(config: Config, policy: ModelFacts) -> list[Uses]:
     """Bytes per purpose of a rank of each of an engine's pipeline stages."""
     rollout = config.rollout
     one_engine = replace(SGLangSizes.of(rollout), engines=1)
-    target = record_layouts(config, policy, one_engine).target()
+    dtype = config.model.dtype
+    fp8 = rollout.quantization == "fp8"
+    target = record_layouts(policy, dtype, config.parallel, one_engine, fp8=fp8).target()
     attention_tp = rollout.tp // rollout.attention_dp
-    size = itemsize(config.model.dtype)
+    size = itemsize(dtype)
     is_fp8 = str(rollout.sglang.get("kv_cache_dtype", "auto")).startswith("fp8")
     kv_size = 1 if is_fp8 else size
-    num_links = count_engine_links(rollout.engines, does_relay(config))
-    buffers = num_links * count_sync_buffers(config)
+    num_links = count_engine_links(
+        rollout.engines, does_relay(config.sync, rollout, config.cluster)
+    )
+    buffers = num_links * count_sync_buffers(config.sync)
     if config.sync.verify == "destination":
         buffers += largest_message_bytes(int(config.sync.bucket_mib * 2**20))
     stages = []
@@ -192,35 +196,48 @@ def _predict_trainer_gpus(config: Config, models: RecipeModels) -> Iterable[Rank
 
 def predict_trainer(config: Config, models: RecipeModels) -> list[Uses]:
     """Bytes per purpose of a trainer rank of each pipeline stage."""
-    train = config.train
-    hf_config = models.policy.config
-    return _predict_training(config, hf_config, config.parallel, train, train.optimizer, sends=True)
+    return _predict_training(
+        models.policy.config,
+        config.model.dtype,
+        config.parallel,
+        config.train,
+        expert_load=config.plan.expert_load,
+        sync_bytes=config.rollout.engines * count_sync_buffers(config.sync),
+    )
 
 
 def predict_critic(config: Config, models: RecipeModels) -> list[Uses]:
     """Bytes per purpose of a critic rank of each pipeline stage; the recipe has a critic."""
     assert models.critic is not None, "a recipe with a critic was read without one"
-    model = with_value_head(models.critic.config)
-    critic = config.critic
-    train = make_critic_training(config.train, critic)
-    return _predict_training(config, model, critic.parallel, train, critic.optimizer, sends=False)
+    train = make_critic_training(config.train, config.critic)
+    return _predict_training(
+        with_value_head(models.critic.config),
+        config.model.dtype,
+        config.critic.parallel,
+        replace(train, optimizer=config.critic.optimizer),
+        expert_load=config.plan.expert_load,
+    )
 
 
 def _predict_training(
-    config: Config,
     hf_config: HfConfig,
+    dtype: str,
     parallel: ParallelConfig,
     train: TrainConfig,
-    optimizer: OptimizerConfig,
     *,
-    sends: bool,
+    expert_load: float,
+    sync_bytes: float = 0.0,
 ) -> list[Uses]:
-    """Bytes per purpose of a rank of each pipeline stage of a model in training."""
+    """Return the bytes per purpose of a rank of each pipeline stage of a model in training.
+
+    expert_load    tokens of the most loaded rank's experts, divided by the mean over ranks
+    sync_bytes     buffers of the weight sync
+    """
     sizes = MegatronSizes.of(parallel, hf_config)
-    layout = MegatronLayout(family_of(hf_config), hf_config, sizes, config.model.dtype)
-    step = _make_pass(config.model.dtype, parallel, train, config.plan.expert_load)
+    layout = MegatronLayout(family_of(hf_config), hf_config, sizes, dtype)
+    step = _make_pass(dtype, parallel, train, expert_load)
     activations = Activations(hf_config, step)
-    per_parameter = _count_parameter_bytes(config.model.dtype, optimizer.megatron, train.ddp)
+    per_parameter = _count_parameter_bytes(dtype, train.optimizer.megatron, train.ddp)
     stages = []
     for stage in range(parallel.pp):
         count = count_parameters(layout, sizes, stage, train.vision)
@@ -237,8 +254,8 @@ def _predict_training(
             uses["pixels"] = in_flight * count_pixel_bytes(hf_config, step.tokens)
         if stage == parallel.pp - 1 and not has_value_head(hf_config):
             uses["logits and log-probs"] = activations.count_logits(sizes.padded_vocab)
-        if sends:
-            uses["sync buffers"] = config.rollout.engines * count_sync_buffers(config)
+        if sync_bytes:
+            uses["sync buffers"] = sync_bytes
         stages.append(uses)
     return stages
 

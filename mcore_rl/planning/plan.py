@@ -26,12 +26,7 @@ from mcore_rl.config import (
 )
 from mcore_rl.config.recipe import require
 from mcore_rl.planning.deployment import make_deployment
-from mcore_rl.planning.host_memory import (
-    count_store_bytes,
-    count_store_nodes,
-    explain_servers,
-    explain_stores,
-)
+from mcore_rl.planning.host_memory import StoreMemory, explain_servers
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.peak_memory import RankMemory
 from mcore_rl.planning.peak_memory import encode_ranks as memory_as_json
@@ -179,24 +174,24 @@ def print_plan(config: Config, as_json: bool = False) -> bool:
     summary, traffic = predict_sync(config, deployment)
     ranks = predict_memory(config, models)
     fits, sentence = judge(config, models, ranks)
+    stores = StoreMemory.of(config, models.policy)
     if as_json:
         memory = {
             "memory": memory_as_json(ranks),
             "fits": fits,
             "verdict": sentence,
             "explained": explain(config, ranks),
-            "store_bytes": count_store_bytes(config, models.policy),
-            "store_nodes": count_store_nodes(config),
+            "store_bytes": stores.num_bytes,
+            "store_nodes": stores.num_nodes,
             "servers": explain_servers(config.sandbox, config.search),
         }
         print(json.dumps(asdict(summary) | memory))
         return fits
     console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(make_flows_table(config, deployment, traffic, summary))
+    console.print(make_flows_table(config.model.path, deployment, traffic, summary))
     console.print(make_comparison_table(summary))
     console.print(make_memory_table(config.plan, ranks))
-    stores = explain_stores(config, models.policy)
     servers = explain_servers(config.sandbox, config.search)
-    for line in filter(None, (*explain(config, ranks), stores, servers, sentence)):
+    for line in filter(None, (*explain(config, ranks), stores.explain(), servers, sentence)):
         console.print(line, soft_wrap=True, highlight=False)
     return fits

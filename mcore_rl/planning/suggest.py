@@ -6,7 +6,7 @@ from math import ceil, log2
 from typing import Any
 
 from mcore_rl.algo.lookup import needs_of
-from mcore_rl.config import Config, ParallelConfig, PlanConfig
+from mcore_rl.config import Config, ParallelConfig, PlanConfig, RolloutConfig
 from mcore_rl.config.tree import Settings, value_of, with_settings
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.peak_memory import RankMemory, Side
@@ -46,10 +46,11 @@ def suggest_settings(config: Config, models: RecipeModels) -> Settings | None:
     sides: list[Side] = [rank.side for rank in large]
     for side in dict.fromkeys(sides):
         if side == "engine":
-            candidates = _list_engine_candidates(config)
+            candidates = _list_engine_candidates(config.rollout)
         else:
             candidates = _list_trained_candidates(config, models.policy.sizes, side)
-        fitting = next((c for c in candidates if _fits(config, models, c, side)), None)
+        changes = (_select_changes(config, candidate) for candidate in candidates)
+        fitting = next((c for c in changes if _fits(config, models, c, side)), None)
         if fitting is None:
             return None
         settings |= fitting
@@ -70,9 +71,8 @@ def _sort_by_distance(candidates: list[tuple[float, Settings]]) -> Iterator[Sett
     return (settings for distance, settings in candidates if distance <= FARTHEST)
 
 
-def _list_engine_candidates(config: Config) -> Iterator[Settings]:
+def _list_engine_candidates(rollout: RolloutConfig) -> Iterator[Settings]:
     """Yield wider engines and less KV cache, with as many ranks in all or a multiple of them."""
-    rollout = config.rollout
     for growth in GROWTH:
         candidates = []
         for wider, smaller, stages in product((1, 2, 4, 8, 16), (1, 2, 4), (True, False)):
@@ -86,7 +86,7 @@ def _list_engine_candidates(config: Config) -> Iterator[Settings]:
                 "rollout.stage_weights": stages,
             }
             distance = log2(wider) + log2(smaller) + (stages != rollout.stage_weights)
-            candidates.append((distance, _select_changes(config, settings)))
+            candidates.append((distance, settings))
         yield from _sort_by_distance(candidates)
 
 
@@ -115,7 +115,7 @@ def _list_trained_candidates(
                 steps = recomputes.index(recompute) - recomputes.index(config.train.recompute)
                 away = distance + abs(steps) + (offload != config.cluster.offload)
                 more = {"train.recompute": recompute, "cluster.offload": offload}
-                candidates.append((away, _select_changes(config, settings | more)))
+                candidates.append((away, settings | more))
         yield from _sort_by_distance(candidates)
 
 

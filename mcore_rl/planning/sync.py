@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
-from mcore_rl.config import Config
+from mcore_rl.config import Config, PlanConfig, RolloutConfig, SyncConfig
 from mcore_rl.planning.deployment import Deployment, count_engine_links
 from mcore_rl.planning.memory import count_sync_buffers
 from mcore_rl.weights.plan.cost import (
@@ -76,7 +76,10 @@ def predict_sync(config: Config, deployment: Deployment) -> tuple[PlanSummary, T
     if deployment.relays:
         traffic = predict(*sides, engine_ranks=deployment.engine_ranks)
     rival = predict_gather_broadcast(*sides, deployment.stage_ranks)
-    return _summarize(config, deployment, traffic, direct, rival), traffic
+    summary = _summarize(
+        deployment, traffic, direct, rival, config.plan, config.rollout, config.sync
+    )
+    return summary, traffic
 
 
 def find_busiest_copy(traffic: Traffic) -> int:
@@ -90,19 +93,21 @@ def predict_seconds(traffic: Traffic, link_gbps: float, memory_gbps: float) -> f
 
 
 def _summarize(
-    config: Config,
     deployment: Deployment,
     traffic: Traffic,
     direct: Traffic,
     rival: GatherBroadcast,
+    plan: PlanConfig,
+    rollout: RolloutConfig,
+    sync: SyncConfig,
 ) -> PlanSummary:
     hosts = deployment.hosts
-    link_gbps, memory_gbps = config.plan.link_gbps, config.plan.memory_gbps
-    links = count_engine_links(config.rollout.engines, deployment.relays)
-    buffers = _count_buffers(deployment, count_sync_buffers(config), links)
+    link_gbps, memory_gbps = plan.link_gbps, plan.memory_gbps
+    links = count_engine_links(rollout.engines, deployment.relays)
+    buffers = _count_buffers(deployment, count_sync_buffers(sync), links)
     trainer_out = by_host(traffic.trainer.network_out, hosts.source_host)
     engine_in = by_host(traffic.engines.network_in, hosts.target_host)
-    kept = exchanged_per_host(traffic, hosts) if config.sync.delta == "always" else (0, 0)
+    kept = exchanged_per_host(traffic, hosts) if sync.delta == "always" else (0, 0)
     return PlanSummary(
         trainer_ranks=deployment.source.num_ranks,
         engine_ranks=deployment.target.num_ranks,
@@ -121,9 +126,7 @@ def _summarize(
         lower_bound_bytes=traffic.lower_bound,
         trainer_buffer_bytes=max(buffers[0]),
         engine_buffer_bytes=max(buffers[1]),
-        engine_staged_bytes=max(_count_into_engines(traffic))
-        if config.rollout.stage_weights
-        else 0,
+        engine_staged_bytes=max(_count_into_engines(traffic)) if rollout.stage_weights else 0,
         trainer_kept_bytes=kept[0],
         engine_kept_bytes=kept[1],
         seconds=predict_seconds(traffic, link_gbps, memory_gbps),
@@ -169,11 +172,11 @@ def _count_into_engines(traffic: Traffic) -> list[int]:
 
 
 def make_flows_table(
-    config: Config, deployment: Deployment, traffic: Traffic, summary: PlanSummary
+    model_path: str, deployment: Deployment, traffic: Traffic, summary: PlanSummary
 ) -> Table:
     """Who sends what to whom: rows for each pipeline stage, and for what the engines pass on."""
     table = Table(
-        title=f"{config.model.path}: {summary.model_bytes / GIB:.1f} GiB,"
+        title=f"{model_path}: {summary.model_bytes / GIB:.1f} GiB,"
         f" {summary.trainer_ranks} trainer ranks to {summary.engine_ranks} engine ranks",
         caption="GiB of one weight sync",
     )
@@ -181,7 +184,8 @@ def make_flows_table(
         table.add_column(column)
     for column in ("in all", "per rank"):
         table.add_column(column, justify="right")
-    engines = f"{config.rollout.engines} engine{'s' * (config.rollout.engines > 1)}"
+    num_engines = summary.engine_ranks // deployment.engine_ranks
+    engines = f"{num_engines} engine{'s' * (num_engines > 1)}"
     stage_ranks = deployment.stage_ranks
     for first in range(0, summary.trainer_ranks, stage_ranks):
         ranks = slice(first, first + stage_ranks)

@@ -36,7 +36,7 @@ def test_engines_of_their_own_with_staged_weights_relay(
     settings: dict[str, object], expected: bool, links: int
 ) -> None:
     config = with_settings(Config(), settings)
-    assert does_relay(config) == expected
+    assert does_relay(config.sync, config.rollout, config.cluster) == expected
     assert count_engine_links(config.rollout.engines, relays=expected) == links
 
 

@@ -47,11 +47,11 @@ def test_the_head_of_an_attention_group_is_cut_by_its_ranks() -> None:
 
 def test_reading_slices_back_takes_one_more_bucket() -> None:
     without = uses_of("sync.verify=transfer")["sync buffers"]
-    bucket = count_sync_buffers(load_recipe(DEEPSEEK, [])) // 4
+    bucket = count_sync_buffers(load_recipe(DEEPSEEK, []).sync) // 4
     assert uses_of("sync.verify=destination")["sync buffers"] == without + bucket
 
 
 def test_buffers_of_a_link_are_four_with_padding_and_header() -> None:
-    buffers = count_sync_buffers(load_recipe(DEEPSEEK, ["sync.bucket_mib=2"]))
+    buffers = count_sync_buffers(load_recipe(DEEPSEEK, ["sync.bucket_mib=2"]).sync)
     padded = 4 * 2 * 2**20 * 9 / 8
     assert padded < buffers < 1.02 * padded

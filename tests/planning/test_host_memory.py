@@ -6,13 +6,7 @@ import torch
 from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.host_memory import (
-    count_groups,
-    count_store_bytes,
-    count_store_nodes,
-    count_token_bytes,
-    explain_stores,
-)
+from mcore_rl.planning.host_memory import StoreMemory, count_groups
 from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from mcore_rl.weights.hf.facts import ModelFacts
@@ -35,21 +29,22 @@ def test_a_store_keeps_as_many_bytes_as_planned() -> None:
     store.put(1, [Sample(prompt, 0, response, logprobs, "stop", spans, "", experts)])
     store.write(np.array([1]), np.array([0]), {"old_logprobs": np.zeros(120, np.float32)})
     without_last = num_layers * per_token  # experts of the last token are not known
-    assert store.num_bytes() == 120 * count_token_bytes(config, policy) - without_last
+    assert store.num_bytes() == 120 * StoreMemory.of(config, policy).token_bytes - without_last
 
 
 def test_columns_are_those_that_the_algorithm_writes() -> None:
     plain, policy = recipe("drift.routed_experts=false", "train.router_replay=none")
-    assert count_token_bytes(plain, policy) == 8
+    assert StoreMemory.of(plain, policy).token_bytes == 8
     kl, _ = recipe(
         "drift.routed_experts=false", "train.router_replay=none", "algorithm.kl.coef=0.1"
     )
-    assert count_token_bytes(kl, policy) == 12
+    assert StoreMemory.of(kl, policy).token_bytes == 12
     kl.rollout.logprob_dtype = "bfloat16"
-    assert count_token_bytes(kl, policy) == 8
+    assert StoreMemory.of(kl, policy).token_bytes == 8
     ppo = load_recipe("mixtral_8x7b_ppo_16", [])
     experts = 32 * 2
-    assert count_token_bytes(ppo, read_models(ppo).policy) in (4 * 5 + experts, 4 * 6 + experts)
+    memory = StoreMemory.of(ppo, read_models(ppo).policy)
+    assert memory.token_bytes in (4 * 5 + experts, 4 * 6 + experts)
 
 
 def test_steps_ahead_and_rounds_hold_more_groups() -> None:
@@ -59,19 +54,22 @@ def test_steps_ahead_and_rounds_hold_more_groups() -> None:
         (("rollout.mode=async", "rollout.max_staleness=3"), 512),
         (("rollout.mode=sync", "rollout.dynamic_sampling=true", "rollout.oversampling=1.5"), 320),
     ):
-        assert count_groups(recipe(*overrides)[0]) == groups
+        assert count_groups(recipe(*overrides)[0].rollout) == groups
 
 
 def test_a_node_has_its_share() -> None:
     config, policy = recipe()
-    assert count_store_nodes(config) == 2, "four engines of four ranks"
-    assert count_store_nodes(recipe("rollout.tp=8", "rollout.ep=8")[0]) == 4
-    whole = 256 * 16 * (2048 + 8192) * count_token_bytes(config, policy)
-    assert count_store_bytes(config, policy) == whole
-    sentence = explain_stores(config, policy)
+    memory = StoreMemory.of(config, policy)
+    assert memory.num_nodes == 2, "four engines of four ranks"
+    assert StoreMemory.of(*recipe("rollout.tp=8", "rollout.ep=8")).num_nodes == 4
+    whole = 256 * 16 * (2048 + 8192) * memory.token_bytes
+    assert memory.num_bytes == whole
+    sentence = memory.explain()
     assert f"at most {whole / 2 / 2**30:.1f} GiB on each of 2 nodes" in sentence
     assert "files" not in sentence
     bounded = recipe("rollout.store_gib=2.5")[0]
-    assert explain_stores(bounded, policy).endswith(
-        "a token). Beyond rollout.store_gib=2.5 they go to files."
+    assert (
+        StoreMemory.of(bounded, policy)
+        .explain()
+        .endswith("a token). Beyond rollout.store_gib=2.5 they go to files.")
     )

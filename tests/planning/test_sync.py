@@ -214,7 +214,7 @@ def test_the_summary_adds_up_and_the_tables_show_it() -> None:
         traffic, config.plan.link_gbps, config.plan.memory_gbps
     )
     assert summary.seconds >= summary.lower_bound_seconds
-    flows = make_flows_table(config, deployment, traffic, summary)
+    flows = make_flows_table(config.model.path, deployment, traffic, summary)
     assert [str(column.header) for column in flows.columns] == [
         "from",
         "what",

@@ -190,9 +190,10 @@ def make_config(hf_dir: Path, layout: Mapping[str, Any]) -> Config:
 
 
 def make_link(store: LinkStore, config: Config) -> Link:
-    layouts = record_layouts(
-        config, ModelFacts.read(config.model.path), SGLangSizes(tp=ENGINE["tp"], ep=ENGINE["ep"])
-    ).encode()
+    policy = ModelFacts.read(config.model.path)
+    engines = SGLangSizes(tp=ENGINE["tp"], ep=ENGINE["ep"])
+    recorded = record_layouts(policy, config.model.dtype, config.parallel, engines, fp8=True)
+    layouts = recorded.encode()
     return Link(
         *("fp8", "127.0.0.1", store.port, store.key),
         *(4, ENGINE["tp"], 1 << 16, TIMEOUT_S),
