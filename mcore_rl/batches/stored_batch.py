@@ -12,8 +12,8 @@ import torch
 
 from mcore_rl.algo.aggregation import sequence_weights
 from mcore_rl.batches.shared_prefixes import MIN_SHARED, Sharing, parents_first
+from mcore_rl.process.lost_samples import SamplesLost
 from mcore_rl.types import Array, StoredBatch, StoredColumn, StoredSample, WeightVersion
-from mcore_rl.types.lost_samples import SamplesLost
 
 ROUTED_EXPERTS = StoredColumn("routed_experts")
 OF_EPISODES = {

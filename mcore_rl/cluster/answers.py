@@ -20,8 +20,8 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcore_rl.cluster.rank_actor import NotBuilt, Raised
+from mcore_rl.process.lost_samples import SamplesLost, join_losses
 from mcore_rl.process.process_state import describe_state
-from mcore_rl.types.lost_samples import SamplesLost, join_losses
 
 _READ_S = 5.0
 """Time for another node to tell the states of its processes."""

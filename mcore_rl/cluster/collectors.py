@@ -17,12 +17,12 @@ from mcore_rl.cluster.group import IndependentRanks
 from mcore_rl.cluster.nodes import list_alive_nodes
 from mcore_rl.cluster.stores import StoreHandles, share_array
 from mcore_rl.planning.slots import Slot
+from mcore_rl.process.lost_samples import SamplesLost, join_losses
 from mcore_rl.process.process_state import RestartBudget
 from mcore_rl.rollout.collector import CollectorCommands, CollectorEvents, CollectorLostError
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.served_models import ServedEndpoint
 from mcore_rl.types import Sample, StoredBatch, StoredSample, TokenWork
-from mcore_rl.types.lost_samples import SamplesLost, join_losses
 from mcore_rl.types.scores import Scores, join_scores
 from mcore_rl.workers.collector_worker import CollectorSpec, CollectorWorker
 

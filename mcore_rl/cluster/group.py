@@ -21,7 +21,7 @@ from mcore_rl.cluster.nodes import list_alive_nodes
 from mcore_rl.cluster.rank_actor import RankActor
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.cores import THREADS
-from mcore_rl.types.lost_samples import SamplesLost
+from mcore_rl.process.lost_samples import SamplesLost
 
 BULK = "bulk"
 """Concurrency group of calls that move much; others need not wait for them."""

@@ -25,10 +25,10 @@ from mcore_rl.process.disk import is_disk_full, name_full_disk
 from mcore_rl.process.errors import ProcessLostError, describe_error
 from mcore_rl.process.gc_pause import collect_from_here
 from mcore_rl.process.log_files import keep_output_lasting, rotate_output
+from mcore_rl.process.lost_samples import SamplesLost
 from mcore_rl.process.network import bypass_proxies, find_free_port
 from mcore_rl.process.redaction import RedactingFormatter, redact, remember_environment
 from mcore_rl.process.safe_path import let_programs_be, put_last
-from mcore_rl.types.lost_samples import SamplesLost
 
 PACKAGE_DIR = str(Path(mcore_rl.__file__).parent)
 LIBRARY_DIRS = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))

@@ -26,8 +26,8 @@ from mcore_rl.cluster.group import BULK
 from mcore_rl.cluster.rank_actor import NotBuilt, Raised
 from mcore_rl.data.images.batch import GroupRow, rows_with_images, with_images
 from mcore_rl.data.images.shared_patches import PlacedPatches, map_patches
+from mcore_rl.process.lost_samples import SamplesLost, join_losses
 from mcore_rl.types import Array, Patches, StoredBatch, TrainBatch
-from mcore_rl.types.lost_samples import SamplesLost, join_losses
 
 
 def share_array(array: Array) -> ray.ObjectRef:

@@ -22,9 +22,9 @@ from mcore_rl.logs.trackers import MLflow, TensorBoard, Tracker, WandB
 from mcore_rl.process.clock import now_s
 from mcore_rl.process.disk import report_full_disk
 from mcore_rl.process.errors import shorten
+from mcore_rl.process.lost_samples import SamplesLost, find_kept
 from mcore_rl.process.redaction import redact
 from mcore_rl.types import PromptImage, Sample, TurnRecord
-from mcore_rl.types.lost_samples import SamplesLost, find_kept
 from mcore_rl.types.scores import Scores
 
 logger = logging.getLogger(__name__)

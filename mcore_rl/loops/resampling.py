@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mcore_rl.loops.roles import Generator, Reward, Samples
+from mcore_rl.process.lost_samples import SamplesLost, find_kept
 from mcore_rl.types import Prompt
-from mcore_rl.types.lost_samples import SamplesLost, find_kept
 from mcore_rl.types.scores import Scores
 
 _log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from mcore_rl.config import AlgorithmConfig, Config, CriticConfig, TrainConfig
 from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.outcomes import with_outcome
 from mcore_rl.loops.roles import Batch, Critic, OnTokens, Roles, Samples, Trainer
+from mcore_rl.process.lost_samples import SamplesLost, find_kept
 from mcore_rl.types import LogprobOptions, StepStats, WeightVersion
-from mcore_rl.types.lost_samples import SamplesLost, find_kept
 from mcore_rl.types.scores import Scores
 
 _log = logging.getLogger(__name__)

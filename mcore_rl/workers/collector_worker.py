@@ -29,13 +29,13 @@ from mcore_rl.data.images.shared_patches import PlacedPatches, SharedPatches
 from mcore_rl.process.errors import ProcessLostError
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.http import open_session
+from mcore_rl.process.lost_samples import SamplesLost
 from mcore_rl.process.redaction import remember_secret
 from mcore_rl.rollout.collector import CollectorCommands, CollectorEvents
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.request import RoutedExpertsShape
 from mcore_rl.rollout.served_models import ServedEndpoint
 from mcore_rl.types import Array, Sample, StoredBatch, StoredColumn, TokenWork
-from mcore_rl.types.lost_samples import SamplesLost
 from mcore_rl.types.scores import Scores
 from mcore_rl.workers.node_servers import NodeServers, NodeServersSpec
 from mcore_rl.workers.stores import SampleStores, StoresBeside

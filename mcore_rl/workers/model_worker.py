@@ -18,6 +18,7 @@ from torch import Tensor
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, ProfileConfig, TrainConfig
 from mcore_rl.device import device_name, exact_pinning, leave_compiler_out, peak_flops
 from mcore_rl.process.gc_pause import without_collector
+from mcore_rl.process.lost_samples import SamplesLost
 from mcore_rl.train.storage import Storage
 from mcore_rl.types import (
     LogprobOptions,
@@ -27,7 +28,6 @@ from mcore_rl.types import (
     TokenScores,
     TrainBatch,
 )
-from mcore_rl.types.lost_samples import SamplesLost
 from mcore_rl.weight_sync.wire import Link, Report
 from mcore_rl.workers.stores import SampleStores
 

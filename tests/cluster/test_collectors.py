@@ -24,13 +24,13 @@ from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import AlgorithmConfig, ClusterConfig, RewardConfig, RolloutConfig
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.process.event_loop import EventLoop
+from mcore_rl.process.lost_samples import SamplesLost
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.run.roles.advantages import StoredAdvantages
 from mcore_rl.types import Prompt, StoredColumn, TrainBatch, WeightVersion
-from mcore_rl.types.lost_samples import SamplesLost
 from mcore_rl.types.scores import Scores
 from mcore_rl.workers.collector_worker import CollectorSpec
 from tests.support.fake_sglang import FakeSGLang

@@ -14,8 +14,8 @@ from mcore_rl.logs.logger import (
     summarize_errors,
 )
 from mcore_rl.logs.rows import read_rows
+from mcore_rl.process.lost_samples import SamplesLost
 from mcore_rl.types import Sample, StoredSample
-from mcore_rl.types.lost_samples import SamplesLost
 from mcore_rl.types.scores import Scores
 from tests.support.samples import make_sample
 from tests.support.stored import make_stored

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from mcore_rl.loops.resampling import sample_and_score
+from mcore_rl.process.lost_samples import SamplesLost
 from mcore_rl.types import GroupLease, Prompt, StoredSample
-from mcore_rl.types.lost_samples import SamplesLost
 from mcore_rl.types.scores import Scores
 
 PROMPTS = [Prompt(i, (1,), (), "unit", "") for i in range(4)]

@@ -27,6 +27,7 @@ from mcore_rl.loops.training import (
     train_policy,
     train_policy_and_critic,
 )
+from mcore_rl.process.lost_samples import SamplesLost
 from mcore_rl.types import (
     LogprobOptions,
     StepStats,
@@ -35,7 +36,6 @@ from mcore_rl.types import (
     StoredSample,
     TokenScores,
 )
-from mcore_rl.types.lost_samples import SamplesLost
 from mcore_rl.types.scores import Scores
 from tests.support.optimizer_steps import CountingCritic, options_of, sampled
 from tests.support.prepared import advantages_of, group_of, prepared

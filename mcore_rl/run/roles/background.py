@@ -21,6 +21,7 @@ from typing import Any, Self
 from mcore_rl.logs.episode_log import ABORTED, DROPPED_STALE, EpisodeLog, list_reasons
 from mcore_rl.loops.roles import ScoreLater, Watched
 from mcore_rl.loops.sampling import SamplingOptions
+from mcore_rl.process.lost_samples import SamplesLost
 from mcore_rl.rollout.sampling_client import SamplingClient, SamplingSession
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.run.roles.finished_groups import SampleGroup
@@ -29,7 +30,6 @@ from mcore_rl.run.roles.groups import OpenPrompts, make_buffer
 from mcore_rl.run.roles.sampling_failures import SamplingFailures
 from mcore_rl.run.roles.sampling_stats import SamplingStats
 from mcore_rl.types import AnySample, Prompt, WeightVersion
-from mcore_rl.types.lost_samples import SamplesLost
 from mcore_rl.types.scores import Scores, join_scores
 
 _log = logging.getLogger(__name__)

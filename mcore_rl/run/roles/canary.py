@@ -18,6 +18,7 @@ from mcore_rl.batches.stored_batch import without_lost
 from mcore_rl.config import CanaryConfig
 from mcore_rl.data.images.batch import select_images
 from mcore_rl.loops.roles import Trainer
+from mcore_rl.process.lost_samples import SamplesLost
 from mcore_rl.process.server_keys import ServerKeys, user_headers
 from mcore_rl.rollout.scoring import score_sequences
 from mcore_rl.rollout.transport import RolloutError
@@ -31,7 +32,6 @@ from mcore_rl.types import (
     TrainBatch,
     WeightVersion,
 )
-from mcore_rl.types.lost_samples import SamplesLost
 
 _log = logging.getLogger(__name__)
 MAX_PROMPT_TOKENS = 256

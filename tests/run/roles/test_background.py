@@ -13,11 +13,11 @@ from mcore_rl.config import RewardConfig
 from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.loops.reward_failures import RewardFailureError
 from mcore_rl.process.event_loop import EventLoop
+from mcore_rl.process.lost_samples import SamplesLost
 from mcore_rl.rollout import client as client_module
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.run.roles.background import BackgroundSampler
 from mcore_rl.types import Sample, WeightVersion
-from mcore_rl.types.lost_samples import SamplesLost
 from mcore_rl.types.scores import Scores
 from tests.support.background_sampling import Sampler, score_by_index
 from tests.support.episode_rows import reasons_by_group

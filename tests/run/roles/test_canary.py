@@ -17,6 +17,7 @@ from mcore_rl.batches.stored_batch import make_stored_batch
 from mcore_rl.config import CanaryConfig
 from mcore_rl.data.images.batch import join_patches
 from mcore_rl.process.event_loop import EventLoop
+from mcore_rl.process.lost_samples import SamplesLost
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.rollout.engine_spec import EngineSpec
@@ -39,7 +40,6 @@ from mcore_rl.types import (
     TrainBatch,
     WeightVersion,
 )
-from mcore_rl.types.lost_samples import SamplesLost
 from mcore_rl.weight_sync.controller.sync import SyncController, SyncError
 from mcore_rl.weight_sync.controller.sync_report import SyncReport
 from tests.support.engine_keys import KEYS

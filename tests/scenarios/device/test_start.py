@@ -16,6 +16,7 @@ assert compiled == has_cuda(), "megatron-core's fused functions would be compile
 """
 ENGINE_WORKER = """
 import sys
+import mcore_rl.cluster.rank_actor
 import mcore_rl.workers.engine_worker
 """
 

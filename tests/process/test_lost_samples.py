@@ -2,8 +2,8 @@
 
 import pickle
 
+from mcore_rl.process.lost_samples import SamplesLost, find_kept, join_losses
 from mcore_rl.types import GroupLease, Prompt, StoredSample
-from mcore_rl.types.lost_samples import SamplesLost, find_kept, join_losses
 
 PROMPT = Prompt(0, (1,), (), "unit", "")
 
