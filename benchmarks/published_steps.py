@@ -217,7 +217,7 @@ def with_mean(config: Config, mean: float) -> Config:
     for _ in range(30):
         middle = (low + high) / 2
         tried = replace(config, simulate=replace(config.simulate, response_len=middle))
-        workload = Workload(tried)
+        workload = Workload(tried.simulate, tried.rollout.max_response_len, tried.run.seed)
         found = fmean(workload.finish(prompt, 0)[0] for prompt in range(1000))
         low, high = (middle, high) if found < mean else (low, middle)
     return replace(config, simulate=replace(config.simulate, response_len=low))

@@ -22,7 +22,14 @@ from mcore_rl.cluster.nodes import list_alive_nodes
 from mcore_rl.cluster.placement import report_placement, reserve_in_ray
 from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.cluster.shared_folder import bring_run_files
-from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from mcore_rl.config import (
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from mcore_rl.config.deadlines import Deadlines
 from mcore_rl.config.upstream.arguments import server_arguments
 from mcore_rl.planning.bundles import RunSize
@@ -131,7 +138,9 @@ class RunProcesses:
             max_restarts = config.rollout.restarts
             if config.cluster.colocated:
                 gpu_ids = self._list_trainer_gpus()
-        stopped_s = Deadlines.of(config).stopped
+        stopped_s = Deadlines.of(
+            config.run, config.rollout, config.reward, config.served_groups.values()
+        ).stopped
         startup_s = config.run.startup_timeout_s
         self._engines.start_build(specs, startup_s, max_restarts, gpu_ids, stopped_s)
         return self._engines
@@ -201,26 +210,28 @@ def run_processes(
         nsys = make_nsys_environments(config.profile, log_dir.parent / "profile")
         trainer = TrainerGroup(slots.trainer, log_dir, timeout_s, nsys) if size.trainer else None
         critic = CriticGroup(slots.critic, log_dir, timeout_s) if size.critic else None
-        engines = _start_engines(config, slots, log_dir) if size.engines else None
+        engines = None
+        if size.engines:
+            least = config.rollout.min_engines
+            engines = EngineGroup(slots.engines, log_dir, timeout_s, min_engines=least)
         collectors = _start_collectors(config, collector, slots, log_dir)
         served_engines = ServedEngines(
             models, slots.served, log_dir, timeout_s, remote, keys, size.colocated_served
         )
         started = (trainer, critic, engines, collectors)
-        with _run_files(config, log_dir, started), closing(EventLoop()) as event_loop:
+        with _run_files(config.run, log_dir, started), closing(EventLoop()) as event_loop:
             yield RunProcesses(config, policy, log_dir, event_loop, started, served_engines, keys)
             if collectors is not None:
                 collectors.close()
 
 
 @contextmanager
-def _run_files(config: Config, log_dir: Path, groups: Groups) -> Iterator[None]:
+def _run_files(run: RunConfig, log_dir: Path, groups: Groups) -> Iterator[None]:
     """Have nodes that do not see the run folder bring their files; see `bring_run_files`."""
     firsts: dict[str, Any] = {}
     for group in groups:
         if group is not None:
             firsts = {**group.first_of_nodes(), **firsts}
-    run = config.run
     with bring_run_files(
         log_dir.parent, firsts, run.startup_timeout_s, run.call_timeout_s
     ) as files:
@@ -230,17 +241,14 @@ def _run_files(config: Config, log_dir: Path, groups: Groups) -> Iterator[None]:
         yield
 
 
-def _start_engines(config: Config, slots: RunSlots, log_dir: Path) -> EngineGroup:
-    timeout_s = config.run.call_timeout_s
-    return EngineGroup(slots.engines, log_dir, timeout_s, min_engines=config.rollout.min_engines)
-
-
 def _start_collectors(
     config: Config, spec: CollectorSpec | None, slots: RunSlots, log_dir: Path
 ) -> CollectorGroup | None:
     if spec is None:
         return None
-    deadlines = Deadlines.of(config)
+    deadlines = Deadlines.of(
+        config.run, config.rollout, config.reward, config.served_groups.values()
+    )
     limits = CollectorLimits(
         call_timeout_s=config.run.call_timeout_s,
         hold_timeout_s=deadlines.hold,

@@ -5,9 +5,10 @@
 So an error names the part that is at fault, and not those that waited for it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mcore_rl.config import Config
+from mcore_rl.config import RewardConfig, RolloutConfig, RunConfig, ServedModelConfig
 
 ANSWER_MARGIN_S = 30.0
 """How much longer the controller waits for a rank than the rank for others."""
@@ -44,12 +45,17 @@ class Deadlines:
     score: float
 
     @staticmethod
-    def of(config: Config) -> "Deadlines":
-        call_s = config.run.call_timeout_s
-        request_s = config.rollout.request_timeout_s
-        requests_s = request_s * (config.rollout.retries + 1)
-        served = (config.judge, config.reward_model, config.teacher)
-        scored_s = max(config.reward.timeout_s, *(model.request_timeout_s for model in served))
+    def of(
+        run: RunConfig,
+        rollout: RolloutConfig,
+        reward: RewardConfig,
+        served: Iterable[ServedModelConfig],
+    ) -> "Deadlines":
+        """`served` are the models beside the policy, used or not."""
+        call_s = run.call_timeout_s
+        request_s = rollout.request_timeout_s
+        requests_s = request_s * (rollout.retries + 1)
+        scored_s = max(reward.timeout_s, *(model.request_timeout_s for model in served))
         return Deadlines(
             stopped=min(STOPPED_S, call_s / 4, request_s / 4),
             peers=call_s,

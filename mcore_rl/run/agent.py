@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.agents.messages import EndReason
 from mcore_rl.cluster.run import engine_spec
-from mcore_rl.config import Config
+from mcore_rl.config import Config, RolloutConfig
 from mcore_rl.data.decoding import make_decode
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.event_loop import EventLoop
@@ -22,6 +22,7 @@ from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.collector import GroupRequest
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
+from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import EngineAsker, HttpOptions
 from mcore_rl.run.episodes import check_episodes, episode_spec
 from mcore_rl.run.inputs import needed_prompts, open_policy
@@ -29,8 +30,7 @@ from mcore_rl.run.node_servers import check_node_servers, node_servers_spec
 from mcore_rl.run.prompts import load_split
 from mcore_rl.run.roles.generator import make_sampling
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, TurnRecord
-from mcore_rl.weights.hf.facts import ModelFacts
-from mcore_rl.workers.episodes import EpisodeSampler
+from mcore_rl.workers.episodes import EpisodeSampler, EpisodeSpec
 from mcore_rl.workers.node_servers import NodeServers, NodeServersSpec
 
 _SHOWN_REASONS = 3
@@ -49,16 +49,22 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
     check_episodes(config, policy, tokenizer)
     files = config.eval.data or config.data.train
     prompts = load_split(config, files, tokenizer)[:num_episodes]
+    episodes = episode_spec(config, policy, tokenizer)
+    sampling = make_sampling(config.rollout, greedy=greedy, seed=config.run.seed)
     with TemporaryDirectory(prefix="mcore_rl_agent_") as folder:
         spec = engine_spec(config, policy, Path(folder) / "sglang.log", ServerKeys.make())
         engine = EngineProcess(spec)
         loop = EventLoop()
-        servers = _start_servers(config, Path(folder))
+        nothing = NodeServersSpec(config.sandbox, config.search, Path(folder), 0.0)
+        beside = replace(node_servers_spec(config) or nothing, log_dir=Path(folder))
+        servers = NodeServers(beside, "agent")
         try:
             engine.start()
             engine.wait_healthy(config.run.startup_timeout_s)
             servers.wait_healthy()
-            samples = loop.run(_play(config, policy, tokenizer, engine, prompts, greedy))
+            samples = loop.run(
+                _play(episodes, config.rollout, tokenizer, engine, prompts, sampling)
+            )
         except TimeoutError as error:
             raise RuntimeError(str(error) or describe_error(error)) from error
         finally:
@@ -83,36 +89,27 @@ def refuse_broken_environment(samples: Sequence[Sample], environment: str) -> No
     )
 
 
-def _start_servers(config: Config, log_dir: Path) -> NodeServers:
-    """Begin to start the servers that the recipe has beside each collector, if any."""
-    nothing = NodeServersSpec(config.sandbox, config.search, log_dir, 0.0)
-    spec = node_servers_spec(config) or nothing
-    return NodeServers(replace(spec, log_dir=log_dir), "agent")
-
-
 async def _play(
-    config: Config,
-    policy: ModelFacts,
+    spec: EpisodeSpec,
+    rollout: RolloutConfig,
     tokenizer: PreTrainedTokenizerBase,
     engine: EngineProcess,
     prompts: Sequence[Prompt],
-    greedy: bool,
+    sampling: Sampling,
 ) -> list[Sample]:
     """Return an episode of each prompt."""
-    spec = episode_spec(config, policy, tokenizer)
     decode = make_decode(tokenizer)
     health = EngineHealth([engine.url])
-    http = HttpOptions.make(config.rollout, spec.stop_token_ids, decode)
-    client = RolloutClient([engine.address], config.rollout, http.open, health)
+    http = HttpOptions.make(rollout, spec.stop_token_ids, decode)
+    client = RolloutClient([engine.address], rollout, http.open, health)
     async with AsyncExitStack() as stack:
-        posts = await stack.enter_async_context(open_session(config.rollout.request_timeout_s))
+        posts = await stack.enter_async_context(open_session(rollout.request_timeout_s))
         sampler = EpisodeSampler(
             spec, "agent", decode, EngineAsker(posts, [engine.address], health)
         )
         stack.push_async_callback(sampler.close)
         await sampler.start()
         session = await stack.enter_async_context(client.open())
-        sampling = make_sampling(config.rollout, greedy=greedy, seed=config.run.seed)
         groups = [
             await sampler.sample_group(session, GroupRequest(0, i, prompt, 1, sampling))
             for i, prompt in enumerate(prompts)

@@ -62,7 +62,7 @@ def check_episodes(config: Config, policy: ModelFacts, tokenizer: PreTrainedToke
             " teacher would read their placeholders alone; leave it out"
         )
     options = make_environment_options(spec, "check")
-    variables = {**stand_in_urls(config), **options.variables}
+    variables = {**stand_in_urls(config.sandbox, config.search), **options.variables}
     check_environment(replace(options, variables=variables))
     chat_format, _ = make_format_and_parser(
         tokenizer, spec.stop_token_ids, spec.architecture, spec.agents, _ask_nobody

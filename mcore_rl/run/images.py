@@ -8,8 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.agents.environments.adapters import is_program
-from mcore_rl.config import Config
-from mcore_rl.config.data import ImagesConfig
+from mcore_rl.config import Config, DataConfig, ImagesConfig, ServedModelConfig
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.images.prompts import ImagePrompts, ImageRules
 from mcore_rl.data.sft import MESSAGES, SftImages
@@ -58,19 +57,23 @@ def patch_maker(images: ImagesConfig, policy: ModelFacts) -> PatchMaker | None:
 
 
 def image_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, max_len: int, column: str = "prompt"
+    model_path: str,
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_len: int,
+    column: str = "prompt",
 ) -> ImagePrompts | None:
-    """Return what makes prompts of the rows of a recipe; None if its model sees text alone.
+    """Return what makes prompts of the rows of files; None if the model sees text alone.
 
     Raises ValueError if the model directory lacks a processor or a placeholder of images.
     """
-    policy = model_with_images(config.model.path)
+    policy = model_with_images(model_path)
     if policy is None:
         return None
-    options = config.data.images
+    options = data.images
     rules = ImageRules(
         max_prompt_len=max_len,
-        overlong="shrink" if options.shrink else config.data.overlong,
+        overlong="shrink" if options.shrink else data.overlong,
         bad=options.bad,
         max_pixels=options.max_pixels,
         max_bytes=options.max_mib << 20,
@@ -89,7 +92,8 @@ def sft_images(config: Config, tokenizer: PreTrainedTokenizerBase) -> SftImages 
 
     Raises ValueError as `image_prompts` does.
     """
-    prompts = image_prompts(config, tokenizer, config.sft.max_len, MESSAGES)
+    max_len = config.sft.max_len
+    prompts = image_prompts(config.model.path, config.data, tokenizer, max_len, MESSAGES)
     if prompts is None:
         return None
     cache_bytes = int(config.data.images.cache_gib * 2**30)
@@ -126,7 +130,7 @@ def _image_form(model: ModelFacts) -> dict[str, int | None]:
     }
 
 
-def check_seen(config: Config, prompts: Sequence[Prompt]) -> None:
+def check_seen(environment: str, teacher: ServedModelConfig, prompts: Sequence[Prompt]) -> None:
     """Raise ValueError if prompts have images that a part of the run would not see.
 
     Environments with reset and step get them; programs ask the gateway, which takes text alone.
@@ -134,14 +138,14 @@ def check_seen(config: Config, prompts: Sequence[Prompt]) -> None:
     if not any(prompt.images for prompt in prompts):
         return
     has_videos = any(image.clip is not None for p in prompts for image in p.images)
-    if has_videos and config.agents.environment:
+    if has_videos and environment:
         raise ValueError(
-            f"agents.environment={config.agents.environment} with prompts that have videos, which"
+            f"agents.environment={environment} with prompts that have videos, which"
             " environments do not get: leave it out, or give frames as `images`"
         )
     for is_used, option in (
-        (is_program(config.agents.environment), f"agents.environment={config.agents.environment}"),
-        (config.teacher.is_used, f"teacher.path={config.teacher.path or config.teacher.url}"),
+        (is_program(environment), f"agents.environment={environment}"),
+        (teacher.is_used, f"teacher.path={teacher.path or teacher.url}"),
     ):
         if is_used:
             raise ValueError(

@@ -12,7 +12,7 @@ from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
 from mcore_rl.checks.algorithm import check_algorithm, check_names
 from mcore_rl.checks.sizes import check_sizes
-from mcore_rl.config import Config, RolloutConfig
+from mcore_rl.config import Config, ModelConfig, RolloutConfig
 from mcore_rl.config.recipe import require
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.data.streamed.mixed import MixedPrompts
@@ -76,10 +76,10 @@ def read_train_inputs(config: Config) -> TrainInputs:
         canary_probe=make_probe(held_out or prompts.first, config.canary.sequences),
     )
     if needs_of(config.algorithm).critic:
-        check_critic(config, policy)
+        check_critic(config.critic.path, config.model.path, policy)
     check_sizes(config, policy)
     if config.teacher.path:
-        check_teacher(config, tokenizer)
+        check_teacher(config.teacher.path, config.model, tokenizer)
     return inputs
 
 
@@ -97,7 +97,7 @@ def open_policy(config: Config, *needed: str) -> tuple[ModelFacts, PreTrainedTok
     require(config, *needed, "run.dir", "model.path")
     check_names(config.algorithm)
     check_run_dir(config.run.dir)
-    return _open_model(config)
+    return _open_model(config.model)
 
 
 def check_run_dir(run_dir: str) -> None:
@@ -125,10 +125,9 @@ def warn_of_cut_distribution(rollout: RolloutConfig) -> None:
         )
 
 
-def _open_model(config: Config) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
+def _open_model(model: ModelConfig) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
     """Return the facts and the tokenizer of a model that was checked for what a run needs."""
-    model = config.model
-    policy = read_policy(config.model.path)
+    policy = read_policy(model.path)
     if policy.has_value_head:
         raise ValueError(
             f"model.path={model.path}: {policy.architecture} gives values, not log-probs;"
@@ -159,27 +158,26 @@ def without_replay(config: Config, policy: ModelFacts) -> Config:
     return replace(config, train=train)
 
 
-def check_critic(config: Config, policy: ModelFacts) -> None:
-    """Raise ValueError if the critic cannot start from its path, or reads other tokens or images
-    than the policy.
+def check_critic(path: str, policy_path: str, policy: ModelFacts) -> None:
+    """Raise ValueError if the critic cannot start from `path` (critic.path), or reads other tokens
+    or images than the policy.
     """
-    critic = read_critic(config.critic.path, policy)
+    critic = read_critic(path, policy)
     if critic.vocab_size != policy.vocab_size:
         raise ValueError(
-            f"critic.path={config.critic.path}: its vocabulary has {critic.vocab_size} tokens, that"
-            f" of model.path={config.model.path} {policy.vocab_size}; take one with the same"
+            f"critic.path={path}: its vocabulary has {critic.vocab_size} tokens, that"
+            f" of model.path={policy_path} {policy.vocab_size}; take one with the same"
             " tokenizer"
         )
-    check_critic_images(config.critic.path, critic, policy)
+    check_critic_images(path, critic, policy)
 
 
-def check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_teacher(path: str, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError if the teacher has no tokenizer, or one with other tokens than the
     model's.
     """
-    path = config.teacher.path
-    teacher = load_tokenizer(path, "teacher.path", config.model.trust_remote_code)
-    check_same_vocabulary(tokenizer, teacher, config.model.path, path)
+    teacher = load_tokenizer(path, "teacher.path", model.trust_remote_code)
+    check_same_vocabulary(tokenizer, teacher, model.path, path)
 
 
 def check_no_trainer(config: Config) -> None:

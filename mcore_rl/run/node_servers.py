@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from mcore_rl.config import Config
+from mcore_rl.config import Config, SandboxConfig, SearchConfig
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.server_keys import SANDBOX_URL, SEARCH_URL
 from mcore_rl.services.search.index import read_manifest
@@ -37,11 +37,11 @@ def check_node_servers(config: Config) -> None:
             raise ValueError(f"search.index={search.index}: {error}") from None
 
 
-def stand_in_urls(config: Config) -> Mapping[str, str]:
+def stand_in_urls(sandbox: SandboxConfig, search: SearchConfig) -> Mapping[str, str]:
     """Return addresses, by variable, for a check of options before there are servers."""
     urls: dict[str, str] = {}
-    if config.sandbox.is_used:
+    if sandbox.is_used:
         urls[SANDBOX_URL] = f"{_NOWHERE}/run_code"
-    if config.search.is_used:
+    if search.is_used:
         urls[SEARCH_URL] = f"{_NOWHERE}/retrieve"
     return urls

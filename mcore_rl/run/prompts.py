@@ -69,10 +69,10 @@ def load_split(
         return []
     data = config.data
     cache_dir = token_cache_dir(data.cache_dir)
-    images = image_prompts(config, tokenizer, data.max_prompt_len)
+    images = image_prompts(config.model.path, data, tokenizer, data.max_prompt_len)
     files = data_files(paths)
     prompts = load_prompts(files, tokenizer, data.max_prompt_len, data.overlong, cache_dir, images)
-    check_seen(config, prompts)
+    check_seen(config.agents.environment, config.teacher, prompts)
     return prompts
 
 

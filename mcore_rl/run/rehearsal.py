@@ -115,7 +115,7 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
         reward=_smallest_reward(config.reward, config.judge.is_used),
         eval=config.eval.reduced_to(str(inputs / "heldout.parquet"), PROMPTS),
         cluster=_smallest_cluster(config.cluster),
-        **smallest_servers(config, inputs),
+        **smallest_servers(config.sandbox, config.search, inputs),
         sync=replace(config.sync, bucket_mib=min(config.sync.bucket_mib, 1.0)),
         **{role: _smallest_served(served) for role, served in config.served_models.items()},
     )

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from mcore_rl.config import Config, SandboxConfig, SearchConfig
+from mcore_rl.config import SandboxConfig, SearchConfig
 from mcore_rl.process.disk import write_whole
 from mcore_rl.services.search.build import build_index
 from mcore_rl.services.search.layout import IndexOptions
@@ -12,10 +12,10 @@ from mcore_rl.services.search.layout import IndexOptions
 _PASSAGES = tuple(f"passage {i}\nthe number {i} follows {i - 1} ." for i in range(1, 101))
 
 
-def smallest_servers(config: Config, folder: Path) -> dict[str, SandboxConfig | SearchConfig]:
+def smallest_servers(
+    sandbox: SandboxConfig, search: SearchConfig, folder: Path
+) -> dict[str, SandboxConfig | SearchConfig]:
     """Return the groups `sandbox` and `search` of a rehearsal; an index is written to `folder`."""
-    sandbox = config.sandbox
-    search = config.search
     if sandbox.is_used:
         sessions = min(sandbox.max_sessions, 1)
         sandbox = replace(sandbox, workers=1, max_sessions=sessions)

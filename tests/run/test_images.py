@@ -74,7 +74,7 @@ def test_a_model_of_text_has_no_use_for_images(shapes: Path, tmp_path: Path) -> 
     policy = ModelFacts.read(tmp_path / "model")
     assert model_with_images(config.model.path) is None
     assert patch_maker(config.data.images, policy) is None
-    assert image_prompts(config, tokenizer, 64) is None
+    assert image_prompts(config.model.path, config.data, tokenizer, 64) is None
     assert sft_images(config, tokenizer) is None
     with pytest.raises(ValueError, match=r"heldout.parquet row 0 has 1 `images`, but"):
         load_split(config, [_file(shapes)], tokenizer)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import Config, CriticConfig, DataConfig, ModelConfig, RolloutConfig, RunConfig
+from mcore_rl.config import Config, DataConfig, ModelConfig, RolloutConfig, RunConfig
 from mcore_rl.run.inputs import (
     check_critic,
     check_no_trainer,
@@ -93,12 +93,11 @@ def test_a_critic_reads_the_images_that_are_made_for_the_policy(
     other.update({key: value for key, value in changes.items() if key in other})
     other["vision_config"].update({k: v for k, v in changes.items() if k not in other})
     (tmp_path / "config.json").write_text(json.dumps(other))
-    config = Config(critic=CriticConfig(path=str(tmp_path)))
     if not message:
-        check_critic(config, policy)
+        check_critic(str(tmp_path), "", policy)
         return
     with pytest.raises(ValueError, match=rf"critic.path=.*: {message}"):
-        check_critic(config, policy)
+        check_critic(str(tmp_path), "", policy)
 
 
 def test_a_critic_of_text_needs_the_vocabulary_alone(tmp_path: Path) -> None:
@@ -106,4 +105,4 @@ def test_a_critic_of_text_needs_the_vocabulary_alone(tmp_path: Path) -> None:
     text = json.loads(Path("recipes/model/qwen3_30b_a3b/config.json").read_text())
     text["vocab_size"] = policy.vocab_size
     (tmp_path / "config.json").write_text(json.dumps(text))
-    check_critic(Config(critic=CriticConfig(path=str(tmp_path))), policy)
+    check_critic(str(tmp_path), "", policy)

@@ -33,7 +33,7 @@ def make(folder: Path, index: str = "", workers: int = 0, address: str | None = 
 def test_a_recipe_without_servers_has_none(tmp_path: Path) -> None:
     config = make(tmp_path)
     check_node_servers(config)
-    assert node_servers_spec(config) is None and not stand_in_urls(config)
+    assert node_servers_spec(config) is None and not stand_in_urls(config.sandbox, config.search)
 
 
 def test_servers_log_into_the_run_folder_and_their_index_has_a_whole_path(
@@ -46,7 +46,7 @@ def test_servers_log_into_the_run_folder_and_their_index_has_a_whole_path(
     assert spec is not None
     assert (spec.search.index, spec.sandbox.workers, spec.start_s) == (str(index), 3, 33)
     assert spec.log_dir == tmp_path / "run" / "logs"
-    assert stand_in_urls(config).keys() == {SANDBOX_URL, SEARCH_URL}
+    assert stand_in_urls(config.sandbox, config.search).keys() == {SANDBOX_URL, SEARCH_URL}
 
 
 def test_an_index_that_is_not_finished_is_refused(index: Path, tmp_path: Path) -> None:

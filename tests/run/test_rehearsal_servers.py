@@ -2,18 +2,16 @@
 
 from pathlib import Path
 
-from mcore_rl.config import Config, SandboxConfig, SearchConfig
+from mcore_rl.config import SandboxConfig, SearchConfig
 from mcore_rl.run.rehearsal_servers import smallest_servers
 from mcore_rl.services.search.index import PassageIndex
 
 
 def test_a_rehearsal_searches_an_index_of_its_own(tmp_path: Path) -> None:
-    config = Config(
-        sandbox=SandboxConfig(workers=32, max_sessions=8),
-        search=SearchConfig("/nowhere", "dense", threads=16),
-    )
+    sandbox = SandboxConfig(workers=32, max_sessions=8)
+    given = SearchConfig("/nowhere", "dense", threads=16)
     for _ in range(2):  # a rehearsal in a folder of an earlier one
-        servers = smallest_servers(config, tmp_path)
+        servers = smallest_servers(sandbox, given, tmp_path)
         search = servers["search"]
         assert servers["sandbox"] == SandboxConfig(workers=1, max_sessions=1)
         assert isinstance(search, SearchConfig)
@@ -23,7 +21,6 @@ def test_a_rehearsal_searches_an_index_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_recipe_without_servers_is_rehearsed_without(tmp_path: Path) -> None:
-    config = Config()
-    found = smallest_servers(config, tmp_path)
-    assert found == {"sandbox": config.sandbox, "search": config.search}
+    found = smallest_servers(SandboxConfig(), SearchConfig(), tmp_path)
+    assert found == {"sandbox": SandboxConfig(), "search": SearchConfig()}
     assert not list(tmp_path.iterdir())

@@ -53,7 +53,7 @@ class Calibration:
         rows = [row for row in load_metrics(run_dir) if "time/step" in row]
         measured = {name: float(rows[-1].get(f"time/{name}", 0.0)) for name in PHASES}
         lens = _lens(rows[-1], config.rollout.max_response_len)
-        prompt_len = _prompt_len(rows[-1], config)
+        prompt_len = _prompt_len(rows[-1], config.train.epochs, config.data.max_prompt_len)
         config = replace(
             config,
             run=replace(config.run, steps=2),
@@ -167,11 +167,11 @@ def _uncut(mean: float, cut: float, longest: int) -> tuple[float, float]:
     return longest * math.exp(z * low + low**2 / 2), low
 
 
-def _prompt_len(row: Mapping[str, float], config: Config) -> int:
+def _prompt_len(row: Mapping[str, float], epochs: int, longest: int) -> int:
     """Return the mean tokens of a prompt of a step, from those that the step trained on."""
-    per_sample = row["train/tokens"] / config.train.epochs / row["rollout/samples"]
+    per_sample = row["train/tokens"] / epochs / row["rollout/samples"]
     prompt_len = round(per_sample - row["rollout/response_len"])
-    return min(max(prompt_len, 1), config.data.max_prompt_len)
+    return min(max(prompt_len, 1), longest)
 
 
 def _factor(measured: Mapping[str, float], predicted: Mapping[str, float], phase: str) -> float:

@@ -5,16 +5,17 @@ The search simulates the splits of GPUs between training and sampling that fit.
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.checks.algorithm import check_algorithm
 from mcore_rl.checks.sizes import check_engines, check_sizes
-from mcore_rl.config import Config
+from mcore_rl.config import Config, ParallelConfig, RolloutConfig
 from mcore_rl.config.recipe import require
 from mcore_rl.config.tree import Settings, with_settings
 from mcore_rl.planning.memory import predict_memory
@@ -52,7 +53,9 @@ def search(config: Config, models: RecipeModels, num_gpus: int) -> tuple[list[Si
     """
     found = []
     num_refused = 0
-    for settings in _list_splits(config, num_gpus):
+    for settings in _list_splits(
+        config.parallel, config.rollout, config.cluster.colocated, num_gpus
+    ):
         try:
             changed = with_settings(config, settings)
             check_sizes(changed, models.policy)
@@ -71,19 +74,20 @@ def search(config: Config, models: RecipeModels, num_gpus: int) -> tuple[list[Si
     return sorted(found, key=lambda split: split.step_s), num_refused
 
 
-def _list_splits(config: Config, num_gpus: int) -> Iterator[Settings]:
+def _list_splits(
+    parallel: ParallelConfig, rollout: RolloutConfig, colocated: bool, num_gpus: int
+) -> Iterator[Settings]:
     """Yield the options of each split, whether it fits or not."""
-    parallel = config.parallel
     replica = parallel.tp * parallel.pp * parallel.cp
     for width in WIDTHS:
-        tp = int(config.rollout.tp * width)
-        if tp < 1 or config.rollout.tp * width != tp:
+        tp = int(rollout.tp * width)
+        if tp < 1 or rollout.tp * width != tp:
             continue
-        engine = {"rollout.tp": tp, "rollout.ep": tp if config.rollout.ep > 1 else 1}
-        ranks = tp * config.rollout.pp
+        engine = {"rollout.tp": tp, "rollout.ep": tp if rollout.ep > 1 else 1}
+        ranks = tp * rollout.pp
         for dp in range(1, num_gpus // replica + 1):
             trainer_gpus = replica * dp
-            if config.cluster.colocated:
+            if colocated:
                 if trainer_gpus == num_gpus and num_gpus % ranks == 0:
                     yield {**engine, "parallel.dp": dp, "rollout.engines": num_gpus // ranks}
             elif (num_gpus - trainer_gpus) % ranks == 0 and trainer_gpus < num_gpus:
@@ -117,7 +121,13 @@ def print_simulation(
     """
     config = make_checked(config)
     if search_gpus is not None:
-        _print_search(config, search_gpus, as_json=as_json)
+        num_gpus = search_gpus or gpus_of(config)
+        splits, num_refused = search(config, read_models(config), num_gpus)
+        if as_json:
+            print(json.dumps([asdict(split) for split in splits]))
+            return
+        title = f"{config.model.path}: splits of {num_gpus} x {config.simulate.gpu}, fastest first"
+        _print_splits(splits, title, num_refused)
         return
     costs = RecipeCosts.make(config, read_models(config), ReachedShares())
     if config.simulate.calibration:
@@ -125,23 +135,22 @@ def print_simulation(
         config, costs = calibration.apply(config, costs)
     result = simulate(config, costs)
     folder = out or Path(config.run.dir) / "simulation"
-    write(result, config, folder)
+    title = (
+        f"{Path(config.model.path).name}, {result.summary['gpus']} x {config.simulate.gpu},"
+        f" {config.rollout.mode}: {result.summary['step_s']:.1f} s a step"
+    )
+    write(result, title, folder)
     if as_json:
         print(json.dumps(result.summary))
         return
     console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(_table(result, config))
+    console.print(_table(result.summary, config.model.path, config.simulate.gpu))
     console.print(f"picture, trace and numbers: {folder}", soft_wrap=True, highlight=False)
 
 
-def _print_search(config: Config, num_gpus: int, *, as_json: bool) -> None:
-    num_gpus = num_gpus or gpus_of(config)
-    splits, num_refused = search(config, read_models(config), num_gpus)
-    if as_json:
-        print(json.dumps([asdict(split) for split in splits]))
-        return
+def _print_splits(splits: Sequence[SimulatedSplit], title: str, num_refused: int) -> None:
     table = Table(
-        title=f"{config.model.path}: splits of {num_gpus} x {config.simulate.gpu}, fastest first",
+        title=title,
         caption=f"{num_refused} splits do not fit, or sizes do not divide",
     )
     table.add_column("seconds of a step", justify="right")
@@ -184,9 +193,10 @@ def make_checked(config: Config) -> Config:
             f"simulate.image_tokens={image_tokens}: model.path={config.model.path} sees text alone;"
             " set simulate.image_tokens=0"
         )
-    if image_tokens > prompt_len_of(config):
+    prompt_len = prompt_len_of(simulated, config.data)
+    if image_tokens > prompt_len:
         raise ValueError(
-            f"simulate.image_tokens={image_tokens} exceeds the {prompt_len_of(config)} tokens of a"
+            f"simulate.image_tokens={image_tokens} exceeds the {prompt_len} tokens of a"
             " prompt: raise simulate.prompt_len"
         )
     if config.teacher.path:
@@ -198,27 +208,21 @@ def make_checked(config: Config) -> Config:
     return replace(config, run=run, eval=replace(config.eval, data=[], every_steps=0))
 
 
-def write(result: SimulationResult, config: Config, folder: Path) -> None:
+def write(result: SimulationResult, title: str, folder: Path) -> None:
     """Write timeline.png, trace.json (for ui.perfetto.dev) and result.json."""
-    summary = result.summary
-    title = (
-        f"{Path(config.model.path).name}, {summary['gpus']} x {config.simulate.gpu},"
-        f" {config.rollout.mode}: {summary['step_s']:.1f} s a step"
-    )
     picture = folder / "timeline.png"
     with report_full_disk(picture):
         folder.mkdir(parents=True, exist_ok=True)
         result.timeline.draw(picture, title)
     result.timeline.write_trace(folder / "trace.json")
-    numbers = {"summary": summary, "steps": result.steps}
+    numbers = {"summary": result.summary, "steps": result.steps}
     write_whole(folder / "result.json", json.dumps(numbers, indent=1))
 
 
-def _table(result: SimulationResult, config: Config) -> Table:
-    summary = result.summary
+def _table(summary: Mapping[str, Any], model_path: str, gpu: str) -> Table:
     table = Table(
-        title=f"{config.model.path}: {summary['gpus']} x {config.simulate.gpu},"
-        f" {summary['steps']} steps simulated in {summary['real_seconds']:.1f} s",
+        title=f"{model_path}: {summary['gpus']} x {gpu}, {summary['steps']} steps simulated in"
+        f" {summary['real_seconds']:.1f} s",
         caption="means of all steps but the first",
     )
     table.add_column("")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mcore_rl.config import Config, ParallelConfig
+from mcore_rl.config import Config, ParallelConfig, PlanConfig, RolloutConfig, TrainConfig
 from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.memory import predict_critic, predict_engine, predict_trainer
 from mcore_rl.planning.peak_memory import Uses
@@ -39,15 +39,21 @@ class TowerCosts:
 
     @staticmethod
     def make(
-        config: Config, facts: ModelFacts, gpu: GpuRates, shares: ReachedShares
+        facts: ModelFacts,
+        num_tokens: int,
+        train: TrainConfig,
+        engine_tp: int,
+        gpu: GpuRates,
+        shares: ReachedShares,
     ) -> "TowerCosts | None":
-        """Return the costs of a model's tower; None without a tower or without images."""
+        """Return the costs of a model's tower; None without a tower or without images.
+
+        num_tokens   tokens that stand for an image; 0: prompts have none
+        """
         flops = TowerFlops.of(facts)
-        num_tokens = config.simulate.image_tokens
         if flops is None or not num_tokens:
             return None
         image = [flops.square(num_tokens)]
-        train = config.train
         step = flops.training(image, train.vision)
         if train.vision == "all" and train.recompute != "none":
             step += flops.blocks(image)
@@ -55,7 +61,7 @@ class TowerCosts:
         return TowerCosts(
             flops.forward(image) / per_second,
             step / per_second,
-            flops.forward(image) / (gpu.flops * shares.prefill * config.rollout.tp),
+            flops.forward(image) / (gpu.flops * shares.prefill * engine_tp),
         )
 
 
@@ -76,17 +82,20 @@ def engine_speed(
 ) -> EngineSpeed:
     """Return the speed of one of the recipe's engines."""
     rollout = config.rollout
+    dtype = config.model.dtype
     uses = predict_engine(config, facts)
     weights = sum(stage["weights"] for stage in uses)
     per_token = sum(stage["KV cache"] for stage in uses) / rollout.kv_cache_len
     memory = gpu.memory * shares.memory
     rows = range(rollout.max_concurrency + 1)
     flops = ModelFlops.of(facts)
-    fixed = [_decode_s(config, facts, flops, gpu, shares, weights, num) for num in rows]
+    model = facts, flops, dtype, weights
+    fixed = [_decode_s(num, *model, rollout, config.plan, gpu, shares) for num in rows]
     per_second = gpu.flops * shares.prefill * rollout.tp
     row_s = len(facts.moe_layers) * gpu.row_s
-    tower = TowerCosts.make(config, facts, gpu, shares)
-    prompt_len = prompt_len_of(config)
+    image_tokens = config.simulate.image_tokens
+    tower = TowerCosts.make(facts, image_tokens, config.train, rollout.tp, gpu, shares)
+    prompt_len = prompt_len_of(config.simulate, config.data)
 
     def prefill_s(num_tokens: int) -> float:
         seconds = flops.forward((num_tokens,)) / per_second + row_s
@@ -104,52 +113,51 @@ def engine_speed(
 
 
 def _decode_s(
-    config: Config,
+    num_running: int,
     facts: ModelFacts,
     flops: ModelFlops,
+    dtype: str,
+    weights: float,
+    rollout: RolloutConfig,
+    plan: PlanConfig,
     gpu: GpuRates,
     shares: ReachedShares,
-    weights: float,
-    num_running: int,
 ) -> float:
     """Return the seconds of a decode step of so many requests, apart from their context.
 
     weights   bytes that a rank of each stage holds, all stages together
     """
-    rollout = config.rollout
     read = weights
     if facts.has_experts:
-        experts = _expert_bytes(config, facts)
+        size = 1 if rollout.quantization == "fp8" else itemsize(dtype)
+        experts = _expert_numbers(facts) * size / rollout.tp
         untouched = (1 - facts.experts_per_token / facts.num_experts) ** num_running
         read -= experts * untouched
     operations = flops.per_token * num_running
     compute_s = operations / (gpu.flops * shares.decode_flops * rollout.tp)
     layers = len(facts.moe_layers)
-    moved = 4 * num_running * facts.sizes["hidden"] * itemsize(config.model.dtype)
-    link = _link(rollout.tp, config.plan.ranks_per_host, config, gpu, shares)
+    moved = 4 * num_running * facts.sizes["hidden"] * itemsize(dtype)
+    link = _link(rollout.tp, plan, gpu, shares)
     moved_s = layers * moved / link if rollout.tp > 1 else 0.0
-    is_remote = rollout.tp > config.plan.ranks_per_host
+    is_remote = rollout.tp > plan.ranks_per_host
     layer_s = shares.remote_layer_s if is_remote else shares.layer_s
     memory_s = read / (gpu.memory * shares.memory)
     rows_s = num_running * gpu.row_s
     return max(compute_s, memory_s) + moved_s + layers * (layer_s + rows_s) + shares.step_s
 
 
-def _expert_bytes(config: Config, facts: ModelFacts) -> float:
-    """Bytes of routed experts that a rank of each stage of an engine holds, together."""
+def _expert_numbers(facts: ModelFacts) -> int:
+    """Return the parameters of all routed experts."""
     sizes = facts.sizes
     per_layer = sizes["experts"] * 3 * sizes["hidden"] * sizes["expert_ffn"]
-    size = 1 if config.rollout.quantization == "fp8" else itemsize(config.model.dtype)
-    return sum(facts.moe_layers) * per_layer * size / config.rollout.tp
+    return sum(facts.moe_layers) * per_layer
 
 
-def _link(
-    num_ranks: int, per_host: int, config: Config, gpu: GpuRates, shares: ReachedShares
-) -> float:
-    """Bytes per second at which each of `num_ranks` neighbors reaches the others."""
-    if num_ranks <= per_host:
+def _link(num_ranks: int, plan: PlanConfig, gpu: GpuRates, shares: ReachedShares) -> float:
+    """Return the bytes per second at which each of `num_ranks` neighbors reaches the others."""
+    if num_ranks <= plan.ranks_per_host:
         return gpu.link * shares.link
-    return config.plan.link_gbps * 1e9 / 8 * shares.network
+    return plan.link_gbps * 1e9 / 8 * shares.network
 
 
 @dataclass(frozen=True)
@@ -175,9 +183,15 @@ class ModelState:
 
 @dataclass(frozen=True)
 class TrainCosts:
-    """Seconds of a model's ranks in training."""
+    """Seconds of a model's ranks in training.
 
-    config: Config
+    reads_experts   ranks read the experts of sampled tokens (drift.routed_experts)
+    """
+
+    train: TrainConfig
+    plan: PlanConfig
+    dtype: str
+    reads_experts: bool
     facts: ModelFacts
     flops: ModelFlops
     parallel: ParallelConfig
@@ -239,7 +253,7 @@ class TrainCosts:
         flops_s = forward * num_forward / self._flops(parallel.tp * parallel.cp)
         layers = self._num_layers
         own_tokens = num_tokens / (parallel.tp * parallel.cp)
-        row = self.facts.sizes["hidden"] * itemsize(self.config.model.dtype)
+        row = self.facts.sizes["hidden"] * itemsize(self.dtype)
         moved_s = 0.0
         if parallel.tp > 1:  # gathered and scattered around attention and around the MLP
             moved = 4 * num_tokens / parallel.cp * row
@@ -254,15 +268,15 @@ class TrainCosts:
         DeepEP sends a token once to each host with experts of it, and from there to the ranks.
         """
         ranks = self.parallel.ep * self.parallel.etp
-        hosts = -(-ranks // self.config.plan.ranks_per_host)
+        hosts = -(-ranks // self.plan.ranks_per_host)
         copies = self.facts.experts_per_token * (1 - 1 / ranks)
         local_s = num_bytes * copies / (self.gpu.link * self.shares.link)
         if hosts == 1:
             return local_s
         remote = self.facts.experts_per_token * (1 - 1 / hosts)
-        if self.config.train.megatron.get("moe_flex_dispatcher_backend") == "deepep":
+        if self.train.megatron.get("moe_flex_dispatcher_backend") == "deepep":
             remote = (hosts - 1) * (1 - (1 - 1 / hosts) ** self.facts.experts_per_token)
-        network = self.config.plan.link_gbps * 1e9 / 8 * self.shares.network
+        network = self.plan.link_gbps * 1e9 / 8 * self.shares.network
         return max(local_s, num_bytes * remote / network)
 
     def _update_s(self) -> float:
@@ -278,11 +292,11 @@ class TrainCosts:
     def read_s(self, num_tokens: int) -> float:
         """Return the seconds in which a data-parallel coordinate reads its share of samples."""
         per_token: float = LOGPROB_BYTES
-        if self.facts.has_experts and self.config.drift.routed_experts:
+        if self.facts.has_experts and self.reads_experts:
             size = 1 if self.facts.num_experts <= 256 else 2
             layers = sum(self.facts.moe_layers) * max(self._stages)
             per_token += layers * self.facts.experts_per_token * size
-        network = self.config.plan.link_gbps * 1e9 / 8 * self.shares.network
+        network = self.plan.link_gbps * 1e9 / 8 * self.shares.network
         return num_tokens * per_token / network
 
     def offload_s(self, num_bytes: float) -> float:
@@ -290,7 +304,7 @@ class TrainCosts:
         return num_bytes / self.gpu.host_link
 
     def _find_recomputed_share(self) -> float:
-        parts = self.config.train.recomputed
+        parts = self.train.recomputed
         return min(sum(RECOMPUTED.get(part, 0.0) for part in parts), 1.0)
 
     @cached_property
@@ -311,23 +325,25 @@ class TrainCosts:
         return self.gpu.flops * self.shares.train * num_ranks
 
     def _link(self, num_ranks: int) -> float:
-        per_host = self.config.plan.ranks_per_host
-        return _link(num_ranks, per_host, self.config, self.gpu, self.shares)
+        return _link(num_ranks, self.plan, self.gpu, self.shares)
 
 
-def swap_s(config: Config, facts: ModelFacts, gpu: GpuRates, shares: ReachedShares) -> float:
-    """Return the seconds for which an engine pauses to swap weights that it has received."""
-    weights = max(stage["weights"] for stage in predict_engine(config, facts))
+def swap_s(weights: float, gpu: GpuRates, shares: ReachedShares) -> float:
+    """Return the seconds for which an engine pauses to swap weights that it has received.
+
+    weights   bytes of the fullest rank
+    """
     return shares.pause_s + 2 * weights / (gpu.memory * shares.memory)
 
 
-def read_back_s(config: Config, facts: ModelFacts, gpu: GpuRates, shares: ReachedShares) -> float:
+def read_back_s(weights: float, gpu: GpuRates, shares: ReachedShares) -> float:
     """Return the seconds for which a pause is longer if the sync is read back.
 
     It takes as long as to copy a rank's weights once (docs/sync.md).
+
+    weights   bytes of the fullest rank
     """
-    weights = max(stage["weights"] for stage in predict_engine(config, facts))
-    if config.simulate.gpu == "cpu":
+    if gpu is GPUS["cpu"]:
         return READ_BACK_CPU_S_PER_GB * weights / 1e9
     return 2 * weights / (gpu.memory * shares.memory)
 
@@ -365,9 +381,12 @@ class RecipeCosts:
         plan, _ = predict_sync(config, make_deployment(config, policy))
         state = ModelState.make(predict_trainer(config, models))
         flops = ModelFlops.of(policy)
-        tower = TowerCosts.make(config, policy, gpu, shares)
+        image_tokens = config.simulate.image_tokens
+        images = image_tokens, config.train, config.rollout.tp, gpu, shares
+        recipe = config.train, config.plan, config.model.dtype, config.drift.routed_experts
+        tower = TowerCosts.make(policy, *images)
         trainer = TrainCosts(
-            config, policy, flops, config.parallel, gpu, shares, state, tower=tower
+            *recipe, policy, flops, config.parallel, gpu, shares, state, tower=tower
         )
         critic = None
         if models.critic is not None:
@@ -375,14 +394,15 @@ class RecipeCosts:
             parallel = config.critic.parallel
             facts = ModelFacts(models.critic.path, with_value_head(models.critic.config))
             flops = ModelFlops.of(facts)
-            tower = TowerCosts.make(config, facts, gpu, shares)
-            critic = TrainCosts(config, facts, flops, parallel, gpu, shares, state, tower=tower)
+            tower = TowerCosts.make(facts, *images)
+            critic = TrainCosts(*recipe, facts, flops, parallel, gpu, shares, state, tower=tower)
+        weights = max(stage["weights"] for stage in predict_engine(config, policy))
         return RecipeCosts(
             engine_speed(config, policy, gpu, shares),
             trainer,
             critic,
             plan.seconds / shares.network,
-            swap_s(config, policy, gpu, shares),
+            swap_s(weights, gpu, shares),
             plan.model_bytes,
-            read_back_s=read_back_s(config, policy, gpu, shares),
+            read_back_s=read_back_s(weights, gpu, shares),
         )

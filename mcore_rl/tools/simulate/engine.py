@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from mcore_rl.batches.sample_store import SampleStore
-from mcore_rl.config import Config
+from mcore_rl.config import RolloutConfig
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.collector import (
     Collector,
@@ -397,14 +397,14 @@ class SimulatedCollector:
     def __init__(
         self,
         loop: VirtualLoop,
-        config: Config,
+        rollout: RolloutConfig,
         addresses: Sequence[EngineAddress],
         own: Sequence[str],
         transport: SimulatedTransport,
     ) -> None:
         """`own` are the urls of the engines on the collector's node."""
         health = EngineHealth([address.url for address in addresses])
-        client = RolloutClient(addresses, config.rollout, transport.open, health, own)
+        client = RolloutClient(addresses, rollout, transport.open, health, own)
         self.store = SizesStore()
         self._collector = Collector(client, health, self.store)
         self._loop = loop

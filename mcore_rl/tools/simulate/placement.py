@@ -10,7 +10,7 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mcore_rl.config import Config, ParallelConfig
+from mcore_rl.config import Config, ParallelConfig, RolloutConfig, SimulateConfig
 from mcore_rl.planning.bundles import Bundle, RunSize
 from mcore_rl.planning.slots import Slot, reserve_slots
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
@@ -208,7 +208,8 @@ class Failures:
     def __init__(
         self,
         loop: VirtualLoop,
-        config: Config,
+        rollout: RolloutConfig,
+        simulate: SimulateConfig,
         engines: Mapping[str, SimulatedEngine],
         health: EngineHealth,
         placement: ProcessPlacement,
@@ -218,7 +219,8 @@ class Failures:
     ) -> None:
         """`collectors` are those of nodes by name."""
         self._loop = loop
-        self._config = config
+        self._rollout = rollout
+        self._engine_restart_s = simulate.engine_restart_s
         self._engines = engines
         self._health = health
         self._placement = placement
@@ -230,13 +232,13 @@ class Failures:
         self.num_nodes_lost = 0
         self.lost: asyncio.Future[None] = loop.create_future()
         """Raises RunLostError once the run cannot go on."""
-        self._mtbf_s = config.simulate.mtbf_hours * 3600
+        self._mtbf_s = simulate.mtbf_hours * 3600
         if self._mtbf_s:
             if num_trainer_gpus:
                 self._later(self._next_s(num_trainer_gpus), self._lose_trainer)
             for url in engines:
                 self._arm_engine(url)
-        node_mtbf_s = config.simulate.node_mtbf_hours * 3600
+        node_mtbf_s = simulate.node_mtbf_hours * 3600
         if node_mtbf_s:
             for node in sorted(placement.nodes):
                 self._later(draw.expovariate(1 / node_mtbf_s), self.lose_node, node)
@@ -254,7 +256,7 @@ class Failures:
         return self._draw.expovariate(num_gpus / self._mtbf_s)
 
     def _arm_engine(self, url: str) -> None:
-        self._later(self._next_s(self._config.rollout.engine_ranks), self._lose_engine, url)
+        self._later(self._next_s(self._rollout.engine_ranks), self._lose_engine, url)
 
     def _lose_trainer(self) -> None:
         self._lose("a GPU of the trainer failed")
@@ -277,10 +279,10 @@ class Failures:
         if node in self._collectors:
             self._collectors[node].lose(f"collector of {node} is lost with its machine")
         num_left = sum(not state.lost for state in self._health.states)
-        if num_left < self._config.rollout.min_engines:
+        if num_left < self._rollout.min_engines:
             self._lose(
                 f"{node} failed, and {num_left} engines are left of"
-                f" rollout.min_engines={self._config.rollout.min_engines}"
+                f" rollout.min_engines={self._rollout.min_engines}"
             )
 
     def _lose_engine(self, url: str) -> None:
@@ -289,13 +291,13 @@ class Failures:
         self.num_engines_lost += 1
         self._engines[url].fail()
         state = self._state(url)
-        if state.restarts >= self._config.rollout.restarts:
+        if state.restarts >= self._rollout.restarts:
             self._lose(
                 f"{url} failed, and was started again rollout.restarts={state.restarts} times"
             )
             return
         self._health.note([replace(state, restarts=state.restarts + 1, healthy=False)])
-        self._later(self._config.simulate.engine_restart_s, self._return_engine, url)
+        self._later(self._engine_restart_s, self._return_engine, url)
 
     def _return_engine(self, url: str) -> None:
         if self._state(url).lost:

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from mcore_rl.config import Config
 from mcore_rl.loops.roles import Batch
 from mcore_rl.run.roles.canary import CanaryReport
 from mcore_rl.run.roles.canary_tolerance import EngineDifference
@@ -119,9 +118,11 @@ JOIN_S = 0.25e-3
 """Seconds of each trainer rank for each of sixteen links, its only plan included."""
 
 
-def link_seconds_of(config: Config) -> Callable[[int], float]:
-    """Return a function: how many seconds it takes to link so many engines at once."""
-    ranks_per_link = config.parallel.world_size + config.rollout.engine_ranks
+def link_seconds_of(ranks_per_link: int) -> Callable[[int], float]:
+    """Return a function: how many seconds it takes to link so many engines at once.
+
+    ranks_per_link   trainer ranks, and ranks of an engine
+    """
     per_engine_s = MEET_S * ranks_per_link + JOIN_S
     return lambda num_engines: TRACE_S + per_engine_s * num_engines
 

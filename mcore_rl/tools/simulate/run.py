@@ -135,7 +135,7 @@ class SimulatedRun:
         self._start_step = start_step
         self._folder = folder
         self._needs = needs_of(config.algorithm)
-        self.workload = Workload(config)
+        self.workload = Workload(config.simulate, config.rollout.max_response_len, config.run.seed)
         self._placement = ProcessPlacement.make(config, clock.loop)
         self.engines = self._make_engines()
         self._health = EngineHealth(list(self.engines))
@@ -147,7 +147,8 @@ class SimulatedRun:
             num_trainer_gpus += config.critic.parallel.world_size
         self.failures = Failures(
             clock.loop,
-            config,
+            config.rollout,
+            config.simulate,
             self.engines,
             self._health,
             self._placement,
@@ -248,7 +249,8 @@ class SimulatedRun:
         urls = list(self.engines)
         hosts = [[urls[k] for k in own] for own in self._placement.engines_by_collector()]
         collectors = [
-            SimulatedCollector(self._clock.loop, config, addresses, own, transport) for own in hosts
+            SimulatedCollector(self._clock.loop, config.rollout, addresses, own, transport)
+            for own in hosts
         ]
         pool = CollectorPool(
             collectors, list(map(len, hosts)), self._health, config.rollout.max_concurrency
@@ -279,13 +281,15 @@ class SimulatedRun:
 
     def make_sync(self) -> EngineSync:
         costs = self._costs
+        rollout = self._config.rollout
+        ranks_per_link = self._config.parallel.world_size + rollout.engine_ranks
         links = SimulatedLinks(
             self.engines,
             costs.sync_s,
             costs.swap_s,
             costs.sync_bytes,
-            staged=self._config.rollout.stage_weights,
-            link_s=link_seconds_of(self._config),
+            staged=rollout.stage_weights,
+            link_s=link_seconds_of(ranks_per_link),
             send=self._placement.trainer.work,
             waits=costs.of_idle,
             read_back_s=costs.read_back_s,

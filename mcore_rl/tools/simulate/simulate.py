@@ -195,7 +195,7 @@ def simulate(config: Config, costs: RecipeCosts) -> SimulationResult:
     wall_s = time.perf_counter() - began
     simulating_s = clock.in_loop_s - loop.cpu_s[CONTROLLER] + clock.predicting_s
     controller_s = wall_s - simulating_s
-    summary = _summarize(config, log, totals, loop.time(), controller_s)
+    summary = _summarize(gpus_of(config), log, totals, loop.time(), controller_s)
     summary |= {
         "prompts_unaccounted": len(
             log.list_unaccounted(stream.state_dict(), config.rollout.samples_per_prompt)
@@ -230,7 +230,9 @@ def _run_to_end(
     saved: dict[str, Any] = {}
     loop = clock.loop
     for _ in range(MOST_STARTS):
-        prompts = SimulatedPrompts(prompt_len_of(config), config.simulate.prompts)
+        prompts = SimulatedPrompts(
+            prompt_len_of(config.simulate, config.data), config.simulate.prompts
+        )
         stream = ShuffledStream(prompts, config.run.seed, shuffle=False)
         if saved:
             stream.load_state_dict(saved["prompts"])
@@ -258,7 +260,7 @@ def _run_to_end(
 
 
 def _summarize(
-    config: Config, log: StepLog, totals: _Totals, seconds: float, controller_s: float
+    num_gpus: int, log: StepLog, totals: _Totals, seconds: float, controller_s: float
 ) -> dict[str, Any]:
     # The first step of a run has no samples from before, and later ones do.
     later = [metrics for step, metrics in log.steps.items() if step > 1] or [log.steps[1]]
@@ -268,7 +270,6 @@ def _summarize(
         return fmean(metrics.get(name, 0.0) for metrics in later)
 
     step_s = mean("time/step")
-    num_gpus = gpus_of(config)
     tokens = fmean(m["rollout/samples"] * m["rollout/response_len"] for m in later)
     return {
         "gpus": num_gpus,

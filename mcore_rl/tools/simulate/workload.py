@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from typing import overload
 
-from mcore_rl.config import Config
+from mcore_rl.config import DataConfig, SimulateConfig
 from mcore_rl.types import AnySample, Prompt
 from mcore_rl.types.scores import Scores
 
@@ -16,9 +16,9 @@ DEFAULT_SHARE = 0.4
 """Mean length of responses as a share of the longest, where the recipe gives none."""
 
 
-def prompt_len_of(config: Config) -> int:
+def prompt_len_of(simulate: SimulateConfig, data: DataConfig) -> int:
     """Return the tokens of each prompt."""
-    return config.simulate.prompt_len or min(DEFAULT_PROMPT_LEN, config.data.max_prompt_len)
+    return simulate.prompt_len or min(DEFAULT_PROMPT_LEN, data.max_prompt_len)
 
 
 class SimulatedPrompts(Sequence[Prompt]):
@@ -50,10 +50,9 @@ class Workload:
     Each prompt has a probability of right answers of its own, uniform in [0, 1].
     """
 
-    def __init__(self, config: Config) -> None:
-        simulate = config.simulate
-        self._seed = config.run.seed
-        self._longest = config.rollout.max_response_len
+    def __init__(self, simulate: SimulateConfig, max_response_len: int, seed: int) -> None:
+        self._seed = seed
+        self._longest = max_response_len
         mean = simulate.response_len or DEFAULT_SHARE * self._longest
         spread = simulate.response_spread
         self._center = math.log(mean) - spread**2 / 2

@@ -7,10 +7,10 @@ import pytest
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.memory import predict_engine
 from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.costs import (
     ModelState,
+    RecipeCosts,
     TowerCosts,
     TrainCosts,
     engine_speed,
@@ -31,7 +31,10 @@ def recipe(*overrides: str) -> Config:
 def train_costs(config: Config, **changes: Any) -> TrainCosts:
     facts = read_models(config).policy
     costs = TrainCosts(
-        config,
+        config.train,
+        config.plan,
+        config.model.dtype,
+        config.drift.routed_experts,
         facts,
         ModelFlops.of(facts),
         config.parallel,
@@ -113,22 +116,23 @@ def test_an_attention_group_reads_and_keeps_its_own_context() -> None:
 
 
 def test_a_swap_takes_longer_for_more_weights() -> None:
-    small, large = recipe("rollout.tp=8", "rollout.ep=8"), recipe()
-    facts = read_models(large).policy
     gpu = GPUS["h100"]
-    assert SHARES.pause_s < swap_s(small, facts, gpu, SHARES) < swap_s(large, facts, gpu, SHARES)
+    assert SHARES.pause_s < swap_s(1e9, gpu, SHARES) < swap_s(2e9, gpu, SHARES)
 
 
 def test_a_read_back_copies_the_weights_of_a_rank_once() -> None:
-    config = recipe()
-    facts = read_models(config).policy
     gpu = GPUS["h100"]
-    swap = swap_s(config, facts, gpu, SHARES)
-    assert read_back_s(config, facts, gpu, SHARES) == pytest.approx(swap - SHARES.pause_s)
-    on_cpu = recipe("simulate.gpu=cpu")
-    weights = max(stage["weights"] for stage in predict_engine(on_cpu, facts))
-    seconds = read_back_s(on_cpu, facts, GPUS["cpu"], SHARES)
-    assert seconds == pytest.approx(0.13 * weights / 1e9)
+    swap = swap_s(2e9, gpu, SHARES)
+    assert read_back_s(2e9, gpu, SHARES) == pytest.approx(swap - SHARES.pause_s)
+    assert read_back_s(2e9, GPUS["cpu"], SHARES) == pytest.approx(0.13 * 2)
+
+
+def test_the_weights_that_an_engine_swaps_are_those_of_its_fullest_rank() -> None:
+    small, large = (
+        RecipeCosts.make(config, read_models(config), SHARES)
+        for config in (recipe("rollout.tp=8", "rollout.ep=8"), recipe())
+    )
+    assert small.swap_s < large.swap_s and small.read_back_s < large.read_back_s
 
 
 def test_the_tower_takes_its_time_in_the_first_stage_alone() -> None:
@@ -154,8 +158,9 @@ def test_an_engine_runs_its_tower_with_each_prompt() -> None:
     images = load_recipe("qwen2_5_vl_7b_grpo_8", [*overrides, "simulate.image_tokens=900"])
     facts = read_models(text).policy
     before, after = (engine_speed(c, facts, GPUS["h100"], SHARES) for c in (text, images))
-    tower = TowerCosts.make(images, facts, GPUS["h100"], SHARES)
-    assert tower is not None and TowerCosts.make(text, facts, GPUS["h100"], SHARES) is None
+    engine = images.train, images.rollout.tp, GPUS["h100"], SHARES
+    tower = TowerCosts.make(facts, 900, *engine)
+    assert tower is not None and TowerCosts.make(facts, 0, *engine) is None
     assert after.prefill_s(1000) == pytest.approx(before.prefill_s(1000) + tower.prefill_s)
     assert after.prefill_s(100) == before.prefill_s(100)
 

@@ -45,10 +45,10 @@ async def first_group(collector: SimulatedCollector) -> GroupFacts:
 def test_groups_are_sampled_on_the_own_engines_and_only_their_sizes_kept(loop: VirtualLoop) -> None:
     urls = ["http://e-0", "http://e-1"]
     engines = {url: SimulatedEngine(loop, url, SPEED, WeightVersion(5)) for url in urls}
-    workload = Workload(CONFIG)
+    workload = Workload(CONFIG.simulate, CONFIG.rollout.max_response_len, CONFIG.run.seed)
     addresses = [EngineAddress(url, "") for url in urls]
     transport = SimulatedTransport(engines, workload)
-    collector = SimulatedCollector(loop, CONFIG, addresses, urls[:1], transport)
+    collector = SimulatedCollector(loop, CONFIG.rollout, addresses, urls[:1], transport)
     request = GroupRequest(0, 7, SimulatedPrompts(30)[2], 4, Sampling(100))
 
     async def sample() -> None:
@@ -70,9 +70,12 @@ def test_groups_are_sampled_on_the_own_engines_and_only_their_sizes_kept(loop: V
 
 def test_a_hold_that_cuts_off_aborts_what_is_under_way(loop: VirtualLoop) -> None:
     engine = SimulatedEngine(loop, "http://e", SPEED, WeightVersion(0))
-    transport = SimulatedTransport({"http://e": engine}, Workload(CONFIG))
+    transport = SimulatedTransport(
+        {"http://e": engine},
+        Workload(CONFIG.simulate, CONFIG.rollout.max_response_len, CONFIG.run.seed),
+    )
     address = [EngineAddress("http://e", "")]
-    collector = SimulatedCollector(loop, CONFIG, address, ["http://e"], transport)
+    collector = SimulatedCollector(loop, CONFIG.rollout, address, ["http://e"], transport)
     request = GroupRequest(0, 1, SimulatedPrompts(3)[0], 2, Sampling(100))
 
     async def sample() -> None:
@@ -87,9 +90,12 @@ def test_a_hold_that_cuts_off_aborts_what_is_under_way(loop: VirtualLoop) -> Non
 
 def test_a_lost_collector_answers_no_call_and_leaves_its_engines(loop: VirtualLoop) -> None:
     engine = SimulatedEngine(loop, "http://e", SPEED, WeightVersion(0))
-    transport = SimulatedTransport({"http://e": engine}, Workload(CONFIG))
+    transport = SimulatedTransport(
+        {"http://e": engine},
+        Workload(CONFIG.simulate, CONFIG.rollout.max_response_len, CONFIG.run.seed),
+    )
     address = [EngineAddress("http://e", "")]
-    collector = SimulatedCollector(loop, CONFIG, address, ["http://e"], transport)
+    collector = SimulatedCollector(loop, CONFIG.rollout, address, ["http://e"], transport)
     request = GroupRequest(0, 1, SimulatedPrompts(3)[0], 2, Sampling(100))
 
     async def lose() -> None:

@@ -36,15 +36,25 @@ def failures_of(
     engines = {url: SimulatedEngine(loop, url, SPEED, WeightVersion(0)) for url in urls}
     health = EngineHealth(urls)
     placement = ProcessPlacement.make(config, loop)
-    transport = SimulatedTransport(engines, Workload(config))
+    transport = SimulatedTransport(
+        engines, Workload(config.simulate, config.rollout.max_response_len, config.run.seed)
+    )
     addresses = [EngineAddress(url, "") for url in urls]
     collectors = {
-        nodes[0]: SimulatedCollector(loop, config, addresses, urls, transport)
+        nodes[0]: SimulatedCollector(loop, config.rollout, addresses, urls, transport)
         for nodes in placement.engine_nodes
     }
     draw = random.Random(3)
     failures = Failures(
-        loop, config, engines, health, placement, collectors, num_trainer_gpus, draw
+        loop,
+        config.rollout,
+        config.simulate,
+        engines,
+        health,
+        placement,
+        collectors,
+        num_trainer_gpus,
+        draw,
     )
     return failures, health
 

@@ -12,8 +12,9 @@ SHARES = ReachedShares()
 
 
 def costs_of(*overrides: str) -> TowerCosts:
-    config = load_recipe("qwen2_5_vl_7b_grpo_8", ["simulate.image_tokens=400", *overrides])
-    costs = TowerCosts.make(config, read_models(config).policy, GPUS["h100"], SHARES)
+    config = load_recipe("qwen2_5_vl_7b_grpo_8", list(overrides))
+    facts = read_models(config).policy
+    costs = TowerCosts.make(facts, 400, config.train, config.rollout.tp, GPUS["h100"], SHARES)
     assert costs is not None
     return costs
 

@@ -15,11 +15,11 @@ CONFIG = load_recipe(
 
 
 def test_lengths_have_the_mean_and_the_cut_that_the_recipe_says() -> None:
-    workload = Workload(CONFIG)
+    workload = Workload(CONFIG.simulate, CONFIG.rollout.max_response_len, CONFIG.run.seed)
     lens = [workload.response_len(p, s) for p in range(1000) for s in range(4)]
     assert fmean(lens) == pytest.approx(1000, rel=0.05)
     assert stdev(lens) == pytest.approx(1000 * (2.718**0.25 - 1) ** 0.5, rel=0.1)
-    short = Workload(replace(CONFIG, rollout=replace(CONFIG.rollout, max_response_len=900)))
+    short = Workload(CONFIG.simulate, 900, CONFIG.run.seed)
     ended = [short.finish(p, 0) for p in range(200)]
     assert ended == [workload.finish(p, 0, longest=900) for p in range(200)]
     assert {reason for _, reason in ended} == {"stop", "length"}
@@ -27,12 +27,16 @@ def test_lengths_have_the_mean_and_the_cut_that_the_recipe_says() -> None:
 
 
 def test_without_a_spread_all_lengths_are_equal() -> None:
-    even = Workload(replace(CONFIG, simulate=replace(CONFIG.simulate, response_spread=0.0)))
+    even = Workload(
+        replace(CONFIG.simulate, response_spread=0.0),
+        CONFIG.rollout.max_response_len,
+        CONFIG.run.seed,
+    )
     assert {even.response_len(p, s) for p in range(9) for s in range(9)} == {1000}
 
 
 def test_prompts_differ_in_how_often_their_samples_are_right() -> None:
-    workload = Workload(CONFIG)
+    workload = Workload(CONFIG.simulate, CONFIG.rollout.max_response_len, CONFIG.run.seed)
     prompts = SimulatedPrompts(7)
     assert len(prompts) == NUM_PROMPTS and len(prompts[3].token_ids) == 7
     spans = (VersionSpan(0, 1, WeightVersion(0)),)
