@@ -22,7 +22,7 @@ import torch
 
 from mcore_rl.config import OptimizerConfig
 from mcore_rl.tools.doctor.lone_rank import LoneRank, qwen3_moe
-from mcore_rl.weight_sync.transports.delta_code import take_changes
+from mcore_rl.weight_sync.transports.delta import take_changes
 from smollm2 import write_smollm2
 
 MIXTURE = "mixture"

@@ -25,7 +25,7 @@ from aiohttp import web
 from mcore_rl.weight_sync.connection import Connection
 from mcore_rl.weight_sync.controller.engine_control import LOADER
 from mcore_rl.weight_sync.link_end import LinkEnd
-from mcore_rl.weight_sync.link_keeper import FACTS
+from mcore_rl.weight_sync.link_store import FACTS
 from mcore_rl.weight_sync.meeting import with_roster
 from mcore_rl.weight_sync.reporting import publish_report, report_outcome
 from mcore_rl.weight_sync.roster import RankFacts

@@ -21,8 +21,7 @@ from mcore_rl.process.gc_pause import pause_collections
 from mcore_rl.weight_sync.bucket_transfer import BucketTransfer, RankBucket
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.placed_bucket import PlacedBucket
-from mcore_rl.weight_sync.plan_handshake import MakeShards, PlanHandshake
-from mcore_rl.weight_sync.rank_plan import RankPlan
+from mcore_rl.weight_sync.plan_handshake import MakeShards, PlanHandshake, RankPlan
 from mcore_rl.weight_sync.transports.choice import MakeTransport
 from mcore_rl.weight_sync.transports.transport import TransferError
 from mcore_rl.weight_sync.verified_buckets import VerifiedBuckets

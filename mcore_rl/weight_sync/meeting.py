@@ -6,7 +6,7 @@ import torch
 
 from mcore_rl.device.gpu_memory import gpu_id, readable_gpus
 from mcore_rl.weight_sync.link_end import LinkEnd
-from mcore_rl.weight_sync.link_keeper import FACTS
+from mcore_rl.weight_sync.link_store import FACTS
 from mcore_rl.weight_sync.roster import RankFacts, Roster
 from mcore_rl.weight_sync.transports.channel import machine_id
 from mcore_rl.weight_sync.transports.host.one_pass import find_library

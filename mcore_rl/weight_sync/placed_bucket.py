@@ -1,26 +1,161 @@
 """Packs a bucket from a rank's tensors, verifies it, and places it in a rank's tensors.
 
+    own tensors --copy, sum--> bucket        bucket --sum, copy--> own tensors
+
 A slice is cast to the target's dtype while it is packed, and FP8 values are computed then, with the
 scales of their blocks. Each end knows only where a slice lies in its own memory, possibly in
-several parts.
+several parts. Slices that keep their bytes are copied and summed in one pass over memory where that
+is possible: on the host by compiled code (one_pass.py), on a GPU by a kernel (`GpuPass`). Torch
+moves all others in as few calls as possible (`Copies`).
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_rl.weight_sync.buckets import HEADER_WORDS, Bucket
-from mcore_rl.weight_sync.gpu_pass import GpuPass
-from mcore_rl.weight_sync.transports.copies import Copies
-from mcore_rl.weight_sync.transports.host.one_pass import OnePass, Part
+from mcore_rl.device.checked_copy_kernel import WORD_BYTES, ChunkTable, Run, has_kernel
+from mcore_rl.types import Array
+from mcore_rl.weight_sync.buckets import HEADER_WORDS, Bucket, BucketPiece
+from mcore_rl.weight_sync.transports.host.one_pass import OnePass, Part, find_moves
 from mcore_rl.weight_sync.transports.transport import TransferError
-from mcore_rl.weight_sync.verify import ROW_WORDS, ROWS, XXH3, make_sums
+from mcore_rl.weight_sync.verify import ROW_WORDS, ROWS, XXH3, make_sums, row_multipliers
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.hf.fp8 import FP8, quantize_into, scale_box
+
+
+class GpuPass:
+    """The slices of one bucket, bound to memory.
+
+    rest  the parts that others move
+    """
+
+    def __init__(
+        self, words_W: Tensor, pieces: Sequence[BucketPiece], parts: Sequence[Part]
+    ) -> None:
+        runs_of: list[list[Run] | None] = [[] for _ in pieces]
+        for number, own, in_bucket in parts:
+            runs = _runs(number, own, in_bucket, words_W.data_ptr())
+            so_far = runs_of[number]
+            runs_of[number] = None if runs is None or so_far is None else so_far + runs
+        self.rest = [part for part in parts if not runs_of[part[0]]]
+        self._own = [part[1] for part in parts]
+        """Keeps the memory to which the runs' addresses lead."""
+        multipliers_W = row_multipliers(words_W.device)
+        moved = [run for runs in runs_of for run in runs or ()]
+        summed = [
+            _make_whole_run(number, piece)
+            for number, (piece, runs) in enumerate(zip(pieces, runs_of, strict=True))
+            if not runs
+        ]
+        self._moved = ChunkTable(words_W, moved, multipliers_W, copying=True)
+        self._summed = ChunkTable(words_W, summed, multipliers_W, copying=False)
+        self._sums_P = words_W[HEADER_WORDS : HEADER_WORDS + len(pieces)]
+        self._received_P = torch.zeros_like(self._sums_P)
+
+    @staticmethod
+    def maybe_make(
+        words_W: Tensor, pieces: Sequence[BucketPiece], parts: Sequence[Part]
+    ) -> "GpuPass | None":
+        """Return None where the kernel does not run."""
+        return GpuPass(words_W, pieces, parts) if has_kernel(words_W) else None
+
+    def pack(self) -> None:
+        """Fill the bucket and write checksums into it. `rest` and the padding must be there."""
+        self._sums_P.zero_()
+        self._moved.pack(self._sums_P)
+        self._summed.pack(self._sums_P)
+
+    def place(self, version: int, index: int) -> Tensor:
+        """Fill this rank's tensors, but for `rest`; return the checksums of the received bytes,
+        int64 [pieces].
+
+        Nothing is copied and all checksums are 0 if the bucket has another version or index.
+        """
+        self._received_P.zero_()
+        self._moved.place(self._received_P, version, index)
+        self._summed.place(self._received_P, version, index)
+        return self._received_P
+
+
+def _runs(number: int, own: Tensor, in_bucket: Tensor, bucket_address: int) -> list[Run] | None:
+    """Return the runs of a part of slice `number`, or None if others move it."""
+    moves = find_moves(own, in_bucket, bucket_address)
+    if moves is None or any(
+        size % WORD_BYTES
+        for address, own_stride, at, stride, _, row_bytes in moves
+        for size in (address, own_stride, at, stride, row_bytes)
+    ):
+        return None
+    return [(*move, number) for move in moves]
+
+
+def _make_whole_run(number: int, piece: BucketPiece) -> Run:
+    """Return the run of all words of a piece, padding included."""
+    num_bytes = piece.num_rows * ROW_WORDS * WORD_BYTES
+    return 0, 0, piece.first_word * WORD_BYTES, 0, 1, num_bytes, number
+
+
+_copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+
+_LARGE_BYTES = 256 * 2**10
+"""From this size on, a pair of equal dtypes on the host is copied by memcpy, which is faster than
+torch's loop over elements. Smaller pairs take one call of torch together: each call gives up the
+interpreter's lock, and an engine that decodes may hold it for long.
+"""
+
+_Kind = tuple[torch.dtype, torch.dtype, bool]
+
+
+class Copies:
+    """Copies between tensors of equal shape, cast where dtypes differ.
+
+    A GPU copies a list of pairs in one kernel if each side has one dtype and every pair is dense
+    with equal strides. A single pair that differs makes it copy the whole list one by one, so pairs
+    are grouped by these properties (torch 2.13, ForeachBinaryOpList.cu).
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        groups: dict[_Kind, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self._large: list[tuple[Array, Array]] = []
+        for left, right in pairs:
+            is_dense = left.is_contiguous() and right.is_contiguous()
+            if is_dense and _is_large_on_host(left, right):
+                self._large.append((_bytes_of(left), _bytes_of(right)))
+                continue
+            groups[left.dtype, right.dtype, is_dense].append((left, right))
+        self._groups = [tuple(map(list, zip(*group, strict=True))) for group in groups.values()]
+
+    def to_right(self) -> None:
+        for left, right in self._groups:
+            _copy_all(right, left)
+        for left_B, right_B in self._large:
+            np.copyto(right_B, left_B)
+
+    def to_left(self) -> None:
+        for left, right in self._groups:
+            _copy_all(left, right)
+        for left_B, right_B in self._large:
+            np.copyto(left_B, right_B)
+
+
+def _is_large_on_host(left: Tensor, right: Tensor) -> bool:
+    return (
+        left.nbytes >= _LARGE_BYTES
+        and left.dtype == right.dtype
+        and left.device.type == right.device.type == "cpu"
+    )
+
+
+def _bytes_of(tensor: Tensor) -> Array:
+    """Return a dense host tensor's memory as uint8."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
+
 
 _UNSIGNED = 2**64 - 1
 

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from mcore_rl.device.gpu_memory import common_device
-from mcore_rl.weight_sync.background_stager import start_background_stager
 from mcore_rl.weight_sync.connection import Connection
 from mcore_rl.weight_sync.full_trace import FullTrace
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.link_store import LinkStore
 from mcore_rl.weight_sync.reporting import publish_report, report_outcome
-from mcore_rl.weight_sync.staging import Staging
+from mcore_rl.weight_sync.staging import Staging, start_background_stager
 from mcore_rl.weight_sync.transports.choice import MakeTransport, make_routed_transport
 from mcore_rl.weight_sync.transports.host.open_memory import OpenMemory
 from mcore_rl.weight_sync.transports.transport import TransferError

@@ -4,7 +4,8 @@ rank 0  facts --+                                    +--> rank 0
 rank 1  facts --+--> roster: a host per rank,        +--> rank 1
   ...           |    facts where both sides meet   --+      ...
 
-So a rank reads one message, whose size grows with the hosts and not with the ranks' facts.
+So a rank reads one message, whose size grows with the hosts and not with the ranks' facts. Where
+two ranks run decides the route between them (`choose_route`).
 """
 
 import hashlib
@@ -13,15 +14,62 @@ import zlib
 from array import array
 from base64 import b64decode, b64encode
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from itertools import accumulate, groupby
+from typing import Literal
 
-from mcore_rl.weight_sync.transports.location import SOME_GPU, RankLocation, needs_gloo
 from mcore_rl.weight_sync.transports.transport import TransferError
 from mcore_rl.weight_sync.wire import Link
 from mcore_rl.weights.plan.shares import ListedHosts
+
+SOME_GPU = "a GPU"
+"""The GPU of a rank that shares no machine with ranks of the other side."""
+Route = Literal["shared memory", "shared GPU memory", "NCCL", "gloo"]
+
+
+@dataclass(frozen=True)
+class RankLocation:
+    """Where a rank runs.
+
+    machine        equal for ranks of one machine
+    gpu            id of the GPU that holds its tensors; empty for the host
+    readable_gpus  ids of the GPUs whose memory it can read
+    """
+
+    machine: str
+    gpu: str = ""
+    readable_gpus: tuple[str, ...] = ()
+
+
+def choose_route(
+    sender: RankLocation, receiver: RankLocation, *, through_hosts: bool = False
+) -> Route:
+    """Return the best route; `through_hosts`: between machines, GPUs' messages go by hosts."""
+    same_machine = sender.machine == receiver.machine
+    if not sender.gpu or not receiver.gpu:
+        return "shared memory" if same_machine else "gloo"
+    if same_machine and sender.gpu in receiver.readable_gpus:
+        return "shared GPU memory"
+    return "gloo" if through_hosts and not same_machine else "NCCL"
+
+
+def needs_gloo(
+    senders: Collection[RankLocation],
+    receivers: Collection[RankLocation],
+    *,
+    through_hosts: bool = False,
+) -> bool:
+    """Return whether any pair uses gloo, whose group all ranks of a link must make together.
+
+    Time grows with the product of both numbers: pass each place once, not each rank.
+    """
+    return any(
+        choose_route(sender, receiver, through_hosts=through_hosts) == "gloo"
+        for sender in senders
+        for receiver in receivers
+    )
 
 
 @dataclass(frozen=True)

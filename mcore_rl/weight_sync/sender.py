@@ -11,7 +11,7 @@ from mcore_rl.device.gpu_memory import common_device
 from mcore_rl.process.gc_pause import pause_collections
 from mcore_rl.weight_sync.connection import Connection
 from mcore_rl.weight_sync.link_end import LinkEnd
-from mcore_rl.weight_sync.link_keeper import DATA, ERROR
+from mcore_rl.weight_sync.link_store import DATA, ERROR
 from mcore_rl.weight_sync.meeting import describe_rank
 from mcore_rl.weight_sync.plan_handshake import Drafts, PlanHandshake
 from mcore_rl.weight_sync.roster import Roster

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
-from mcore_rl.weight_sync.background_stager import start_background_stager
 from mcore_rl.weight_sync.connection import Connection
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.link_store import LinkStore
-from mcore_rl.weight_sync.staging import Staging
+from mcore_rl.weight_sync.staging import Staging, start_background_stager
 from mcore_rl.weight_sync.transports.choice import make_routed_transport
 from mcore_rl.weight_sync.wire import Report, StageRequest
 from tests.support.link_ends import make_link, open_ends, run_ranks

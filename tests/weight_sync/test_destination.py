@@ -14,8 +14,7 @@ from mcore_rl.run.roles.canary_tolerance import NUM_TO_JUDGE
 from mcore_rl.tools.doctor.toy_engine import FusedEngine, ToySizes, make_tensors
 from mcore_rl.weight_sync.connection import DestinationCheck, SentSums
 from mcore_rl.weight_sync.controller.linked_engine import VERIFIED_FIRST
-from mcore_rl.weight_sync.controller.staged_sync import StagedSync
-from mcore_rl.weight_sync.controller.strategy import SyncTarget
+from mcore_rl.weight_sync.controller.strategy import StagedSync, SyncTarget
 from mcore_rl.weight_sync.controller.sync import SyncController, SyncError
 from mcore_rl.weight_sync.receiver import WeightReceiver
 from mcore_rl.weight_sync.transports.transport import TransferError

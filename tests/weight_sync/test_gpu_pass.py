@@ -8,7 +8,7 @@ from mcore_rl.weights.box import Box, Shard
 from mcore_rl.weights.plan.shared_region import Slice
 from mcore_rl.weight_sync import gpu_pass
 from mcore_rl.weight_sync.buckets import plan_buckets
-from mcore_rl.weight_sync.gpu_pass import GpuPass
+from mcore_rl.weight_sync.placed_bucket import GpuPass
 from mcore_rl.weight_sync.placed_bucket import PlacedBucket, holdings
 from mcore_rl.weight_sync.transports.transport import TransferError
 from mcore_rl.weight_sync.verify import ROWS, RowSums

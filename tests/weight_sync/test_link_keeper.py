@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.weight_sync.link_keeper import (
+from mcore_rl.weight_sync.link_store import (
     DATA,
     ERROR,
     LISTED_PLAN,
@@ -13,7 +13,7 @@ from mcore_rl.weight_sync.link_keeper import (
     keep_link,
     rank_key,
 )
-from mcore_rl.weight_sync.store.values import Values
+from mcore_rl.weight_sync.store.server import Values
 from mcore_rl.weight_sync.transports.transport import TransferError
 from mcore_rl.weight_sync.wire import Link
 

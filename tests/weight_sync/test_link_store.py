@@ -9,8 +9,7 @@ from threading import Thread, Timer
 
 import pytest
 
-from mcore_rl.weight_sync.link_keeper import FACTS
-from mcore_rl.weight_sync.link_store import LinkStore
+from mcore_rl.weight_sync.link_store import FACTS, LinkStore
 from mcore_rl.weight_sync.roster import RankFacts, Roster
 from mcore_rl.weight_sync.store import client as client_module
 from mcore_rl.weight_sync.store.messages import NONCE_BYTES, PROOF_BYTES, make_nonce, proof

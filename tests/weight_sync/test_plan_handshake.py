@@ -12,10 +12,15 @@ import pytest
 from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.weight_sync.buckets import Bucket
 from mcore_rl.weight_sync.link_end import LinkEnd
-from mcore_rl.weight_sync.link_keeper import LISTED_PLAN, RECORDED_PLAN, PlanAnswer, rank_key
+from mcore_rl.weight_sync.link_store import LISTED_PLAN, RECORDED_PLAN, PlanAnswer, rank_key
 from mcore_rl.weight_sync.meeting import publish_facts
-from mcore_rl.weight_sync.plan_handshake import Drafts, HfTensors, MakeShards, PlanHandshake
-from mcore_rl.weight_sync.rank_plan import RankPlan
+from mcore_rl.weight_sync.plan_handshake import (
+    Drafts,
+    HfTensors,
+    MakeShards,
+    PlanHandshake,
+    RankPlan,
+)
 from mcore_rl.weight_sync.roster import RankFacts, make_roster
 from mcore_rl.weight_sync.store.client import RemoteClient
 from mcore_rl.weight_sync.transports.host.open_memory import OpenMemory

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.weight_sync.rank_plan import find_direct_peers
+from mcore_rl.weight_sync.plan_handshake import find_direct_peers
 from mcore_rl.weight_sync.roster import RankFacts, make_roster
 from mcore_rl.weight_sync.verify import XXH3
 from mcore_rl.weight_sync.wire import Link

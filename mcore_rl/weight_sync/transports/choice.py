@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.meeting import publish_facts, with_roster
-from mcore_rl.weight_sync.roster import Roster
+from mcore_rl.weight_sync.roster import SOME_GPU, RankLocation, Roster, Route, choose_route
 from mcore_rl.weight_sync.transports.channel import (
     Channel,
     SegmentSpec,
@@ -27,7 +27,6 @@ from mcore_rl.weight_sync.transports.channel import (
 from mcore_rl.weight_sync.transports.delta import DeltaTransport
 from mcore_rl.weight_sync.transports.gloo import GlooTransport
 from mcore_rl.weight_sync.transports.gpu_pairs import GpuPairTransport
-from mcore_rl.weight_sync.transports.location import SOME_GPU, RankLocation, Route, choose_route
 from mcore_rl.weight_sync.transports.shared_memory import SharedMemoryTransport
 from mcore_rl.weight_sync.transports.transport import Transport
 

@@ -4,7 +4,7 @@ import asyncio
 import time
 
 from mcore_rl.tools.doctor.toy_engine import Fault
-from mcore_rl.weight_sync.controller.staged_sync import StagedSync
+from mcore_rl.weight_sync.controller.strategy import StagedSync
 from mcore_rl.weight_sync.controller.sync import SyncController
 from tests.support.thread_engines import open_thread_stage
 

@@ -2,7 +2,7 @@
 
 from threading import Thread
 
-from mcore_rl.weight_sync.store.values import Values
+from mcore_rl.weight_sync.store.server import Values
 
 
 def test_values_are_those_set_last() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mcore_rl.weight_sync.transports.copies import Copies
+from mcore_rl.weight_sync.placed_bucket import Copies
 
 
 def test_pairs_of_all_kinds_are_copied_both_ways() -> None:

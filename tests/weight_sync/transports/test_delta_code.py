@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.types import Array
-from mcore_rl.weight_sync.transports import delta_code
-from mcore_rl.weight_sync.transports.delta_code import (
+from mcore_rl.weight_sync.transports import delta
+from mcore_rl.weight_sync.transports.delta import (
     Changes,
     Form,
     apply,
@@ -30,10 +30,10 @@ WAYS = ("compiled", "numpy") if shutil.which("cc") else ("numpy",)
 
 @contextmanager
 def coded_by(way: str) -> Iterator[None]:
-    library = delta_code.find_library() if way == "compiled" else None
+    library = delta.find_library() if way == "compiled" else None
     assert (library is None) == (way == "numpy")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delta_code, "find_library", lambda: library)
+        patch.setattr(delta, "find_library", lambda: library)
         yield
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.weight_sync.transports.location import RankLocation, Route, choose_route, needs_gloo
+from mcore_rl.weight_sync.roster import RankLocation, Route, choose_route, needs_gloo
 
 HOST_A, HOST_B = RankLocation("a"), RankLocation("b")
 GPU_A0 = RankLocation("a", "gpu-a0", ("gpu-a0", "gpu-a1"))
