@@ -27,12 +27,13 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mcore_rl.weight_sync.bucket_transfer import BucketTransfer, RankBucket
 from mcore_rl.weight_sync.buckets import plan_buckets
+from mcore_rl.weight_sync.execute import PlanExecutor
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.link_store import LinkStore
-from mcore_rl.weight_sync.placed_bucket import holdings
-from mcore_rl.weight_sync.transports.choice import make_routed_transport
+from mcore_rl.weight_sync.placed_bucket import RankBucket, holdings
+from mcore_rl.weight_sync.plan_handshake import RankPlan
+from mcore_rl.weight_sync.transports.select import select_transport
 from mcore_rl.weight_sync.verify import XXH3
 from mcore_rl.weight_sync.wire import Link
 from mcore_rl.weights.box import Box, Shard
@@ -132,10 +133,11 @@ def run_rank(args: argparse.Namespace) -> None:
     buckets = plan_buckets({(0, 0): [Slice(shard.box, "bfloat16")]}, 1, BUCKET_BYTES)
     own = [RankBucket(b, 1 - args.rank, holdings(b, {"w": [shard]})) for b in buckets]
     stores, links = open_links(args)
-    transfers = {}
+    plan = RankPlan("", own, XXH3, {})
+    executors = {}
     for way, link in links.items():
         end = LinkEnd.open(link, args.rank, torch.device("cpu"))
-        transfers[way] = BucketTransfer(end, own, make_routed_transport, XXH3)
+        executors[way] = PlanExecutor(end, plan, select_transport)
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(numel, generator=generator).bfloat16()
     sets = {way: {"param": values.clone()} for way in links}
@@ -154,10 +156,8 @@ def run_rank(args: argparse.Namespace) -> None:
             if way == BROADCAST:
                 broadcast_flat(tensors["param"])
             else:
-                transfer = transfers[way]
-                move = transfer.receive if args.rank else transfer.send
-                move(version, tensors, time.monotonic() + DEADLINE_S)
-                saved += transfer.take_saved()
+                executors[way].execute(version, tensors, time.monotonic() + DEADLINE_S)
+                saved += executors[way].take_saved()
             seconds[way].append(time.perf_counter() - began_s)
     total = {way: int(s["param"].view(torch.int16).long().sum()) for way, s in sets.items()}
     print(json.dumps({"seconds": seconds, "saved": saved, "sum": total}))

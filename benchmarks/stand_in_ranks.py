@@ -22,15 +22,13 @@ from urllib.request import urlopen
 import torch
 from aiohttp import web
 
-from mcore_rl.weight_sync.connection import Connection
 from mcore_rl.weight_sync.controller.engine_control import LOADER
-from mcore_rl.weight_sync.link_end import LinkEnd
-from mcore_rl.weight_sync.link_store import FACTS
-from mcore_rl.weight_sync.meeting import with_roster
-from mcore_rl.weight_sync.reporting import publish_report, report_outcome
+from mcore_rl.weight_sync.execute import PlanExecutor
+from mcore_rl.weight_sync.link_end import LinkEnd, with_roster
+from mcore_rl.weight_sync.link_store import FACTS, publish_report, report_outcome
 from mcore_rl.weight_sync.roster import RankFacts
 from mcore_rl.weight_sync.sender import WeightSender
-from mcore_rl.weight_sync.transports.choice import make_routed_transport
+from mcore_rl.weight_sync.transports.select import select_transport
 from mcore_rl.weight_sync.verify import ROWS
 from mcore_rl.weight_sync.wire import Link, Report, decode_command
 from mcore_rl.weights.box import Shard, contiguous_strides
@@ -208,7 +206,7 @@ class _StandInEngine:
         self._index = index
         self._shards = shards
         self._threads = threads
-        self._connections: list[Connection | None] = [None] * len(shards)
+        self._executors: list[PlanExecutor | None] = [None] * len(shards)
         self._cpu_s = [0.0] * len(shards)
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -238,11 +236,9 @@ class _StandInEngine:
             facts = _facts_of("engine", self._index * len(self._shards) + receiver)
             end.store.publish(FACTS, rank, facts.encode())
             met = with_roster(end)
-            connection = Connection.meet(
-                met, lambda _: self._shards[receiver], make_routed_transport
-            )
-            self._connections[receiver] = connection
-            return Report(end.name, connection.digest, connection.num_bytes)
+            executor = PlanExecutor.meet(met, lambda _: self._shards[receiver], select_transport)
+            self._executors[receiver] = executor
+            return Report(end.name, executor.plan.digest, executor.num_bytes)
 
         publish_report(end.store, "connect", rank, report_outcome(end.name, act))
         self._cpu_s[receiver] = time.thread_time() - before_s

@@ -34,8 +34,8 @@ from mcore_rl.planning.deployment import (
 )
 from mcore_rl.planning.peak_memory import RankMemory, Side, Uses, find_peaks, name_stage
 from mcore_rl.planning.recipe_models import RecipeModels, make_critic_training
-from mcore_rl.weight_sync.bucket_transfer import NUM_SLOTS
 from mcore_rl.weight_sync.buckets import largest_message_bytes
+from mcore_rl.weight_sync.transports.transport import NUM_SLOTS
 from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.hf.facts import ModelFacts
 from mcore_rl.weights.layouts.layout import Layout, boxes_of

@@ -1,6 +1,4 @@
-"""Connects a rank to its peers by a plan, then moves one version after another by it.
-
-Compares what lies in an engine rank's live parameters with the checksums that senders took.
+"""An engine rank's end of its link: receives versions, and compares what lies in its parameters.
 
     trainer rank's slices --sum--> kept by the engine rank while it receives a version
     live parameters, after the swap --packed again, bucket by bucket--> sum ------> compared
@@ -18,13 +16,10 @@ from torch import Tensor
 
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.process.gc_pause import pause_collections
-from mcore_rl.weight_sync.bucket_transfer import BucketTransfer, RankBucket
+from mcore_rl.weight_sync.execute import PlanExecutor, VerifiedBuckets
 from mcore_rl.weight_sync.link_end import LinkEnd
-from mcore_rl.weight_sync.placed_bucket import PlacedBucket
-from mcore_rl.weight_sync.plan_handshake import MakeShards, PlanHandshake, RankPlan
-from mcore_rl.weight_sync.transports.choice import MakeTransport
-from mcore_rl.weight_sync.transports.transport import TransferError
-from mcore_rl.weight_sync.verified_buckets import VerifiedBuckets
+from mcore_rl.weight_sync.placed_bucket import PlacedBucket, RankBucket
+from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import Link, Report
 
 _UNSIGNED = 2**64 - 1
@@ -136,84 +131,49 @@ class DestinationCheck:
         )
 
 
-SENDER_GRACE_S = 2.0
-"""How much longer senders wait than the engine's ranks, so that a receiver's error comes first.
+class EngineConnection:
+    """An engine rank's end of its link, and of relay links between engines of equal layouts."""
 
-A receiver knows which sender it waits for. To the other senders, that receiver itself seems late.
-"""
-
-
-class Connection:
-    """One rank's end of a link, and of relay links between engines of equal layouts."""
-
-    def __init__(self, end: LinkEnd, plan: RankPlan, make_transport: MakeTransport) -> None:
-        """Connect to the peers of `plan`, to which all ranks agreed, by end.deadline_s.
-
-        Raises TransferError, which names the rank, if one does not come.
-        """
-        self.end = end
-        self._make_transport = make_transport
-        self.digest = plan.digest
-        self.num_bytes = sum(own.bucket.num_bytes for own in plan.buckets)
-        self._buckets = plan.buckets
-        self._sums = plan.sums
+    def __init__(self, executor: PlanExecutor) -> None:
+        self.end = executor.end
+        self._executor = executor
         self._sent: SentSums | None = None
         """Those of the version received last."""
         self._destination: DestinationCheck | None = None
         self._loaded_P: Tensor | None = None
         """Checksums of what the engine rank loaded, until it received a version."""
-        try:
-            with pause_collections():
-                self._transfer = BucketTransfer(
-                    end, self._buckets, make_transport, plan.sums, plan.direct
-                )
-        except Exception as error:
-            end.store.fail(f"{end.name}: {error}")  # no rank waits for this one any longer
-            raise
-
-    @staticmethod
-    def meet(end: LinkEnd, make_shards: MakeShards, make_transport: MakeTransport) -> "Connection":
-        """Meet the other ranks at the link's store, agree on the plan and connect.
-
-        Raises TransferError, which names the rank, if one does not come, fails or disagrees.
-        """
-        handshake = PlanHandshake(end, make_shards)
-        with pause_collections():
-            plan = handshake.run()
-        return Connection(handshake.end, plan, make_transport)
 
     @property
-    def name(self) -> str:
-        return self.end.name
+    def digest(self) -> str:
+        """Digest of the plan to which all ranks of the link agreed."""
+        return self._executor.plan.digest
 
-    def send(self, version: int, tensors: Mapping[str, Tensor], timeout_s: float) -> Report:
-        """Send this trainer rank's slices."""
-        began_s = time.monotonic()
-        self._transfer.send(version, tensors, began_s + timeout_s + SENDER_GRACE_S)
-        return self._report(began_s, self._transfer)
+    def make_report(self) -> Report:
+        """Return the report of a link that is open."""
+        return Report(self.end.name, self.digest, self._executor.num_bytes)
 
     def receive(
         self,
         version: int,
         tensors: Mapping[str, Tensor],
         timeout_s: float,
-        relay_transfer: BucketTransfer | None = None,
+        relay: PlanExecutor | None = None,
         verified: VerifiedBuckets | None = None,
     ) -> Report:
-        """Receive this engine rank's slices, from trainer ranks unless there is a `relay_transfer`.
+        """Receive this engine rank's slices, from trainer ranks unless there is a `relay`.
 
         Buckets are added to `verified`, if given, once they are placed.
         """
         began_s = time.monotonic()
-        transfer = relay_transfer or self._transfer
+        executor = relay or self._executor
         before = self._sent
         self._sent = None
-        sums = transfer.receive(version, tensors, began_s + timeout_s, verified)
+        sums = executor.execute(version, tensors, began_s + timeout_s, verified)
         self._sent = SentSums.join(version, sums)
         self._compare_with_loaded(self._sent)
-        report = self._report(began_s, transfer)
         num_slices = len(self._sent.sums_P)
         changed = None if before is None else self._sent.count_changed(before)
+        report = executor.make_report(began_s)
         return replace(report, num_slices=num_slices, num_changed=changed)
 
     def check_destination(self, version: int, tensors: Mapping[str, Tensor]) -> None:
@@ -229,7 +189,8 @@ class Connection:
 
     def _check(self) -> DestinationCheck:
         if self._destination is None:
-            self._destination = DestinationCheck(self.end, self._buckets, self._sums)
+            plan = self._executor.plan
+            self._destination = DestinationCheck(self.end, plan.buckets, plan.sums)
         return self._destination
 
     def _compare_with_loaded(self, sent: SentSums) -> None:
@@ -246,7 +207,7 @@ class Connection:
                 " sync.verify=transfer turns the comparison off (docs/debugging.md#weights)"
             )
 
-    def open_relay_transfer(self, link: Link) -> BucketTransfer:
+    def open_relay(self, link: Link) -> PlanExecutor:
         """Connect to the same rank of another engine over relay link `link`, as its sender or
         receiver.
 
@@ -262,14 +223,11 @@ class Connection:
             rank = link.num_senders + own
             peer = own
         end = LinkEnd.open(link, rank, self.end.device)
-        buckets = [replace(bucket, peer=peer) for bucket in self._buckets]
-        return BucketTransfer(end, buckets, self._make_transport, self._sums)
+        plan = self._executor.plan
+        buckets = [replace(bucket, peer=peer) for bucket in plan.buckets]
+        relay_plan = replace(plan, buckets=buckets, direct={})
+        return PlanExecutor(end, relay_plan, self._executor.make_transport)
 
     def close(self) -> None:
         """Leave; peers that wait for this rank fail at once."""
-        self._transfer.close()
-
-    def _report(self, began_s: float, transfer: BucketTransfer) -> Report:
-        seconds = time.monotonic() - began_s
-        saved = transfer.take_saved()
-        return Report(self.name, self.digest, self.num_bytes, len(self._buckets), seconds, saved)
+        self._executor.close()

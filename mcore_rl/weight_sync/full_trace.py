@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import DeviceStream, common_device
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weights.layouts.copy_recorder import HfTensors, LoadWeights
 from mcore_rl.weights.layouts.engine_trace import TracedLoad, find_unlike, record_all
 from mcore_rl.weights.layouts.loader import LoaderFailedError

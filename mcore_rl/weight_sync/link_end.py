@@ -1,19 +1,30 @@
-"""Describes one rank's end of a link; the handshake and the transports are built from it."""
+"""One rank's end of a link: how the rank meets the others, at the link's store and on its machine.
 
+Each rank publishes its facts at the store, and all get the roster. Ranks of one machine also meet
+at an abstract socket (`RankServer`), over which memory is shared.
+"""
+
+import os
+import socket
+import struct
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from uuid import uuid4
 
 import torch
 
-from mcore_rl.weight_sync.link_store import LinkStore
-from mcore_rl.weight_sync.roster import Roster
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.device.gpu_memory import gpu_id, readable_gpus
+from mcore_rl.weight_sync.link_store import FACTS, LinkStore
+from mcore_rl.weight_sync.roster import RankFacts, Roster, machine_id
+from mcore_rl.weight_sync.transports.host.one_pass import find_library
+from mcore_rl.weight_sync.transports.host.segment import Segment
+from mcore_rl.weight_sync.verify import kinds_of_sums
+from mcore_rl.weight_sync.waits import FAILURE_POLL_S, TransferError, wait_until
 from mcore_rl.weight_sync.wire import Link
 
-if TYPE_CHECKING:
-    from mcore_rl.weight_sync.transports.host.open_memory import OpenMemory
+_RETRY_S = 0.005
+_NUM_SETS = 2
 
 
 @dataclass(frozen=True)
@@ -77,3 +88,127 @@ class LinkEnd:
         return TransferError(
             f"{self.name} waited {waited_s:.1f} s for {what}: {reason}", peer_lost=True
         )
+
+
+def describe_rank(
+    device: torch.device, *, is_sender: bool, memory: "OpenMemory | None" = None
+) -> RankFacts:
+    """Return the facts of the calling rank, whose tensors are on `device`."""
+    has_compiler = find_library() is not None
+    return RankFacts(
+        machine_id(),
+        tuple(kinds_of_sums(device)),
+        gpu_id(device),
+        tuple(readable_gpus(device)),
+        memory.name if memory is not None and has_compiler else "",
+        is_sender and has_compiler,
+    )
+
+
+def publish_facts(end: LinkEnd) -> None:
+    """Tell the other ranks of the link about this one, unless `end` came with the roster."""
+    if end.roster is not None:
+        return
+    with end.store.errors_published(FACTS, end.rank, end.name):
+        facts = describe_rank(end.device, is_sender=end.is_sender, memory=end.memory)
+        end.store.publish(FACTS, end.rank, facts.encode())
+
+
+def with_roster(end: LinkEnd) -> LinkEnd:
+    """Return `end` with the roster, once all ranks of the link have published their facts.
+
+    Raises TransferError, which names those that have not by end.deadline_s.
+    """
+    if end.roster is not None:
+        return end
+    return replace(end, roster=Roster.decode(end.wait_joined(FACTS)))
+
+
+class OpenMemory:
+    """An engine rank's two sets of tensors, and the abstract socket where access is asked for."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        assert len(segments) == _NUM_SETS, f"{len(segments)} segments"
+        self.segments = segments
+        self.server = RankServer()
+        self.name = self.server.name
+
+
+class RankServer:
+    """An abstract socket of one rank, to which ranks of the same machine connect once each.
+
+    It listens under `name`, which the other ranks must know; by default a random one.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name or f"mcore_rl-{uuid4().hex}"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen()
+
+    def accept(
+        self, end: LinkEnd, ranks: Collection[int], purpose: str
+    ) -> Iterator[tuple[int, socket.socket]]:
+        """Yield each of `ranks` and the socket to it, in the order in which they come.
+
+        Then nobody can connect any more. Raises TransferError, which names those that did not come
+        by end.deadline_s, or before the link failed, and the `purpose`.
+        """
+        missing = set(ranks)
+        accepted: list[socket.socket] = []
+
+        def has_come(seconds: float) -> bool:
+            self._listener.settimeout(max(0.001, seconds))
+            try:
+                accepted.append(self._listener.accept()[0])
+            except TimeoutError:
+                return False
+            return True
+
+        with self._listener:
+            while missing:
+                reason = wait_until(has_come, end.deadline_s, end.store.failure)
+                if reason is not None:
+                    late = ", ".join(end.link.name_of(rank) for rank in sorted(missing))
+                    message = f"{end.name} waited in vain for {late} to {purpose}: {reason}"
+                    raise TransferError(message, peer_lost=True)
+                peer = accepted.pop()
+                rank = _check_user(peer)
+                assert rank in missing, f"rank {rank} came uninvited to {purpose}"
+                missing.remove(rank)
+                yield rank, peer
+
+
+def connect(peer: socket.socket, end: LinkEnd, server: str, *, comes_later: bool = False) -> None:
+    """Connect `peer` to the RankServer named `server` by end.deadline_s, and say who comes.
+
+    With `comes_later` the server may not listen yet. Raises OSError.
+    """
+
+    def has_connected(seconds: float) -> bool:
+        until_s = time.monotonic() + seconds
+        while True:
+            try:
+                peer.connect(f"\0{server}")
+                return True
+            except ConnectionRefusedError:
+                if not comes_later:
+                    raise
+                if time.monotonic() > until_s:
+                    return False
+                time.sleep(_RETRY_S)
+
+    peer.settimeout(max(0.001, end.deadline_s - time.monotonic()))
+    reason = wait_until(has_connected, end.deadline_s, end.store.failure)
+    if reason is not None:
+        raise ConnectionRefusedError(reason)
+    peer.sendall(struct.pack("q", end.rank))
+
+
+def _check_user(peer: socket.socket) -> int:
+    """Return the rank that a peer says it is; only processes of the same user are let in."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    user = struct.unpack("3i", credentials)[1]
+    assert user == os.getuid(), f"a process of user {user} asked for shared memory"
+    peer.settimeout(FAILURE_POLL_S)
+    return struct.unpack("q", peer.recv(8, socket.MSG_WAITALL))[0]

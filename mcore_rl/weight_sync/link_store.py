@@ -14,6 +14,7 @@ with the link. Only processes that got the link, and with it the store's random 
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
+from mcore_rl.process.errors import describe_error
 from mcore_rl.weight_sync.roster import RankFacts, make_roster
 from mcore_rl.weight_sync.store.client import (
     Client,
@@ -32,7 +35,7 @@ from mcore_rl.weight_sync.store.client import (
 )
 from mcore_rl.weight_sync.store.messages import LENGTH
 from mcore_rl.weight_sync.store.server import LONGEST_WAIT_S, StoreServer, Values
-from mcore_rl.weight_sync.transports.transport import FAILURE_POLL_S, TransferError
+from mcore_rl.weight_sync.waits import FAILURE_POLL_S, TransferError
 from mcore_rl.weight_sync.wire import (
     Action,
     Link,
@@ -43,6 +46,8 @@ from mcore_rl.weight_sync.wire import (
     encode_report,
     encode_stage_request,
 )
+
+_log = logging.getLogger(__name__)
 
 FACTS = "facts"
 RECORDED_PLAN = "recorded plan"
@@ -444,3 +449,30 @@ def _request_key(number: int) -> str:
 
 def report_key(action: Action, rank: int) -> str:
     return f"report/{action}/{rank}"
+
+
+@torch.no_grad()
+def report_outcome(name: str, act: Callable[[], Report]) -> Report:
+    """Return the report of `act`; an error is logged and becomes the report of rank `name`."""
+    began_s = time.monotonic()
+    try:
+        return act()
+    except TransferError as error:
+        _log.exception("weight sync failed on %s", name)
+        message = str(error)
+        peer_lost = error.peer_lost
+    except Exception as error:
+        _log.exception("weight sync failed on %s", name)
+        message = describe_error(error)
+        peer_lost = False
+    return Report(name, seconds=time.monotonic() - began_s, error=message, peer_lost=peer_lost)
+
+
+def publish_report(store: LinkStore, action: Action, rank: int, report: Report) -> bool:
+    """Leave `report` for the controller; return False if its store is gone."""
+    try:
+        store.put_report(action, rank, report)
+    except RuntimeError:
+        _log.exception("the controller's store is gone; this report is lost: %s", report)
+        return False
+    return True

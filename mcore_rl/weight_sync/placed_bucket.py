@@ -23,8 +23,8 @@ from mcore_rl.device.checked_copy_kernel import WORD_BYTES, ChunkTable, Run, has
 from mcore_rl.types import Array
 from mcore_rl.weight_sync.buckets import HEADER_WORDS, Bucket, BucketPiece
 from mcore_rl.weight_sync.transports.host.one_pass import OnePass, Part, find_moves
-from mcore_rl.weight_sync.transports.transport import TransferError
 from mcore_rl.weight_sync.verify import ROW_WORDS, ROWS, XXH3, make_sums, row_multipliers
+from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.hf.fp8 import FP8, quantize_into, scale_box
 
@@ -168,6 +168,19 @@ class Holding:
     within: tuple[slice, ...]
     """The part, counted from the piece's own start."""
     shard: Shard
+
+
+@dataclass(frozen=True)
+class RankBucket:
+    """A bucket as one of its two ranks sees it.
+
+    peer  the rank at the other end, counted over the link
+    held  where the bucket lies in this rank's tensors
+    """
+
+    bucket: Bucket
+    peer: int
+    held: Sequence[Holding]
 
 
 def holdings(bucket: Bucket, shards: Mapping[str, Sequence[Shard]]) -> list[Holding]:

@@ -18,12 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from mcore_rl.weight_sync.bucket_transfer import RankBucket
 from mcore_rl.weight_sync.buckets import Bucket, plan_buckets
-from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.link_end import LinkEnd, publish_facts, with_roster
 from mcore_rl.weight_sync.link_store import LISTED_PLAN, RECORDED_PLAN, PlanAnswer
-from mcore_rl.weight_sync.meeting import publish_facts, with_roster
-from mcore_rl.weight_sync.placed_bucket import holdings
+from mcore_rl.weight_sync.placed_bucket import RankBucket, holdings
 from mcore_rl.weight_sync.roster import Roster
 from mcore_rl.weight_sync.verify import XXH3
 from mcore_rl.weight_sync.wire import decode_shards, encode_shards

@@ -17,15 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from mcore_rl.device.gpu_memory import common_device
-from mcore_rl.weight_sync.connection import Connection
+from mcore_rl.weight_sync.connection import EngineConnection
+from mcore_rl.weight_sync.execute import PlanExecutor
 from mcore_rl.weight_sync.full_trace import FullTrace
-from mcore_rl.weight_sync.link_end import LinkEnd
-from mcore_rl.weight_sync.link_store import LinkStore
-from mcore_rl.weight_sync.reporting import publish_report, report_outcome
+from mcore_rl.weight_sync.link_end import LinkEnd, OpenMemory
+from mcore_rl.weight_sync.link_store import LinkStore, publish_report, report_outcome
 from mcore_rl.weight_sync.staging import Staging, start_background_stager
-from mcore_rl.weight_sync.transports.choice import MakeTransport, make_routed_transport
-from mcore_rl.weight_sync.transports.host.open_memory import OpenMemory
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.transports.select import MakeTransport, select_transport
+from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import COMMAND_NAME, Command, Link, Report, decode_command
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.layouts.engine_trace import trace_load_weights
@@ -43,9 +42,9 @@ def _no_padding() -> None: ...
 class WeightReceiver:
     """One engine rank's end of the link to the trainer ranks; `connect` replaces the link."""
 
-    def __init__(self, make_transport: MakeTransport = make_routed_transport) -> None:
+    def __init__(self, make_transport: MakeTransport = select_transport) -> None:
         self._make_transport = make_transport
-        self._connection: Connection | None = None
+        self._connection: EngineConnection | None = None
         self._link: Link | None = None
         self._store: LinkStore | None = None
         self._staging: Staging | None = None
@@ -116,14 +115,15 @@ class WeightReceiver:
             self._padded = traced.padded
             return traced.shards
 
-        self._connection = Connection.meet(end, trace, self._make_transport)
+        executor = PlanExecutor.meet(end, trace, self._make_transport)
+        self._connection = EngineConnection(executor)
         self._link = link
         if link.loaded:
             self._connection.expect(tensors)
         if self._staging is not None:
             self._staging.finish(tensors, self._padded)
             start_background_stager(self._connection, self._staging)
-        return Report(end.name, self._connection.digest, self._connection.num_bytes)
+        return self._connection.make_report()
 
     def _move(self, command: Command, tensors: Mapping[str, Tensor]) -> Report:
         """Receive a version into `tensors`, or swap in the staged one; read it back if asked."""
@@ -136,7 +136,7 @@ class WeightReceiver:
         assert version is not None, f"{command.action} needs a version"
         if command.action == "swap":
             self._swap(self._connection, version, tensors, verify=command.verify)
-            return Report(self._connection.name, self._connection.digest)
+            return Report(self._connection.end.name, self._connection.digest)
         assert not link.staged, (
             f"version {version}: a staged link receives by stage requests, not by commands"
         )
@@ -148,7 +148,12 @@ class WeightReceiver:
         return report
 
     def _swap(
-        self, connection: Connection, version: int, tensors: Mapping[str, Tensor], *, verify: bool
+        self,
+        connection: EngineConnection,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        *,
+        verify: bool,
     ) -> None:
         """Swap in the staged version; after the first one, begin to trace what was left out."""
         assert self._staging is not None, f"swap of version {version} over an unstaged link"

@@ -10,6 +10,7 @@ two ranks run decides the route between them (`choose_route`).
 
 import hashlib
 import json
+import os
 import zlib
 from array import array
 from base64 import b64decode, b64encode
@@ -18,9 +19,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from itertools import accumulate, groupby
+from pathlib import Path
 from typing import Literal
 
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import Link
 from mcore_rl.weights.plan.shares import ListedHosts
 
@@ -70,6 +72,16 @@ def needs_gloo(
         for sender in senders
         for receiver in receivers
     )
+
+
+def machine_id() -> str:
+    """Return an id that is equal for two processes exactly if they can share memory through a
+    channel.
+
+    They can if they run on one kernel and see one another's abstract sockets.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
 
 
 @dataclass(frozen=True)

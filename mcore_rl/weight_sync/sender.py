@@ -1,5 +1,6 @@
 """Runs in each trainer rank: sends slices of its parameters to every engine that needs them."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -9,24 +10,28 @@ from torch import Tensor
 
 from mcore_rl.device.gpu_memory import common_device
 from mcore_rl.process.gc_pause import pause_collections
-from mcore_rl.weight_sync.connection import Connection
-from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.execute import PlanExecutor
+from mcore_rl.weight_sync.link_end import LinkEnd, describe_rank
 from mcore_rl.weight_sync.link_store import DATA, ERROR
-from mcore_rl.weight_sync.meeting import describe_rank
 from mcore_rl.weight_sync.plan_handshake import Drafts, PlanHandshake
 from mcore_rl.weight_sync.roster import Roster
-from mcore_rl.weight_sync.transports.choice import (
+from mcore_rl.weight_sync.transports.select import (
     MakeTransport,
-    make_routed_transport,
+    select_transport,
     waits_for_peers,
 )
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import Link, Report
 from mcore_rl.weights.box import Shard
 
 _MOST_AT_ONCE = 4
 """Links that a rank opens at a time if it waits for engines: one that does not come holds up no
 other.
+"""
+SENDER_GRACE_S = 2.0
+"""How much longer senders wait than the engine's ranks, so that a receiver's error comes first.
+
+A receiver knows which sender it waits for. To the other senders, that receiver itself seems late.
 """
 
 
@@ -38,7 +43,7 @@ class WeightSender:
         shards: Sequence[Shard],
         tensors: Mapping[str, Tensor],
         rank: int,
-        make_transport: MakeTransport = make_routed_transport,
+        make_transport: MakeTransport = select_transport,
     ) -> None:
         """`shards` says what `tensors`, the rank's parameters, hold; each send reads them anew."""
         self._shards = tuple(shards)
@@ -46,7 +51,7 @@ class WeightSender:
         self._rank = rank
         self._make_transport = make_transport
         self._device = common_device(tensors.values())
-        self._connections: dict[str, Connection] = {}
+        self._executors: dict[str, PlanExecutor] = {}
         self._handshakes: dict[str, PlanHandshake] = {}
         """Those of planned links that are not open yet, by engine."""
         self._drafts = Drafts()
@@ -91,7 +96,7 @@ class WeightSender:
         self.disconnect(link.engine)
         end = LinkEnd.open(link, self._rank, self._device)
         return self._report(
-            link, lambda: Connection.meet(end, lambda _: self._shards, self._make_transport)
+            link, lambda: PlanExecutor.meet(end, lambda _: self._shards, self._make_transport)
         )
 
     def _plan(self, link: Link, roster: Roster) -> bytes:
@@ -107,28 +112,28 @@ class WeightSender:
     def _open(self, engine: str, problems: str) -> str | Report:
         handshake = self._handshakes.pop(engine)
 
-        def connect() -> Connection:
+        def connect() -> PlanExecutor:
             plan = handshake.conclude(problems)
-            return Connection(handshake.end, plan, self._make_transport)
+            return PlanExecutor.open(handshake.end, plan, self._make_transport)
 
         report = self._report(handshake.end.link, connect)
         return report.digest if report.error is None else report
 
-    def _report(self, link: Link, connect: Callable[[], Connection]) -> Report:
+    def _report(self, link: Link, connect: Callable[[], PlanExecutor]) -> Report:
         try:
-            connection = connect()
+            executor = connect()
         except (RuntimeError, ValueError) as error:
             peer_lost = isinstance(error, TransferError) and error.peer_lost
             return Report(link.name_of(self._rank), error=str(error), peer_lost=peer_lost)
-        self._connections[link.engine] = connection
-        return Report(connection.name, connection.digest, connection.num_bytes)
+        self._executors[link.engine] = executor
+        return Report(executor.end.name, executor.plan.digest, executor.num_bytes)
 
     def disconnect(self, engine: str) -> None:
         """Drop the link to `engine`, if there is one."""
         self._handshakes.pop(engine, None)
-        connection = self._connections.pop(engine, None)
-        if connection is not None:
-            connection.close()
+        executor = self._executors.pop(engine, None)
+        if executor is not None:
+            executor.close()
 
     def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
         """Send the current parameters as `version` to all `engines` at once; return a report for
@@ -137,7 +142,7 @@ class WeightSender:
         A link whose transfer failed is dropped, because its messages are out of step: connect it
         again. Raises ValueError if an engine is not connected.
         """
-        unknown = set(engines) - set(self._connections)
+        unknown = set(engines) - set(self._executors)
         if unknown:
             raise ValueError(f"engines {sorted(unknown)} are not connected; call connect first")
         if len(engines) == 1:
@@ -150,9 +155,11 @@ class WeightSender:
 
     @torch.no_grad()
     def _send_to(self, engine: str, version: int, timeout_s: float) -> Report:
-        connection = self._connections[engine]
+        executor = self._executors[engine]
+        began_s = time.monotonic()
         try:
-            return connection.send(version, self._tensors, timeout_s)
+            executor.execute(version, self._tensors, began_s + timeout_s + SENDER_GRACE_S)
+            return executor.make_report(began_s)
         except TransferError as error:
             self.disconnect(engine)
-            return Report(connection.name, error=str(error), peer_lost=error.peer_lost)
+            return Report(executor.end.name, error=str(error), peer_lost=error.peer_lost)

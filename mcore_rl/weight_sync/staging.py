@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device import synchronize
-from mcore_rl.weight_sync.bucket_transfer import BucketTransfer
-from mcore_rl.weight_sync.connection import Connection
-from mcore_rl.weight_sync.link_store import LinkStore
-from mcore_rl.weight_sync.reporting import publish_report, report_outcome
+from mcore_rl.weight_sync.connection import EngineConnection
+from mcore_rl.weight_sync.execute import PlanExecutor, VerifiedBuckets
+from mcore_rl.weight_sync.link_store import LinkStore, publish_report, report_outcome
 from mcore_rl.weight_sync.transports.host.segment import Segment, allocate_like
-from mcore_rl.weight_sync.transports.transport import TransferError
-from mcore_rl.weight_sync.verified_buckets import VerifiedBuckets
+from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import Link, Report, StageRequest
 
 
@@ -130,7 +128,7 @@ def _owns_memory(parameter: Tensor) -> bool:
 _log = logging.getLogger(__name__)
 
 
-def start_background_stager(connection: Connection, staging: Staging) -> None:
+def start_background_stager(connection: EngineConnection, staging: Staging) -> None:
     """Serve the link's stage requests in a thread until the controller drops the link."""
     store = LinkStore.open(connection.end.link)
     stager = _BackgroundStager(store, connection, staging)
@@ -138,15 +136,15 @@ def start_background_stager(connection: Connection, staging: Staging) -> None:
 
 
 class _BackgroundStager:
-    def __init__(self, store: LinkStore, connection: Connection, staging: Staging) -> None:
+    def __init__(self, store: LinkStore, connection: EngineConnection, staging: Staging) -> None:
         self._store = store
         self._connection = connection
         self._link = connection.end.link
         self._staging = staging
-        self._receiving: BucketTransfer | None = None
-        """The transfer from a relay, kept for the next version."""
-        self._forwarding: BucketTransfer | None = None
-        """The idle transfer to the next engine; a thread takes it and returns it on success."""
+        self._receiving: PlanExecutor | None = None
+        """Receives from a relay; kept for the next version."""
+        self._forwarding: PlanExecutor | None = None
+        """Sends to the next engine, while idle; a thread takes it and returns it on success."""
 
     def run(self) -> None:
         """Serve requests in order; only a failure to receive from trainer ranks ends the link."""
@@ -174,14 +172,14 @@ class _BackgroundStager:
         else:
             self._start_forwarding(request.forward_link, request.version, verified)
         try:
-            relay_transfer = None
+            relay = None
             if request.receive_link is not None:
-                relay_transfer = self._open_receiving(request.receive_link)
+                relay = self._open_receiving(request.receive_link)
             report = self._connection.receive(
                 request.version,
                 self._staging.tensors,
                 self._link.timeout_s,
-                relay_transfer,
+                relay,
                 verified,
             )
         except Exception as error:
@@ -204,37 +202,37 @@ class _BackgroundStager:
 
         A failure concerns that engine alone, which then gets its slices from the trainer ranks.
         """
-        transfer = self._forwarding
+        executor = self._forwarding
         self._forwarding = None
         try:
-            if transfer is not None and transfer.link != link:
-                transfer.close()
-                transfer = None
-            transfer = transfer or self._connection.open_relay_transfer(link)
-            transfer.send(version, tensors, time.monotonic() + link.timeout_s, verified)
+            if executor is not None and executor.end.link != link:
+                executor.close()
+                executor = None
+            executor = executor or self._connection.open_relay(link)
+            executor.execute(version, tensors, time.monotonic() + link.timeout_s, verified)
         except (TransferError, RuntimeError) as error:
             _log.warning(
                 "version %d is not forwarded to engine %s: %s", version, link.engine, error
             )
-            if transfer is not None:
-                transfer.close()
+            if executor is not None:
+                executor.close()
         else:
-            self._forwarding = transfer
+            self._forwarding = executor
 
-    def _open_receiving(self, link: Link) -> BucketTransfer:
-        if self._receiving is None or self._receiving.link != link:
+    def _open_receiving(self, link: Link) -> PlanExecutor:
+        if self._receiving is None or self._receiving.end.link != link:
             self._close_receiving()
-            self._receiving = self._connection.open_relay_transfer(link)
+            self._receiving = self._connection.open_relay(link)
         return self._receiving
 
     def _close_receiving(self) -> None:
-        transfer = self._receiving
+        executor = self._receiving
         self._receiving = None
-        if transfer is not None:
-            transfer.close()
+        if executor is not None:
+            executor.close()
 
     def _close_forwarding(self) -> None:
-        transfer = self._forwarding
+        executor = self._forwarding
         self._forwarding = None
-        if transfer is not None:
-            transfer.close()
+        if executor is not None:
+            executor.close()

@@ -47,7 +47,7 @@ NO_DEADLINE = {
         "mcore_rl/weight_sync/full_trace.py",
         "self._turn.acquire()",
     ): "held for parts of a decode step",
-    ("mcore_rl/weight_sync/transports/rank_server.py", "self._listener.accept()"): ENDED,
+    ("mcore_rl/weight_sync/link_end.py", "self._listener.accept()"): ENDED,
     ("mcore_rl/train/export.py", "work.wait()"): OF_GROUP,
 }
 """(file, call) -> why the call needs no deadline of its own."""

@@ -13,9 +13,10 @@ from mcore_rl.tools.doctor.sync_ranks import FaultyTransport
 from mcore_rl.tools.doctor.toy_engine import Fault, FusedEngine, expert_cut, make_tensors
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.link_store import LinkStore
+from mcore_rl.weight_sync.plan_handshake import RankPlan
 from mcore_rl.weight_sync.receiver import WeightReceiver
 from mcore_rl.weight_sync.sender import WeightSender
-from mcore_rl.weight_sync.transports.choice import MakeTransport, make_routed_transport
+from mcore_rl.weight_sync.transports.select import MakeTransport, select_transport
 from mcore_rl.weight_sync.transports.transport import Transport
 from mcore_rl.weight_sync.wire import Action, Command, Link, Report, StageRequest
 
@@ -140,20 +141,18 @@ class EngineChain:
             time.sleep(0.005)
         raise AssertionError(f"rank {rank} of engine {i} did not report")
 
-    def _make(
-        self, end: LinkEnd, shared_words: Mapping[int, int], stream: DeviceStream
-    ) -> Transport:
-        transport = self._make_transport(end, shared_words, stream)
+    def _make(self, end: LinkEnd, plan: RankPlan, stream: DeviceStream) -> Transport:
+        transport = self._make_transport(end, plan, stream)
         fault = self._faults.get((end.link.relay, end.link.engine))
         if fault is None or fault.rank != end.rank:
             return transport
-        return FaultyTransport(transport, fault)
+        return FaultyTransport(transport, plan, fault)
 
 
 @contextmanager
 def open_chain(
     num_engines: int,
-    make_transport: MakeTransport = make_routed_transport,
+    make_transport: MakeTransport = select_transport,
     faults: Faults | None = None,
 ) -> Iterator[EngineChain]:
     with ThreadPoolExecutor(16) as pool:

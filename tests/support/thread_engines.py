@@ -29,9 +29,10 @@ from mcore_rl.tools.doctor.toy_engine import (
 )
 from mcore_rl.weight_sync.controller.engine_control import LOADER
 from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.plan_handshake import RankPlan
 from mcore_rl.weight_sync.receiver import WeightReceiver
 from mcore_rl.weight_sync.sender import WeightSender
-from mcore_rl.weight_sync.transports.choice import make_routed_transport
+from mcore_rl.weight_sync.transports.select import select_transport
 from mcore_rl.weight_sync.transports.transport import Transport
 from mcore_rl.weight_sync.wire import Link, Report, decode_command
 
@@ -151,14 +152,12 @@ class ThreadTrainers:
 
 
 def _faulty(faults: FaultsByLink) -> Any:
-    def make_transport(
-        end: LinkEnd, shared_words: Mapping[int, int], stream: DeviceStream
-    ) -> Transport:
-        transport = make_routed_transport(end, shared_words, stream)
+    def make_transport(end: LinkEnd, plan: RankPlan, stream: DeviceStream) -> Transport:
+        transport = select_transport(end, plan, stream)
         fault = faults.get((end.link.relay, end.link.engine))
         if fault is None or fault.rank != end.rank:
             return transport
-        return FaultyTransport(transport, fault)
+        return FaultyTransport(transport, plan, fault)
 
     return make_transport
 

@@ -16,8 +16,9 @@ from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.tools.doctor.sync_ranks import FaultyTransport
 from mcore_rl.tools.doctor.toy_engine import Fault
 from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.plan_handshake import RankPlan
 from mcore_rl.weight_sync.sender import WeightSender
-from mcore_rl.weight_sync.transports.choice import make_routed_transport
+from mcore_rl.weight_sync.transports.select import select_transport
 from mcore_rl.weight_sync.transports.transport import Transport
 from mcore_rl.weight_sync.wire import Link, Report
 from mcore_rl.weights.layouts.training import training_shards
@@ -125,14 +126,12 @@ class _Rank:
         assert self._sender is not None
         return self._sender.send(version, engines, timeout_s)
 
-    def _make_transport(
-        self, end: LinkEnd, shared_words: Mapping[int, int], stream: DeviceStream
-    ) -> Transport:
-        transport = make_routed_transport(end, shared_words, stream)
+    def _make_transport(self, end: LinkEnd, plan: RankPlan, stream: DeviceStream) -> Transport:
+        transport = select_transport(end, plan, stream)
         fault = self._faults.pop(end.link.engine, None)
         if fault is None or fault.rank != self._rank:
             return transport
-        return FaultyTransport(transport, fault)
+        return FaultyTransport(transport, plan, fault)
 
 
 def _serve(pipe: Any, layout: TrainLayout, rank: int) -> None:

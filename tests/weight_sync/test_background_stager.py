@@ -9,32 +9,33 @@ import torch
 from torch import Tensor
 
 from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
-from mcore_rl.weight_sync.connection import Connection
+from mcore_rl.weight_sync.connection import EngineConnection
+from mcore_rl.weight_sync.execute import PlanExecutor
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.link_store import LinkStore
 from mcore_rl.weight_sync.staging import Staging, start_background_stager
-from mcore_rl.weight_sync.transports.choice import make_routed_transport
+from mcore_rl.weight_sync.transports.select import select_transport
 from mcore_rl.weight_sync.wire import Report, StageRequest
 from tests.support.link_ends import make_link, open_ends, run_ranks
 
 TIMEOUT_S = 20.0
 
 
-def connecting(end: LinkEnd) -> Callable[[], Connection]:
+def connecting(end: LinkEnd) -> Callable[[], PlanExecutor]:
     cut = row_cut if end.is_sender else column_cut
     shards, _ = cut(make_tensors(), 0, 1, "float32")
-    return lambda: Connection.meet(end, lambda _: shards, make_routed_transport)
+    return lambda: PlanExecutor.meet(end, lambda _: shards, select_transport)
 
 
 @contextmanager
-def stager() -> Iterator[tuple[LinkStore, Connection, Staging]]:
-    """Yield the link's store, the trainer rank's connection, and what the engine rank stages."""
+def stager() -> Iterator[tuple[LinkStore, PlanExecutor, Staging]]:
+    """Yield the link's store, the trainer rank's executor, and what the engine rank stages."""
     store, link = make_link(timeout_s=TIMEOUT_S)
     ends = open_ends(replace(link, staged=True))
     sender, receiver = run_ranks([connecting(end) for end in ends])
     _, parameters = column_cut(make_tensors(seed=0), 0, 1, "float32")
     staging = Staging(parameters)
-    start_background_stager(receiver, staging)
+    start_background_stager(EngineConnection(receiver), staging)
     try:
         yield store, sender, staging
     finally:
@@ -61,7 +62,7 @@ def test_requests_are_served_in_order_and_the_parameters_wait_for_the_swap() -> 
         assert staging.version is None
         for number, version in enumerate((1, 2)):
             store.put_stage_request(number, StageRequest(version))
-            sender.send(version, source_of(version), TIMEOUT_S)
+            sender.execute(version, source_of(version), time.monotonic() + TIMEOUT_S)
             report = wait_report(store)
             assert report.error is None and report.num_bytes > 0
             assert staging.version == version

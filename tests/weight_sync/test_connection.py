@@ -1,16 +1,17 @@
 """Connections of ranks in threads: one agreed plan, and versions moved over it one by one."""
 
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
-from mcore_rl.weight_sync.connection import Connection
+from mcore_rl.weight_sync.connection import EngineConnection
+from mcore_rl.weight_sync.execute import PlanExecutor, VerifiedBuckets
 from mcore_rl.weight_sync.link_end import LinkEnd
-from mcore_rl.weight_sync.transports.choice import make_routed_transport
-from mcore_rl.weight_sync.transports.transport import TransferError
-from mcore_rl.weight_sync.verified_buckets import VerifiedBuckets
+from mcore_rl.weight_sync.transports.select import select_transport
+from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import Report
 from mcore_rl.weights.box import Shard
 from tests.support.link_ends import make_link, open_ends, run_ranks
@@ -25,23 +26,30 @@ def own_shards(end: LinkEnd) -> Sequence[Shard]:
     return column_cut(make_tensors(), 0, 1, "float32")[0]
 
 
-def connecting(end: LinkEnd) -> Callable[[], Connection]:
-    return lambda: Connection.meet(end, lambda _: own_shards(end), make_routed_transport)
+def connecting(end: LinkEnd) -> Callable[[], PlanExecutor]:
+    return lambda: PlanExecutor.meet(end, lambda _: own_shards(end), select_transport)
+
+
+def send(sender: PlanExecutor, version: int, tensors: dict[str, torch.Tensor]) -> Report:
+    began_s = time.monotonic()
+    sender.execute(version, tensors, began_s + TIMEOUT_S)
+    return sender.make_report(began_s)
 
 
 def test_versions_arrive_whole_and_both_sides_report_the_same() -> None:
     _store, link = make_link(num_senders=NUM_SENDERS)
-    connections = run_ranks([connecting(end) for end in open_ends(link)])
-    *senders, receiver = connections
-    assert [connection.name for connection in connections] == list(link.names)
-    assert len({connection.digest for connection in connections}) == 1
+    executors = run_ranks([connecting(end) for end in open_ends(link)])
+    *senders, last = executors
+    receiver = EngineConnection(last)
+    assert [executor.end.name for executor in executors] == list(link.names)
+    assert len({executor.plan.digest for executor in executors}) == 1
     _, target = column_cut(make_tensors(), 0, 1, "float32")
     for version in (1, 2):
         verified = VerifiedBuckets()
         acts: list[Callable[[], Report]] = []
         for rank, sender in enumerate(senders):
             _, source = row_cut(make_tensors(seed=version), rank, NUM_SENDERS, "float32")
-            acts.append(lambda s=sender, t=source, v=version: s.send(v, t, TIMEOUT_S))
+            acts.append(lambda s=sender, t=source, v=version: send(s, v, t))
         acts.append(
             lambda v=version, b=verified: receiver.receive(v, target, TIMEOUT_S, verified=b)
         )
@@ -52,14 +60,14 @@ def test_versions_arrive_whole_and_both_sides_report_the_same() -> None:
         assert sum(report.num_buckets for report in sent) == received.num_buckets
         assert [report.error for report in (*sent, received)] == [None] * (NUM_SENDERS + 1)
         assert len(verified.wait(received.num_buckets - 1, deadline_s=0.0)) > 0
-    for connection in connections:
-        connection.close()
+    for executor in executors:
+        executor.close()
 
 
 def test_a_peer_that_leaves_is_named() -> None:
     _store, link = make_link(num_senders=NUM_SENDERS)
-    connections = run_ranks([connecting(end) for end in open_ends(link)])
-    *senders, receiver = connections
+    *senders, last = run_ranks([connecting(end) for end in open_ends(link)])
+    receiver = EngineConnection(last)
     for sender in senders:
         sender.close()
     _, target = column_cut(make_tensors(), 0, 1, "float32")

@@ -17,8 +17,8 @@ from mcore_rl.weight_sync.controller.linked_engine import VERIFIED_FIRST
 from mcore_rl.weight_sync.controller.strategy import StagedSync, SyncTarget
 from mcore_rl.weight_sync.controller.sync import SyncController, SyncError
 from mcore_rl.weight_sync.receiver import WeightReceiver
-from mcore_rl.weight_sync.transports.transport import TransferError
 from mcore_rl.weight_sync.verify import XXH3
+from mcore_rl.weight_sync.waits import TransferError
 from tests.support.link_ends import make_link, open_ends
 from tests.support.thread_engines import ThreadEngine, ThreadStage, open_thread_stage
 

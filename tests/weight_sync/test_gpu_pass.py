@@ -6,14 +6,14 @@ BEGIN = """
 import pytest, torch
 from mcore_rl.weights.box import Box, Shard
 from mcore_rl.weights.plan.shared_region import Slice
-from mcore_rl.weight_sync import gpu_pass
+from mcore_rl.weight_sync import placed_bucket
 from mcore_rl.weight_sync.buckets import plan_buckets
 from mcore_rl.weight_sync.placed_bucket import GpuPass
 from mcore_rl.weight_sync.placed_bucket import PlacedBucket, holdings
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.verify import ROWS, RowSums
 
-gpu_pass.has_kernel = lambda words_W: True
+placed_bucket.has_kernel = lambda words_W: True
 
 
 def shards_of(shapes, margin, dtype):

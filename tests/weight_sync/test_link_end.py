@@ -5,7 +5,7 @@ import time
 import pytest
 
 from mcore_rl.weight_sync.link_end import LinkEnd
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.waits import TransferError
 from tests.support.link_ends import HOST, make_link, open_ends
 
 

@@ -14,7 +14,7 @@ from mcore_rl.weight_sync.link_store import (
     rank_key,
 )
 from mcore_rl.weight_sync.store.server import Values
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import Link
 
 LINK = Link("e", "", 0, "", 2, 1, 1, 1.0)

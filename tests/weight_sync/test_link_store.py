@@ -13,7 +13,7 @@ from mcore_rl.weight_sync.link_store import FACTS, LinkStore
 from mcore_rl.weight_sync.roster import RankFacts, Roster
 from mcore_rl.weight_sync.store import client as client_module
 from mcore_rl.weight_sync.store.messages import NONCE_BYTES, PROOF_BYTES, make_nonce, proof
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import Report, StageRequest
 from tests.support.link_ends import make_link, run_ranks
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from mcore_rl.weight_sync.meeting import describe_rank, publish_facts, with_roster
-from mcore_rl.weight_sync.transports.channel import machine_id
+from mcore_rl.weight_sync.link_end import describe_rank, publish_facts, with_roster
+from mcore_rl.weight_sync.roster import machine_id
 from mcore_rl.weight_sync.verify import kinds_of_sums
 from tests.support.link_ends import HOST, make_link, open_ends, run_ranks
 

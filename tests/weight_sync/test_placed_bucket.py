@@ -12,8 +12,8 @@ from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.weight_sync.buckets import Bucket, plan_buckets
 from mcore_rl.weight_sync.placed_bucket import PlacedBucket, holdings
 from mcore_rl.weight_sync.transports.host import one_pass
-from mcore_rl.weight_sync.transports.transport import TransferError
 from mcore_rl.weight_sync.verify import ROW_WORDS, ROWS, XXH3
+from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weights.box import Box, Shard
 from mcore_rl.weights.plan.shared_region import Slice
 

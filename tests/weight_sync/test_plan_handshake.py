@@ -11,9 +11,8 @@ import pytest
 
 from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.weight_sync.buckets import Bucket
-from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.link_end import LinkEnd, OpenMemory, publish_facts
 from mcore_rl.weight_sync.link_store import LISTED_PLAN, RECORDED_PLAN, PlanAnswer, rank_key
-from mcore_rl.weight_sync.meeting import publish_facts
 from mcore_rl.weight_sync.plan_handshake import (
     Drafts,
     HfTensors,
@@ -23,10 +22,9 @@ from mcore_rl.weight_sync.plan_handshake import (
 )
 from mcore_rl.weight_sync.roster import RankFacts, make_roster
 from mcore_rl.weight_sync.store.client import RemoteClient
-from mcore_rl.weight_sync.transports.host.open_memory import OpenMemory
 from mcore_rl.weight_sync.transports.host.segment import Segment
-from mcore_rl.weight_sync.transports.transport import TransferError
 from mcore_rl.weight_sync.verify import XXH3
+from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import Link, encode_shards
 from mcore_rl.weights.box import Shard, contiguous_strides
 from mcore_rl.weights.layouts.layout import boxes_of

@@ -5,9 +5,8 @@ import time
 import pytest
 import torch
 
-from mcore_rl.weight_sync.link_store import LinkStore
-from mcore_rl.weight_sync.reporting import publish_report, report_outcome
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.link_store import LinkStore, publish_report, report_outcome
+from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import Report
 from tests.support.link_ends import make_link
 

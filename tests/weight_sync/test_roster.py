@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from mcore_rl.weight_sync.roster import RankFacts, Roster, make_roster
-from mcore_rl.weight_sync.transports.transport import TransferError
 from mcore_rl.weight_sync.verify import ROWS, XXH3
+from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import Link
 
 A, B, C = (RankFacts(machine, (XXH3, ROWS)) for machine in ("a", "b", "c"))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mcore_rl.weight_sync.staging import Staging
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.waits import TransferError
 
 
 def make_parameters() -> dict[str, nn.Parameter]:

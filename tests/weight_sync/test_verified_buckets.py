@@ -6,8 +6,8 @@ from threading import Timer
 import pytest
 import torch
 
-from mcore_rl.weight_sync.transports.transport import TransferError
-from mcore_rl.weight_sync.verified_buckets import VerifiedBuckets
+from mcore_rl.weight_sync.execute import VerifiedBuckets
+from mcore_rl.weight_sync.waits import TransferError
 
 
 def test_a_bucket_is_waited_for_until_it_is_verified() -> None:

@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any
@@ -29,27 +28,23 @@ from mcore_rl.tools.doctor.toy_engine import (
 )
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.link_store import LinkStore
+from mcore_rl.weight_sync.plan_handshake import RankPlan
 from mcore_rl.weight_sync.receiver import WeightReceiver
 from mcore_rl.weight_sync.sender import WeightSender
+from mcore_rl.weight_sync.transports.select import RoutedTransport
 from mcore_rl.weight_sync.transports.transport import Transport
 from mcore_rl.weight_sync.wire import Action, Command, Link, Report, StageRequest
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.layouts.engine_trace import trace_load_weights
 
 
-class FaultyTransport:
+class FaultyTransport(RoutedTransport):
     """A rank's real transport, to which a fault happens."""
 
-    def __init__(self, transport: Transport, fault: Fault) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, plan: RankPlan, fault: Fault) -> None:
+        super().__init__([transport], dict.fromkeys((own.peer for own in plan.buckets), transport))
         self._fault = fault
         self._num_sent = 0
-
-    def memory(self, peer: int) -> Tensor | None:
-        return self._transport.memory(peer)
-
-    def device(self, peer: int) -> torch.device:
-        return self._transport.device(peer)
 
     def send(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
         if self._num_sent == self._fault.message:
@@ -60,19 +55,7 @@ class FaultyTransport:
                     os.getpid(), signal.SIGKILL if self._fault.kind == "kill" else signal.SIGSTOP
                 )
         self._num_sent += 1
-        self._transport.send(tensor_u8, peer, what, number)
-
-    def recv(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
-        self._transport.recv(tensor_u8, peer, what, number)
-
-    def run(self, deadline_s: float, failure: Callable[[], str | None], pending: int = 0) -> None:
-        self._transport.run(deadline_s, failure, pending)
-
-    def take_saved(self) -> int:
-        return self._transport.take_saved()
-
-    def close(self) -> None:
-        self._transport.close()
+        super().send(tensor_u8, peer, what, number)
 
 
 def run_rank(pipe: Any, started: Any, scene: Scene, link: Link, rank: int) -> None:
@@ -100,13 +83,11 @@ def _send(scene: Scene, link: Link, rank: int) -> list[Report]:
     if rank == scene.absent_sender:
         return []
 
-    def make_transport(
-        end: LinkEnd, shared_words: Mapping[int, int], stream: DeviceStream
-    ) -> Transport:
-        transport = scene.make_transport(end, shared_words, stream)
+    def make_transport(end: LinkEnd, plan: RankPlan, stream: DeviceStream) -> Transport:
+        transport = scene.make_transport(end, plan, stream)
         if scene.fault is None or scene.fault.rank != rank:
             return transport
-        return FaultyTransport(transport, scene.fault)
+        return FaultyTransport(transport, plan, scene.fault)
 
     shards, tensors = _cut_version(scene, 0, rank)
     sender = WeightSender(shards, tensors, rank, make_transport)

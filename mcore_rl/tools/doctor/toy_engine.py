@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mcore_rl.weight_sync.transports.choice import (
+from mcore_rl.weight_sync.transports.select import (
     MakeTransport,
     make_gloo_transport,
     make_gpu_pair_transport,
-    make_routed_transport,
+    select_transport,
 )
 from mcore_rl.weight_sync.wire import Report
 from mcore_rl.weights.box import Box, Shard, contiguous_strides
@@ -210,7 +210,7 @@ class Scene:
     @property
     def make_transport(self) -> MakeTransport:
         if not self.between_machines:
-            return make_routed_transport
+            return select_transport
         return make_gpu_pair_transport if all(self.on_gpu) else make_gloo_transport
 
 

@@ -41,7 +41,7 @@ from mcore_rl.weight_sync.controller.strategy import (
 )
 from mcore_rl.weight_sync.controller.sync_report import SyncReport, root_error
 from mcore_rl.weight_sync.link_store import DATA, FACTS, RECORDED_PLAN, LinkStore
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import Link, Report
 from mcore_rl.weights.layouts.listed import RecordedLayouts
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes

@@ -29,7 +29,6 @@ ends need not have the same.
 
 import ctypes
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -42,7 +41,8 @@ from xxhash import xxh3_64_intdigest
 from mcore_rl.device.native import load
 from mcore_rl.types import Array
 from mcore_rl.weight_sync.transports.gloo import GlooMessage, GlooTransport
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.transports.transport import Failure, WholeBuckets
+from mcore_rl.weight_sync.waits import TransferError
 
 Form = Literal["gaps", "bits"]
 ELEMENT_BYTES = 2
@@ -193,8 +193,6 @@ _LARGEST_SHARE = 0.75
 _FIRST_GUESS = 1 / 16
 _RIGHT, _WRONG = 1, 0
 
-Failure = Callable[[], str | None]
-
 
 @dataclass
 class _Slot:
@@ -300,7 +298,7 @@ class _Receiving:
         return _checksum(self.message_u8) == checksum
 
 
-class DeltaTransport:
+class DeltaTransport(WholeBuckets):
     """Differences over gloo; messages must lie on the host."""
 
     def __init__(self, gloo: GlooTransport) -> None:
@@ -309,9 +307,6 @@ class DeltaTransport:
         """Bytes that did not travel, since `take_saved`."""
         self._slots: dict[tuple[int, int], _Slot] = {}
         self._started: list[_Sending | _Receiving] = []
-
-    def memory(self, peer: int) -> None:
-        return None
 
     def device(self, peer: int) -> torch.device:
         return self.gloo.device(peer)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, distributed
 
 from mcore_rl.weight_sync.link_end import LinkEnd
-from mcore_rl.weight_sync.transports.transport import FAILURE_POLL_S, TransferError
+from mcore_rl.weight_sync.transports.transport import WholeBuckets
+from mcore_rl.weight_sync.waits import FAILURE_POLL_S, TransferError
 
 ProcessGroupGloo: Any = distributed.ProcessGroupGloo  # stubs lack options and point-to-point verbs
 PrefixStore: Any = distributed.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
@@ -29,7 +30,7 @@ class GlooMessage:
     what: str
 
 
-class GlooTransport:
+class GlooTransport(WholeBuckets):
     """TCP through a gloo process group of all ranks of a link, independent of the process's other
     groups.
 
@@ -52,9 +53,6 @@ class GlooTransport:
         self._started: list[GlooMessage] = []
         """Messages that `run` waits for."""
         self._unfinished: list[GlooMessage] = []
-
-    def memory(self, peer: int) -> None:
-        return None
 
     def device(self, peer: int) -> torch.device:
         return torch.device("cpu")
@@ -108,9 +106,6 @@ class GlooTransport:
     def _forget(self, due: Sequence[GlooMessage]) -> None:
         done = set(map(id, due))
         self._unfinished = [m for m in self._unfinished if id(m) not in done]
-
-    def take_saved(self) -> int:
-        return 0
 
     def close(self) -> None:
         # While bytes come in for a buffer that is gone, gloo's thread never ends: connections go

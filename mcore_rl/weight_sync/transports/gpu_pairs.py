@@ -21,7 +21,8 @@ from torch import Tensor, distributed
 from mcore_rl.device.gpu_groups import make_group
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.link_store import LinkStore
-from mcore_rl.weight_sync.transports.transport import TransferError, wait_until
+from mcore_rl.weight_sync.transports.transport import WholeBuckets
+from mcore_rl.weight_sync.waits import TransferError, wait_until
 
 PrefixStore: Any = distributed.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -58,7 +59,7 @@ class _Message:
     what: str
 
 
-class GpuPairTransport:
+class GpuPairTransport(WholeBuckets):
     """Connects to all peers at once, so that no later operation blocks its caller.
 
     Over a staged link it connects when the first message starts. Engines behind a relay get none
@@ -99,9 +100,6 @@ class GpuPairTransport:
             self.close()
             raise
 
-    def memory(self, peer: int) -> None:
-        return None
-
     def device(self, peer: int) -> torch.device:
         return self._device
 
@@ -119,9 +117,6 @@ class GpuPairTransport:
         while len(self._started) > pending:
             self._wait(self._started[0], deadline_s, failure)
             self._started.pop(0)
-
-    def take_saved(self) -> int:
-        return 0
 
     def close(self) -> None:
         self._is_closed = True

@@ -1,17 +1,218 @@
-"""Sends bytes between processes of one machine through shared memory; only notices travel."""
+"""Sends bytes between processes of one machine through shared memory; only notices travel.
 
+sender                       anonymous segment                         receiver
+counts   ----------------->  | written, read | message ... |  <------- counts, reads it in place
+packs into its GPU's memory, if the receiver can read that
+rings the receiver's bell ----- eventfds, once per message -----> rings the sender's
+      \\___ abstract socket: once, the descriptors of segment and bells, and the handle of ___/
+             GPU memory
+
+The segment has no name, so it ends with the last of its two processes, however they end. The end of
+either process shows on the socket at once. A bell wakes its process on the core where that ran
+before; a byte through the socket would call it to the core of the process that sends, which has
+not yet finished its own work.
+"""
+
+import array
+import hashlib
+import mmap
+import os
+import select
+import socket
+import struct
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_rl.device.gpu_memory import DeviceStream
-from mcore_rl.weight_sync.link_end import LinkEnd
-from mcore_rl.weight_sync.transports.channel import Channel
-from mcore_rl.weight_sync.transports.transport import wait_until
+from mcore_rl.device.gpu_memory import DeviceStream, export_memory, open_memory
+from mcore_rl.weight_sync.link_end import LinkEnd, RankServer, connect
+from mcore_rl.weight_sync.transports.host.segment import map_segment, populate
+from mcore_rl.weight_sync.transports.transport import WholeBuckets
+from mcore_rl.weight_sync.verify import WORD_BYTES
+from mcore_rl.weight_sync.waits import TransferError, wait_until
+
+_COUNTERS_BYTES = mmap.PAGESIZE
+_WRITTEN = 0
+_READ = 8
+"""Indices of the two counters, each on a cache line of its own: messages the sender wrote, and
+messages the receiver is done with.
+"""
+
+
+@dataclass(frozen=True)
+class SegmentSpec:
+    """The memory a pair of ranks shares: `num_words` int64 words on the sender's `device`."""
+
+    num_words: int
+    device: torch.device
+
+    @property
+    def host_bytes(self) -> int:
+        """Size in host memory: the counters, and the words unless they lie on a GPU."""
+        words_bytes = self.num_words * WORD_BYTES if self.device.type == "cpu" else 0
+        return _COUNTERS_BYTES + words_bytes
+
+
+class Channel:
+    """One end of the memory that two ranks share."""
+
+    def __init__(
+        self,
+        peer: socket.socket,
+        segment: mmap.mmap,
+        bells: "Bells",
+        gpu_words_W: Tensor | None,
+        *,
+        is_sender: bool,
+    ) -> None:
+        """Take over `peer` and `bells`; `gpu_words_W` is where messages lie if not in `segment`."""
+        peer.setblocking(False)
+        self._peer = peer
+        self._own_bell = bells.of_sender if is_sender else bells.of_receiver
+        self._peer_bell = bells.of_receiver if is_sender else bells.of_sender
+        # Not in `close`: a thread that still waits must not find other files under these numbers.
+        weakref.finalize(self, bells.close)
+        self._poll = select.poll()
+        self._poll.register(peer, select.POLLIN)
+        self._poll.register(self._own_bell, select.POLLIN)
+        self._counters = memoryview(segment)[:_COUNTERS_BYTES].cast("q")
+        if gpu_words_W is None:
+            self.words_W = torch.frombuffer(segment, dtype=torch.int64, offset=_COUNTERS_BYTES)
+        else:
+            self.words_W = gpu_words_W
+        self._own_counter = _WRITTEN if is_sender else _READ
+        self._peer_counter = _READ if is_sender else _WRITTEN
+        self.num_started = 0
+        """Messages started on this end, counted by the transport."""
+
+    def advance(self) -> None:
+        """Count one more message as written or read."""
+        self._counters[self._own_counter] += 1
+        os.eventfd_write(self._peer_bell, 1)
+
+    def wait(self, count: int, seconds: float) -> bool:
+        """Return whether the other end has come to message `count`, after at most `seconds`.
+
+        Raises ConnectionError if it has not and its process is gone.
+        """
+        until_s = time.monotonic() + seconds
+        while self._counters[self._peer_counter] < count:
+            left_s = until_s - time.monotonic()
+            events = dict(self._poll.poll(max(1.0, 1000 * left_s)))
+            if not events:
+                return self._counters[self._peer_counter] >= count
+            # A bell may tell of a message that was seen before: then it is no reason to stop.
+            if self._own_bell in events:
+                os.eventfd_read(self._own_bell)
+            elif self._counters[self._peer_counter] < count:
+                raise ConnectionResetError("the process is gone")
+        return True
+
+    def close(self) -> None:
+        with suppress(OSError):  # the other end may have gone first
+            self._peer.shutdown(socket.SHUT_RDWR)
+        self._peer.close()
+
+
+@dataclass(frozen=True)
+class Bells:
+    """The eventfds of both ends: each is told by its own that the other has advanced."""
+
+    of_receiver: int
+    of_sender: int
+
+    @staticmethod
+    def make() -> "Bells":
+        flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
+        return Bells(os.eventfd(0, flags), os.eventfd(0, flags))
+
+    def close(self) -> None:
+        os.close(self.of_receiver)
+        os.close(self.of_sender)
+
+
+def serve_segments(end: LinkEnd, segments: Mapping[int, SegmentSpec]) -> dict[int, Channel]:
+    """Return a channel to each receiver in `segments`, by rank; they may come in any order.
+
+    Raises TransferError, which names those that did not come by end.deadline_s.
+    """
+    server = RankServer(_segment_server_name(end, end.rank))
+    peers = server.accept(end, segments, "fetch their shared memory")
+    return {rank: _serve_segment(peer, segments[rank]) for rank, peer in peers}
+
+
+def _segment_server_name(end: LinkEnd, sender: int) -> str:
+    """Return the name of a sender's server of segments, which only ranks of the link can tell."""
+    secret = f"{end.link.store_key} segments of rank {sender}"
+    return f"mcore_rl-{hashlib.sha256(secret.encode()).hexdigest()[:32]}"
+
+
+def fetch_channel(end: LinkEnd, sender: int, segment: SegmentSpec) -> Channel:
+    """Return the receiver's end of the channel to rank `sender`, once that serves segments.
+
+    Raises TransferError if it cannot be had by end.deadline_s.
+    """
+    name = end.link.name_of(sender)
+    peer = socket.socket(socket.AF_UNIX)
+    try:
+        connect(peer, end, _segment_server_name(end, sender), comes_later=True)
+        sizes = array.array("q", [0, 0])
+        data, descriptors, _, _ = socket.recv_fds(peer, 2 * sizes.itemsize, 3)
+        if not descriptors:
+            raise ConnectionResetError("the process is gone")
+        memory, *bells = descriptors
+        for bell in bells:
+            os.set_inheritable(bell, False)
+        sizes.frombytes(data)
+        num_words, handle_bytes = sizes[-2:]
+        assert num_words == segment.num_words, (
+            f"{name} shares {num_words} words, the plan says {segment}"
+        )
+        mapped = _map(memory, segment)
+        gpu_words_W = None
+        if handle_bytes:
+            gpu_words_W = open_memory(peer.recv(handle_bytes, socket.MSG_WAITALL), end.device)
+    except (OSError, RuntimeError) as error:
+        peer.close()
+        raise TransferError(f"no shared memory from {name}: {error}", peer_lost=True) from error
+    return Channel(peer, mapped, Bells(*bells), gpu_words_W, is_sender=False)
+
+
+def _serve_segment(peer: socket.socket, segment: SegmentSpec) -> Channel:
+    descriptor = os.memfd_create("mcore_rl_weights")
+    os.ftruncate(descriptor, segment.host_bytes)
+    gpu_words_W = None
+    handle = b""
+    if segment.device.type != "cpu":
+        gpu_words_W = torch.zeros(segment.num_words, dtype=torch.int64, device=segment.device)
+        try:
+            handle = export_memory(gpu_words_W)
+        except RuntimeError as error:
+            peer.close()
+            raise TransferError(f"memory of {segment.device} cannot be shared: {error}") from error
+    bells = Bells.make()
+    descriptors = [descriptor, bells.of_receiver, bells.of_sender]
+    socket.send_fds(peer, [struct.pack("qq", segment.num_words, len(handle))], descriptors)
+    peer.sendall(handle)
+    return Channel(peer, _map(descriptor, segment), bells, gpu_words_W, is_sender=True)
+
+
+def _map(descriptor: int, segment: SegmentSpec) -> mmap.mmap:
+    """Map the segment and close its descriptor; the mapping keeps the memory."""
+    try:
+        mapped = map_segment(descriptor, segment.host_bytes)
+    finally:
+        os.close(descriptor)
+    start = np.frombuffer(mapped, np.uint8).ctypes.data
+    populate(np.array([start]), np.array([start + segment.host_bytes]))
+    return mapped
 
 
 @dataclass(frozen=True)
@@ -24,11 +225,22 @@ class _Message:
     is_incoming: bool
 
 
-class SharedMemoryTransport:
-    """Messages must lie in `memory(peer)`; to send is to give notice, to receive is to await it."""
+class SharedMemoryTransport(WholeBuckets):
+    """Messages lie in shared memory; to send is to give notice, to receive is to await it."""
 
-    def __init__(self, end: LinkEnd, channels: Mapping[int, Channel], stream: DeviceStream) -> None:
-        """`stream` writes and reads this rank's messages; notice is given when its work is done."""
+    def __init__(
+        self,
+        end: LinkEnd,
+        channels: Mapping[int, Channel],
+        stream: DeviceStream,
+        slots: Sequence[slice] = (),
+    ) -> None:
+        """Take over `channels`, by peer.
+
+        stream  writes and reads this rank's messages; notice is given when its work is done
+        slots   place of each of the rank's buckets in the words of its peer's channel
+        """
+        self._slots = slots
         self._end = end
         self._name_of = end.link.name_of
         self._channels = channels
@@ -38,7 +250,11 @@ class SharedMemoryTransport:
         """Received messages still in use here; the next `run` lets their senders overwrite them."""
 
     def memory(self, peer: int) -> Tensor:
+        """Return the int64 words shared with `peer`."""
         return self._channels[peer].words_W
+
+    def message(self, number: int, peer: int) -> Tensor:
+        return self._channels[peer].words_W[self._slots[number]]
 
     def device(self, peer: int) -> torch.device:
         return self._channels[peer].words_W.device
@@ -58,9 +274,6 @@ class SharedMemoryTransport:
             message = self._started.pop(0)
             if message.is_incoming:
                 self._valid.append(message)
-
-    def take_saved(self) -> int:
-        return 0
 
     def close(self) -> None:
         for channel in self._channels.values():

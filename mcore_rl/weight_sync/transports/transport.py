@@ -1,59 +1,75 @@
-"""Defines a transport: bytes travel between ranks by the three verbs send, recv and run.
+"""Defines a transport: buckets travel between ranks by the three verbs send, recv and run.
 
-Each link to an engine has its own transport. `send` and `recv` start a message at once; `run` waits
-for started messages. A message's memory belongs to the transport until its wait is over. Received
-bytes are valid until the next `run`.
+Each link to an engine has its own transport. `bind` ties a bucket to a rank's tensors, `begin` gets
+ready for a version. `send` and `recv` start a message at once; `run` waits for started messages. A
+message's memory belongs to the transport until its wait is over. Received bytes are valid until the
+next `run`.
 """
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-FAILURE_POLL_S = 0.5
-"""How often a wait checks whether the link has failed elsewhere."""
+from mcore_rl.weight_sync.placed_bucket import PlacedBucket, RankBucket
 
+NUM_SLOTS = 4
+"""Buckets in flight, at most: per pair of ranks on one machine, per rank between machines."""
 
-class TransferError(RuntimeError):
-    """Bytes did not arrive, or arrived wrong; the message names who waited for whom, for what.
-
-    `peer_lost` is set if another rank went away or kept this one waiting; its own report says more.
-    """
-
-    def __init__(self, message: str, *, peer_lost: bool = False) -> None:
-        super().__init__(message)
-        self.peer_lost = peer_lost
-
-
-def wait_until(
-    is_done: Callable[[float], bool], deadline_s: float, failure: Callable[[], str | None]
-) -> str | None:
-    """Return None when `is_done(timeout)` succeeds, otherwise the reason it did not.
-
-    `is_done` may block for at most the number of seconds it is given. `deadline_s` and `failure`
-    are as in Transport.run.
-    """
-    while True:
-        left_s = deadline_s - time.monotonic()
-        if is_done(min(left_s, FAILURE_POLL_S)):
-            return None
-        reason = "the time is up" if left_s <= 0 else failure()
-        if reason is not None:
-            return reason
+Failure = Callable[[], str | None]
+"""Returns why waiting is pointless, or None. A wait calls it about twice a second."""
 
 
 class Transport(Protocol):
-    def memory(self, peer: int) -> Tensor | None:
-        """Return the int64 words shared with `peer`, where messages between the two must lie.
+    @property
+    def num_ahead(self) -> int:
+        """Messages that a sender may leave unread while it packs another."""
+        ...
 
-        None if nothing is shared; messages may then lie anywhere on `device(peer)`.
+    def message(self, number: int, peer: int) -> Tensor | None:
+        """Return the int64 words in which bucket `number` of the rank's plan must travel.
+
+        None if it shares no memory with `peer`, the bucket's other rank; the message may then lie
+        anywhere on `device(peer)`.
         """
         ...
 
     def device(self, peer: int) -> torch.device:
         """Return the device on which messages between this rank and `peer` must lie."""
+        ...
+
+    def bind(
+        self,
+        own: RankBucket,
+        tensors: Mapping[str, Tensor],
+        message_W: Tensor,
+        scratch_W: Tensor,
+        sums: str,
+    ) -> PlacedBucket:
+        """Tie a bucket to this rank's `tensors` and to the words of its message.
+
+        scratch_W  int64 words on the device of `tensors`: for a bucket that is not packed and
+                   verified in its message
+        sums       kind of its checksums
+        """
+        ...
+
+    def begin(
+        self,
+        version: int,
+        set_number: int,
+        buckets: Sequence[tuple[int, PlacedBucket]],
+        deadline_s: float,
+        failure: Failure,
+    ) -> None:
+        """Get ready to move `version` from or into a set of tensors.
+
+        set_number  the number of the set, by which peers know it again
+        buckets     (peer, bucket bound to this set) of all that are moved
+
+        Raises TransferError as `run` does.
+        """
         ...
 
     def send(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
@@ -68,11 +84,11 @@ class Transport(Protocol):
         """Start filling contiguous bytes from rank `peer`."""
         ...
 
-    def run(self, deadline_s: float, failure: Callable[[], str | None], pending: int = 0) -> None:
+    def run(self, deadline_s: float, failure: Failure, pending: int = 0) -> None:
         """Wait, oldest message first, until at most `pending` started messages are unfinished.
 
-        Raises TransferError when time.monotonic() passes `deadline_s`, or when `failure`, called
-        about twice a second, returns a reason why waiting is pointless.
+        Raises TransferError when time.monotonic() passes `deadline_s`, or when `failure` returns a
+        reason why waiting is pointless.
         """
         ...
 
@@ -83,3 +99,40 @@ class Transport(Protocol):
     def close(self) -> None:
         """Drop every connection; peers that wait for this rank fail."""
         ...
+
+
+class WholeBuckets:
+    """What transports have in common whose messages are whole buckets."""
+
+    @property
+    def num_ahead(self) -> int:
+        return NUM_SLOTS - 1
+
+    def message(self, number: int, peer: int) -> Tensor | None:
+        return None
+
+    def bind(
+        self,
+        own: RankBucket,
+        tensors: Mapping[str, Tensor],
+        message_W: Tensor,
+        scratch_W: Tensor,
+        sums: str,
+    ) -> PlacedBucket:
+        # Packed and verified in the message if that is on this rank's device.
+        is_near = message_W.device == scratch_W.device
+        words_W = message_W if is_near else scratch_W[: own.bucket.num_words]
+        return PlacedBucket(own.bucket, words_W, own.held, tensors, message_W, sums)
+
+    def begin(
+        self,
+        version: int,
+        set_number: int,
+        buckets: Sequence[tuple[int, PlacedBucket]],
+        deadline_s: float,
+        failure: Failure,
+    ) -> None:
+        """Nothing is to be done: a message says by itself what it is."""
+
+    def take_saved(self) -> int:
+        return 0

@@ -3,7 +3,6 @@
 import gc
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,11 @@ import torch
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.tools.doctor.toy_engine import Fault
 from mcore_rl.weight_sync.link_end import LinkEnd
-from mcore_rl.weight_sync.transports.choice import (
+from mcore_rl.weight_sync.plan_handshake import RankPlan
+from mcore_rl.weight_sync.transports.select import (
     MakeTransport,
     make_gloo_transport,
-    make_routed_transport,
+    select_transport,
 )
 from mcore_rl.weight_sync.transports.transport import Transport
 from mcore_rl.weight_sync.wire import StageRequest
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.gloo
 
 @pytest.mark.parametrize(
     "make_transport",
-    [make_routed_transport, make_gloo_transport],
+    [select_transport, make_gloo_transport],
     ids=["one machine", "between machines"],
 )
 def test_every_engine_of_a_chain_gets_every_version_and_the_trainer_sends_one_copy(
@@ -98,12 +98,10 @@ def test_a_fault_before_the_first_engine_is_told_at_once_to_those_behind() -> No
 def test_padding_travels_as_zeros_so_that_checksums_hold_when_forwarded() -> None:
     stale = torch.full((10_000,), 7, dtype=torch.int64)
 
-    def make_dirty(
-        end: LinkEnd, shared_words: Mapping[int, int], stream: DeviceStream
-    ) -> Transport:
-        transport = make_routed_transport(end, shared_words, stream)
-        for peer in shared_words if end.is_sender else ():
-            memory = transport.memory(peer)
+    def make_dirty(end: LinkEnd, plan: RankPlan, stream: DeviceStream) -> Transport:
+        transport = select_transport(end, plan, stream)
+        for number, own in enumerate(plan.buckets if end.is_sender else ()):
+            memory = transport.message(number, own.peer)
             assert memory is not None
             memory.copy_(stale[: len(memory)])
         return transport

@@ -11,7 +11,7 @@ from torch import nn
 
 from mcore_rl.tools.doctor.toy_engine import Fault
 from mcore_rl.weight_sync.controller.sync import SyncController, SyncError
-from mcore_rl.weight_sync.meeting import describe_rank
+from mcore_rl.weight_sync.link_end import describe_rank
 from mcore_rl.weight_sync.receiver import WeightReceiver
 from mcore_rl.weight_sync.wire import Link, Report
 from tests.support.thread_engines import ThreadStage, open_thread_stage

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mcore_rl.weight_sync.transports.channel import (
+from mcore_rl.weight_sync.transports.shared_memory import (
     Channel,
     SegmentSpec,
     fetch_channel,
     serve_segments,
 )
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.waits import TransferError
 from tests.support.link_ends import HOST, make_link, open_ends, run_ranks
 
 SEGMENT = SegmentSpec(10, HOST)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mcore_rl.weight_sync.transports.delta import DeltaTransport
 from mcore_rl.weight_sync.transports.gloo import GlooTransport
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.waits import TransferError
 from tests.support.link_ends import make_link, open_ends, run_ranks
 
 LENGTH = 576 * 100

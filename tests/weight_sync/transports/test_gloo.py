@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcore_rl.weight_sync.transports.gloo import GlooTransport, local_address_toward
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.waits import TransferError
 from tests.support.link_ends import HOST, make_link, open_ends, run_ranks
 
 Pair = tuple[GlooTransport, GlooTransport]
@@ -36,7 +36,7 @@ def no_failure() -> None:
 
 def test_bytes_arrive_in_the_order_in_which_both_ends_start_them(pair: Pair) -> None:
     sender, receiver = pair
-    assert sender.memory(1) is None
+    assert sender.message(0, 1) is None
     assert sender.device(1) == HOST
     sent = [torch.full((1000 * (i + 1),), i, dtype=torch.uint8) for i in range(3)]
     received = [torch.zeros_like(message_u8) for message_u8 in sent]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mcore_rl.device import has_cuda
 from mcore_rl.weight_sync.transports.gpu_pairs import GpuPairTransport, meeting_order
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.waits import TransferError
 from tests.support.link_ends import make_link, open_ends
 
 Pair = tuple[int, int]

@@ -4,9 +4,8 @@ import socket
 
 import pytest
 
-from mcore_rl.weight_sync.link_end import LinkEnd
-from mcore_rl.weight_sync.transports.rank_server import RankServer, connect
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.link_end import LinkEnd, RankServer, connect
+from mcore_rl.weight_sync.waits import TransferError
 from tests.support.link_ends import make_link, open_ends
 
 

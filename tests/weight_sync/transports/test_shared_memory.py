@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import DeviceStream
-from mcore_rl.weight_sync.transports.channel import SegmentSpec, fetch_channel, serve_segments
-from mcore_rl.weight_sync.transports.shared_memory import SharedMemoryTransport
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.transports.shared_memory import (
+    SegmentSpec,
+    SharedMemoryTransport,
+    fetch_channel,
+    serve_segments,
+)
+from mcore_rl.weight_sync.waits import TransferError
 from tests.support.link_ends import HOST, make_link, open_ends, run_ranks
 
 SEGMENT = SegmentSpec(8, HOST)

@@ -22,11 +22,10 @@ from contextlib import suppress
 import numpy as np
 
 from mcore_rl.types import Array
-from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.link_end import LinkEnd, connect
 from mcore_rl.weight_sync.transports.host.one_pass import Targets
 from mcore_rl.weight_sync.transports.host.segment import Segment, map_segment, populate
-from mcore_rl.weight_sync.transports.rank_server import RankServer, connect
-from mcore_rl.weight_sync.transports.transport import TransferError, wait_until
+from mcore_rl.weight_sync.waits import TransferError, wait_until
 
 _OFFER = struct.Struct("qq")
 """Bytes of the two segments; 0 of the first if there is no access"""
@@ -37,34 +36,24 @@ _MOVE_FIELDS = 6
 _ADDRESS, _OWN_STRIDE, _AT, _STRIDE, _ROWS, _ROW_BYTES = range(_MOVE_FIELDS)
 
 
-class OpenMemory:
-    """An engine rank's two sets of tensors, and the abstract socket where access is asked for."""
+def open_memory_to(end: LinkEnd, opens_to: Mapping[int, bool]) -> dict[int, "WriteGrants"]:
+    """Open this rank's memory to the trainer ranks for which `opens_to` is true, decline to others.
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        assert len(segments) == _NUM_SETS, f"{len(segments)} segments"
-        self._segments = segments
-        self._server = RankServer()
-        self.name = self._server.name
-
-    def serve(self, end: LinkEnd, opens_to: Mapping[int, bool]) -> dict[int, "WriteGrants"]:
-        """Open the memory to the trainer ranks for which `opens_to` is true, decline to the others.
-
-        Raises TransferError, which names those that did not ask by end.deadline_s.
-        """
-        grants: dict[int, WriteGrants] = {}
-        for rank, peer in self._server.accept(end, opens_to, "ask for its memory"):
-            if opens_to[rank]:
-                grants[rank] = self._open(peer)
-            else:
-                peer.sendall(_OFFER.pack(0, 0))
-                peer.close()
-        return grants
-
-    def _open(self, peer: socket.socket) -> "WriteGrants":
-        sizes = [segment.num_bytes for segment in self._segments]
-        descriptors = [segment.descriptor for segment in self._segments]
-        socket.send_fds(peer, [_OFFER.pack(*sizes)], descriptors)
-        return WriteGrants(peer, self._segments)
+    Raises TransferError, which names those that did not ask by end.deadline_s.
+    """
+    assert end.memory is not None, "this rank offered its memory"
+    segments = end.memory.segments
+    grants: dict[int, WriteGrants] = {}
+    for rank, peer in end.memory.server.accept(end, opens_to, "ask for its memory"):
+        if opens_to[rank]:
+            sizes = [segment.num_bytes for segment in segments]
+            descriptors = [segment.descriptor for segment in segments]
+            socket.send_fds(peer, [_OFFER.pack(*sizes)], descriptors)
+            grants[rank] = WriteGrants(peer, segments)
+        else:
+            peer.sendall(_OFFER.pack(0, 0))
+            peer.close()
+    return grants
 
 
 class WriteGrants:

@@ -9,12 +9,8 @@ from torch import Tensor
 from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.weight_sync.buckets import Bucket, plan_buckets
 from mcore_rl.weight_sync.placed_bucket import Holding, holdings
-from mcore_rl.weight_sync.transports.host.direct_bucket import (
-    DirectBucket,
-    can_be_written,
-    direct_words,
-)
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.transports.host.direct import DirectBucket, can_be_written, direct_words
+from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weights.box import Box, Shard
 from mcore_rl.weights.plan.shared_region import Slice
 

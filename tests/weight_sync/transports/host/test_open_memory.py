@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mcore_rl.weight_sync.link_end import OpenMemory
 from mcore_rl.weight_sync.transports.host.one_pass import Targets
-from mcore_rl.weight_sync.transports.host.open_memory import OpenMemory, WriteAccess
+from mcore_rl.weight_sync.transports.host.open_memory import WriteAccess, open_memory_to
 from mcore_rl.weight_sync.transports.host.segment import Segment
-from mcore_rl.weight_sync.transports.transport import TransferError
+from mcore_rl.weight_sync.waits import TransferError
 from tests.support.link_ends import make_link, open_ends
 
 PAGE = 4096
@@ -41,7 +42,7 @@ class Pair:
         memory = OpenMemory(self.segments)
         with ThreadPoolExecutor(1) as pool:
             asking = pool.submit(WriteAccess.ask, sender, 1, memory.name)
-            self.grants = memory.serve(receiver, {0: opens})
+            self.grants = open_memory_to(replace(receiver, memory=memory), {0: opens})
             self.given = asking.result()
 
     @property
@@ -120,4 +121,4 @@ def test_ranks_that_do_not_meet_are_named_at_the_deadline() -> None:
         WriteAccess.ask(sender, 1, memory.name)
     lonely = OpenMemory([Segment(PAGE), Segment(PAGE)])
     with pytest.raises(TransferError, match="in vain for trainer rank 0 to ask for its memory"):
-        lonely.serve(receiver, {0: True})
+        open_memory_to(replace(receiver, memory=lonely), {0: True})

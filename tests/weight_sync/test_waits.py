@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from mcore_rl.weight_sync.transports.transport import FAILURE_POLL_S, wait_until
+from mcore_rl.weight_sync.waits import FAILURE_POLL_S, wait_until
 
 
 def never(seconds: float) -> bool:

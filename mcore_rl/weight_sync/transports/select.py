@@ -1,0 +1,270 @@
+"""Selects the transport between two ranks by where both run.
+
+                      one machine                                        two machines
+host to host          written straight to its place, if the engine rank  gloo
+                      opens its memory; else shared memory
+GPU to GPU            sender's GPU memory, if the receiver can read it;  NCCL
+                      else NCCL
+GPU and host          as shared memory, with one copy per bucket at      as host to host, with one
+                      the GPU's end                                      copy at the GPU's end
+
+Over a link with differences, gloo carries them (delta.py).
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mcore_rl.device.gpu_memory import DeviceStream
+from mcore_rl.weight_sync.link_end import LinkEnd, publish_facts, with_roster
+from mcore_rl.weight_sync.placed_bucket import PlacedBucket, RankBucket
+from mcore_rl.weight_sync.plan_handshake import RankPlan
+from mcore_rl.weight_sync.roster import SOME_GPU, RankLocation, Roster, Route, choose_route
+from mcore_rl.weight_sync.transports.delta import DeltaTransport
+from mcore_rl.weight_sync.transports.gloo import GlooTransport
+from mcore_rl.weight_sync.transports.gpu_pairs import GpuPairTransport
+from mcore_rl.weight_sync.transports.host.direct import (
+    DirectTransport,
+    DirectWrites,
+    can_be_written,
+    direct_words,
+)
+from mcore_rl.weight_sync.transports.shared_memory import (
+    Channel,
+    SegmentSpec,
+    SharedMemoryTransport,
+    fetch_channel,
+    serve_segments,
+)
+from mcore_rl.weight_sync.transports.transport import NUM_SLOTS, Failure, Transport
+
+MakeTransport = Callable[[LinkEnd, RankPlan, DeviceStream], Transport]
+"""(end, plan, stream) -> transport to the peers of the plan. All ranks of a link call it.
+
+stream  packs and places this rank's messages, on end.device
+"""
+
+
+class RoutedTransport:
+    """The transport of one rank: each peer's messages take the route to that peer."""
+
+    def __init__(self, transports: Sequence[Transport], by_peer: Mapping[int, Transport]) -> None:
+        self._transports = transports
+        self._by_peer = by_peer
+        self._started: list[Transport] = []
+        """The transport of each message that may be unfinished, oldest first."""
+
+    @property
+    def num_ahead(self) -> int:
+        return min((each.num_ahead for each in self._by_peer.values()), default=0)
+
+    def message(self, number: int, peer: int) -> Tensor | None:
+        return self._by_peer[peer].message(number, peer)
+
+    def device(self, peer: int) -> torch.device:
+        return self._by_peer[peer].device(peer)
+
+    def bind(
+        self,
+        own: RankBucket,
+        tensors: Mapping[str, Tensor],
+        message_W: Tensor,
+        scratch_W: Tensor,
+        sums: str,
+    ) -> PlacedBucket:
+        return self._by_peer[own.peer].bind(own, tensors, message_W, scratch_W, sums)
+
+    def begin(
+        self,
+        version: int,
+        set_number: int,
+        buckets: Sequence[tuple[int, PlacedBucket]],
+        deadline_s: float,
+        failure: Failure,
+    ) -> None:
+        for transport in self._transports:
+            carried = [each for each in buckets if self._by_peer[each[0]] is transport]
+            transport.begin(version, set_number, carried, deadline_s, failure)
+
+    def send(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
+        self._started.append(self._by_peer[peer])
+        self._started[-1].send(tensor_u8, peer, what, number)
+
+    def recv(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
+        self._started.append(self._by_peer[peer])
+        self._started[-1].recv(tensor_u8, peer, what, number)
+
+    def run(self, deadline_s: float, failure: Failure, pending: int = 0) -> None:
+        # A run that waits for nothing tells peers at once that received messages may be
+        # overwritten.
+        for transport in self._transports:
+            transport.run(deadline_s, failure, self._started.count(transport))
+        while len(self._started) > pending:
+            oldest = self._started.pop(0)
+            oldest.run(deadline_s, failure, self._started.count(oldest))
+
+    def take_saved(self) -> int:
+        return sum(transport.take_saved() for transport in self._transports)
+
+    def close(self) -> None:
+        for transport in self._transports:
+            transport.close()
+
+
+def select_transport(end: LinkEnd, plan: RankPlan, stream: DeviceStream) -> RoutedTransport:
+    """Return the transport that takes the best route to each peer of the plan.
+
+    All ranks of the link call this. Raises TransferError, which names those that did not by
+    end.deadline_s.
+    """
+    end = _introduce(end)
+    assert end.roster is not None, "a rank connects with the roster"
+    peers = dict.fromkeys(own.peer for own in plan.buckets)
+    routes = _find_routes(end, peers)
+    writes = _agree_on_writes(end, plan, _list_peers(routes, "shared memory"))
+    slots, shared_words = plan_slots(plan.buckets, writes.peers)
+    channels = _open_channels(end, _plan_segments(routes, shared_words, end.device))
+    direct = {peer: each for peer, each in channels.items() if peer in writes.peers}
+    shared = {peer: each for peer, each in channels.items() if peer not in writes.peers}
+    transports: list[Transport] = []
+    by_peer: dict[int, Transport] = {}
+    if direct:
+        transports.append(DirectTransport(end, direct, stream, slots, writes))
+        by_peer |= dict.fromkeys(direct, transports[-1])
+    if shared:
+        transports.append(SharedMemoryTransport(end, shared, stream, slots))
+        by_peer |= dict.fromkeys(shared, transports[-1])
+    if end.roster.gloo:
+        gloo = GlooTransport(end)
+        transports.append(gloo if end.link.delta == "off" else DeltaTransport(gloo))
+        by_peer |= dict.fromkeys(_list_peers(routes, "gloo"), transports[-1])
+    nccl_peers = _list_peers(routes, "NCCL")
+    if nccl_peers:
+        transports.append(GpuPairTransport(end, nccl_peers))
+        by_peer |= dict.fromkeys(nccl_peers, transports[-1])
+    return RoutedTransport(transports, by_peer)
+
+
+def waits_for_peers(end: LinkEnd) -> bool:
+    """Return whether select_transport may wait for other ranks of the link."""
+    assert end.roster is not None, "a rank connects with the roster"
+    return end.roster.gloo or end.rank in end.roster.met or not end.link.staged
+
+
+def make_gloo_transport(end: LinkEnd, plan: RankPlan, stream: DeviceStream) -> GlooTransport:
+    """Return a transport that takes gloo to all peers, wherever they run."""
+    return GlooTransport(end)
+
+
+def make_delta_transport(end: LinkEnd, plan: RankPlan, stream: DeviceStream) -> DeltaTransport:
+    """Return a transport of differences over gloo to all peers, wherever they run."""
+    return DeltaTransport(GlooTransport(end))
+
+
+def make_gpu_pair_transport(end: LinkEnd, plan: RankPlan, stream: DeviceStream) -> GpuPairTransport:
+    """Return a transport that takes NCCL to all peers, each of which has a GPU of its own."""
+    return GpuPairTransport(end, dict.fromkeys(own.peer for own in plan.buckets))
+
+
+def _introduce(end: LinkEnd) -> LinkEnd:
+    """Return `end` with the roster; between engines, ranks meet only when they connect."""
+    publish_facts(end)
+    return with_roster(end)
+
+
+def _find_routes(end: LinkEnd, peers: Iterable[int]) -> dict[int, Route]:
+    """Return peer -> route of the messages between it and this rank."""
+    assert end.roster is not None, "a rank connects with the roster"
+    roster = end.roster
+    own = _locate(roster, end.rank)
+    through_hosts = end.link.delta == "always"
+    routes: dict[int, Route] = {}
+    chosen: dict[tuple[int, int], Route] = {}
+    """By a peer's host and whether it is on a GPU, where no facts are told."""
+    for peer in peers:
+        place = roster.hosts[peer], roster.on_gpu[peer]
+        if peer in roster.met or place not in chosen:
+            their = _locate(roster, peer)
+            sides = (own, their) if end.is_sender else (their, own)
+            chosen[place] = choose_route(*sides, through_hosts=through_hosts)
+        routes[peer] = chosen[place]
+    return routes
+
+
+def _locate(roster: Roster, rank: int) -> RankLocation:
+    """Return where a rank runs; its GPU has a name only where ranks of both sides run."""
+    host, on_gpu = roster.hosts[rank], roster.on_gpu[rank]
+    facts = roster.met.get(rank)
+    if facts is None:
+        return RankLocation(str(host), SOME_GPU if on_gpu else "")
+    return RankLocation(str(host), facts.gpu, facts.readable_gpus)
+
+
+def _list_peers(routes: Mapping[int, Route], route: Route) -> list[int]:
+    return [peer for peer, chosen in routes.items() if chosen == route]
+
+
+def _plan_segments(
+    routes: Mapping[int, Route], shared_words: Mapping[int, int], device: torch.device
+) -> dict[int, SegmentSpec]:
+    """Return the segments to share, by peer."""
+    segments = {}
+    for peer, route in routes.items():
+        if route == "shared memory":
+            segments[peer] = SegmentSpec(shared_words[peer], torch.device("cpu"))
+        elif route == "shared GPU memory":
+            segments[peer] = SegmentSpec(shared_words[peer], device)
+    return segments
+
+
+def _agree_on_writes(end: LinkEnd, plan: RankPlan, peers: Collection[int]) -> DirectWrites:
+    """Agree with each of `peers`, which share host memory with this rank, who writes into whose."""
+
+    def is_writable(peer: int) -> bool:
+        theirs = (own for own in plan.buckets if own.peer == peer)
+        return all(can_be_written(own.bucket, own.held) for own in theirs)
+
+    servers = {peer: server for peer, server in plan.direct.items() if peer in peers}
+    return DirectWrites(end, servers, is_writable)
+
+
+def _open_channels(end: LinkEnd, segments: Mapping[int, SegmentSpec]) -> dict[int, Channel]:
+    """Return the channel to each peer that shares a segment with this rank."""
+    if not segments:
+        return {}
+    if end.is_sender:
+        return serve_segments(end, segments)
+    return {peer: fetch_channel(end, peer, spec) for peer, spec in segments.items()}
+
+
+def plan_slots(
+    buckets: Sequence[RankBucket], direct: Collection[int] = ()
+) -> tuple[list[slice], dict[int, int]]:
+    """Return each bucket's place in the memory shared with its peer, and peer -> size of that.
+
+    Both are in int64 words. A peer has up to NUM_SLOTS slots of its largest bucket, used in turns.
+    With a peer in `direct`, only headers and checksums are shared, and each bucket has a slot.
+    """
+    slot_words: dict[int, int] = defaultdict(int)
+    for own in buckets:
+        slot_words[own.peer] = max(slot_words[own.peer], _count_message_words(own, direct))
+    num_seen: Counter[int] = Counter()
+    slots = []
+    for own in buckets:
+        turn = num_seen[own.peer]
+        if own.peer not in direct:
+            turn %= NUM_SLOTS
+        start = turn * slot_words[own.peer]
+        slots.append(slice(start, start + _count_message_words(own, direct)))
+        num_seen[own.peer] += 1
+    shared_words = {}
+    for peer, words in slot_words.items():
+        num_slots = num_seen[peer] if peer in direct else min(NUM_SLOTS, num_seen[peer])
+        shared_words[peer] = num_slots * words
+    return slots, shared_words
+
+
+def _count_message_words(own: RankBucket, direct: Collection[int]) -> int:
+    return direct_words(own.bucket) if own.peer in direct else own.bucket.num_words
