@@ -22,7 +22,7 @@ import torch.multiprocessing
 from torch import Tensor, distributed
 
 from mcore_rl.weights.layouts.training import training_shards
-from mcore_rl.weights.models.softmax_moe import QWEN3_MOE
+from mcore_rl.weights.models.qwen_llama_mixtral import QWEN3_MOE
 from sync_trainer import (
     BROADCAST_GROUP,
     BUCKET_BYTES,

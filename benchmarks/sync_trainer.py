@@ -22,7 +22,7 @@ from mcore_rl.weight_sync.sender import WeightSender
 from mcore_rl.weight_sync.wire import Report
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.layouts.training import training_shards
-from mcore_rl.weights.models.softmax_moe import QWEN3_MOE
+from mcore_rl.weights.models.qwen_llama_mixtral import QWEN3_MOE
 from sync_model import local_tensors
 
 BROADCAST_GROUP = "weight_update_group"

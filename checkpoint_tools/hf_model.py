@@ -7,9 +7,13 @@ from typing import Any
 
 from checkpoint_tools.packed import find_packed, list_stored_names
 from checkpoint_tools.stored import DTYPE_BYTES, StoredTensor
-from mcore_rl.weights.hf.config import named_dtype, parse_hf_config, read_hf_config
-from mcore_rl.weights.hf.nested import with_text_settings
-from mcore_rl.weights.hf.tied_head import refuse_untied_head
+from mcore_rl.weights.hf.config import (
+    named_dtype,
+    parse_hf_config,
+    read_hf_config,
+    with_text_settings,
+)
+from mcore_rl.weights.hf.files import refuse_untied_head
 from mcore_rl.weights.models import FAMILIES, family_of, hf_tensor_shapes, refuse_unsupported
 from mcore_rl.weights.models.settings import unquantized
 from mcore_rl.weights.models.table import HfConfig, Shape

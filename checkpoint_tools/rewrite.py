@@ -26,7 +26,7 @@ from mcore_rl.weights.hf.config import parse_hf_config, with_dtype
 from mcore_rl.weights.hf.folder import write_small_files
 from mcore_rl.weights.hf.fp8 import QUANTIZATION_CONFIG, is_converted
 from mcore_rl.weights.models import family_of
-from mcore_rl.weights.models.qwen3_vl import MOE
+from mcore_rl.weights.models.qwen_vl import QWEN3_VL_MOE
 from mcore_rl.weights.models.settings import unquantized
 from mcore_rl.weights.models.value_head import stem_of
 
@@ -71,10 +71,10 @@ def turn_experts(
     refuse_existing(out)
     config = read_config(source_hf)
     family = family_of(config)
-    if stem_of(family.architecture) != stem_of(MOE.architecture):
+    if stem_of(family.architecture) != stem_of(QWEN3_VL_MOE.architecture):
         raise ValueError(
             f"{source_hf}: {family.architecture} has one form of experts; only"
-            f" {MOE.architecture} is saved in two"
+            f" {QWEN3_VL_MOE.architecture} is saved in two"
         )
     reopen = partial(open_hf, either_way=True)
     checkpoint = reopen(source_hf)

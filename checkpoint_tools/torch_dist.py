@@ -14,13 +14,14 @@ from checkpoint_tools.files import check_manifest
 from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint, Chunk, Item, StoredTensor
 from checkpoint_tools.tiling import check_boxes
 from mcore_rl.weights.hf.checksums import FileSums, read_json
-from mcore_rl.weights.megatron_files.bounded import check_archive, check_bounded
 from mcore_rl.weights.megatron_files.metadata import (
     COMMON,
     METADATA,
     READ_ERRORS,
     Place,
     Record,
+    check_archive,
+    check_bounded,
     read_metadata,
     read_places,
     read_shape,

@@ -11,9 +11,9 @@ from mcore_rl.config import (
     RolloutConfig,
     TrainConfig,
 )
-from mcore_rl.weights.hf.facts import ModelFacts
-from mcore_rl.weights.layouts.check import check_layout, check_sharing
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes, refuse_unserved
+from mcore_rl.weights.models.recipe_checks import check_layout, check_sharing
 
 
 def check_sizes(config: Config, policy: ModelFacts) -> None:

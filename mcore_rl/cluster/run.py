@@ -41,7 +41,7 @@ from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.request import RoutedExpertsShape
 from mcore_rl.rollout.served_models import check_served_path, find_endpoint
 from mcore_rl.weight_sync.controller.engine_control import LOADER
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.fp8 import QUANTIZATION_CONFIG
 from mcore_rl.workers.collector_worker import CollectorSpec
 from mcore_rl.workers.model_worker import ModelSpec

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mcore_rl.config import ClusterConfig, Config, ParallelConfig, RolloutConfig, SyncConfig
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.layouts.layout import Layout
 from mcore_rl.weights.layouts.listed import RecordedLayouts
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.registry import Needs
 from mcore_rl.config import Config, PlanConfig, RolloutConfig, SandboxConfig, SearchConfig
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 
 _NUMBER = 4
 """Bytes of a token id, a log-prob, a value, an advantage."""

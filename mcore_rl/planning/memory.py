@@ -37,7 +37,7 @@ from mcore_rl.planning.recipe_models import RecipeModels, make_critic_training
 from mcore_rl.weight_sync.buckets import largest_message_bytes
 from mcore_rl.weight_sync.transports.transport import NUM_SLOTS
 from mcore_rl.weights.box import itemsize
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.layouts.layout import Layout, boxes_of
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes

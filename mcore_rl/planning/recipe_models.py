@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import Config, CriticConfig, TrainConfig
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_rl.data.images.places import ImageTokens
 from mcore_rl.types import Images
-from mcore_rl.weights.hf.nested import with_text_settings
+from mcore_rl.weights.hf.config import with_text_settings
 from mcore_rl.weights.models.table import HfConfig
 
 Output = Callable[[Mapping[str, Any], Images], Any]

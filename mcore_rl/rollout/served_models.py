@@ -27,8 +27,7 @@ from mcore_rl.process.network import open_directly
 from mcore_rl.process.server_keys import bearer
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
-from mcore_rl.weights.hf.config import named_dtype, parse_hf_config
-from mcore_rl.weights.hf.nested import with_text_settings
+from mcore_rl.weights.hf.config import named_dtype, parse_hf_config, with_text_settings
 
 SERVED_DTYPES = ("float32", "bfloat16", "float16")
 _SHORT = {"float": "float32", "half": "float16"}

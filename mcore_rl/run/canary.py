@@ -12,7 +12,7 @@ from mcore_rl.run.roles.canary_tolerance import CanaryTolerance
 from mcore_rl.run.roles.trainer import PackedTrainer
 from mcore_rl.run.startup import Started
 from mcore_rl.types import StoredBatch, TrainBatch
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 
 _COMPUTING = ("torch", "sglang", "megatron-core", "transformer-engine")
 

@@ -17,7 +17,7 @@ from mcore_rl.config.data import ImagesConfig
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.run.images import image_marks, sees_images
 from mcore_rl.run.node_servers import stand_in_urls
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.models.tower import placeholder_of
 from mcore_rl.workers.episodes import EpisodeSpec, make_environment_options
 

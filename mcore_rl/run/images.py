@@ -13,7 +13,7 @@ from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.images.prompts import ImagePrompts, ImageRules
 from mcore_rl.data.sft import MESSAGES, SftImages
 from mcore_rl.types import Prompt
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.models.tower import PLACEHOLDERS, merge_size, placeholder_of
 from mcore_rl.workers.collector_worker import PatchMaker
 

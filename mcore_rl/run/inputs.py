@@ -24,11 +24,10 @@ from mcore_rl.run.prompts import load_split, train_prompts
 from mcore_rl.run.roles.canary import MOST_SEQUENCES, make_probe
 from mcore_rl.run.rollouts import collector_spec
 from mcore_rl.types import Prompt, TrainBatch
-from mcore_rl.weights.hf.carried import carried_tensors
-from mcore_rl.weights.hf.facts import ModelFacts
-from mcore_rl.weights.hf.files import open_hf_dir
+from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.weights.hf.files import carried_tensors, open_hf_dir
 from mcore_rl.weights.hf.folder import other_format
-from mcore_rl.weights.models.routing import check_routing
+from mcore_rl.weights.models.recipe_checks import check_routing
 from mcore_rl.workers.collector_worker import CollectorSpec
 
 _log = logging.getLogger(__name__)

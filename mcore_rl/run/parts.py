@@ -42,7 +42,7 @@ from mcore_rl.run.startup import Started
 from mcore_rl.types import WeightVersion
 from mcore_rl.weight_sync.controller.strategy import TrainerRanks
 from mcore_rl.weight_sync.controller.sync import SyncController
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
 from mcore_rl.weights.models.value_head import with_value_head
 

@@ -32,7 +32,7 @@ from mcore_rl.run.rehearsal_inputs import with_tiny_sections, write_inputs
 from mcore_rl.run.rehearsal_servers import smallest_servers
 from mcore_rl.tasks.arithmetic import vocabulary
 from mcore_rl.tasks.tiny_models import SPECIAL_TOKENS
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.models.settings import rope_of
 
 SMALLEST = 2

@@ -16,7 +16,7 @@ from mcore_rl.tasks.tiny_models import (
     PROCESSOR,
     SPECIAL_TOKENS,
 )
-from mcore_rl.weights.hf.nested import with_text_settings
+from mcore_rl.weights.hf.config import with_text_settings
 from mcore_rl.weights.models import family_of, refuse_unsupported
 from mcore_rl.weights.models.tower import PLACEHOLDERS, vision_settings
 

@@ -25,7 +25,7 @@ from mcore_rl.run.images import patch_maker
 from mcore_rl.run.node_servers import check_node_servers, node_servers_spec
 from mcore_rl.types import Sample, StoredBatch, StoredSample, TokenWork, TrainBatch
 from mcore_rl.types.scores import Scores
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.workers.collector_worker import CollectorSpec
 
 _log = logging.getLogger(__name__)

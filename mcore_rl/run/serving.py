@@ -12,8 +12,7 @@ from mcore_rl.process.network import open_directly, refuse_open_door
 from mcore_rl.process.server_keys import ServerKeys, read_key_file, user_headers
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.weights.hf.config import parse_hf_config
-from mcore_rl.weights.hf.nested import with_text_settings
+from mcore_rl.weights.hf.config import parse_hf_config, with_text_settings
 from mcore_rl.weights.models import refuse_unsupported
 from mcore_rl.weights.models.settings import unquantized
 

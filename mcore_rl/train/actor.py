@@ -29,7 +29,7 @@ from mcore_rl.train.trained_model import TrainedModel
 from mcore_rl.train.vision.rank_images import tower_work
 from mcore_rl.train.weights import local_tensors
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import TowerFlops
 
 TokenLoss = Callable[[Tensor, Tensor, TrainBatch, SequenceSum], tuple[Tensor, Mapping[str, Tensor]]]

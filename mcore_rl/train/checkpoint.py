@@ -36,7 +36,7 @@ from mcore_rl.train.checkpoint_save import Save, start_save
 from mcore_rl.train.optimizer import READABLE, Readable
 from mcore_rl.train.runtime import rng_state, set_rng_state
 from mcore_rl.train.storage import SHARED, Storage
-from mcore_rl.weights.finite import count_not_finite
+from mcore_rl.weights.hf.files import count_not_finite
 from mcore_rl.weights.megatron_files.integrity import COPY_AGAIN
 from mcore_rl.weights.megatron_files.metadata import READ_ERRORS, Place
 

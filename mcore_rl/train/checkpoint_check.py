@@ -19,7 +19,6 @@ from torch import Tensor
 
 from mcore_rl.process.variables import set_variables
 from mcore_rl.weights.hf.checksums import MANIFEST, ByteSpan, read_manifest
-from mcore_rl.weights.megatron_files.bounded import check_archive, check_bounded
 from mcore_rl.weights.megatron_files.integrity import (
     REMEDY,
     check_sizes,
@@ -32,6 +31,8 @@ from mcore_rl.weights.megatron_files.metadata import (
     METADATA,
     READ_ERRORS,
     Place,
+    check_archive,
+    check_bounded,
     read_metadata,
     read_places,
 )

@@ -12,7 +12,7 @@ from mcore_rl.train.schedule import Report
 from mcore_rl.train.stats import check_finite, gather_tokens, token_sums
 from mcore_rl.train.trained_model import TrainedModel
 from mcore_rl.types import StepStats, TrainBatch
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.models.table import HfConfig
 from mcore_rl.weights.models.value_head import with_value_head
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from mcore_rl.process.disk import report_full_disk
 from mcore_rl.train.storage import SHARED, Storage
 from mcore_rl.weights.box import Shard
-from mcore_rl.weights.hf.carried import write_carried
 from mcore_rl.weights.hf.checksums import FileSums
 from mcore_rl.weights.hf.files import (
     ExportFile,
@@ -24,6 +23,7 @@ from mcore_rl.weights.hf.files import (
     empty_tensors,
     export_targets,
     plan_export,
+    write_carried,
     write_export_file,
 )
 from mcore_rl.weights.hf.folder import TEMPORARY

@@ -40,8 +40,7 @@ from mcore_rl.train.vision.tower import train_only
 from mcore_rl.train.weights import fill_weights, local_tensors, weight_layout
 from mcore_rl.types import StepStats, TrainBatch
 from mcore_rl.weights.box import Shard
-from mcore_rl.weights.hf.config import moe_layers
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts, moe_layers
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig
 

@@ -15,8 +15,8 @@ from mcore_rl.config.training import WHOLE_LAYERS
 from mcore_rl.device import megatron_options
 from mcore_rl.device.upstream import refuse_unavailable
 from mcore_rl.weights.hf.config import moe_layers
-from mcore_rl.weights.layouts.check import check_layout, check_sharing
 from mcore_rl.weights.models import family_of, rope_of
+from mcore_rl.weights.models.recipe_checks import check_layout, check_sharing
 from mcore_rl.weights.models.table import HfConfig
 
 RECOMPUTE_LAYERS = {

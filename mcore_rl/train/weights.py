@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mcore_rl.config import ModelConfig
 from mcore_rl.weights.box import Shard
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.files import load_into
 from mcore_rl.weights.layouts.training import LocalPart, training_padding, training_shards
 from mcore_rl.weights.models import family_of, hf_tensor_shapes

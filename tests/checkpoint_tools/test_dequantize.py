@@ -15,8 +15,7 @@ from checkpoint_tools.options import Effort
 from checkpoint_tools.rewrite import dequantize
 from mcore_rl.run.serving import find_model
 from mcore_rl.weights.hf.checksums import MANIFEST
-from mcore_rl.weights.hf.config import read_hf_config
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts, read_hf_config
 from mcore_rl.weights.hf.files import open_hf_dir
 from tests.checkpoint_tools.conftest import write_source
 from tests.support.quantized_models import FOUR_MIB, FP8, MXFP4, random_bytes, random_mxfp4, write

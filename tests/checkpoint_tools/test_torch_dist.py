@@ -14,7 +14,7 @@ from checkpoint_tools.torch_dist import (
     open_torch_dist,
     read_common,
 )
-from mcore_rl.weights.megatron_files import bounded
+from mcore_rl.weights.megatron_files import metadata
 from tests.support.hostile_files import dict_with_nested_key, write_zip_bomb
 from tests.support.tiny_models import write_model
 
@@ -108,7 +108,7 @@ def test_a_common_file_that_unpacks_without_end_is_refused(original: Path, tmp_p
 def test_a_key_whose_hash_takes_for_ever_is_refused(
     original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded, "DEADLINE_S", 5.0)
+    monkeypatch.setattr(metadata, "DEADLINE_S", 5.0)
     folder = shutil.copytree(original, tmp_path / "step")
     (folder / ".metadata").write_bytes(dict_with_nested_key())
     with pytest.raises(ValueError, match=r"\.metadata cannot be read within 5 s"):

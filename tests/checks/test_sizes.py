@@ -17,8 +17,8 @@ from mcore_rl.checks.sizes import (
 from mcore_rl.cli import main
 from mcore_rl.config import RolloutConfig
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.weights.hf.facts import ModelFacts
-from mcore_rl.weights.layouts.check import check_sharing
+from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.weights.models.recipe_checks import check_sharing
 from tests.support.recipes import LARGE
 
 QWEN = ModelFacts.read("recipes/model/qwen3_30b_a3b")

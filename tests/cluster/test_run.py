@@ -16,7 +16,7 @@ from mcore_rl.config import (
     RolloutConfig,
 )
 from mcore_rl.rollout.request import RoutedExpertsShape
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from tests.support.engine_keys import KEYS
 from tests.support.tiny_models import write_model
 

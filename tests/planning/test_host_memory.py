@@ -9,7 +9,7 @@ from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.host_memory import StoreMemory, count_groups
 from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 
 
 def recipe(*overrides: str) -> tuple[Config, ModelFacts]:

@@ -10,7 +10,7 @@ from mcore_rl.planning.activations import (
     count_received_features,
     count_tower_activations,
 )
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 
 KIMI_VL = ModelFacts.read("recipes/model/kimi_vl_a3b").config
 QWEN = ModelFacts.read("recipes/model/qwen2_5_vl_7b").config

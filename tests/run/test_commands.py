@@ -15,7 +15,7 @@ from mcore_rl.run.agent import run_agent
 from mcore_rl.run.commands import _run, run_eval, run_pairs, run_sft, run_train
 from mcore_rl.tasks.shapes import prepare_shapes
 from mcore_rl.tasks.tiny_models import qwen3_moe_config
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from tests.agents.environments import episodes
 from tests.support.chat_templates import make_tokenizer
 from tests.support.odd_images import encode, noise

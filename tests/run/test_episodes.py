@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.config import AgentsConfig, Config, DataConfig, ModelConfig, RolloutConfig, RunConfig
 from mcore_rl.run.episodes import check_episodes, episode_spec, stop_token_ids
 from mcore_rl.tasks.tiny_models import qwen3_moe_config
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from tests.agents.environments import episodes
 from tests.support.chat_templates import make_tokenizer, stop_ids
 

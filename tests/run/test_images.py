@@ -16,7 +16,7 @@ from mcore_rl.run.images import (
 from mcore_rl.run.prompts import load_split, train_prompts
 from mcore_rl.tasks.arithmetic import prepare_arithmetic
 from mcore_rl.tasks.shapes import prepare_shapes
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 
 
 @pytest.fixture(scope="module")

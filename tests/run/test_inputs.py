@@ -16,7 +16,7 @@ from mcore_rl.run.inputs import (
     open_policy,
     warn_of_cut_distribution,
 )
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from tests.data.test_tokenizer import write_tokenizer_that_is_code
 
 

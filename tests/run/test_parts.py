@@ -38,7 +38,7 @@ from mcore_rl.run.roles.trainer import PackedCritic
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
 from mcore_rl.weight_sync.controller.sync import SyncController
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
 from tests.support.checkpoint_folders import write_checkpoint
 

@@ -12,9 +12,9 @@ from mcore_rl.config.tree import mappings_under, value_of
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.run.rehearsal import rehearse, tiny_config
 from mcore_rl.weights.hf.config import moe_layers, read_hf_config
-from mcore_rl.weights.layouts.check import check_layout
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes, refuse_unserved
 from mcore_rl.weights.models import family_of, hf_tensor_shapes, refuse_unsupported
+from mcore_rl.weights.models.recipe_checks import check_layout
 from tests.support.recipes import LARGE
 from tests.support.samples import make_sample
 from tests.support.tiny_models import MODELS, write_model

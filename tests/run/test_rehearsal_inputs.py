@@ -10,11 +10,10 @@ from mcore_rl.config import ParallelConfig
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.run.rehearsal import tiny_config
 from mcore_rl.run.rehearsal_inputs import nested_config, tiny_head, write_inputs
-from mcore_rl.weights.hf.config import read_hf_config
-from mcore_rl.weights.hf.nested import with_text_settings
-from mcore_rl.weights.layouts.check import check_layout
+from mcore_rl.weights.hf.config import read_hf_config, with_text_settings
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes, refuse_unserved
 from mcore_rl.weights.models import family_of, hf_tensor_shapes, refuse_unsupported
+from mcore_rl.weights.models.recipe_checks import check_layout
 from mcore_rl.weights.models.settings import rope_of
 
 SECTIONED = ("qwen2_5_vl_7b", "glm_4_5v")

@@ -26,7 +26,7 @@ from mcore_rl.config import (
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 from mcore_rl.run.startup import start_training
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.workers.model_worker import ModelSpec
 from tests.support.engine_keys import KEYS
 from tests.support.fake_sglang import FakeSGLang

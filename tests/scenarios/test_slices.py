@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from mcore_rl.weights.layouts.engine_trace import trace_load_weights
 from mcore_rl.weights.layouts.training import training_shards
 from mcore_rl.weights.models import family_of, hf_tensor_shapes
-from mcore_rl.weights.plan.reshard import reshard
 from mcore_rl.weights.plan.whole import make_plan
 from tests.support.engine_layout import EngineRank
 from tests.support.megatron_layout import TrainLayout, hf_weights, model_config, train_ranks
+from tests.support.reshard import reshard
 
 CONFIGS = st.builds(
     model_config,

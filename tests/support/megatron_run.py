@@ -41,8 +41,7 @@ from mcore_rl.tools.doctor.step_checks import count_even_tokens
 from mcore_rl.types import Prompt, Sample, WeightVersion
 from mcore_rl.types.scores import Scores
 from mcore_rl.weight_sync.controller.sync import SyncController
-from mcore_rl.weights.hf.config import moe_layers, read_hf_config
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts, moe_layers, read_hf_config
 from mcore_rl.weights.models import family_of
 from tests.support.engine_keys import KEYS
 from tests.support.megatron_ranks import MegatronRanks

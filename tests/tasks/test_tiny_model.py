@@ -11,7 +11,7 @@ from mcore_rl.tasks.tiny_models import (
     make_word_tokenizer,
     write_tiny_model,
 )
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 
 VOCABULARY = make_vocabulary(12, {"use", "to", "+"})
 

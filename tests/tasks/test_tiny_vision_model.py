@@ -7,7 +7,7 @@ from mcore_rl.data.images.decode import ImageSize
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.tasks.tiny_models import PLACEHOLDER, write_tiny_vision_model
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 
 
 def test_a_picture_takes_a_token_per_cell(tmp_path: Path) -> None:

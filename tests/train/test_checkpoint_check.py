@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from mcore_rl.train.checkpoint_check import check_checkpoint, only_safe_pickles
 from mcore_rl.weights.hf.checksums import MANIFEST, sum_file, write_manifest
-from mcore_rl.weights.megatron_files import bounded
+from mcore_rl.weights.megatron_files import metadata
 from tests.support.hostile_files import dict_with_nested_key, write_zip_bomb
 
 assert megatron.core
@@ -199,7 +199,7 @@ def test_a_file_that_the_list_lacks_is_not_loaded(tmp_path: Path, verify: bool) 
 def test_files_that_take_for_ever_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded, "DEADLINE_S", 5.0)
+    monkeypatch.setattr(metadata, "DEADLINE_S", 5.0)
     folder = write_checkpoint(tmp_path / "step")
     common = (folder / "common.pt").read_bytes()
     write_zip_bomb(folder / "common.pt", 50 << 20)

@@ -15,8 +15,7 @@ from torch import Tensor
 from mcore_rl.train.export import exchange, export_hf
 from mcore_rl.weights.box import Box, Shard
 from mcore_rl.weights.hf.checksums import MANIFEST, read_manifest
-from mcore_rl.weights.hf.config import read_hf_config
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts, read_hf_config
 from mcore_rl.weights.hf.files import open_hf_dir, whole_tensor
 from mcore_rl.weights.hf.folder import INDEX
 from mcore_rl.weights.plan.whole import make_plan

@@ -17,7 +17,7 @@ from mcore_rl.train.transformer_config import (
     token_multiple,
 )
 from mcore_rl.weights.hf.config import padded_vocab_size, read_hf_config
-from mcore_rl.weights.layouts.check import check_layout
+from mcore_rl.weights.models.recipe_checks import check_layout
 from tests.support.tiny_models import write_model
 
 CONFIG: dict[str, Any] = {

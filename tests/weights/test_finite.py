@@ -5,7 +5,7 @@ from math import inf, nan
 import pytest
 import torch
 
-from mcore_rl.weights.finite import count_not_finite
+from mcore_rl.weights.hf.files import count_not_finite
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

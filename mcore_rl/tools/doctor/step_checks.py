@@ -50,7 +50,7 @@ from mcore_rl.types import (
 from mcore_rl.types.scores import Scores
 from mcore_rl.weight_sync.receiver import WeightReceiver
 from mcore_rl.weight_sync.wire import Action, Command, Link, Report
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
 
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")

@@ -42,7 +42,7 @@ from mcore_rl.tools.doctor.lone_rank import (
     qwen3_moe,
 )
 from mcore_rl.types import TrainBatch
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
 
 NEEDED = ("megatron", "zlib_ng")

@@ -19,7 +19,7 @@ from mcore_rl.tools.simulate.kv_cache import EngineSpeed
 from mcore_rl.tools.simulate.virtual_time import GPUS, GpuRates, ReachedShares
 from mcore_rl.tools.simulate.workload import prompt_len_of
 from mcore_rl.weights.box import itemsize
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import BACKWARD, ModelFlops, TowerFlops
 from mcore_rl.weights.models.value_head import with_value_head
 

@@ -137,7 +137,7 @@ class Projector(nn.Module):
 
 
 class MoonViT(nn.Module):
-    """Tower and projector. It takes the sizes that `kimi_vl.sizes` returns.
+    """Tower and projector. It takes the sizes that `read_kimi_vl_sizes` returns.
 
     With `recompute`, each block is computed again in the backward pass.
     """

@@ -1,18 +1,49 @@
-"""Parses the config.json of a HuggingFace model directory and refuses unsupported models.
+"""Reads the config.json of a HuggingFace model directory and refuses unsupported models.
 
-See `ModelFacts` in facts.py for the value that commands read once and pass on.
+Commands read it once, as `ModelFacts`, and pass that on. A vision-language model is read as if the
+language model stood alone in it:
+
+    config.json                                        in memory
+    {"text_config": {"hidden_size": 64, ...},    ->    {"hidden_size": 64, ...,
+     "vision_config": {...}, ...}                       "text_config": {...}, "vision_config": ...}
+
+transformers 5 nests the language model's settings, the published files have them at the top.
 """
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.process.file_list import read_json
-from mcore_rl.weights.hf.nested import TEXT, with_text_settings
 from mcore_rl.weights.models import family_of, refuse_unsupported
-from mcore_rl.weights.models.table import HfConfig
+from mcore_rl.weights.models.table import Family, HfConfig
+from mcore_rl.weights.models.value_head import has_value_head
+
+TEXT = "text_config"
+OWN = frozenset({"architectures", "model_type", "dtype", "torch_dtype", "tie_word_embeddings"})
+"""Settings that the whole model has at the top of config.json, whatever its parts say."""
+
+
+def with_text_settings(config: HfConfig) -> dict[str, Any]:
+    """Return config.json with the settings of its `text_config`, if any, at the top as well.
+
+    A setting that stands at the top keeps its value.
+    """
+    return {**(config.get(TEXT) or {}), **config}
+
+
+def without_text_settings(config: HfConfig) -> dict[str, Any]:
+    """Return the config.json to write: settings that `text_config` repeats are in it alone."""
+    text = config.get(TEXT) or {}
+    return {
+        key: value
+        for key, value in config.items()
+        if key in OWN or key not in text or text[key] != value
+    }
+
 
 DTYPE_KEYS = frozenset({"dtype", "torch_dtype"})
 MTP = "num_nextn_predict_layers"
@@ -115,3 +146,80 @@ def moe_layers(config: HfConfig) -> list[int]:
     """Return 1 for each layer with experts and 0 for each dense layer, in order."""
     family = family_of(config)
     return [int(family.is_moe_layer(config, i)) for i in range(config["num_hidden_layers"])]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A supported model as its config.json describes it.
+
+    A command makes one of these per model directory when it starts and passes it on, so that no
+    later step opens the file again. A process on another host reads its own.
+
+    path     HuggingFace directory
+    config   the parsed config.json
+    """
+
+    path: Path
+    config: HfConfig
+
+    @staticmethod
+    def read(hf_dir: str | Path) -> "ModelFacts":
+        """Raises ValueError naming config.json and the setting if the model is not supported."""
+        return ModelFacts(Path(hf_dir), read_hf_config(hf_dir))
+
+    @property
+    def architecture(self) -> str:
+        """The first name under `architectures`."""
+        return self.config["architectures"][0]
+
+    @property
+    def family(self) -> Family:
+        return family_of(self.config)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Axis sizes by the names that the family's table uses."""
+        return self.family.sizes(self.config)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary, without padding."""
+        return self.config["vocab_size"]
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Longest sequence, in tokens."""
+        return self.config["max_position_embeddings"]
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """Tell for each layer whether it has experts."""
+        return tuple(map(bool, moe_layers(self.config)))
+
+    @property
+    def has_experts(self) -> bool:
+        return any(self.moe_layers)
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of each layer that has any; 0 for a dense model."""
+        return self.sizes["experts"]
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.config["num_experts_per_tok"]
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Return whether one HF tensor holds all experts of a layer."""
+        return self.family.stacks_experts
+
+    @property
+    def has_tower(self) -> bool:
+        """Return whether the model sees images."""
+        return self.family.has_tower
+
+    @property
+    def has_value_head(self) -> bool:
+        """Return whether the model gives one value per token instead of log-probs."""
+        return has_value_head(self.config)

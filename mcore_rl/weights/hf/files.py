@@ -3,14 +3,22 @@
     load    *.safetensors --slice of each shard's box--> local tensors of one rank
     export  plan_export -> every rank: write_export_file (*.part) -> one rank: commit_export
 
-Peak memory: one slice while loading; the tensors of one file (`max_file_bytes`) per rank on export.
+Peak memory: one slice while loading; the tensors of one file (`max_file_bytes`) per rank on export,
+or one tensor if that is larger. Carried tensors, such as those of a multi-token-prediction layer,
+are neither trained nor synced: an export gets them unchanged.
+
+A model whose config.json ties the output layer to the embeddings, but whose files don't, is
+refused: transformers (5.19, PreTrainedModel.tie_weights) compares the two if both are stored. It
+ties them if they are equal, otherwise it warns and uses the stored output layer, against
+config.json.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -19,7 +27,6 @@ from torch import Tensor
 
 from mcore_rl.process.disk import check_readable, force_to_disk
 from mcore_rl.weights.box import Box, Shard, contiguous_strides, itemsize
-from mcore_rl.weights.finite import count_not_finite
 from mcore_rl.weights.hf.checksums import (
     MANIFEST,
     FileSums,
@@ -27,8 +34,7 @@ from mcore_rl.weights.hf.checksums import (
     sum_small_files,
     write_manifest,
 )
-from mcore_rl.weights.hf.config import with_dtype
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts, with_dtype
 from mcore_rl.weights.hf.folder import (
     INDEX,
     TEMPORARY,
@@ -37,9 +43,59 @@ from mcore_rl.weights.hf.folder import (
     write_small_files,
 )
 from mcore_rl.weights.hf.fp8 import scaled_name
-from mcore_rl.weights.hf.tied_head import refuse_untied_head
+from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.settings import DEQUANTIZE_REMEDY
 from mcore_rl.weights.models.table import HfConfig, Shape
+
+
+def count_not_finite(values: Tensor) -> int:
+    """Return how many numbers are not finite; with none, the tensor is read once."""
+    if not values.is_floating_point() or values.numel() == 0:
+        return 0
+    if bool(values.sum(dtype=torch.float32).isfinite()):  # a number that is not stays in the sum
+        return 0
+    return values.numel() - int(values.isfinite().sum())
+
+
+BAND_ROWS = 4096
+"""Rows that are compared at once."""
+
+
+def refuse_untied_head(file_of: Mapping[str, Path], config: HfConfig) -> None:
+    """Raise ValueError if a tied output layer is stored and differs from the embeddings.
+
+    file_of   HF name -> file of all stored tensors
+    Peak memory: BAND_ROWS rows of both.
+    """
+    family = family_of(config)
+    for head in sorted(family.left_out(config) & file_of.keys()):
+        embedding = family.tied[head]
+        if embedding in file_of and not _are_equal(file_of, head, embedding):
+            raise ValueError(
+                f"{file_of[head]}: tensor {head!r} differs from {embedding!r}, although config.json"
+                " says tie_word_embeddings=true. transformers uses both as they are stored: set"
+                " tie_word_embeddings=false in config.json to do so, or remove the tensor"
+            )
+
+
+def _are_equal(file_of: Mapping[str, Path], first: str, second: str) -> bool:
+    with (
+        safe_open(file_of[first], framework="pt") as first_file,
+        safe_open(file_of[second], framework="pt") as second_file,
+    ):
+        a, b = first_file.get_slice(first), second_file.get_slice(second)
+        shape = a.get_shape()
+        if shape != b.get_shape():
+            return False
+        bands = (slice(at, at + BAND_ROWS) for at in range(0, shape[0], BAND_ROWS))
+        return all(_agree(a[band], b[band]) for band in bands)
+
+
+def _agree(a: Any, b: Any) -> bool:
+    """Return whether two tensors are equal in the narrower of their dtypes."""
+    dtype = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+    return bool((a.to(dtype) == b.to(dtype)).all())
+
 
 PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
 """The dtypes that weights can be loaded from, by their safetensors names."""
@@ -267,3 +323,51 @@ def commit_export(
     known = sums or {}
     weight_sums = {name: known.get(name) or sum_safetensors(out_dir / name) for name in filenames}
     write_manifest(out_dir, weight_sums | sum_small_files(out_dir, weight_sums))
+
+
+def carried_tensors(hf_dir: Path, config: HfConfig) -> dict[str, Path]:
+    """Return HF name -> file of each carried tensor; empty if the directory has no weights."""
+    family = family_of(config)
+    file_of: dict[str, Path] = {}
+    if not any(hf_dir.glob("*.safetensors")):
+        return file_of
+    for path in checkpoint_files(hf_dir):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                if family.is_carried(config, name):
+                    file_of[name] = path
+    return file_of
+
+
+def write_carried(
+    hf_dir: Path, out_dir: Path, config: HfConfig, max_file_bytes: int = 4 << 30
+) -> list[CarriedFile]:
+    """Copy the carried tensors of `hf_dir` to files in `out_dir` and return what was written.
+
+    The files have temporary names until `commit_export` renames them.
+    """
+    written = []
+    batches = _batches(carried_tensors(hf_dir, config), max_file_bytes)
+    for number, batch in enumerate(batches, start=1):
+        filename = f"carried-{number:05d}.safetensors"
+        save_tensors(batch, out_dir / (filename + TEMPORARY))
+        written.append(CarriedFile(filename, tuple(batch), _num_bytes(batch)))
+    return written
+
+
+def _batches(file_of: dict[str, Path], max_file_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors by name, in batches of at most `max_file_bytes` or of one tensor."""
+    batch: dict[str, Tensor] = {}
+    for name, path in file_of.items():
+        with safe_open(path, framework="pt") as file:
+            tensor = file.get_tensor(name)
+        if batch and _num_bytes(batch) + tensor.nbytes > max_file_bytes:
+            yield batch
+            batch = {}
+        batch[name] = tensor
+    if batch:
+        yield batch
+
+
+def _num_bytes(batch: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in batch.values())

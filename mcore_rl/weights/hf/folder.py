@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.process.file_list import list_files, read_json
-from mcore_rl.weights.hf.config import without_absent_mtp
-from mcore_rl.weights.hf.nested import without_text_settings
+from mcore_rl.weights.hf.config import without_absent_mtp, without_text_settings
 from mcore_rl.weights.models.table import HfConfig
 
 WEIGHT_SUFFIXES = (

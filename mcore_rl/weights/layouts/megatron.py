@@ -16,11 +16,10 @@ from itertools import accumulate
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.weights.hf.config import padded_vocab_size
-from mcore_rl.weights.layouts.layout import PlacedPiece, Placement
-from mcore_rl.weights.layouts.ranks import Ranks
-from mcore_rl.weights.layouts.staged import StagedLayout
+from mcore_rl.weights.layouts.layout import PlacedPiece, Placement, Ranks
 from mcore_rl.weights.layouts.tensors import (
     Entry,
+    StagedLayout,
     Tensors,
     cut_evenly,
     cut_halves,

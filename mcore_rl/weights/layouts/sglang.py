@@ -13,8 +13,14 @@ get_pp_indices).
 
 from collections.abc import Iterable
 
-from mcore_rl.weights.layouts.layout import COLUMNS, WHOLE, EngineRule, PlacedPiece, Placement
-from mcore_rl.weights.layouts.ranks import Ranks
+from mcore_rl.weights.layouts.layout import (
+    COLUMNS,
+    WHOLE,
+    EngineRule,
+    PlacedPiece,
+    Placement,
+    Ranks,
+)
 from mcore_rl.weights.layouts.sglang_models import (
     DENSE_MLP,
     DTYPES,
@@ -24,13 +30,15 @@ from mcore_rl.weights.layouts.sglang_models import (
     RULES,
     RULES_OF,
     SHARED_EXPERTS,
+    VOCAB_MULTIPLE,
     SGLangSizes,
+    cut_tower,
     refuse_unserved,
+    tower_rule_of,
 )
-from mcore_rl.weights.layouts.sglang_towers import VOCAB_MULTIPLE, cut_tower, tower_rule_of
-from mcore_rl.weights.layouts.staged import StagedLayout
 from mcore_rl.weights.layouts.tensors import (
     Entry,
+    StagedLayout,
     Tensors,
     cut_evenly,
     cut_halves,

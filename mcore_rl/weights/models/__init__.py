@@ -1,41 +1,41 @@
 """The supported model families, by the architecture that config.json names."""
 
-from mcore_rl.weights.models import (
-    deepseek,
-    dense,
-    glm4_moe,
-    glm4v_moe,
-    gpt_oss,
-    kimi_vl,
-    minimax_m2,
-    qwen2_5_vl,
-    qwen2_moe,
-    qwen3_vl,
-    softmax_moe,
+from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_VL
+from mcore_rl.weights.models.glm4 import GLM4_MOE, GLM4V_MOE
+from mcore_rl.weights.models.gpt_oss import GPT_OSS
+from mcore_rl.weights.models.minimax_m2 import MINIMAX_M2
+from mcore_rl.weights.models.qwen_llama_mixtral import (
+    LLAMA,
+    MIXTRAL,
+    OLMOE,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
 )
-from mcore_rl.weights.models.counts import refuse_counts
-from mcore_rl.weights.models.refused import REFUSED
+from mcore_rl.weights.models.qwen_vl import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
+from mcore_rl.weights.models.refused import REFUSED, refuse_counts
 from mcore_rl.weights.models.settings import refuse_quantized, rope_of, rope_refusal
 from mcore_rl.weights.models.table import Family, HfConfig, Shape
 from mcore_rl.weights.models.value_head import classifier_of
 
 CAUSAL = (
-    softmax_moe.QWEN3_MOE,
-    qwen2_moe.FAMILY,
-    softmax_moe.MIXTRAL,
-    softmax_moe.OLMOE,
-    glm4_moe.FAMILY,
-    minimax_m2.FAMILY,
-    gpt_oss.FAMILY,
-    deepseek.V3,
-    deepseek.V2,
-    dense.QWEN3,
-    dense.QWEN2,
-    dense.LLAMA,
+    QWEN3_MOE,
+    QWEN2_MOE,
+    MIXTRAL,
+    OLMOE,
+    GLM4_MOE,
+    MINIMAX_M2,
+    GPT_OSS,
+    DEEPSEEK_V3,
+    DEEPSEEK_V2,
+    QWEN3,
+    QWEN2,
+    LLAMA,
 )
 """The tables of causal language models."""
 
-VISION = (qwen2_5_vl.FAMILY, glm4v_moe.FAMILY, qwen3_vl.DENSE, qwen3_vl.MOE, kimi_vl.FAMILY)
+VISION = (QWEN2_5_VL, GLM4V_MOE, QWEN3_VL, QWEN3_VL_MOE, KIMI_VL)
 """The tables of models that see images."""
 
 LANGUAGE = (*CAUSAL, *VISION)

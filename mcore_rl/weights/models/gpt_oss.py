@@ -31,7 +31,7 @@ ALPHA = 1.702
 """Slope of the sigmoid in the experts' activation, built into Megatron's quick_gelu and SGLang."""
 
 
-def sizes(config: HfConfig) -> Mapping[str, int]:
+def read_sizes(config: HfConfig) -> Mapping[str, int]:
     expert_ffn = need(config, "intermediate_size")
     return {
         **base_sizes(config),
@@ -43,11 +43,11 @@ def sizes(config: HfConfig) -> Mapping[str, int]:
     }
 
 
-def options(config: HfConfig) -> dict[str, Any]:
+def make_options(config: HfConfig) -> dict[str, Any]:
     return {
         **base_options(config),
-        **grouped_query_options(sizes(config)),
-        **expert_options(config, sizes(config)),
+        **grouped_query_options(read_sizes(config)),
+        **expert_options(config, read_sizes(config)),
         "add_bias_linear": True,
         "softmax_type": "learnable",
         "window_size": (need(config, "sliding_window") - 1, 0),
@@ -58,7 +58,7 @@ def options(config: HfConfig) -> dict[str, Any]:
     }
 
 
-def _refusal(config: HfConfig) -> str:
+def _find_refusal(config: HfConfig) -> str:
     kinds = need(config, "layer_types")
     num_layers = need(config, "num_hidden_layers")
     if len(kinds) != num_layers or not set(kinds) <= {WINDOWED, FULL}:
@@ -73,7 +73,7 @@ def _refusal(config: HfConfig) -> str:
     return rope_theta_refusal(config)
 
 
-def _expert_rule(module: str, name: str, *axes: str) -> Rule:
+def _make_expert_rule(module: str, name: str, *axes: str) -> Rule:
     """Return the rule of an HF tensor that stacks all experts; `axes` are those of one expert."""
     tensor = HfTensor(f"{rules.HF_LAYER}mlp.experts.{name}", ("experts", *axes))
     return Rule(f"{rules.LAYER}mlp.experts.experts.{module}", (tensor,), "moe", stacked=True)
@@ -85,13 +85,13 @@ EXPERTS = (
     ),
     rules.layer_rule("mlp.router.weight", "mlp.router.weight", "experts", "hidden", where="moe"),
     rules.layer_rule("mlp.router.bias", "mlp.router.bias", "experts", where="moe"),
-    _expert_rule("linear_fc1.weight", "gate_up_proj", "hidden", "gate_up"),
-    _expert_rule("linear_fc1.bias", "gate_up_proj_bias", "gate_up"),
-    _expert_rule("linear_fc2.weight", "down_proj", "expert_ffn", "hidden"),
-    _expert_rule("linear_fc2.bias", "down_proj_bias", "hidden"),
+    _make_expert_rule("linear_fc1.weight", "gate_up_proj", "hidden", "gate_up"),
+    _make_expert_rule("linear_fc1.bias", "gate_up_proj_bias", "gate_up"),
+    _make_expert_rule("linear_fc2.weight", "down_proj", "expert_ffn", "hidden"),
+    _make_expert_rule("linear_fc2.bias", "down_proj_bias", "hidden"),
 )
 
-FAMILY = Family(
+GPT_OSS = Family(
     "GptOssForCausalLM",
     (
         *rules.MODEL,
@@ -102,9 +102,9 @@ FAMILY = Family(
         rules.layer_rule(rules.ATTENTION + "linear_proj.bias", "self_attn.o_proj.bias", "hidden"),
         *EXPERTS,
     ),
-    sizes,
+    read_sizes,
     every_layer,
-    options,
+    make_options,
     {
         **PLAIN_SETTINGS,
         "attention_bias": (True,),
@@ -112,7 +112,7 @@ FAMILY = Family(
         "hidden_act_alpha": (ALPHA,),
     },
     rope_types=("yarn",),
-    refusal=_refusal,
+    refusal=_find_refusal,
     alternating=True,
     explicit=("num_key_value_heads", "head_dim"),
 )

@@ -24,7 +24,7 @@ from mcore_rl.weights.models.settings import (
 from mcore_rl.weights.models.table import Family, HfConfig
 
 
-def sizes(config: HfConfig) -> Mapping[str, int]:
+def read_sizes(config: HfConfig) -> Mapping[str, int]:
     return {
         **base_sizes(config),
         **grouped_query_sizes(config, qk_norm="projection"),
@@ -33,28 +33,28 @@ def sizes(config: HfConfig) -> Mapping[str, int]:
     }
 
 
-def options(config: HfConfig) -> dict[str, Any]:
+def make_options(config: HfConfig) -> dict[str, Any]:
     return {
         **base_options(config),
-        **grouped_query_options(sizes(config)),
-        **expert_options(config, sizes(config)),
+        **grouped_query_options(read_sizes(config)),
+        **expert_options(config, read_sizes(config)),
         **BIASED_SIGMOID,
     }
 
 
-def _refusal(config: HfConfig) -> str:
+def _find_refusal(config: HfConfig) -> str:
     if any(kind != 1 for kind in config.get("attn_type_list") or ()):
         return "attn_type_list has kinds of attention other than 1, softmax attention"
     return rope_theta_refusal(config)
 
 
-def _rotary_share(config: HfConfig) -> float:
-    head = sizes(config)["head"]
+def _read_rotary_share(config: HfConfig) -> float:
+    head = read_sizes(config)["head"]
     rotated = config.get("rotary_dim") or head
     return partial_rotary_share(config, default=rotated / head)
 
 
-FAMILY = Family(
+MINIMAX_M2 = Family(
     "MiniMaxM2ForCausalLM",
     (
         *rules.MODEL,
@@ -62,9 +62,9 @@ FAMILY = Family(
         *rules.NUMBERED_EXPERTS,
         rules.expert_bias("block_sparse_moe.e_score_correction_bias"),
     ),
-    sizes,
+    read_sizes,
     every_layer,
-    options,
+    make_options,
     {
         **PLAIN_SETTINGS,
         "use_qk_norm": (True,),
@@ -73,7 +73,7 @@ FAMILY = Family(
         "scoring_func": ("sigmoid",),
         "shared_intermediate_size": (0,),
     },
-    refusal=_refusal,
-    rotary_share=_rotary_share,
+    refusal=_find_refusal,
+    rotary_share=_read_rotary_share,
     explicit=("num_key_value_heads", "head_dim"),
 )

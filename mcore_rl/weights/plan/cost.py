@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from mcore_rl.weights.box import itemsize
-from mcore_rl.weights.layouts.layout import Layout, Placement
-from mcore_rl.weights.layouts.ranks import Ranks
+from mcore_rl.weights.layouts.layout import Layout, Placement, Ranks
 from mcore_rl.weights.plan.local import DEFAULT_GRANULARITY, shared_regions
 from mcore_rl.weights.plan.shared_region import SharedRegion, SplitGranularity
 from mcore_rl.weights.plan.shares import Shares, Topology

@@ -20,8 +20,8 @@ from functools import cached_property
 import numpy as np
 
 from mcore_rl.weights.box import Box, Shape, count_elements, find_common
-from mcore_rl.weights.layouts.layout import Layout, Placement
-from mcore_rl.weights.layouts.quantized import (
+from mcore_rl.weights.layouts.layout import Layout, Placement, Ranks
+from mcore_rl.weights.layouts.listed import (
     check_blocks,
     check_scales,
     is_quantized,
@@ -29,7 +29,6 @@ from mcore_rl.weights.layouts.quantized import (
     shape_of,
     travels_with_matrix,
 )
-from mcore_rl.weights.layouts.ranks import Ranks
 from mcore_rl.weights.plan.shared_region import BoxSpan, SharedRegion, Slice, SplitGranularity
 from mcore_rl.weights.plan.shares import Shares, Stretch, Topology
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mcore_rl.weights.box import Box, Shape, itemsize
 from mcore_rl.weights.hf.fp8 import BLOCK, FP8, SCALE_BYTES, SCALE_DTYPE, num_blocks, scale_box
-from mcore_rl.weights.layouts.ranks import Ranks
+from mcore_rl.weights.layouts.layout import Ranks
 
 BoxSpan = tuple[str, Shape, Shape]
 """(HF name, start, stop): a box of the region, as a plain tuple because there are so many."""

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.weights.layouts.ranks import Ranks
+from mcore_rl.weights.layouts.layout import Ranks
 
 Stretch = tuple[int, int, int]
 """(first, last, parts): the part of a region from first / parts to last / parts of its bytes"""

@@ -3,7 +3,7 @@
 import pytest
 
 from mcore_rl.run.roles.train_speed import TrainSpeed
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
 
 FLOPS = ModelFlops.of(ModelFacts.read("recipes/model/qwen3_30b_a3b"))

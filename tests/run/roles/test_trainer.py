@@ -19,7 +19,7 @@ from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.event_loop import EventLoop, run_both
 from mcore_rl.run.roles.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.types import Images, LogprobOptions, StepStats, TokenScores, TrainBatch
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
 from tests.support.checkpoint_folders import write_checkpoint
 from tests.support.policy import ROOT

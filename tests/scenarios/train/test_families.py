@@ -12,10 +12,8 @@ from safetensors.torch import load_file, save_file
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.train.weights import local_parts
 from mcore_rl.types import StepStats
-from mcore_rl.weights.hf.carried import carried_tensors
-from mcore_rl.weights.hf.config import read_hf_config
-from mcore_rl.weights.hf.facts import ModelFacts
-from mcore_rl.weights.hf.files import open_hf_dir
+from mcore_rl.weights.hf.config import ModelFacts, read_hf_config
+from mcore_rl.weights.hf.files import carried_tensors, open_hf_dir
 from mcore_rl.weights.layouts.training import LocalPart, training_shards
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import Rule

@@ -31,7 +31,7 @@ from mcore_rl.config import (
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.weight_sync.link_store import LinkStore
 from mcore_rl.weight_sync.wire import Link
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 from tests.support.fp8_oracle import dequantize, per_block_cast_to_fp8
 from tests.support.megatron_ranks import MegatronRanks, hf_weights_of

@@ -11,7 +11,7 @@ from mcore_rl.tools.doctor import step_checks
 from mcore_rl.tools.doctor.lone_rank import qwen3_moe
 from mcore_rl.tools.doctor.step_checks import STEPS, Rows, count_even_tokens, pack_as_a_run
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
 
 

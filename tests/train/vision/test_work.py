@@ -9,7 +9,7 @@ from mcore_rl.config import ParallelConfig
 from mcore_rl.train.runtime import init_distributed
 from mcore_rl.train.vision.rank_images import RankImages, tower_work
 from mcore_rl.types import TrainBatch
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import TowerFlops
 from tests.support.distributed import run_each
 from tests.support.tiny_training import my_batches

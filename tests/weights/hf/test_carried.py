@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mcore_rl.weights.hf.carried import carried_tensors, write_carried
+from mcore_rl.weights.hf.files import carried_tensors, write_carried
 from mcore_rl.weights.hf.folder import TEMPORARY
 
 CONFIG = json.loads(Path("recipes/model/deepseek_v3/config.json").read_text())

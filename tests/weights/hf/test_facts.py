@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.weights.hf.config import read_hf_config
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts, read_hf_config
 from mcore_rl.weights.models import family_of
 
 MODELS = sorted(Path("recipes/model").glob("*/config.json"))

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mcore_rl.weights.hf.config import read_hf_config
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts, read_hf_config
 from mcore_rl.weights.hf.files import (
     commit_export,
     empty_tensors,
@@ -24,9 +23,9 @@ from mcore_rl.weights.hf.files import (
 from mcore_rl.weights.hf.folder import INDEX
 from mcore_rl.weights.layouts.training import training_shards
 from mcore_rl.weights.models import family_of, hf_tensor_shapes
-from mcore_rl.weights.plan.reshard import reshard
 from mcore_rl.weights.plan.whole import make_plan
 from tests.support.megatron_layout import TrainLayout, model_config, train_ranks
+from tests.support.reshard import reshard
 
 LAYOUT = TrainLayout(tp=2, pp=2, dp=2, ep=2, etp=2)
 

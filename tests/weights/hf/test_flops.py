@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mcore_rl.weights.hf.facts import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
 from tests.support.tiny_models import MODELS, write_model
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.weights.hf.nested import with_text_settings, without_text_settings
+from mcore_rl.weights.hf.config import with_text_settings, without_text_settings
 
 KEYS = st.sampled_from(["hidden_size", "dtype", "tie_word_embeddings", "vocab_size"])
 SETTINGS = st.dictionaries(KEYS, st.integers(0, 2))

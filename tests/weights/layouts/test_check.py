@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config import ParallelConfig
-from mcore_rl.weights.layouts.check import check_layout
+from mcore_rl.weights.models.recipe_checks import check_layout
 from tests.support.layout_strategies import GROUPED
 from tests.support.megatron_layout import model_config
 from tests.weights.models.test_qwen3_vl import CONFIG as QWEN3_VL

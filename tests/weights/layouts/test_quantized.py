@@ -14,10 +14,8 @@ from mcore_rl.weight_sync.buckets import Bucket, plan_buckets
 from mcore_rl.weight_sync.placed_bucket import PlacedBucket, holdings
 from mcore_rl.weights.box import Box, Shard, contiguous_strides
 from mcore_rl.weights.hf.fp8 import FP8
-from mcore_rl.weights.layouts.layout import PlacedPiece, Placement
-from mcore_rl.weights.layouts.listed import ListedLayout
-from mcore_rl.weights.layouts.quantized import QuantizedLayout, join_rows
-from mcore_rl.weights.layouts.ranks import Ranks
+from mcore_rl.weights.layouts.layout import PlacedPiece, Placement, Ranks
+from mcore_rl.weights.layouts.listed import ListedLayout, QuantizedLayout, join_rows
 from mcore_rl.weights.plan.cost import predict
 from mcore_rl.weights.plan.local import plan_recvs, plan_sends
 from mcore_rl.weights.plan.shared_region import SplitGranularity

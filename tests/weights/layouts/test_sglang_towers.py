@@ -8,11 +8,17 @@ import pytest
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.layouts.layout import COLUMNS, WHOLE, EngineRule
 from mcore_rl.weights.layouts.sglang import SGLangLayout
-from mcore_rl.weights.layouts.sglang_models import SGLangSizes, refuse_unserved
-from mcore_rl.weights.layouts.sglang_towers import QWEN2_5_TOWER, cut_tower, tower_rule_of
+from mcore_rl.weights.layouts.sglang_models import (
+    QWEN2_5_TOWER,
+    SGLangSizes,
+    cut_tower,
+    refuse_unserved,
+    tower_rule_of,
+)
 from mcore_rl.weights.layouts.tensors import Tensors
-from mcore_rl.weights.models import family_of, kimi_vl
-from mcore_rl.weights.models.qwen2_5_vl import FAMILY
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.deepseek_kimi import KIMI_VL
+from mcore_rl.weights.models.qwen_vl import QWEN2_5_VL
 from tests.support.tiny_kimi_vl import write_kimi_vl_model
 from tests.weights.models.test_qwen2_5_vl import FLAT
 from tests.weights.models.test_qwen3_vl import CONFIG, MOE_CONFIG, with_tower
@@ -47,8 +53,8 @@ def test_padding_at_the_end_of_an_axis_is_on_the_last_ranks() -> None:
 
 
 def test_every_tensor_of_the_tower_has_a_rule_and_others_have_none() -> None:
-    tensors = Tensors(FAMILY, FLAT, "bfloat16")
-    rules = {e.suffix: tower_rule_of(FAMILY.architecture, e) for e in tensors.model_entries}
+    tensors = Tensors(QWEN2_5_VL, FLAT, "bfloat16")
+    rules = {e.suffix: tower_rule_of(QWEN2_5_VL.architecture, e) for e in tensors.model_entries}
     assert rules["visual.blocks.1.attn.qkv.bias"] == QWEN2_5_TOWER["blocks.attn.qkv"]
     assert rules["visual.blocks.1.norm2.weight"] == WHOLE
     assert all((rule is not None) == name.startswith("visual.") for name, rule in rules.items())
@@ -94,8 +100,8 @@ def test_towers_that_sglang_computes_otherwise_are_refused(
 
 def test_moonvit_is_cut_and_its_projector_is_not(tmp_path: Path) -> None:
     config = read_hf_config(write_kimi_vl_model(tmp_path))
-    entries = Tensors(kimi_vl.FAMILY, config, "bfloat16").model_entries
-    rules = {e.suffix: tower_rule_of(kimi_vl.FAMILY.architecture, e) for e in entries}
+    entries = Tensors(KIMI_VL, config, "bfloat16").model_entries
+    rules = {e.suffix: tower_rule_of(KIMI_VL.architecture, e) for e in entries}
     assert rules["vision_tower.encoder.blocks.1.wqkv.bias"] == EngineRule("attention", blocks=3)
     assert rules["multi_modal_projector.linear_1.weight"] == WHOLE
     assert rules["language_model.lm_head.weight"] is None

@@ -7,13 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.weights.layouts.layout import NOWHERE, PlacedPiece, Placement, boxes_of
+from mcore_rl.weights.layouts.layout import NOWHERE, PlacedPiece, Placement, Ranks, boxes_of
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
-from mcore_rl.weights.layouts.ranks import Ranks
 from mcore_rl.weights.layouts.sglang import SGLangLayout
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
-from mcore_rl.weights.layouts.staged import StagedLayout
-from mcore_rl.weights.layouts.tensors import Entry, Tensors
+from mcore_rl.weights.layouts.tensors import Entry, StagedLayout, Tensors
 from mcore_rl.weights.models import family_of, hf_tensor_shapes
 from tests.support.layout_strategies import (
     megatron_layout,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.weights.megatron_files import bounded
-from mcore_rl.weights.megatron_files.bounded import check_archive, check_bounded
+from mcore_rl.weights.megatron_files import metadata
+from mcore_rl.weights.megatron_files.metadata import check_archive, check_bounded
 from tests.support.hostile_files import dict_with_nested_key, write_archive, write_zip_bomb
 
 
@@ -29,8 +29,8 @@ def test_a_pickle_that_takes_all_memory_is_refused(
 ) -> None:
     path = tmp_path / "common.pt"
     write_archive(path, pickle.dumps(b"0" * (300 << 20)))
-    monkeypatch.setattr(bounded, "MEMORY_BYTES", 64 << 20)
-    monkeypatch.setattr(bounded, "MEMORY_PER_BYTE", 1)
+    monkeypatch.setattr(metadata, "MEMORY_BYTES", 64 << 20)
+    monkeypatch.setattr(metadata, "MEMORY_PER_BYTE", 1)
     with pytest.raises(ValueError, match=r"common\.pt takes more than 364 MiB of memory"):
         check_bounded(tmp_path)
 

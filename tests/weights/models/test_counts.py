@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.weights.models import refuse_unsupported
-from mcore_rl.weights.models.counts import refuse_counts
+from mcore_rl.weights.models.refused import refuse_counts
 
 
 @pytest.mark.parametrize("part", [None, "text_config", "vision_config"])

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.weights.models import deepseek, family_of, refuse_unsupported
+from mcore_rl.weights.models import family_of, refuse_unsupported
+from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V2, DEEPSEEK_V3
 
 
 def config_of(model: str) -> dict[str, Any]:
@@ -18,8 +19,8 @@ def config_of(model: str) -> dict[str, Any]:
 )
 def test_parameters_add_up_to_the_published_number(model: str, billions: int) -> None:
     config = config_of(model)
-    assert family_of(config) is deepseek.V3
-    numels = [_numel(shape) for shape in deepseek.V3.shapes(config).values()]
+    assert family_of(config) is DEEPSEEK_V3
+    numels = [_numel(shape) for shape in DEEPSEEK_V3.shapes(config).values()]
     assert round(sum(numels) / 1e9) == billions
 
 
@@ -29,7 +30,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def test_v3_scores_by_sigmoid_and_keeps_the_bias_for_the_choice() -> None:
-    options = deepseek.V3.options(config_of("deepseek_v3"))
+    options = DEEPSEEK_V3.options(config_of("deepseek_v3"))
     assert options["moe_router_score_function"] == "sigmoid"
     assert options["moe_router_enable_expert_bias"]
     assert options["moe_router_bias_update_rate"] == 0.0
@@ -40,19 +41,19 @@ def test_v3_scores_by_sigmoid_and_keeps_the_bias_for_the_choice() -> None:
 
 def test_only_v3_has_a_bias_and_prediction_layers() -> None:
     config = config_of("deepseek_v3")
-    keys = [{rule.key for rule in family.rules} for family in (deepseek.V3, deepseek.V2)]
+    keys = [{rule.key for rule in family.rules} for family in (DEEPSEEK_V3, DEEPSEEK_V2)]
     assert keys[0] - keys[1] == {"decoder.layers.mlp.router.expert_bias"}
     name = "model.layers.61.eh_proj.weight"
-    assert deepseek.V3.is_carried(config, name)
-    assert not deepseek.V2.is_carried(config, name)
+    assert DEEPSEEK_V3.is_carried(config, name)
+    assert not DEEPSEEK_V2.is_carried(config, name)
 
 
 def test_rotary_frequencies_may_lie_beside_the_model() -> None:
     """Moonlight's files have them, although it predicts one token."""
     config = config_of("deepseek_v3") | {"num_nextn_predict_layers": 0}
-    assert deepseek.V3.is_carried(config, "model.layers.0.self_attn.rotary_emb.inv_freq")
-    assert not deepseek.V3.is_carried(config, "model.layers.0.self_attn.q_proj.weight")
-    assert not deepseek.V3.is_carried(config, "model.layers.61.eh_proj.weight")
+    assert DEEPSEEK_V3.is_carried(config, "model.layers.0.self_attn.rotary_emb.inv_freq")
+    assert not DEEPSEEK_V3.is_carried(config, "model.layers.0.self_attn.q_proj.weight")
+    assert not DEEPSEEK_V3.is_carried(config, "model.layers.61.eh_proj.weight")
 
 
 def test_v2_scores_all_experts_by_softmax_before_the_choice() -> None:
@@ -63,15 +64,15 @@ def test_v2_scores_all_experts_by_softmax_before_the_choice() -> None:
         "norm_topk_prob": False,
     }
     refuse_unsupported(config)
-    options = deepseek.V2.options(config)
+    options = DEEPSEEK_V2.options(config)
     assert options["moe_router_pre_softmax"]
     assert "moe_router_enable_expert_bias" not in options
 
 
 def test_queries_without_a_low_rank_are_one_projection() -> None:
     suffix = "self_attn.q_proj.weight"
-    low_rank = deepseek.V3.shapes(config_of("deepseek_v3"))
-    whole = deepseek.V3.shapes(config_of("moonlight_16b_a3b"))
+    low_rank = DEEPSEEK_V3.shapes(config_of("deepseek_v3"))
+    whole = DEEPSEEK_V3.shapes(config_of("moonlight_16b_a3b"))
     assert f"model.layers.0.{suffix}" not in low_rank
     assert whole[f"model.layers.0.{suffix}"] == (16 * (128 + 64), 2048)
     assert "model.layers.0.self_attn.q_a_proj.weight" not in whole

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.weights.models import dense
+from mcore_rl.weights.models.qwen_llama_mixtral import LLAMA, LLAMA3_ROPE, QWEN2, QWEN3
 from mcore_rl.weights.models.table import Family
 from tests.support.layout_strategies import GROUPED
 from tests.support.megatron_layout import model_config
@@ -14,7 +14,7 @@ CONFIG = model_config(**GROUPED, head_dim=2, num_key_value_heads=2)
 
 @pytest.mark.parametrize(
     ("family", "qk_norm", "qkv_bias"),
-    [(dense.QWEN3, True, False), (dense.QWEN2, False, True), (dense.LLAMA, False, False)],
+    [(QWEN3, True, False), (QWEN2, False, True), (LLAMA, False, False)],
 )
 def test_norms_and_biases_of_queries_and_keys(
     family: Family, qk_norm: bool, qkv_bias: bool
@@ -27,7 +27,7 @@ def test_norms_and_biases_of_queries_and_keys(
     assert not any(family.is_moe_layer(CONFIG, layer) for layer in range(3))
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, **dense.LLAMA3_ROPE}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, **LLAMA3_ROPE}
 
 
 @pytest.mark.parametrize(
@@ -42,5 +42,5 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, **dense.LLAMA3_ROPE}
 def test_other_constants_of_llama_3_than_megatrons_are_refused(
     rope: dict[str, Any], refusal: str
 ) -> None:
-    assert dense.LLAMA.refusal({"rope_parameters": rope}).endswith(refusal)
-    assert bool(dense.LLAMA.refusal({"rope_parameters": rope})) == bool(refusal)
+    assert LLAMA.refusal({"rope_parameters": rope}).endswith(refusal)
+    assert bool(LLAMA.refusal({"rope_parameters": rope})) == bool(refusal)

@@ -5,30 +5,30 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.weights.models.glm4_moe import FAMILY
+from mcore_rl.weights.models.glm4 import GLM4_MOE
 
 CONFIG = json.loads(Path("recipes/model/glm_4_5_air/config.json").read_text())
 
 
 def test_options_of_glm_4_5_air() -> None:
-    options = FAMILY.options(CONFIG)
+    options = GLM4_MOE.options(CONFIG)
     assert options["num_moe_experts"] == 128
     assert options["moe_router_score_function"] == "sigmoid"
     assert options["kv_channels"] == 128
-    assert not FAMILY.is_moe_layer(CONFIG, 0)
-    assert FAMILY.is_moe_layer(CONFIG, 1)
-    assert FAMILY.rotary_share(CONFIG) == 0.5
+    assert not GLM4_MOE.is_moe_layer(CONFIG, 0)
+    assert GLM4_MOE.is_moe_layer(CONFIG, 1)
+    assert GLM4_MOE.rotary_share(CONFIG) == 0.5
 
 
 @pytest.mark.parametrize("on", [False, True])
 def test_norms_and_biases_are_settings(on: bool) -> None:
-    names = FAMILY.shapes(CONFIG | {"use_qk_norm": on, "attention_bias": on})
+    names = GLM4_MOE.shapes(CONFIG | {"use_qk_norm": on, "attention_bias": on})
     assert ("model.layers.3.self_attn.q_norm.weight" in names) == on
     assert ("model.layers.3.self_attn.q_proj.bias" in names) == on
 
 
 def test_the_bias_of_experts_is_a_float32_tensor_of_layers_with_experts() -> None:
-    dtypes = FAMILY.dtypes(CONFIG, "bfloat16")
+    dtypes = GLM4_MOE.dtypes(CONFIG, "bfloat16")
     name = "model.layers.{}.mlp.gate.e_score_correction_bias"
     assert name.format(0) not in dtypes
     assert dtypes[name.format(1)] == "float32"

@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.models import refuse_unsupported
-from mcore_rl.weights.models.glm4v_moe import FAMILY, options, sizes
+from mcore_rl.weights.models.glm4 import GLM4V_MOE, make_glm4v_options, read_glm4v_sizes
 from tests.support.tiny_glm4v import write_glm4v_model
 
 
@@ -17,17 +17,17 @@ def test_the_table_is_what_transformers_saves(tmp_path: Path, bias: bool) -> Non
     config = read_hf_config(write_glm4v_model(tmp_path, vision={"attention_bias": bias}))
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    assert FAMILY.shapes(config) == saved
+    assert GLM4V_MOE.shapes(config) == saved
     assert any(name.endswith("attn.qkv.bias") for name in saved) == bias
-    assert FAMILY.embedding == "model.language_model.embed_tokens.weight"
+    assert GLM4V_MOE.embedding == "model.language_model.embed_tokens.weight"
 
 
 def test_half_of_each_head_is_rotated_by_three_axes(tmp_path: Path) -> None:
     config = read_hf_config(write_glm4v_model(tmp_path))
-    assert FAMILY.rotary_share(config) == 0.5
-    assert options(config)["mrope_section"] == [2, 3, 3]
-    assert sizes(config)["tower_positions"] == 25
-    assert sizes(config)["tower_block_ffn"] == 64
+    assert GLM4V_MOE.rotary_share(config) == 0.5
+    assert make_glm4v_options(config)["mrope_section"] == [2, 3, 3]
+    assert read_glm4v_sizes(config)["tower_positions"] == 25
+    assert read_glm4v_sizes(config)["tower_block_ffn"] == 64
 
 
 @pytest.mark.parametrize(

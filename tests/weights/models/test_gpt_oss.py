@@ -6,25 +6,25 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.weights.models.gpt_oss import FAMILY, FULL, WINDOWED
+from mcore_rl.weights.models.gpt_oss import FULL, GPT_OSS, WINDOWED
 
 CONFIG = json.loads(Path("recipes/model/gpt_oss_20b/config.json").read_text())
 
 
 def test_experts_are_stacked_and_transposed() -> None:
-    shapes = FAMILY.shapes(CONFIG)
+    shapes = GPT_OSS.shapes(CONFIG)
     assert shapes["model.layers.0.mlp.experts.gate_up_proj"] == (32, 2880, 5760)
     assert shapes["model.layers.0.mlp.experts.gate_up_proj_bias"] == (32, 5760)
     assert shapes["model.layers.0.mlp.experts.down_proj"] == (32, 2880, 2880)
     assert shapes["model.layers.0.self_attn.sinks"] == (64,)
-    rule, _ = FAMILY.find("decoder.layers.mlp.experts.experts.linear_fc1.weight")
+    rule, _ = GPT_OSS.find("decoder.layers.mlp.experts.experts.linear_fc1.weight")
     assert rule.matrix_axes(rule.tensors[0]) == ("gate_up", "hidden")
-    assert FAMILY.stacks_experts
-    assert FAMILY.alternating
+    assert GPT_OSS.stacks_experts
+    assert GPT_OSS.alternating
 
 
 def test_windows_are_those_of_the_layers() -> None:
-    options = FAMILY.options(CONFIG)
+    options = GPT_OSS.options(CONFIG)
     assert options["window_size"] == (CONFIG["sliding_window"] - 1, 0)
     assert options["window_attn_skip_freq"] == [1, 0] * 12
     assert options["softmax_type"] == "learnable"
@@ -42,6 +42,6 @@ def test_windows_are_those_of_the_layers() -> None:
     ],
 )
 def test_what_megatron_does_not_compute_is_refused(changes: dict[str, Any], message: str) -> None:
-    refusal = FAMILY.refusal(CONFIG | changes)
+    refusal = GPT_OSS.refusal(CONFIG | changes)
     assert message in refusal
     assert bool(message) == bool(refusal)

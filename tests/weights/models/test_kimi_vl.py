@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.models import refuse_unsupported
-from mcore_rl.weights.models.kimi_vl import FAMILY, sizes, tower_sizes
+from mcore_rl.weights.models.deepseek_kimi import KIMI_VL, read_kimi_vl_sizes, read_moonvit_sizes
 from tests.support.tiny_kimi_vl import VISION, write_kimi_vl_model
 
 PUBLISHED: dict[str, Any] = {
@@ -28,29 +28,29 @@ def test_the_table_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     config = read_hf_config(write_kimi_vl_model(tmp_path))
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    assert FAMILY.shapes(config) == saved
-    assert FAMILY.embedding == "language_model.model.embed_tokens.weight"
-    assert FAMILY.has_tower
+    assert KIMI_VL.shapes(config) == saved
+    assert KIMI_VL.embedding == "language_model.model.embed_tokens.weight"
+    assert KIMI_VL.has_tower
 
 
 def test_the_published_tower_has_its_size(tmp_path: Path) -> None:
     config = {**read_hf_config(write_kimi_vl_model(tmp_path)), "vision_config": PUBLISHED}
-    found = tower_sizes(config)
+    found = read_moonvit_sizes(config)
     assert (found["merged"], found["tower_qkv"], found["patch_frames"]) == (4608, 3456, 1)
-    shapes = FAMILY.shapes(config)
+    shapes = KIMI_VL.shapes(config)
     assert shapes["vision_tower.patch_embed.pos_emb.weight"] == (64, 64, 1152)
     assert shapes["vision_tower.encoder.blocks.26.mlp.fc0.weight"] == (4304, 1152)
-    assert sizes(config)["hidden"] == config["hidden_size"]
+    assert read_kimi_vl_sizes(config)["hidden"] == config["hidden_size"]
 
 
 def test_layers_for_speculation_may_lie_beside_the_model(tmp_path: Path) -> None:
     config = read_hf_config(write_kimi_vl_model(tmp_path))
     name = "language_model.model.layers.4.eh_proj.weight"
-    assert not FAMILY.is_carried(config, name)
-    assert FAMILY.is_carried({**config, "num_nextn_predict_layers": 1}, name)
+    assert not KIMI_VL.is_carried(config, name)
+    assert KIMI_VL.is_carried({**config, "num_nextn_predict_layers": 1}, name)
     frequencies = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    assert FAMILY.is_carried(config, "language_model." + frequencies)
-    assert not FAMILY.is_carried(config, frequencies)
+    assert KIMI_VL.is_carried(config, "language_model." + frequencies)
+    assert not KIMI_VL.is_carried(config, frequencies)
 
 
 @pytest.mark.parametrize(

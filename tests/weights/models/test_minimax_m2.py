@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.weights.models.minimax_m2 import FAMILY
+from mcore_rl.weights.models.minimax_m2 import MINIMAX_M2
 from tests.support.layout_strategies import NORMALIZED
 from tests.support.megatron_layout import model_config
 
@@ -14,10 +14,10 @@ CONFIG = model_config(
 
 
 def test_queries_and_keys_are_normalized_over_all_heads() -> None:
-    shapes = FAMILY.shapes(CONFIG)
+    shapes = MINIMAX_M2.shapes(CONFIG)
     assert shapes["model.layers.0.self_attn.q_norm.weight"] == (32,)
     assert shapes["model.layers.0.self_attn.k_norm.weight"] == (8,)
-    assert FAMILY.options(CONFIG)["qk_layernorm"]
+    assert MINIMAX_M2.options(CONFIG)["qk_layernorm"]
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_queries_and_keys_are_normalized_over_all_heads() -> None:
     ],
 )
 def test_the_rotated_share_of_a_head(changes: dict[str, Any], share: float) -> None:
-    assert FAMILY.rotary_share(CONFIG | changes) == share
+    assert MINIMAX_M2.rotary_share(CONFIG | changes) == share
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,6 @@ def test_the_rotated_share_of_a_head(changes: dict[str, Any], share: float) -> N
     ],
 )
 def test_other_kinds_of_attention_are_refused(changes: dict[str, Any], message: str) -> None:
-    refusal = FAMILY.refusal(CONFIG | changes)
+    refusal = MINIMAX_M2.refusal(CONFIG | changes)
     assert message in refusal
     assert bool(message) == bool(refusal)

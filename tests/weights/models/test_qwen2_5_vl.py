@@ -9,7 +9,11 @@ from safetensors import safe_open
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.layouts.tensors import Tensors
 from mcore_rl.weights.models import refuse_unsupported
-from mcore_rl.weights.models.qwen2_5_vl import FAMILY, options, refusal
+from mcore_rl.weights.models.qwen_vl import (
+    QWEN2_5_VL,
+    find_qwen2_5_vl_refusal,
+    make_qwen2_5_vl_options,
+)
 from tests.support.layout_strategies import names_of
 from tests.support.tiny_vision import TEXT, VISION, write_vision_model
 
@@ -30,15 +34,18 @@ def test_the_table_is_what_transformers_saves(tmp_path: Path) -> None:
     config = read_hf_config(write_vision_model(tmp_path))
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    assert FAMILY.shapes(config) == saved
-    assert FAMILY.shapes(FLAT) == saved
-    assert options(config) == {**options(FLAT), "layernorm_epsilon": config["rms_norm_eps"]}
+    assert QWEN2_5_VL.shapes(config) == saved
+    assert QWEN2_5_VL.shapes(FLAT) == saved
+    assert make_qwen2_5_vl_options(config) == {
+        **make_qwen2_5_vl_options(FLAT),
+        "layernorm_epsilon": config["rms_norm_eps"],
+    }
 
 
 def test_tensors_of_blocks_are_found_by_name() -> None:
-    tensors = Tensors(FAMILY, FLAT, "bfloat16")
+    tensors = Tensors(QWEN2_5_VL, FLAT, "bfloat16")
     names = names_of(tensors)
-    assert sorted(names) == sorted(FAMILY.shapes(FLAT))
+    assert sorted(names) == sorted(QWEN2_5_VL.shapes(FLAT))
     for name in names:
         found = tensors.find(name)
         assert found is not None
@@ -48,11 +55,11 @@ def test_tensors_of_blocks_are_found_by_name() -> None:
 
 
 def test_keys_of_blocks_have_their_number() -> None:
-    rule, block = FAMILY.find("visual.blocks.2.attn.qkv.weight")
+    rule, block = QWEN2_5_VL.find("visual.blocks.2.attn.qkv.weight")
     assert (rule.where, block) == ("tower", 2)
-    rule, block = FAMILY.find("visual.merger.mlp.0.weight")
+    rule, block = QWEN2_5_VL.find("visual.merger.mlp.0.weight")
     assert (rule.where, block) == ("model", None)
-    assert FAMILY.has_tower
+    assert QWEN2_5_VL.has_tower
 
 
 @pytest.mark.parametrize(
@@ -67,6 +74,6 @@ def test_keys_of_blocks_have_their_number() -> None:
 )
 def test_unsupported_settings_are_refused(change: dict[str, Any], message: str) -> None:
     refuse_unsupported(FLAT)
-    assert not refusal(FLAT)
+    assert not find_qwen2_5_vl_refusal(FLAT)
     with pytest.raises(ValueError, match=message):
         refuse_unsupported({**FLAT, **change})

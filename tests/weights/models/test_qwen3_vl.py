@@ -9,7 +9,7 @@ from safetensors import safe_open
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.layouts.tensors import Tensors
 from mcore_rl.weights.models import refuse_unsupported
-from mcore_rl.weights.models.qwen3_vl import DENSE, MOE
+from mcore_rl.weights.models.qwen_vl import QWEN3_VL, QWEN3_VL_MOE
 from mcore_rl.weights.models.table import Family, HfConfig, numbered_key
 from mcore_rl.weights.models.tower import is_frozen
 from tests.support.layout_strategies import names_of
@@ -37,7 +37,10 @@ MOE_CONFIG = {**CONFIG, **EXPERTS, "architectures": ["Qwen3VLMoeForConditionalGe
 
 @pytest.mark.parametrize(
     ("write", "family", "config"),
-    [(write_qwen3_vl_model, DENSE, CONFIG), (write_qwen3_vl_moe_model, MOE, MOE_CONFIG)],
+    [
+        (write_qwen3_vl_model, QWEN3_VL, CONFIG),
+        (write_qwen3_vl_moe_model, QWEN3_VL_MOE, MOE_CONFIG),
+    ],
 )
 def test_the_table_is_what_is_saved(
     tmp_path: Path, write: Any, family: Family, config: HfConfig
@@ -52,22 +55,22 @@ def test_the_table_is_what_is_saved(
 
 
 def test_experts_lie_as_in_the_published_files() -> None:
-    shapes = MOE.shapes(MOE_CONFIG)
+    shapes = QWEN3_VL_MOE.shapes(MOE_CONFIG)
     experts = "model.language_model.layers.0.mlp.experts."
     assert shapes[experts + "gate_up_proj"] == (8, 64, 96)
     assert shapes[experts + "down_proj"] == (8, 48, 64)
-    rule, layer = MOE.find("decoder.layers.2.mlp.experts.experts.linear_fc1.weight")
+    rule, layer = QWEN3_VL_MOE.find("decoder.layers.2.mlp.experts.experts.linear_fc1.weight")
     assert (rule.halves, rule.stacked, layer) == (True, True, 2)
-    assert MOE.options(MOE_CONFIG)["moe_router_pre_softmax"] is False
+    assert QWEN3_VL_MOE.options(MOE_CONFIG)["moe_router_pre_softmax"] is False
 
 
 def test_projectors_of_inner_blocks_are_numbered() -> None:
     key = "visual.deepstack_merger_list.norm.weight"
-    rule, number = DENSE.find(numbered_key(key, 2))
+    rule, number = QWEN3_VL.find(numbered_key(key, 2))
     assert (rule.key, rule.where, number) == (key, "deepstack", 2)
     assert numbered_key(key, 2) == "visual.deepstack_merger_list.2.norm.weight"
     fewer = {**CONFIG, "vision_config": {**VISION, "deepstack_visual_indexes": [1]}}
-    names = DENSE.shapes(fewer)
+    names = QWEN3_VL.shapes(fewer)
     assert "model.visual.deepstack_merger_list.0.norm.weight" in names
     assert "model.visual.deepstack_merger_list.1.norm.weight" not in names
 
@@ -80,8 +83,8 @@ def test_all_projectors_are_trained_as_one_part() -> None:
 
 
 def test_the_rotary_axes_take_turns() -> None:
-    assert DENSE.options(CONFIG)["mrope_section"] == [4, 2, 2]
-    assert DENSE.tied == {"lm_head.weight": "model.language_model.embed_tokens.weight"}
+    assert QWEN3_VL.options(CONFIG)["mrope_section"] == [4, 2, 2]
+    assert QWEN3_VL.tied == {"lm_head.weight": "model.language_model.embed_tokens.weight"}
 
 
 def with_tower(**changes: Any) -> dict[str, Any]:

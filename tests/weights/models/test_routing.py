@@ -7,7 +7,7 @@ import pytest
 
 from mcore_rl.config import TrainConfig
 from mcore_rl.weights.hf.config import read_hf_config
-from mcore_rl.weights.models.routing import check_routing
+from mcore_rl.weights.models.recipe_checks import check_routing
 from tests.support.tiny_models import write_model
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.weights.models.softmax_moe import MIXTRAL, OLMOE, QWEN3_MOE
+from mcore_rl.weights.models.qwen_llama_mixtral import MIXTRAL, OLMOE, QWEN3_MOE
 from mcore_rl.weights.models.table import Family
 from tests.support.megatron_layout import model_config
 

@@ -3,8 +3,8 @@
 import torch
 
 from mcore_rl.weights.box import Box, Shard
-from mcore_rl.weights.plan.reshard import copy_box, reshard
 from mcore_rl.weights.plan.whole import Transfer, make_plan
+from tests.support.reshard import copy_box, reshard
 
 SOURCE = Shard(Box("w", (1, 0), (3, 2)), "a", 2, (2, 1), "float32")
 TARGET = Shard(Box("w", (1, 0), (3, 2)), "b", 0, (1, 2), "bfloat16")

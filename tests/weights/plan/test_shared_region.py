@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mcore_rl.weights.box import Box
 from mcore_rl.weights.hf.fp8 import BLOCK, FP8
-from mcore_rl.weights.layouts.ranks import Ranks
+from mcore_rl.weights.layouts.layout import Ranks
 from mcore_rl.weights.plan.shared_region import BoxSpan, SharedRegion, Slice, SplitGranularity
 
 RANKS = Ranks.of([0])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.weights.layouts.ranks import Ranks
+from mcore_rl.weights.layouts.layout import Ranks
 from mcore_rl.weights.plan.shares import (
     ListedHosts,
     Move,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.weights.box import Box, Shard, contiguous_strides, subtract
-from mcore_rl.weights.plan.reshard import reshard
 from mcore_rl.weights.plan.whole import make_plan
+from tests.support.reshard import reshard
 
 
 def grid(

@@ -1,4 +1,9 @@
-"""Qwen3-VL, dense and with experts: the language model of Qwen3, and a tower of several depths.
+"""Qwen2.5-VL and Qwen3-VL, dense and with experts: language models of Qwen, and towers.
+
+Qwen2.5-VL is the language model of Qwen2 with a rotary embedding of three axes: time, height and
+width of a position rotate parts of each head of their own, whose sizes `mrope_section` gives
+(Qwen2-VL, arXiv:2409.12191, section 2.1). Qwen3-VL is that of Qwen3, and its tower has several
+depths:
 
     Megatron key                              HF name
     decoder.layers.{layer}.*              <-  model.language_model.layers.{layer}.*
@@ -8,17 +13,60 @@ Time, height and width of a position rotate the frequencies of each head in turn
 The features of inner blocks of the tower, each with a projector of its own, are added to the hidden
 states of images behind the first language layers (DeepStack, arXiv:2406.04334, section 3).
 
-The published files stack all experts of a layer in one HF tensor, each transposed, gate columns
-before those of up. transformers always normalizes the weights of a token's experts.
+The published files of Qwen3-VL stack all experts of a layer in one HF tensor, each transposed, gate
+columns before those of up. transformers always normalizes the weights of a token's experts.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from mcore_rl.weights.models import dense, rules, softmax_moe, tower
-from mcore_rl.weights.models.settings import need, rope_of, rope_theta_refusal
+from mcore_rl.weights.models import rules, tower
+from mcore_rl.weights.models.qwen_llama_mixtral import QWEN3, QWEN3_MOE, has_no_experts
+from mcore_rl.weights.models.settings import (
+    PLAIN_SETTINGS,
+    base_options,
+    base_sizes,
+    grouped_query_options,
+    grouped_query_sizes,
+    need,
+    rope_of,
+    rope_theta_refusal,
+)
 from mcore_rl.weights.models.table import Family, HfConfig, HfTensor, Rule
+
+
+def _read_qwen2_5_vl_sizes(config: HfConfig) -> Mapping[str, int]:
+    attention = grouped_query_sizes(config, qkv_bias=True)
+    return {**base_sizes(config), **attention, **tower.tower_sizes(config)}
+
+
+def make_qwen2_5_vl_options(config: HfConfig) -> dict[str, Any]:
+    return {
+        **base_options(config),
+        **grouped_query_options(_read_qwen2_5_vl_sizes(config)),
+        "mrope_section": list(need(rope_of(config), "mrope_section")),
+    }
+
+
+def find_qwen2_5_vl_refusal(config: HfConfig) -> str:
+    return tower.section_refusal(
+        config, _read_qwen2_5_vl_sizes(config)["head"]
+    ) or tower.tower_refusal(config)
+
+
+QWEN2_5_VL = Family(
+    "Qwen2_5_VLForConditionalGeneration",
+    (*rules.MODEL, *rules.GROUPED_QUERY_ATTENTION, *rules.DENSE_MLP, *tower.RULES),
+    _read_qwen2_5_vl_sizes,
+    has_no_experts,
+    make_qwen2_5_vl_options,
+    PLAIN_SETTINGS,
+    rope_types=("default", "mrope"),
+    refusal=find_qwen2_5_vl_refusal,
+    explicit=("num_key_value_heads",),
+)
+
 
 PATCH = 16
 POSITIONS = 2304
@@ -28,53 +76,53 @@ TOWER_THETA = 10000.0
 Sizes = Callable[[HfConfig], Mapping[str, int]]
 
 
-def _rule(name: str, *axes: str, where: Any = "model") -> Rule:
+def _make_rule(name: str, *axes: str, where: Any = "model") -> Rule:
     """Return the rule of a tensor of the tower; in numbered modules "{layer}" is the number."""
     key = tower.PREFIX + name.replace("{layer}.", "")
     return Rule(key, (HfTensor(tower.VISUAL + name, axes),), where=where)
 
 
-def _linear(module: str, rows: str, columns: str, where: Any) -> tuple[Rule, Rule]:
+def _make_linear(module: str, rows: str, columns: str, where: Any) -> tuple[Rule, Rule]:
     """Return the rules of weight and bias of a linear layer."""
-    weight = _rule(f"{module}.weight", rows, columns, where=where)
-    return weight, _rule(f"{module}.bias", rows, where=where)
+    weight = _make_rule(f"{module}.weight", rows, columns, where=where)
+    return weight, _make_rule(f"{module}.bias", rows, where=where)
 
 
-def _norm(module: str, width: str, where: Any) -> tuple[Rule, Rule]:
+def _make_norm(module: str, width: str, where: Any) -> tuple[Rule, Rule]:
     """Return the rules of weight and bias of a norm."""
-    weight = _rule(f"{module}.weight", width, where=where)
-    return weight, _rule(f"{module}.bias", width, where=where)
+    weight = _make_rule(f"{module}.weight", width, where=where)
+    return weight, _make_rule(f"{module}.bias", width, where=where)
 
 
-def _merger(module: str, norm: str, where: Any) -> tuple[Rule, ...]:
+def _make_merger(module: str, norm: str, where: Any) -> tuple[Rule, ...]:
     """Return the rules of a projector, whose norm has the width `norm`."""
     return (
-        *_norm(f"{module}norm", norm, where),
-        *_linear(f"{module}linear_fc1", "merged", "merged", where),
-        *_linear(f"{module}linear_fc2", "hidden", "merged", where),
+        *_make_norm(f"{module}norm", norm, where),
+        *_make_linear(f"{module}linear_fc1", "merged", "merged", where),
+        *_make_linear(f"{module}linear_fc2", "hidden", "merged", where),
     )
 
 
 BLOCK = "blocks.{layer}."
 TOWER = (
-    _rule(
+    _make_rule(
         "patch_embed.proj.weight",
         *("tower_hidden", "channels", "patch_frames", "patch", "patch"),
     ),
-    _rule("patch_embed.proj.bias", "tower_hidden"),
-    _rule("pos_embed.weight", "tower_positions", "tower_hidden"),
-    *_norm(BLOCK + "norm1", "tower_hidden", "tower"),
-    *_norm(BLOCK + "norm2", "tower_hidden", "tower"),
-    *_linear(BLOCK + "attn.qkv", "tower_qkv", "tower_hidden", "tower"),
-    *_linear(BLOCK + "attn.proj", "tower_hidden", "tower_hidden", "tower"),
-    *_linear(BLOCK + "mlp.linear_fc1", "tower_ffn", "tower_hidden", "tower"),
-    *_linear(BLOCK + "mlp.linear_fc2", "tower_hidden", "tower_ffn", "tower"),
-    *_merger("merger.", "tower_hidden", "model"),
-    *_merger("deepstack_merger_list.{layer}.", "merged", "deepstack"),
+    _make_rule("patch_embed.proj.bias", "tower_hidden"),
+    _make_rule("pos_embed.weight", "tower_positions", "tower_hidden"),
+    *_make_norm(BLOCK + "norm1", "tower_hidden", "tower"),
+    *_make_norm(BLOCK + "norm2", "tower_hidden", "tower"),
+    *_make_linear(BLOCK + "attn.qkv", "tower_qkv", "tower_hidden", "tower"),
+    *_make_linear(BLOCK + "attn.proj", "tower_hidden", "tower_hidden", "tower"),
+    *_make_linear(BLOCK + "mlp.linear_fc1", "tower_ffn", "tower_hidden", "tower"),
+    *_make_linear(BLOCK + "mlp.linear_fc2", "tower_hidden", "tower_ffn", "tower"),
+    *_make_merger("merger.", "tower_hidden", "model"),
+    *_make_merger("deepstack_merger_list.{layer}.", "merged", "deepstack"),
 )
 
 
-def _stacked(module: str, name: str, *axes: str, halves: bool = False) -> Rule:
+def _make_stacked(module: str, name: str, *axes: str, halves: bool = False) -> Rule:
     """Return the rule of an HF tensor that stacks all experts; `axes` are those of one expert."""
     tensor = HfTensor(f"{rules.HF_LAYER}mlp.experts.{name}", ("experts", *axes))
     key = f"{rules.LAYER}mlp.experts.experts.{module}.weight"
@@ -83,12 +131,12 @@ def _stacked(module: str, name: str, *axes: str, halves: bool = False) -> Rule:
 
 EXPERTS = (
     *(rule for rule in rules.EXPERTS if not rule.has_expert_axis),
-    _stacked("linear_fc1", "gate_up_proj", "hidden", "gate_up", halves=True),
-    _stacked("linear_fc2", "down_proj", "expert_ffn", "hidden"),
+    _make_stacked("linear_fc1", "gate_up_proj", "hidden", "gate_up", halves=True),
+    _make_stacked("linear_fc2", "down_proj", "expert_ffn", "hidden"),
 )
 
 
-def _sizes(config: HfConfig, *, text: Sizes) -> Mapping[str, int]:
+def _read_sizes(config: HfConfig, *, text: Sizes) -> Mapping[str, int]:
     vision = tower.vision_settings(config)
     need(config, "head_dim")  # transformers' own defaults differ between the two models
     text_sizes = text(config)
@@ -98,11 +146,11 @@ def _sizes(config: HfConfig, *, text: Sizes) -> Mapping[str, int]:
         **tower.tower_sizes(config),
         "patch": vision.get("patch_size", PATCH),
         "tower_positions": vision.get("num_position_embeddings", POSITIONS),
-        "deepstack_mergers": len(_depths(config)),
+        "deepstack_mergers": len(_read_depths(config)),
     }
 
 
-def _options(
+def _make_options(
     config: HfConfig, *, text: Callable[[HfConfig], dict[str, Any]], experts: bool
 ) -> dict[str, Any]:
     always_normalized = {"moe_router_pre_softmax": False} if experts else {}
@@ -110,7 +158,7 @@ def _options(
     return {**text(config), **always_normalized, "mrope_section": section}
 
 
-def _depths(config: HfConfig) -> list[int]:
+def _read_depths(config: HfConfig) -> list[int]:
     """Return the tower's blocks whose features the first language layers get, in their order."""
     depths = tower.vision_settings(config).get("deepstack_visual_indexes")
     if depths is None:
@@ -118,18 +166,18 @@ def _depths(config: HfConfig) -> list[int]:
     return list(depths)
 
 
-def _refusal(config: HfConfig, *, sizes: Sizes) -> str:
+def _find_refusal(config: HfConfig, *, sizes: Sizes) -> str:
     return (
         rope_theta_refusal(config)
-        or _experts_refusal(config, sizes(config))
+        or _find_experts_refusal(config, sizes(config))
         or tower.section_refusal(config, sizes(config)["head"])
-        or _interleaving_refusal(config, sizes(config)["head"])
+        or _find_interleaving_refusal(config, sizes(config)["head"])
         or tower.tower_refusal(config)
-        or _tower_refusal(config)
+        or _find_tower_refusal(config)
     )
 
 
-def _experts_refusal(config: HfConfig, sizes: Mapping[str, int]) -> str:
+def _find_experts_refusal(config: HfConfig, sizes: Mapping[str, int]) -> str:
     """Return why the experts' matrices are ambiguous; "" if they are not."""
     if sizes["hidden"] in (sizes["gate_up"], sizes["expert_ffn"]):
         return (
@@ -140,7 +188,7 @@ def _experts_refusal(config: HfConfig, sizes: Mapping[str, int]) -> str:
     return ""
 
 
-def _interleaving_refusal(config: HfConfig, rotated: int) -> str:
+def _find_interleaving_refusal(config: HfConfig, rotated: int) -> str:
     """Return why the axes cannot take turns over the frequencies of a head; "" if they can."""
     rope = rope_of(config)
     if rope.get("mrope_interleaved") is not True:
@@ -158,10 +206,10 @@ def _interleaving_refusal(config: HfConfig, rotated: int) -> str:
     return ""
 
 
-def _tower_refusal(config: HfConfig) -> str:
+def _find_tower_refusal(config: HfConfig) -> str:
     """Return why transformers' tower differs from what the settings say; "" if it does not."""
     vision = tower.vision_settings(config)
-    depths = _depths(config)
+    depths = _read_depths(config)
     blocks = range(vision["depth"])
     if sorted(set(depths)) != depths or not set(depths) <= set(blocks):
         return (
@@ -182,34 +230,34 @@ def _tower_refusal(config: HfConfig) -> str:
     return ""
 
 
-def _family(
+def _make_family(
     text: Family, rules_of_text: tuple[Rule, ...], *, experts: bool = False, **more: Any
 ) -> Family:
     """Return the family whose language model is `text`, with these rules."""
-    sizes = partial(_sizes, text=text.sizes)
+    sizes = partial(_read_sizes, text=text.sizes)
     return Family(
         rules=(*tower.language_rules(rules_of_text), *TOWER),
         sizes=sizes,
         is_moe_layer=text.is_moe_layer,
-        options=partial(_options, text=text.options, experts=experts),
+        options=partial(_make_options, text=text.options, experts=experts),
         rope_types=("default", "mrope"),
-        refusal=partial(_refusal, sizes=sizes),
+        refusal=partial(_find_refusal, sizes=sizes),
         explicit=text.explicit,
         tied={"lm_head.weight": tower.LANGUAGE + "embed_tokens.weight"},
         **more,
     )
 
 
-DENSE = _family(
-    dense.QWEN3,
-    dense.QWEN3.rules,
+QWEN3_VL = _make_family(
+    QWEN3,
+    QWEN3.rules,
     architecture="Qwen3VLForConditionalGeneration",
-    supported=dense.QWEN3.supported,
+    supported=QWEN3.supported,
 )
-MOE = _family(
-    softmax_moe.QWEN3_MOE,
+QWEN3_VL_MOE = _make_family(
+    QWEN3_MOE,
     (*rules.MODEL, *rules.GROUPED_QUERY_ATTENTION, *rules.DENSE_MLP, *EXPERTS),
     architecture="Qwen3VLMoeForConditionalGeneration",
-    supported={**softmax_moe.QWEN3_MOE.supported, "norm_topk_prob": (True,)},
+    supported={**QWEN3_MOE.supported, "norm_topk_prob": (True,)},
     experts=True,
 )

@@ -1,0 +1,160 @@
+"""GLM-4.5 and GLM-4.6, and GLM-4.5V, which sees images.
+
+The rotary embedding rotates half of each head, experts are chosen with a bias, some experts are
+shared, and the first layers are dense. GLM-4.5V is the language model of GLM-4.5 with a rotary
+embedding of three axes, and a tower:
+
+    Megatron key                          HF name
+    decoder.layers.{layer}.*          <-  model.language_model.layers.{layer}.*
+    visual.blocks.{block}.attn.qkv.*  <-  model.visual.blocks.{block}.attn.qkv.*
+
+Time, height and width of a position rotate parts of the first half of each head (arXiv:2507.01006,
+section 2.1). A block's MLP is as wide as the language model; a learned table of positions is
+interpolated to the size of each image.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_rl.weights.models import rules, tower
+from mcore_rl.weights.models.settings import (
+    BIASED_SIGMOID,
+    PLAIN_SETTINGS,
+    after_dense_layers,
+    base_options,
+    base_sizes,
+    group_refusal,
+    grouped_query_options,
+    grouped_query_sizes,
+    mtp_names,
+    need,
+    partial_rotary_share,
+    rope_of,
+    shared_expert_options,
+    shared_expert_sizes,
+)
+from mcore_rl.weights.models.table import Family, HfConfig, Rule
+
+
+def read_glm4_sizes(config: HfConfig) -> Mapping[str, int]:
+    attention = grouped_query_sizes(
+        config,
+        qk_norm="head" if config.get("use_qk_norm") else "none",
+        qkv_bias=config.get("attention_bias", False),
+    )
+    return {**base_sizes(config), **attention, **shared_expert_sizes(config)}
+
+
+def make_glm4_options(config: HfConfig) -> dict[str, Any]:
+    return {
+        **base_options(config),
+        **grouped_query_options(read_glm4_sizes(config)),
+        **shared_expert_options(config, read_glm4_sizes(config)),
+        **BIASED_SIGMOID,
+    }
+
+
+GLM4_MOE = Family(
+    "Glm4MoeForCausalLM",
+    (
+        *rules.MODEL,
+        *rules.GROUPED_QUERY_ATTENTION,
+        *rules.DENSE_MLP,
+        *rules.EXPERTS,
+        rules.expert_bias("mlp.gate.e_score_correction_bias"),
+        *rules.SHARED_EXPERTS,
+    ),
+    read_glm4_sizes,
+    after_dense_layers,
+    make_glm4_options,
+    {**PLAIN_SETTINGS, "attention_bias": (False, True), "norm_topk_prob": (True,)},
+    refusal=lambda config: group_refusal(config, scored_by=2),
+    explicit=("num_key_value_heads", "first_k_dense_replace", "n_shared_experts"),
+    carried=mtp_names,
+    rotary_share=lambda config: partial_rotary_share(config, default=0.5),
+)
+
+
+def _make_block_rule(name: str, *axes: str) -> Rule:
+    return tower.block_rule(name, *axes, visual=tower.VISUAL)
+
+
+def _make_tower_rule(name: str, *axes: str) -> Rule:
+    return tower.tower_rule(name, *axes, visual=tower.VISUAL)
+
+
+TOWER = (
+    _make_tower_rule(
+        "patch_embed.proj.weight",
+        *("tower_hidden", "channels", "patch_frames", "patch", "patch"),
+    ),
+    _make_tower_rule("patch_embed.proj.bias", "tower_hidden"),
+    _make_tower_rule("embeddings.position_embedding.weight", "tower_positions", "tower_hidden"),
+    _make_tower_rule("post_conv_layernorm.weight", "tower_hidden"),
+    _make_block_rule("norm1.weight", "tower_hidden"),
+    _make_block_rule("norm2.weight", "tower_hidden"),
+    _make_block_rule("attn.qkv.weight", "tower_qkv", "tower_hidden"),
+    _make_block_rule("attn.qkv.bias", "tower_qkv_bias"),
+    _make_block_rule("attn.proj.weight", "tower_hidden", "tower_hidden"),
+    _make_block_rule("mlp.gate_proj.weight", "hidden", "tower_hidden"),
+    _make_block_rule("mlp.up_proj.weight", "hidden", "tower_hidden"),
+    _make_block_rule("mlp.down_proj.weight", "tower_hidden", "hidden"),
+    _make_tower_rule("post_layernorm.weight", "tower_hidden"),
+    _make_tower_rule("downsample.weight", "hidden", "tower_hidden", "merge", "merge"),
+    _make_tower_rule("downsample.bias", "hidden"),
+    _make_tower_rule("merger.proj.weight", "hidden", "hidden"),
+    _make_tower_rule("merger.post_projection_norm.weight", "hidden"),
+    _make_tower_rule("merger.post_projection_norm.bias", "hidden"),
+    _make_tower_rule("merger.gate_proj.weight", "tower_ffn", "hidden"),
+    _make_tower_rule("merger.up_proj.weight", "tower_ffn", "hidden"),
+    _make_tower_rule("merger.down_proj.weight", "hidden", "tower_ffn"),
+)
+
+
+def read_glm4v_sizes(config: HfConfig) -> Mapping[str, int]:
+    vision = tower.vision_settings(config)
+    of_tower = tower.tower_sizes(config)
+    side = vision.get("image_size", 336) // of_tower["patch"]
+    return {
+        **read_glm4_sizes(config),
+        **of_tower,
+        "tower_block_ffn": need(config, "hidden_size"),
+        "tower_positions": side**2,
+        "tower_qkv_bias": of_tower["tower_qkv"] if vision.get("attention_bias") else 0,
+        "merge": vision.get("spatial_merge_size", 2),
+    }
+
+
+def make_glm4v_options(config: HfConfig) -> dict[str, Any]:
+    return {
+        **make_glm4_options(config),
+        "mrope_section": list(need(rope_of(config), "mrope_section")),
+    }
+
+
+def _read_rotary_share(config: HfConfig) -> float:
+    return partial_rotary_share(config, default=0.5)
+
+
+def find_glm4v_refusal(config: HfConfig) -> str:
+    rotated = int(read_glm4v_sizes(config)["head"] * _read_rotary_share(config))
+    return (
+        group_refusal(config, scored_by=2)
+        or tower.section_refusal(config, rotated)
+        or tower.tower_refusal(config)
+    )
+
+
+GLM4V_MOE = Family(
+    "Glm4vMoeForConditionalGeneration",
+    (*tower.language_rules(GLM4_MOE.rules), *TOWER),
+    read_glm4v_sizes,
+    GLM4_MOE.is_moe_layer,
+    make_glm4v_options,
+    {**GLM4_MOE.supported, "use_qk_norm": (False,)},
+    rope_types=("default", "mrope"),
+    refusal=find_glm4v_refusal,
+    rotary_share=_read_rotary_share,
+    explicit=GLM4_MOE.explicit,
+    tied={"lm_head.weight": tower.LANGUAGE + "embed_tokens.weight"},
+)
