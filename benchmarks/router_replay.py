@@ -59,7 +59,7 @@ def main() -> None:
                     f"run.dir={folder}",
                     "rollout.deterministic=true",
                     "checkpoint.export_hf=false",
-                    "canary.sequences=0",
+                    "parity_check.sequences=0",
                     *STILL,
                     *args.overrides,
                 ]

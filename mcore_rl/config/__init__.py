@@ -26,8 +26,8 @@ from mcore_rl.config.data import (
     StageConfig,
 )
 from mcore_rl.config.rollout import (
-    CanaryConfig,
     DriftConfig,
+    ParityCheckConfig,
     RolloutConfig,
     ServedModelConfig,
     SyncConfig,
@@ -81,7 +81,6 @@ from mcore_rl.config.upstream.groups import check_engines, check_optimizer, chec
 __all__ = [
     "AgentsConfig",
     "AlgorithmConfig",
-    "CanaryConfig",
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
@@ -100,6 +99,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "ParityCheckConfig",
     "PlanConfig",
     "PreferenceConfig",
     "ProfileConfig",
@@ -136,7 +136,7 @@ class Config(Options, group=""):
     search: SearchConfig = field(default_factory=SearchConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     drift: DriftConfig = field(default_factory=DriftConfig)
-    canary: CanaryConfig = field(default_factory=CanaryConfig)
+    parity_check: ParityCheckConfig = field(default_factory=ParityCheckConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -212,7 +212,7 @@ class Config(Options, group=""):
             yield from find_unread_in_optimizer(group, optimizer)
         yield from find_unread_in_cluster(self.cluster)
         yield from find_unread_in_profile(self.profile)
-        yield from find_unread_in_sync(self.canary, self.sync)
+        yield from find_unread_in_sync(self.parity_check, self.sync)
 
     def _check_upstream(self) -> None:
         check_training("train", "parallel", self.train, self.train)

@@ -274,7 +274,7 @@ class DriftConfig(Options, group="drift"):
 
 
 @dataclass
-class CanaryConfig(Options, group="canary"):
+class ParityCheckConfig(Options, group="parity_check"):
     """After each weight sync, engines and trainer score the same few sequences."""
 
     sequences: int = bounded(4, ge=0)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from mcore_rl.config.agents import AgentsConfig
 from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 from mcore_rl.config.rollout import (
-    CanaryConfig,
     DriftConfig,
+    ParityCheckConfig,
     RolloutConfig,
     ServedModelConfig,
     SyncConfig,
@@ -284,13 +284,13 @@ def find_unread_in_profile(profile: ProfileConfig) -> Iterator[Unread]:
         yield Unread(options, "profile.steps=[]", "set profile.steps=[3]")
 
 
-def find_unread_in_sync(canary: CanaryConfig, sync: SyncConfig) -> Iterator[Unread]:
-    if canary.sequences == 0:
-        options = ("canary.tolerance", "canary.factor")
-        yield Unread(options, "canary.sequences=0", "set canary.sequences=2")
-    if canary.tolerance is not None:
-        context = f"canary.tolerance={canary.tolerance:g}"
-        yield Unread(("canary.factor",), context, "set canary.tolerance=null")
+def find_unread_in_sync(parity_check: ParityCheckConfig, sync: SyncConfig) -> Iterator[Unread]:
+    if parity_check.sequences == 0:
+        options = ("parity_check.tolerance", "parity_check.factor")
+        yield Unread(options, "parity_check.sequences=0", "set parity_check.sequences=2")
+    if parity_check.tolerance is not None:
+        context = f"parity_check.tolerance={parity_check.tolerance:g}"
+        yield Unread(("parity_check.factor",), context, "set parity_check.tolerance=null")
     if sync.verify != "destination":
         context = f"sync.verify={sync.verify}"
         yield Unread(("sync.verify_every",), context, "set sync.verify=destination")

@@ -102,11 +102,11 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "logprob_diff/arithmetic": "the rest of the mean",
         "logprob_diff/stale_share": "share of tokens sampled from other weights",
         "logprob_diff/router_flip_share": "share of tokens with different experts in some layer",
-        "sync/canary_diff": "|trainer - engine| right after a weight sync, nats, worst engine",
-        "sync/canary_typical": "its median over tokens, divided by 1 - p: rounding per logit, nats",
-        "sync/canary_overall": "its sum divided by the sum of 1 - p, nats",
-        "sync/canary_typical_limit": "sync/canary_typical above which an engine is left out",
-        "sync/canary_overall_limit": "sync/canary_overall above which an engine is left out",
+        "sync/parity_diff": "|trainer - engine| right after a weight sync, nats, worst engine",
+        "sync/parity_typical": "its median over tokens, divided by 1 - p: rounding per logit, nats",
+        "sync/parity_overall": "its sum divided by the sum of 1 - p, nats",
+        "sync/parity_typical_limit": "sync/parity_typical above which an engine is left out",
+        "sync/parity_overall_limit": "sync/parity_overall above which an engine is left out",
     },
     "Experts": {
         "router/aux_loss": "load-balance loss; 1 is perfect balance",
@@ -131,7 +131,7 @@ METRICS: Mapping[str, Mapping[str, str]] = {
     },
     "Time": {
         "time/<phase>": "wall seconds of rollout, reward, teacher, logprobs, train, pause, sync"
-        " (with its canary) or checkpoint",
+        " (with its parity check) or checkpoint",
         "time/step": "wall seconds of the step",
         "idle/trainer": "share of the step in which the trainer has no work",
         "idle/engines": "share of the step in which an engine has no request, mean over engines",

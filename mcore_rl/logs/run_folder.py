@@ -6,7 +6,8 @@ config.yaml      the recipe with all overrides and defaults, without secrets
 checkpoints/     step_000010, critic_000010, ...; an incomplete one has another name
 hf/, critic_hf/  the exported policy and critic
 profile/         captures of steps, if the recipe asks for them
-canary.json      rounding between trainer and engines, as the canary has learned it
+parity_check.json
+                 rounding between trainer and engines, as the parity check has learned it
 metrics.jsonl, samples.jsonl, episodes.jsonl, tensorboard/, summary.json, reward_curve.png
 
 A log that reaches log.rotate_mib becomes a segment, such as metrics.000001.jsonl.
@@ -40,6 +41,8 @@ from mcore_rl.process.redaction import RedactingFormatter
 
 DAMAGED = ".damaged"
 """Suffix of a checkpoint that was found damaged when a run resumed."""
+_EARLIER_PARITY_CHECK = "canary.json"
+"""What version 0.1 called parity_check.json; a run that continues takes it over."""
 _log = logging.getLogger(__name__)
 
 
@@ -52,7 +55,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "hf"
         self.critic_export = self.path / "critic_hf"
-        self.canary = self.path / "canary.json"
+        self.parity_check = self.path / "parity_check.json"
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -78,15 +81,18 @@ class RunFolder:
 
         Returns the checkpoint to continue from. With run.resume=false there is none: an earlier
         run's checkpoints are moved aside, so that a later resume does not take them for this run's,
-        and its canary.json is deleted.
+        and its parity_check.json is deleted.
         """
         with _refuse_run_dir(self.path):
             if self.checkpoints.exists() and not config.run.resume:
                 self.checkpoints.rename(
                     self.path / f"checkpoints.before_{time.strftime('%Y%m%d_%H%M%S')}"
                 )
+            earlier = self.path / _EARLIER_PARITY_CHECK
+            if earlier.exists() and not self.parity_check.exists():
+                earlier.rename(self.parity_check)
             if not config.run.resume:
-                self.canary.unlink(missing_ok=True)
+                self.parity_check.unlink(missing_ok=True)
             self.logs.mkdir(parents=True, exist_ok=True)
             OmegaConf.save(OmegaConf.create(written_config(config)), self.path / "config.yaml")
             handler = _LogFile(self.logs / "controller.log", config.log.rotate_bytes)

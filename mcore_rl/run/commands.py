@@ -81,7 +81,7 @@ def run_train(config: Config) -> None:
         watched = processes.watched
         made = started, packed, processes, rollouts, folder
         weights = make_sync(config, inputs.policy, *made, start_step)
-        weights.sync(WeightVersion(start_step), inputs.canary_probe)
+        weights.sync(WeightVersion(start_step), inputs.parity_probe)
         log = make_log(config, folder, config.run.steps, start_step, rollouts.read)
         background_sampler = sample_in_background(
             config, start_step, prompts, rollouts, processes, weights, log.episodes

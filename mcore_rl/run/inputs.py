@@ -21,7 +21,7 @@ from mcore_rl.planning.recipe_models import read_critic, read_policy
 from mcore_rl.rollout.scoring import check_same_vocabulary
 from mcore_rl.run.images import check_critic_images
 from mcore_rl.run.prompts import load_split, train_prompts
-from mcore_rl.run.roles.canary import MOST_SEQUENCES, make_probe
+from mcore_rl.run.roles.parity_check import MOST_SEQUENCES, make_probe
 from mcore_rl.run.rollouts import collector_spec
 from mcore_rl.types import Prompt, TrainBatch
 from mcore_rl.weights.hf.config import ModelFacts
@@ -44,7 +44,7 @@ class TrainInputs:
     collector: CollectorSpec
     loss: TokenLoss
     advantages: Advantages
-    canary_probe: TrainBatch
+    parity_probe: TrainBatch
     """Prompts that engines and trainer score at the first sync, before there are samples."""
 
 
@@ -60,7 +60,7 @@ def read_train_inputs(config: Config) -> TrainInputs:
     warn_of_cut_distribution(config.rollout)
     collector = collector_spec(config, policy, tokenizer)
     loss = make_policy_loss(config.algorithm)
-    prompts = train_prompts(config, tokenizer, max(config.canary.sequences, MOST_SEQUENCES))
+    prompts = train_prompts(config, tokenizer, max(config.parity_check.sequences, MOST_SEQUENCES))
     held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     inputs = TrainInputs(
         policy=policy,
@@ -72,7 +72,7 @@ def read_train_inputs(config: Config) -> TrainInputs:
         advantages=Advantages(
             config.algorithm, config.reward.part_weights, config.critic.gae_lambda
         ),
-        canary_probe=make_probe(held_out or prompts.first, config.canary.sequences),
+        parity_probe=make_probe(held_out or prompts.first, config.parity_check.sequences),
     )
     if needs_of(config.algorithm).critic:
         check_critic(config.critic.path, config.model.path, policy)

@@ -22,7 +22,7 @@ from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.planning.recipe_models import read_critic
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.process.signals import StoppedEarlyError
-from mcore_rl.run.canary import make_canary
+from mcore_rl.run.parity_check import make_parity_check
 from mcore_rl.run.roles.background import BackgroundSampler
 from mcore_rl.run.roles.colocation import (
     ALL,
@@ -113,10 +113,10 @@ def make_sync(
     engines = started.engines
     keys = processes.keys
     links = make_links(config, policy, started.trainer, keys, node_address(), start_step)
-    canary = make_canary(config, policy, started, packed, keys, rollouts.fetch, folder)
+    parity_check = make_parity_check(config, policy, started, packed, keys, rollouts.fetch, folder)
     watched = processes.watched
     return EngineSync(
-        *(links, canary, engines.health, engines.look, watched, started.gpus),
+        *(links, parity_check, engines.health, engines.look, watched, started.gpus),
         count_steps=lambda: packed.num_steps,
     )
 

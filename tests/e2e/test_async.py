@@ -55,7 +55,7 @@ def test_responses_go_on_with_new_weights_within_the_bound_of_staleness(start: S
     assert max(line["staleness/max"] for line in steps) == 2
     assert max(line["logprob_diff/arithmetic"] for line in steps) < 1e-4
     assert max(line["logprob_diff/stale"] for line in steps) > 1e-3
-    assert all(0 < line["sync/canary_diff"] < 1e-4 for line in steps)
+    assert all(0 < line["sync/parity_diff"] < 1e-4 for line in steps)
     assert all(0 <= line[f"idle/{who}"] < 1 for line in steps for who in ("trainer", "engines"))
     for step, drawn_by in weights_of(run).items():
         assert all(

@@ -100,7 +100,7 @@ def test_a_step_of_grpo_and_a_merge(
     run.assert_nothing_left()
     (step,) = [row for row in run.metrics() if "rollout/samples" in row]
     assert step["logprob_diff/mean"] < 1e-4
-    assert step["sync/canary_diff"] < 1e-4
+    assert step["sync/parity_diff"] < 1e-4
     samples = [
         json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()
     ]

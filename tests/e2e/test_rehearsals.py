@@ -60,7 +60,7 @@ def check_step(run: Run, step: int) -> None:
     assert metrics["reward/std"] > 0.1
     assert metrics["loss/grad_norm"] > 0 and math.isfinite(metrics["loss/total"])
     assert metrics["logprob_diff/mean"] < MAX_DIFF
-    assert 0 < metrics["sync/canary_diff"] < MAX_DIFF
+    assert 0 < metrics["sync/parity_diff"] < MAX_DIFF
     assert metrics["eval/prompts"] > 0
     print({name: metrics.get(name) for name in ("time/step", "logprob_diff/mean", "time/sync")})
 

@@ -148,7 +148,7 @@ def assert_engine_agrees(run: Run, num_steps: int) -> None:
         assert line["logprob_diff/token_max"] < 1e-2, line
         assert line["logprob_diff/router_flip_share"] < 0.01, line
         assert line["logprob_diff/stale_share"] == 0, line
-        assert 0 < line["sync/canary_diff"] < 1e-4, line
+        assert 0 < line["sync/parity_diff"] < 1e-4, line
         if line["step"] <= 2:
             assert line["sync/engines_verified"] >= 1, line
         assert line["loss/grad_norm"] > 0, line

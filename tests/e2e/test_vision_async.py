@@ -52,6 +52,6 @@ def test_responses_to_images_go_on_with_new_weights(start: Start) -> None:
     assert 0 < max(line["staleness/max"] for line in steps) <= 2
     assert max(line["logprob_diff/arithmetic"] for line in steps) < 1e-4
     assert max(line["logprob_diff/stale"] for line in steps) > 1e-3
-    diffs = [line["sync/canary_diff"] for line in steps]
+    diffs = [line["sync/parity_diff"] for line in steps]
     # Nothing is compared of a response that begins with a token of images, which is rare.
     assert max(diffs) < 1e-4 and sum(diff > 0 for diff in diffs) >= 4, diffs

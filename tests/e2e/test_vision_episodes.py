@@ -110,7 +110,7 @@ def test_pieces_of_pictures_train_as_they_were_seen(
         assert line["episodes/rows"] == 1.0 and line["loss/grad_norm"] > 0
         assert line["episodes/crops"] > 0.5
         assert line["logprob_diff/arithmetic"] < 1e-5, line
-        assert line["sync/canary_diff"] < 1e-5, line
+        assert line["sync/parity_diff"] < 1e-5, line
     samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").open()]
     long = next(row for row in samples if len(row["turns"]) == 3)
     assert len(set(long["images"])) == len(long["images"]) >= 3

@@ -73,14 +73,24 @@ def test_a_checkpoint_of_an_older_version_counts_without_a_list(tmp_path: Path) 
 def test_starting_over_moves_old_checkpoints_aside(tmp_path: Path) -> None:
     folder, config = RunFolder(tmp_path), Config()
     write_checkpoint(folder.checkpoint(5))
-    folder.canary.write_text("{}")
+    folder.parity_check.write_text("{}")
     assert folder.prepare(config) == folder.checkpoint(5)
-    assert folder.canary.exists()
+    assert folder.parity_check.exists()
     config.run.resume = False
     assert folder.prepare(config) is None
     assert folder.newest_checkpoint() is None
     assert len(list(tmp_path.glob("checkpoints.before_*/step_000005"))) == 1
-    assert not folder.canary.exists(), "what the canary of an earlier run has learned"
+    assert not folder.parity_check.exists(), "what the parity check of an earlier run has learned"
+
+
+def test_a_run_that_continues_takes_over_what_an_older_version_learned(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / "canary.json").write_text("learned")
+    folder.prepare(Config())
+    assert folder.parity_check.read_text() == "learned"
+    (tmp_path / "canary.json").write_text("older")
+    folder.prepare(Config())
+    assert folder.parity_check.read_text() == "learned"
 
 
 def test_configuration_and_log_are_kept(tmp_path: Path) -> None:

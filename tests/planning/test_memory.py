@@ -65,7 +65,7 @@ def test_recompute_keeps_less() -> None:
 def test_shared_gpus_hold_what_nobody_has_given_up() -> None:
     colocated = ["cluster=h100_colocated", "rollout.mode=sync"]
     away = predict(QWEN, *colocated)
-    at_hand = predict(QWEN, *colocated, "cluster.offload=false", "canary.sequences=0")
+    at_hand = predict(QWEN, *colocated, "cluster.offload=false", "parity_check.sequences=0")
     assert {rank.moment for rank in at_hand} == {"generation"}
     assert any("engine's KV cache" in rank.uses for rank in at_hand)
     assert {rank.moment for rank in away} == {"train step"}

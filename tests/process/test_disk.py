@@ -153,11 +153,11 @@ def test_what_nobody_named_is_named_by_the_file_or_by_what_is_full(
 
 
 def test_a_file_that_does_not_fit_leaves_the_one_before(small_disk: Path) -> None:
-    path = small_disk / "made" / "canary.json"
+    path = small_disk / "made" / "parity_check.json"
     write_whole(path, "first")
     with pytest.raises(DiskFullError, match=f"cannot write {path}: no space"):
         write_whole(path, "x" * (1 << 20))
     assert path.read_text() == "first"
-    assert [file.name for file in path.parent.iterdir()] == ["canary.json"]
+    assert [file.name for file in path.parent.iterdir()] == ["parity_check.json"]
     write_whole(path, "second")
     assert path.read_text() == "second"

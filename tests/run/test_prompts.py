@@ -1,4 +1,4 @@
-"""Prompts of a run: loaded whole or streamed, and the first of them for the canary or for pairs."""
+"""Prompts of a run: loaded whole or streamed; the first are for the parity check or for pairs."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -31,10 +31,10 @@ from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.transport import HttpOptions
-from mcore_rl.run.roles.canary import Canary, make_probe
-from mcore_rl.run.roles.canary_tolerance import CanaryTolerance
 from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
 from mcore_rl.run.roles.generator import EngineGenerator
+from mcore_rl.run.roles.parity_check import ParityCheck, make_probe
+from mcore_rl.run.roles.parity_tolerance import ParityTolerance
 from mcore_rl.run.roles.trainer import PackedTrainer, Packing
 from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.tools.doctor.step_checks import count_even_tokens
@@ -170,19 +170,19 @@ class MegatronRun:
         watched = self._loop.run
         health = self.health
         gpus = SharedGpus(EngineMemory([], TIMEOUT_S), watched)
-        canary = Canary(
+        parity_check = ParityCheck(
             self.trainer,
-            self.config.canary,
-            CanaryTolerance(self.config.canary, self.config.model.dtype),
+            self.config.parity_check,
+            ParityTolerance(self.config.parity_check, self.config.model.dtype),
             TIMEOUT_S,
             gpus.for_rollout,
             KEYS,
         )
         weights = EngineSync(
-            *(self.sync_controller, canary, health, self._look, watched, gpus),
+            *(self.sync_controller, parity_check, health, self._look, watched, gpus),
             count_steps=lambda: self.trainer.num_steps,
         )
-        probe = make_probe(make_prompts(), self.config.canary.sequences)
+        probe = make_probe(make_prompts(), self.config.parity_check.sequences)
         weights.sync(WeightVersion(start_step), probe)
         roles = Roles(
             prompts=ShuffledStream(make_prompts(), self.config.run.seed),

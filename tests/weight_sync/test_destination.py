@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from mcore_rl.run.roles.canary_tolerance import NUM_TO_JUDGE
+from mcore_rl.run.roles.parity_tolerance import NUM_TO_JUDGE
 from mcore_rl.tools.doctor.toy_engine import FusedEngine, ToySizes, make_tensors
 from mcore_rl.weight_sync.connection import DestinationCheck, SentSums
 from mcore_rl.weight_sync.controller.linked_engine import VERIFIED_FIRST

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from mcore_rl.loops.roles import Batch, Watched
 from mcore_rl.process.clock import now_s
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
-from mcore_rl.run.roles.canary import Canary, CanaryReport
 from mcore_rl.run.roles.colocation import TRAINER, WEIGHTS_ONLY, SharedGpus
+from mcore_rl.run.roles.parity_check import ParityCheck, ParityReport
 from mcore_rl.types import WeightVersion
 from mcore_rl.weight_sync.controller.sync import SyncError
 from mcore_rl.weight_sync.controller.sync_report import SyncReport
@@ -59,14 +59,14 @@ class EngineSync:
 
     An engine that was started again, or whose last sync failed, is linked by the first sync that
     finds it healthy. A sync waits for such an engine only when there is no other. At the start
-    of a run, after a sync and after its return, an engine gets no requests until the canary finds
-    that it agrees with the trainer.
+    of a run, after a sync and after its return, an engine gets no requests until the parity check
+    finds that it agrees with the trainer.
     """
 
     def __init__(
         self,
         links: WeightLinks,
-        canary: Canary,
+        parity_check: ParityCheck,
         health: EngineHealth,
         look: Callable[[], Awaitable[None]],
         watched: Watched[Any],
@@ -78,7 +78,7 @@ class EngineSync:
         count_steps   returns how many optimizer steps the policy has taken
         """
         self._links = links
-        self._canary = canary
+        self._parity_check = parity_check
         self._health = health
         self._look = look
         self._watched = watched
@@ -97,11 +97,11 @@ class EngineSync:
         those that did agrees with the trainer.
         """
         self._memory.load(TRAINER, WEIGHTS_ONLY)
-        self._canary.score_on_trainer(version, probe)
+        self._parity_check.score_on_trainer(version, probe)
         while True:
             report, reasons = self._watched(self._bring(version))
             holding = self._holding()
-            checked = self._watched(self._canary.check(holding, report.verified))
+            checked = self._watched(self._parity_check.check(holding, report.verified))
             self._memory.prepare_rollout()
             serving = self._admit(holding, reasons, checked)
             if serving:
@@ -122,23 +122,23 @@ class EngineSync:
             report, reasons = await self._bring(self._version)
             await self._memory.for_rollout()
             holding = self._holding()
-            checked = await self._canary.check(holding, report.verified)
+            checked = await self._parity_check.check(holding, report.verified)
             if self._admit(holding, reasons, checked):
                 return True
             await self._expect_another(checked)
 
     def _admit(
-        self, holding: Sequence[str], reasons: Mapping[str, str], checked: CanaryReport
+        self, holding: Sequence[str], reasons: Mapping[str, str], checked: ParityReport
     ) -> list[str]:
-        """Send requests to the engines in `holding` that passed the canary, if any, and return
-        them.
+        """Send requests to the engines in `holding` that passed the parity check, if any; return
+        these engines.
         """
         serving = [url for url in holding if url not in checked.failed]
         if serving:
             self._health.set_serving(serving, {**reasons, **checked.failed}, self._version)
         return serving
 
-    async def _expect_another(self, checked: CanaryReport) -> None:
+    async def _expect_another(self, checked: ParityReport) -> None:
         """Return if an engine is starting again; raise SyncError if none is."""
         if not await self._is_any_coming():
             raise SyncError("; ".join(checked.failed.values()))

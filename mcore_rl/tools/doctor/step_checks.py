@@ -305,11 +305,11 @@ class StandInSync:
         limit = LEAST_AGREEMENT[has_cuda()]
         expect(difference < limit, f"version {version}: log-probs differ by {difference}")
         self.gb_per_s = received.num_bytes / 1e9 / max(received.seconds, 1e-9)
-        return {"sync/canary_diff": difference}
+        return {"sync/parity_diff": difference}
 
     def _difference(self, probe: TrainBatch) -> float:
         from mcore_rl.batches.batch import select, split_by_lens
-        from mcore_rl.run.roles.canary_tolerance import EngineDifference
+        from mcore_rl.run.roles.parity_tolerance import EngineDifference
 
         few = select(probe, range(2))
         options = LogprobOptions(temperature=1.0)
@@ -425,7 +425,7 @@ def _figures(log: Rows, first: Mapping[str, float]) -> Figures:
         "reward_first": round(rewards[0], 3),
         "reward_last": round(rewards[-1], 3),
         "logprob_diff": drift,
-        "canary_diff": max(first["sync/canary_diff"], *(row["sync/canary_diff"] for row in rows)),
+        "parity_diff": max(first["sync/parity_diff"], *(row["sync/parity_diff"] for row in rows)),
         "train_s": round(rows[-1]["time/train"], 3),
     }
 

@@ -4,6 +4,7 @@ A run in rollout.mode=sync, where phases follow one another, tells how much long
 than predicted. The same factors then hold for other modes, lengths, batches and longer runs.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.simulate import simulate
 from mcore_rl.tools.simulate.virtual_time import ReachedShares
+
+_log = logging.getLogger(__name__)
 
 PHASES = ("rollout", "reward", "logprobs", "train", "sync", "step")
 WIDEST = 5.0
@@ -105,7 +108,7 @@ class Calibration:
             sync_s=costs.sync_s * self.sync,
             swap_s=costs.swap_s * self.sync,
             read_back_s=costs.read_back_s * self.sync,
-            canary_s=costs.canary_s * self.sync,
+            parity_check_s=costs.parity_check_s * self.sync,
             other_s=self.other_s,
             of_idle=True,
         )
@@ -119,7 +122,12 @@ def _read_config(run_dir: Path) -> Config:
             f"simulate.calibration={run_dir}: no config.yaml there; give the run.dir of an"
             " `mcore-rl train` run of two steps or more"
         )
-    tree = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+    written = OmegaConf.load(path)
+    assert isinstance(written, DictConfig)
+    if "canary" in written:
+        _log.warning("%s: canary is read as parity_check, its name since version 0.2.0", path)
+        written["parity_check"] = written.pop("canary")
+    tree = OmegaConf.merge(OmegaConf.structured(Config), written)
     assert isinstance(tree, DictConfig)
     config = make_config(tree)
     if config.rollout.mode != "sync":

@@ -348,16 +348,16 @@ def read_back_s(weights: float, gpu: GpuRates, shares: ReachedShares) -> float:
     return 2 * weights / (gpu.memory * shares.memory)
 
 
-CANARY_S = 0.5
+PARITY_CHECK_S = 0.5
 
 
 @dataclass(frozen=True)
 class RecipeCosts:
     """Predicted seconds and sizes of a recipe, made once.
 
-    canary_s   seconds in which the trainer, and then the engines, score a few sequences
+    parity_check_s   seconds in which the trainer, and then the engines, score a few sequences
     other_s    seconds of a step for what is not simulated
-    of_idle    whether the seconds of sync and canary are those of idle engines, as a run in
+    of_idle    whether the seconds of sync and parity check are those of idle engines, as a run in
                rollout.mode=sync has them; engines that sample meanwhile finish a step before
     read_back_s   by which the swap takes longer in a sync that is read back
     """
@@ -368,7 +368,7 @@ class RecipeCosts:
     sync_s: float
     swap_s: float
     sync_bytes: int
-    canary_s: float = CANARY_S
+    parity_check_s: float = PARITY_CHECK_S
     other_s: float = 0.0
     of_idle: bool = False
     read_back_s: float = 0.0

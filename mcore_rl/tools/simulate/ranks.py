@@ -1,12 +1,12 @@
-"""Stands for trainer, critic, links and canary: each call takes the predicted seconds."""
+"""Stands for trainer, critic, links and parity check: each call takes the predicted seconds."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from mcore_rl.loops.roles import Batch
-from mcore_rl.run.roles.canary import CanaryReport
-from mcore_rl.run.roles.canary_tolerance import EngineDifference
+from mcore_rl.run.roles.parity_check import ParityReport
+from mcore_rl.run.roles.parity_tolerance import EngineDifference
 from mcore_rl.run.roles.trainer import PerCoordinate
 from mcore_rl.tools.simulate.costs import Images, Lengths, TrainCosts
 from mcore_rl.tools.simulate.engine import SimulatedEngine
@@ -222,7 +222,7 @@ class SimulatedLinks:
             self._num_syncs[url] = self._num_syncs.get(url, 0) + 1
 
 
-class SimulatedCanary:
+class SimulatedParityCheck:
     """Finds that all engines agree, after the time that it takes to ask them."""
 
     def __init__(
@@ -240,15 +240,15 @@ class SimulatedCanary:
 
     def score_on_trainer(self, version: WeightVersion, batch: Batch) -> None:
         del version, batch
-        self._spend("canary", lambda: self._seconds)
+        self._spend("parity check", lambda: self._seconds)
 
-    async def check(self, urls: Sequence[str], verified: Collection[str] = ()) -> CanaryReport:
+    async def check(self, urls: Sequence[str], verified: Collection[str] = ()) -> ParityReport:
         del verified
         if self._busy is None:
             await asyncio.sleep(self._seconds)
         else:
             await asyncio.gather(*(self._busy[url].score(self._seconds) for url in urls))
-        return CanaryReport(dict.fromkeys(urls, EngineDifference(0.0, 0.0, 0.0, 0)))
+        return ParityReport(dict.fromkeys(urls, EngineDifference(0.0, 0.0, 0.0, 0)))
 
 
 class SimulatedEngineMemory:

@@ -29,7 +29,6 @@ from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.run.roles.advantages import StoredAdvantages
 from mcore_rl.run.roles.background import BackgroundSampler
-from mcore_rl.run.roles.canary import Canary
 from mcore_rl.run.roles.colocation import (
     CRITIC,
     TRAINER,
@@ -39,16 +38,17 @@ from mcore_rl.run.roles.colocation import (
     SharingTrainer,
 )
 from mcore_rl.run.roles.generator import EngineGenerator, rollout_of_evaluations
+from mcore_rl.run.roles.parity_check import ParityCheck
 from mcore_rl.run.roles.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.engine import SimulatedCollector, SimulatedEngine, SimulatedTransport
 from mcore_rl.tools.simulate.placement import Failures, ProcessPlacement
 from mcore_rl.tools.simulate.ranks import (
-    SimulatedCanary,
     SimulatedEngineMemory,
     SimulatedLinks,
     SimulatedModel,
+    SimulatedParityCheck,
     SimulatedRanks,
     link_seconds_of,
 )
@@ -300,9 +300,11 @@ class SimulatedRun:
             """Do nothing: failures are noted as they happen."""
 
         busy = self.engines if costs.of_idle else None
-        canary = cast(Canary, SimulatedCanary(self._on_trainer, costs.canary_s, busy))
+        parity_check = cast(
+            ParityCheck, SimulatedParityCheck(self._on_trainer, costs.parity_check_s, busy)
+        )
         return EngineSync(
-            *(links, canary, self._health, look, self._clock.watch, self._gpus),
+            *(links, parity_check, self._health, look, self._clock.watch, self._gpus),
             count_steps=lambda: 0,  # simulated weights have no bytes that could be the same
         )
 

@@ -38,7 +38,7 @@ COLORS = {
     "trainer step": "#4c72b0",
     "trainer log-probs": "#64b5cd",
     "critic": "#8172b2",
-    "canary": "#ccb974",
+    "parity check": "#ccb974",
 }
 
 

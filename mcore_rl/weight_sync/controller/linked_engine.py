@@ -12,7 +12,7 @@ _FAILURE_GRACE_S = 3.0
 """How long an engine's ranks may take to report once the transfer is known to have failed."""
 VERIFIED_FIRST = 4
 """Syncs of a link that are read back in any case: both sets of parameters had their turn twice, and
-the canary has what it needs to judge (players.canary_tolerance.NUM_TO_JUDGE)."""
+the parity check has what it needs to judge (run.roles.parity_tolerance.NUM_TO_JUDGE)."""
 _FAILURE_POLL_S = 0.1
 """How often a wait for reports checks for failures; the last report itself wakes it."""
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config import CanaryConfig
+from mcore_rl.config import ParityCheckConfig
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.run.roles import weight_sync
-from mcore_rl.run.roles.canary import Canary, make_probe
-from mcore_rl.run.roles.canary_tolerance import MIN_TOKENS, NUM_TO_JUDGE, CanaryTolerance
 from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
+from mcore_rl.run.roles.parity_check import ParityCheck, make_probe
+from mcore_rl.run.roles.parity_tolerance import MIN_TOKENS, NUM_TO_JUDGE, ParityTolerance
 from mcore_rl.run.roles.weight_sync import MOST_SAME, EngineSync
 from mcore_rl.types import Prompt, WeightVersion
 from mcore_rl.weight_sync.controller.sync import SyncError
@@ -37,11 +37,13 @@ class Stage:
         self.health = EngineHealth(self.urls)
         watched = self.loop.run
         gpus = SharedGpus(EngineMemory((), 1.0), watched)
-        self.tolerance = CanaryTolerance(CanaryConfig(), "float32")
-        canary = Canary(self.trainer, CanaryConfig(), self.tolerance, 5.0, gpus.for_rollout)
+        self.tolerance = ParityTolerance(ParityCheckConfig(), "float32")
+        parity_check = ParityCheck(
+            self.trainer, ParityCheckConfig(), self.tolerance, 5.0, gpus.for_rollout
+        )
         self.num_steps = 0
         self.weights = EngineSync(
-            *(self.links, canary, self.health, self._look, watched, gpus),
+            *(self.links, parity_check, self.health, self._look, watched, gpus),
             count_steps=lambda: self.num_steps,
         )
 
@@ -75,7 +77,7 @@ def test_the_first_sync_admits_the_engines_that_agree(stage: Stage) -> None:
     metrics = stage.weights.sync(FIRST, PROBE)
     assert stage.health.serving == stage.urls
     assert metrics["sync/engines_failed"] == 0.0
-    assert metrics["sync/canary_diff"] < 1e-6
+    assert metrics["sync/parity_diff"] < 1e-6
     assert [engine.num_requests for engine in stage.engines] == [2, 2]
 
 
@@ -99,7 +101,7 @@ def test_the_trainer_scores_before_weights_are_sent(stage: Stage) -> None:
     assert [engine.num_requests for engine in stage.engines] == [2, 2]
 
 
-def test_the_canary_learns_from_the_syncs_that_were_read_back(stage: Stage) -> None:
+def test_the_parity_check_learns_from_the_syncs_that_were_read_back(stage: Stage) -> None:
     long = make_probe([Prompt(0, tuple(range(250)), (), "unit", "")] * 8, 2)
     assert sum(long.lens_N) - len(long.lens_N) >= MIN_TOKENS
     for version in range(NUM_TO_JUDGE - 1):
@@ -119,9 +121,9 @@ def test_an_engine_corrupted_at_the_first_sync_gets_no_requests(stage: Stage) ->
     metrics = stage.weights.sync(FIRST, PROBE)
     assert stage.health.serving == [good]
     assert "claims weights 0" in stage.health.why_out(bad)
-    assert "canary.tolerance" in stage.health.why_out(bad)
+    assert "parity_check.tolerance" in stage.health.why_out(bad)
     assert metrics["sync/engines_failed"] == 1.0
-    assert metrics["sync/canary_diff"] > 0.5
+    assert metrics["sync/parity_diff"] > 0.5
 
 
 def test_a_first_sync_without_an_engine_that_agrees_fails(stage: Stage) -> None:
@@ -159,14 +161,14 @@ def test_an_engine_corrupted_on_its_return_gets_no_requests(stage: Stage) -> Non
     stage.links.corrupt = {bad}
     assert stage.revive()
     assert stage.health.serving == [good]
-    assert "canary.tolerance" in stage.health.why_out(bad)
+    assert "parity_check.tolerance" in stage.health.why_out(bad)
 
 
 def test_a_return_of_corrupted_engines_alone_ends_the_run(stage: Stage) -> None:
     stage.weights.sync(FIRST, PROBE)
     stage.kill_all(come_back=True)
     stage.links.corrupt = set(stage.urls)
-    with pytest.raises(SyncError, match=r"canary\.tolerance"):
+    with pytest.raises(SyncError, match=r"parity_check\.tolerance"):
         stage.revive()
     assert stage.health.serving == []
 

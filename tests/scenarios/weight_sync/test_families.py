@@ -182,7 +182,7 @@ def check_step(run: MegatronRun, gathered: Path) -> float:
     metrics = run.log.metrics
     assert metrics["loss/grad_norm"] > 0 == metrics["logprob_diff/stale_share"]
     assert metrics.get("logprob_diff/router_flip_share", 0.0) == 0
-    assert 0 < metrics["sync/canary_diff"] < TOLERANCE
+    assert 0 < metrics["sync/parity_diff"] < TOLERANCE
     batch = replace(make_train_batch(run.log.samples), routed_experts_TLK=None)
     after_T = run.trainer.compute_logprobs(batch).logprobs_T
     assert (after_T - transformers_logprobs(gathered, batches=[batch])[0]).abs().max() < TOLERANCE

@@ -1,4 +1,4 @@
-"""Faults before the first checksum, so that the bytes are as sent: those are the canary's.
+"""Faults before the first checksum, so that the bytes are as sent: those are the parity check's.
 
 A real engine serves what a wrong table, a zeroed gather or an old copy would have sent. Each run
 begins with the defaults and has learned nothing. Faults behind the checksums are in
@@ -17,15 +17,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
-from mcore_rl.config import CanaryConfig, SyncConfig
+from mcore_rl.config import ParityCheckConfig, SyncConfig
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.run.roles.canary import Canary
-from mcore_rl.run.roles.canary_tolerance import (
+from mcore_rl.run.roles.parity_check import ParityCheck
+from mcore_rl.run.roles.parity_tolerance import (
     MOST,
     NUM_TO_JUDGE,
-    CanaryTolerance,
     EngineDifference,
+    ParityTolerance,
 )
 from mcore_rl.types import LogprobOptions, TokenScores, TrainBatch, WeightVersion
 from mcore_rl.weight_sync.controller.linked_engine import is_read_back
@@ -99,14 +99,16 @@ class Run:
     def __init__(self, engine: EngineProcess, folder: Path, dtype: str) -> None:
         self._url = engine.url
         self._folder = folder
-        self.tolerance = CanaryTolerance(CanaryConfig(), dtype)
+        self.tolerance = ParityTolerance(ParityCheckConfig(), dtype)
         self.num_syncs = 0
         self.precision = dtype
         trainer: Any = TransformersTrainer(folder / "right")
 
         async def ready() -> None: ...
 
-        self._canary = Canary(trainer, CanaryConfig(), self.tolerance, TIMEOUT_S, ready, KEYS)
+        self._parity_check = ParityCheck(
+            trainer, ParityCheckConfig(), self.tolerance, TIMEOUT_S, ready, KEYS
+        )
 
     def sync(self, name: str) -> tuple[EngineDifference, str | None]:
         """Have the engine serve these weights, read back if it is due; return how it differs, and
@@ -114,8 +116,10 @@ class Run:
         """
         self._load(name)
         verified = is_read_back(self.num_syncs, SyncConfig().reads_back_every)
-        self._canary.score_on_trainer(WeightVersion(self.num_syncs), make_batch(self.num_syncs))
-        report = asyncio.run(self._canary.check([self._url], [self._url] if verified else []))
+        self._parity_check.score_on_trainer(
+            WeightVersion(self.num_syncs), make_batch(self.num_syncs)
+        )
+        report = asyncio.run(self._parity_check.check([self._url], [self._url] if verified else []))
         self.num_syncs += 1
         return report.differences[self._url], report.failed.get(self._url)
 
@@ -164,7 +168,7 @@ def test_right_weights_pass_again_and_again(start: Start) -> None:
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_the_canary_notices_from_the_fifth_sync_on_what_was_sent_wrong(
+def test_the_parity_check_notices_from_the_fifth_sync_on_what_was_sent_wrong(
     start: Start, plant: str
 ) -> None:
     run = start()

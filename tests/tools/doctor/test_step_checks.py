@@ -33,16 +33,16 @@ def test_batches_are_packed_by_the_work_of_sequences_as_in_a_run(tmp_path: Path)
 def rows(file: Path, **last: float) -> Rows:
     log = Rows(file)
     for step in range(1, STEPS + 1):
-        row = {"reward/mean": step / 10, "logprob_diff/mean": 1e-7, "sync/canary_diff": 1e-7}
+        row = {"reward/mean": step / 10, "logprob_diff/mean": 1e-7, "sync/parity_diff": 1e-7}
         log.log(step, row | {"time/train": 0.5})
     log.log(STEPS, last)
     return log
 
 
 def test_figures_of_a_run_that_learns(tmp_path: Path) -> None:
-    figures = step_checks._figures(rows(tmp_path / "m.jsonl"), {"sync/canary_diff": 3e-7})
+    figures = step_checks._figures(rows(tmp_path / "m.jsonl"), {"sync/parity_diff": 3e-7})
     assert figures["reward_first"] == 0.1 and figures["reward_last"] == STEPS / 10
-    assert figures["canary_diff"] == 3e-7
+    assert figures["parity_diff"] == 3e-7
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_run_that_learns_nothing_or_drifts_fails_and_its_metrics_stay(
 ) -> None:
     log = rows(tmp_path / "metrics.jsonl", **last)
     with pytest.raises(AssertionError, match=message):
-        step_checks._figures(log, {"sync/canary_diff": 0.0})
+        step_checks._figures(log, {"sync/parity_diff": 0.0})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [*range(1, STEPS + 1), STEPS]
     assert lines[-1] == {"step": STEPS, **last}

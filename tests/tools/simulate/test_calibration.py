@@ -12,7 +12,7 @@ from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.secrets import written_config
 from mcore_rl.planning.recipe_models import read_models
-from mcore_rl.tools.simulate.calibration import Calibration
+from mcore_rl.tools.simulate.calibration import Calibration, _measured_config
 from mcore_rl.tools.simulate.command import make_checked
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.simulate import simulate
@@ -38,7 +38,7 @@ def slower(costs: RecipeCosts) -> RecipeCosts:
         sync_s=costs.sync_s * 5,
         swap_s=costs.swap_s * 5,
         read_back_s=costs.read_back_s * 5,
-        canary_s=costs.canary_s * 5,
+        parity_check_s=costs.parity_check_s * 5,
         other_s=7.0,
     )
 
@@ -105,3 +105,12 @@ def test_runs_that_tell_nothing_are_refused(tmp_path: Path) -> None:
     measured_run(tmp_path, config)
     with pytest.raises(ValueError, match=r"mode=async, whose phases overlap; give one with"):
         Calibration.measure(tmp_path, config)
+
+
+def test_a_run_of_an_older_version_is_read_with_its_name_of_the_parity_check(
+    tmp_path: Path,
+) -> None:
+    written = written_config(recipe("rollout.mode=sync", "parity_check.sequences=3"))
+    written["canary"] = written.pop("parity_check")
+    OmegaConf.save(OmegaConf.create(written), tmp_path / "config.yaml")
+    assert _measured_config(tmp_path).parity_check.sequences == 3

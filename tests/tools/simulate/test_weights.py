@@ -11,9 +11,9 @@ from mcore_rl.tools.simulate.ranks import (
     JOIN_S,
     MEET_S,
     TRACE_S,
-    SimulatedCanary,
     SimulatedEngineMemory,
     SimulatedLinks,
+    SimulatedParityCheck,
     link_seconds_of,
 )
 from mcore_rl.tools.simulate.virtual_time import VirtualLoop
@@ -96,14 +96,14 @@ def test_a_sync_waits_for_the_step_of_an_engine_that_decodes(loop: VirtualLoop) 
     engine = SimulatedEngine(loop, "http://e", SPEED, WeightVersion(0))
     engines = {"http://e": engine}
     links = SimulatedLinks(engines, 2.0, 0.5, 8, staged=True, waits=True, link_s=no_time)
-    canary = SimulatedCanary(lambda name, predict: None, 0.3, engines)
+    parity_check = SimulatedParityCheck(lambda name, predict: None, 0.3, engines)
 
     async def run(busy: bool) -> float:
         began_s = loop.time()
         asking = asyncio.create_task(engine.sample(0, 1, 400 if busy else 1, 400))
         await asyncio.sleep(1.0)
         await links.sync(1, ["http://e"])
-        await canary.check(["http://e"])
+        await parity_check.check(["http://e"])
         seconds = loop.time() - began_s - 1.0
         await asking
         return seconds
@@ -128,11 +128,11 @@ def test_an_engine_that_missed_a_sync_is_out_of_rotation(loop: VirtualLoop) -> N
     assert links.in_rotation == ("http://b",)
 
 
-def test_a_canary_takes_time_and_finds_no_difference(loop: VirtualLoop) -> None:
+def test_a_parity_check_takes_time_and_finds_no_difference(loop: VirtualLoop) -> None:
     spent = []
-    canary = SimulatedCanary(lambda name, predict: spent.append(predict()), 0.5)
-    canary.score_on_trainer(WeightVersion(1), None)
-    report = loop.run_until_complete(canary.check(["http://a"]))
+    parity_check = SimulatedParityCheck(lambda name, predict: spent.append(predict()), 0.5)
+    parity_check.score_on_trainer(WeightVersion(1), None)
+    report = loop.run_until_complete(parity_check.check(["http://a"]))
     assert report.differences["http://a"].mean == 0.0 and not report.failed
     assert spent == [0.5] and loop.time() == 0.5
 

@@ -19,7 +19,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from mcore_rl.config import CanaryConfig
+from mcore_rl.config import ParityCheckConfig
 from mcore_rl.process.disk import write_whole
 from mcore_rl.weight_sync.controller.linked_engine import VERIFIED_FIRST
 
@@ -44,7 +44,7 @@ MARGIN = 1.5
 KEPT = 16
 """Newest measurements of which the median counts."""
 WARN_SHARE = 0.75
-"""A warning comes from this share of canary.factor times the median on."""
+"""A warning comes from this share of parity_check.factor times the median on."""
 _PER_LOGIT = "nats of rounding per logit"
 _LEAST_DOUBT = 0.01
 """Least 1 - p that a difference is divided by: at p = 1 nothing is left but the cast of log p."""
@@ -106,18 +106,18 @@ def _divide_without_worst(differences: Sequence[Tensor], doubts: Sequence[Tensor
     return float(sums_N[counts_N].sum() / doubts_N[counts_N].sum())
 
 
-class CanaryTolerance:
+class ParityTolerance:
     """Judges the differences between trainer and engines.
 
-    By hand (canary.tolerance), it is the mean in nats. Otherwise `overall` may be at most MOST, and
-    `typical` and `overall` are compared with what was measured in syncs whose weights were read
-    back. What is much more than their median is warned of. From NUM_TO_JUDGE measurements on, it is
-    a fault if it is much more than the largest of them, too: see `limits`.
+    By hand (parity_check.tolerance), the tolerance is the mean in nats. Otherwise `overall` may be
+    at most MOST, and `typical` and `overall` are compared with what was measured in syncs whose
+    weights were read back. What is much more than their median is warned of. From NUM_TO_JUDGE
+    measurements on, it is a fault if it is much more than the largest of them, too: see `limits`.
     """
 
     def __init__(
         self,
-        config: CanaryConfig,
+        config: ParityCheckConfig,
         precision: str,
         file: Path | None = None,
         made_by: Mapping[str, object] | None = None,
@@ -141,12 +141,12 @@ class CanaryTolerance:
         """
         by_hand = self._config.tolerance
         if by_hand is not None:
-            return _exceeds(difference.mean, by_hand, "nats on average", "canary.tolerance")
+            return _exceeds(difference.mean, by_hand, "nats on average", "parity_check.tolerance")
         fault = _exceeds(
             difference.overall,
             MOST[self._precision],
             f"{_PER_LOGIT} (overall)",
-            f"the most for engines in {self._precision} unless canary.tolerance is set",
+            f"the most for engines in {self._precision} unless parity_check.tolerance is set",
         )
         return fault or self._compare_with_usual(difference)
 
@@ -160,9 +160,9 @@ class CanaryTolerance:
             if usual is None or difference.num_tokens < MIN_TOKENS:
                 continue
             why = (
-                f"canary.factor={self._config.factor} times {usual:.2e}, which is usual in this"
-                f" run, and {MARGIN} times the largest that was right; canary.tolerance sets a"
-                " bound by hand"
+                f"parity_check.factor={self._config.factor} times {usual:.2e}, which is usual in"
+                f" this run, and {MARGIN} times the largest that was right; parity_check.tolerance"
+                " sets a bound by hand"
             )
             _, limit = self.limits.get(name, (usual, math.inf))
             fault = _exceeds(value, limit, what, why)
@@ -190,8 +190,8 @@ class CanaryTolerance:
     def limits(self) -> dict[str, tuple[float, float]]:
         """By kind of difference: (the usual one, the tolerance); empty until enough is learned.
 
-        The tolerance is canary.factor times the median and MARGIN times the largest measurement,
-        whichever is more.
+        The tolerance is parity_check.factor times the median and MARGIN times the largest
+        measurement, whichever is more.
         """
         if len(self._learned) < NUM_TO_JUDGE:
             return {}

@@ -1,5 +1,5 @@
-"""The canary: its probe, and real engines whose weights are right, wrong or become wrong after a
-sync.
+"""The parity check: its probe, and real engines whose weights are right, wrong or become wrong
+after a sync.
 """
 
 import asyncio
@@ -14,22 +14,22 @@ from transformers import Qwen3MoeForCausalLM
 
 from mcore_rl.batches.assembly import assemble
 from mcore_rl.batches.stored_batch import make_stored_batch
-from mcore_rl.config import CanaryConfig
+from mcore_rl.config import ParityCheckConfig
 from mcore_rl.data.images.batch import join_patches
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.lost_samples import SamplesLost
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.run.roles.canary import (
+from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
+from mcore_rl.run.roles.parity_check import (
     MAX_PROMPT_TOKENS,
     MOST_SEQUENCES,
-    Canary,
+    ParityCheck,
     ScoredProbe,
     make_probe,
 )
-from mcore_rl.run.roles.canary_tolerance import MIN_TOKENS, CanaryTolerance, EngineDifference
-from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
+from mcore_rl.run.roles.parity_tolerance import MIN_TOKENS, EngineDifference, ParityTolerance
 from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.types import (
     LogprobOptions,
@@ -96,17 +96,17 @@ async def ready() -> None:
     """Engines always are, here."""
 
 
-def make_canary(
+def make_parity_check(
     trainer: Any,
-    config: CanaryConfig | None = None,
+    config: ParityCheckConfig | None = None,
     *,
     dtype: str = "float32",
     timeout_s: float = 1.0,
     ready: Callable[[], Awaitable[None]] = ready,
     **options: Any,
-) -> Canary:
-    config = config or CanaryConfig()
-    return Canary(trainer, config, CanaryTolerance(config, dtype), timeout_s, ready, **options)
+) -> ParityCheck:
+    config = config or ParityCheckConfig()
+    return ParityCheck(trainer, config, ParityTolerance(config, dtype), timeout_s, ready, **options)
 
 
 def make_prompt(*token_ids: int) -> Prompt:
@@ -143,7 +143,7 @@ def test_sequences_are_taken_from_all_over_the_batch_until_they_have_enough_toke
     ids = [token for n, length in enumerate(lens) for token in [n] * length]
     batch = TrainBatch(torch.tensor(ids), torch.ones(len(ids)).bool(), tuple(lens))
     nobody: Any = None
-    probe = make_canary(nobody)._choose(batch)
+    probe = make_parity_check(nobody)._choose(batch)
     assert probe is not None
     assert [int(part[0]) for part in probe.token_ids_T.split(list(probe.lens_N))] == chosen
     is_enough = sum(probe.lens_N) - len(probe.lens_N) >= MIN_TOKENS
@@ -154,35 +154,35 @@ def test_sequences_are_taken_from_all_over_the_batch_until_they_have_enough_toke
 def test_without_a_sequence_to_score_nothing_is_asked(sequences: int) -> None:
     """Neither trainer nor engine exists: a call to one of them would fail."""
     nobody: Any = None
-    canary = make_canary(nobody, CanaryConfig(sequences=sequences))
+    parity_check = make_parity_check(nobody, ParityCheckConfig(sequences=sequences))
     batch = make_probe([make_prompt(5)], 2) if sequences else make_batch()
-    canary.score_on_trainer(WeightVersion(0), batch)
-    report = asyncio.run(canary.check(["http://127.0.0.1:9"]))
+    parity_check.score_on_trainer(WeightVersion(0), batch)
+    report = asyncio.run(parity_check.check(["http://127.0.0.1:9"]))
     assert report.failed == {} and report.metrics() == {}
 
 
 @pytest.mark.e2e
 def test_engines_that_compute_otherwise_are_named(model_path: str, engine: EngineProcess) -> None:
     model = Qwen3MoeForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-    canary = make_canary(TransformersTrainer(model), timeout_s=20.0)
+    parity_check = make_parity_check(TransformersTrainer(model), timeout_s=20.0)
     absent = "http://127.0.0.1:9"
-    canary.score_on_trainer(WeightVersion(5), make_batch())
-    report = asyncio.run(canary.check([engine.url, absent]))
+    parity_check.score_on_trainer(WeightVersion(5), make_batch())
+    report = asyncio.run(parity_check.check([engine.url, absent]))
     assert report.differences[engine.url].mean < 1e-4
     assert (
         set(report.failed) == {absent}
         and f"engine {absent} scored nothing" in report.failed[absent]
     )
-    assert report.metrics()["sync/canary_diff"] == report.differences[engine.url].mean
+    assert report.metrics()["sync/parity_diff"] == report.differences[engine.url].mean
 
     with torch.no_grad():
         model.get_parameter("model.layers.1.self_attn.o_proj.weight").add_(0.05)
-    canary.score_on_trainer(WeightVersion(6), make_batch())
-    report = asyncio.run(canary.check([engine.url]))
+    parity_check.score_on_trainer(WeightVersion(6), make_batch())
+    report = asyncio.run(parity_check.check([engine.url]))
     assert report.differences[engine.url].mean > 1e-3
     assert (
         "claims weights 6" in report.failed[engine.url]
-        and "canary.tolerance" in report.failed[engine.url]
+        and "parity_check.tolerance" in report.failed[engine.url]
     )
 
 
@@ -228,11 +228,11 @@ def test_an_engine_serves_only_once_it_agreed_at_the_start_and_on_its_return(sta
     model = Qwen3MoeForCausalLM.from_pretrained(stage.checkpoints[0], dtype=torch.float32).eval()
     gpus = SharedGpus(EngineMemory((), 30.0), loop.run)
     trainer = TransformersTrainer(model)
-    canary = make_canary(trainer, timeout_s=30.0, ready=gpus.for_rollout, keys=KEYS)
-    weights = EngineSync(links, canary, health, look, loop.run, gpus, lambda: 0)
+    parity_check = make_parity_check(trainer, timeout_s=30.0, ready=gpus.for_rollout, keys=KEYS)
+    weights = EngineSync(links, parity_check, health, look, loop.run, gpus, lambda: 0)
     weights.sync(WeightVersion(0), make_probe([make_prompt(*range(3, 40))], 2))
     assert health.serving == [good.url]
-    assert "canary.tolerance" in health.why_out(bad.url)
+    assert "parity_check.tolerance" in health.why_out(bad.url)
 
     good.stop()
     returned = EngineProcess(good.spec)
@@ -243,7 +243,9 @@ def test_an_engine_serves_only_once_it_agreed_at_the_start_and_on_its_return(sta
         health.note(states)
         assert health.serving == []
         links.corrupt = stage.urls
-        with pytest.raises(SyncError, match=rf"{good.url} claims weights 0.*canary.tolerance"):
+        with pytest.raises(
+            SyncError, match=rf"{good.url} claims weights 0.*parity_check.tolerance"
+        ):
             loop.run(weights.revive())
         assert health.serving == []
     finally:
@@ -263,12 +265,12 @@ def test_a_probe_is_made_of_sequences_that_are_not_lost(caplog: pytest.LogCaptur
         return assemble(probe, stores.read)
 
     nobody: Any = None
-    canary = make_canary(nobody, CanaryConfig(sequences=3), fetch=fetch)
-    probe = canary._choose(batch)
+    parity_check = make_parity_check(nobody, ParityCheckConfig(sequences=3), fetch=fetch)
+    probe = parity_check._choose(batch)
     kept = np.flatnonzero(batch.store_N == 1).tolist()
     assert probe is not None and probe.lens_N == tuple(batch.lens_N[i] for i in kept)
     lost |= {1}
-    assert canary._choose(batch) is None
+    assert parity_check._choose(batch) is None
     assert "collectors [0, 1] died; no sequence is left" in caplog.text
 
 
@@ -305,10 +307,10 @@ def test_sequences_with_images_are_compared_up_to_a_sampled_mark(mark: int) -> N
         lens_N=(8, 8),
         images=join_patches([[make_patches(image)], []]),
     )
-    config = CanaryConfig(sequences=2)
-    canary = make_canary(CountingTrainer(), config, image_marks=(90, 8))
-    canary.score_on_trainer(WeightVersion(3), batch)
-    probe = canary._probe
+    config = ParityCheckConfig(sequences=2)
+    parity_check = make_parity_check(CountingTrainer(), config, image_marks=(90, 8))
+    parity_check.score_on_trainer(WeightVersion(3), batch)
+    probe = parity_check._probe
     assert probe is not None
     assert probe.sequences == [ids[:6], ids]
     assert [mask.tolist() for mask in probe.is_compared] == [

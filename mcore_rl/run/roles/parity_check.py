@@ -15,14 +15,14 @@ from torch import Tensor
 
 from mcore_rl.batches.batch import select, split_by_lens
 from mcore_rl.batches.stored_batch import without_lost
-from mcore_rl.config import CanaryConfig
+from mcore_rl.config import ParityCheckConfig
 from mcore_rl.data.images.batch import select_images
 from mcore_rl.loops.roles import Trainer
 from mcore_rl.process.lost_samples import SamplesLost
 from mcore_rl.process.server_keys import ServerKeys, user_headers
 from mcore_rl.rollout.scoring import score_sequences
 from mcore_rl.rollout.transport import RolloutError
-from mcore_rl.run.roles.canary_tolerance import MIN_TOKENS, CanaryTolerance, EngineDifference
+from mcore_rl.run.roles.parity_tolerance import MIN_TOKENS, EngineDifference, ParityTolerance
 from mcore_rl.types import (
     AnyBatch,
     Images,
@@ -41,7 +41,7 @@ MOST_SEQUENCES = 64
 
 
 @dataclass(frozen=True)
-class CanaryReport:
+class ParityReport:
     """How each engine differs from the trainer, by its url; the reason an engine failed, by url.
 
     limits   kind of rounding -> (the usual one, the tolerance), as they were for these engines
@@ -56,11 +56,11 @@ class CanaryReport:
         if not differences:
             return {}
         metrics = {
-            "sync/canary_diff": max(each.mean for each in differences),
-            "sync/canary_typical": max(each.typical for each in differences),
-            "sync/canary_overall": max(each.overall for each in differences),
+            "sync/parity_diff": max(each.mean for each in differences),
+            "sync/parity_typical": max(each.typical for each in differences),
+            "sync/parity_overall": max(each.overall for each in differences),
         }
-        return metrics | {f"sync/canary_{k}_limit": most for k, (_, most) in self.limits.items()}
+        return metrics | {f"sync/parity_{k}_limit": most for k, (_, most) in self.limits.items()}
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,14 @@ def make_probe(prompts: Iterable[Prompt], num_sequences: int) -> TrainBatch:
     )
 
 
-class Canary:
+class ParityCheck:
     """Compares the engines' log-probs of a few sequences with the trainer's."""
 
     def __init__(
         self,
         trainer: Trainer,
-        config: CanaryConfig,
-        tolerance: CanaryTolerance,
+        config: ParityCheckConfig,
+        tolerance: ParityTolerance,
         timeout_s: float,
         ready: Callable[[], Awaitable[None]],
         keys: ServerKeys | None = None,
@@ -140,7 +140,7 @@ class Canary:
         """
         self._probe = self._scored(version, batch)
 
-    async def check(self, urls: Sequence[str], verified: Collection[str] = ()) -> CanaryReport:
+    async def check(self, urls: Sequence[str], verified: Collection[str] = ()) -> ParityReport:
         """Score the same sequences on the engines at `urls`, which should serve these weights.
 
         The tolerance is learned from the engines in `verified`, whose weights were read back. The
@@ -148,7 +148,7 @@ class Canary:
         meanwhile is checked against them, too. The report is empty if there is nothing to score.
         """
         if self._probe is None:
-            return CanaryReport()
+            return ParityReport()
         await self._ready()
         answers = await self._score_on_engines(urls, self._probe)
         report = self._judge(self._probe, dict(zip(urls, answers, strict=True)))
@@ -185,7 +185,8 @@ class Canary:
     def _choose(self, batch: AnyBatch) -> TrainBatch | None:
         """Return sequences of a batch that are not lost; None if there is none.
 
-        These are canary.sequences, or more if they have fewer than MIN_TOKENS tokens to compare.
+        These are parity_check.sequences, or more if they have fewer than MIN_TOKENS tokens to
+        compare.
         """
         wanted = self._config.sequences
         while num_sequences := min(wanted, len(batch.lens_N)):
@@ -240,8 +241,8 @@ class Canary:
 
     def _judge(
         self, probe: ScoredProbe, answers: dict[str, list[list[float]] | RolloutError]
-    ) -> CanaryReport:
-        report = CanaryReport(limits=self._tolerance.limits)
+    ) -> ParityReport:
+        report = ParityReport(limits=self._tolerance.limits)
         for url, answer in answers.items():
             if isinstance(answer, RolloutError):
                 report.failed[url] = f"weights {probe.version}: {answer}"

@@ -1,4 +1,6 @@
-"""The canary of a run: what it goes on with when the run continues, and what it calls too much."""
+"""The parity check of a run: what it goes on with when the run continues, and what it calls too
+much.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,9 +10,9 @@ import pytest
 from mcore_rl.config import Config
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process import versions
-from mcore_rl.run import canary
-from mcore_rl.run.canary import make_canary_tolerance
-from mcore_rl.run.roles.canary_tolerance import EngineDifference
+from mcore_rl.run import parity_check
+from mcore_rl.run.parity_check import make_parity_tolerance
+from mcore_rl.run.roles.parity_tolerance import EngineDifference
 
 GPU = ["NVIDIA H100 80GB HBM3"]
 Change = Callable[[Config], None]
@@ -29,7 +31,7 @@ def change_kernels(config: Config) -> None:
 
 
 def learn(folder: RunFolder) -> None:
-    first = make_canary_tolerance(Config(), folder, GPU)
+    first = make_parity_tolerance(Config(), folder, GPU)
     for _ in range(4):
         first.learn([EngineDifference(0.02, 0.02, 0.03, 2000)])
     assert first.limits["typical"] == (0.02, 0.04)
@@ -38,7 +40,7 @@ def learn(folder: RunFolder) -> None:
 def test_a_run_that_continues_knows_its_rounding(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     learn(folder)
-    assert make_canary_tolerance(Config(), folder, GPU).limits["typical"] == (0.02, 0.04)
+    assert make_parity_tolerance(Config(), folder, GPU).limits["typical"] == (0.02, 0.04)
 
 
 @pytest.mark.parametrize("change", [change_backend, change_ranks, change_kernels])
@@ -48,13 +50,13 @@ def test_rounding_is_learned_anew_once_the_recipe_computes_otherwise(
     folder, config = RunFolder(tmp_path), Config()
     learn(folder)
     change(config)
-    assert make_canary_tolerance(config, folder, GPU).limits == {}
+    assert make_parity_tolerance(config, folder, GPU).limits == {}
 
 
 def test_rounding_is_learned_anew_on_another_gpu(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     learn(folder)
-    assert make_canary_tolerance(Config(), folder, ["NVIDIA A100-SXM4-80GB"]).limits == {}
+    assert make_parity_tolerance(Config(), folder, ["NVIDIA A100-SXM4-80GB"]).limits == {}
 
 
 def test_rounding_is_learned_anew_with_another_sglang(
@@ -63,8 +65,8 @@ def test_rounding_is_learned_anew_with_another_sglang(
     folder = RunFolder(tmp_path)
     learn(folder)
     newer = {**versions.find_versions(), "sglang": "99.0"}
-    monkeypatch.setattr(canary, "find_versions", lambda names: newer)
-    assert make_canary_tolerance(Config(), folder, GPU).limits == {}
+    monkeypatch.setattr(parity_check, "find_versions", lambda names: newer)
+    assert make_parity_tolerance(Config(), folder, GPU).limits == {}
 
 
 @pytest.mark.parametrize(("quantization", "passes"), [("none", False), ("fp8", True)])
@@ -74,5 +76,5 @@ def test_engines_in_fp8_may_differ_more_at_the_first_sync(
     config = Config()
     config.model.dtype = "bfloat16"
     config.rollout.quantization = quantization
-    tolerance = make_canary_tolerance(config, RunFolder(tmp_path), GPU)
+    tolerance = make_parity_tolerance(config, RunFolder(tmp_path), GPU)
     assert (tolerance.find_fault(EngineDifference(0.3, 0.5, 0.7, 2000)) is None) == passes

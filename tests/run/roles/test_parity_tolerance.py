@@ -1,4 +1,6 @@
-"""The canary's tolerance: learned from syncs that were read back, bounded, kept for a resume."""
+"""The tolerance of the parity check: learned from syncs that were read back, bounded, kept for a
+resume.
+"""
 
 import logging
 import math
@@ -7,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.config import CanaryConfig
-from mcore_rl.run.roles.canary_tolerance import (
+from mcore_rl.config import ParityCheckConfig
+from mcore_rl.run.roles.parity_tolerance import (
     LEAST,
     MIN_TOKENS,
     MOST,
     NUM_TO_JUDGE,
-    CanaryTolerance,
     EngineDifference,
+    ParityTolerance,
 )
 
 BF16 = "bfloat16"
@@ -24,8 +26,8 @@ def difference(rounding: float, *, mean: float = 0.01, num_tokens: int = 2000) -
     return EngineDifference(mean, rounding, 1.5 * rounding, num_tokens)
 
 
-def learned(*roundings: float, config: CanaryConfig | None = None) -> CanaryTolerance:
-    tolerance = CanaryTolerance(config or CanaryConfig(), BF16)
+def learned(*roundings: float, config: ParityCheckConfig | None = None) -> ParityTolerance:
+    tolerance = ParityTolerance(config or ParityCheckConfig(), BF16)
     for rounding in roundings:
         tolerance.learn([difference(rounding)])
     return tolerance
@@ -56,7 +58,7 @@ def test_one_sequence_may_differ_by_another_choice_of_experts(
         answers[sequence][5] -= 1.0
     found = EngineDifference.measure(expected, answers, [each < 0 for each in expected])
     assert found.mean > MOST["float32"] / 2
-    fault = CanaryTolerance(CanaryConfig(), "float32").find_fault(found)
+    fault = ParityTolerance(ParityCheckConfig(), "float32").find_fault(found)
     assert (fault is not None) == is_fault
 
 
@@ -73,13 +75,13 @@ def test_nan_in_one_of_several_sequences_is_a_fault() -> None:
     answers = [expected[0].tolist(), [-2.0, math.nan, -2.0, -2.0]]
     found = EngineDifference.measure(expected, answers, [each < 0 for each in expected])
     assert math.isnan(found.overall) and math.isnan(found.typical)
-    assert CanaryTolerance(CanaryConfig(), "float32").find_fault(found) is not None
+    assert ParityTolerance(ParityCheckConfig(), "float32").find_fault(found) is not None
 
 
 def test_nothing_to_compare_is_no_difference() -> None:
     found = EngineDifference.measure([torch.zeros(2)], [[1.0, 1.0]], [torch.zeros(2).bool()])
     assert found == EngineDifference(0.0, 0.0, 0.0, 0)
-    assert CanaryTolerance(CanaryConfig(), BF16).find_fault(found) is None
+    assert ParityTolerance(ParityCheckConfig(), BF16).find_fault(found) is None
 
 
 def test_roundings_of_prompts_and_of_sharp_samples_are_of_one_size() -> None:
@@ -114,7 +116,7 @@ def test_until_four_syncs_were_read_back_only_the_most_is_a_fault(
     )
     fault = tolerance.find_fault(difference(0.34))
     assert fault is not None and "5.10e-01 nats of rounding per logit (overall), more than" in fault
-    assert "0.5 (the most for engines in bfloat16 unless canary.tolerance is set)" in fault
+    assert "0.5 (the most for engines in bfloat16 unless parity_check.tolerance is set)" in fault
 
 
 def test_then_a_multiple_of_the_median_is_a_fault_and_three_quarters_a_warning(
@@ -129,7 +131,9 @@ def test_then_a_multiple_of_the_median_is_a_fault_and_three_quarters_a_warning(
         assert tolerance.find_fault(difference(0.019)) is None
         assert "1.90e-02 nats of rounding per logit (typical)" in caplog.text
     fault = tolerance.find_fault(difference(0.025))
-    assert fault is not None and "(typical), more than 0.024 (canary.factor=2.0 times" in fault
+    assert (
+        fault is not None and "(typical), more than 0.024 (parity_check.factor=2.0 times" in fault
+    )
     few_tokens_of_large_difference = EngineDifference(0.03, 0.012, 0.04, 2000)
     fault = tolerance.find_fault(few_tokens_of_large_difference)
     assert fault is not None and "(overall), more than 0.036" in fault
@@ -158,20 +162,20 @@ def test_a_run_learns_from_what_it_only_warns_of() -> None:
 
 
 def test_the_factor_is_an_option() -> None:
-    tolerance = learned(*[0.01] * 4, config=CanaryConfig(factor=3.0))
+    tolerance = learned(*[0.01] * 4, config=ParityCheckConfig(factor=3.0))
     assert tolerance.find_fault(difference(0.029)) is None
     assert tolerance.find_fault(difference(0.031)) is not None
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "fp8"])
 def test_the_tolerance_has_a_lower_and_an_upper_bound(precision: str) -> None:
-    tolerance = CanaryTolerance(CanaryConfig(), precision)
+    tolerance = ParityTolerance(ParityCheckConfig(), precision)
     for _ in range(NUM_TO_JUDGE):
         tolerance.learn([EngineDifference(0.0, 0.0, 0.0, 2000)])
     least = LEAST[precision]
     assert tolerance.find_fault(EngineDifference(1e-9, 0.9 * least, 0.9 * least, 2000)) is None
     assert tolerance.find_fault(EngineDifference(1e-9, 1.1 * least, 1.1 * least, 2000)) is not None
-    generous = CanaryTolerance(CanaryConfig(factor=1e6), precision)
+    generous = ParityTolerance(ParityCheckConfig(factor=1e6), precision)
     for _ in range(NUM_TO_JUDGE):
         generous.learn([EngineDifference(0.0, 1.0, 1.0, 2000)])
     most = MOST[precision]
@@ -190,7 +194,7 @@ def test_what_right_weights_showed_on_a_gpu_passes_at_the_first_sync(
     expected = torch.full((200,), math.log(0.25))
     measured = EngineDifference.measure([expected], [(expected + mean).tolist()], [expected < 0])
     assert measured.mean == pytest.approx(mean) and measured.overall < MOST[precision]
-    assert CanaryTolerance(CanaryConfig(), precision).find_fault(measured) is None
+    assert ParityTolerance(ParityCheckConfig(), precision).find_fault(measured) is None
 
 
 @pytest.mark.parametrize("name", ["typical", "overall"])
@@ -205,17 +209,17 @@ def test_a_nan_is_a_fault(name: str) -> None:
 def test_a_nan_of_an_engine_is_a_fault_by_hand_too() -> None:
     expected = torch.full((3,), -1.0)
     nan = EngineDifference.measure([expected], [[-1.0, math.nan, -1.0]], [expected < 0])
-    for config in (CanaryConfig(), CanaryConfig(tolerance=0.5)):
-        fault = CanaryTolerance(config, BF16).find_fault(nan)
+    for config in (ParityCheckConfig(), ParityCheckConfig(tolerance=0.5)):
+        fault = ParityTolerance(config, BF16).find_fault(nan)
         assert fault is not None and fault.startswith("nan nats")
 
 
 def test_by_hand_the_mean_alone_counts_and_nothing_is_learned() -> None:
-    tolerance = learned(*[0.01] * NUM_TO_JUDGE, config=CanaryConfig(tolerance=0.2))
+    tolerance = learned(*[0.01] * NUM_TO_JUDGE, config=ParityCheckConfig(tolerance=0.2))
     assert tolerance.limits == {}
     assert tolerance.find_fault(difference(9.0, mean=0.19)) is None
     fault = tolerance.find_fault(difference(0.01, mean=0.21))
-    assert fault == "2.10e-01 nats on average, more than 0.2 (canary.tolerance)"
+    assert fault == "2.10e-01 nats on average, more than 0.2 (parity_check.tolerance)"
 
 
 def test_few_tokens_neither_teach_nor_judge() -> None:
@@ -227,17 +231,17 @@ def test_few_tokens_neither_teach_nor_judge() -> None:
 
 
 def test_a_run_that_continues_goes_on_with_what_it_learned(tmp_path: Path) -> None:
-    file = tmp_path / "canary.json"
+    file = tmp_path / "parity_check.json"
     made_by = {"model": "m", "engine_ranks": 2}
-    first = CanaryTolerance(CanaryConfig(), BF16, file, made_by)
+    first = ParityTolerance(ParityCheckConfig(), BF16, file, made_by)
     first.learn([difference(0.01), difference(0.03), difference(0.02)])
     for _ in range(2):
         first.learn([difference(0.02)])
-    assert CanaryTolerance(CanaryConfig(), BF16, file, made_by).limits == {}
+    assert ParityTolerance(ParityCheckConfig(), BF16, file, made_by).limits == {}
     first.learn([difference(0.02)])
-    again = CanaryTolerance(CanaryConfig(), BF16, file, made_by)
+    again = ParityTolerance(ParityCheckConfig(), BF16, file, made_by)
     assert again.limits == first.limits == {"typical": (0.02, 0.04), "overall": (0.03, 0.06)}
-    other = CanaryTolerance(CanaryConfig(), BF16, file, {**made_by, "engine_ranks": 4})
+    other = ParityTolerance(ParityCheckConfig(), BF16, file, {**made_by, "engine_ranks": 4})
     assert other.limits == {}
 
 

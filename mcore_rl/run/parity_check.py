@@ -1,4 +1,4 @@
-"""Makes the canary of a run, which compares engines with the trainer after each weight sync."""
+"""Makes the parity check of a run, which compares engines with the trainer after each sync."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,8 +7,8 @@ from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.process.versions import find_versions
 from mcore_rl.run.images import image_marks
-from mcore_rl.run.roles.canary import Canary
-from mcore_rl.run.roles.canary_tolerance import CanaryTolerance
+from mcore_rl.run.roles.parity_check import ParityCheck
+from mcore_rl.run.roles.parity_tolerance import ParityTolerance
 from mcore_rl.run.roles.trainer import PackedTrainer
 from mcore_rl.run.startup import Started
 from mcore_rl.types import StoredBatch, TrainBatch
@@ -17,7 +17,7 @@ from mcore_rl.weights.hf.config import ModelFacts
 _COMPUTING = ("torch", "sglang", "megatron-core", "transformer-engine")
 
 
-def make_canary(
+def make_parity_check(
     config: Config,
     policy: ModelFacts,
     started: Started,
@@ -25,12 +25,12 @@ def make_canary(
     keys: ServerKeys,
     fetch: Callable[[StoredBatch], TrainBatch],
     folder: RunFolder,
-) -> Canary:
-    """Return the canary; `fetch` brings the tokens of its sequences."""
-    return Canary(
+) -> ParityCheck:
+    """Return the parity check; `fetch` brings the tokens of its sequences."""
+    return ParityCheck(
         packed,
-        config.canary,
-        make_canary_tolerance(config, folder, started.trainer.device_names()),
+        config.parity_check,
+        make_parity_tolerance(config, folder, started.trainer.device_names()),
         config.run.call_timeout_s,
         started.gpus.for_rollout,
         keys,
@@ -39,10 +39,10 @@ def make_canary(
     )
 
 
-def make_canary_tolerance(
+def make_parity_tolerance(
     config: Config, folder: RunFolder, devices: Sequence[str]
-) -> CanaryTolerance:
-    """Return what the canary compares engines by; a run that continues has learned it before.
+) -> ParityTolerance:
+    """Return what the parity check compares engines by; a run that continues has learned it before.
 
     devices   names of the trainer ranks' GPUs; on others, the same kernels round otherwise
     """
@@ -58,4 +58,6 @@ def make_canary_tolerance(
         "versions": find_versions(_COMPUTING),
         "devices": list(devices),
     }
-    return CanaryTolerance(config.canary, config.engine_precision, folder.canary, made_by)
+    return ParityTolerance(
+        config.parity_check, config.engine_precision, folder.parity_check, made_by
+    )
