@@ -31,7 +31,7 @@ from mcore_rl.weight_sync.buckets import plan_buckets
 from mcore_rl.weight_sync.execute import PlanExecutor
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.link_store import LinkStore
-from mcore_rl.weight_sync.placed_bucket import RankBucket, holdings
+from mcore_rl.weight_sync.placed_bucket import RankBucket, find_holdings
 from mcore_rl.weight_sync.plan_handshake import RankPlan
 from mcore_rl.weight_sync.transports.select import select_transport
 from mcore_rl.weight_sync.verify import XXH3
@@ -131,7 +131,7 @@ def run_rank(args: argparse.Namespace) -> None:
     numel = args.mib * 2**20 // 2
     shard = Shard(Box("w", (0,), (numel,)), "param", 0, (1,), "bfloat16")
     buckets = plan_buckets({(0, 0): [Slice(shard.box, "bfloat16")]}, 1, BUCKET_BYTES)
-    own = [RankBucket(b, 1 - args.rank, holdings(b, {"w": [shard]})) for b in buckets]
+    own = [RankBucket(b, 1 - args.rank, find_holdings(b, {"w": [shard]})) for b in buckets]
     stores, links = open_links(args)
     plan = RankPlan("", own, XXH3, {})
     executors = {}

@@ -148,7 +148,7 @@ def link(
         asyncio.run(controller.connect([url]))
         seconds.append(time.perf_counter() - began_s)
         cpu.append(_used_s(pids) - began_cpu_s)
-    assert controller.agreed_layouts(url).startswith(way), controller.agreed_layouts(url)
+    assert controller.get_agreed_layouts(url).startswith(way), controller.get_agreed_layouts(url)
     began_s = time.perf_counter()
     asyncio.run(controller.sync(0))
     first_sync_s = time.perf_counter() - began_s

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from mcore_rl.weight_sync.controller.engine_control import LOADER
 from mcore_rl.weight_sync.execute import PlanExecutor
-from mcore_rl.weight_sync.link_end import LinkEnd, with_roster
+from mcore_rl.weight_sync.link_end import LinkEnd, await_roster
 from mcore_rl.weight_sync.link_store import FACTS, publish_report, report_outcome
 from mcore_rl.weight_sync.roster import RankFacts
 from mcore_rl.weight_sync.sender import WeightSender
@@ -235,7 +235,7 @@ class _StandInEngine:
         def act() -> Report:
             facts = _facts_of("engine", self._index * len(self._shards) + receiver)
             end.store.publish(FACTS, rank, facts.encode())
-            met = with_roster(end)
+            met = await_roster(end)
             executor = PlanExecutor.meet(met, lambda _: self._shards[receiver], select_transport)
             self._executors[receiver] = executor
             return Report(end.name, executor.plan.digest, executor.num_bytes)

@@ -34,7 +34,7 @@ from mcore_rl.planning.deployment import (
 )
 from mcore_rl.planning.peak_memory import RankMemory, Side, Uses, find_peaks, name_stage
 from mcore_rl.planning.recipe_models import RecipeModels, make_critic_training
-from mcore_rl.weight_sync.buckets import largest_message_bytes
+from mcore_rl.weight_sync.buckets import bound_message_bytes
 from mcore_rl.weight_sync.transports.transport import NUM_SLOTS
 from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.hf.config import ModelFacts
@@ -49,7 +49,7 @@ from mcore_rl.weights.models.value_head import has_value_head, with_value_head
 
 def count_sync_buffers(sync: SyncConfig) -> int:
     """Bytes of the buffers at one end of a link of the weight sync, padding included."""
-    return NUM_SLOTS * largest_message_bytes(int(sync.bucket_mib * 2**20))
+    return NUM_SLOTS * bound_message_bytes(int(sync.bucket_mib * 2**20))
 
 
 def predict_engine(config: Config, policy: ModelFacts) -> list[Uses]:
@@ -68,7 +68,7 @@ def predict_engine(config: Config, policy: ModelFacts) -> list[Uses]:
     )
     buffers = num_links * count_sync_buffers(config.sync)
     if config.sync.verify == "destination":
-        buffers += largest_message_bytes(int(config.sync.bucket_mib * 2**20))
+        buffers += bound_message_bytes(int(config.sync.bucket_mib * 2**20))
     stages = []
     for stage in range(rollout.pp):
         first_rank = stage * rollout.tp

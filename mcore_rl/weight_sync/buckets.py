@@ -76,7 +76,7 @@ class Bucket:
         return f"bucket {self.index} ({names})"
 
 
-def largest_message_bytes(bucket_bytes: int) -> int:
+def bound_message_bytes(bucket_bytes: int) -> int:
     """Return the most memory that a bucket of `bucket_bytes` of weights takes: with padding and
     header.
 
@@ -84,7 +84,7 @@ def largest_message_bytes(bucket_bytes: int) -> int:
     """
     padded_bytes = max(int(bucket_bytes * (1 + _MOST_PADDING)), bucket_bytes + _ROW_BYTES)
     most_pieces = padded_bytes // _ROW_BYTES
-    return padded_bytes + _num_header_rows(most_pieces) * _ROW_BYTES
+    return padded_bytes + _count_header_rows(most_pieces) * _ROW_BYTES
 
 
 def split_box(box: Box, max_numel: int, multiple: int = 1) -> list[Box]:
@@ -122,7 +122,7 @@ def plan_buckets(
     """
     buckets: list[Bucket] = []
     for pair, slices in flows.items():
-        buckets += _pair_buckets(pair, slices, bucket_bytes)
+        buckets += _plan_pair(pair, slices, bucket_bytes)
 
     def turn(bucket: Bucket) -> tuple[int, int, int]:
         distance = (bucket.target_rank - bucket.source_rank) % num_targets
@@ -131,13 +131,11 @@ def plan_buckets(
     return sorted(buckets, key=turn)
 
 
-def _pair_buckets(
-    pair: tuple[int, int], slices: Iterable[Slice], bucket_bytes: int
-) -> list[Bucket]:
+def _plan_pair(pair: tuple[int, int], slices: Iterable[Slice], bucket_bytes: int) -> list[Bucket]:
     groups: list[list[_SizedSlice]] = [[]]
     filled_bytes = 0
     padded_bytes = 0
-    for parts in _bounded(slices, bucket_bytes):
+    for parts in _split_to_fit(slices, bucket_bytes):
         num_bytes = sum(num_bytes for _, num_bytes, _ in parts)
         num_padded = sum(num_rows for _, _, num_rows in parts) * _ROW_BYTES
         is_full = (
@@ -154,10 +152,10 @@ def _pair_buckets(
     return [Bucket(index, *pair, _lay_out(group)) for index, group in enumerate(groups) if group]
 
 
-def _bounded(slices: Iterable[Slice], bucket_bytes: int) -> Iterator[list[_SizedSlice]]:
+def _split_to_fit(slices: Iterable[Slice], bucket_bytes: int) -> Iterator[list[_SizedSlice]]:
     """Yield the slices that must share a bucket: one slice, or FP8 values and their scales."""
     for whole in slices:
-        sized = _sized(whole)
+        sized = _measure(whole)
         if whole.dtype != FP8 and sized[1] <= bucket_bytes:
             yield [sized]
             continue
@@ -166,21 +164,21 @@ def _bounded(slices: Iterable[Slice], bucket_bytes: int) -> Iterator[list[_Sized
         for box in split_box(whole.box, max_numel, multiple):
             part = Slice(box, whole.dtype)
             scales = part.scales
-            yield [_sized(part)] if scales is None else [_sized(part), _sized(scales)]
+            yield [_measure(part)] if scales is None else [_measure(part), _measure(scales)]
 
 
-def _sized(part: Slice) -> _SizedSlice:
+def _measure(part: Slice) -> _SizedSlice:
     num_bytes = part.box.numel * itemsize(part.dtype)
     return part, num_bytes, -(-num_bytes // _ROW_BYTES)
 
 
-def _num_header_rows(num_pieces: int) -> int:
+def _count_header_rows(num_pieces: int) -> int:
     return -(-(HEADER_WORDS + num_pieces) // ROW_WORDS)
 
 
 def _lay_out(slices: Sequence[_SizedSlice]) -> tuple[BucketPiece, ...]:
     """Place the slices behind the header, shortest first."""
-    first_word = _num_header_rows(len(slices)) * ROW_WORDS
+    first_word = _count_header_rows(len(slices)) * ROW_WORDS
     pieces = []
     for part, _, num_rows in sorted(slices, key=itemgetter(2)):
         pieces.append(BucketPiece(part.box, part.dtype, first_word, num_rows))

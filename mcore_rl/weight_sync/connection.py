@@ -74,14 +74,14 @@ class DestinationCheck:
             raise TransferError(
                 f"{self._end.name} was to verify version {version}, but received {held} last"
             )
-        different = self.find_difference(version, self.sums(tensors), sent)
+        different = self.find_difference(version, self.take_sums(tensors), sent)
         if different is not None:
             raise TransferError(
                 f"{different}. The engine gets no requests until it is linked and synced anew"
                 " (docs/debugging.md)"
             )
 
-    def sums(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def take_sums(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the checksums of the slices in `tensors`, int64 [slices]."""
         with self._stream.running():
             sums = []
@@ -181,13 +181,13 @@ class EngineConnection:
 
         Raises TransferError, which names a slice that differs.
         """
-        self._check().check(version, tensors, self._sent)
+        self._get_destination_check().check(version, tensors, self._sent)
 
     def expect(self, tensors: Mapping[str, Tensor]) -> None:
         """Have the version that is received first compared with what lies in `tensors` now."""
-        self._loaded_P = self._check().sums(tensors)
+        self._loaded_P = self._get_destination_check().take_sums(tensors)
 
-    def _check(self) -> DestinationCheck:
+    def _get_destination_check(self) -> DestinationCheck:
         if self._destination is None:
             plan = self._executor.plan
             self._destination = DestinationCheck(self.end, plan.buckets, plan.sums)
@@ -199,7 +199,7 @@ class EngineConnection:
         self._loaded_P = None
         if loaded_P is None:
             return
-        different = self._check().find_difference(sent.version, loaded_P, sent)
+        different = self._get_destination_check().find_difference(sent.version, loaded_P, sent)
         if different is not None:
             raise TransferError(
                 "the engine loaded other weights from the checkpoint than the trainer sends before"

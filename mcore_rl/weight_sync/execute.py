@@ -148,7 +148,7 @@ class PlanExecutor:
         checksums it came with, once it is there. Raises TransferError when time.monotonic() passes
         `deadline_s`, the link fails, or a checksum differs.
         """
-        with self._failures_shared(), self._stream.running():
+        with self._share_failures(), self._stream.running():
             bound = self._bind(tensors)
             peers = (own.peer for own in self._buckets)
             carried = list(zip(peers, bound.buckets, strict=True))
@@ -216,7 +216,7 @@ class PlanExecutor:
         return sums
 
     @contextmanager
-    def _failures_shared(self) -> Iterator[None]:
+    def _share_failures(self) -> Iterator[None]:
         """Report a failure here to the other ranks of the link, which then stop waiting."""
         try:
             yield

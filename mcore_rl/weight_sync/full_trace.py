@@ -51,7 +51,7 @@ class FullTrace:
     ) -> None:
         """Trace for the engine's rank `owner`, whose parameters are `tensors`.
 
-        Their memory may change in `parameters_may_change`.
+        Their memory may change in `let_parameters_change`.
         """
         self._owner = owner
         self.fault: str | None = None
@@ -85,7 +85,7 @@ class FullTrace:
         return self.done
 
     @contextmanager
-    def parameters_may_change(self) -> Iterator[None]:
+    def let_parameters_change(self) -> Iterator[None]:
         """Keep the trace at rest inside."""
         with self._turn:
             self._has_changed = True

@@ -16,10 +16,10 @@ import torch
 
 from mcore_rl.device.gpu_memory import gpu_id, readable_gpus
 from mcore_rl.weight_sync.link_store import FACTS, LinkStore
-from mcore_rl.weight_sync.roster import RankFacts, Roster, machine_id
+from mcore_rl.weight_sync.roster import RankFacts, Roster, read_machine_id
 from mcore_rl.weight_sync.transports.host.one_pass import find_library
 from mcore_rl.weight_sync.transports.host.segment import Segment
-from mcore_rl.weight_sync.verify import kinds_of_sums
+from mcore_rl.weight_sync.verify import list_sum_kinds
 from mcore_rl.weight_sync.waits import FAILURE_POLL_S, TransferError, wait_until
 from mcore_rl.weight_sync.wire import Link
 
@@ -60,7 +60,7 @@ class LinkEnd:
 
     @property
     def name(self) -> str:
-        return self.link.name_of(self.rank)
+        return self.link.name_rank(self.rank)
 
     @property
     def is_sender(self) -> bool:
@@ -82,7 +82,7 @@ class LinkEnd:
         """LinkStore.wait_joined of all ranks of the link, by this end's deadline."""
         return self.store.wait_joined(topic, self.link.names, self.name, self.deadline_s)
 
-    def lost(self, what: str, reason: str, began_s: float) -> TransferError:
+    def make_lost_error(self, what: str, reason: str, began_s: float) -> TransferError:
         """Return the error of a wait for `what` that began at time.monotonic() `began_s`."""
         waited_s = time.monotonic() - began_s
         return TransferError(
@@ -96,8 +96,8 @@ def describe_rank(
     """Return the facts of the calling rank, whose tensors are on `device`."""
     has_compiler = find_library() is not None
     return RankFacts(
-        machine_id(),
-        tuple(kinds_of_sums(device)),
+        read_machine_id(),
+        tuple(list_sum_kinds(device)),
         gpu_id(device),
         tuple(readable_gpus(device)),
         memory.name if memory is not None and has_compiler else "",
@@ -109,12 +109,12 @@ def publish_facts(end: LinkEnd) -> None:
     """Tell the other ranks of the link about this one, unless `end` came with the roster."""
     if end.roster is not None:
         return
-    with end.store.errors_published(FACTS, end.rank, end.name):
+    with end.store.publish_errors(FACTS, end.rank, end.name):
         facts = describe_rank(end.device, is_sender=end.is_sender, memory=end.memory)
         end.store.publish(FACTS, end.rank, facts.encode())
 
 
-def with_roster(end: LinkEnd) -> LinkEnd:
+def await_roster(end: LinkEnd) -> LinkEnd:
     """Return `end` with the roster, once all ranks of the link have published their facts.
 
     Raises TransferError, which names those that have not by end.deadline_s.
@@ -169,7 +169,7 @@ class RankServer:
             while missing:
                 reason = wait_until(has_come, end.deadline_s, end.store.failure)
                 if reason is not None:
-                    late = ", ".join(end.link.name_of(rank) for rank in sorted(missing))
+                    late = ", ".join(end.link.name_rank(rank) for rank in sorted(missing))
                     message = f"{end.name} waited in vain for {late} to {purpose}: {reason}"
                     raise TransferError(message, peer_lost=True)
                 peer = accepted.pop()

@@ -76,7 +76,7 @@ class PlanAnswer:
     pairs: bytes = b""
 
     @staticmethod
-    def of(digests: Mapping[int, str]) -> "PlanAnswer":
+    def make(digests: Mapping[int, str]) -> "PlanAnswer":
         """Return the answer of a rank, given peer -> digest in hex."""
         pairs = [(peer, int(digest[:_DIGEST_LEN], 16)) for peer, digest in digests.items()]
         return PlanAnswer("", np.array(pairs, _PAIR).tobytes())
@@ -97,12 +97,12 @@ class PlanAnswer:
         return PlanAnswer(data[LENGTH.size : at].decode(), data[at:])
 
 
-def rank_key(topic: str, rank: int) -> str:
+def make_rank_key(topic: str, rank: int) -> str:
     """Return the key under which a rank publishes."""
     return f"{topic}/{rank}"
 
 
-def joined_key(topic: str) -> str:
+def make_joined_key(topic: str) -> str:
     """Return the key of what was joined from the values of all ranks."""
     return f"{topic} of all"
 
@@ -169,11 +169,11 @@ def _are_agreed(answers: Sequence[PlanAnswer]) -> bool:
 
 
 def _join_topic(values: Values, topic: str, names: Sequence[str], join: Join) -> None:
-    keys = [rank_key(topic, rank) for rank in range(len(names))]
+    keys = [make_rank_key(topic, rank) for rank in range(len(names))]
 
     def on_present() -> None:
         published = values.take_all(keys)
-        values.compare_set(joined_key(topic), b"", _join(published, names, join))
+        values.compare_set(make_joined_key(topic), b"", _join(published, names, join))
 
     values.when_present(keys, on_present)
 
@@ -237,7 +237,7 @@ class LinkStore:
     def num_keys(self) -> int:
         return self.client.count()
 
-    def for_torch(self) -> Any:
+    def make_torch_store(self) -> Any:
         """Return this store as one at which a torch process group can meet."""
         return TorchStore(self.client, self._timeout_s)
 
@@ -247,25 +247,25 @@ class LinkStore:
 
     def publish(self, topic: str, rank: int, data: bytes) -> None:
         """Publish this rank's `data` on `topic` to all ranks of the link."""
-        self.client.set(rank_key(topic, rank), DATA + data)
+        self.client.set(make_rank_key(topic, rank), DATA + data)
 
     def publish_tagged(self, topic: str, values: Sequence[bytes]) -> None:
         """Publish what the first ranks would: DATA and a rank's data each, or ERROR and a message.
 
         For the process that serves.
         """
-        keyed = {rank_key(topic, rank): value for rank, value in enumerate(values)}
+        keyed = {make_rank_key(topic, rank): value for rank, value in enumerate(values)}
         self._served.values.set_all(keyed)
 
     def publish_error(self, topic: str, rank: int, name: str, message: str) -> None:
         """Publish that rank `name` failed, in place of its data; no rank waits for others then."""
-        self.client.set(rank_key(topic, rank), ERROR + message.encode())
+        self.client.set(make_rank_key(topic, rank), ERROR + message.encode())
         self.client.compare_set(
-            joined_key(topic), b"", ERROR + f"{name} failed: {message}".encode()
+            make_joined_key(topic), b"", ERROR + f"{name} failed: {message}".encode()
         )
 
     @contextmanager
-    def errors_published(self, topic: str, rank: int, name: str) -> Iterator[None]:
+    def publish_errors(self, topic: str, rank: int, name: str) -> Iterator[None]:
         """Publish an error raised inside in place of this rank's data, so that no rank waits."""
         try:
             yield
@@ -287,7 +287,7 @@ class LinkStore:
         the name of the rank that waits. Raises TransferError if a rank has not published by then,
         which names it by `names`, or if it published an error.
         """
-        keys = [rank_key(topic, rank) for rank in ranks]
+        keys = [make_rank_key(topic, rank) for rank in ranks]
         began_s = time.monotonic()
         while not self.client.wait(keys, min(_FAILURE_POLL_S, deadline_s - time.monotonic())):
             self._check_wait(topic, ranks, names, waiting, began_s, deadline_s)
@@ -304,24 +304,24 @@ class LinkStore:
 
         Waits and fails as `collect` does, with one request instead of one for each rank.
         """
-        key = joined_key(topic)
+        key = make_joined_key(topic)
         began_s = time.monotonic()
         while True:
             value = self.client.fetch(key, min(_FAILURE_POLL_S, deadline_s - time.monotonic()))
             if value is not None:
-                return _untagged(value)
+                return _untag(value)
             self._check_wait(topic, range(len(names)), names, waiting, began_s, deadline_s)
 
     async def wait_joined_async(
         self, topic: str, names: Sequence[str], waiting: str, deadline_s: float
     ) -> bytes:
         """Do as `wait_joined`, without blocking the event loop; for the process that serves."""
-        key = joined_key(topic)
+        key = make_joined_key(topic)
         began_s = time.monotonic()
         while not await self.wait_present([key], FAILURE_POLL_S):
             self._check_wait(topic, range(len(names)), names, waiting, began_s, deadline_s)
         (value,) = self.client.get_all([key])
-        return _untagged(value)
+        return _untag(value)
 
     async def wait_present(self, keys: Sequence[str], seconds: float) -> bool:
         """Return whether all of `keys` are set within `seconds`; for the process that serves.
@@ -361,8 +361,8 @@ class LinkStore:
         failure = self.failure()
         if failure is None and time.monotonic() < deadline_s:
             return
-        missing = set(self.client.missing([rank_key(topic, rank) for rank in ranks]))
-        late = [names[rank] for rank in ranks if rank_key(topic, rank) in missing]
+        missing = set(self.client.missing([make_rank_key(topic, rank) for rank in ranks]))
+        late = [names[rank] for rank in ranks if make_rank_key(topic, rank) in missing]
         shown = ", ".join(late[:_MAX_NAMES])
         if len(late) > _MAX_NAMES:
             shown += f" and {len(late) - _MAX_NAMES} more ranks"
@@ -391,7 +391,7 @@ class LinkStore:
 
     def put_stage_request(self, number: int, request: StageRequest) -> None:
         """Leave a request for the engine's ranks; requests are numbered from 0."""
-        self.client.set(_request_key(number), encode_stage_request(request))
+        self.client.set(_make_request_key(number), encode_stage_request(request))
 
     def wait_stage_request(self, number: int, waiting: str) -> StageRequest:
         """Return request `number`, for which rank `waiting` waits while the trainer computes.
@@ -400,7 +400,7 @@ class LinkStore:
         TransferError if it is silent for longer than a client waits for any answer. Blocks every
         other use of this object.
         """
-        key = _request_key(number)
+        key = _make_request_key(number)
         began_s = time.monotonic()
         try:
             while True:
@@ -416,19 +416,19 @@ class LinkStore:
             ) from error
 
     def drop_stage_request(self, number: int) -> None:
-        self.client.delete(_request_key(number))
+        self.client.delete(_make_request_key(number))
 
     def put_report(self, action: Action, rank: int, report: Report) -> None:
-        self.client.set(report_key(action, rank), encode_report(report))
+        self.client.set(make_report_key(action, rank), encode_report(report))
 
     def has_error(self, action: Action, ranks: Sequence[int]) -> bool:
         """Return whether any report that is there has an error."""
-        found = (self.client.get(report_key(action, rank)) for rank in ranks)
+        found = (self.client.get(make_report_key(action, rank)) for rank in ranks)
         return any(decode_report(data).error for data in found if data is not None)
 
     def take_report(self, action: Action, rank: int) -> Report | None:
         """Remove and return the report of a rank, or return None if there is none yet."""
-        key = report_key(action, rank)
+        key = make_report_key(action, rank)
         report = self.client.get(key)
         if report is None:
             return None
@@ -436,18 +436,18 @@ class LinkStore:
         return decode_report(report)
 
 
-def _untagged(value: bytes) -> bytes:
+def _untag(value: bytes) -> bytes:
     """Return the data that was joined; TransferError if a rank failed instead."""
     if value[:1] == ERROR:
         raise TransferError(value[1:].decode(), peer_lost=True)
     return value[1:]
 
 
-def _request_key(number: int) -> str:
+def _make_request_key(number: int) -> str:
     return f"stage/{number}"
 
 
-def report_key(action: Action, rank: int) -> str:
+def make_report_key(action: Action, rank: int) -> str:
     return f"report/{action}/{rank}"
 
 

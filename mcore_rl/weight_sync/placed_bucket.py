@@ -23,7 +23,7 @@ from mcore_rl.device.checked_copy_kernel import WORD_BYTES, ChunkTable, Run, has
 from mcore_rl.types import Array
 from mcore_rl.weight_sync.buckets import HEADER_WORDS, Bucket, BucketPiece
 from mcore_rl.weight_sync.transports.host.one_pass import OnePass, Part, find_moves
-from mcore_rl.weight_sync.verify import ROW_WORDS, ROWS, XXH3, make_sums, row_multipliers
+from mcore_rl.weight_sync.verify import ROW_WORDS, ROWS, XXH3, make_row_multipliers, make_sums
 from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.hf.fp8 import FP8, quantize_into, scale_box
@@ -40,13 +40,13 @@ class GpuPass:
     ) -> None:
         runs_of: list[list[Run] | None] = [[] for _ in pieces]
         for number, own, in_bucket in parts:
-            runs = _runs(number, own, in_bucket, words_W.data_ptr())
+            runs = _find_runs(number, own, in_bucket, words_W.data_ptr())
             so_far = runs_of[number]
             runs_of[number] = None if runs is None or so_far is None else so_far + runs
         self.rest = [part for part in parts if not runs_of[part[0]]]
         self._own = [part[1] for part in parts]
         """Keeps the memory to which the runs' addresses lead."""
-        multipliers_W = row_multipliers(words_W.device)
+        multipliers_W = make_row_multipliers(words_W.device)
         moved = [run for runs in runs_of for run in runs or ()]
         summed = [
             _make_whole_run(number, piece)
@@ -83,7 +83,9 @@ class GpuPass:
         return self._received_P
 
 
-def _runs(number: int, own: Tensor, in_bucket: Tensor, bucket_address: int) -> list[Run] | None:
+def _find_runs(
+    number: int, own: Tensor, in_bucket: Tensor, bucket_address: int
+) -> list[Run] | None:
     """Return the runs of a part of slice `number`, or None if others move it."""
     moves = find_moves(own, in_bucket, bucket_address)
     if moves is None or any(
@@ -126,18 +128,18 @@ class Copies:
         for left, right in pairs:
             is_dense = left.is_contiguous() and right.is_contiguous()
             if is_dense and _is_large_on_host(left, right):
-                self._large.append((_bytes_of(left), _bytes_of(right)))
+                self._large.append((_view_bytes(left), _view_bytes(right)))
                 continue
             groups[left.dtype, right.dtype, is_dense].append((left, right))
         self._groups = [tuple(map(list, zip(*group, strict=True))) for group in groups.values()]
 
-    def to_right(self) -> None:
+    def copy_right(self) -> None:
         for left, right in self._groups:
             _copy_all(right, left)
         for left_B, right_B in self._large:
             np.copyto(right_B, left_B)
 
-    def to_left(self) -> None:
+    def copy_left(self) -> None:
         for left, right in self._groups:
             _copy_all(left, right)
         for left_B, right_B in self._large:
@@ -152,7 +154,7 @@ def _is_large_on_host(left: Tensor, right: Tensor) -> bool:
     )
 
 
-def _bytes_of(tensor: Tensor) -> Array:
+def _view_bytes(tensor: Tensor) -> Array:
     """Return a dense host tensor's memory as uint8."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 
@@ -183,7 +185,7 @@ class RankBucket:
     held: Sequence[Holding]
 
 
-def holdings(bucket: Bucket, shards: Mapping[str, Sequence[Shard]]) -> list[Holding]:
+def find_holdings(bucket: Bucket, shards: Mapping[str, Sequence[Shard]]) -> list[Holding]:
     """Return where the whole bucket lies in a rank's `shards` (by HF name), in as many parts as
     that takes.
 
@@ -195,7 +197,7 @@ def holdings(bucket: Bucket, shards: Mapping[str, Sequence[Shard]]) -> list[Hold
         box = piece.box
         candidates = shards.get(box.name, ())
         if len(candidates) == 1 and candidates[0].box == box:
-            held.append(Holding(i, _whole(box.start, box.stop), candidates[0]))
+            held.append(Holding(i, _cover_whole(box.start, box.stop), candidates[0]))
             continue
         if not candidates and box in computed:
             continue
@@ -215,7 +217,7 @@ def holdings(bucket: Bucket, shards: Mapping[str, Sequence[Shard]]) -> list[Hold
 
 
 @lru_cache(maxsize=1024)
-def _whole(start: tuple[int, ...], stop: tuple[int, ...]) -> tuple[slice, ...]:
+def _cover_whole(start: tuple[int, ...], stop: tuple[int, ...]) -> tuple[slice, ...]:
     """Return all of a box from `start` to `stop`, counted from its own start."""
     return tuple(slice(0, last - first) for first, last in zip(start, stop, strict=True))
 
@@ -339,7 +341,7 @@ class PlacedBucket:
 
     def _fill_words(self) -> None:
         """Put what compiled code does not move, such as cast values, where it is in the bucket."""
-        self._copies.to_right()
+        self._copies.copy_right()
         for matrix in self._matrices:
             matrix.quantize()
 
@@ -366,7 +368,7 @@ class PlacedBucket:
             self._check_header(version, on_host_W[:HEADER_WORDS].tolist())
             received_P = self._one_pass.place()
         self._check_sums(on_host_W[self._sums_at], received_P)
-        self._copies.to_left()
+        self._copies.copy_left()
 
     def _check_header(self, version: int, header: list[int]) -> None:
         bucket = self.bucket

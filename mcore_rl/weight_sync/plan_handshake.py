@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from mcore_rl.weight_sync.buckets import Bucket, plan_buckets
-from mcore_rl.weight_sync.link_end import LinkEnd, publish_facts, with_roster
+from mcore_rl.weight_sync.link_end import LinkEnd, await_roster, publish_facts
 from mcore_rl.weight_sync.link_store import LISTED_PLAN, RECORDED_PLAN, PlanAnswer
-from mcore_rl.weight_sync.placed_bucket import RankBucket, holdings
+from mcore_rl.weight_sync.placed_bucket import RankBucket, find_holdings
 from mcore_rl.weight_sync.roster import Roster
 from mcore_rl.weight_sync.verify import XXH3
 from mcore_rl.weight_sync.wire import decode_shards, encode_shards
@@ -77,7 +77,7 @@ class Draft:
         self._sums = end.roster.sums
         self._is_sender = end.is_sender
         self._side_rank = end.side_rank
-        hosts = end.roster.listed_hosts(link.num_senders)
+        hosts = end.roster.list_hosts(link.num_senders)
         sides = end.side_rank, layouts.source, layouts.target, hosts
         self._flows: dict[int, Flow]
         """By peer, counted over the link."""
@@ -90,7 +90,7 @@ class Draft:
     def answer(self) -> bytes:
         """The rank's encoded PlanAnswer."""
         digests = {peer: flow.digest for peer, flow in self._flows.items()}
-        return PlanAnswer.of(digests).encode()
+        return PlanAnswer.make(digests).encode()
 
     @cached_property
     def digest(self) -> str:
@@ -104,10 +104,12 @@ class Draft:
         own: dict[str, list[Shard]] = defaultdict(list)
         for shard in self._layouts.shards:
             own[shard.box.name].append(shard)
-        slices = {self._pair(peer): flow.slices for peer, flow in self._flows.items()}
+        slices = {self._make_pair(peer): flow.slices for peer, flow in self._flows.items()}
         link = self._link
         buckets = plan_buckets(slices, link.num_receivers, link.bucket_bytes)
-        return [RankBucket(each, self._peer_of(each), holdings(each, own)) for each in buckets]
+        return [
+            RankBucket(each, self._find_peer(each), find_holdings(each, own)) for each in buckets
+        ]
 
     def finish(self, end: LinkEnd) -> RankPlan:
         """Return the plan for the link of `end`, once its ranks agreed."""
@@ -117,13 +119,13 @@ class Draft:
             direct = find_direct_peers(end.roster, end.link.num_senders, end.rank)
         return RankPlan(self.digest, self.buckets, self._sums, direct)
 
-    def _pair(self, peer: int) -> tuple[int, int]:
+    def _make_pair(self, peer: int) -> tuple[int, int]:
         """Return (source rank, target rank) of this rank and `peer`, each counted on its side."""
         if self._is_sender:
             return self._side_rank, peer - self._link.num_senders
         return peer, self._side_rank
 
-    def _peer_of(self, bucket: Bucket) -> int:
+    def _find_peer(self, bucket: Bucket) -> int:
         """Return the bucket's other rank, counted over the link."""
         if self._is_sender:
             return self._link.num_senders + bucket.target_rank
@@ -192,7 +194,7 @@ class PlanHandshake:
         """
         end = self.end
         publish_facts(end)
-        with end.store.errors_published(RECORDED_PLAN, end.rank, end.name):
+        with end.store.publish_errors(RECORDED_PLAN, end.rank, end.name):
             end.store.publish(RECORDED_PLAN, end.rank, self.answer())
         return self.conclude(end.wait_joined(RECORDED_PLAN).decode())
 
@@ -222,11 +224,11 @@ class PlanHandshake:
     def _find_draft(self) -> Draft | str:
         """Return the draft by the recorded layouts, or why they don't hold for this rank."""
         if not self.end.link.layouts:
-            self.end = with_roster(self.end)
+            self.end = await_roster(self.end)
             return "no layouts are recorded"
         if self._drafts is None:
             return self._draft_recorded()
-        self.end = with_roster(self.end)
+        self.end = await_roster(self.end)
         assert self.end.roster is not None, "a rank plans with the roster"
         key = self.end.link.layouts, self.end.link.bucket_bytes, self.end.roster.alike
         draft = self._drafts.get(key) or self._draft_recorded()
@@ -237,12 +239,12 @@ class PlanHandshake:
     def _draft_recorded(self) -> Draft | str:
         end = self.end
         try:
-            source, target = _layouts_of(end.link.layouts)
+            source, target = _decode_layouts(end.link.layouts)
         except ValueError as error:
-            self.end = with_roster(end)
+            self.end = await_roster(end)
             return str(error)
         shards = self._make_shards({} if end.is_sender else source.hf_tensors())
-        self.end = with_roster(end)
+        self.end = await_roster(end)
         digest = hashlib.sha256(end.link.layouts.encode()).hexdigest()
         try:
             check_rank(source if end.is_sender else target, end.side_rank, shards)
@@ -254,7 +256,7 @@ class PlanHandshake:
         """Return the plan by the shards that all ranks list for one another."""
         end = self.end
         layouts = self._exchange_lists()
-        with end.store.errors_published(LISTED_PLAN, end.rank, end.name):
+        with end.store.publish_errors(LISTED_PLAN, end.rank, end.name):
             draft = Draft(end, layouts)
             end.store.publish(LISTED_PLAN, end.rank, draft.answer)
         end.wait_joined(LISTED_PLAN)
@@ -264,7 +266,7 @@ class PlanHandshake:
         """Publish this rank's shards and collect those of all ranks."""
         end = self.end
         num_senders = end.link.num_senders
-        with end.store.errors_published(_LISTS, end.rank, end.name):
+        with end.store.publish_errors(_LISTS, end.rank, end.name):
             sources = [] if end.is_sender else end.collect(_LISTS, range(num_senders))
             held = ListedLayout([decode_shards(data) for data in sources])
             shards = self._make_shards(held.hf_tensors())
@@ -279,7 +281,7 @@ class PlanHandshake:
 
 
 @lru_cache(maxsize=4)
-def _layouts_of(recorded: str) -> tuple[MegatronLayout, Layout]:
+def _decode_layouts(recorded: str) -> tuple[MegatronLayout, Layout]:
     """Return both sides' layouts, which remember the placements that they computed.
 
     Raises ValueError if the sizes do not divide the model.

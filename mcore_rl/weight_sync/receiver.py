@@ -36,7 +36,7 @@ LoadWeights = Callable[[Any], object]
 """A model's load_weights: takes an iterable of (HF name, tensor)."""
 
 
-def _no_padding() -> None: ...
+def _fill_no_padding() -> None: ...
 
 
 class WeightReceiver:
@@ -48,7 +48,7 @@ class WeightReceiver:
         self._link: Link | None = None
         self._store: LinkStore | None = None
         self._staging: Staging | None = None
-        self._fill_padding: Callable[[], None] = _no_padding
+        self._fill_padding: Callable[[], None] = _fill_no_padding
         self._padded: frozenset[str] = frozenset()
         self._full_trace: FullTrace | None = None
         """Traces what the link's own trace left out; it begins after the first swap."""
@@ -67,7 +67,7 @@ class WeightReceiver:
             act = partial(self._connect, link, rank, load_weights, tensors)
         else:
             act = partial(self._move, command, tensors)
-        report = report_outcome(link.name_of(rank), act)
+        report = report_outcome(link.name_rank(rank), act)
         if report.error is not None:
             self.close()
         if self._store is not None and not publish_report(
@@ -91,7 +91,7 @@ class WeightReceiver:
         self.close()
         self._store = None
         self._link = None
-        live = self._staging.live_segment(tensors) if self._staging is not None else None
+        live = self._staging.find_live_segment(tensors) if self._staging is not None else None
         self._staging = None
         memory = None
         if link.staged:
@@ -162,7 +162,7 @@ class WeightReceiver:
             self._staging.swap(version, tensors)
         else:
             full_trace.check()
-            with full_trace.parameters_may_change():
+            with full_trace.let_parameters_change():
                 self._staging.swap(version, tensors)
         if verify:
             connection.check_destination(version, tensors)
@@ -192,8 +192,8 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     command = decode_command(commands[0])
     parallel = get_parallel()
     receiver_rank = parallel.pp_rank * parallel.tp_size + parallel.tp_rank
-    tensors = loaded_parameters(model)
-    load_weights = on_calling_thread(model.load_weights)  # type: ignore[arg-type]
+    tensors = list_loaded_parameters(model)
+    load_weights = keep_on_calling_thread(model.load_weights)  # type: ignore[arg-type]
     if command.action == "connect" and parallel.pp_size > 1:
         _connect_in_thread(command, receiver_rank, load_weights, tensors)
         return
@@ -203,7 +203,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         forget_image_embeddings()
 
 
-def loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
+def list_loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters that a checkpoint fills.
 
     SGLang marks the others, such as the scales of its KV cache, with `_skip_weight_check`.
@@ -252,16 +252,16 @@ def _connect_in_thread(
     traced.wait(command.link.timeout_s)
 
 
-def on_calling_thread(load_weights: LoadWeights) -> LoadWeights:
+def keep_on_calling_thread(load_weights: LoadWeights) -> LoadWeights:
     """Keep SGLang's loaders from handing host tensors to other threads, where tracing can't follow.
 
     They don't do so for tensors marked as views of a buffer that is about to be reused.
     """
     from sglang.srt.model_loader.weight_utils import RUNAI_STREAMER_TENSOR_ATTR
 
-    def marked(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def mark(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in named_tensors:
             setattr(tensor, RUNAI_STREAMER_TENSOR_ATTR, True)
             yield name, tensor
 
-    return lambda named_tensors: load_weights(marked(named_tensors))
+    return lambda named_tensors: load_weights(mark(named_tensors))

@@ -74,7 +74,7 @@ def needs_gloo(
     )
 
 
-def machine_id() -> str:
+def read_machine_id() -> str:
     """Return an id that is equal for two processes exactly if they can share memory through a
     channel.
 
@@ -88,7 +88,7 @@ def machine_id() -> str:
 class RankFacts:
     """Where a rank runs and what it can do, as it tells the other ranks.
 
-    machine         machine_id(): equal for processes that can share memory
+    machine         read_machine_id(): equal for processes that can share memory
     sums            kinds of checksums that it computes
     gpu             id of the GPU that holds its tensors; empty for the host
     readable_gpus   ids of the GPUs whose memory it can read
@@ -122,7 +122,7 @@ class Runs:
     ends: tuple[int, ...]
 
     @staticmethod
-    def of(numbers: Iterable[int]) -> "Runs":
+    def make(numbers: Iterable[int]) -> "Runs":
         runs = [(value, len(list(run))) for value, run in groupby(numbers)]
         ends = accumulate(count for _, count in runs)
         return Runs(tuple(value for value, _ in runs), tuple(ends))
@@ -168,7 +168,7 @@ class Roster:
     alike: str
     met: Mapping[int, RankFacts]
 
-    def listed_hosts(self, num_senders: int) -> ListedHosts:
+    def list_hosts(self, num_senders: int) -> ListedHosts:
         hosts = self.hosts.expand()
         return ListedHosts(hosts[:num_senders], hosts[num_senders:])
 
@@ -197,23 +197,23 @@ def make_roster(facts: Sequence[RankFacts], link: Link) -> Roster:
     on_gpu = tuple(each.gpu != "" for each in facts)
     places = list(zip(hosts, on_gpu, strict=True))
     gloo = needs_gloo(
-        _locations(places[:num_senders]),
-        _locations(places[num_senders:]),
+        _list_locations(places[:num_senders]),
+        _list_locations(places[num_senders:]),
         through_hosts=link.delta == "always",
     )
-    sums = _common_kind(link.names, [each.sums for each in facts])
+    sums = _find_common_kind(link.names, [each.sums for each in facts])
     # An engine rank's host matters to the plan only if trainer ranks run there.
     near = [host if host in both else None for host in hosts[num_senders:]]
     alike = hashlib.sha256(repr((hosts[:num_senders], near, sums)).encode()).hexdigest()
-    return Roster(Runs.of(hosts), Runs.of(on_gpu), sums, gloo, alike, met)
+    return Roster(Runs.make(hosts), Runs.make(on_gpu), sums, gloo, alike, met)
 
 
-def _locations(places: Iterable[tuple[int, bool]]) -> list[RankLocation]:
+def _list_locations(places: Iterable[tuple[int, bool]]) -> list[RankLocation]:
     """Return the different ones of some ranks, given (host, whether on a GPU) of each."""
     return [RankLocation(str(host), SOME_GPU if gpu else "") for host, gpu in dict.fromkeys(places)]
 
 
-def _common_kind(names: Sequence[str], kinds: Sequence[Sequence[str]]) -> str:
+def _find_common_kind(names: Sequence[str], kinds: Sequence[Sequence[str]]) -> str:
     """Return the first kind of checksums that all ranks compute.
 
     Raises TransferError, which names what ranks compute, if there is none.

@@ -124,7 +124,7 @@ class WeightSender:
             executor = connect()
         except (RuntimeError, ValueError) as error:
             peer_lost = isinstance(error, TransferError) and error.peer_lost
-            return Report(link.name_of(self._rank), error=str(error), peer_lost=peer_lost)
+            return Report(link.name_rank(self._rank), error=str(error), peer_lost=peer_lost)
         self._executors[link.engine] = executor
         return Report(executor.end.name, executor.plan.digest, executor.num_bytes)
 

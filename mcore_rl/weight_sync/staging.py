@@ -45,8 +45,8 @@ class Staging:
                 live = live or _move_to_segment(parameters)
                 values = {name: parameter.detach() for name, parameter in parameters.items()}
                 staged, offsets = allocate_like(values)
-                self._filling = _in_a_thread(staged.write, values, offsets)
-                self.tensors = _tensors_of(staged, values, offsets)
+                self._filling = _run_in_thread(staged.write, values, offsets)
+                self.tensors = _make_tensors(staged, values, offsets)
                 self.segments = live, staged
             else:
                 self.tensors = {
@@ -67,7 +67,7 @@ class Staging:
         for name in changed:
             self.tensors[name].copy_(parameters[name].detach())
 
-    def live_segment(self, parameters: Mapping[str, Tensor]) -> Segment | None:
+    def find_live_segment(self, parameters: Mapping[str, Tensor]) -> Segment | None:
         """Return the segment in which all parameters with memory of their own lie, if one does."""
         own = [parameter for parameter in parameters.values() if _owns_memory(parameter)]
         for segment in self.segments or ():
@@ -103,18 +103,18 @@ def _move_to_segment(parameters: Mapping[str, Tensor]) -> Segment:
     own = {name: p.detach() for name, p in parameters.items() if _owns_memory(p)}
     segment, offsets = allocate_like(own)
     segment.write(own, offsets)
-    for name, moved in _tensors_of(segment, own, offsets).items():
+    for name, moved in _make_tensors(segment, own, offsets).items():
         parameters[name].data = moved
     return segment
 
 
-def _tensors_of(
+def _make_tensors(
     segment: Segment, like: Mapping[str, Tensor], offsets: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    return {name: segment.tensor_like(tensor, offsets[name]) for name, tensor in like.items()}
+    return {name: segment.make_tensor_like(tensor, offsets[name]) for name, tensor in like.items()}
 
 
-def _in_a_thread(function: Callable[..., None], *arguments: Any) -> "Future[None]":
+def _run_in_thread(function: Callable[..., None], *arguments: Any) -> "Future[None]":
     pool = ThreadPoolExecutor(1, thread_name_prefix="staging")
     future = pool.submit(function, *arguments)
     pool.shutdown(wait=False)

@@ -38,7 +38,7 @@ SumSlices = Callable[[Tensor], Tensor]
 """int64 words of a bucket -> int64 [slices]"""
 
 
-def kinds_of_sums(device: torch.device) -> tuple[str, ...]:
+def list_sum_kinds(device: torch.device) -> tuple[str, ...]:
     """Return the kinds that a rank with tensors on `device` computes, the preferred one first."""
     return (XXH3, ROWS) if device.type == "cpu" else (ROWS,)
 
@@ -75,7 +75,7 @@ class XxhSums:
 
 
 @cache
-def row_multipliers(device: torch.device) -> Tensor:
+def make_row_multipliers(device: torch.device) -> Tensor:
     """Return int64 [ROW_WORDS], with the same values on every device."""
     seeded = torch.Generator().manual_seed(0x5EED)
     return (torch.randint(-(2**63), 2**63 - 1, (ROW_WORDS,), generator=seeded) | 1).to(device)
@@ -97,7 +97,7 @@ class RowSums:
         self, first_word: int, num_rows: Sequence[int], device: torch.device = _HOST
     ) -> None:
         """`num_rows` lists each slice's rows, in order; equal neighbors are summed in one pass."""
-        self._multipliers_W = row_multipliers(device)
+        self._multipliers_W = make_row_multipliers(device)
         self._runs = []
         for rows, equal_slices in groupby(num_rows):
             count = len(list(equal_slices))
@@ -106,9 +106,9 @@ class RowSums:
 
     def __call__(self, words_W: Tensor) -> Tensor:
         """Return int64 [slices]: the checksum of each slice in int64 `words_W`."""
-        return torch.cat([self._sums(words_W, run) for run in self._runs])
+        return torch.cat([self._sum_run(words_W, run) for run in self._runs])
 
-    def _sums(self, words_W: Tensor, run: _Run) -> Tensor:
+    def _sum_run(self, words_W: Tensor, run: _Run) -> Tensor:
         num_words = run.count * run.num_rows * ROW_WORDS
         block = words_W[run.first_word : run.first_word + num_words].view(
             run.count, run.num_rows, ROW_WORDS

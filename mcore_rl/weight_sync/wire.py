@@ -73,7 +73,7 @@ class Link:
         """A readable name for each rank, senders first; only an error makes them."""
         return _Names(self)
 
-    def name_of(self, rank: int) -> str:
+    def name_rank(self, rank: int) -> str:
         """Return the readable name of a rank, counted over the link."""
         if rank >= self.num_senders:
             return f"rank {rank - self.num_senders} of engine {self.engine}"
@@ -93,7 +93,7 @@ class _Names(Sequence[str]):
     def __getitem__(self, rank: slice) -> Sequence[str]: ...
     def __getitem__(self, rank: int | slice) -> str | Sequence[str]:
         ranks = range(len(self))[rank]
-        return self.link.name_of(ranks) if isinstance(ranks, int) else [self[r] for r in ranks]
+        return self.link.name_rank(ranks) if isinstance(ranks, int) else [self[r] for r in ranks]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tests.support.policy import ROOT
 
 NOT_REPLACED = {
     ("mcore_rl.cpu.kernels.layers", "_tables"): "an attribute of a tensor of ours",
-    ("mcore_rl.weight_sync.receiver", "on_calling_thread"): "an attribute of a tensor of ours",
+    ("mcore_rl.weight_sync.receiver", "keep_on_calling_thread"): "an attribute of a tensor of ours",
     ("sglang_on_cpu.native_forward", "NativeForward._fill_layers"): "fields of a C structure",
     ("sglang_on_cpu.native_forward", "NativeForward._make_space"): "fields of a C structure",
     ("mcore_rl.tools.completion", "answer_shell"): "an attribute that argcomplete documents",

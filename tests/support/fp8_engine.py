@@ -22,7 +22,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mcore_rl.device.sglang_setup import use_cpu
-from mcore_rl.weight_sync.receiver import WeightReceiver, loaded_parameters, on_calling_thread
+from mcore_rl.weight_sync.receiver import (
+    WeightReceiver,
+    keep_on_calling_thread,
+    list_loaded_parameters,
+)
 from mcore_rl.weight_sync.wire import Command, Link
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 from tests.support.sglang_layout_checks import engine_model
@@ -36,9 +40,9 @@ def main(hf_dir: str, sizes: dict[str, Any], rank: int) -> None:
     torch.set_default_dtype(torch.bfloat16)
     with engine_model(hf_dir, "bfloat16", SGLangSizes(**sizes), rank) as model:
         receiver = WeightReceiver()
-        tensors = loaded_parameters(model)
+        tensors = list_loaded_parameters(model)
         spoil(tensors)
-        load_weights = on_calling_thread(model.load_weights)
+        load_weights = keep_on_calling_thread(model.load_weights)
         print("{}", file=answers, flush=True)
         for line in sys.stdin:
             request = json.loads(line)
@@ -59,7 +63,7 @@ def main(hf_dir: str, sizes: dict[str, Any], rank: int) -> None:
 
 def compare(model: Any, found: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Any]:
     """How many parameters are FP8, and which differ in a bit from what SGLang loads."""
-    wanted = loaded_parameters(model)
+    wanted = list_loaded_parameters(model)
     spoil(wanted)
     model.load_weights(iter(weights.items()))
     assert not any((_bytes(tensor) == 0xFF).all() for tensor in wanted.values())

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mcore_rl.device.sglang_setup import use_cpu
-from mcore_rl.weight_sync.receiver import loaded_parameters, on_calling_thread
+from mcore_rl.weight_sync.receiver import keep_on_calling_thread, list_loaded_parameters
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.layouts.engine_trace import trace_load_weights
 from mcore_rl.weights.layouts.layout import check_rank
@@ -77,7 +77,7 @@ def trace_rank(hf_dir: str, dtype: str, hf_config: Any, sizes: SGLangSizes, rank
             for name, shape in hf_tensor_shapes(hf_config).items()
         }
         return trace_load_weights(
-            on_calling_thread(model.load_weights), shapes, loaded_parameters(model)
+            keep_on_calling_thread(model.load_weights), shapes, list_loaded_parameters(model)
         ).shards
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
-from mcore_rl.weight_sync.buckets import Bucket, largest_message_bytes, plan_buckets, split_box
+from mcore_rl.weight_sync.buckets import Bucket, bound_message_bytes, plan_buckets, split_box
 from mcore_rl.weight_sync.verify import ROW_WORDS
 from mcore_rl.weights.box import Box
 from mcore_rl.weights.hf.fp8 import scale_box
@@ -94,7 +94,7 @@ def test_no_message_takes_more_memory_than_planning_counts(bucket_bytes: int, sh
     slices = [Slice(Box(f"w{i}", (0,), (numel,)), "float32") for i in range(400)]
     buckets = plan_buckets({(0, 0): slices}, 1, bucket_bytes)
     largest = max(bucket.num_words * 8 for bucket in buckets)
-    assert largest <= largest_message_bytes(bucket_bytes)
+    assert largest <= bound_message_bytes(bucket_bytes)
     if share == 1 / 2:
         assert largest > bucket_bytes, "padding and header are not for nothing"
 

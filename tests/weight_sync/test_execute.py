@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from mcore_rl.weight_sync.buckets import Bucket, plan_buckets
 from mcore_rl.weight_sync.execute import PlanExecutor, VerifiedBuckets
 from mcore_rl.weight_sync.link_end import LinkEnd
-from mcore_rl.weight_sync.placed_bucket import RankBucket, holdings
+from mcore_rl.weight_sync.placed_bucket import RankBucket, find_holdings
 from mcore_rl.weight_sync.plan_handshake import RankPlan
-from mcore_rl.weight_sync.transports.host.direct import direct_words
+from mcore_rl.weight_sync.transports.host.direct import count_direct_words
 from mcore_rl.weight_sync.transports.select import (
     MakeTransport,
     make_delta_transport,
@@ -47,7 +47,8 @@ def open_executors(
 
     def opening(end: LinkEnd) -> Callable[[], PlanExecutor]:
         own = [
-            RankBucket(bucket, 1 - end.rank, holdings(bucket, {"w": [SHARD]})) for bucket in buckets
+            RankBucket(bucket, 1 - end.rank, find_holdings(bucket, {"w": [SHARD]}))
+            for bucket in buckets
         ]
         return lambda: PlanExecutor(end, RankPlan("", own, XXH3, {}), make_transport)
 
@@ -133,7 +134,7 @@ def test_a_link_that_carries_nothing_takes_no_memory_for_messages() -> None:
     (bucket,) = plan_buckets({(0, 0): [Slice(huge.box, "float32")]}, 1, 2**60)
 
     def opening(end: LinkEnd) -> Callable[[], PlanExecutor]:
-        own = [RankBucket(bucket, 1 - end.rank, holdings(bucket, {"w": [huge]}))]
+        own = [RankBucket(bucket, 1 - end.rank, find_holdings(bucket, {"w": [huge]}))]
         return lambda: PlanExecutor(end, RankPlan("", own, XXH3, {}), make_gloo_transport)
 
     sender, _ = run_ranks([opening(end) for end in open_ends(link)])
@@ -174,7 +175,7 @@ def test_messages_of_a_peer_that_writes_for_itself_have_a_slot_each(peers: list[
     slots, shared_words = plan_slots(buckets, direct=[1])
     ours = [slot.start for slot, peer in zip(slots, peers, strict=True) if peer == 1]
     assert len(set(ours)) == len(ours)
-    assert shared_words.get(1, 0) == len(ours) * direct_words(bucket)
+    assert shared_words.get(1, 0) == len(ours) * count_direct_words(bucket)
     without, _ = plan_slots(buckets)
     others = [i for i, peer in enumerate(peers) if peer != 1]
     assert [slots[i] for i in others] == [without[i] for i in others]

@@ -262,7 +262,7 @@ def test_the_trace_stands_still_while_parameters_change() -> None:
     tensors = dict(model.named_parameters())
     traced = trace_load_weights(model.load_weights, TYPED, tensors)
     trace = FullTrace("engine-0", traced, model.load_weights, TYPED, tensors)
-    with trace.parameters_may_change():
+    with trace.let_parameters_change():
         before = model.num_given
         trace.start()
         time.sleep(0.1)
@@ -279,7 +279,7 @@ class Compared(list[Shard]):
     trace: FullTrace
 
     def __iter__(self) -> Iterator[Shard]:
-        changing = Thread(target=self.trace.parameters_may_change().__enter__, daemon=True)
+        changing = Thread(target=self.trace.let_parameters_change().__enter__, daemon=True)
         changing.start()
         changing.join(5.0)
         self.may_change = not changing.is_alive()

@@ -9,7 +9,7 @@ from mcore_rl.weights.plan.shared_region import Slice
 from mcore_rl.weight_sync import placed_bucket
 from mcore_rl.weight_sync.buckets import plan_buckets
 from mcore_rl.weight_sync.placed_bucket import GpuPass
-from mcore_rl.weight_sync.placed_bucket import PlacedBucket, holdings
+from mcore_rl.weight_sync.placed_bucket import PlacedBucket, find_holdings
 from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.verify import ROWS, RowSums
 
@@ -50,14 +50,14 @@ for margin, source, target, bucket_bytes, num_kernels in [
     moved = set()
     for bucket in buckets_of(SHAPES, target, bucket_bytes):
         words_W = torch.full((bucket.num_words,), -1)
-        held = holdings(bucket, shards_of(SHAPES, margin, source))
+        held = find_holdings(bucket, shards_of(SHAPES, margin, source))
         packed = PlacedBucket(bucket, words_W, held, sources, sums=ROWS)
         packed.pack(3)
         rest = {part[0] for part in packed._gpu_pass.rest}
         moved |= {p.box.name for i, p in enumerate(bucket.pieces) if i not in rest}
         sums = RowSums(bucket.pieces[0].first_word, [p.num_rows for p in bucket.pieces])
         assert torch.equal(packed.sums_P, sums(words_W))
-        held = holdings(bucket, shards_of(SHAPES, margin, target))
+        held = find_holdings(bucket, shards_of(SHAPES, margin, target))
         PlacedBucket(bucket, words_W, held, targets, sums=ROWS).place(3)
     assert len(moved) == num_kernels, (moved, source, target, margin)
     for name, tensor in targets.items():
@@ -72,7 +72,7 @@ SHAPES = [(16, 64), (3, 5)]
 sources, targets = tensors_of(SHAPES, 0, "bfloat16"), tensors_of(SHAPES, 0, "bfloat16")
 (bucket,) = buckets_of(SHAPES, "bfloat16", 1 << 20)
 words_W = torch.zeros(bucket.num_words, dtype=torch.int64)
-held = holdings(bucket, shards_of(SHAPES, 0, "bfloat16"))
+held = find_holdings(bucket, shards_of(SHAPES, 0, "bfloat16"))
 PlacedBucket(bucket, words_W, held, sources, sums=ROWS).pack(3)
 placed = PlacedBucket(bucket, words_W, held, targets, sums=ROWS)
 for tensor in targets.values():

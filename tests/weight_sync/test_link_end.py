@@ -35,6 +35,6 @@ def test_data_is_collected_from_all_ranks_unless_some_are_named() -> None:
 
 def test_the_error_of_a_wait_says_who_waited_how_long_for_what() -> None:
     _store, link = make_link()
-    error = open_ends(link)[1].lost("bucket 3", "the time is up", time.monotonic() - 2.5)
+    error = open_ends(link)[1].make_lost_error("bucket 3", "the time is up", time.monotonic() - 2.5)
     assert str(error) == "rank 0 of engine engine-0 waited 2.5 s for bucket 3: the time is up"
     assert error.peer_lost

@@ -9,9 +9,9 @@ from mcore_rl.weight_sync.link_store import (
     RECORDED_PLAN,
     PlanAnswer,
     join_answers,
-    joined_key,
     keep_link,
-    rank_key,
+    make_joined_key,
+    make_rank_key,
 )
 from mcore_rl.weight_sync.store.server import Values
 from mcore_rl.weight_sync.waits import TransferError
@@ -19,7 +19,7 @@ from mcore_rl.weight_sync.wire import Link
 
 LINK = Link("e", "", 0, "", 2, 1, 1, 1.0)
 A, B, C = ("a" * 16, "b" * 16, "c" * 16)
-AGREED = [PlanAnswer.of({2: A}), PlanAnswer.of({2: B}), PlanAnswer.of({0: A, 1: B})]
+AGREED = [PlanAnswer.make({2: A}), PlanAnswer.make({2: B}), PlanAnswer.make({0: A, 1: B})]
 
 
 def test_ranks_agree_if_both_ends_of_each_pair_planned_the_same() -> None:
@@ -40,7 +40,7 @@ def test_both_ranks_of_a_pair_that_differs_are_named(
     rank: int, digests: dict[int, str], message: str
 ) -> None:
     answers = list(AGREED)
-    answers[rank] = PlanAnswer.of(digests)
+    answers[rank] = PlanAnswer.make(digests)
     with pytest.raises(TransferError, match=message):
         join_answers(answers, LINK.names)
 
@@ -56,9 +56,9 @@ def test_answers_are_joined_when_the_last_is_there_and_then_forgotten() -> None:
     values = Values()
     keep_link(values, LINK)
     for rank, answer in enumerate(AGREED):
-        assert values.get(joined_key(RECORDED_PLAN)) is None
-        values.set(rank_key(RECORDED_PLAN, rank), DATA + answer.encode())
-    assert values.get(joined_key(RECORDED_PLAN)) == DATA
+        assert values.get(make_joined_key(RECORDED_PLAN)) is None
+        values.set(make_rank_key(RECORDED_PLAN, rank), DATA + answer.encode())
+    assert values.get(make_joined_key(RECORDED_PLAN)) == DATA
     assert values.count() == 1
 
 
@@ -66,20 +66,20 @@ def test_listed_plans_are_compared_once_the_recorded_layouts_have_problems() -> 
     values = Values()
     keep_link(values, LINK)
     for rank in range(3):
-        values.set(rank_key(RECORDED_PLAN, rank), DATA + PlanAnswer("no").encode())
-    assert values.get(joined_key(RECORDED_PLAN)) == DATA + (
+        values.set(make_rank_key(RECORDED_PLAN, rank), DATA + PlanAnswer("no").encode())
+    assert values.get(make_joined_key(RECORDED_PLAN)) == DATA + (
         b"trainer rank 0: no; trainer rank 1: no; rank 0 of engine e: no"
     )
     for rank, answer in enumerate(AGREED):
-        values.set(rank_key(LISTED_PLAN, rank), DATA + answer.encode())
-    assert values.get(joined_key(LISTED_PLAN)) == DATA
+        values.set(make_rank_key(LISTED_PLAN, rank), DATA + answer.encode())
+    assert values.get(make_joined_key(LISTED_PLAN)) == DATA
 
 
 def test_an_error_in_place_of_an_answer_is_told_to_all() -> None:
     values = Values()
     keep_link(values, LINK)
-    values.set(rank_key(RECORDED_PLAN, 1), ERROR + b"out of memory")
+    values.set(make_rank_key(RECORDED_PLAN, 1), ERROR + b"out of memory")
     for rank in (0, 2):
-        values.set(rank_key(RECORDED_PLAN, rank), DATA + AGREED[rank].encode())
-    joined = values.get(joined_key(RECORDED_PLAN))
+        values.set(make_rank_key(RECORDED_PLAN, rank), DATA + AGREED[rank].encode())
+    joined = values.get(make_joined_key(RECORDED_PLAN))
     assert joined == ERROR + b"trainer rank 1 failed: out of memory"

@@ -12,7 +12,7 @@ import pytest
 from mcore_rl.weight_sync.link_store import FACTS, LinkStore
 from mcore_rl.weight_sync.roster import RankFacts, Roster
 from mcore_rl.weight_sync.store import client as client_module
-from mcore_rl.weight_sync.store.messages import NONCE_BYTES, PROOF_BYTES, make_nonce, proof
+from mcore_rl.weight_sync.store.messages import NONCE_BYTES, PROOF_BYTES, make_nonce, make_proof
 from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import Report, StageRequest
 from tests.support.link_ends import make_link, run_ranks
@@ -64,14 +64,14 @@ def test_the_failure_of_the_link_is_told_with_the_wait(store: LinkStore) -> None
 def test_an_error_is_published_in_place_of_data_and_raised_at_both_ends(store: LinkStore) -> None:
     with (
         pytest.raises(ValueError, match="no such tensor"),
-        store.errors_published("layout", 1, NAMES[1]),
+        store.publish_errors("layout", 1, NAMES[1]),
     ):
         raise ValueError("no such tensor")
     store.publish("layout", 0, b"")
     with pytest.raises(TransferError, match="trainer rank 1 failed: no such tensor") as caught:
         collect(store, [0, 1])
     assert caught.value.peer_lost
-    with store.errors_published("layout", 2, NAMES[2]):
+    with store.publish_errors("layout", 2, NAMES[2]):
         store.publish("layout", 2, b"fine")
     assert collect(store, [2]) == [b"fine"]
 
@@ -121,7 +121,7 @@ def shake_hands(listener: socket.socket, key: str) -> None:
         nonce = make_nonce()
         client.sendall(nonce)
         client_nonce = client.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)[:NONCE_BYTES]
-        client.sendall(proof(key, "server", nonce, client_nonce))
+        client.sendall(make_proof(key, "server", nonce, client_nonce))
         time.sleep(2.0)
 
 

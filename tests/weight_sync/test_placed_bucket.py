@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.weight_sync.buckets import Bucket, plan_buckets
-from mcore_rl.weight_sync.placed_bucket import PlacedBucket, holdings
+from mcore_rl.weight_sync.placed_bucket import PlacedBucket, find_holdings
 from mcore_rl.weight_sync.transports.host import one_pass
 from mcore_rl.weight_sync.verify import ROW_WORDS, ROWS, XXH3
 from mcore_rl.weight_sync.waits import TransferError
@@ -28,7 +28,7 @@ def placed_in(
     by_name: dict[str, list[Shard]] = defaultdict(list)
     for shard in shards:
         by_name[shard.box.name].append(shard)
-    return PlacedBucket(bucket, words_W, holdings(bucket, by_name), tensors, sums=sums)
+    return PlacedBucket(bucket, words_W, find_holdings(bucket, by_name), tensors, sums=sums)
 
 
 def packed(
@@ -91,7 +91,7 @@ def test_a_bucket_may_be_packed_and_verified_in_other_memory_than_it_travels_in(
     bucket, expected_W = one_bucket()
     message_W = torch.full_like(expected_W, 7)
     scratch_W = torch.full_like(expected_W, 7)
-    held = holdings(bucket, {"w": [SHARD]})
+    held = find_holdings(bucket, {"w": [SHARD]})
     values = torch.arange(6, dtype=torch.float32)
     received = torch.zeros(6)
     sent = PlacedBucket(bucket, scratch_W, held, {"param": values}, message_W, XXH3)

@@ -12,7 +12,7 @@ import pytest
 from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.weight_sync.buckets import Bucket
 from mcore_rl.weight_sync.link_end import LinkEnd, OpenMemory, publish_facts
-from mcore_rl.weight_sync.link_store import LISTED_PLAN, RECORDED_PLAN, PlanAnswer, rank_key
+from mcore_rl.weight_sync.link_store import LISTED_PLAN, RECORDED_PLAN, PlanAnswer, make_rank_key
 from mcore_rl.weight_sync.plan_handshake import (
     Drafts,
     HfTensors,
@@ -148,7 +148,7 @@ def recorded_shards(end: LinkEnd) -> Sequence[Shard]:
 
 def test_trainer_ranks_plan_while_an_engine_rank_traces() -> None:
     store, link = make_link(**TWO_TO_TWO)
-    keys = [rank_key(RECORDED_PLAN, rank) for rank in range(NUM_SENDERS)]
+    keys = [make_rank_key(RECORDED_PLAN, rank) for rank in range(NUM_SENDERS)]
 
     def make_shards(end: LinkEnd) -> MakeShards:
         def trace(_: HfTensors) -> Sequence[Shard]:
@@ -213,7 +213,7 @@ def test_a_peer_that_planned_otherwise_is_named_at_all_ranks_before_a_byte_moves
         publish_facts(receiver)
         for topic, answer in (
             (RECORDED_PLAN, PlanAnswer("none")),
-            (LISTED_PLAN, PlanAnswer.of({0: "0" * 64})),
+            (LISTED_PLAN, PlanAnswer.make({0: "0" * 64})),
         ):
             receiver.store.publish(topic, 1, answer.encode())
         lists = encode_shards(column_cut(HF, 0, 1, "bfloat16")[0])

@@ -8,7 +8,7 @@ from torch import nn
 
 from mcore_rl.tools.doctor.toy_engine import FusedEngine, make_tensors, row_cut
 from mcore_rl.weight_sync.link_store import LinkStore
-from mcore_rl.weight_sync.receiver import WeightReceiver, loaded_parameters
+from mcore_rl.weight_sync.receiver import WeightReceiver, list_loaded_parameters
 from mcore_rl.weight_sync.sender import WeightSender
 from mcore_rl.weight_sync.wire import Action, Command, Link, Report, StageRequest
 from tests.support.link_ends import make_link, run_ranks
@@ -134,4 +134,4 @@ def test_a_loader_that_cannot_be_traced_is_reported_by_name() -> None:
 def test_parameters_that_no_checkpoint_fills_are_left_alone() -> None:
     model = nn.Linear(2, 2)
     model.bias._skip_weight_check = True  # type: ignore[attr-defined]
-    assert [*loaded_parameters(model)] == ["weight"]
+    assert [*list_loaded_parameters(model)] == ["weight"]

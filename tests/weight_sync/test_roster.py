@@ -42,7 +42,7 @@ def test_hosts_are_numbered_over_both_sides_and_only_shared_ones_keep_facts() ->
     assert [roster.hosts[rank] for rank in range(5)] == [0, 0, 1, 1, 2]
     assert roster.on_gpu.expand() == (0, 0, 0, 0, 1)
     assert roster.met == {2: B, 3: B}
-    assert roster.listed_hosts(3).sources == (0, 0, 1)
+    assert roster.list_hosts(3).sources == (0, 0, 1)
     assert Roster.decode(roster.encode()) == roster
 
 

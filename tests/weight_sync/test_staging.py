@@ -68,7 +68,7 @@ def test_the_next_staging_takes_over_the_live_segment_and_never_the_other_one() 
     first.version = 1
     first.swap(1, parameters)
     assert first.segments is not None
-    live = first.live_segment(parameters)
+    live = first.find_live_segment(parameters)
     assert live is first.segments[1], "after a swap the second set is in use"
     address = parameters["alone"].data_ptr()
     second = Staging(parameters, live)
@@ -76,7 +76,7 @@ def test_the_next_staging_takes_over_the_live_segment_and_never_the_other_one() 
     assert parameters["alone"].data_ptr() == address
     assert second.segments[1] not in first.segments, "ranks of a failed link may write to them"
     parameters["alone"].data = torch.zeros(4)
-    assert second.live_segment(parameters) is None
+    assert second.find_live_segment(parameters) is None
 
 
 def test_the_second_set_starts_with_the_parameters_values_and_what_changed_since() -> None:

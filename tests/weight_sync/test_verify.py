@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.weight_sync.verify import ROW_WORDS, ROWS, XXH3, kinds_of_sums, make_sums
+from mcore_rl.weight_sync.verify import ROW_WORDS, ROWS, XXH3, list_sum_kinds, make_sums
 
 each_kind = pytest.mark.parametrize("kind", [XXH3, ROWS])
 
@@ -75,7 +75,7 @@ def test_xxh3_has_the_value_that_other_releases_expect() -> None:
 
 
 def test_a_rank_on_a_gpu_offers_no_kind_that_only_hosts_compute() -> None:
-    assert kinds_of_sums(torch.device("cuda", 0)) == (ROWS,)
-    assert kinds_of_sums(torch.device("cpu"))[0] == XXH3
+    assert list_sum_kinds(torch.device("cuda", 0)) == (ROWS,)
+    assert list_sum_kinds(torch.device("cpu"))[0] == XXH3
     with pytest.raises(AssertionError, match="no checksums of kind"):
         make_sums(XXH3, 0, [1], torch.device("cuda", 0))

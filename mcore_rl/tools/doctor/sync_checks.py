@@ -27,7 +27,7 @@ from mcore_rl.tools.doctor.toy_engine import (
     row_cut,
 )
 from mcore_rl.weight_sync.buckets import plan_buckets
-from mcore_rl.weight_sync.placed_bucket import PlacedBucket, holdings
+from mcore_rl.weight_sync.placed_bucket import PlacedBucket, find_holdings
 from mcore_rl.weight_sync.wire import Report
 from mcore_rl.weights.box import Box, Shard
 from mcore_rl.weights.hf.fp8 import BLOCK, quantize_into
@@ -124,7 +124,7 @@ def check_kernels() -> Figures:
     ]
     slices = {(0, 0): [Slice(shard.box, "bfloat16") for shard in shards]}
     (bucket,) = plan_buckets(slices, 1, 1 << 21)
-    held = holdings(bucket, {shard.box.name: [shard] for shard in shards})
+    held = find_holdings(bucket, {shard.box.name: [shard] for shard in shards})
     words_W = torch.zeros(bucket.num_words, dtype=torch.int64, device=device())
     flat = torch.randn(300_000, device=device())
     placed = PlacedBucket(bucket, words_W, held, {"flat": flat})

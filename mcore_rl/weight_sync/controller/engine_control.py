@@ -40,7 +40,7 @@ class EngineControl:
         self._http = http
         self.url = url
 
-    async def parallel_sizes(self) -> SGLangSizes:
+    async def read_parallel_sizes(self) -> SGLangSizes:
         """Return the sizes of this one engine; EngineCallError if it was started without LOADER."""
         info = await self._call("GET", "/server_info", None)
         loaders = info.get("custom_weight_loader") or []

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mcore_rl.weight_sync.controller.engine_control import EngineControl
-from mcore_rl.weight_sync.link_store import LinkStore, report_key
+from mcore_rl.weight_sync.link_store import LinkStore, make_report_key
 from mcore_rl.weight_sync.wire import Action, Command, Link, Report, StageRequest, encode_command
 
 _FAILURE_GRACE_S = 3.0
@@ -76,7 +76,7 @@ class LinkedEngine:
     def take_reports(self, action: Action) -> list[Report]:
         """Take the ranks' reports out of the store; a rank without one counts as failed."""
         return [
-            self.store.take_report(action, rank) or self._missing_report(rank)
+            self.store.take_report(action, rank) or self._make_missing_report(rank)
             for rank in self._ranks
         ]
 
@@ -102,7 +102,7 @@ class LinkedEngine:
         self.num_stage_requests += 1
         return reports
 
-    def relay_link_to(self, engine: "LinkedEngine", host: str) -> RelayLink:
+    def link_relay(self, engine: "LinkedEngine", host: str) -> RelayLink:
         """Return the link to an engine of equal layouts: the last sync's, or one on `host`."""
         if self.relay_link is None or self.relay_link.engine is not engine:
             store = LinkStore.serve(host, self.link.timeout_s)
@@ -122,7 +122,7 @@ class LinkedEngine:
     async def _wait_reports(
         self, action: Action, has_failed: Callable[[], bool], deadline_s: float
     ) -> list[Report]:
-        keys = [report_key(action, rank) for rank in self._ranks]
+        keys = [make_report_key(action, rank) for rank in self._ranks]
         is_failing = False
         while True:
             left_s = deadline_s - time.monotonic()
@@ -140,6 +140,6 @@ class LinkedEngine:
         """The engine's ranks, counted over the link."""
         return range(self.link.num_senders, self.link.num_ranks)
 
-    def _missing_report(self, rank: int) -> Report:
+    def _make_missing_report(self, rank: int) -> Report:
         error = "did not report (see the engine's log)"
-        return Report(self.link.name_of(rank), error=error, peer_lost=True, missing=True)
+        return Report(self.link.name_rank(rank), error=error, peer_lost=True, missing=True)

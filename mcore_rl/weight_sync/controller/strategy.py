@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from mcore_rl.weight_sync.controller.engine_control import EngineCallError, EngineControl
 from mcore_rl.weight_sync.controller.linked_engine import LinkedEngine, RelayLink
-from mcore_rl.weight_sync.controller.sync_report import EngineSyncResult, root_error, summarize
+from mcore_rl.weight_sync.controller.sync_report import EngineSyncResult, find_root_error, summarize
 from mcore_rl.weight_sync.wire import Link, Report, StageRequest
 
 GRACE_S = 10.0
@@ -148,14 +148,14 @@ class SyncStrategy(ABC):
         """
         send_failed = isinstance(sent, BaseException)
         sender_reports = [] if send_failed else [by_engine[url] for by_engine in sent]
-        error = root_error([*sender_reports, *received], answer)
+        error = find_root_error([*sender_reports, *received], answer)
         if send_failed:
             reason = str(sent) or f"no answer within {self._timeout_s + GRACE_S:.0f} s"
             error = f"the trainer ranks failed: {reason}" + (f"; {error}" if error else "")
         return summarize(url, received, error)
 
 
-async def send_outcome(sending: "asyncio.Future[Any]") -> SendOutcome:
+async def wait_sent(sending: "asyncio.Future[Any]") -> SendOutcome:
     (sent,) = await asyncio.gather(sending, return_exceptions=True)
     return sent
 
@@ -171,7 +171,7 @@ class InPlaceSync(SyncStrategy):
         results: dict[str, EngineSyncResult] = {}
         opened = []
         for target, answer in zip(targets, answers, strict=True):
-            error = _call_error(answer)
+            error = _read_call_error(answer)
             if error is None:
                 opened.append(target)
             else:
@@ -194,14 +194,14 @@ class InPlaceSync(SyncStrategy):
         )
         answers = await asyncio.gather(*commands, return_exceptions=True)
         received = [target.engine.take_reports("receive") for target in targets]
-        sent = await send_outcome(sending)
+        sent = await wait_sent(sending)
         return [
             self._judge(target.url, reports, sent, answer)
             for target, reports, answer in zip(targets, received, answers, strict=True)
         ]
 
 
-def _call_error(answer: BaseException | None) -> str | None:
+def _read_call_error(answer: BaseException | None) -> str | None:
     """Return the message of an EngineCallError; any other error is raised."""
     if answer is None:
         return None
@@ -230,7 +230,7 @@ class StagedSync(SyncStrategy):
         self._relay_host = relay_host
 
     async def run(self, version: int, targets: Sequence[SyncTarget]) -> list[EngineSyncResult]:
-        results = await self._move(version, self._chains(targets))
+        results = await self._move(version, self._group_in_chains(targets))
         retried = [target for target in targets if _has_lost_relay(results[target.url])]
         if retried:
             for target in retried:
@@ -242,7 +242,7 @@ class StagedSync(SyncStrategy):
             results |= await self._move(version, [[target] for target in retried])
         return [results[target.url] for target in targets]
 
-    def _chains(self, targets: Sequence[SyncTarget]) -> list[list[SyncTarget]]:
+    def _group_in_chains(self, targets: Sequence[SyncTarget]) -> list[list[SyncTarget]]:
         """Group engines whose ranks get equal buckets; without relays, each is a chain alone."""
         if self._relay_host is None:
             return [[target] for target in targets]
@@ -259,7 +259,7 @@ class StagedSync(SyncStrategy):
         sending = self._start_send(version, [chain[0].url for chain in chains])
         staging = (self._stage_chain(version, chain, sending, deadline_s) for chain in chains)
         received_by_chain = await asyncio.gather(*staging)
-        sent = await send_outcome(sending)
+        sent = await wait_sent(sending)
         swaps = []
         for chain, received in zip(chains, received_by_chain, strict=True):
             relay: SyncTarget | None = None
@@ -281,7 +281,7 @@ class StagedSync(SyncStrategy):
     ) -> list[list[Report]]:
         """Have every engine of a chain stage `version`; return the reports of each one's ranks."""
         relays = [
-            relay.engine.relay_link_to(target.engine, str(self._relay_host))
+            relay.engine.link_relay(target.engine, str(self._relay_host))
             for relay, target in pairwise(chain)
         ]
 
@@ -296,7 +296,7 @@ class StagedSync(SyncStrategy):
             else:
                 has_failed = partial(_relay_has_failed, relays[i - 1])
             reports = await chain[i].engine.stage(request, has_failed, deadline_s)
-            error = root_error(reports)
+            error = find_root_error(reports)
             if error is not None:
                 # Both neighbors stop waiting, and neither link is used again.
                 for relay in relays[max(0, i - 1) : i + 1]:
@@ -331,7 +331,7 @@ class StagedSync(SyncStrategy):
             self._mixed.add(target.url)
             verify = self._is_to_verify(target)
             await target.engine.command(target.control, "swap", version, verify=verify)
-            return root_error(await target.engine.wait_reports("swap", deadline_s))
+            return find_root_error(await target.engine.wait_reports("swap", deadline_s))
         except EngineCallError as failure:
             return str(failure)
 

@@ -39,7 +39,7 @@ from mcore_rl.weight_sync.controller.strategy import (
     SyncTarget,
     TrainerRanks,
 )
-from mcore_rl.weight_sync.controller.sync_report import SyncReport, root_error
+from mcore_rl.weight_sync.controller.sync_report import SyncReport, find_root_error
 from mcore_rl.weight_sync.link_store import DATA, FACTS, RECORDED_PLAN, LinkStore
 from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import Link, Report
@@ -90,12 +90,12 @@ class EngineLinker:
         store = engine.store
         store.publish_tagged(FACTS, self._facts)
         roster = await store.wait_joined_async(FACTS, link.names, "the controller", deadline_s)
-        answers = await _of_trainers(self._plan.ask((link, roster)))
+        answers = await _await_trainers(self._plan.ask((link, roster)))
         store.publish_tagged(RECORDED_PLAN, answers)
         problems = await store.wait_joined_async(
             RECORDED_PLAN, link.names, "the controller", deadline_s
         )
-        return await _of_trainers(self._open.ask((link.engine, problems.decode())))
+        return await _await_trainers(self._open.ask((link.engine, problems.decode())))
 
 
 class JoinedCalls(Generic[Item, Answer]):
@@ -145,7 +145,7 @@ class JoinedCalls(Generic[Item, Answer]):
                 answer.set_result(of_item)
 
 
-async def _of_trainers(call: Awaitable[T]) -> T:
+async def _await_trainers(call: Awaitable[T]) -> T:
     """Return the trainer ranks' answers; LinkError if the call failed."""
     try:
         return await call
@@ -178,11 +178,11 @@ def _judge(
             raise error
     if isinstance(sent, BaseException):
         failed = [report for report in received if report.error and not report.missing]
-        message = root_error(failed, answer) if failed or answer else str(sent)
+        message = find_root_error(failed, answer) if failed or answer else str(sent)
         raise LinkError(message) from sent
     failed = [each for each in sent if isinstance(each, Report)]
     opened = {each for each in sent if isinstance(each, str)}
-    message = root_error([*failed, *received], answer, opened)
+    message = find_root_error([*failed, *received], answer, opened)
     if message is not None:
         raise LinkError(message)
     return received[0].digest
@@ -278,7 +278,7 @@ class SyncController:
             return ()
         return tuple(url for url, version in served.items() if version == newest)
 
-    def agreed_layouts(self, url: str) -> str:
+    def get_agreed_layouts(self, url: str) -> str:
         """Return how the ranks came to their layouts ("recorded" or "listed"), and the digest."""
         return self._engines[url].digest
 
@@ -295,8 +295,8 @@ class SyncController:
         """
         for url in urls:
             self._engines.pop(url, None)
-        async with self._http() as http:
-            linker = EngineLinker(self._trainers, await self._trainer_facts(urls))
+        async with self._open_http() as http:
+            linker = EngineLinker(self._trainers, await self._ask_facts(urls))
             outcomes = await asyncio.gather(
                 *(self._connect(linker, EngineControl(http, url)) for url in urls),
                 return_exceptions=True,
@@ -312,7 +312,7 @@ class SyncController:
         if failed:
             raise SyncError("; ".join(failed.values()), failed)
 
-    async def _trainer_facts(self, urls: Sequence[str]) -> Sequence[bytes]:
+    async def _ask_facts(self, urls: Sequence[str]) -> Sequence[bytes]:
         """Return the facts of the trainer ranks, which are asked for them once."""
         if not self._facts:
             try:
@@ -334,7 +334,7 @@ class SyncController:
         chosen = self.linked if urls is None else tuple(urls)
         if not chosen or not set(chosen) <= set(self._engines):
             raise SyncError(f"cannot sync {list(chosen)}: linked engines are {list(self.linked)}")
-        async with self._http() as http:
+        async with self._open_http() as http:
             targets = [SyncTarget(self._engines[url], EngineControl(http, url)) for url in chosen]
             results = await self._strategy.run(version, targets)
         for result in results:
@@ -349,7 +349,7 @@ class SyncController:
         return report
 
     async def _connect(self, linker: EngineLinker, control: EngineControl) -> LinkedEngine:
-        sizes = await control.parallel_sizes()
+        sizes = await control.read_parallel_sizes()
         if sizes.pp > 1 and not self._staged:
             raise LinkError(f"its pp_size={sizes.pp} needs a staged sync")
         deadline_s = time.monotonic() + self._timeout_s
@@ -388,11 +388,11 @@ class SyncController:
             delta=self._delta,
             trace_all=self._trace_all,
             loaded=self._loaded and url not in self._mixed,
-            layouts=self._layouts(sizes),
+            layouts=self._record_layouts(sizes),
         )
         return LinkedEngine(link, store, sizes.tp)
 
-    def _layouts(self, sizes: SGLangSizes) -> str:
+    def _record_layouts(self, sizes: SGLangSizes) -> str:
         """Return the recorded layouts of engines of these sizes, or "" without."""
         if self._record is None:
             return ""
@@ -400,5 +400,5 @@ class SyncController:
             self._layouts_of[sizes] = self._record(sizes).encode()
         return self._layouts_of[sizes]
 
-    def _http(self) -> aiohttp.ClientSession:
+    def _open_http(self) -> aiohttp.ClientSession:
         return open_session(self._timeout_s + GRACE_S, self._headers)

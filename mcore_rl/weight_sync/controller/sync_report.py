@@ -81,7 +81,7 @@ class SyncReport:
         }
 
 
-def root_error(
+def find_root_error(
     reports: Sequence[Report], answer: BaseException | None = None, digests: Collection[str] = ()
 ) -> str | None:
     """Return None if all ranks and the engine succeeded with one plan, else the error nearest the

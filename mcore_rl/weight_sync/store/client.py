@@ -17,8 +17,8 @@ from mcore_rl.weight_sync.store.messages import (
     check_length,
     is_proof,
     make_nonce,
+    make_proof,
     pack,
-    proof,
     unpack,
 )
 from mcore_rl.weight_sync.store.server import LONGEST_WAIT_S, StoreServer
@@ -117,13 +117,13 @@ class RemoteClient:
         return answer[0] if answer else None
 
     def get_all(self, keys: Sequence[str]) -> list[bytes]:
-        return self._ask(b"get_all", *_encoded(keys))
+        return self._ask(b"get_all", *_encode_keys(keys))
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        return [key.decode() for key in self._ask(b"missing", *_encoded(keys))]
+        return [key.decode() for key in self._ask(b"missing", *_encode_keys(keys))]
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._ask(b"check", *_encoded(keys)) == [b"1"]
+        return self._ask(b"check", *_encode_keys(keys)) == [b"1"]
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask(b"add", key.encode(), str(amount).encode())[0])
@@ -139,7 +139,7 @@ class RemoteClient:
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
         deadline_s = time.monotonic() + seconds
-        encoded = _encoded(keys)
+        encoded = _encode_keys(keys)
         while True:
             left_s = min(LONGEST_WAIT_S, max(0.0, deadline_s - time.monotonic()))
             if self._ask(b"wait", f"{left_s:.6f}".encode(), *encoded) == [b"1"]:
@@ -164,7 +164,7 @@ class RemoteClient:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             server_nonce = self._read(connected, NONCE_BYTES)
             nonce = make_nonce()
-            connected.sendall(nonce + proof(self._key, "client", server_nonce, nonce))
+            connected.sendall(nonce + make_proof(self._key, "client", server_nonce, nonce))
             answer = self._read(connected, PROOF_BYTES)
             if not is_proof(answer, self._key, "server", server_nonce, nonce):
                 raise StoreLost(f"the store at {self._where} does not know the link's key")
@@ -213,7 +213,7 @@ class TorchStore(distributed.Store):  # pyright: ignore[reportPrivateImportUsage
         self._timeout_s = timeout_s
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._client.set(key, _bytes(value))
+        self._client.set(key, _encode_value(value))
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -230,7 +230,9 @@ class TorchStore(distributed.Store):  # pyright: ignore[reportPrivateImportUsage
     def compare_set(
         self, key: str, expected_value: bytes | str, desired_value: bytes | str
     ) -> bytes:
-        return self._client.compare_set(key, _bytes(expected_value), _bytes(desired_value))
+        return self._client.compare_set(
+            key, _encode_value(expected_value), _encode_value(desired_value)
+        )
 
     def delete_key(self, key: str) -> bool:
         return self._client.delete(key)
@@ -251,9 +253,9 @@ class TorchStore(distributed.Store):  # pyright: ignore[reportPrivateImportUsage
     getNumKeys = num_keys
 
 
-def _bytes(value: bytes | str) -> bytes:
+def _encode_value(value: bytes | str) -> bytes:
     return value.encode() if isinstance(value, str) else value
 
 
-def _encoded(keys: Sequence[str]) -> list[bytes]:
+def _encode_keys(keys: Sequence[str]) -> list[bytes]:
     return [key.encode() for key in keys]

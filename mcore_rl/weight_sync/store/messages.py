@@ -30,13 +30,13 @@ def make_nonce() -> bytes:
     return secrets.token_bytes(NONCE_BYTES)
 
 
-def proof(key: str, who: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
+def make_proof(key: str, who: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
     """Return the proof that `who` ("client" or "server") knows the key."""
     return hmac.digest(key.encode(), who.encode() + server_nonce + client_nonce, "sha256")
 
 
 def is_proof(given: bytes, key: str, who: str, server_nonce: bytes, client_nonce: bytes) -> bool:
-    return hmac.compare_digest(given, proof(key, who, server_nonce, client_nonce))
+    return hmac.compare_digest(given, make_proof(key, who, server_nonce, client_nonce))
 
 
 def pack(fields: Sequence[bytes]) -> bytes:

@@ -21,8 +21,8 @@ from mcore_rl.weight_sync.store.messages import (
     check_length,
     is_proof,
     make_nonce,
+    make_proof,
     pack,
-    proof,
     unpack,
 )
 
@@ -242,7 +242,7 @@ class _Serving:
                 client_nonce = answer[:NONCE_BYTES]
                 if not is_proof(answer[NONCE_BYTES:], self._key, "client", nonce, client_nonce):
                     return False
-                writer.write(proof(self._key, "server", nonce, client_nonce))
+                writer.write(make_proof(self._key, "server", nonce, client_nonce))
                 return True
         except (asyncio.IncompleteReadError, TimeoutError):
             return False

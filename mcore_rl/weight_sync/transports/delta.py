@@ -77,7 +77,7 @@ def find_library() -> Any:
     return library
 
 
-def elements(message_u8: Any) -> Array:
+def view_elements(message_u8: Any) -> Array:
     """Return a uint16 view of a message, a CPU tensor of an even number of bytes."""
     return message_u8.numpy().view(np.uint16)
 
@@ -90,9 +90,9 @@ def take_changes(before: Array, now: Array) -> Changes:
     changed = before != now
     np.copyto(before, now)
     index = np.flatnonzero(changed)
-    num_extra = _num_extra(index)
+    num_extra = _count_extra(index)
     if _are_gaps_shorter(len(index) + num_extra, num_extra, len(now)):
-        with_extra = _with_extra(index)
+        with_extra = _insert_extra(index)
         gaps = np.diff(with_extra, prepend=-1) - 1
         return Changes("gaps", gaps.astype(np.uint8), now[with_extra])
     return Changes("bits", np.packbits(changed, bitorder="little"), now[index])
@@ -107,14 +107,18 @@ def apply(form: Form, places: Array, values_u8: Array, to: Array) -> None:
     some elements may have changed.
     """
     num_values = len(values_u8) // ELEMENT_BYTES
-    num_places = num_places_bytes(form, num_values, len(to))
+    num_places = count_places_bytes(form, num_values, len(to))
     if len(places) != num_places or len(values_u8) % ELEMENT_BYTES:
         raise ValueError(f"{len(places)} bytes of places for {len(values_u8)} bytes of values")
     library = find_library()
     if library is not None:
         call = library.apply_gaps if form == "gaps" else library.apply_bits
         wrong = call(
-            _address(places), _address(values_u8), _int64(num_values), _address(to), _int64(len(to))
+            _make_pointer(places),
+            _make_pointer(values_u8),
+            _make_int64(num_values),
+            _make_pointer(to),
+            _make_int64(len(to)),
         )
         index_fits = not wrong
     else:
@@ -129,25 +133,27 @@ def apply(form: Form, places: Array, values_u8: Array, to: Array) -> None:
         raise ValueError(f"places of {num_values} values do not fit {len(to)} elements")
 
 
-def num_places_bytes(form: Form, num_values: int, num_elements: int) -> int:
+def count_places_bytes(form: Form, num_values: int, num_elements: int) -> int:
     """Return the size of `places`."""
     return num_values if form == "gaps" else -(-num_elements // 8)
 
 
 def _take_changes_compiled(library: Any, before: Array, now: Array) -> Changes:
     bits = np.empty(-(-len(now) // _WORD_BITS), np.uint64)
-    length = _int64(len(now))
-    changed: int = library.mark_changes(_address(before), _address(now), length, _address(bits))
+    length = _make_int64(len(now))
+    changed: int = library.mark_changes(
+        _make_pointer(before), _make_pointer(now), length, _make_pointer(bits)
+    )
     if _are_gaps_shorter(changed, 0, len(now)):
         most = changed + len(now) // (_LONGEST_GAP + 1)
         gaps, values = np.empty(most, np.uint8), np.empty(most, np.uint16)
-        places = _address(bits), length, _address(now)
-        sent: int = library.gaps_of(*places, _address(gaps), _address(values))
+        places = _make_pointer(bits), length, _make_pointer(now)
+        sent: int = library.gaps_of(*places, _make_pointer(gaps), _make_pointer(values))
         if _are_gaps_shorter(sent, sent - changed, len(now)):
             return Changes("gaps", gaps[:sent], values[:sent])
     values = np.empty(changed, np.uint16)
-    library.values_of(_address(bits), length, _address(now), _address(values))
-    num_places = num_places_bytes("bits", changed, len(now))
+    library.values_of(_make_pointer(bits), length, _make_pointer(now), _make_pointer(values))
+    num_places = count_places_bytes("bits", changed, len(now))
     return Changes("bits", bits.view(np.uint8)[:num_places], values)
 
 
@@ -156,21 +162,21 @@ def _are_gaps_shorter(num_gaps: int, num_extra: int, num_elements: int) -> bool:
     return num_gaps + ELEMENT_BYTES * num_extra < -(-num_elements // 8)
 
 
-def _address(array: Array) -> ctypes.c_void_p:
+def _make_pointer(array: Array) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def _int64(number: int) -> ctypes.c_int64:
+def _make_int64(number: int) -> ctypes.c_int64:
     return ctypes.c_int64(number)
 
 
-def _num_extra(index: Array) -> int:
+def _count_extra(index: Array) -> int:
     """Return how many elements must be added so that no gap is too long."""
     gaps = np.diff(index, prepend=-1) - 1
     return int((gaps // (_LONGEST_GAP + 1)).sum())
 
 
-def _with_extra(index: Array) -> Array:
+def _insert_extra(index: Array) -> Array:
     gaps = np.diff(index, prepend=-1) - 1
     nums = gaps // (_LONGEST_GAP + 1)
     if not nums.any():
@@ -207,7 +213,7 @@ class _Slot:
 
     def keep(self, message_u8: Tensor) -> None:
         """Copy the message now."""
-        now = elements(message_u8)
+        now = view_elements(message_u8)
         if self.kept is None:
             self.kept = np.empty_like(now)
         np.copyto(self.kept, now)
@@ -289,13 +295,13 @@ class _Receiving:
         """Fill the message, and what is kept, by the difference; return whether it is right."""
         kept = self.slot.kept
         assert kept is not None
-        num_places = num_places_bytes(form, num_values, len(kept))
+        num_places = count_places_bytes(form, num_values, len(kept))
         try:
             apply(form, coded[:num_places], coded[num_places:], kept)
         except ValueError:
             return False
-        np.copyto(elements(self.message_u8), kept)
-        return _checksum(self.message_u8) == checksum
+        np.copyto(view_elements(self.message_u8), kept)
+        return _take_checksum(self.message_u8) == checksum
 
 
 class DeltaTransport(WholeBuckets):
@@ -343,7 +349,7 @@ class DeltaTransport(WholeBuckets):
         self, slot: _Slot, message_u8: Tensor, peer: int, what: str
     ) -> tuple[list[GlooMessage], int]:
         """Start to send a message, by its difference if that is shorter; return how, too."""
-        now = elements(message_u8)
+        now = view_elements(message_u8)
         first_u8 = torch.zeros(_HEADER_BYTES + slot.reserved, dtype=torch.uint8)
         changes = None if slot.kept is None else take_changes(slot.kept, now)
         if changes is None:
@@ -354,7 +360,7 @@ class DeltaTransport(WholeBuckets):
             return [first, self.gloo.start_send(message_u8, peer, what, _REST)], _WHOLE
         coded = np.concatenate([changes.places, changes.values.view(np.uint8)])
         code = _CODES[changes.form]
-        header = [code, len(changes.values), _checksum(message_u8), len(coded)]
+        header = [code, len(changes.values), _take_checksum(message_u8), len(coded)]
         first_u8[:_HEADER_BYTES].view(torch.int64).copy_(torch.tensor(header))
         num_first = min(len(coded), slot.reserved)
         first_u8[_HEADER_BYTES:].numpy()[:num_first] = coded[:num_first]
@@ -366,7 +372,7 @@ class DeltaTransport(WholeBuckets):
         return parts, code
 
 
-def _checksum(message_u8: Tensor) -> int:
+def _take_checksum(message_u8: Tensor) -> int:
     """Return XXH3 of the message as a signed integer, as which it travels in the header."""
     unsigned = xxh3_64_intdigest(message_u8.numpy().data)
     return unsigned - 2**64 if unsigned >= 2**63 else unsigned

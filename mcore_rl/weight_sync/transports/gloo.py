@@ -41,15 +41,15 @@ class GlooTransport(WholeBuckets):
     def __init__(self, end: LinkEnd) -> None:
         """All ranks of the link do this; RuntimeError if one does not within link.timeout_s."""
         link = end.link
-        local_host = local_address_toward(link.store_host, link.store_port)
+        local_host = find_local_address(link.store_host, link.store_port)
         options = ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=link.timeout_s)
         options._threads = 1
         options._devices = [ProcessGroupGloo.create_device(hostname=local_host, lazy_init=False)]
-        store = PrefixStore("gloo", end.store.for_torch())
+        store = PrefixStore("gloo", end.store.make_torch_store())
         self._group = ProcessGroupGloo(store, end.rank, link.num_ranks, options)
         self._end = end
-        self._name_of = link.name_of
+        self._name_of = link.name_rank
         self._started: list[GlooMessage] = []
         """Messages that `run` waits for."""
         self._unfinished: list[GlooMessage] = []
@@ -94,7 +94,7 @@ class GlooTransport(WholeBuckets):
                 _raise_if(outcome.get(timeout=FAILURE_POLL_S))
                 self._forget(due)
                 return
-            reason = failure() or _overdue(deadline_s)
+            reason = failure() or _describe_overdue(deadline_s)
         # A timeout of ours closes our peers' connections, and they may report that before our own
         # wait returns. Its error says more, so it gets a moment.
         with suppress(Empty):
@@ -129,7 +129,9 @@ class GlooTransport(WholeBuckets):
             try:
                 message.work.wait(timedelta(seconds=max(0.001, deadline_s - began_s)))
             except RuntimeError as error:
-                outcome.put(self._end.lost(message.what, _reason(error), began_s))
+                outcome.put(
+                    self._end.make_lost_error(message.what, _shorten_reason(error), began_s)
+                )
                 return
         outcome.put(None)
 
@@ -142,7 +144,9 @@ class GlooTransport(WholeBuckets):
         try:
             work = verb([tensor_u8], peer, tag)
         except RuntimeError as error:
-            raise self._end.lost(what, _reason(error), time.monotonic()) from error
+            raise self._end.make_lost_error(
+                what, _shorten_reason(error), time.monotonic()
+            ) from error
         self._unfinished.append(GlooMessage(work, tensor_u8, what))
         return self._unfinished[-1]
 
@@ -152,17 +156,17 @@ def _raise_if(error: TransferError | None) -> None:
         raise error
 
 
-def _overdue(deadline_s: float) -> str | None:
+def _describe_overdue(deadline_s: float) -> str | None:
     over_s = time.monotonic() - deadline_s
     return None if over_s < FAILURE_POLL_S else f"gloo went {over_s:.1f} s over the deadline"
 
 
-def _reason(error: RuntimeError) -> str:
+def _shorten_reason(error: RuntimeError) -> str:
     """Return gloo's message without its source location and advice."""
     return str(error).split("] ", 1)[-1].split(" This is typically")[0]
 
 
-def local_address_toward(host: str, port: int) -> str:
+def find_local_address(host: str, port: int) -> str:
     """Return the local address from which `host` is reached, and other ranks reach this one."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -33,7 +33,7 @@ _ABORT_S = 5.0
 """How long `close` waits for NCCL, whose abort may itself hang."""
 
 
-def meeting_order(
+def order_meetings(
     rank: int, peers: Iterable[int], num_senders: int, num_receivers: int
 ) -> list[int]:
     """Return the peers in the order in which `rank` meets them.
@@ -44,11 +44,11 @@ def meeting_order(
     """
     num_rounds = max(num_senders, num_receivers)
 
-    def round_of(peer: int) -> int:
+    def find_round(peer: int) -> int:
         sender, receiver = sorted((rank, peer))
         return (receiver - num_senders - sender) % num_rounds
 
-    return sorted(peers, key=round_of)
+    return sorted(peers, key=find_round)
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class GpuPairTransport(WholeBuckets):
         staged link the first `send` or `recv` raises it, after link.timeout_s.
         """
         self._end = end
-        self._name_of = end.link.name_of
+        self._name_of = end.link.name_rank
         self._device = end.device
         self._groups: dict[int, Any] = {}
         self._started: list[_Message] = []
         link = end.link
-        self._unmet = meeting_order(end.rank, peers, link.num_senders, link.num_receivers)
+        self._unmet = order_meetings(end.rank, peers, link.num_senders, link.num_receivers)
         self._is_closed = False
         if not end.link.staged:
             self._meet_all(end.deadline_s)
@@ -90,7 +90,7 @@ class GpuPairTransport(WholeBuckets):
         peers, self._unmet = self._unmet, []
         # A thread that waits in a store keeps all others of its client waiting, so pairs meet over
         # a client of their own.
-        meeting_store = PrefixStore("pair", LinkStore.open(self._end.link).for_torch())
+        meeting_store = PrefixStore("pair", LinkStore.open(self._end.link).make_torch_store())
         try:
             # A rank meets one peer at a time: setting up a pair may wait for the GPU, where another
             # pair's first message waits for its peer. Other ranks meet theirs meanwhile.
@@ -148,7 +148,9 @@ class GpuPairTransport(WholeBuckets):
         if reason is None and meeting.exception() is not None:
             reason = str(meeting.exception())
         if reason is not None:
-            raise end.lost(f"{self._name_of(peer)} to meet it over NCCL", reason, began_s)
+            raise end.make_lost_error(
+                f"{self._name_of(peer)} to meet it over NCCL", reason, began_s
+            )
         self._wait(meeting.result(), deadline_s, end.store.failure)
 
     def _meet(self, meeting: "Future[_Message]", pair_store: Any, peer: int) -> None:
@@ -175,7 +177,7 @@ class GpuPairTransport(WholeBuckets):
         try:
             work = verb([tensor_u8], int(self._end.rank < peer), 0)
         except RuntimeError as error:
-            raise self._end.lost(what, str(error), time.monotonic()) from error
+            raise self._end.make_lost_error(what, str(error), time.monotonic()) from error
         self._started.append(_Message(work, tensor_u8, what))
 
     def _wait(
@@ -200,7 +202,7 @@ class GpuPairTransport(WholeBuckets):
         except RuntimeError as error:
             reason = str(error)
         if reason is not None:
-            raise self._end.lost(message.what, reason, began_s)
+            raise self._end.make_lost_error(message.what, reason, began_s)
 
 
 def _abort(groups: list[Any], started: list[_Message]) -> None:

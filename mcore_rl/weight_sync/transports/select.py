@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import DeviceStream
-from mcore_rl.weight_sync.link_end import LinkEnd, publish_facts, with_roster
+from mcore_rl.weight_sync.link_end import LinkEnd, await_roster, publish_facts
 from mcore_rl.weight_sync.placed_bucket import PlacedBucket, RankBucket
 from mcore_rl.weight_sync.plan_handshake import RankPlan
 from mcore_rl.weight_sync.roster import SOME_GPU, RankLocation, Roster, Route, choose_route
@@ -29,7 +29,7 @@ from mcore_rl.weight_sync.transports.host.direct import (
     DirectTransport,
     DirectWrites,
     can_be_written,
-    direct_words,
+    count_direct_words,
 )
 from mcore_rl.weight_sync.transports.shared_memory import (
     Channel,
@@ -171,7 +171,7 @@ def make_gpu_pair_transport(end: LinkEnd, plan: RankPlan, stream: DeviceStream) 
 def _introduce(end: LinkEnd) -> LinkEnd:
     """Return `end` with the roster; between engines, ranks meet only when they connect."""
     publish_facts(end)
-    return with_roster(end)
+    return await_roster(end)
 
 
 def _find_routes(end: LinkEnd, peers: Iterable[int]) -> dict[int, Route]:
@@ -267,4 +267,4 @@ def plan_slots(
 
 
 def _count_message_words(own: RankBucket, direct: Collection[int]) -> int:
-    return direct_words(own.bucket) if own.peer in direct else own.bucket.num_words
+    return count_direct_words(own.bucket) if own.peer in direct else own.bucket.num_words

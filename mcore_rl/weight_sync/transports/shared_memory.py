@@ -143,12 +143,12 @@ def serve_segments(end: LinkEnd, segments: Mapping[int, SegmentSpec]) -> dict[in
 
     Raises TransferError, which names those that did not come by end.deadline_s.
     """
-    server = RankServer(_segment_server_name(end, end.rank))
+    server = RankServer(_make_server_name(end, end.rank))
     peers = server.accept(end, segments, "fetch their shared memory")
     return {rank: _serve_segment(peer, segments[rank]) for rank, peer in peers}
 
 
-def _segment_server_name(end: LinkEnd, sender: int) -> str:
+def _make_server_name(end: LinkEnd, sender: int) -> str:
     """Return the name of a sender's server of segments, which only ranks of the link can tell."""
     secret = f"{end.link.store_key} segments of rank {sender}"
     return f"mcore_rl-{hashlib.sha256(secret.encode()).hexdigest()[:32]}"
@@ -159,10 +159,10 @@ def fetch_channel(end: LinkEnd, sender: int, segment: SegmentSpec) -> Channel:
 
     Raises TransferError if it cannot be had by end.deadline_s.
     """
-    name = end.link.name_of(sender)
+    name = end.link.name_rank(sender)
     peer = socket.socket(socket.AF_UNIX)
     try:
-        connect(peer, end, _segment_server_name(end, sender), comes_later=True)
+        connect(peer, end, _make_server_name(end, sender), comes_later=True)
         sizes = array.array("q", [0, 0])
         data, descriptors, _, _ = socket.recv_fds(peer, 2 * sizes.itemsize, 3)
         if not descriptors:
@@ -242,7 +242,7 @@ class SharedMemoryTransport(WholeBuckets):
         """
         self._slots = slots
         self._end = end
-        self._name_of = end.link.name_of
+        self._name_of = end.link.name_rank
         self._channels = channels
         self._stream = stream
         self._started: list[_Message] = []
@@ -301,6 +301,6 @@ class SharedMemoryTransport(WholeBuckets):
         try:
             reason = wait_until(partial(message.channel.wait, message.count), deadline_s, failure)
         except OSError as error:
-            raise self._end.lost(message.what, "the process is gone", began_s) from error
+            raise self._end.make_lost_error(message.what, "the process is gone", began_s) from error
         if reason is not None:
-            raise self._end.lost(message.what, reason, began_s)
+            raise self._end.make_lost_error(message.what, reason, began_s)

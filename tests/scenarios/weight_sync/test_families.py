@@ -222,7 +222,8 @@ def train_and_check(
     with MegatronRun(config, ranks, started.engines, folder, loaded=loaded) as run:
         run.train(start_step)
         agreed = [
-            run.sync_controller.agreed_layouts(engine.url).split()[0] for engine in started.engines
+            run.sync_controller.get_agreed_layouts(engine.url).split()[0]
+            for engine in started.engines
         ]
         assert agreed == [how for _, how in case.engines]
         gathered = gather(run, start_step + 1, hf_dir)
@@ -243,7 +244,9 @@ def check_listing(ranks: MegatronRanks, started: Started, version: int) -> None:
     with MegatronRun(config, ranks, engines, started.folder / "listing") as run:
         asyncio.run(run.sync_controller.connect(urls))
         assert not asyncio.run(run.sync_controller.sync(version)).failed
-        assert {run.sync_controller.agreed_layouts(url).split()[0] for url in urls} == {"listed"}
+        assert {run.sync_controller.get_agreed_layouts(url).split()[0] for url in urls} == {
+            "listed"
+        }
     assert [checksums(engine.url) for engine in engines] == before
 
 

@@ -103,7 +103,7 @@ def test_a_step_on_images_reaches_every_parameter_of_engines(
                 assert (first - old).abs().max() < TOLERANCE[kind]
                 assert (scores(engine, batches) - new).abs().max() < TOLERANCE[kind]
                 assert checksums(engine.url) == checksums_after_loading(engine.url, gathered)
-            agreed = [run.sync_controller.agreed_layouts(url).split()[0] for url in urls]
+            agreed = [run.sync_controller.get_agreed_layouts(url).split()[0] for url in urls]
             # On a CPU, SGLang cuts the language model's MLP unevenly over two ranks.
             assert agreed == ["recorded", "listed"]
     finally:

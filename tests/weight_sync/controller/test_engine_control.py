@@ -72,7 +72,7 @@ def test_sizes_are_those_that_the_engine_tells() -> None:
         "attn_dp_size": 2,
         "custom_weight_loader": [LOADER],
     }
-    sizes, requests = call(lambda engine: engine.parallel_sizes(), reply(info))
+    sizes, requests = call(lambda engine: engine.read_parallel_sizes(), reply(info))
     assert (sizes.tp, sizes.ep, sizes.pp) == (4, 2, 3)
     assert sizes.engine_ranks == 12
     assert requests == [("/server_info", None)]
@@ -81,7 +81,7 @@ def test_sizes_are_those_that_the_engine_tells() -> None:
 @pytest.mark.parametrize("loaders", [None, ["other.load"]])
 def test_an_engine_without_the_loader_is_refused(loaders: list[str] | None) -> None:
     with pytest.raises(EngineCallError, match=rf"custom weight loaders .*, needs {LOADER}"):
-        call(lambda engine: engine.parallel_sizes(), reply({"custom_weight_loader": loaders}))
+        call(lambda engine: engine.read_parallel_sizes(), reply({"custom_weight_loader": loaders}))
 
 
 def test_each_call_is_sglangs() -> None:

@@ -91,11 +91,11 @@ def test_stage_requests_are_numbered_and_leave_no_keys() -> None:
 def test_the_link_to_the_next_engine_is_kept_until_that_is_another_one() -> None:
     relay, next_engine = make_engine(), make_engine()
     next_engine.link = replace(next_engine.link, engine="engine-1", layouts="rules")
-    first = relay.relay_link_to(next_engine, "127.0.0.1")
+    first = relay.link_relay(next_engine, "127.0.0.1")
     assert first.link.relay == "engine-0" and first.link.engine == "engine-1"
     assert first.link.num_senders == relay.link.num_receivers
     assert first.link.layouts == ""
     assert first.link.store_port == first.store.port != next_engine.link.store_port
-    assert relay.relay_link_to(next_engine, "127.0.0.1") is first
+    assert relay.link_relay(next_engine, "127.0.0.1") is first
     other = make_engine()
-    assert relay.relay_link_to(other, "127.0.0.1") is not first
+    assert relay.link_relay(other, "127.0.0.1") is not first

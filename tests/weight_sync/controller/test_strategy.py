@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from mcore_rl.weight_sync.controller.strategy import send_outcome
+from mcore_rl.weight_sync.controller.strategy import wait_sent
 from mcore_rl.weight_sync.controller.sync import SyncController, SyncError
 from mcore_rl.weight_sync.wire import Report
 from tests.support.thread_engines import ThreadTrainers, open_thread_stage
@@ -47,7 +47,7 @@ def test_the_outcome_of_a_send_is_its_answer_or_its_error() -> None:
             return [{}]
 
         sending = [asyncio.ensure_future(act()) for act in (answer, fail)]
-        return [await send_outcome(each) for each in sending]
+        return [await wait_sent(each) for each in sending]
 
     answer, error = asyncio.run(outcomes())
     assert answer == [{}]

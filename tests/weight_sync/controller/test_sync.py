@@ -68,7 +68,7 @@ def test_engines_of_equal_layouts_agree_on_one_digest() -> None:
     with open_thread_stage(2, 1, 2) as stage:
         controller = make_controller(stage)
         connect(controller, *stage.urls)
-        first, other, second = map(controller.agreed_layouts, stage.urls)
+        first, other, second = map(controller.get_agreed_layouts, stage.urls)
         assert first == second != other
         assert first.startswith("listed ")
 

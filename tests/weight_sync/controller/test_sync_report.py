@@ -5,7 +5,7 @@ import pytest
 from mcore_rl.weight_sync.controller.sync_report import (
     EngineSyncResult,
     SyncReport,
-    root_error,
+    find_root_error,
     summarize,
 )
 from mcore_rl.weight_sync.wire import Report
@@ -30,13 +30,13 @@ OTHER_PLAN = Report("rank 0 of engine e", digest="listed 2")
 def test_the_error_nearest_the_cause_is_told(
     reports: list[Report], answer: Exception | None, error: str | None
 ) -> None:
-    assert root_error(reports, answer) == error
+    assert find_root_error(reports, answer) == error
 
 
 def test_ranks_that_tell_their_digest_alone_must_follow_the_same_plan() -> None:
-    assert root_error([FINE], digests={"listed 1"}) is None
+    assert find_root_error([FINE], digests={"listed 1"}) is None
     different = "ranks followed different plans: ['listed 1', 'listed 2']"
-    assert root_error([FINE], digests={"listed 1", "listed 2"}) == different
+    assert find_root_error([FINE], digests={"listed 1", "listed 2"}) == different
 
 
 def test_an_engine_took_the_bytes_of_all_its_ranks_and_the_time_of_the_slowest() -> None:

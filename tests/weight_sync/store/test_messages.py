@@ -11,8 +11,8 @@ from mcore_rl.weight_sync.store.messages import (
     check_length,
     is_proof,
     make_nonce,
+    make_proof,
     pack,
-    proof,
     unpack,
 )
 
@@ -45,7 +45,7 @@ def test_long_messages_are_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch
 
 def test_a_proof_is_of_one_key_one_side_and_one_pair_of_nonces() -> None:
     mine, theirs = make_nonce(), make_nonce()
-    given_proof = proof("key", "client", mine, theirs)
+    given_proof = make_proof("key", "client", mine, theirs)
     assert is_proof(given_proof, "key", "client", mine, theirs)
     for other in (
         ("other", "client", mine, theirs),

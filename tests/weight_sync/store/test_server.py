@@ -12,7 +12,7 @@ import pytest
 
 from mcore_rl.weight_sync.store import server as server_module
 from mcore_rl.weight_sync.store.client import RemoteClient, StoreLost
-from mcore_rl.weight_sync.store.messages import LENGTH, NONCE_BYTES, PROOF_BYTES, pack, proof
+from mcore_rl.weight_sync.store.messages import LENGTH, NONCE_BYTES, PROOF_BYTES, make_proof, pack
 from mcore_rl.weight_sync.store.server import StoreServer
 
 
@@ -30,8 +30,8 @@ def befriend(server: StoreServer) -> socket.socket:
     client = connect(server)
     nonce = client.recv(NONCE_BYTES)
     own = b"c" * NONCE_BYTES
-    client.sendall(own + proof(server.key, "client", nonce, own))
-    assert client.recv(PROOF_BYTES) == proof(server.key, "server", nonce, own)
+    client.sendall(own + make_proof(server.key, "client", nonce, own))
+    assert client.recv(PROOF_BYTES) == make_proof(server.key, "server", nonce, own)
     return client
 
 
@@ -80,7 +80,7 @@ def test_the_proof_of_another_connection_does_not_help(server: StoreServer) -> N
     first, second = connect(server), connect(server)
     nonce, own = first.recv(NONCE_BYTES), b"c" * NONCE_BYTES
     second.recv(NONCE_BYTES)
-    second.sendall(own + proof(server.key, "client", nonce, own))
+    second.sendall(own + make_proof(server.key, "client", nonce, own))
     assert is_hung_up(second)
 
 

@@ -15,15 +15,15 @@ def test_pairs_of_all_kinds_are_copied_both_ways() -> None:
     ]
     expected = [left.clone() for left in lefts]
     copies = Copies(zip(lefts, rights, strict=True))
-    copies.to_right()
+    copies.copy_right()
     assert all(
         torch.equal(right, left.to(right.dtype)) for left, right in zip(lefts, rights, strict=True)
     )
     for left in lefts:
         left.zero_()
-    copies.to_left()
+    copies.copy_left()
     assert all(torch.equal(left, value) for left, value in zip(lefts, expected, strict=True))
-    Copies([]).to_right()
+    Copies([]).copy_right()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -37,10 +37,10 @@ def test_large_pairs_are_copied_byte_for_byte_among_small_ones(dtype: torch.dtyp
     expected = [left.detach().clone().view(torch.uint8) for left in lefts]
     with torch.no_grad():
         copies = Copies(zip(lefts, rights, strict=True))
-        copies.to_right()
+        copies.copy_right()
         for left in lefts:
             left.zero_()
-        copies.to_left()
+        copies.copy_left()
     for tensors in (lefts, rights):
         pairs = zip(tensors, expected, strict=True)
         assert all(torch.equal(t.detach().view(torch.uint8), value) for t, value in pairs)

@@ -20,9 +20,9 @@ from mcore_rl.weight_sync.transports.delta import (
     Changes,
     Form,
     apply,
-    elements,
-    num_places_bytes,
+    count_places_bytes,
     take_changes,
+    view_elements,
 )
 
 WAYS = ("compiled", "numpy") if shutil.which("cc") else ("numpy",)
@@ -53,7 +53,7 @@ def changes_between(before: Array, now: Array) -> Changes:
 def made_of(before: Array, changes: Changes) -> Array:
     made = before.copy()
     assert changes.num_bytes == changes.places.nbytes + 2 * len(changes.values)
-    num_places = num_places_bytes(changes.form, len(changes.values), len(made))
+    num_places = count_places_bytes(changes.form, len(changes.values), len(made))
     assert num_places == len(changes.places)
     coded = np.concatenate([changes.places, changes.values.view(np.uint8)])
     apply(changes.form, coded[:num_places], coded[num_places:], made)
@@ -122,5 +122,5 @@ def test_places_that_do_not_fit_are_refused(
 
 def test_elements_are_a_view() -> None:
     message_u8 = torch.zeros(6, dtype=torch.uint8)
-    elements(message_u8)[1] = 3
+    view_elements(message_u8)[1] = 3
     assert message_u8.tolist() == [0, 0, 3, 0, 0, 0]

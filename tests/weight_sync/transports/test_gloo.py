@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mcore_rl.weight_sync.transports.gloo import GlooTransport, local_address_toward
+from mcore_rl.weight_sync.transports.gloo import GlooTransport, find_local_address
 from mcore_rl.weight_sync.waits import TransferError
 from tests.support.link_ends import HOST, make_link, open_ends, run_ranks
 
@@ -86,6 +86,6 @@ def test_the_end_of_a_rank_is_heard_at_once(pair: Pair) -> None:
 
 
 def test_a_local_address_is_one_that_this_host_has() -> None:
-    address = local_address_toward("127.0.0.1", 9)
+    address = find_local_address("127.0.0.1", 9)
     assert address == "127.0.0.1"
     socket.create_server((address, 0)).close()

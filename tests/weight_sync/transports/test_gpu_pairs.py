@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.device import has_cuda
-from mcore_rl.weight_sync.transports.gpu_pairs import GpuPairTransport, meeting_order
+from mcore_rl.weight_sync.transports.gpu_pairs import GpuPairTransport, order_meetings
 from mcore_rl.weight_sync.waits import TransferError
 from tests.support.link_ends import make_link, open_ends
 
@@ -44,7 +44,7 @@ def rounds_until_all_have_met(num_senders: int, num_receivers: int, pairs: set[P
     waiting = {}
     for rank in range(num_senders + num_receivers):
         peers = [sum(pair) - rank for pair in pairs if rank in pair]
-        waiting[rank] = meeting_order(rank, peers, num_senders, num_receivers)
+        waiting[rank] = order_meetings(rank, peers, num_senders, num_receivers)
     num_rounds = 0
     while any(waiting.values()):
         met = [

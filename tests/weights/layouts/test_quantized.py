@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mcore_rl.weight_sync.buckets import Bucket, plan_buckets
-from mcore_rl.weight_sync.placed_bucket import PlacedBucket, holdings
+from mcore_rl.weight_sync.placed_bucket import PlacedBucket, find_holdings
 from mcore_rl.weights.box import Box, Shard, contiguous_strides
 from mcore_rl.weights.hf.fp8 import FP8
 from mcore_rl.weights.layouts.layout import PlacedPiece, Placement, Ranks
@@ -102,9 +102,9 @@ def carry(bucket: Bucket, source: Rank, target: Rank) -> None:
     """Pack a bucket on its source rank and unpack it on its target rank."""
     words = torch.zeros(bucket.num_words, dtype=torch.int64)
     held, tensors = source
-    PlacedBucket(bucket, words, holdings(bucket, by_name(held)), tensors).pack(1)
+    PlacedBucket(bucket, words, find_holdings(bucket, by_name(held)), tensors).pack(1)
     held, tensors = target
-    placed = PlacedBucket(bucket, words, holdings(bucket, by_name(held)), tensors)
+    placed = PlacedBucket(bucket, words, find_holdings(bucket, by_name(held)), tensors)
     placed.place(1)
 
 

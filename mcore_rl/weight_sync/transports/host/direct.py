@@ -32,7 +32,7 @@ from mcore_rl.weight_sync.transports.transport import Failure
 from mcore_rl.weight_sync.verify import XXH3
 
 
-def direct_words(bucket: Bucket) -> int:
+def count_direct_words(bucket: Bucket) -> int:
     """Return the int64 words of the message: header and checksums."""
     return HEADER_WORDS + len(bucket.pieces)
 
@@ -75,7 +75,7 @@ class DirectBucket(PlacedBucket):
         message_W: Tensor,
     ) -> None:
         super().__init__(bucket, scratch_W, held, tensors, message_W, XXH3)
-        self._own = _compiled(self._one_pass)
+        self._own = _check_compiled(self._one_pass)
 
     @property
     def own_targets(self) -> Targets:
@@ -104,7 +104,7 @@ class DirectBucket(PlacedBucket):
         self._check_sums(self._message_W[self._sums_at], self._own.sum_own())
 
 
-def _compiled(one_pass: OnePass | None) -> OnePass:
+def _check_compiled(one_pass: OnePass | None) -> OnePass:
     assert one_pass is not None, "ranks without a compiler do not write into other memory"
     return one_pass
 

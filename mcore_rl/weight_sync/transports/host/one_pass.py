@@ -156,11 +156,11 @@ def are_rows(
 
     It does not move parts of many short rows, which torch moves in one call.
     """
-    axes = _axes(shape, own_strides, strides)
+    axes = _find_axes(shape, own_strides, strides)
     return len(axes) <= 2 or axes[0][0] * itemsize >= _LEAST_ROW_BYTES
 
 
-def _axes(
+def _find_axes(
     shape: Sequence[int], own_strides: Sequence[int], strides: Sequence[int]
 ) -> list[tuple[int, int, int]]:
     """Return (length, own stride, other stride) of as few axes as possible, innermost first.
@@ -190,7 +190,7 @@ def find_moves(own: Tensor, in_bucket: Tensor, bucket_address: int) -> list[Move
     layout = own.shape, own.stride(), in_bucket.stride()
     if own.dtype != in_bucket.dtype or not are_rows(*layout, size):
         return None
-    (row, _, _), *others = _axes(*layout)
+    (row, _, _), *others = _find_axes(*layout)
     rows, own_stride, stride = others[0] if others else (1, 0, 0)
     outer = others[1:]
     at = in_bucket.data_ptr() - bucket_address

@@ -91,8 +91,8 @@ class WriteGrants:
         """Return counts and moves as bytes; addresses count through the segments, end to end."""
         first, second = self._segments
         moves = targets.moves.copy()
-        in_first = _inside(moves, first.address, first.num_bytes)
-        in_second = _inside(moves, second.address, second.num_bytes)
+        in_first = _are_inside(moves, first.address, first.num_bytes)
+        in_second = _are_inside(moves, second.address, second.num_bytes)
         assert (in_first | in_second).all(), "a slice belongs outside the shared memory"
         moves[in_first, _ADDRESS] -= first.address
         moves[in_second, _ADDRESS] -= second.address - first.num_bytes
@@ -125,7 +125,7 @@ class WriteAccess:
                 raise ConnectionResetError("the process is gone")
         except OSError as error:
             peer.close()
-            name = end.link.name_of(receiver)
+            name = end.link.name_rank(receiver)
             raise TransferError(f"no memory of {name}: {error}", peer_lost=True) from error
         sizes = _OFFER.unpack(data)
         if not descriptors:
@@ -142,18 +142,18 @@ class WriteAccess:
 
         Raises TransferError as Transport.run does, or if the grant is for another version.
         """
-        name = self._end.link.name_of(self._receiver)
+        name = self._end.link.name_rank(self._receiver)
         what = f"{name} to say where version {version} goes"
         began_s = time.monotonic()
         reason = wait_until(self._is_ready, deadline_s, failure)
         if reason is not None:
-            raise self._end.lost(what, reason, began_s)
+            raise self._end.make_lost_error(what, reason, began_s)
         try:
             data, descriptors, _, _ = socket.recv_fds(self._peer, _GRANT.size, 1)
         except OSError as error:
-            raise self._end.lost(what, "the process is gone", began_s) from error
+            raise self._end.make_lost_error(what, "the process is gone", began_s) from error
         if len(data) < _GRANT.size:
-            raise self._end.lost(what, "the process is gone", began_s)
+            raise self._end.make_lost_error(what, "the process is gone", began_s)
         granted, number, num_slices = _GRANT.unpack(data)
         if num_slices:
             table = _read(descriptors[0])
@@ -173,24 +173,24 @@ class WriteAccess:
         counts = table[:num_slices]
         moves = table[num_slices:].reshape(-1, _MOVE_FIELDS).copy()
         first, second = self._maps
-        in_first = _inside(moves, 0, len(first))
-        in_second = _inside(moves, len(first), len(second))
+        in_first = _are_inside(moves, 0, len(first))
+        in_second = _are_inside(moves, len(first), len(second))
         if not (in_first | in_second).all():
             raise TransferError(
-                f"{self._end.link.name_of(self._receiver)} wants slices outside its shared memory"
+                f"{self._end.link.name_rank(self._receiver)} wants slices outside its shared memory"
             )
         moves[in_first, _ADDRESS] += first.ctypes.data
         moves[in_second, _ADDRESS] += second.ctypes.data - len(first)
-        populate(moves[:, _ADDRESS], _stops(moves))
+        populate(moves[:, _ADDRESS], _find_stops(moves))
         return Targets(counts, moves)
 
 
-def _inside(moves: Array, start: int, num_bytes: int) -> Array:
+def _are_inside(moves: Array, start: int, num_bytes: int) -> Array:
     """Return for each move whether all of it lies in `num_bytes` from address `start` on."""
-    return (moves[:, _ADDRESS] >= start) & (_stops(moves) <= start + num_bytes)
+    return (moves[:, _ADDRESS] >= start) & (_find_stops(moves) <= start + num_bytes)
 
 
-def _stops(moves: Array) -> Array:
+def _find_stops(moves: Array) -> Array:
     """Return for each move the address behind its last byte."""
     last_rows = moves[:, _ADDRESS] + (moves[:, _ROWS] - 1) * moves[:, _OWN_STRIDE]
     return last_rows + moves[:, _ROW_BYTES]

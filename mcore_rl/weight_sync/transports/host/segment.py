@@ -48,11 +48,11 @@ def populate(starts: Array, stops: Array) -> None:
     lasts = np.append(begins[1:] - 1, len(ends) - 1)
     for first, end in zip(firsts[begins].tolist(), ends[lasts].tolist(), strict=True):
         # Before Linux 5.14 it fails, and each first write to a page populates it.
-        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _POPULATE_WRITE)
+        _load_libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _POPULATE_WRITE)
 
 
 @cache
-def _libc() -> ctypes.CDLL:
+def _load_libc() -> ctypes.CDLL:
     """Its calls let other threads run, those of the mmap module don't."""
     return ctypes.CDLL(None)
 
@@ -76,17 +76,17 @@ class Segment:
         """Return whether `tensor` lies in this segment."""
         return self.address <= tensor.data_ptr() < self.address + self.num_bytes
 
-    def tensor_like(self, tensor: Tensor, offset: int) -> Tensor:
+    def make_tensor_like(self, tensor: Tensor, offset: int) -> Tensor:
         """Return a tensor at byte `offset`, which has a storage of its own."""
         if tensor.nbytes == 0:
             return torch.empty_like(tensor)
         bytes_B = torch.frombuffer(
             self._mapped, dtype=torch.uint8, count=tensor.nbytes, offset=offset
         )
-        return bytes_B.view(tensor.dtype).as_strided(tensor.shape, _dense_strides(tensor))
+        return bytes_B.view(tensor.dtype).as_strided(tensor.shape, _find_dense_strides(tensor))
 
     def write(self, tensors: Mapping[str, Tensor], offsets: Mapping[str, int]) -> None:
-        """Give the tensors that `tensor_like` made at `offsets`, in rising order, these values.
+        """Give the tensors that `make_tensor_like` made at `offsets`, in rising order, these values.
 
         The file is written, not the mapping: new pages are then not cleared first, which takes
         half of the time. Large pages that have to be asked for come to mappings alone. Other
@@ -94,12 +94,12 @@ class Segment:
         """
         if _must_ask_for_large_pages():
             for name, tensor in tensors.items():
-                self.tensor_like(tensor, offsets[name]).copy_(tensor)
+                self.make_tensor_like(tensor, offsets[name]).copy_(tensor)
             return
         buffers: list[memoryview] = []
         stop = 0
         for name, tensor in tensors.items():
-            buffers += [memoryview(bytes(offsets[name] - stop)), _bytes_of(tensor)]
+            buffers += [memoryview(bytes(offsets[name] - stop)), _view_bytes(tensor)]
             stop = offsets[name] + tensor.nbytes
         write_at(self.descriptor, buffers, 0)
 
@@ -131,14 +131,14 @@ def allocate_like(tensors: Mapping[str, Tensor]) -> tuple[Segment, dict[str, int
     return Segment(max(num_bytes, mmap.PAGESIZE)), offsets
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _view_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of the tensor, or of a copy without gaps, in the order of memory."""
-    if tensor.stride() != _dense_strides(tensor):
+    if tensor.stride() != _find_dense_strides(tensor):
         tensor = torch.empty_like(tensor).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+def _find_dense_strides(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 

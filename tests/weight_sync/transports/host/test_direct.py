@@ -11,10 +11,10 @@ import torch
 from mcore_rl.weight_sync.buckets import plan_buckets
 from mcore_rl.weight_sync.execute import PlanExecutor
 from mcore_rl.weight_sync.link_end import LinkEnd, OpenMemory
-from mcore_rl.weight_sync.placed_bucket import RankBucket, holdings
+from mcore_rl.weight_sync.placed_bucket import RankBucket, find_holdings
 from mcore_rl.weight_sync.plan_handshake import RankPlan
 from mcore_rl.weight_sync.staging import Staging
-from mcore_rl.weight_sync.transports.host.direct import DirectWrites, direct_words
+from mcore_rl.weight_sync.transports.host.direct import DirectWrites, count_direct_words
 from mcore_rl.weight_sync.transports.host.segment import Segment
 from mcore_rl.weight_sync.transports.select import (
     MakeTransport,
@@ -57,7 +57,7 @@ class Pair:
         buckets = plan_buckets({(0, 0): slices}, 1, -(-20_000 // num_buckets))
 
         def opening(end: LinkEnd, own: Shard, direct: dict[int, str]) -> Callable:
-            held = [RankBucket(b, 1 - end.rank, holdings(b, {"w": [own]})) for b in buckets]
+            held = [RankBucket(b, 1 - end.rank, find_holdings(b, {"w": [own]})) for b in buckets]
             return lambda: PlanExecutor(end, RankPlan("", held, XXH3, direct), make)
 
         self.sender, self.receiver = run_ranks(
@@ -76,7 +76,7 @@ class Pair:
 def is_direct(pair: Pair) -> bool:
     """Whether the pair shares memory for headers only."""
     words_W = pair.sender._transport.message(0, 1)
-    return words_W is not None and words_W.numel() == direct_words(
+    return words_W is not None and words_W.numel() == count_direct_words(
         pair.sender.plan.buckets[0].bucket
     )
 
@@ -156,7 +156,7 @@ def test_a_sender_that_writes_after_its_link_failed_reaches_no_memory_in_use() -
     pair.staging.swap(1, pair.parameters)
     with pytest.raises(TransferError, match="the time is up"):
         pair.receiver.execute(2, pair.staging.tensors, time.monotonic() + 0.05)
-    newer = Staging(pair.parameters, pair.staging.live_segment(pair.parameters))
+    newer = Staging(pair.parameters, pair.staging.find_live_segment(pair.parameters))
     newer.finish(pair.parameters)
     with pytest.raises(TransferError):
         pair.sender.execute(2, {"param": torch.full((5000,), 9.0)}, soon())

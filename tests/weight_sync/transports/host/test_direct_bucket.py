@@ -8,8 +8,12 @@ from torch import Tensor
 
 from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.weight_sync.buckets import Bucket, plan_buckets
-from mcore_rl.weight_sync.placed_bucket import Holding, holdings
-from mcore_rl.weight_sync.transports.host.direct import DirectBucket, can_be_written, direct_words
+from mcore_rl.weight_sync.placed_bucket import Holding, find_holdings
+from mcore_rl.weight_sync.transports.host.direct import (
+    DirectBucket,
+    can_be_written,
+    count_direct_words,
+)
 from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weights.box import Box, Shard
 from mcore_rl.weights.plan.shared_region import Slice
@@ -21,7 +25,9 @@ Rank = tuple[list[Shard], dict[str, Tensor]]
 
 def held_by(bucket: Bucket, rank: Rank) -> list[Holding]:
     names = {shard.box.name for shard in rank[0]}
-    return holdings(bucket, {name: [s for s in rank[0] if s.box.name == name] for name in names})
+    return find_holdings(
+        bucket, {name: [s for s in rank[0] if s.box.name == name] for name in names}
+    )
 
 
 def bound(bucket: Bucket, rank: Rank, message_W: Tensor) -> DirectBucket:
@@ -31,7 +37,7 @@ def bound(bucket: Bucket, rank: Rank, message_W: Tensor) -> DirectBucket:
 
 def both_ends(bucket: Bucket, source: Rank, target: Rank) -> tuple[DirectBucket, DirectBucket]:
     """Sender and receiver, in one process: targets are addresses in it."""
-    message_W = torch.zeros(direct_words(bucket), dtype=torch.int64)
+    message_W = torch.zeros(count_direct_words(bucket), dtype=torch.int64)
     sender = bound(bucket, source, message_W)
     receiver = bound(bucket, target, message_W)
     sender.targets = receiver.own_targets
@@ -110,4 +116,4 @@ def test_only_rows_of_the_slices_own_dtype_are_written_by_others(
 ) -> None:
     shard = Shard(BOX, "param", 0, strides, dtype)
     bucket = one_bucket()
-    assert can_be_written(bucket, holdings(bucket, {"w": [shard]})) == writable
+    assert can_be_written(bucket, find_holdings(bucket, {"w": [shard]})) == writable

@@ -25,7 +25,9 @@ def test_tensors_have_their_shapes_strides_and_storages_in_memory_that_others_ca
         "scalar": torch.zeros((), dtype=torch.float64),
     }
     segment, offsets = allocate_like(like)
-    tensors = {name: segment.tensor_like(tensor, offsets[name]) for name, tensor in like.items()}
+    tensors = {
+        name: segment.make_tensor_like(tensor, offsets[name]) for name, tensor in like.items()
+    }
     mapped = mmap.mmap(os.dup(segment.descriptor), segment.num_bytes)
     for name, tensor in tensors.items():
         assert tensor.shape == like[name].shape and tensor.dtype == like[name].dtype
@@ -55,7 +57,7 @@ def test_values_are_written_between_one_another_also_where_large_pages_are_asked
     segment, offsets = allocate_like(values | many)
     segment.write(values | many, offsets)
     for name, tensor in (values | many).items():
-        assert torch.equal(segment.tensor_like(tensor, offsets[name]), tensor), name
+        assert torch.equal(segment.make_tensor_like(tensor, offsets[name]), tensor), name
 
 
 def test_a_write_that_the_kernel_cuts_short_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +89,7 @@ def test_memory_outlives_the_segment_as_long_as_a_mapping_does() -> None:
     segment = Segment(mmap.PAGESIZE)
     descriptor = segment.descriptor
     mapped = map_segment(descriptor, segment.num_bytes)
-    tensor = segment.tensor_like(torch.zeros(8), 64)
+    tensor = segment.make_tensor_like(torch.zeros(8), 64)
     del segment
     tensor.fill_(3)
     assert torch.frombuffer(mapped, dtype=torch.float32, count=8, offset=64).tolist() == [3] * 8
