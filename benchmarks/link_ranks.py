@@ -21,7 +21,7 @@ from mcore_rl.weight_sync.link_store import LinkStore
 from mcore_rl.weight_sync.plan_handshake import PlanHandshake
 from mcore_rl.weight_sync.wire import Link
 from mcore_rl.weights.box import Shard, contiguous_strides
-from mcore_rl.weights.layouts.layout import Layout, boxes_of
+from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.listed import RecordedLayouts
 from mcore_rl.weights.layouts.megatron import MegatronSizes
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
@@ -79,7 +79,7 @@ def shards_of(layout: Layout, rank: int) -> list[Shard]:
     """Return the shards of a rank that holds every box in a tensor of its own."""
     return [
         Shard(box, box.name, 0, contiguous_strides(box.shape), dtype)
-        for box, dtype in boxes_of(layout, rank)
+        for box, dtype in list_boxes(layout, rank)
     ]
 
 

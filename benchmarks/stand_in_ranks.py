@@ -32,7 +32,7 @@ from mcore_rl.weight_sync.transports.select import select_transport
 from mcore_rl.weight_sync.verify import ROWS
 from mcore_rl.weight_sync.wire import Link, Report, decode_command
 from mcore_rl.weights.box import Shard, contiguous_strides
-from mcore_rl.weights.layouts.layout import Layout, boxes_of
+from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.listed import RecordedLayouts
 from mcore_rl.weights.layouts.megatron import MegatronSizes
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
@@ -254,5 +254,5 @@ def _shards_of(layout: Layout, rank: int) -> list[Shard]:
     """Return the shards of a rank that holds every box in a tensor of its own."""
     return [
         Shard(box, box.name, 0, contiguous_strides(box.shape), dtype)
-        for box, dtype in boxes_of(layout, rank)
+        for box, dtype in list_boxes(layout, rank)
     ]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.weights.hf.fp8 import num_blocks, quantize_into
+from mcore_rl.weights.hf.fp8 import count_blocks, quantize_into
 
 
 def cast(data: memoryview, dtype: str, to: str) -> memoryview:
@@ -24,7 +24,7 @@ def quantize(data: memoryview, dtype: str, num_columns: int) -> tuple[memoryview
     weights_NK = _view(data, dtype).view(-1, num_columns)
     values_NK = torch.empty(weights_NK.shape, dtype=torch.float8_e4m3fn)
     scales_nk = torch.empty(
-        num_blocks(len(weights_NK)), num_blocks(num_columns), dtype=torch.float32
+        count_blocks(len(weights_NK)), count_blocks(num_columns), dtype=torch.float32
     )
     quantize_into(weights_NK, values_NK, scales_nk)
     return view_bytes(values_NK), view_bytes(scales_nk)

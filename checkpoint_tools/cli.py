@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from checkpoint_tools.options import add_effort, parse_bytes, read_effort, show_bytes
 from mcore_rl.process.cores import THREADS, check_threads
 from mcore_rl.process.disk import explain_refusal, report_any_full_disk
-from mcore_rl.weights.megatron_files.integrity import with_remedy
+from mcore_rl.weights.megatron_files.integrity import add_remedy
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_HELP = "dtype of the result (as in the source)"
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with report_any_full_disk():
             return args.run(args)
     except (ValueError, OSError) as error:
-        return _fail(with_remedy(explain_refusal(error)), 2)
+        return _fail(add_remedy(explain_refusal(error)), 2)
     except RuntimeError as error:
         return _fail(error, 1)
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ from checkpoint_tools.hf_model import check_against_config
 from checkpoint_tools.safetensors_file import read_header
 from checkpoint_tools.stored import Checkpoint, StoredTensor
 from mcore_rl.weights.hf.checksums import MANIFEST, read_json
-from mcore_rl.weights.hf.folder import INDEX, other_format
+from mcore_rl.weights.hf.folder import INDEX, find_other_format
 
 
 def open_hf(folder: Path, use_sums: bool = True, *, either_way: bool = False) -> Checkpoint:
@@ -51,7 +51,7 @@ def _safetensors_files(folder: Path) -> list[str]:
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:
         raise ValueError(
-            f"{folder} has no .safetensors files and no .metadata{other_format(folder)}"
+            f"{folder} has no .safetensors files and no .metadata{find_other_format(folder)}"
         )
     return names
 

@@ -8,14 +8,14 @@ from typing import Any
 from checkpoint_tools.packed import find_packed, list_stored_names
 from checkpoint_tools.stored import DTYPE_BYTES, StoredTensor
 from mcore_rl.weights.hf.config import (
-    named_dtype,
     parse_hf_config,
     read_hf_config,
+    read_named_dtype,
     with_text_settings,
 )
 from mcore_rl.weights.hf.files import refuse_untied_head
 from mcore_rl.weights.models import FAMILIES, family_of, hf_tensor_shapes, refuse_unsupported
-from mcore_rl.weights.models.settings import unquantized
+from mcore_rl.weights.models.settings import drop_quantization
 from mcore_rl.weights.models.table import HfConfig, Shape
 
 WRONG_SETTING = (LookupError, TypeError, AttributeError, ArithmeticError)
@@ -56,7 +56,7 @@ def check_against_config(
             return f"{architecture} is unknown here: {reason}"
         if config.get("quantization_config") is not None:
             tensors = _find_unpacked(config, tensors, path)
-        config = unquantized(config)
+        config = drop_quantization(config)
         refuse_unsupported(config, path)
         family, dtype = family_of(config), find_dtype(config, tensors)
         shapes, dtypes = family.shapes(config), family.dtypes(config, dtype)
@@ -91,7 +91,7 @@ def _find_unpacked(
 
 def _check_dtype(config: HfConfig) -> str | None:
     """Return the dtype that config.json gives, or None. Raises ValueError for an unknown one."""
-    named = named_dtype(config)
+    named = read_named_dtype(config)
     if named and named not in DTYPE_BYTES:
         raise ValueError(f"dtype={named!r} in config.json is not among {', '.join(DTYPE_BYTES)}")
     return named

@@ -11,7 +11,7 @@ from checkpoint_tools.produce import ConversionReport, produce
 from checkpoint_tools.safetensors_file import make_header
 from checkpoint_tools.stored import Checkpoint
 from mcore_rl.weights.hf.folder import deal_out
-from mcore_rl.weights.hf.fp8 import FP8, SCALE_DTYPE, num_blocks, scale_name
+from mcore_rl.weights.hf.fp8 import FP8, SCALE_DTYPE, count_blocks, make_scale_name
 from mcore_rl.weights.models.table import Shape
 
 Describe = Callable[..., None]
@@ -61,7 +61,7 @@ def _list_stored(
     for name, assembly in sorted(assemblies.items()):
         if name in quantized:
             tensors[name] = FP8, assembly.shape
-            tensors[scale_name(name)] = SCALE_DTYPE, tuple(map(num_blocks, assembly.shape))
+            tensors[make_scale_name(name)] = SCALE_DTYPE, tuple(map(count_blocks, assembly.shape))
         else:
             tensors[name] = assembly.dtype, assembly.shape
     return tensors
@@ -76,7 +76,7 @@ def _make_file(
     header, starts, num_bytes = make_header(tensors)
     tasks: list[Task] = []
     for name, assembly in assemblies.items():
-        scales_start = starts[scale_name(name)] if name in quantized else None
+        scales_start = starts[make_scale_name(name)] if name in quantized else None
         tasks.append(Task(filename, starts[name], assembly, scales_start=scales_start))
     tasks.sort(key=lambda task: task.start)
     return OutputFile(filename, num_bytes, header, tuple(tasks))

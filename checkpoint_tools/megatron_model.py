@@ -22,11 +22,11 @@ from checkpoint_tools.assembly import (
 from checkpoint_tools.foreign_keys import explain_unknown, find_part
 from checkpoint_tools.stored import Chunk, StoredTensor
 from mcore_rl.weights.box import Shard, contiguous_strides
-from mcore_rl.weights.hf.config import moe_layers, padded_vocab_size
-from mcore_rl.weights.layouts.training import LocalPart, training_padding, training_shards
+from mcore_rl.weights.hf.config import moe_layers, pad_vocab_size
+from mcore_rl.weights.layouts.training import LocalPart, list_training_padding, training_shards
 from mcore_rl.weights.models import family_of
-from mcore_rl.weights.models.table import NUMBERED_BY, Family, HfConfig, Rule, Shape, numbered_key
-from mcore_rl.weights.models.value_head import with_value_head
+from mcore_rl.weights.models.table import NUMBERED_BY, Family, HfConfig, Rule, Shape, number_key
+from mcore_rl.weights.models.value_head import add_value_head
 
 OUTPUT_LAYER = "output_layer.weight"
 
@@ -35,7 +35,7 @@ def choose_config(tensors: Mapping[str, StoredTensor], hf_config: HfConfig) -> H
     """Return `hf_config`, with a value head if the checkpoint is a critic's."""
     output = tensors.get(OUTPUT_LAYER)
     is_critic = output is not None and output.shape[0] == 1 and hf_config["vocab_size"] > 1
-    return with_value_head(hf_config) if is_critic else hf_config
+    return add_value_head(hf_config) if is_critic else hf_config
 
 
 def hf_assemblies(
@@ -62,7 +62,7 @@ def hf_assemblies(
     _check_known(parts, family, where)
     try:
         shards = training_shards(parts, family, hf_config)
-        padding = training_padding(parts, family, hf_config)
+        padding = list_training_padding(parts, family, hf_config)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     by_name: dict[str, list[tuple[Shard, Chunk]]] = defaultdict(list)
@@ -165,7 +165,7 @@ def megatron_tensors(hf_config: HfConfig, dtype: str) -> list[Wanted]:
             continue
         rows = sum(sizes[rule.matrix_axes(tensor)[0]] for tensor in rule.tensors)
         if rule.padded:
-            rows = padded_vocab_size(hf_config, 1)
+            rows = pad_vocab_size(hf_config, 1)
         matrix = (rows, *(sizes[axis] for axis in rule.matrix_axes(rule.tensors[0])[1:]))
         fixed = rule.tensors[0].dtype
         for key, num_layers in _keys(rule, hf_config):
@@ -200,7 +200,7 @@ def _keys(rule: Rule, hf_config: HfConfig) -> list[tuple[str, int]]:
         return [(rule.key, 0)]
     if rule.where in NUMBERED_BY:
         numbers = range(family_of(hf_config).sizes(hf_config)[NUMBERED_BY[rule.where]])
-        return [(numbered_key(rule.key, number), 0) for number in numbers]
+        return [(number_key(rule.key, number), 0) for number in numbers]
     moe = moe_layers(hf_config)
     layers = [
         layer

@@ -5,7 +5,7 @@ from pathlib import Path
 from checkpoint_tools.hf import open_hf
 from checkpoint_tools.stored import Checkpoint
 from checkpoint_tools.torch_dist import is_torch_dist, open_torch_dist, refuse_other_megatron
-from mcore_rl.weights.hf.config import download_remedy
+from mcore_rl.weights.hf.config import describe_download
 
 
 def open_checkpoint(folder: Path, use_sums: bool = True) -> Checkpoint:
@@ -15,7 +15,7 @@ def open_checkpoint(folder: Path, use_sums: bool = True) -> Checkpoint:
     that is wrong.
     """
     if not folder.exists():
-        raise ValueError(f"{folder} does not exist{download_remedy(folder)}")
+        raise ValueError(f"{folder} does not exist{describe_download(folder)}")
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")
     if is_torch_dist(folder):

@@ -23,7 +23,7 @@ from checkpoint_tools.assembly import whole
 from checkpoint_tools.cast import view_bytes
 from checkpoint_tools.reader import Band, Reader, bands
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk, StoredTensor
-from mcore_rl.weights.hf.fp8 import FP8, scaled_name
+from mcore_rl.weights.hf.fp8 import FP8, find_scaled_name
 from mcore_rl.weights.models.settings import DEQUANTIZABLE
 from mcore_rl.weights.models.table import HfConfig, Shape
 
@@ -135,7 +135,7 @@ def _find_block(settings: Mapping[str, Any], file: object) -> Shape:
 
 def _fp8(tensors: Mapping[str, StoredTensor], dtype: str, block: Shape) -> Iterator[Packed]:
     for key, scales in tensors.items():
-        name = scaled_name(key)
+        name = find_scaled_name(key)
         if name is None:
             continue
         values = _other_half(tensors, name, scales)

@@ -22,13 +22,13 @@ from checkpoint_tools.packed import find_packed, list_stored_names
 from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.stored import Chunk
-from mcore_rl.weights.hf.config import parse_hf_config, with_dtype
+from mcore_rl.weights.hf.config import parse_hf_config, set_dtype
 from mcore_rl.weights.hf.folder import write_small_files
 from mcore_rl.weights.hf.fp8 import QUANTIZATION_CONFIG, is_converted
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.qwen_vl import QWEN3_VL_MOE
-from mcore_rl.weights.models.settings import unquantized
-from mcore_rl.weights.models.value_head import stem_of
+from mcore_rl.weights.models.settings import drop_quantization
+from mcore_rl.weights.models.value_head import find_stem
 
 HALVES = ("bfloat16", "float16")
 """Tensors of these dtypes without scales are cast; float32 was a deliberate choice and is kept."""
@@ -55,7 +55,7 @@ def dequantize(
         if name not in halves:
             to = dtype if tensor.dtype in HALVES else tensor.dtype
             assemblies[name] = whole(tensor.chunks[0], dtype=to)
-    settings = with_dtype(unquantized(config), dtype)
+    settings = set_dtype(drop_quantization(config), dtype)
     describe = partial(write_small_files, config=settings, side_files_from=source_hf)
     return make_hf(out, [checkpoint], assemblies, frozenset(), describe, max_file_bytes, effort)
 
@@ -71,7 +71,7 @@ def turn_experts(
     refuse_existing(out)
     config = read_config(source_hf)
     family = family_of(config)
-    if stem_of(family.architecture) != stem_of(QWEN3_VL_MOE.architecture):
+    if find_stem(family.architecture) != find_stem(QWEN3_VL_MOE.architecture):
         raise ValueError(
             f"{source_hf}: {family.architecture} has one form of experts; only"
             f" {QWEN3_VL_MOE.architecture} is saved in two"

@@ -16,7 +16,7 @@ from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.stored import Checkpoint
 from checkpoint_tools.torch_dist import model_tensors, open_torch_dist
-from mcore_rl.weights.hf.config import with_dtype
+from mcore_rl.weights.hf.config import set_dtype
 from mcore_rl.weights.hf.folder import write_small_files
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig
@@ -53,7 +53,7 @@ def to_hf(
         untrained = open_hf(source_hf)
         sources.append(untrained)
         assemblies |= _list_carried(untrained, config)
-    settings = with_dtype(config, dtype or assemblies[family_of(config).embedding].dtype)
+    settings = set_dtype(config, dtype or assemblies[family_of(config).embedding].dtype)
     describe = partial(write_small_files, config=settings, side_files_from=source_hf)
     reports = [make_hf(out, sources, assemblies, frozenset(), describe, max_file_bytes, effort)]
     if optimizer is not None:

@@ -38,13 +38,13 @@ from mcore_rl.weight_sync.buckets import bound_message_bytes
 from mcore_rl.weight_sync.transports.transport import NUM_SLOTS
 from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.layouts.layout import Layout, boxes_of
+from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig
 from mcore_rl.weights.models.tower import is_frozen
-from mcore_rl.weights.models.value_head import has_value_head, with_value_head
+from mcore_rl.weights.models.value_head import add_value_head, has_value_head
 
 
 def count_sync_buffers(sync: SyncConfig) -> int:
@@ -94,7 +94,7 @@ def count_served_bytes(model: ServedModelConfig) -> float:
 
 
 def _count_bytes(layout: Layout, rank: int) -> int:
-    return sum(box.numel * itemsize(dtype) for box, dtype in boxes_of(layout, rank))
+    return sum(box.numel * itemsize(dtype) for box, dtype in list_boxes(layout, rank))
 
 
 def _count_layers(layout: Layout, rank: int) -> int:
@@ -211,7 +211,7 @@ def predict_critic(config: Config, models: RecipeModels) -> list[Uses]:
     assert models.critic is not None, "a recipe with a critic was read without one"
     train = make_critic_training(config.train, config.critic)
     return _predict_training(
-        with_value_head(models.critic.config),
+        add_value_head(models.critic.config),
         config.model.dtype,
         config.critic.parallel,
         replace(train, optimizer=config.critic.optimizer),

@@ -27,7 +27,7 @@ from mcore_rl.process.network import open_directly
 from mcore_rl.process.server_keys import bearer
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
-from mcore_rl.weights.hf.config import named_dtype, parse_hf_config, with_text_settings
+from mcore_rl.weights.hf.config import parse_hf_config, read_named_dtype, with_text_settings
 
 SERVED_DTYPES = ("float32", "bfloat16", "float16")
 _SHORT = {"float": "float32", "half": "float16"}
@@ -52,7 +52,7 @@ def find_dtype(dtype: str, model_path: Path, option: str) -> str:
     if dtype != "auto":
         return dtype
     config = with_text_settings(parse_hf_config(model_path))
-    named = str(named_dtype(config)).removeprefix("torch.")
+    named = str(read_named_dtype(config)).removeprefix("torch.")
     found = _SHORT.get(named, named)
     if found not in SERVED_DTYPES:
         raise ValueError(

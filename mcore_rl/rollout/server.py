@@ -38,7 +38,7 @@ from mcore_rl.rollout.scheduler_setup import (
     keep_first_experts,
     set_schedulers_up,
 )
-from mcore_rl.weights.models.tower import merge_size, placeholder_of
+from mcore_rl.weights.models.tower import merge_size, read_placeholder
 
 OF_OURS = {"KimiVLForConditionalGeneration", "Glm4vMoeForConditionalGeneration"}
 """Architectures that SGLang computes otherwise than their authors: see rollout/vision_models."""
@@ -185,7 +185,7 @@ def take_patches(model_path: str) -> None:
     the model sees images.
     """
     config = read_config(model_path)
-    placeholder_id = placeholder_of(config)
+    placeholder_id = read_placeholder(config)
     if placeholder_id is None or "vision_config" not in config:
         return
     merge = merge_size(config)

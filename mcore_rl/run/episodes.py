@@ -18,7 +18,7 @@ from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.run.images import image_marks, sees_images
 from mcore_rl.run.node_servers import stand_in_urls
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.models.tower import placeholder_of
+from mcore_rl.weights.models.tower import read_placeholder
 from mcore_rl.workers.episodes import EpisodeSpec, make_environment_options
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def episode_spec(
 ) -> EpisodeSpec:
     """Return what collectors need to know of episodes."""
     rollout = config.rollout
-    placeholder_id = placeholder_of(policy.config)
+    placeholder_id = read_placeholder(policy.config)
     return EpisodeSpec(
         agents=config.agents,
         model_path=config.model.path,

@@ -14,7 +14,7 @@ from mcore_rl.data.images.prompts import ImagePrompts, ImageRules
 from mcore_rl.data.sft import MESSAGES, SftImages
 from mcore_rl.types import Prompt
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.models.tower import PLACEHOLDERS, merge_size, placeholder_of
+from mcore_rl.weights.models.tower import PLACEHOLDERS, merge_size, read_placeholder
 from mcore_rl.workers.collector_worker import PatchMaker
 
 MARKS = (
@@ -80,7 +80,7 @@ def image_prompts(
         max_tokens=options.max_tokens,
         verify=options.verify,
     )
-    placeholder_id = placeholder_of(policy.config)
+    placeholder_id = read_placeholder(policy.config)
     assert placeholder_id is not None, "the family refuses config.json without a placeholder"
     processor = ImageProcessor(policy.path, cache_bytes=0)
     encode = partial(_encode, tokenizer, generation_prompt=True)
@@ -126,7 +126,7 @@ def _image_form(model: ModelFacts) -> dict[str, int | None]:
         "number of frames in a patch": sizes["patch_frames"],
         "number of channels": sizes["channels"],
         "merged patches along a side": merge_size(model.config),
-        "placeholder of images": placeholder_of(model.config),
+        "placeholder of images": read_placeholder(model.config),
     }
 
 

@@ -25,8 +25,8 @@ from mcore_rl.run.roles.parity_check import MOST_SEQUENCES, make_probe
 from mcore_rl.run.rollouts import collector_spec
 from mcore_rl.types import Prompt, TrainBatch
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.hf.files import carried_tensors, open_hf_dir
-from mcore_rl.weights.hf.folder import other_format
+from mcore_rl.weights.hf.files import list_carried_tensors, open_hf_dir
+from mcore_rl.weights.hf.folder import find_other_format
 from mcore_rl.weights.models.recipe_checks import check_routing
 from mcore_rl.workers.collector_worker import CollectorSpec
 
@@ -136,10 +136,10 @@ def _open_model(model: ModelConfig) -> tuple[ModelFacts, PreTrainedTokenizerBase
         if not any(policy.path.glob("*.safetensors")):
             raise ValueError(
                 f"model.path={model.path}: {policy.path} has no .safetensors files"
-                f"{other_format(policy.path)}; model.init=random starts without"
+                f"{find_other_format(policy.path)}; model.init=random starts without"
             )
         open_hf_dir(policy)
-        if carried := sorted(carried_tensors(policy.path, policy.config)):
+        if carried := sorted(list_carried_tensors(policy.path, policy.config)):
             print(
                 f"{len(carried)} tensors are not trained, but go into exports unchanged:"
                 f" {carried[0]}, ..."

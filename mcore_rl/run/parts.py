@@ -44,7 +44,7 @@ from mcore_rl.weight_sync.controller.strategy import TrainerRanks
 from mcore_rl.weight_sync.controller.sync import SyncController
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
-from mcore_rl.weights.models.value_head import with_value_head
+from mcore_rl.weights.models.value_head import add_value_head
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def make_critic(
     if started.critic is None:
         return None
     model = read_critic(config.critic.path, policy)
-    flops = ModelFlops.of(ModelFacts(model.path, with_value_head(model.config)))
+    flops = ModelFlops.of(ModelFacts(model.path, add_value_head(model.config)))
     packing = Packing.of(config.critic.parallel, config.train, flops)
     critic = PackedCritic(started.critic, folder, packing=packing, checkpoint=config.checkpoint)
     return SharingCritic(critic, started.gpus) if config.critic.colocated else critic

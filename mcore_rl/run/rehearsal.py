@@ -33,7 +33,7 @@ from mcore_rl.run.rehearsal_servers import smallest_servers
 from mcore_rl.tasks.arithmetic import vocabulary
 from mcore_rl.tasks.tiny_models import SPECIAL_TOKENS
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.models.settings import rope_of
+from mcore_rl.weights.models.settings import read_rope
 
 SMALLEST = 2
 """Size that a rehearsal gives to every kind of parallelism that its recipe uses."""
@@ -290,5 +290,5 @@ def tiny_config(hf_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         tiny[key] = SPECIAL_TOKENS.index("<|pad|>" if key.startswith("pad") else "<|end|>")
     tiny["torch_dtype"] = "float32"
-    section = rope_of(hf_config).get("mrope_section")
+    section = read_rope(hf_config).get("mrope_section")
     return with_tiny_sections(tiny, section) if section else tiny

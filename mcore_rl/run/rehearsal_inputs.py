@@ -18,7 +18,7 @@ from mcore_rl.tasks.tiny_models import (
 )
 from mcore_rl.weights.hf.config import with_text_settings
 from mcore_rl.weights.models import family_of, refuse_unsupported
-from mcore_rl.weights.models.tower import PLACEHOLDERS, vision_settings
+from mcore_rl.weights.models.tower import PLACEHOLDERS, read_vision_settings
 
 TINY_TOWER: Mapping[str, Any] = {
     "depth": 2,
@@ -114,7 +114,7 @@ def nested_config(tiny: Mapping[str, Any], words: list[str]) -> dict[str, Any]:
         ),
         "vocab_size": len(words),
     }
-    vision = vision_settings(tiny)
+    vision = read_vision_settings(tiny)
     tower = {key: TINY_TOWER.get(key, value) for key, value in vision.items()}
     if "out_hidden_size" in vision:
         tower["out_hidden_size"] = tiny["hidden_size"]

@@ -14,7 +14,7 @@ from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.weights.hf.config import parse_hf_config, with_text_settings
 from mcore_rl.weights.models import refuse_unsupported
-from mcore_rl.weights.models.settings import unquantized
+from mcore_rl.weights.models.settings import drop_quantization
 
 Merge = Callable[[Path, Path, Path], object]
 """(Megatron checkpoint, HuggingFace directory that the run began from, directory to write)."""
@@ -29,7 +29,7 @@ def find_model(path: Path, source_hf: Path | None, merge: Merge) -> Path:
     """
     if not (path / ".metadata").is_file():
         config = with_text_settings(parse_hf_config(path))
-        refuse_unsupported(unquantized(config), path / "config.json")
+        refuse_unsupported(drop_quantization(config), path / "config.json")
         if not (path / "tokenizer_config.json").is_file():
             raise ValueError(
                 f"{path} has no tokenizer_config.json: chats need the model's tokenizer"

@@ -21,10 +21,10 @@ from mcore_rl.process.variables import set_variables
 from mcore_rl.weights.hf.checksums import MANIFEST, ByteSpan, read_manifest
 from mcore_rl.weights.megatron_files.integrity import (
     REMEDY,
+    add_remedy,
     check_sizes,
     find_damage,
-    spans_of_rank,
-    with_remedy,
+    list_spans_of_rank,
 )
 from mcore_rl.weights.megatron_files.metadata import (
     COMMON,
@@ -81,7 +81,7 @@ def _run_on_all_ranks(check: Callable[[Path], None], folder: Path) -> None:
     dist.all_gather_object(messages, message)
     for text in messages:
         if text is not None:
-            raise ValueError(with_remedy(text))
+            raise ValueError(add_remedy(text))
 
 
 def _check_bounded(folder: Path) -> None:
@@ -100,7 +100,7 @@ def _check_sums(folder: Path) -> None:
         return
     if rank == 0:
         check_sizes(folder, sums)
-    for name, spans in spans_of_rank(sums, rank, dist.get_world_size()).items():
+    for name, spans in list_spans_of_rank(sums, rank, dist.get_world_size()).items():
         span = find_damage(folder, name, spans)
         if span is not None:
             raise ValueError(

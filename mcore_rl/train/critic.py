@@ -14,7 +14,7 @@ from mcore_rl.train.trained_model import TrainedModel
 from mcore_rl.types import StepStats, TrainBatch
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.models.table import HfConfig
-from mcore_rl.weights.models.value_head import with_value_head
+from mcore_rl.weights.models.value_head import add_value_head
 
 ValueLoss = Callable[[Tensor, TrainBatch], tuple[Tensor, Mapping[str, Tensor]]]
 """(values_T, batch of the same tokens) -> (loss_T, metrics_T)."""
@@ -29,7 +29,7 @@ class CriticModel(TrainedModel):
 
     def _make_config(self, stored: ModelFacts) -> HfConfig:
         """Return the config of a policy or of a reward model with one label, with a value head."""
-        return with_value_head(stored.config)
+        return add_value_head(stored.config)
 
     def compute_values(self, microbatches: Sequence[TrainBatch]) -> list[Tensor] | None:
         """Return the float32 values of each micro-batch's tokens; see TrainBatch.values_T.

@@ -20,8 +20,8 @@ from mcore_rl.weights.hf.checksums import FileSums
 from mcore_rl.weights.hf.files import (
     ExportFile,
     commit_export,
-    empty_tensors,
-    export_targets,
+    list_export_targets,
+    make_empty_tensors,
     plan_export,
     write_carried,
     write_export_file,
@@ -60,7 +60,7 @@ def export_hf(
     sums: dict[str, FileSums] = {}
     for i in range(0, len(files), world_size):
         plan, targets = _plan_round(held_by, files[i : i + world_size], world_size)
-        filled = empty_tensors(targets[rank])
+        filled = make_empty_tensors(targets[rank])
         exchange(plan, rank, tensors, filled)
         for file in files[i : i + world_size]:
             if file.rank == rank:
@@ -87,7 +87,7 @@ def _plan_round(
     held_by: Sequence[Sequence[Shard]], files: Sequence[ExportFile], world_size: int
 ) -> tuple[SlicePlan, list[list[Shard]]]:
     """Plan the transfers for one file per rank; return the plan and each rank's target shards."""
-    targets = export_targets(files, world_size)
+    targets = list_export_targets(files, world_size)
     names = {shard.box.name for shards in targets for shard in shards}
     sources = [[shard for shard in shards if shard.box.name in names] for shards in held_by]
     return make_plan(sources, targets), targets

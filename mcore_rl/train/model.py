@@ -31,7 +31,7 @@ from mcore_rl.device import attention_with_sinks
 from mcore_rl.train.router import TokenWeightedRouter
 from mcore_rl.train.transformer_config import rotary_options
 from mcore_rl.train.vision.model import DeepstackLayer, VisionLanguageModel
-from mcore_rl.weights.hf.config import padded_vocab_size
+from mcore_rl.weights.hf.config import pad_vocab_size
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig
 from mcore_rl.weights.models.value_head import has_value_head
@@ -162,7 +162,7 @@ def _make_chunk(config: TransformerConfig, hf_config: HfConfig, vp_stage: int | 
     chunk = kind(
         config,
         _make_spec(config, hf_config, vp_stage),
-        vocab_size=padded_vocab_size(hf_config, config.tensor_model_parallel_size),
+        vocab_size=pad_vocab_size(hf_config, config.tensor_model_parallel_size),
         max_sequence_length=hf_config["max_position_embeddings"],
         **rotary_options(hf_config),
         share_embeddings_and_output_weights=tied,

@@ -15,8 +15,9 @@ from mcore_rl.config.training import WHOLE_LAYERS
 from mcore_rl.device import megatron_options
 from mcore_rl.device.upstream import refuse_unavailable
 from mcore_rl.weights.hf.config import moe_layers
-from mcore_rl.weights.models import family_of, rope_of
+from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.recipe_checks import check_layout, check_sharing
+from mcore_rl.weights.models.settings import read_rope
 from mcore_rl.weights.models.table import HfConfig
 
 RECOMPUTE_LAYERS = {
@@ -100,7 +101,7 @@ def token_multiple(config: TransformerConfig) -> int:
 
 def rotary_options(config: HfConfig) -> dict[str, Any]:
     """Return GPTModel's arguments for the rotary embedding; latent attention makes its own."""
-    rope = rope_of(config)
+    rope = read_rope(config)
     options: dict[str, Any] = {
         "position_embedding_type": "rope",
         "rotary_base": float(rope["rope_theta"]),
@@ -153,7 +154,7 @@ def _build(
 
 def _yarn(config: HfConfig) -> dict[str, Any]:
     """Return the attributes that GPTModel reads for yarn scaling; {} without it."""
-    rope = rope_of(config)
+    rope = read_rope(config)
     is_latent = family_of(config).options(config).get("multi_latent_attention")
     if rope["rope_type"] != "yarn" or is_latent:
         return {}

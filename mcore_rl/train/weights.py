@@ -22,7 +22,7 @@ from mcore_rl.config import ModelConfig
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.files import load_into
-from mcore_rl.weights.layouts.training import LocalPart, training_padding, training_shards
+from mcore_rl.weights.layouts.training import LocalPart, list_training_padding, training_shards
 from mcore_rl.weights.models import family_of, hf_tensor_shapes
 from mcore_rl.weights.models.table import HfConfig
 from mcore_rl.weights.models.value_head import SCORE, has_value_head
@@ -75,7 +75,7 @@ def weight_layout(
 def zero_padding(chunks: Sequence[torch.nn.Module], hf_config: HfConfig) -> None:
     """Set the rows of vocabulary padding, which no HF tensor fills, to 0."""
     tensors = local_tensors(chunks)
-    for part in training_padding(local_parts(chunks), family_of(hf_config), hf_config):
+    for part in list_training_padding(local_parts(chunks), family_of(hf_config), hf_config):
         part.view(tensors).zero_()
 
 
@@ -138,7 +138,7 @@ def fill_weights(
     family = family_of(hf_config)
     shards = training_shards(parts, family, hf_config)
     tensors = local_tensors(chunks)
-    padding = training_padding(parts, family, hf_config)
+    padding = list_training_padding(parts, family, hf_config)
     check_coverage(shards, padding, {name: t.numel() for name, t in tensors.items()})
     zero_padding(chunks, hf_config)
     if model.init == "random":

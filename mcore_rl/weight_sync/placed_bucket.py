@@ -26,7 +26,7 @@ from mcore_rl.weight_sync.transports.host.one_pass import OnePass, Part, find_mo
 from mcore_rl.weight_sync.verify import ROW_WORDS, ROWS, XXH3, make_row_multipliers, make_sums
 from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weights.box import Shard
-from mcore_rl.weights.hf.fp8 import FP8, quantize_into, scale_box
+from mcore_rl.weights.hf.fp8 import FP8, make_scale_box, quantize_into
 
 
 class GpuPass:
@@ -191,7 +191,7 @@ def find_holdings(bucket: Bucket, shards: Mapping[str, Sequence[Shard]]) -> list
 
     Scales that this rank computes while packing lie nowhere yet and are left out.
     """
-    computed = {scale_box(piece.box) for piece in bucket.pieces if piece.dtype == FP8}
+    computed = {make_scale_box(piece.box) for piece in bucket.pieces if piece.dtype == FP8}
     held = []
     for i, piece in enumerate(bucket.pieces):
         box = piece.box
@@ -305,7 +305,7 @@ class PlacedBucket:
         self._copies = Copies((own, in_bucket) for _, own, in_bucket in parts)
         self._matrices = []
         for i, held_parts in matrices.items():
-            scales = values[index_of[scale_box(pieces[i].box)]]
+            scales = values[index_of[make_scale_box(pieces[i].box)]]
             views = [(held.within, held.shard.view(tensors)) for held in held_parts]
             self._matrices.append(_Matrix(views, values[i], scales))
 

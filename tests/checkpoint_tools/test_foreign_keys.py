@@ -61,7 +61,7 @@ def _save_with_mtp(actor: Actor, folder: Path) -> None:
     from megatron.core.utils import unwrap_model
 
     from mcore_rl.train.transformer_config import make_transformer_config, rotary_options
-    from mcore_rl.weights.hf.config import padded_vocab_size
+    from mcore_rl.weights.hf.config import pad_vocab_size
 
     hf_config = actor.hf_config
     config = make_transformer_config(hf_config, ParallelConfig(tp=2), torch.float32, TrainConfig())
@@ -70,7 +70,7 @@ def _save_with_mtp(actor: Actor, folder: Path) -> None:
     model = GPTModel(
         config,
         spec,
-        vocab_size=padded_vocab_size(hf_config, 2),
+        vocab_size=pad_vocab_size(hf_config, 2),
         max_sequence_length=hf_config["max_position_embeddings"],
         **rotary_options(hf_config),
         share_embeddings_and_output_weights=False,

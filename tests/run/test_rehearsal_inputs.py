@@ -14,7 +14,7 @@ from mcore_rl.weights.hf.config import read_hf_config, with_text_settings
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes, refuse_unserved
 from mcore_rl.weights.models import family_of, hf_tensor_shapes, refuse_unsupported
 from mcore_rl.weights.models.recipe_checks import check_layout
-from mcore_rl.weights.models.settings import rope_of
+from mcore_rl.weights.models.settings import read_rope
 
 SECTIONED = ("qwen2_5_vl_7b", "glm_4_5v")
 MODELS = {
@@ -30,7 +30,7 @@ WORDS = ["<|pad|>", "<|end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pa
 def test_sections_are_those_of_a_small_head(name: str) -> None:
     large = read_hf_config(f"recipes/model/{name}")
     tiny = tiny_config(large, 2)
-    section = rope_of(tiny)["mrope_section"]
+    section = read_rope(tiny)["mrope_section"]
     rotated = tiny_head(tiny) * family_of(tiny).rotary_share(tiny)
     assert min(section) >= 1 and sum(section) == rotated // 2
     made = nested_config(tiny, WORDS)

@@ -12,7 +12,8 @@ from huggingface_hub.errors import StrictDataclassError
 
 from mcore_rl.train.transformer_config import rotary_options
 from mcore_rl.weights.hf.config import read_hf_config
-from mcore_rl.weights.models import LANGUAGE, family_of, rope_of
+from mcore_rl.weights.models import LANGUAGE, family_of
+from mcore_rl.weights.models.settings import read_rope
 from tests.support.tiny_models import MODELS, SIZES
 
 OWN = ("architectures", "model_type", "num_nextn_predict_layers")
@@ -56,7 +57,7 @@ def read(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     known = read_hf_config(folder)
     family = family_of(known)
     sizes = dict(family.sizes(known))
-    rope = rope_of(known)
+    rope = read_rope(known)
     return {
         "sizes": sizes,
         "options": family.options(known),

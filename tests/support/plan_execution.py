@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_rl.weights.layouts.layout import Layout, boxes_of
+from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.plan.local import Flow, plan_recvs, plan_sends
 from mcore_rl.weights.plan.shared_region import SplitGranularity
 from mcore_rl.weights.plan.shares import Topology
@@ -76,7 +76,7 @@ def check(target: Layout, weights: Weights, engines: list[Memory]) -> None:
     """Fail unless every element that a rank wants was written once, and no other."""
     for rank, memory in enumerate(engines):
         wanted = defaultdict(lambda: 0)
-        for box, _ in boxes_of(target, rank):
+        for box, _ in list_boxes(target, rank):
             where = tuple(map(slice, box.start, box.stop))
             assert box.name in memory.values, f"rank {rank} was sent nothing of {box.name}"
             assert (memory.counts[box.name][where] == 1).all(), (
@@ -94,7 +94,7 @@ def check(target: Layout, weights: Weights, engines: list[Memory]) -> None:
 
 def _filled(layout: Layout, rank: int, weights: Weights) -> Memory:
     memory = Memory(weights)
-    for box, _ in boxes_of(layout, rank):
+    for box, _ in list_boxes(layout, rank):
         where = tuple(map(slice, box.start, box.stop))
         memory.write(box.name, where, weights[box.name][where])
     return memory

@@ -16,7 +16,7 @@ from mcore_rl.train.export import exchange, export_hf
 from mcore_rl.weights.box import Box, Shard
 from mcore_rl.weights.hf.checksums import MANIFEST, read_manifest
 from mcore_rl.weights.hf.config import ModelFacts, read_hf_config
-from mcore_rl.weights.hf.files import open_hf_dir, whole_tensor
+from mcore_rl.weights.hf.files import cover_whole_tensor, open_hf_dir
 from mcore_rl.weights.hf.folder import INDEX
 from mcore_rl.weights.plan.whole import make_plan
 from tests.support.distributed import run_ranks
@@ -48,7 +48,7 @@ def cut(weights: dict[str, Tensor], rank: int, world_size: int) -> tuple[list[Sh
         shape = tuple(tensor.shape)
         num_rows, left = divmod(shape[0], world_size)
         if left:
-            shards.append(whole_tensor(name, shape, "bfloat16"))
+            shards.append(cover_whole_tensor(name, shape, "bfloat16"))
             tensors[name] = tensor
             continue
         first = rank * num_rows

@@ -10,7 +10,7 @@ from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.train.model import _mark_parameters, make_chunks
 from mcore_rl.train.transformer_config import make_transformer_config
 from mcore_rl.weights.hf.config import read_hf_config
-from mcore_rl.weights.models.value_head import with_value_head
+from mcore_rl.weights.models.value_head import add_value_head
 from tests.support.distributed import run_alone
 from tests.support.tiny_models import VOCAB, write_model
 
@@ -40,7 +40,7 @@ def test_experts_and_sinks_are_marked() -> None:
 def describe(folder: Path, has_value_head: bool) -> dict[str, Any]:
     hf_config = read_hf_config(folder)
     if has_value_head:
-        hf_config = with_value_head(hf_config)
+        hf_config = add_value_head(hf_config)
     config = make_transformer_config(hf_config, ParallelConfig(), torch.float32, TrainConfig())
     (chunk,) = make_chunks(config, hf_config)
     return {name: tuple(p.shape) for name, p in chunk.named_parameters()}

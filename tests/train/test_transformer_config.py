@@ -16,7 +16,7 @@ from mcore_rl.train.transformer_config import (
     rotary_options,
     token_multiple,
 )
-from mcore_rl.weights.hf.config import padded_vocab_size, read_hf_config
+from mcore_rl.weights.hf.config import pad_vocab_size, read_hf_config
 from mcore_rl.weights.models.recipe_checks import check_layout
 from tests.support.tiny_models import write_model
 
@@ -64,7 +64,7 @@ def test_sizes_come_from_config_json(tmp_path: Path) -> None:
     ("vocab", "tp", "rows"), [(151936, 1, 151936), (99, 1, 128), (99, 8, 128), (129, 3, 384)]
 )
 def test_vocabulary_padding(vocab: int, tp: int, rows: int) -> None:
-    assert padded_vocab_size({"vocab_size": vocab}, tp) == rows
+    assert pad_vocab_size({"vocab_size": vocab}, tp) == rows
 
 
 @pytest.mark.parametrize(

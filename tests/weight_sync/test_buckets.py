@@ -11,7 +11,7 @@ from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.weight_sync.buckets import Bucket, bound_message_bytes, plan_buckets, split_box
 from mcore_rl.weight_sync.verify import ROW_WORDS
 from mcore_rl.weights.box import Box
-from mcore_rl.weights.hf.fp8 import scale_box
+from mcore_rl.weights.hf.fp8 import make_scale_box
 from mcore_rl.weights.layouts.listed import ListedLayout
 from mcore_rl.weights.plan.local import plan_recvs, plan_sends
 from mcore_rl.weights.plan.shared_region import Slice
@@ -145,7 +145,7 @@ def test_fp8_values_and_their_scales_share_a_bucket() -> None:
     for bucket in buckets:
         values = [piece for piece in bucket.pieces if piece.dtype == "float8_e4m3fn"]
         scales = [piece for piece in bucket.pieces if piece.dtype == "float32"]
-        assert {piece.box for piece in scales} == {scale_box(piece.box) for piece in values}
+        assert {piece.box for piece in scales} == {make_scale_box(piece.box) for piece in values}
         assert all(piece.box.start[0] % 128 == 0 for piece in values)
 
 

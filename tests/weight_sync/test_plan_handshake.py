@@ -27,7 +27,7 @@ from mcore_rl.weight_sync.verify import XXH3
 from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import Link, encode_shards
 from mcore_rl.weights.box import Shard, contiguous_strides
-from mcore_rl.weights.layouts.layout import boxes_of
+from mcore_rl.weights.layouts.layout import list_boxes
 from mcore_rl.weights.layouts.listed import RecordedLayouts
 from mcore_rl.weights.layouts.megatron import MegatronSizes
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
@@ -142,7 +142,7 @@ def recorded_shards(end: LinkEnd) -> Sequence[Shard]:
     layout = RECORDED.source() if end.is_sender else RECORDED.target()
     return [
         Shard(box, box.name, 0, contiguous_strides(box.shape), dtype)
-        for box, dtype in boxes_of(layout, end.side_rank)
+        for box, dtype in list_boxes(layout, end.side_rank)
     ]
 
 
@@ -252,7 +252,7 @@ def test_a_rank_makes_as_many_requests_however_many_ranks_there_are(
         layout = recorded(num_senders).source() if end.is_sender else RECORDED.target()
         return lambda _: [
             Shard(box, box.name, 0, contiguous_strides(box.shape), dtype)
-            for box, dtype in boxes_of(layout, end.side_rank)
+            for box, dtype in list_boxes(layout, end.side_rank)
         ]
 
     plans = run_ranks([planning(end, shards_of(end)) for end in ends])

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.weights.models.settings import rope_of
+from mcore_rl.weights.models.settings import read_rope
 from mcore_rl.weights.models.table import HfConfig
-from mcore_rl.weights.models.tower import PLACEHOLDERS, merge_size, placeholder_of
+from mcore_rl.weights.models.tower import PLACEHOLDERS, merge_size, read_placeholder
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class ImageTokens:
     @staticmethod
     def from_config(config: HfConfig) -> "ImageTokens":
         """Raises ValueError if config.json does not name the placeholder."""
-        placeholder_id = placeholder_of(config)
+        placeholder_id = read_placeholder(config)
         if placeholder_id is None:
             names = " or ".join(map(repr, PLACEHOLDERS))
             raise ValueError(f"config.json lacks {names}, the placeholder of images")
         return ImageTokens(
-            placeholder_id, merge_size(config), bool(rope_of(config).get("mrope_section"))
+            placeholder_id, merge_size(config), bool(read_rope(config).get("mrope_section"))
         )
 
     def nums_tokens(self, grids_I3: Tensor) -> list[int]:

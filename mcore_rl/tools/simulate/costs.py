@@ -21,7 +21,7 @@ from mcore_rl.tools.simulate.workload import prompt_len_of
 from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import BACKWARD, ModelFlops, TowerFlops
-from mcore_rl.weights.models.value_head import with_value_head
+from mcore_rl.weights.models.value_head import add_value_head
 
 
 @dataclass(frozen=True)
@@ -392,7 +392,7 @@ class RecipeCosts:
         if models.critic is not None:
             state = ModelState.make(predict_critic(config, models))
             parallel = config.critic.parallel
-            facts = ModelFacts(models.critic.path, with_value_head(models.critic.config))
+            facts = ModelFacts(models.critic.path, add_value_head(models.critic.config))
             flops = ModelFlops.of(facts)
             tower = TowerCosts.make(facts, *images)
             critic = TrainCosts(*recipe, facts, flops, parallel, gpu, shares, state, tower=tower)

@@ -37,7 +37,8 @@ from torch import Tensor
 from mcore_rl.train.router import layers_of
 from mcore_rl.train.vision.rank_images import RankImages
 from mcore_rl.train.vision.tower import embed_images, make_tower, zero_of
-from mcore_rl.weights.models import family_of, rope_of
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.settings import read_rope
 from mcore_rl.weights.models.table import HfConfig
 
 
@@ -157,7 +158,7 @@ def _rotary_embedding(
         "rotary_percent": rotary_percent,
         "rotary_base": rotary_base,
     }
-    if rope_of(hf_config).get("mrope_interleaved"):
+    if read_rope(hf_config).get("mrope_interleaved"):
         assert config.mrope_section is not None
         rotary = InterleavedPositions(section=config.mrope_section, **options)
     else:

@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from mcore_rl.types import Images
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig
-from mcore_rl.weights.models.tower import is_frozen, merge_size, vision_settings
-from mcore_rl.weights.models.value_head import stem_of
+from mcore_rl.weights.models.tower import is_frozen, merge_size, read_vision_settings
+from mcore_rl.weights.models.value_head import find_stem
 
 EPSILON = 1e-5
 """All norms have it; config.json does not give it."""
@@ -49,7 +49,7 @@ TOWERS = {
         "Qwen3VLMoeVisionModel",
     ),
 }
-"""Architecture, as stem_of has it -> transformers' module, its classes of config and tower."""
+"""Architecture, as find_stem has it -> transformers' module, its classes of config and tower."""
 
 
 class PositionTable(nn.Module):
@@ -235,7 +235,7 @@ def make_tower(config: TransformerConfig, hf_config: HfConfig) -> torch.nn.Modul
     """
     recompute = config.recompute_granularity is not None
     family = family_of(hf_config)
-    stem = stem_of(family.architecture)
+    stem = find_stem(family.architecture)
     tower: Any
     with torch.random.fork_rng(devices=[]):
         if stem in TOWERS:
@@ -252,7 +252,7 @@ def _make_transformers_tower(
     stem: str, hf_config: HfConfig, dtype: torch.dtype, recompute: bool
 ) -> torch.nn.Module:
     config_class, tower_class = _classes(stem)
-    whole = config_class(vision_config=dict(vision_settings(hf_config)))
+    whole = config_class(vision_config=dict(read_vision_settings(hf_config)))
     tower = tower_class._from_config(whole.vision_config, dtype=dtype)
     tower.rotary_pos_emb = Float32Buffers(tower.rotary_pos_emb)
     if recompute:

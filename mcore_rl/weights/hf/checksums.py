@@ -126,7 +126,7 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, FileSums] | N
         outside = [file for file in content["files"] if not is_inside(file)]
         if outside:
             raise ValueError(f"it names {outside[0]!r}, which is not a file of the folder")
-        return {file: _file_sums(entry) for file, entry in content["files"].items()}
+        return {file: _parse_file_sums(entry) for file, entry in content["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is damaged ({error!r}): copy it from the original again, or remove it to go"
@@ -134,7 +134,7 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, FileSums] | N
         ) from error
 
 
-def _file_sums(entry: Mapping[str, object]) -> FileSums:
+def _parse_file_sums(entry: Mapping[str, object]) -> FileSums:
     num_bytes = entry["bytes"]
     spans = entry["spans"]
     if not isinstance(num_bytes, int) or not isinstance(spans, list):

@@ -70,7 +70,7 @@ def parse_hf_config(hf_dir: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(
             f"{path} does not exist: {hf_dir} is not a HuggingFace model directory"
-            f"{download_remedy(hf_dir)}"
+            f"{describe_download(hf_dir)}"
         )
     try:
         config = read_json(path)
@@ -81,14 +81,14 @@ def parse_hf_config(hf_dir: str | Path) -> dict[str, Any]:
     return config
 
 
-def download_remedy(path: str | Path) -> str:
+def describe_download(path: str | Path) -> str:
     """Return "; ..." with the command that downloads a model if `path` may be a name of the hub."""
     if Path(path).exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)):
         return ""
     return f"; to download a model of the hub: hf download {path} --local-dir <directory>"
 
 
-def named_dtype(config: HfConfig) -> str | None:
+def read_named_dtype(config: HfConfig) -> str | None:
     """Return the torch name of the model's dtype, None if config.json gives none.
 
     The key is `dtype`, in older files `torch_dtype`.
@@ -96,7 +96,7 @@ def named_dtype(config: HfConfig) -> str | None:
     return config.get("dtype") or config.get("torch_dtype")
 
 
-def with_dtype(config: HfConfig, dtype: str) -> dict[str, Any]:
+def set_dtype(config: HfConfig, dtype: str) -> dict[str, Any]:
     """Return config.json of the same model in another dtype.
 
     The older key, torch_dtype, and the dtypes of its parts say the same, where they are given.
@@ -110,7 +110,7 @@ def with_dtype(config: HfConfig, dtype: str) -> dict[str, Any]:
     return settings
 
 
-def without_absent_mtp(config: HfConfig, names: Collection[str]) -> dict[str, Any]:
+def drop_absent_mtp(config: HfConfig, names: Collection[str]) -> dict[str, Any]:
     """Return config.json without multi-token-prediction layers if none of their tensors is there.
 
     names   HF names of the tensors that are written
@@ -133,7 +133,7 @@ def without_absent_mtp(config: HfConfig, names: Collection[str]) -> dict[str, An
     return settings
 
 
-def padded_vocab_size(config: HfConfig, tp: int) -> int:
+def pad_vocab_size(config: HfConfig, tp: int) -> int:
     """Return the rows of the embedding in memory, padding included.
 
     The number is the same for every `tp` that divides VOCAB_MULTIPLE, so that checkpoints reshard.

@@ -34,15 +34,15 @@ from mcore_rl.weights.hf.checksums import (
     sum_small_files,
     write_manifest,
 )
-from mcore_rl.weights.hf.config import ModelFacts, with_dtype
+from mcore_rl.weights.hf.config import ModelFacts, set_dtype
 from mcore_rl.weights.hf.folder import (
     INDEX,
     TEMPORARY,
-    checkpoint_files,
     deal_out,
+    list_checkpoint_files,
     write_small_files,
 )
-from mcore_rl.weights.hf.fp8 import scaled_name
+from mcore_rl.weights.hf.fp8 import find_scaled_name
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.settings import DEQUANTIZE_REMEDY
 from mcore_rl.weights.models.table import HfConfig, Shape
@@ -110,7 +110,7 @@ def open_hf_dir(model: ModelFacts) -> dict[str, Path]:
     config = model.config
     family = model.family
     expected = family.shapes(config)
-    files = checkpoint_files(model.path)
+    files = list_checkpoint_files(model.path)
     file_of: dict[str, Path] = {}
     tied: dict[str, Path] = {}
     for path in files:
@@ -139,7 +139,7 @@ def open_hf_dir(model: ModelFacts) -> dict[str, Path]:
 
 def _check_dtype(path: Path, name: str, dtype: str) -> None:
     """Raise ValueError for quantized values, which a cast without their scales would distort."""
-    if dtype not in PLAIN_DTYPES or scaled_name(name):
+    if dtype not in PLAIN_DTYPES or find_scaled_name(name):
         problem = f"is {dtype}" if dtype not in PLAIN_DTYPES else "holds scales of 8-bit values"
         raise ValueError(
             f"{path}: tensor {name!r} {problem}, so the model is quantized: {DEQUANTIZE_REMEDY}"
@@ -237,17 +237,19 @@ def plan_export(
     files = []
     for number, names in enumerate(deal_out(sizes, num_files)):
         filename = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
-        shards = tuple(whole_tensor(name, shapes[name], dtypes[name]) for name in sorted(names))
+        shards = tuple(
+            cover_whole_tensor(name, shapes[name], dtypes[name]) for name in sorted(names)
+        )
         files.append(ExportFile(filename, number % num_ranks, shards))
     return tuple(files)
 
 
-def whole_tensor(name: str, shape: Shape, dtype: str) -> Shard:
+def cover_whole_tensor(name: str, shape: Shape, dtype: str) -> Shard:
     """Return the shard of a whole HF tensor in a contiguous local tensor of the same name."""
     return Shard(Box(name, (0,) * len(shape), shape), name, 0, contiguous_strides(shape), dtype)
 
 
-def export_targets(files: Sequence[ExportFile], num_ranks: int) -> list[list[Shard]]:
+def list_export_targets(files: Sequence[ExportFile], num_ranks: int) -> list[list[Shard]]:
     """Return the shards of each rank's files: the targets of the plan that fills the files."""
     return [
         [shard for file in files if file.rank == rank for shard in file.shards]
@@ -255,7 +257,7 @@ def export_targets(files: Sequence[ExportFile], num_ranks: int) -> list[list[Sha
     ]
 
 
-def empty_tensors(shards: Sequence[Shard]) -> dict[str, Tensor]:
+def make_empty_tensors(shards: Sequence[Shard]) -> dict[str, Tensor]:
     """Return uninitialized contiguous tensors by name, for shards that are whole tensors."""
     return {
         shard.tensor: torch.empty(shard.box.shape, dtype=getattr(torch, shard.dtype))
@@ -317,7 +319,7 @@ def commit_export(
     total_bytes += sum(file.num_bytes for file in carried)
     weight_map = {shard.box.name: file.filename for file in files for shard in file.shards}
     weight_map |= {name: file.filename for file in carried for name in file.names}
-    config = with_dtype(hf_config, dtype)
+    config = set_dtype(hf_config, dtype)
     force_to_disk(out_dir)
     write_small_files(out_dir, config, weight_map, total_bytes, side_files_from)
     known = sums or {}
@@ -325,13 +327,13 @@ def commit_export(
     write_manifest(out_dir, weight_sums | sum_small_files(out_dir, weight_sums))
 
 
-def carried_tensors(hf_dir: Path, config: HfConfig) -> dict[str, Path]:
+def list_carried_tensors(hf_dir: Path, config: HfConfig) -> dict[str, Path]:
     """Return HF name -> file of each carried tensor; empty if the directory has no weights."""
     family = family_of(config)
     file_of: dict[str, Path] = {}
     if not any(hf_dir.glob("*.safetensors")):
         return file_of
-    for path in checkpoint_files(hf_dir):
+    for path in list_checkpoint_files(hf_dir):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 if family.is_carried(config, name):
@@ -347,21 +349,21 @@ def write_carried(
     The files have temporary names until `commit_export` renames them.
     """
     written = []
-    batches = _batches(carried_tensors(hf_dir, config), max_file_bytes)
+    batches = _batch_tensors(list_carried_tensors(hf_dir, config), max_file_bytes)
     for number, batch in enumerate(batches, start=1):
         filename = f"carried-{number:05d}.safetensors"
         save_tensors(batch, out_dir / (filename + TEMPORARY))
-        written.append(CarriedFile(filename, tuple(batch), _num_bytes(batch)))
+        written.append(CarriedFile(filename, tuple(batch), _count_bytes(batch)))
     return written
 
 
-def _batches(file_of: dict[str, Path], max_file_bytes: int) -> Iterator[dict[str, Tensor]]:
+def _batch_tensors(file_of: dict[str, Path], max_file_bytes: int) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors by name, in batches of at most `max_file_bytes` or of one tensor."""
     batch: dict[str, Tensor] = {}
     for name, path in file_of.items():
         with safe_open(path, framework="pt") as file:
             tensor = file.get_tensor(name)
-        if batch and _num_bytes(batch) + tensor.nbytes > max_file_bytes:
+        if batch and _count_bytes(batch) + tensor.nbytes > max_file_bytes:
             yield batch
             batch = {}
         batch[name] = tensor
@@ -369,5 +371,5 @@ def _batches(file_of: dict[str, Path], max_file_bytes: int) -> Iterator[dict[str
         yield batch
 
 
-def _num_bytes(batch: dict[str, Tensor]) -> int:
+def _count_bytes(batch: dict[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in batch.values())

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from math import prod
 
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.models.tower import PREFIX, merge_size, vision_settings
-from mcore_rl.weights.models.value_head import stem_of
+from mcore_rl.weights.models.tower import PREFIX, merge_size, read_vision_settings
+from mcore_rl.weights.models.value_head import find_stem
 
 BACKWARD = 2
 """Operations of a backward pass for each of the forward pass: gradients of inputs and weights."""
@@ -46,13 +46,13 @@ class ModelFlops:
         sizes = facts.sizes
         hidden = sizes["hidden"]
         head_out = 1 if facts.has_value_head else sizes["vocab"]
-        experts = _experts(facts) if facts.has_experts else 0
+        experts = _count_experts(facts) if facts.has_experts else 0
         num_moe = sum(facts.moe_layers)
         num_dense = len(facts.moe_layers) - num_moe
-        products = hidden * head_out + len(facts.moe_layers) * _attention(facts)
+        products = hidden * head_out + len(facts.moe_layers) * _count_attention(facts)
         products += num_moe * experts + num_dense * 3 * hidden * sizes["dense_ffn"]
         kinds = facts.config.get("layer_types") or []
-        window = _window(facts)
+        window = _find_window(facts)
         num_windowed = kinds.count("sliding_attention") if window else 0
         per_layer = 2.0 * (sizes["q"] + sizes.get("v", sizes["q"]))
         num_full = len(facts.moe_layers) - num_windowed
@@ -61,9 +61,9 @@ class ModelFlops:
     def forward(self, lens_N: Sequence[int]) -> float:
         """Return the operations of a forward pass over sequences of these lengths."""
         operations = self.per_token * sum(lens_N)
-        operations += self.per_pair * sum(_pairs(n, n) for n in lens_N)
+        operations += self.per_pair * sum(_count_pairs(n, n) for n in lens_N)
         if self.window is not None:
-            operations += self.per_window_pair * sum(_pairs(n, self.window) for n in lens_N)
+            operations += self.per_window_pair * sum(_count_pairs(n, self.window) for n in lens_N)
         return operations
 
     def training(self, lens_N: Sequence[int]) -> float:
@@ -75,7 +75,7 @@ class ModelFlops:
         return (1 + BACKWARD) * self.forward(lens_N)
 
 
-def _attention(facts: ModelFacts) -> int:
+def _count_attention(facts: ModelFacts) -> int:
     """Return the multiplications per token of a layer's projections."""
     sizes = facts.sizes
     hidden = sizes["hidden"]
@@ -87,7 +87,7 @@ def _attention(facts: ModelFacts) -> int:
     return queries + keys + sizes["v"] * hidden
 
 
-def _experts(facts: ModelFacts) -> int:
+def _count_experts(facts: ModelFacts) -> int:
     """Return the multiplications per token of a layer's router and experts."""
     sizes = facts.sizes
     hidden = sizes["hidden"]
@@ -98,12 +98,12 @@ def _experts(facts: ModelFacts) -> int:
     return hidden * (sizes["experts"] + 3 * (routed + shared)) + gate
 
 
-def _window(facts: ModelFacts) -> int | None:
+def _find_window(facts: ModelFacts) -> int | None:
     """Return how many tokens a query sees in layers with a sliding window; None without any."""
     return facts.config.get("sliding_window") if facts.config.get("layer_types") else None
 
 
-def _pairs(num_tokens: int, window: int) -> int:
+def _count_pairs(num_tokens: int, window: int) -> int:
     """Return the pairs of a query and a key, itself or at most `window` - 1 tokens before it."""
     whole = min(num_tokens, window)
     return whole * (whole + 1) // 2 + (num_tokens - whole) * window
@@ -147,13 +147,13 @@ class TowerFlops:
             return None
         sizes = facts.sizes
         merge = merge_size(facts.config)
-        vision = vision_settings(facts.config)
-        num_whole = _whole_blocks(facts)
+        vision = read_vision_settings(facts.config)
+        num_whole = _count_whole_blocks(facts)
         per_block = 4.0 * sizes["tower_hidden"]  # queries with keys, and weights with values
         window = vision.get("window_size", WINDOW) // sizes["patch"] // merge * merge
         return TowerFlops(
-            per_patch=2.0 * _weights(facts, per_patch=True),
-            per_token=2.0 * _weights(facts, per_patch=False),
+            per_patch=2.0 * _count_matrix_numbers(facts, per_patch=True),
+            per_token=2.0 * _count_matrix_numbers(facts, per_patch=False),
             per_pair=num_whole * per_block,
             per_window_pair=(sizes["tower_blocks"] - num_whole) * per_block,
             merge=merge,
@@ -167,7 +167,7 @@ class TowerFlops:
             operations += self.per_patch * frames * rows * columns
             operations += self.per_pair * frames * (rows * columns) ** 2
             if self.per_window_pair:
-                in_windows = _squares(rows, self.window) * _squares(columns, self.window)
+                in_windows = _sum_squares(rows, self.window) * _sum_squares(columns, self.window)
                 operations += self.per_window_pair * frames * in_windows
         return operations
 
@@ -202,7 +202,7 @@ class TowerFlops:
         return 1, self.merge * rows, self.merge * (num_tokens // rows)
 
 
-def _weights(facts: ModelFacts, *, per_patch: bool) -> int:
+def _count_matrix_numbers(facts: ModelFacts, *, per_patch: bool) -> int:
     """Return the numbers of the matrices that patches, or else tokens, are multiplied with."""
     sizes = facts.sizes
     total = 0
@@ -214,16 +214,16 @@ def _weights(facts: ModelFacts, *, per_patch: bool) -> int:
     return total
 
 
-def _whole_blocks(facts: ModelFacts) -> int:
+def _count_whole_blocks(facts: ModelFacts) -> int:
     """Return the blocks whose patches see all others of their frame."""
     blocks = range(facts.sizes["tower_blocks"])
-    if stem_of(facts.architecture) != WITH_WINDOWS:
+    if find_stem(facts.architecture) != WITH_WINDOWS:
         return len(blocks)
-    whole = vision_settings(facts.config).get("fullatt_block_indexes", WHOLE_BLOCKS)
+    whole = read_vision_settings(facts.config).get("fullatt_block_indexes", WHOLE_BLOCKS)
     return len(set(whole) & set(blocks))
 
 
-def _squares(length: int, window: int) -> int:
+def _sum_squares(length: int, window: int) -> int:
     """Return the sum of the squares of the parts into which windows cut a side."""
     rest = length % window
     return length // window * window**2 + rest**2

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.process.file_list import list_files, read_json
-from mcore_rl.weights.hf.config import without_absent_mtp, without_text_settings
+from mcore_rl.weights.hf.config import drop_absent_mtp, without_text_settings
 from mcore_rl.weights.models.table import HfConfig
 
 WEIGHT_SUFFIXES = (
@@ -23,18 +23,18 @@ TEMPORARY = ".part"
 """Suffix of a file that is not complete yet."""
 
 
-def checkpoint_files(hf_dir: Path) -> list[Path]:
+def list_checkpoint_files(hf_dir: Path) -> list[Path]:
     """Return the safetensors files of a model directory, in order of their names.
 
     Raises ValueError if there are none, or naming one that the index lists and that is missing.
     """
     index = hf_dir / INDEX
     if index.is_file():
-        names = _names_in_index(index)
+        names = _read_index_names(index)
     else:
         names = sorted(path.name for path in hf_dir.glob("*.safetensors"))
     if not names:
-        raise ValueError(f"{hf_dir} has no .safetensors files{other_format(hf_dir)}")
+        raise ValueError(f"{hf_dir} has no .safetensors files{find_other_format(hf_dir)}")
     for name in names:
         if not (hf_dir / name).is_file():
             raise ValueError(
@@ -43,7 +43,7 @@ def checkpoint_files(hf_dir: Path) -> list[Path]:
     return [hf_dir / name for name in names]
 
 
-def other_format(hf_dir: Path) -> str:
+def find_other_format(hf_dir: Path) -> str:
     """Return what to do about a directory without safetensors files; it names one with weights."""
     found = [path.name for path in sorted(hf_dir.iterdir()) if path.name.endswith(WEIGHT_SUFFIXES)]
     if not found:
@@ -55,7 +55,7 @@ def other_format(hf_dir: Path) -> str:
     )
 
 
-def _names_in_index(index: Path) -> list[str]:
+def _read_index_names(index: Path) -> list[str]:
     try:
         names = set(read_json(index)["weight_map"].values())
         if not all(isinstance(name, str) and Path(name).name == name for name in names):
@@ -89,7 +89,7 @@ def write_small_files(
     """Copy tokenizer files from `side_files_from`, write config.json, and write the index last."""
     if side_files_from is not None:
         _copy_side_files(side_files_from, out_dir)
-    whole = without_absent_mtp(config, weight_map)
+    whole = drop_absent_mtp(config, weight_map)
     _write_json(out_dir / "config.json", without_text_settings(whole))
     write_index(out_dir, weight_map, total_bytes)
 
@@ -101,7 +101,7 @@ def write_index(out_dir: Path, weight_map: Mapping[str, str], total_bytes: int) 
     )
 
 
-def side_files(source: Path) -> tuple[list[str], list[str]]:
+def list_side_files(source: Path) -> tuple[list[str], list[str]]:
     """Return the files of a model directory that go into exports, and those that are left out.
 
     Both are paths relative to `source`. Weights of any format, their indexes and checkpoints in
@@ -130,7 +130,7 @@ def _copy_side_files(source: Path, out_dir: Path) -> None:
     """Copy what belongs to the model beside its weights; print the files and what is left out."""
     if source.resolve() == out_dir.resolve():
         return
-    kept, left = side_files(source)
+    kept, left = list_side_files(source)
     for name in kept:
         (out_dir / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, out_dir / name)  # permissions are those of new files

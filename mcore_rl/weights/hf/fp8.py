@@ -41,25 +41,25 @@ QUANTIZATION_CONFIG = {
 _SCALE = "_scale_inv"
 
 
-def scale_name(name: str) -> str:
+def make_scale_name(name: str) -> str:
     """Return the HF name of the scales of the matrix `name`."""
     return name + _SCALE
 
 
-def scaled_name(name: str) -> str | None:
+def find_scaled_name(name: str) -> str | None:
     """Return the HF name of the matrix whose scales `name` holds, or None if it holds no scales."""
     return name.removesuffix(_SCALE) if name.endswith("weight" + _SCALE) else None
 
 
-def num_blocks(size: int) -> int:
+def count_blocks(size: int) -> int:
     """Return the blocks along an axis of `size` elements; the last block may be smaller."""
     return -(-size // BLOCK)
 
 
-def scale_box(box: Box) -> Box:
+def make_scale_box(box: Box) -> Box:
     """Return the box of scales of the blocks in `box`, which must begin where a block begins."""
     start = tuple(at // BLOCK for at in box.start)
-    return Box(scale_name(box.name), start, tuple(map(num_blocks, box.stop)))
+    return Box(make_scale_name(box.name), start, tuple(map(count_blocks, box.stop)))
 
 
 def is_converted(name: str) -> bool:

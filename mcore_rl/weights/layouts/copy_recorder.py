@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mcore_rl.weights.box import Padding, Shard
-from mcore_rl.weights.hf.fp8 import FP8, SCALE_DTYPE, num_blocks, scale_name
+from mcore_rl.weights.hf.fp8 import FP8, SCALE_DTYPE, count_blocks, make_scale_name
 from mcore_rl.weights.layouts.layout import LocalTensors
 from mcore_rl.weights.layouts.loader import (
     LOADER_ERRORS,
@@ -26,7 +26,7 @@ from mcore_rl.weights.layouts.loader import (
     describe_loader_error,
     is_uniform,
 )
-from mcore_rl.weights.layouts.strided import shards_of_view
+from mcore_rl.weights.layouts.strided import cut_view
 
 aten = torch.ops.aten
 JOIN = {aten.cat.default}
@@ -106,8 +106,8 @@ class CopyRecorder(TorchDispatchMode):
             yield name, self._tracer(name, tuple(shape), dtype)
         scale_dtype = getattr(torch, SCALE_DTYPE)
         for name, shape in list(self._quantized.items()):
-            scales = scale_name(name)
-            yield scales, self._tracer(scales, tuple(map(num_blocks, shape)), scale_dtype)
+            scales = make_scale_name(name)
+            yield scales, self._tracer(scales, tuple(map(count_blocks, shape)), scale_dtype)
 
     def _tracer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tracer:
         if self._rest is not None and self.given and self._rest():
@@ -127,7 +127,7 @@ class CopyRecorder(TorchDispatchMode):
         if _is_mutable(func) and not any(
             isinstance(x, Tracer | Joined) for x in tree_leaves((args, kwargs))
         ):
-            for target in _written_tensors(func, args, kwargs):
+            for target in _list_written_tensors(func, args, kwargs):
                 place = self.local.locate(target)
                 if place is not None:
                     if func not in FILL and not self._copies_constant(func, args):
@@ -173,7 +173,9 @@ class CopyRecorder(TorchDispatchMode):
             raise UntraceableError(
                 f"load_weights applies {func} to {tracer.hf_name!r}, which cannot be traced"
             )
-        views = func(*map(_meta, args), **{name: _meta(value) for name, value in kwargs.items()})
+        views = func(
+            *map(_make_meta, args), **{name: _make_meta(value) for name, value in kwargs.items()}
+        )
         if isinstance(views, Tensor):
             return tracer.like(views, tracer.dtype)
         return tree_map(
@@ -230,7 +232,7 @@ class CopyRecorder(TorchDispatchMode):
         dtype = str(target.dtype).removeprefix("torch.")
         if dtype == FP8:
             self._quantized[tracer.hf_name] = tracer.hf_shape
-        self.shards += shards_of_view(
+        self.shards += cut_view(
             tracer.hf_name, tracer.hf_shape, tracer.meta, name, offset, target.stride(), dtype
         )
 
@@ -240,12 +242,12 @@ def _is_mutable(func: Any) -> bool:
     return func._schema.is_mutable
 
 
-def _meta(value: Any) -> Any:
+def _make_meta(value: Any) -> Any:
     """Return a tracer's meta tensor; a view takes its tensor as an argument of its own."""
     return value.meta if isinstance(value, Tracer) else value
 
 
-def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _list_written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the non-empty tensors that `func` writes to, according to its schema."""
     values = [
         args[i] if i < len(args) else kwargs.get(argument.name)

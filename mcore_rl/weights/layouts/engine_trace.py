@@ -32,7 +32,7 @@ Fill = Callable[[], object]
 """Sets some padding to its constant."""
 
 
-def repeated_fills(
+def list_repeated_fills(
     example_of: Mapping[int, int], padding: Iterable[Padding], tensors: Mapping[str, Tensor]
 ) -> Iterator[Fill]:
     """Yield what fills the padding of layers that follow an example.
@@ -112,9 +112,9 @@ def trace_load_weights(
             return traced
     trace = CopyRecorder(LocalTensors(local_tensors))
     trace.run(load_weights, hf_tensors, hf_tensors)
-    check_coverage(trace.shards, trace.fills, _numels(local_tensors))
+    check_coverage(trace.shards, trace.fills, _count_numels(local_tensors))
     padded = frozenset(padding.tensor for padding in trace.fills)
-    return _filled(TracedLoad(trace.shards, partial(_run, list(trace.fills.values())), padded))
+    return _fill(TracedLoad(trace.shards, partial(_run, list(trace.fills.values())), padded))
 
 
 def _trace_examples(
@@ -142,13 +142,13 @@ def _trace_examples(
     check_coverage(
         [shard for shard in trace.shards if not layers.follows(shard.tensor)],
         [padding for padding in trace.fills if not layers.follows(padding.tensor)],
-        {name: n for name, n in _numels(local_tensors).items() if not layers.follows(name)},
+        {name: n for name, n in _count_numels(local_tensors).items() if not layers.follows(name)},
     )
     fills = [fill for padding, fill in trace.fills.items() if not layers.follows(padding.tensor)]
-    fills += repeated_fills(layers.example_of, trace.fills, local_tensors)
+    fills += list_repeated_fills(layers.example_of, trace.fills, local_tensors)
     padded = frozenset(padding.tensor for padding in trace.fills)
     padded |= {name for name in local_tensors if layers.example_name(name) in padded}
-    return _filled(TracedLoad(shards, partial(_run, fills), padded, is_sampled=True))
+    return _fill(TracedLoad(shards, partial(_run, fills), padded, is_sampled=True))
 
 
 def record_all(
@@ -176,13 +176,13 @@ def find_unlike(
     Reads only the sizes of `local_tensors`, so their memory may change meanwhile. Raises ValueError
     naming the parameter element that is not loaded from exactly one place.
     """
-    check_coverage(trace.shards, trace.fills, _numels(local_tensors))
+    check_coverage(trace.shards, trace.fills, _count_numels(local_tensors))
     wrong = set(sampled.shards) ^ set(trace.shards)
     if not wrong:
         return None
     names = sorted({shard.box.name for shard in wrong})
-    whole = _places(names[0], trace.shards)
-    derived = _places(names[0], sampled.shards)
+    whole = _describe_places(names[0], trace.shards)
+    derived = _describe_places(names[0], sampled.shards)
     return (
         f"load_weights treats {len(names)} tensors otherwise than a sample of their like told, such"
         f" as {names[0]}: it goes to {whole}, not to {derived}; the weights sent so far are wrong"
@@ -190,13 +190,13 @@ def find_unlike(
     )
 
 
-def _places(name: str, shards: Iterable[Shard]) -> str:
+def _describe_places(name: str, shards: Iterable[Shard]) -> str:
     """Say where a HF tensor lies in a rank's parameters."""
     own = [f"{s.tensor} at element {s.offset}" for s in shards if s.box.name == name]
     return ", ".join(own[:3]) + (" and more" if len(own) > 3 else "") if own else "nowhere"
 
 
-def _filled(traced: TracedLoad) -> TracedLoad:
+def _fill(traced: TracedLoad) -> TracedLoad:
     traced.fill_padding()
     return traced
 
@@ -207,5 +207,5 @@ def _run(fills: Iterable[Fill]) -> None:
         fill()
 
 
-def _numels(local_tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def _count_numels(local_tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensor.numel() for name, tensor in local_tensors.items()}

@@ -277,7 +277,7 @@ class Layout(Protocol):
         ...
 
 
-def boxes_of(layout: Layout, rank: int) -> Iterator[tuple[Box, str]]:
+def list_boxes(layout: Layout, rank: int) -> Iterator[tuple[Box, str]]:
     """Yield (box, dtype) of everything that `rank` holds by `layout`."""
     for name in layout.names(rank):
         for piece in layout.placement(name).pieces:
@@ -308,7 +308,7 @@ def check_rank(layout: Layout, rank: int, shards: Iterable[Shard]) -> None:
             unlike[name] = own[placement]
     for name, pieces in sorted(unlike.items()):
         recorded = [(Box(name, piece.start, piece.stop), piece.dtype) for piece in pieces]
-        problem = _difference(held.get(name, []), recorded)
+        problem = _find_difference(held.get(name, []), recorded)
         if problem:
             raise ValueError(f"rank {rank}: the recorded layout of {name!r} is wrong: {problem}")
 
@@ -316,7 +316,7 @@ def check_rank(layout: Layout, rank: int, shards: Iterable[Shard]) -> None:
 def _are_alike(shards: Sequence[Shard], pieces: Sequence[PlacedPiece]) -> bool:
     """Return whether a tensor's shards are its pieces: one at most of each, as most tensors have.
 
-    It makes no boxes; where it returns False, `_difference` decides.
+    It makes no boxes; where it returns False, `_find_difference` decides.
     """
     if len(shards) != 1 or len(pieces) != 1:
         return not shards and not pieces
@@ -325,7 +325,7 @@ def _are_alike(shards: Sequence[Shard], pieces: Sequence[PlacedPiece]) -> bool:
     return (box.start, box.stop, shard.dtype) == (piece.start, piece.stop, piece.dtype)
 
 
-def _difference(shards: Sequence[Shard], recorded: Sequence[tuple[Box, str]]) -> str | None:
+def _find_difference(shards: Sequence[Shard], recorded: Sequence[tuple[Box, str]]) -> str | None:
     """Return how the shards of a tensor differ from its recorded boxes, or None if they agree."""
     boxes = {shard.box for shard in shards}
     if not recorded:
@@ -340,12 +340,12 @@ def _difference(shards: Sequence[Shard], recorded: Sequence[tuple[Box, str]]) ->
     overlap = any(a.intersect(b) for a, b in combinations(boxes, 2))
     num_held = sum(box.numel for box in boxes)
     num_expected = sum(box.numel for box in expected)
-    if overlap or not num_held == num_expected == _num_common(boxes, expected):
+    if overlap or not num_held == num_expected == _count_common(boxes, expected):
         return f"it says {_show(expected)}, this rank holds {_show(boxes)}"
     return None
 
 
-def _num_common(boxes: Iterable[Box], expected: Iterable[Box]) -> int:
+def _count_common(boxes: Iterable[Box], expected: Iterable[Box]) -> int:
     """Return the number of elements that are in both lists of disjoint boxes."""
     common = [a.intersect(b) for a, b in product(boxes, expected)]
     return sum(box.numel for box in common if box is not None)

@@ -32,10 +32,10 @@ from mcore_rl.weights.hf.fp8 import (
     BLOCK,
     FP8,
     SCALE_DTYPE,
+    find_scaled_name,
     is_converted,
-    scale_box,
-    scale_name,
-    scaled_name,
+    make_scale_box,
+    make_scale_name,
 )
 from mcore_rl.weights.layouts.layout import (
     NOWHERE,
@@ -56,46 +56,46 @@ class QuantizedLayout:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._values = cache(_values)
-        self._scales = cache(_scales)
+        self._values = cache(_make_values)
+        self._scales = cache(_make_scales)
 
     @property
     def num_ranks(self) -> int:
         return self._layout.num_ranks
 
     def placement(self, name: str) -> Placement:
-        matrix = scaled_name(name)
+        matrix = find_scaled_name(name)
         if matrix is not None and is_converted(matrix):
             return self._scales(self._layout.placement(matrix))
         placement = self._layout.placement(name)
         return self._values(placement) if is_converted(name) else placement
 
     def names(self, rank: int) -> Iterator[str]:
-        return _with_scales(self._layout.names(rank))
+        return _add_scales(self._layout.names(rank))
 
     def all_names(self) -> Iterator[str]:
-        return _with_scales(self._layout.all_names())
+        return _add_scales(self._layout.all_names())
 
 
-def _values(placement: Placement) -> Placement:
+def _make_values(placement: Placement) -> Placement:
     return Placement(tuple(replace(piece, dtype=FP8) for piece in placement.pieces))
 
 
-def _scales(placement: Placement) -> Placement:
-    return Placement(tuple(map(_scales_of, placement.pieces)))
+def _make_scales(placement: Placement) -> Placement:
+    return Placement(tuple(map(_find_scales, placement.pieces)))
 
 
-def _scales_of(piece: PlacedPiece) -> PlacedPiece:
-    box = scale_box(Box("", piece.start, piece.stop))
+def _find_scales(piece: PlacedPiece) -> PlacedPiece:
+    box = make_scale_box(Box("", piece.start, piece.stop))
     return PlacedPiece(box.start, box.stop, piece.ranks, SCALE_DTYPE)
 
 
-def _with_scales(names: Iterable[str]) -> Iterator[str]:
+def _add_scales(names: Iterable[str]) -> Iterator[str]:
     """Yield `names`, each quantized matrix followed by its scales."""
     for name in names:
         yield name
         if is_converted(name):
-            yield scale_name(name)
+            yield make_scale_name(name)
 
 
 def is_quantized(placement: Placement) -> bool:
@@ -108,7 +108,7 @@ def travels_with_matrix(name: str, target: Layout) -> bool:
 
     Such scales travel with the values and are not planned by themselves.
     """
-    matrix = scaled_name(name)
+    matrix = find_scaled_name(name)
     return matrix is not None and is_quantized(target.placement(matrix))
 
 
@@ -133,11 +133,11 @@ def _continues(above: PlacedPiece, below: PlacedPiece) -> bool:
 def check_scales(name: str, target: Layout) -> None:
     """Raise ValueError unless every rank holds the scales of exactly its blocks of the matrix."""
     matrix = join_rows(target.placement(name))
-    scales = join_rows(target.placement(scale_name(name)))
-    if set(map(_scales_of, matrix.pieces)) != set(scales.pieces):
+    scales = join_rows(target.placement(make_scale_name(name)))
+    if set(map(_find_scales, matrix.pieces)) != set(scales.pieces):
         rank = matrix.pieces[0].ranks[0]
         raise ValueError(
-            f"target rank {rank} holds {name!r} in {FP8}, but {scale_name(name)!r} is not"
+            f"target rank {rank} holds {name!r} in {FP8}, but {make_scale_name(name)!r} is not"
             f" a {SCALE_DTYPE} scale for each of its {BLOCK} x {BLOCK} blocks: serve weights in"
             " that format"
         )
@@ -171,7 +171,7 @@ def is_whole(start: tuple[int, ...], stop: tuple[int, ...], shape: tuple[int, ..
     )
 
 
-def shape_of(*placements: Placement) -> tuple[int, ...]:
+def find_shape(*placements: Placement) -> tuple[int, ...]:
     """Return the shape of the tensor that these placements cover between them."""
     stops = [piece.stop for placement in placements for piece in placement.pieces]
     return tuple(map(max, zip(*stops, strict=True)))
@@ -277,12 +277,12 @@ def _refine(ranks_of: dict[Box, set[int]]) -> list[tuple[Box, set[int]]]:
                 continue
             refined.append((common, ranks | ranks_of[box]))
             refined += [(part, ranks) for part in subtract(other, common)]
-            rest = [part for piece in rest for part in _without(piece, common)]
+            rest = [part for piece in rest for part in _cut_out(piece, common)]
         done = refined + [(part, ranks_of[box]) for part in rest]
     return done
 
 
-def _without(box: Box, hole: Box) -> list[Box]:
+def _cut_out(box: Box, hole: Box) -> list[Box]:
     """Return `box` without its intersection with `hole`, as disjoint boxes."""
     common = box.intersect(hole)
     return [box] if common is None else subtract(box, common)

@@ -149,14 +149,14 @@ def describe_loader_error(error: Exception, hf_name: str, device: torch.device) 
 
     hf_name   the HF tensor that it was given last
     """
-    place = f"parameters on {device}{_place_in_loader(error)}"
+    place = f"parameters on {device}{_find_place_in_loader(error)}"
     if isinstance(error, UntraceableError):
         return f"{error}; {place}"
     kind = type(error).__name__
     return f"load_weights failed while tracing {hf_name!r}: {kind}: {error}; {place}"
 
 
-def _place_in_loader(error: Exception) -> str:
+def _find_place_in_loader(error: Exception) -> str:
     """Return the innermost line that is neither torch's nor of the recorder, or nothing."""
     frames = [
         frame

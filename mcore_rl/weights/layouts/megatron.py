@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from mcore_rl.config import ParallelConfig
-from mcore_rl.weights.hf.config import padded_vocab_size
+from mcore_rl.weights.hf.config import pad_vocab_size
 from mcore_rl.weights.layouts.layout import PlacedPiece, Placement, Ranks
 from mcore_rl.weights.layouts.tensors import (
     Entry,
@@ -78,7 +78,7 @@ class MegatronSizes:
     def of(parallel: ParallelConfig, hf_config: HfConfig) -> "MegatronSizes":
         """Return the sizes of a recipe's trainer."""
         return MegatronSizes(
-            padded_vocab=padded_vocab_size(hf_config, parallel.tp),
+            padded_vocab=pad_vocab_size(hf_config, parallel.tp),
             tp=parallel.tp,
             pp=parallel.pp,
             vpp=parallel.vpp,
@@ -103,7 +103,9 @@ class MegatronLayout(StagedLayout):
         tensors = Tensors(family, hf_config, dtype)
         divide(tensors.num_heads, sizes.tp, "attention heads", "tp")
         self._sizes = sizes
-        self._layers = layers_of_chunks(tensors.num_layers, sizes.pp, sizes.vpp, sizes.stage_layers)
+        self._layers = list_chunk_layers(
+            tensors.num_layers, sizes.pp, sizes.vpp, sizes.stage_layers
+        )
         stage_of = {
             layer: chunk % sizes.pp for chunk, layers in enumerate(self._layers) for layer in layers
         }
@@ -230,7 +232,7 @@ def _split_axis(rule: Rule) -> int | None:
     raise ValueError(f"how tensor parallelism cuts Megatron's {rule.key!r} is not recorded")
 
 
-def layers_of_chunks(
+def list_chunk_layers(
     num_layers: int, pp: int, vpp: int | None, stage_layers: Sequence[int]
 ) -> list[range]:
     """Return the layers of each model chunk, in the order of the chunks.

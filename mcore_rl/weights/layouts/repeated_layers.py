@@ -164,8 +164,8 @@ class _Example:
         self._shards = [
             (split_layer(shard.box.name), split_layer(shard.tensor), shard) for shard in shards
         ]
-        self._kinds = set(map(_kind, shards))
-        self._padding = set(map(_without_layer, padding))
+        self._kinds = set(map(_find_kind, shards))
+        self._padding = set(map(_strip_layer, padding))
         self._padded = {tensor for tensor, _ in self._padding}
 
     def shards_in(self, layer: int) -> list[Shard]:
@@ -187,11 +187,11 @@ class _Example:
         `names` are the HF names of the layer that were traced.
         """
         expected = {shard for shard in derived if shard.box.name in names}
-        return expected == set(traced) and self._kinds == set(map(_kind, traced))
+        return expected == set(traced) and self._kinds == set(map(_find_kind, traced))
 
     def agrees_padding(self, padding: Iterable[Padding]) -> bool:
         """Return whether a layer's sample shows padding of the example, in the same tensors."""
-        shown = set(map(_without_layer, padding))
+        shown = set(map(_strip_layer, padding))
         return shown <= self._padding and self._padded == {tensor for tensor, _ in shown}
 
 
@@ -208,7 +208,7 @@ class _Sample:
         self._experts: dict[tuple[Pattern, bool], list[LayerName]] = defaultdict(list)
         for name in names:
             parts = split_layer(name)
-            pattern = _pattern(parts.without_layer)
+            pattern = _make_pattern(parts.without_layer)
             if pattern is None:
                 self._others.append(parts)
             else:
@@ -224,18 +224,18 @@ class _Sample:
                 yield alike[number].in_layer(layer)
 
 
-def _pattern(name: str) -> Pattern | None:
+def _make_pattern(name: str) -> Pattern | None:
     """Return what surrounds the first number of a name, or None if it has none."""
     before, number, after = split_layer(name)
     return None if number is None else (before, after)
 
 
-def _without_layer(part: Padding) -> tuple[str, tuple[object, ...]]:
+def _strip_layer(part: Padding) -> tuple[str, tuple[object, ...]]:
     """Return (local tensor without its layer, where the padding lies in it)."""
     return split_layer(part.tensor).without_layer, (part.offset, part.shape, part.strides)
 
 
-def _kind(shard: Shard) -> Pattern | str:
+def _find_kind(shard: Shard) -> Pattern | str:
     """Return what a layer's HF name shares with the names of all experts of its kind."""
     name = split_layer(shard.box.name).without_layer
-    return _pattern(name) or name
+    return _make_pattern(name) or name

@@ -33,8 +33,8 @@ from mcore_rl.weights.layouts.sglang_models import (
     VOCAB_MULTIPLE,
     SGLangSizes,
     cut_tower,
+    find_tower_rule,
     refuse_unserved,
-    tower_rule_of,
 )
 from mcore_rl.weights.layouts.tensors import (
     Entry,
@@ -60,7 +60,9 @@ class SGLangLayout(StagedLayout):
         self._attn_tp = divide(sizes.tp, sizes.dp, "engine's tp", "attention dp")
         divide(tensors.num_heads, self._attn_tp, "attention heads", "engine's tp / dp")
         experts_per_rank = divide(tensors.num_experts, sizes.ep, "experts", "engine's ep")
-        self._stages = [_stage_layers(tensors.num_layers, pp, sizes.pp) for pp in range(sizes.pp)]
+        self._stages = [
+            _list_stage_layers(tensors.num_layers, pp, sizes.pp) for pp in range(sizes.pp)
+        ]
         stage_of = {layer: pp for pp, layers in enumerate(self._stages) for layer in layers}
         super().__init__(tensors, stage_of, experts_per_rank)
 
@@ -91,7 +93,7 @@ class SGLangLayout(StagedLayout):
         architecture = self._tensors.family.architecture
         everywhere = list(range(last + 1))
         if entry.rule.key.startswith(tower.PREFIX):
-            of_tower = tower_rule_of(architecture, entry)
+            of_tower = find_tower_rule(architecture, entry)
             return [0] if of_tower and of_tower.is_first else everywhere
         if entry.tensor.name == "lm_head.weight" and architecture in HEAD_ON_EVERY_STAGE:
             return everywhere
@@ -107,11 +109,11 @@ class SGLangLayout(StagedLayout):
         where = f"SGLang's {entry.suffix}"
         attn_tp = self._attn_tp
         if rule.group == "all":
-            return _single(cut_evenly(entry.shape, None, 1, where))
+            return _list_single_boxes(cut_evenly(entry.shape, None, 1, where))
         parts = self._sizes.tp if rule.group == "tensor" else attn_tp
         if entry.rule.padded:
-            rows = _padded_rows(entry.shape[0], parts) // parts
-            return _single(cut_rows(entry.shape, rows, parts))
+            rows = _pad_rows(entry.shape[0], parts) // parts
+            return _list_single_boxes(cut_rows(entry.shape, rows, parts))
         if entry.rule.key.startswith(tower.PREFIX):
             return cut_tower(entry.shape, rule, parts, where)
         if rule.group == "kv_heads":
@@ -119,14 +121,14 @@ class SGLangLayout(StagedLayout):
             if attn_tp > heads:
                 divide(attn_tp, heads, "engine's tp / dp", "key-value heads")
             parts = min(attn_tp, heads)
-        return _single(cut_evenly(entry.shape, rule.axis, parts, where))
+        return _list_single_boxes(cut_evenly(entry.shape, rule.axis, parts, where))
 
     def _expert_cuts(self, entry: Entry) -> list[list[tuple[Shape, Shape]]]:
         axis = EXPERT_AXIS[".".join(entry.suffix.split(".")[-2:])]
         where = f"SGLang's {entry.suffix}"
         if entry.rule.halves:
             return cut_halves(entry.shape, axis, self._moe_tp, where)
-        return _single(cut_evenly(entry.shape, axis, self._moe_tp, where))
+        return _list_single_boxes(cut_evenly(entry.shape, axis, self._moe_tp, where))
 
     def _ranks(self, entry: Entry, stage: int, ep: int | None, part: int, parts: int) -> Ranks:
         """Return the ranks of a stage, in all engines, that hold part number `part` of `parts`."""
@@ -159,7 +161,7 @@ class SGLangLayout(StagedLayout):
         if sizes.whole_shared_experts and module.startswith(SHARED_EXPERTS):
             return WHOLE
         architecture = self._tensors.family.architecture
-        rule = tower_rule_of(architecture, entry)
+        rule = find_tower_rule(architecture, entry)
         if rule is None:
             rule = RULES_OF.get(architecture, {}).get(module) or RULES.get(module)
         elif sizes.whole_tower:
@@ -172,12 +174,14 @@ class SGLangLayout(StagedLayout):
         return DTYPES.get((self._tensors.family.architecture, entry.suffix), entry.dtype)
 
 
-def _single(cuts: Iterable[tuple[Shape, Shape] | None]) -> list[list[tuple[Shape, Shape]]]:
+def _list_single_boxes(
+    cuts: Iterable[tuple[Shape, Shape] | None],
+) -> list[list[tuple[Shape, Shape]]]:
     """Return the boxes of parts that have one box, or none, each."""
     return [[box] if box is not None else [] for box in cuts]
 
 
-def _padded_rows(num_rows: int, parts: int) -> int:
+def _pad_rows(num_rows: int, parts: int) -> int:
     """Return the rows of a vocabulary table with SGLang's padding, which `parts` divides."""
     multiple = VOCAB_MULTIPLE
     if -(-num_rows // multiple) * multiple % parts:
@@ -185,7 +189,7 @@ def _padded_rows(num_rows: int, parts: int) -> int:
     return -(-num_rows // multiple) * multiple
 
 
-def _stage_layers(num_layers: int, pp: int, num_stages: int) -> range:
+def _list_stage_layers(num_layers: int, pp: int, num_stages: int) -> range:
     """Return the layers of stage `pp`; the last stages take the layers left over.
 
     Source: SGLang's get_pp_indices.

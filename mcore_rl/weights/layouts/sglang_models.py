@@ -20,11 +20,11 @@ from itertools import chain
 from typing import Any
 
 from mcore_rl.config import RolloutConfig
-from mcore_rl.weights.hf.config import named_dtype
+from mcore_rl.weights.hf.config import read_named_dtype
 from mcore_rl.weights.layouts.layout import COLUMNS, ROWS, WHOLE, EngineRule
 from mcore_rl.weights.layouts.tensors import Entry, cut_evenly, cut_padded
 from mcore_rl.weights.models import family_of, tower
-from mcore_rl.weights.models.settings import sparse_layers
+from mcore_rl.weights.models.settings import is_sparse_layer
 from mcore_rl.weights.models.table import HfConfig, Shape
 
 VOCAB_MULTIPLE = 64
@@ -112,7 +112,7 @@ TOWER_EPSILON = 1e-6
 """Epsilon of the norms in transformers' tower of Qwen3-VL, built in."""
 
 
-def tower_problems(
+def find_tower_problems(
     hf_config: HfConfig, architecture: str, family_sizes: Mapping[str, int], pp: int
 ) -> Iterator[tuple[str, str]]:
     """Yield (setting, problem) for what SGLang's model does otherwise with a tower.
@@ -133,7 +133,7 @@ def tower_problems(
         yield f"pp = {pp}", problem + " on the first stage, and does not send them on"
 
 
-def tower_rule_of(architecture: str, entry: Entry) -> EngineRule | None:
+def find_tower_rule(architecture: str, entry: Entry) -> EngineRule | None:
     """Return how a tower's tensor is cut; None for other tensors, or if it is not recorded."""
     if not entry.rule.key.startswith(tower.PREFIX):
         return None
@@ -368,21 +368,23 @@ def refuse_unserved(hf_config: HfConfig, sizes: SGLangSizes, dtype: str | None =
     dtype   torch name of the dtype that the engine is told to compute in
     """
     architecture = family_of(hf_config).architecture
-    problems = chain(_size_problems(hf_config, sizes), _setting_problems(hf_config, dtype))
+    problems = chain(
+        _find_size_problems(hf_config, sizes), _find_setting_problems(hf_config, dtype)
+    )
     first = next(problems, None)
     if first is not None:
         setting, problem = first
         raise ValueError(f"{setting}: SGLang's {architecture} {problem}")
 
 
-def _size_problems(hf_config: HfConfig, sizes: SGLangSizes) -> Iterator[tuple[str, str]]:
+def _find_size_problems(hf_config: HfConfig, sizes: SGLangSizes) -> Iterator[tuple[str, str]]:
     """Yield (setting, problem) for layers and sizes that SGLang's model does not support."""
     family = family_of(hf_config)
     architecture = family.architecture
     tied = bool(family.left_out(hf_config))
     if architecture in WITHOUT_DENSE_LAYERS:
         for layer in range(hf_config["num_hidden_layers"]):
-            if not sparse_layers(hf_config, layer):
+            if not is_sparse_layer(hf_config, layer):
                 setting = f"mlp_only_layers or decoder_sparse_step, dense layer {layer}"
                 yield setting, "has experts in every layer"
     if sizes.tp > 1 and architecture in WITHOUT_TENSOR_PARALLELISM:
@@ -407,17 +409,17 @@ def _size_problems(hf_config: HfConfig, sizes: SGLangSizes) -> Iterator[tuple[st
         yield "tie_word_embeddings = true", "has an output layer of its own"
     if tied and sizes.pp > 1 and architecture in WITHOUT_TIED_HEAD_IN_STAGES:
         yield f"tie_word_embeddings = true and pp = {sizes.pp}", "lacks a head"
-    yield from tower_problems(hf_config, architecture, family.sizes(hf_config), sizes.pp)
+    yield from find_tower_problems(hf_config, architecture, family.sizes(hf_config), sizes.pp)
 
 
-def _setting_problems(hf_config: HfConfig, dtype: str | None) -> Iterator[tuple[str, str]]:
+def _find_setting_problems(hf_config: HfConfig, dtype: str | None) -> Iterator[tuple[str, str]]:
     """Yield (setting, problem) for settings of config.json that SGLang's model ignores or lacks."""
     architecture = family_of(hf_config).architecture
     for key, value_of in BUILT_IN.get(architecture, {}).items():
         value = value_of(hf_config)
         if hf_config.get(key, value) not in (None, value):
             yield f"{key} = {hf_config[key]!r}", f"computes with {value!r}"
-    saved = named_dtype(hf_config)
+    saved = read_named_dtype(hf_config)
     if architecture in DTYPE_OF_CONFIG and dtype and saved not in (None, dtype):
         setting = f"dtype = {saved} in config.json and {dtype} for the engine"
         yield setting, "would mix the two"

@@ -41,7 +41,7 @@ class _Part:
     strides: tuple[int, ...]
 
 
-def shards_of_view(
+def cut_view(
     name: str,
     hf_shape: Sequence[int],
     view: Tensor,
@@ -62,7 +62,9 @@ def shards_of_view(
         return []
     first = int(view.storage_offset())
     try:
-        parts = _parts(tuple(hf_shape), tuple(view.shape), view.stride(), first, tuple(strides))
+        parts = _list_parts(
+            tuple(hf_shape), tuple(view.shape), view.stride(), first, tuple(strides)
+        )
     except ValueError as error:
         raise ValueError(f"a view of HF tensor {name!r} {error}: cannot be traced") from error
     return [
@@ -72,7 +74,7 @@ def shards_of_view(
 
 
 @lru_cache(maxsize=4096)
-def _parts(
+def _list_parts(
     hf_shape: tuple[int, ...],
     shape: tuple[int, ...],
     source_strides: tuple[int, ...],
@@ -90,9 +92,9 @@ def _parts(
             dims.append(_Dim(size, source, target))
     hf_strides = contiguous_strides(hf_shape)
     parts = []
-    for source, target, box_dims in _boxes(_merge(dims), hf_strides):
+    for source, target, box_dims in _list_boxes(_merge(dims), hf_strides):
         start = unravel(first + source, hf_shape)
-        extents, local = _extents(hf_shape, hf_strides, start, box_dims)
+        extents, local = _find_extents(hf_shape, hf_strides, start, box_dims)
         stop = tuple(a + n for a, n in zip(start, extents, strict=True))
         parts.append(_Part(start, stop, target, local))
     return tuple(parts)
@@ -114,7 +116,9 @@ def _merge(dims: list[_Dim]) -> list[_Dim]:
     return merged
 
 
-def _boxes(dims: list[_Dim], hf_strides: Sequence[int]) -> Iterator[tuple[int, int, list[_Dim]]]:
+def _list_boxes(
+    dims: list[_Dim], hf_strides: Sequence[int]
+) -> Iterator[tuple[int, int, list[_Dim]]]:
     """Split the copy into boxes by stepping along dimensions that are no axis of the HF tensor.
 
     Yields (offset in the HF tensor, offset in local memory, dimensions of the box) for each box.
@@ -135,7 +139,7 @@ def _boxes(dims: list[_Dim], hf_strides: Sequence[int]) -> Iterator[tuple[int, i
         yield source, target, box_dims
 
 
-def _extents(
+def _find_extents(
     hf_shape: Sequence[int],
     hf_strides: Sequence[int],
     start: Sequence[int],

@@ -297,7 +297,7 @@ class StagedLayout(ABC):
         """Yield (entry, number of elements that `rank` holds of all tensors of the entry)."""
         layers, ep = self._layers_and_group(rank)
         for entry in self._tensors.model_entries:
-            yield entry, _numel(self._place(entry, None, None), rank)
+            yield entry, _count_elements(self._place(entry, None, None), rank)
         for is_moe, same_kind in self._tensors.by_kind(layers).items():
             for entry in self._tensors.layer_entries[is_moe]:
                 num_tensors = len(same_kind)
@@ -305,7 +305,7 @@ class StagedLayout(ABC):
                     num_tensors *= self._experts_per_rank
                 group = ep if entry.rule.has_expert_axis else None
                 placement = self._place(entry, self._stage_of[same_kind[0]], group)
-                yield entry, num_tensors * _numel(placement, rank)
+                yield entry, num_tensors * _count_elements(placement, rank)
 
     def _stacked_placement(self, entry: Entry, stage: int) -> Placement:
         """Return the placement of a tensor that stacks all experts: the pieces of all groups."""
@@ -340,7 +340,7 @@ class StagedLayout(ABC):
         """
 
 
-def _numel(placement: Placement, rank: int) -> int:
+def _count_elements(placement: Placement, rank: int) -> int:
     """Return the number of elements that `rank` holds."""
     numel = 0
     for piece in placement.pieces:

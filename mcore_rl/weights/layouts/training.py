@@ -79,13 +79,13 @@ def training_shards(parts: Sequence[LocalPart], family: Family, hf_config: HfCon
     says.
     """
     return [
-        _shard(matrix, block.tensor, block.hf_start + first - block.start, first, stop)
+        _make_shard(matrix, block.tensor, block.hf_start + first - block.start, first, stop)
         for matrix, block, first, stop in _cut(parts, family, hf_config)
         if block.tensor is not None
     ]
 
 
-def training_padding(
+def list_training_padding(
     parts: Sequence[LocalPart], family: Family, hf_config: HfConfig
 ) -> list[Padding]:
     """Return the vocabulary padding that one training rank holds."""
@@ -107,16 +107,16 @@ def _cut(
     sizes = family.sizes(hf_config)
     left_out = family.left_out(hf_config)
     for part in parts:
-        matrix = _matrix(part, family)
+        matrix = _make_matrix(part, family)
         _check_present(matrix, family, hf_config, left_out)
-        for block in _blocks(matrix, sizes):
+        for block in _list_blocks(matrix, sizes):
             first = max(matrix.start[0], block.start)
             stop = min(matrix.start[0] + matrix.shape[0], block.start + block.num_rows)
             if first < stop:
                 yield matrix, block, first, stop
 
 
-def _matrix(part: LocalPart, family: Family) -> _Matrix:
+def _make_matrix(part: LocalPart, family: Family) -> _Matrix:
     """Return the part without its axes of layer and expert. The key may name the layer instead."""
     rule, layer = family.find(part.key)
     numbers = {} if layer is None else {"layer": layer}
@@ -155,7 +155,7 @@ def _check_present(
         raise ValueError(f"{matrix.part.key}: by config.json, layer {layer} is not a {where} layer")
 
 
-def _blocks(matrix: _Matrix, sizes: Mapping[str, int]) -> Iterator[_Block]:
+def _list_blocks(matrix: _Matrix, sizes: Mapping[str, int]) -> Iterator[_Block]:
     """Yield the blocks of rows that make up a Megatron tensor, from top to bottom."""
     rule = matrix.rule
     num_groups = sizes[rule.groups] if rule.groups else 1
@@ -177,7 +177,7 @@ def _blocks(matrix: _Matrix, sizes: Mapping[str, int]) -> Iterator[_Block]:
         yield _Block(start, shape[0] - start, None, 0)
 
 
-def _shard(matrix: _Matrix, tensor: HfTensor, hf_first: int, first: int, stop: int) -> Shard:
+def _make_shard(matrix: _Matrix, tensor: HfTensor, hf_first: int, first: int, stop: int) -> Shard:
     """Return the shard of rows [first, stop) of a Megatron tensor: from row `hf_first` on."""
     strides = contiguous_strides(matrix.shape)
     offset = matrix.part.offset + (first - matrix.start[0]) * strides[0]

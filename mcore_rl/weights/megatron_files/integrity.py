@@ -25,7 +25,7 @@ COPY_AGAIN = (
 _DAMAGE = re.compile(r"damaged|truncated|does not agree|belongs? to nothing|overlaps (an|the)")
 
 
-def with_remedy(message: str) -> str:
+def add_remedy(message: str) -> str:
     """Return the message of an error, with what to do if it tells of damage and says nothing."""
     if _DAMAGE.search(message) is None or "copy it" in message or "newest_whole" in message:
         return message
@@ -39,7 +39,7 @@ def check_sizes(folder: Path, sums: Mapping[str, FileSums]) -> None:
         raise ValueError(f"{difference}: {REMEDY}")
 
 
-def spans_of_rank(
+def list_spans_of_rank(
     sums: Mapping[str, FileSums], rank: int, num_ranks: int
 ) -> dict[str, list[ByteSpan]]:
     """Return the spans, by file, that one of `num_ranks` ranks is to check.

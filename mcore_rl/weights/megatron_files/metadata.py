@@ -250,19 +250,19 @@ def check_bounded(folder: Path, deadline_s: float | None = None) -> None:
             timeout=deadline_s,
         )
     except subprocess.TimeoutExpired as error:
-        file = _last_line(error.stdout) or str(folder)
+        file = _take_last_line(error.stdout) or str(folder)
         raise ValueError(
             f"{file} cannot be read within {deadline_s:.0f} s: it is damaged or hostile, not loaded"
         ) from None
     if done.returncode == 0:
         return
-    file = _last_line(done.stdout) or str(folder)
+    file = _take_last_line(done.stdout) or str(folder)
     if done.returncode == _NO_MEMORY:
         raise ValueError(
             f"{file} takes more than {limit >> 20} MiB of memory to read: it is damaged or hostile,"
             " not loaded"
         )
-    reason = _last_line(done.stderr) or f"status {done.returncode}"
+    reason = _take_last_line(done.stderr) or f"status {done.returncode}"
     raise ValueError(f"{file} ends the process that reads it ({reason}): not loaded")
 
 
@@ -350,6 +350,6 @@ class _InertUnpickler(pickle.Unpickler):
         return _Inert()
 
 
-def _last_line(output: bytes | None) -> str:
+def _take_last_line(output: bytes | None) -> str:
     lines = (output or b"").decode(errors="replace").split("\n")
     return next((line for line in reversed(lines) if line.strip()), "")

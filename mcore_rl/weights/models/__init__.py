@@ -15,9 +15,9 @@ from mcore_rl.weights.models.qwen_llama_mixtral import (
 )
 from mcore_rl.weights.models.qwen_vl import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
 from mcore_rl.weights.models.refused import REFUSED, refuse_counts
-from mcore_rl.weights.models.settings import refuse_quantized, rope_of, rope_refusal
+from mcore_rl.weights.models.settings import find_rope_refusal, read_rope, refuse_quantized
 from mcore_rl.weights.models.table import Family, HfConfig, Shape
-from mcore_rl.weights.models.value_head import classifier_of
+from mcore_rl.weights.models.value_head import make_classifier
 
 CAUSAL = (
     QWEN3_MOE,
@@ -41,7 +41,7 @@ VISION = (QWEN2_5_VL, GLM4V_MOE, QWEN3_VL, QWEN3_VL_MOE, KIMI_VL)
 LANGUAGE = (*CAUSAL, *VISION)
 """The tables of all models that give log-probs; each has a twin with a value head."""
 
-FAMILIES = {family.architecture: family for family in (*LANGUAGE, *map(classifier_of, LANGUAGE))}
+FAMILIES = {family.architecture: family for family in (*LANGUAGE, *map(make_classifier, LANGUAGE))}
 
 
 def family_of(hf_config: HfConfig) -> Family:
@@ -79,9 +79,9 @@ def refuse_unsupported(hf_config: HfConfig, file: object = "config.json") -> Non
         if key in hf_config and hf_config[key] not in values:
             supported = " or ".join(map(repr, values))
             raise ValueError(f"{key}={hf_config[key]!r} in {file}: only {supported} is supported")
-    if refusal := rope_refusal(hf_config):
+    if refusal := find_rope_refusal(hf_config):
         raise ValueError(f"{file} cannot be carried: {refusal}")
-    rope_type = rope_of(hf_config)["rope_type"]
+    rope_type = read_rope(hf_config)["rope_type"]
     if rope_type not in family.rope_types:
         supported = " or ".join(map(repr, family.rope_types))
         raise ValueError(f"rope_type={rope_type!r} in {file}: only {supported} is supported")

@@ -19,17 +19,17 @@ from mcore_rl.weights.models import rules, tower
 from mcore_rl.weights.models.settings import (
     BIASED_SIGMOID,
     PLAIN_SETTINGS,
-    after_dense_layers,
-    base_options,
-    base_sizes,
-    group_refusal,
-    latent_options,
-    latent_sizes,
-    mtp_names,
+    find_group_refusal,
+    find_rope_theta_refusal,
+    is_after_dense_layers,
+    make_base_options,
+    make_latent_options,
+    make_shared_expert_options,
+    match_mtp_names,
     need,
-    rope_theta_refusal,
-    shared_expert_options,
-    shared_expert_sizes,
+    read_base_sizes,
+    read_latent_sizes,
+    read_shared_expert_sizes,
 )
 from mcore_rl.weights.models.table import Family, HfConfig, HfTensor, Rule
 
@@ -39,18 +39,22 @@ FREQUENCIES = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 
 def _match_carried(config: HfConfig) -> str:
-    return "|".join(filter(None, (mtp_names(config), FREQUENCIES)))
+    return "|".join(filter(None, (match_mtp_names(config), FREQUENCIES)))
 
 
 def read_deepseek_sizes(config: HfConfig) -> Mapping[str, int]:
-    return {**base_sizes(config), **latent_sizes(config), **shared_expert_sizes(config)}
+    return {
+        **read_base_sizes(config),
+        **read_latent_sizes(config),
+        **read_shared_expert_sizes(config),
+    }
 
 
 def _make_options(config: HfConfig) -> dict[str, Any]:
     return {
-        **base_options(config),
-        **latent_options(config),
-        **shared_expert_options(config, read_deepseek_sizes(config)),
+        **make_base_options(config),
+        **make_latent_options(config),
+        **make_shared_expert_options(config, read_deepseek_sizes(config)),
     }
 
 
@@ -69,11 +73,11 @@ DEEPSEEK_V3 = Family(
         *rules.LATENT_ATTENTION,
         *rules.DENSE_MLP,
         *rules.EXPERTS,
-        rules.expert_bias("mlp.gate.e_score_correction_bias"),
+        rules.make_expert_bias_rule("mlp.gate.e_score_correction_bias"),
         *rules.SHARED_EXPERTS,
     ),
     read_deepseek_sizes,
-    after_dense_layers,
+    is_after_dense_layers,
     _make_v3_options,
     {
         **SETTINGS,
@@ -82,7 +86,7 @@ DEEPSEEK_V3 = Family(
         "norm_topk_prob": (True,),
     },
     rope_types=("default", "yarn"),
-    refusal=lambda config: group_refusal(config, scored_by=2),
+    refusal=lambda config: find_group_refusal(config, scored_by=2),
     carried=_match_carried,
     explicit=(
         "first_k_dense_replace",
@@ -103,7 +107,7 @@ DEEPSEEK_V2 = Family(
         *rules.SHARED_EXPERTS,
     ),
     read_deepseek_sizes,
-    after_dense_layers,
+    is_after_dense_layers,
     _make_v2_options,
     {
         **SETTINGS,
@@ -113,7 +117,7 @@ DEEPSEEK_V2 = Family(
     },
     rope_types=("default", "yarn"),
     refusal=lambda config: (
-        group_refusal(config, scored_by=1) if config.get("topk_method") != "greedy" else ""
+        find_group_refusal(config, scored_by=1) if config.get("topk_method") != "greedy" else ""
     ),
     explicit=("n_shared_experts", "q_lora_rank"),
 )
@@ -142,8 +146,8 @@ def _make_rules(hf_name: str, key: str, *axes: str) -> tuple[Rule, Rule]:
 
 def _make_block_rules(name: str, *axes: str) -> tuple[Rule, Rule]:
     """Return the rules of weight and bias of a module of every block."""
-    weight = tower.block_rule(f"{name}.weight", *axes, visual=BLOCKS)
-    bias = tower.block_rule(f"{name}.bias", axes[0], visual=BLOCKS)
+    weight = tower.make_block_rule(f"{name}.weight", *axes, visual=BLOCKS)
+    bias = tower.make_block_rule(f"{name}.bias", axes[0], visual=BLOCKS)
     return weight, bias
 
 
@@ -174,14 +178,14 @@ TOWER = (
 
 def read_moonvit_sizes(config: HfConfig) -> dict[str, int]:
     """Return the sizes of MoonViT. Raises ValueError naming a key that vision_config lacks."""
-    vision = tower.vision_settings(config)
-    hidden = tower.need_of_tower(vision, "hidden_size")
-    ffn = tower.need_of_tower(vision, "intermediate_size")
+    vision = tower.read_vision_settings(config)
+    hidden = tower.need_for_tower(vision, "hidden_size")
+    ffn = tower.need_for_tower(vision, "intermediate_size")
     return {
-        "tower_blocks": tower.need_of_tower(vision, "num_hidden_layers"),
+        "tower_blocks": tower.need_for_tower(vision, "num_hidden_layers"),
         "tower_hidden": hidden,
         "tower_qkv": 3 * hidden,
-        "tower_heads": tower.need_of_tower(vision, "num_attention_heads"),
+        "tower_heads": tower.need_for_tower(vision, "num_attention_heads"),
         "tower_ffn": ffn,
         "tower_block_ffn": ffn,
         "tower_rows": vision.get("init_pos_emb_height", 64),
@@ -198,21 +202,21 @@ def read_kimi_vl_sizes(config: HfConfig) -> Mapping[str, int]:
 
 
 def find_kimi_vl_refusal(config: HfConfig) -> str:
-    vision = tower.vision_settings(config)
+    vision = tower.read_vision_settings(config)
     for key, values in MOONVIT_SETTINGS.items():
         if vision.get(key, values[0]) not in values:
             supported = " or ".join(map(repr, values))
             return f"{key}={vision[key]!r} of vision_config: only {supported} is supported"
     tower.merge_size(config)
-    hidden = tower.need_of_tower(vision, "hidden_size")
-    heads = tower.need_of_tower(vision, "num_attention_heads")
+    hidden = tower.need_for_tower(vision, "hidden_size")
+    heads = tower.need_for_tower(vision, "num_attention_heads")
     if hidden % (4 * heads):
         return (
             f"hidden_size={hidden} and num_attention_heads={heads} of vision_config: two axes"
             " rotate pairs, so the width of a head must be a multiple of 4"
         )
     need(config, *tower.PLACEHOLDERS)
-    return rope_theta_refusal(config) or DEEPSEEK_V3.refusal(config)
+    return find_rope_theta_refusal(config) or DEEPSEEK_V3.refusal(config)
 
 
 def _match_kimi_vl_carried(config: HfConfig) -> str:
@@ -221,7 +225,7 @@ def _match_kimi_vl_carried(config: HfConfig) -> str:
 
 KIMI_VL = Family(
     "KimiVLForConditionalGeneration",
-    (*tower.language_rules(DEEPSEEK_V3.rules, old="", new=LANGUAGE), *TOWER),
+    (*tower.make_language_rules(DEEPSEEK_V3.rules, old="", new=LANGUAGE), *TOWER),
     read_kimi_vl_sizes,
     DEEPSEEK_V3.is_moe_layer,
     DEEPSEEK_V3.options,

@@ -20,36 +20,36 @@ from mcore_rl.weights.models import rules, tower
 from mcore_rl.weights.models.settings import (
     BIASED_SIGMOID,
     PLAIN_SETTINGS,
-    after_dense_layers,
-    base_options,
-    base_sizes,
-    group_refusal,
-    grouped_query_options,
-    grouped_query_sizes,
-    mtp_names,
+    find_group_refusal,
+    is_after_dense_layers,
+    make_base_options,
+    make_grouped_query_options,
+    make_shared_expert_options,
+    match_mtp_names,
     need,
-    partial_rotary_share,
-    rope_of,
-    shared_expert_options,
-    shared_expert_sizes,
+    read_base_sizes,
+    read_grouped_query_sizes,
+    read_rope,
+    read_rotary_share,
+    read_shared_expert_sizes,
 )
 from mcore_rl.weights.models.table import Family, HfConfig, Rule
 
 
 def read_glm4_sizes(config: HfConfig) -> Mapping[str, int]:
-    attention = grouped_query_sizes(
+    attention = read_grouped_query_sizes(
         config,
         qk_norm="head" if config.get("use_qk_norm") else "none",
         qkv_bias=config.get("attention_bias", False),
     )
-    return {**base_sizes(config), **attention, **shared_expert_sizes(config)}
+    return {**read_base_sizes(config), **attention, **read_shared_expert_sizes(config)}
 
 
 def make_glm4_options(config: HfConfig) -> dict[str, Any]:
     return {
-        **base_options(config),
-        **grouped_query_options(read_glm4_sizes(config)),
-        **shared_expert_options(config, read_glm4_sizes(config)),
+        **make_base_options(config),
+        **make_grouped_query_options(read_glm4_sizes(config)),
+        **make_shared_expert_options(config, read_glm4_sizes(config)),
         **BIASED_SIGMOID,
     }
 
@@ -61,26 +61,26 @@ GLM4_MOE = Family(
         *rules.GROUPED_QUERY_ATTENTION,
         *rules.DENSE_MLP,
         *rules.EXPERTS,
-        rules.expert_bias("mlp.gate.e_score_correction_bias"),
+        rules.make_expert_bias_rule("mlp.gate.e_score_correction_bias"),
         *rules.SHARED_EXPERTS,
     ),
     read_glm4_sizes,
-    after_dense_layers,
+    is_after_dense_layers,
     make_glm4_options,
     {**PLAIN_SETTINGS, "attention_bias": (False, True), "norm_topk_prob": (True,)},
-    refusal=lambda config: group_refusal(config, scored_by=2),
+    refusal=lambda config: find_group_refusal(config, scored_by=2),
     explicit=("num_key_value_heads", "first_k_dense_replace", "n_shared_experts"),
-    carried=mtp_names,
-    rotary_share=lambda config: partial_rotary_share(config, default=0.5),
+    carried=match_mtp_names,
+    rotary_share=lambda config: read_rotary_share(config, default=0.5),
 )
 
 
 def _make_block_rule(name: str, *axes: str) -> Rule:
-    return tower.block_rule(name, *axes, visual=tower.VISUAL)
+    return tower.make_block_rule(name, *axes, visual=tower.VISUAL)
 
 
 def _make_tower_rule(name: str, *axes: str) -> Rule:
-    return tower.tower_rule(name, *axes, visual=tower.VISUAL)
+    return tower.make_tower_rule(name, *axes, visual=tower.VISUAL)
 
 
 TOWER = (
@@ -112,8 +112,8 @@ TOWER = (
 
 
 def read_glm4v_sizes(config: HfConfig) -> Mapping[str, int]:
-    vision = tower.vision_settings(config)
-    of_tower = tower.tower_sizes(config)
+    vision = tower.read_vision_settings(config)
+    of_tower = tower.read_tower_sizes(config)
     side = vision.get("image_size", 336) // of_tower["patch"]
     return {
         **read_glm4_sizes(config),
@@ -128,26 +128,26 @@ def read_glm4v_sizes(config: HfConfig) -> Mapping[str, int]:
 def make_glm4v_options(config: HfConfig) -> dict[str, Any]:
     return {
         **make_glm4_options(config),
-        "mrope_section": list(need(rope_of(config), "mrope_section")),
+        "mrope_section": list(need(read_rope(config), "mrope_section")),
     }
 
 
 def _read_rotary_share(config: HfConfig) -> float:
-    return partial_rotary_share(config, default=0.5)
+    return read_rotary_share(config, default=0.5)
 
 
 def find_glm4v_refusal(config: HfConfig) -> str:
     rotated = int(read_glm4v_sizes(config)["head"] * _read_rotary_share(config))
     return (
-        group_refusal(config, scored_by=2)
-        or tower.section_refusal(config, rotated)
-        or tower.tower_refusal(config)
+        find_group_refusal(config, scored_by=2)
+        or tower.find_section_refusal(config, rotated)
+        or tower.find_tower_refusal(config)
     )
 
 
 GLM4V_MOE = Family(
     "Glm4vMoeForConditionalGeneration",
-    (*tower.language_rules(GLM4_MOE.rules), *TOWER),
+    (*tower.make_language_rules(GLM4_MOE.rules), *TOWER),
     read_glm4v_sizes,
     GLM4_MOE.is_moe_layer,
     make_glm4v_options,

@@ -13,15 +13,15 @@ from typing import Any
 from mcore_rl.weights.models import rules
 from mcore_rl.weights.models.settings import (
     PLAIN_SETTINGS,
-    base_options,
-    base_sizes,
-    every_layer,
-    expert_options,
-    grouped_query_options,
-    grouped_query_sizes,
+    find_rope_theta_refusal,
+    is_any_layer,
+    make_base_options,
+    make_expert_options,
+    make_grouped_query_options,
     need,
-    rope_of,
-    rope_theta_refusal,
+    read_base_sizes,
+    read_grouped_query_sizes,
+    read_rope,
 )
 from mcore_rl.weights.models.table import Family, HfConfig, HfTensor, Rule
 
@@ -34,8 +34,8 @@ ALPHA = 1.702
 def read_sizes(config: HfConfig) -> Mapping[str, int]:
     expert_ffn = need(config, "intermediate_size")
     return {
-        **base_sizes(config),
-        **grouped_query_sizes(config, qkv_bias=True),
+        **read_base_sizes(config),
+        **read_grouped_query_sizes(config, qkv_bias=True),
         "heads": need(config, "num_attention_heads"),
         "experts": need(config, "num_local_experts", "num_experts"),
         "expert_ffn": expert_ffn,
@@ -45,9 +45,9 @@ def read_sizes(config: HfConfig) -> Mapping[str, int]:
 
 def make_options(config: HfConfig) -> dict[str, Any]:
     return {
-        **base_options(config),
-        **grouped_query_options(read_sizes(config)),
-        **expert_options(config, read_sizes(config)),
+        **make_base_options(config),
+        **make_grouped_query_options(read_sizes(config)),
+        **make_expert_options(config, read_sizes(config)),
         "add_bias_linear": True,
         "softmax_type": "learnable",
         "window_size": (need(config, "sliding_window") - 1, 0),
@@ -66,11 +66,11 @@ def _find_refusal(config: HfConfig) -> str:
             f"layer_types has {len(kinds)} entries ({', '.join(sorted(set(kinds)))}) for"
             f" {num_layers} layers; each is one of {WINDOWED} and {FULL}"
         )
-    if rope_of(config).get("attention_factor") is not None:
+    if read_rope(config).get("attention_factor") is not None:
         return (
             "the rotary embedding has an attention_factor of its own, which Megatron does not take"
         )
-    return rope_theta_refusal(config)
+    return find_rope_theta_refusal(config)
 
 
 def _make_expert_rule(module: str, name: str, *axes: str) -> Rule:
@@ -80,11 +80,13 @@ def _make_expert_rule(module: str, name: str, *axes: str) -> Rule:
 
 
 EXPERTS = (
-    rules.layer_rule(
+    rules.make_layer_rule(
         "pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden", where="moe"
     ),
-    rules.layer_rule("mlp.router.weight", "mlp.router.weight", "experts", "hidden", where="moe"),
-    rules.layer_rule("mlp.router.bias", "mlp.router.bias", "experts", where="moe"),
+    rules.make_layer_rule(
+        "mlp.router.weight", "mlp.router.weight", "experts", "hidden", where="moe"
+    ),
+    rules.make_layer_rule("mlp.router.bias", "mlp.router.bias", "experts", where="moe"),
     _make_expert_rule("linear_fc1.weight", "gate_up_proj", "hidden", "gate_up"),
     _make_expert_rule("linear_fc1.bias", "gate_up_proj_bias", "gate_up"),
     _make_expert_rule("linear_fc2.weight", "down_proj", "expert_ffn", "hidden"),
@@ -96,14 +98,16 @@ GPT_OSS = Family(
     (
         *rules.MODEL,
         *rules.GROUPED_QUERY_ATTENTION,
-        rules.layer_rule(
+        rules.make_layer_rule(
             rules.ATTENTION + "core_attention.softmax_offset", "self_attn.sinks", "heads"
         ),
-        rules.layer_rule(rules.ATTENTION + "linear_proj.bias", "self_attn.o_proj.bias", "hidden"),
+        rules.make_layer_rule(
+            rules.ATTENTION + "linear_proj.bias", "self_attn.o_proj.bias", "hidden"
+        ),
         *EXPERTS,
     ),
     read_sizes,
-    every_layer,
+    is_any_layer,
     make_options,
     {
         **PLAIN_SETTINGS,

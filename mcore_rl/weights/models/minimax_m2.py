@@ -11,23 +11,23 @@ from mcore_rl.weights.models import rules
 from mcore_rl.weights.models.settings import (
     BIASED_SIGMOID,
     PLAIN_SETTINGS,
-    base_options,
-    base_sizes,
-    every_layer,
-    expert_options,
-    grouped_query_options,
-    grouped_query_sizes,
+    find_rope_theta_refusal,
+    is_any_layer,
+    make_base_options,
+    make_expert_options,
+    make_grouped_query_options,
     need,
-    partial_rotary_share,
-    rope_theta_refusal,
+    read_base_sizes,
+    read_grouped_query_sizes,
+    read_rotary_share,
 )
 from mcore_rl.weights.models.table import Family, HfConfig
 
 
 def read_sizes(config: HfConfig) -> Mapping[str, int]:
     return {
-        **base_sizes(config),
-        **grouped_query_sizes(config, qk_norm="projection"),
+        **read_base_sizes(config),
+        **read_grouped_query_sizes(config, qk_norm="projection"),
         "experts": need(config, "num_local_experts", "num_experts"),
         "expert_ffn": need(config, "intermediate_size"),
     }
@@ -35,9 +35,9 @@ def read_sizes(config: HfConfig) -> Mapping[str, int]:
 
 def make_options(config: HfConfig) -> dict[str, Any]:
     return {
-        **base_options(config),
-        **grouped_query_options(read_sizes(config)),
-        **expert_options(config, read_sizes(config)),
+        **make_base_options(config),
+        **make_grouped_query_options(read_sizes(config)),
+        **make_expert_options(config, read_sizes(config)),
         **BIASED_SIGMOID,
     }
 
@@ -45,13 +45,13 @@ def make_options(config: HfConfig) -> dict[str, Any]:
 def _find_refusal(config: HfConfig) -> str:
     if any(kind != 1 for kind in config.get("attn_type_list") or ()):
         return "attn_type_list has kinds of attention other than 1, softmax attention"
-    return rope_theta_refusal(config)
+    return find_rope_theta_refusal(config)
 
 
 def _read_rotary_share(config: HfConfig) -> float:
     head = read_sizes(config)["head"]
     rotated = config.get("rotary_dim") or head
-    return partial_rotary_share(config, default=rotated / head)
+    return read_rotary_share(config, default=rotated / head)
 
 
 MINIMAX_M2 = Family(
@@ -60,10 +60,10 @@ MINIMAX_M2 = Family(
         *rules.MODEL,
         *rules.GROUPED_QUERY_ATTENTION,
         *rules.NUMBERED_EXPERTS,
-        rules.expert_bias("block_sparse_moe.e_score_correction_bias"),
+        rules.make_expert_bias_rule("block_sparse_moe.e_score_correction_bias"),
     ),
     read_sizes,
-    every_layer,
+    is_any_layer,
     make_options,
     {
         **PLAIN_SETTINGS,

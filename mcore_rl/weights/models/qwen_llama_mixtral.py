@@ -15,16 +15,16 @@ from mcore_rl.weights.models import rules
 from mcore_rl.weights.models.settings import (
     PLAIN_SETTINGS,
     QkNorm,
-    base_options,
-    base_sizes,
-    every_layer,
-    expert_options,
-    grouped_query_options,
-    grouped_query_sizes,
+    find_rope_theta_refusal,
+    is_any_layer,
+    is_sparse_layer,
+    make_base_options,
+    make_expert_options,
+    make_grouped_query_options,
     need,
-    rope_of,
-    rope_theta_refusal,
-    sparse_layers,
+    read_base_sizes,
+    read_grouped_query_sizes,
+    read_rope,
 )
 from mcore_rl.weights.models.table import Family, HfConfig
 
@@ -40,12 +40,15 @@ Only the factor can be set.
 
 
 def _read_dense_sizes(config: HfConfig, *, qk_norm: QkNorm, qkv_bias: bool) -> Mapping[str, int]:
-    return {**base_sizes(config), **grouped_query_sizes(config, qk_norm=qk_norm, qkv_bias=qkv_bias)}
+    return {
+        **read_base_sizes(config),
+        **read_grouped_query_sizes(config, qk_norm=qk_norm, qkv_bias=qkv_bias),
+    }
 
 
 def _make_dense_options(config: HfConfig, *, qk_norm: QkNorm, qkv_bias: bool) -> dict[str, Any]:
     sizes = _read_dense_sizes(config, qk_norm=qk_norm, qkv_bias=qkv_bias)
-    return {**base_options(config), **grouped_query_options(sizes)}
+    return {**make_base_options(config), **make_grouped_query_options(sizes)}
 
 
 def has_no_experts(config: HfConfig, layer: int) -> bool:
@@ -53,7 +56,7 @@ def has_no_experts(config: HfConfig, layer: int) -> bool:
 
 
 def _find_llama_refusal(config: HfConfig) -> str:
-    rope = rope_of(config)
+    rope = read_rope(config)
     if rope["rope_type"] == "llama3":
         for key, value in LLAMA3_ROPE.items():
             if rope.get(key) != value:
@@ -87,8 +90,8 @@ LLAMA = _make_dense_family(
 
 def _read_qwen2_moe_sizes(config: HfConfig) -> Mapping[str, int]:
     return {
-        **base_sizes(config),
-        **grouped_query_sizes(config, qkv_bias=config.get("qkv_bias", True)),
+        **read_base_sizes(config),
+        **read_grouped_query_sizes(config, qkv_bias=config.get("qkv_bias", True)),
         "experts": need(config, "num_experts", "num_local_experts"),
         "expert_ffn": need(config, "moe_intermediate_size"),
         "shared_ffn": need(config, "shared_expert_intermediate_size"),
@@ -98,16 +101,16 @@ def _read_qwen2_moe_sizes(config: HfConfig) -> Mapping[str, int]:
 
 def _make_qwen2_moe_options(config: HfConfig) -> dict[str, Any]:
     return {
-        **base_options(config),
-        **grouped_query_options(_read_qwen2_moe_sizes(config)),
-        **expert_options(config, _read_qwen2_moe_sizes(config)),
+        **make_base_options(config),
+        **make_grouped_query_options(_read_qwen2_moe_sizes(config)),
+        **make_expert_options(config, _read_qwen2_moe_sizes(config)),
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
         "moe_shared_expert_intermediate_size": _read_qwen2_moe_sizes(config)["shared_ffn"],
         "moe_shared_expert_gate": True,
     }
 
 
-SHARED_EXPERT_GATE = rules.layer_rule(
+SHARED_EXPERT_GATE = rules.make_layer_rule(
     "mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", "one", "hidden", where="moe"
 )
 
@@ -122,7 +125,7 @@ QWEN2_MOE = Family(
         SHARED_EXPERT_GATE,
     ),
     _read_qwen2_moe_sizes,
-    sparse_layers,
+    is_sparse_layer,
     _make_qwen2_moe_options,
     PLAIN_SETTINGS,
     explicit=("num_key_value_heads",),
@@ -131,8 +134,8 @@ QWEN2_MOE = Family(
 
 def _read_moe_sizes(config: HfConfig, *, qk_norm: QkNorm, expert_ffn: str) -> Mapping[str, int]:
     return {
-        **base_sizes(config),
-        **grouped_query_sizes(config, qk_norm=qk_norm),
+        **read_base_sizes(config),
+        **read_grouped_query_sizes(config, qk_norm=qk_norm),
         "experts": need(config, "num_experts", "num_local_experts"),
         "expert_ffn": need(config, expert_ffn),
     }
@@ -143,9 +146,9 @@ def _make_moe_options(
 ) -> dict[str, Any]:
     sizes = _read_moe_sizes(config, qk_norm=qk_norm, expert_ffn=expert_ffn)
     return {
-        **base_options(config),
-        **grouped_query_options(sizes),
-        **expert_options(config, sizes),
+        **make_base_options(config),
+        **make_grouped_query_options(sizes),
+        **make_expert_options(config, sizes),
         "moe_router_pre_softmax": not (always_normalized or config.get("norm_topk_prob", False)),
     }
 
@@ -154,7 +157,7 @@ QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     (*rules.MODEL, *rules.GROUPED_QUERY_ATTENTION, *rules.DENSE_MLP, *rules.EXPERTS),
     partial(_read_moe_sizes, qk_norm="head", expert_ffn="moe_intermediate_size"),
-    sparse_layers,
+    is_sparse_layer,
     partial(_make_moe_options, qk_norm="head", expert_ffn="moe_intermediate_size"),
     PLAIN_SETTINGS,
     explicit=("num_key_value_heads",),
@@ -164,12 +167,12 @@ MIXTRAL = Family(
     "MixtralForCausalLM",
     (*rules.MODEL, *rules.GROUPED_QUERY_ATTENTION, *rules.NUMBERED_EXPERTS),
     partial(_read_moe_sizes, qk_norm="none", expert_ffn="intermediate_size"),
-    every_layer,
+    is_any_layer,
     partial(
         _make_moe_options, qk_norm="none", expert_ffn="intermediate_size", always_normalized=True
     ),
     {**PLAIN_SETTINGS, "sliding_window": (None,)},
-    refusal=rope_theta_refusal,
+    refusal=find_rope_theta_refusal,
     explicit=("num_key_value_heads",),
 )
 
@@ -177,7 +180,7 @@ OLMOE = Family(
     "OlmoeForCausalLM",
     (*rules.MODEL, *rules.GROUPED_QUERY_ATTENTION, *rules.EXPERTS),
     partial(_read_moe_sizes, qk_norm="projection", expert_ffn="intermediate_size"),
-    every_layer,
+    is_any_layer,
     partial(_make_moe_options, qk_norm="projection", expert_ffn="intermediate_size"),
     {**PLAIN_SETTINGS, "clip_qkv": (None,)},
 )

@@ -25,34 +25,34 @@ from mcore_rl.weights.models import rules, tower
 from mcore_rl.weights.models.qwen_llama_mixtral import QWEN3, QWEN3_MOE, has_no_experts
 from mcore_rl.weights.models.settings import (
     PLAIN_SETTINGS,
-    base_options,
-    base_sizes,
-    grouped_query_options,
-    grouped_query_sizes,
+    find_rope_theta_refusal,
+    make_base_options,
+    make_grouped_query_options,
     need,
-    rope_of,
-    rope_theta_refusal,
+    read_base_sizes,
+    read_grouped_query_sizes,
+    read_rope,
 )
 from mcore_rl.weights.models.table import Family, HfConfig, HfTensor, Rule
 
 
 def _read_qwen2_5_vl_sizes(config: HfConfig) -> Mapping[str, int]:
-    attention = grouped_query_sizes(config, qkv_bias=True)
-    return {**base_sizes(config), **attention, **tower.tower_sizes(config)}
+    attention = read_grouped_query_sizes(config, qkv_bias=True)
+    return {**read_base_sizes(config), **attention, **tower.read_tower_sizes(config)}
 
 
 def make_qwen2_5_vl_options(config: HfConfig) -> dict[str, Any]:
     return {
-        **base_options(config),
-        **grouped_query_options(_read_qwen2_5_vl_sizes(config)),
-        "mrope_section": list(need(rope_of(config), "mrope_section")),
+        **make_base_options(config),
+        **make_grouped_query_options(_read_qwen2_5_vl_sizes(config)),
+        "mrope_section": list(need(read_rope(config), "mrope_section")),
     }
 
 
 def find_qwen2_5_vl_refusal(config: HfConfig) -> str:
-    return tower.section_refusal(
+    return tower.find_section_refusal(
         config, _read_qwen2_5_vl_sizes(config)["head"]
-    ) or tower.tower_refusal(config)
+    ) or tower.find_tower_refusal(config)
 
 
 QWEN2_5_VL = Family(
@@ -137,13 +137,13 @@ EXPERTS = (
 
 
 def _read_sizes(config: HfConfig, *, text: Sizes) -> Mapping[str, int]:
-    vision = tower.vision_settings(config)
+    vision = tower.read_vision_settings(config)
     need(config, "head_dim")  # transformers' own defaults differ between the two models
     text_sizes = text(config)
     return {
         **text_sizes,
         "gate_up": 2 * text_sizes["expert_ffn"],
-        **tower.tower_sizes(config),
+        **tower.read_tower_sizes(config),
         "patch": vision.get("patch_size", PATCH),
         "tower_positions": vision.get("num_position_embeddings", POSITIONS),
         "deepstack_mergers": len(_read_depths(config)),
@@ -154,13 +154,13 @@ def _make_options(
     config: HfConfig, *, text: Callable[[HfConfig], dict[str, Any]], experts: bool
 ) -> dict[str, Any]:
     always_normalized = {"moe_router_pre_softmax": False} if experts else {}
-    section = list(need(rope_of(config), "mrope_section"))
+    section = list(need(read_rope(config), "mrope_section"))
     return {**text(config), **always_normalized, "mrope_section": section}
 
 
 def _read_depths(config: HfConfig) -> list[int]:
     """Return the tower's blocks whose features the first language layers get, in their order."""
-    depths = tower.vision_settings(config).get("deepstack_visual_indexes")
+    depths = tower.read_vision_settings(config).get("deepstack_visual_indexes")
     if depths is None:
         raise ValueError("vision_config of config.json lacks 'deepstack_visual_indexes'")
     return list(depths)
@@ -168,11 +168,11 @@ def _read_depths(config: HfConfig) -> list[int]:
 
 def _find_refusal(config: HfConfig, *, sizes: Sizes) -> str:
     return (
-        rope_theta_refusal(config)
+        find_rope_theta_refusal(config)
         or _find_experts_refusal(config, sizes(config))
-        or tower.section_refusal(config, sizes(config)["head"])
+        or tower.find_section_refusal(config, sizes(config)["head"])
         or _find_interleaving_refusal(config, sizes(config)["head"])
-        or tower.tower_refusal(config)
+        or tower.find_tower_refusal(config)
         or _find_tower_refusal(config)
     )
 
@@ -190,7 +190,7 @@ def _find_experts_refusal(config: HfConfig, sizes: Mapping[str, int]) -> str:
 
 def _find_interleaving_refusal(config: HfConfig, rotated: int) -> str:
     """Return why the axes cannot take turns over the frequencies of a head; "" if they can."""
-    rope = rope_of(config)
+    rope = read_rope(config)
     if rope.get("mrope_interleaved") is not True:
         value = rope.get("mrope_interleaved")
         return (
@@ -208,7 +208,7 @@ def _find_interleaving_refusal(config: HfConfig, rotated: int) -> str:
 
 def _find_tower_refusal(config: HfConfig) -> str:
     """Return why transformers' tower differs from what the settings say; "" if it does not."""
-    vision = tower.vision_settings(config)
+    vision = tower.read_vision_settings(config)
     depths = _read_depths(config)
     blocks = range(vision["depth"])
     if sorted(set(depths)) != depths or not set(depths) <= set(blocks):
@@ -236,7 +236,7 @@ def _make_family(
     """Return the family whose language model is `text`, with these rules."""
     sizes = partial(_read_sizes, text=text.sizes)
     return Family(
-        rules=(*tower.language_rules(rules_of_text), *TOWER),
+        rules=(*tower.make_language_rules(rules_of_text), *TOWER),
         sizes=sizes,
         is_moe_layer=text.is_moe_layer,
         options=partial(_make_options, text=text.options, experts=experts),

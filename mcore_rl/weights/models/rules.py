@@ -16,7 +16,7 @@ HF_LAYER = "model.layers.{layer}."
 ATTENTION = "self_attention."
 
 
-def layer_rule(
+def make_layer_rule(
     key: str, name: str, *axes: str, where: Any = "layer", dtype: str | None = None
 ) -> Rule:
     """Return the rule of a Megatron tensor that equals one HF tensor."""
@@ -26,7 +26,7 @@ def layer_rule(
 GATE_UP = ("gate_proj", "up_proj")
 
 
-def gated_rule(
+def make_gated_rule(
     key: str, name: str, ffn: str, where: Any, halves: tuple[str, str] = GATE_UP
 ) -> Rule:
     """Return the rule of a gated MLP's linear_fc1: the gate's rows, then the other half's."""
@@ -34,7 +34,7 @@ def gated_rule(
     return Rule(LAYER + key, tuple(tensors), where)
 
 
-def _qkv_rule(kind: str, q: str, kv: str, *axes: str) -> Rule:
+def _make_qkv_rule(kind: str, q: str, kv: str, *axes: str) -> Rule:
     """Return the rule of linear_qkv; `q` and `kv` name the sizes of the HF tensors' rows."""
     rows = {"q": q, "k": kv, "v": kv}
     tensors = (HfTensor(f"{HF_LAYER}self_attn.{x}_proj.{kind}", (rows[x], *axes)) for x in "qkv")
@@ -62,50 +62,56 @@ MODEL = (
 )
 
 GROUPED_QUERY_ATTENTION = (
-    layer_rule("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "hidden"),
-    _qkv_rule("weight", "q", "kv", "hidden"),
-    _qkv_rule("bias", "q_bias", "kv_bias"),
-    layer_rule("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "q_norm"),
-    layer_rule("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "k_norm"),
-    layer_rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden", "q"),
+    make_layer_rule(
+        "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "hidden"
+    ),
+    _make_qkv_rule("weight", "q", "kv", "hidden"),
+    _make_qkv_rule("bias", "q_bias", "kv_bias"),
+    make_layer_rule("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "q_norm"),
+    make_layer_rule("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "k_norm"),
+    make_layer_rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden", "q"),
 )
 
 LATENT_ATTENTION = (
-    layer_rule("input_layernorm.weight", "input_layernorm.weight", "hidden"),
-    layer_rule(ATTENTION + "linear_q_proj.weight", "self_attn.q_proj.weight", "whole_q", "hidden"),
-    layer_rule(
+    make_layer_rule("input_layernorm.weight", "input_layernorm.weight", "hidden"),
+    make_layer_rule(
+        ATTENTION + "linear_q_proj.weight", "self_attn.q_proj.weight", "whole_q", "hidden"
+    ),
+    make_layer_rule(
         ATTENTION + "linear_q_down_proj.weight", "self_attn.q_a_proj.weight", "q_rank", "hidden"
     ),
-    layer_rule(
+    make_layer_rule(
         ATTENTION + "linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight", "q_rank"
     ),
-    layer_rule(ATTENTION + "linear_q_up_proj.weight", "self_attn.q_b_proj.weight", "q", "q_rank"),
-    layer_rule(
+    make_layer_rule(
+        ATTENTION + "linear_q_up_proj.weight", "self_attn.q_b_proj.weight", "q", "q_rank"
+    ),
+    make_layer_rule(
         ATTENTION + "linear_kv_down_proj.weight",
         "self_attn.kv_a_proj_with_mqa.weight",
         "kv_down",
         "hidden",
     ),
-    layer_rule(
+    make_layer_rule(
         ATTENTION + "linear_kv_up_proj.layer_norm_weight",
         "self_attn.kv_a_layernorm.weight",
         "kv_rank",
     ),
-    layer_rule(
+    make_layer_rule(
         ATTENTION + "linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "kv_up", "kv_rank"
     ),
-    layer_rule(ATTENTION + "linear_proj.weight", "self_attn.o_proj.weight", "hidden", "v"),
+    make_layer_rule(ATTENTION + "linear_proj.weight", "self_attn.o_proj.weight", "hidden", "v"),
 )
 
 DENSE_MLP = (
-    layer_rule(
+    make_layer_rule(
         "mlp.linear_fc1.layer_norm_weight",
         "post_attention_layernorm.weight",
         "hidden",
         where="dense",
     ),
-    gated_rule("mlp.linear_fc1.weight", "mlp", "dense_ffn", "dense"),
-    layer_rule(
+    make_gated_rule("mlp.linear_fc1.weight", "mlp", "dense_ffn", "dense"),
+    make_layer_rule(
         "mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden", "dense_ffn", where="dense"
     ),
 )
@@ -120,18 +126,20 @@ def experts(
     expert.
     """
     return (
-        layer_rule(
+        make_layer_rule(
             "pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden", where="moe"
         ),
-        layer_rule("mlp.router.weight", f"{name}.gate.weight", "experts", "hidden", where="moe"),
-        gated_rule(
+        make_layer_rule(
+            "mlp.router.weight", f"{name}.gate.weight", "experts", "hidden", where="moe"
+        ),
+        make_gated_rule(
             "mlp.experts.experts.linear_fc1.weight",
             name + ".experts.{expert}",
             "expert_ffn",
             "moe",
             halves,
         ),
-        layer_rule(
+        make_layer_rule(
             "mlp.experts.experts.linear_fc2.weight",
             f"{name}.experts.{{expert}}.{down}.weight",
             "hidden",
@@ -146,13 +154,13 @@ NUMBERED_EXPERTS = experts("block_sparse_moe", ("w1", "w3"), "w2")
 """Mixtral's names for the experts' projections."""
 
 
-def expert_bias(name: str) -> Rule:
+def make_expert_bias_rule(name: str) -> Rule:
     """Return the rule of the bias that balances the experts' load without a loss.
 
     The router adds it to the scores only for choosing experts. It is a buffer in Megatron, which no
     gradient changes; training leaves it as loaded unless `train.router_bias_rate` is set.
     """
-    return layer_rule("mlp.router.expert_bias", name, "experts", where="moe", dtype="float32")
+    return make_layer_rule("mlp.router.expert_bias", name, "experts", where="moe", dtype="float32")
 
 
 def shared_experts(name: str) -> tuple[Rule, ...]:
@@ -161,8 +169,8 @@ def shared_experts(name: str) -> tuple[Rule, ...]:
     `name` is its HF module within the layer.
     """
     return (
-        gated_rule("mlp.shared_experts.linear_fc1.weight", name, "shared_ffn", "moe"),
-        layer_rule(
+        make_gated_rule("mlp.shared_experts.linear_fc1.weight", name, "shared_ffn", "moe"),
+        make_layer_rule(
             "mlp.shared_experts.linear_fc2.weight",
             name + ".down_proj.weight",
             "hidden",

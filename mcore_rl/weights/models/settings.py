@@ -29,7 +29,7 @@ DEQUANTIZE_REMEDY = (
 )
 
 
-def unquantized(config: HfConfig) -> dict[str, Any]:
+def drop_quantization(config: HfConfig) -> dict[str, Any]:
     """Return config.json of the same model with plain weights."""
     return {key: value for key, value in config.items() if key != "quantization_config"}
 
@@ -62,7 +62,7 @@ def need(config: HfConfig, *keys: str) -> Any:
     )
 
 
-def base_sizes(config: HfConfig) -> dict[str, int]:
+def read_base_sizes(config: HfConfig) -> dict[str, int]:
     """Return the sizes that every family has; a family with experts overrides the last two."""
     return {
         "vocab": need(config, "vocab_size"),
@@ -78,7 +78,7 @@ QkNorm = Literal["none", "head", "projection"]
 """Over what queries and keys are normalized: nothing, each head, or the whole projection."""
 
 
-def grouped_query_sizes(
+def read_grouped_query_sizes(
     config: HfConfig, *, qk_norm: QkNorm = "none", qkv_bias: bool = False
 ) -> dict[str, int]:
     """Return the sizes of grouped-query attention. A size of 0 leaves the norm or bias out."""
@@ -99,7 +99,7 @@ def grouped_query_sizes(
     }
 
 
-def latent_sizes(config: HfConfig) -> dict[str, int]:
+def read_latent_sizes(config: HfConfig) -> dict[str, int]:
     """Return the sizes of latent attention. Without q_lora_rank, q_proj is one matrix."""
     heads = need(config, "num_attention_heads")
     kv_rank = need(config, "kv_lora_rank")
@@ -119,7 +119,7 @@ def latent_sizes(config: HfConfig) -> dict[str, int]:
     }
 
 
-def base_options(config: HfConfig) -> dict[str, Any]:
+def make_base_options(config: HfConfig) -> dict[str, Any]:
     """Return the arguments of TransformerConfig that every family needs."""
     return {
         "num_layers": need(config, "num_hidden_layers"),
@@ -130,7 +130,7 @@ def base_options(config: HfConfig) -> dict[str, Any]:
     }
 
 
-def grouped_query_options(sizes: Mapping[str, int]) -> dict[str, Any]:
+def make_grouped_query_options(sizes: Mapping[str, int]) -> dict[str, Any]:
     return {
         "num_query_groups": sizes["kv_heads"],
         "kv_channels": sizes["head"],
@@ -139,9 +139,9 @@ def grouped_query_options(sizes: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def latent_options(config: HfConfig) -> dict[str, Any]:
+def make_latent_options(config: HfConfig) -> dict[str, Any]:
     """Return the arguments of latent attention and of its rotary embedding, plain or YaRN."""
-    rope = rope_of(config)
+    rope = read_rope(config)
     options = {
         "multi_latent_attention": True,
         "qk_layernorm": True,
@@ -167,7 +167,7 @@ def latent_options(config: HfConfig) -> dict[str, Any]:
     return options
 
 
-def expert_options(config: HfConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
+def make_expert_options(config: HfConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
     return {
         "num_moe_experts": sizes["experts"],
         "moe_ffn_hidden_size": sizes["expert_ffn"],
@@ -175,7 +175,7 @@ def expert_options(config: HfConfig, sizes: Mapping[str, int]) -> dict[str, Any]
     }
 
 
-def shared_expert_sizes(config: HfConfig) -> dict[str, int]:
+def read_shared_expert_sizes(config: HfConfig) -> dict[str, int]:
     """Return the sizes of experts by DeepSeek's key names; all shared experts are one MLP."""
     expert_ffn = need(config, "moe_intermediate_size")
     return {
@@ -185,10 +185,10 @@ def shared_expert_sizes(config: HfConfig) -> dict[str, int]:
     }
 
 
-def shared_expert_options(config: HfConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
+def make_shared_expert_options(config: HfConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Return the arguments of routed and shared experts by DeepSeek's key names."""
     options = {
-        **expert_options(config, sizes),
+        **make_expert_options(config, sizes),
         "moe_shared_expert_intermediate_size": sizes["shared_ffn"] or None,
         "moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 1.0),
     }
@@ -209,7 +209,7 @@ The update rate of 0 keeps Megatron itself from changing the bias.
 """
 
 
-def group_refusal(config: HfConfig, scored_by: int) -> str:
+def find_group_refusal(config: HfConfig, scored_by: int) -> str:
     """Return why Megatron would score groups of experts differently, or "" if it would not.
 
     megatron-core scores a group by the sum of its best top_k // topk_group experts, the model by
@@ -227,12 +227,12 @@ def group_refusal(config: HfConfig, scored_by: int) -> str:
     )
 
 
-def after_dense_layers(config: HfConfig, layer: int) -> bool:
+def is_after_dense_layers(config: HfConfig, layer: int) -> bool:
     """Return whether a layer has experts if the first `first_k_dense_replace` layers are dense."""
     return layer >= (config.get("first_k_dense_replace") or 0)
 
 
-def sparse_layers(config: HfConfig, layer: int) -> bool:
+def is_sparse_layer(config: HfConfig, layer: int) -> bool:
     """Return whether a layer of Qwen2-MoE or Qwen3-MoE has experts, by the rule of transformers."""
     return (
         layer not in (config.get("mlp_only_layers") or ())
@@ -241,12 +241,12 @@ def sparse_layers(config: HfConfig, layer: int) -> bool:
     )
 
 
-def every_layer(config: HfConfig, layer: int) -> bool:
+def is_any_layer(config: HfConfig, layer: int) -> bool:
     """Return whether a layer has experts in a model without dense layers."""
     return True
 
 
-def mtp_names(config: HfConfig) -> str:
+def match_mtp_names(config: HfConfig) -> str:
     """Return a pattern of the HF names in multi-token-prediction layers; "" if there are none.
 
     These layers come after all others and only serve speculative decoding.
@@ -257,14 +257,14 @@ def mtp_names(config: HfConfig) -> str:
     return rf"model\.layers\.({layers})\..*" if count else ""
 
 
-def rope_of(config: HfConfig) -> dict[str, Any]:
+def read_rope(config: HfConfig) -> dict[str, Any]:
     """Return the rotary embedding's settings, with at least rope_type and rope_theta.
 
     HuggingFace writes them as rope_parameters, in older files as rope_scaling. Of two, transformers
     reads rope_scaling as a whole (convert_rope_params_to_dict in its modeling_rope_utils.py), and
     an original_max_position_embeddings beside them before one in them.
     """
-    rope = dict(_rope_in(config))
+    rope = dict(_read_rope_in(config))
     rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     if rope["rope_type"] in LENGTHENED:
@@ -274,26 +274,26 @@ def rope_of(config: HfConfig) -> dict[str, Any]:
     return rope
 
 
-def _rope_in(config: HfConfig) -> Mapping[str, Any]:
+def _read_rope_in(config: HfConfig) -> Mapping[str, Any]:
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
-def rope_refusal(config: HfConfig) -> str:
+def find_rope_refusal(config: HfConfig) -> str:
     """Return why rotary settings cannot be read: each kind of layer has some of its own."""
-    nested = [key for key, value in _rope_in(config).items() if isinstance(value, Mapping)]
+    nested = [key for key, value in _read_rope_in(config).items() if isinstance(value, Mapping)]
     if nested:
         return f"its rotary settings differ by kind of layer: {', '.join(sorted(nested))}"
     return ""
 
 
-def rope_theta_refusal(config: HfConfig) -> str:
+def find_rope_theta_refusal(config: HfConfig) -> str:
     """Return why a model without rope_theta is refused: in its family the default is not 10000."""
-    if "rope_theta" in _rope_in(config) or config.get("rope_theta"):
+    if "rope_theta" in _read_rope_in(config) or config.get("rope_theta"):
         return ""
     return "it lacks 'rope_theta'"
 
 
-def partial_rotary_share(config: HfConfig, default: float) -> float:
+def read_rotary_share(config: HfConfig, default: float) -> float:
     """Return partial_rotary_factor, which config.json has beside the rotary settings or in them."""
-    factor = rope_of(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    factor = read_rope(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     return default if factor is None else float(factor)

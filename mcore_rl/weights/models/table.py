@@ -29,7 +29,7 @@ NUMBERED = r"(.*\.(?:layers|blocks|deepstack_merger_list)\.)"
 """Regular expression of the part of a Megatron key that comes before a number."""
 
 
-def numbered_key(key: str, number: int) -> str:
+def number_key(key: str, number: int) -> str:
     """Return the Megatron key of a numbered module; `key` is that of the table."""
     return re.sub(NUMBERED, rf"\g<1>{number}.", key, count=1)
 

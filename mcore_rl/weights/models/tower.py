@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mcore_rl.weights.models.settings import need, rope_of
+from mcore_rl.weights.models.settings import need, read_rope
 from mcore_rl.weights.models.table import HfConfig, HfTensor, Rule
 
 PLACEHOLDERS = ("image_token_id", "media_placeholder_token_id")
@@ -36,23 +36,23 @@ def is_frozen(key: str, part: str) -> bool:
     return key.startswith(PREFIX) and not key.startswith(TRAINED[part])
 
 
-def block_rule(name: str, *axes: str, visual: str = PREFIX) -> Rule:
+def make_block_rule(name: str, *axes: str, visual: str = PREFIX) -> Rule:
     """Return the rule of a tensor of every block; its HF names begin with `visual`."""
     tensor = HfTensor(f"{visual}blocks.{{layer}}.{name}", axes)
     return Rule(f"{PREFIX}blocks.{name}", (tensor,), where="tower")
 
 
-def tower_rule(name: str, *axes: str, visual: str = PREFIX) -> Rule:
+def make_tower_rule(name: str, *axes: str, visual: str = PREFIX) -> Rule:
     """Return the rule of a tensor outside the tower's blocks; its HF name begins with `visual`."""
     return Rule(PREFIX + name, (HfTensor(visual + name, axes),), where="model")
 
 
-def linear_rules(name: str, rows: str, columns: str) -> tuple[Rule, Rule]:
+def make_linear_rules(name: str, rows: str, columns: str) -> tuple[Rule, Rule]:
     """Return the rules of weight and bias of a linear layer of every block."""
-    return block_rule(f"{name}.weight", rows, columns), block_rule(f"{name}.bias", rows)
+    return make_block_rule(f"{name}.weight", rows, columns), make_block_rule(f"{name}.bias", rows)
 
 
-def language_rules(
+def make_language_rules(
     rules: Iterable[Rule], old: str = "model.", new: str = LANGUAGE
 ) -> Iterator[Rule]:
     """Yield the rules of a language model whose HF names have `new` in place of their first `old`.
@@ -65,26 +65,26 @@ def language_rules(
 
 
 RULES = (
-    tower_rule(
+    make_tower_rule(
         "patch_embed.proj.weight",
         *("tower_hidden", "channels", "patch_frames", "patch", "patch"),
     ),
-    block_rule("norm1.weight", "tower_hidden"),
-    block_rule("norm2.weight", "tower_hidden"),
-    *linear_rules("attn.qkv", "tower_qkv", "tower_hidden"),
-    *linear_rules("attn.proj", "tower_hidden", "tower_hidden"),
-    *linear_rules("mlp.gate_proj", "tower_ffn", "tower_hidden"),
-    *linear_rules("mlp.up_proj", "tower_ffn", "tower_hidden"),
-    *linear_rules("mlp.down_proj", "tower_hidden", "tower_ffn"),
-    tower_rule("merger.ln_q.weight", "tower_hidden"),
-    tower_rule("merger.mlp.0.weight", "merged", "merged"),
-    tower_rule("merger.mlp.0.bias", "merged"),
-    tower_rule("merger.mlp.2.weight", "hidden", "merged"),
-    tower_rule("merger.mlp.2.bias", "hidden"),
+    make_block_rule("norm1.weight", "tower_hidden"),
+    make_block_rule("norm2.weight", "tower_hidden"),
+    *make_linear_rules("attn.qkv", "tower_qkv", "tower_hidden"),
+    *make_linear_rules("attn.proj", "tower_hidden", "tower_hidden"),
+    *make_linear_rules("mlp.gate_proj", "tower_ffn", "tower_hidden"),
+    *make_linear_rules("mlp.up_proj", "tower_ffn", "tower_hidden"),
+    *make_linear_rules("mlp.down_proj", "tower_hidden", "tower_ffn"),
+    make_tower_rule("merger.ln_q.weight", "tower_hidden"),
+    make_tower_rule("merger.mlp.0.weight", "merged", "merged"),
+    make_tower_rule("merger.mlp.0.bias", "merged"),
+    make_tower_rule("merger.mlp.2.weight", "hidden", "merged"),
+    make_tower_rule("merger.mlp.2.bias", "hidden"),
 )
 
 
-def vision_settings(config: HfConfig) -> Mapping[str, Any]:
+def read_vision_settings(config: HfConfig) -> Mapping[str, Any]:
     """Return `vision_config` of config.json. Raises ValueError if there is none."""
     return need(config, "vision_config")
 
@@ -94,7 +94,7 @@ def merge_size(config: HfConfig) -> int:
 
     Raises ValueError if the two differ.
     """
-    vision = vision_settings(config)
+    vision = read_vision_settings(config)
     kernel = vision.get("merge_kernel_size")
     if kernel is None:
         return vision.get("spatial_merge_size", 2)
@@ -106,22 +106,22 @@ def merge_size(config: HfConfig) -> int:
     return kernel[0]
 
 
-def placeholder_of(config: HfConfig) -> int | None:
+def read_placeholder(config: HfConfig) -> int | None:
     """Return the token that stands for a piece of an image; None if config.json names none."""
     return next((config[key] for key in PLACEHOLDERS if config.get(key) is not None), None)
 
 
-def tower_sizes(config: HfConfig) -> dict[str, int]:
+def read_tower_sizes(config: HfConfig) -> dict[str, int]:
     """Return the sizes of a tower. Raises ValueError naming a key that vision_config lacks."""
-    vision = vision_settings(config)
-    hidden = need_of_tower(vision, "hidden_size")
+    vision = read_vision_settings(config)
+    hidden = need_for_tower(vision, "hidden_size")
     return {
-        "tower_blocks": need_of_tower(vision, "depth"),
+        "tower_blocks": need_for_tower(vision, "depth"),
         "tower_hidden": hidden,
         "tower_qkv": 3 * hidden,
-        "tower_heads": need_of_tower(vision, "num_heads"),
-        "tower_ffn": need_of_tower(vision, "intermediate_size"),
-        "tower_block_ffn": need_of_tower(vision, "intermediate_size"),
+        "tower_heads": need_for_tower(vision, "num_heads"),
+        "tower_ffn": need_for_tower(vision, "intermediate_size"),
+        "tower_block_ffn": need_for_tower(vision, "intermediate_size"),
         "merged": hidden * vision.get("spatial_merge_size", 2) ** 2,
         "channels": vision.get("in_channels", vision.get("in_chans", 3)),
         "patch_frames": vision.get("temporal_patch_size", 2),
@@ -129,9 +129,9 @@ def tower_sizes(config: HfConfig) -> dict[str, int]:
     }
 
 
-def section_refusal(config: HfConfig, rotated: int) -> str:
+def find_section_refusal(config: HfConfig, rotated: int) -> str:
     """Return why the three axes do not share the `rotated` numbers of a head; "" if they do."""
-    section = rope_of(config).get("mrope_section")
+    section = read_rope(config).get("mrope_section")
     if not section:
         return "its rotary settings lack 'mrope_section'"
     if sum(section) != rotated // 2:
@@ -140,10 +140,10 @@ def section_refusal(config: HfConfig, rotated: int) -> str:
     return ""
 
 
-def tower_refusal(config: HfConfig) -> str:
+def find_tower_refusal(config: HfConfig) -> str:
     """Return why the tower of config.json cannot be carried; "" if it can."""
-    vision = vision_settings(config)
-    width = need_of_tower(vision, "out_hidden_size")
+    vision = read_vision_settings(config)
+    width = need_for_tower(vision, "out_hidden_size")
     if width != need(config, "hidden_size"):
         return (
             f"vision_config.out_hidden_size={width} is not hidden_size={config['hidden_size']} of"
@@ -152,7 +152,7 @@ def tower_refusal(config: HfConfig) -> str:
     return ""
 
 
-def need_of_tower(vision: Mapping[str, Any], key: str) -> int:
+def need_for_tower(vision: Mapping[str, Any], key: str) -> int:
     """Return a number of vision_config. Raises ValueError naming a key that it lacks."""
     if vision.get(key) is None:
         raise ValueError(f"vision_config of config.json lacks {key!r}")

@@ -22,19 +22,19 @@ SCORE = "score.weight"
 _RULE = Rule("output_layer.weight", (HfTensor(SCORE, ("one", "hidden")),), where="model")
 
 
-def classifier_of(family: Family) -> Family:
+def make_classifier(family: Family) -> Family:
     """Return the family of a language model's twin with a value head."""
     return replace(
         family,
-        architecture=stem_of(family.architecture) + CLASSIFIER,
+        architecture=find_stem(family.architecture) + CLASSIFIER,
         rules=(*(rule for rule in family.rules if rule.key != _RULE.key), _RULE),
         sizes=lambda config: {**family.sizes(config), "one": 1},
-        refusal=lambda config: _too_many_labels(config) or family.refusal(config),
+        refusal=lambda config: _find_refusal(config) or family.refusal(config),
         tied={},
     )
 
 
-def stem_of(architecture: str) -> str:
+def find_stem(architecture: str) -> str:
     """Return the name that an architecture shares with its twin: "Qwen3VL", "Qwen3Moe"."""
     for ending in (CAUSAL, GENERATIVE, CLASSIFIER):
         if architecture.endswith(ending):
@@ -50,12 +50,12 @@ def has_value_head(config: HfConfig) -> bool:
     return any(name.endswith(CLASSIFIER) for name in config.get("architectures") or ())
 
 
-def with_value_head(config: HfConfig) -> dict[str, Any]:
+def add_value_head(config: HfConfig) -> dict[str, Any]:
     """Return config.json of the same model with a value head, which it may already have.
 
     Raises ValueError naming an architecture that has no twin with a value head.
     """
-    architectures = [stem_of(name) + CLASSIFIER for name in config["architectures"]]
+    architectures = [find_stem(name) + CLASSIFIER for name in config["architectures"]]
     return {
         **config,
         "architectures": architectures,
@@ -64,7 +64,7 @@ def with_value_head(config: HfConfig) -> dict[str, Any]:
     }
 
 
-def _too_many_labels(config: HfConfig) -> str:
+def _find_refusal(config: HfConfig) -> str:
     labels = config.get("id2label") or {"0": "", "1": ""}
     if len(labels) == 1:
         return ""

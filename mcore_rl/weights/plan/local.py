@@ -24,9 +24,9 @@ from mcore_rl.weights.layouts.layout import Layout, Placement, Ranks
 from mcore_rl.weights.layouts.listed import (
     check_blocks,
     check_scales,
+    find_shape,
     is_quantized,
     join_rows,
-    shape_of,
     travels_with_matrix,
 )
 from mcore_rl.weights.plan.shared_region import BoxSpan, SharedRegion, Slice, SplitGranularity
@@ -145,7 +145,7 @@ def _placed_boxes(
     Raises ValueError if a needed element has no source, which is checked unless `source_rank` is
     given.
     """
-    shape = shape_of(source, target) if is_quantized(target) else None
+    shape = find_shape(source, target) if is_quantized(target) else None
     if shape is not None:
         source, target = join_rows(source), join_rows(target)
     held = [piece for piece in source.pieces if source_rank is None or source_rank in piece.ranks]

@@ -22,7 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.weights.box import Box, Shape, itemsize
-from mcore_rl.weights.hf.fp8 import BLOCK, FP8, SCALE_BYTES, SCALE_DTYPE, num_blocks, scale_box
+from mcore_rl.weights.hf.fp8 import (
+    BLOCK,
+    FP8,
+    SCALE_BYTES,
+    SCALE_DTYPE,
+    count_blocks,
+    make_scale_box,
+)
 from mcore_rl.weights.layouts.layout import Ranks
 
 BoxSpan = tuple[str, Shape, Shape]
@@ -57,7 +64,7 @@ class Slice:
     @property
     def scales(self) -> "Slice | None":
         """The scales that travel with the values; None unless the dtype is FP8."""
-        return Slice(scale_box(self.box), SCALE_DTYPE) if self.dtype == FP8 else None
+        return Slice(make_scale_box(self.box), SCALE_DTYPE) if self.dtype == FP8 else None
 
     @property
     def num_bytes(self) -> int:
@@ -83,13 +90,13 @@ class _SpanSize:
     @staticmethod
     def of(start: Shape, stop: Shape, dtype: str) -> "_SpanSize":
         row_shape = tuple(map(sub, stop[1:], start[1:]))
-        scale_bytes = SCALE_BYTES * num_blocks(*row_shape) if dtype == FP8 else 0
+        scale_bytes = SCALE_BYTES * count_blocks(*row_shape) if dtype == FP8 else 0
         num_rows = stop[0] - start[0] if start else 1
         return _SpanSize(num_rows, itemsize(dtype) * prod(row_shape), scale_bytes)
 
     def bytes_of(self, rows: int) -> int:
         """Return the bytes of the first `rows` rows."""
-        return rows * self.row_bytes + num_blocks(rows) * self.scale_row_bytes
+        return rows * self.row_bytes + count_blocks(rows) * self.scale_row_bytes
 
     @cached_property
     def num_bytes(self) -> int:

@@ -13,7 +13,7 @@ from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.train.weights import local_parts
 from mcore_rl.types import StepStats
 from mcore_rl.weights.hf.config import ModelFacts, read_hf_config
-from mcore_rl.weights.hf.files import carried_tensors, open_hf_dir
+from mcore_rl.weights.hf.files import list_carried_tensors, open_hf_dir
 from mcore_rl.weights.layouts.training import LocalPart, training_shards
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import Rule
@@ -177,7 +177,7 @@ def test_tensors_beside_the_model_are_found_by_name_and_no_others_are_allowed(
 ) -> None:
     for kind in WITH_MTP:
         model = ModelFacts.read(folder / kind)
-        assert carried_tensors(model.path, model.config).keys() == set(BESIDE)
+        assert list_carried_tensors(model.path, model.config).keys() == set(BESIDE)
         assert not set(BESIDE) & open_hf_dir(model).keys()
     add_tensors(write_model("llama", tmp_path), BESIDE[0])
     with pytest.raises(

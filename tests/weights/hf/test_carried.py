@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mcore_rl.weights.hf.files import carried_tensors, write_carried
+from mcore_rl.weights.hf.files import list_carried_tensors, write_carried
 from mcore_rl.weights.hf.folder import TEMPORARY
 
 CONFIG = json.loads(Path("recipes/model/deepseek_v3/config.json").read_text())
@@ -34,17 +34,17 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_carried_tensors_are_those_of_prediction_layers(source: Path) -> None:
-    files = {name: path.name for name, path in carried_tensors(source, CONFIG).items()}
+    files = {name: path.name for name, path in list_carried_tensors(source, CONFIG).items()}
     first, *rest = CARRIED
     assert files == {first: "model-1.safetensors"} | dict.fromkeys(rest, "model-2.safetensors")
 
 
 def test_a_model_without_prediction_layers_carries_nothing(source: Path) -> None:
-    assert carried_tensors(source, {**CONFIG, "num_nextn_predict_layers": 0}) == {}
+    assert list_carried_tensors(source, {**CONFIG, "num_nextn_predict_layers": 0}) == {}
 
 
 def test_a_directory_without_weights_carries_nothing(tmp_path: Path) -> None:
-    assert carried_tensors(tmp_path, CONFIG) == {}
+    assert list_carried_tensors(tmp_path, CONFIG) == {}
 
 
 @pytest.mark.parametrize(("max_file_bytes", "num_files"), [(1000, 1), (60, 2), (1, 3)])

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from mcore_rl.weights.hf.config import (
     VOCAB_MULTIPLE,
+    drop_absent_mtp,
     moe_layers,
-    named_dtype,
-    padded_vocab_size,
+    pad_vocab_size,
     parse_hf_config,
     read_hf_config,
-    with_dtype,
-    without_absent_mtp,
+    read_named_dtype,
+    set_dtype,
 )
 from tests.support.megatron_layout import model_config
 
@@ -68,17 +68,17 @@ def test_unsupported_settings_are_named_with_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_the_dtype_is_found_in_either_spelling(config: dict[str, str], dtype: str | None) -> None:
-    assert named_dtype(config) == dtype
+    assert read_named_dtype(config) == dtype
 
 
 @given(st.integers(1, 300_000), st.integers(1, 64))
 def test_the_padded_vocabulary_is_the_smallest_that_divides(vocab_size: int, tp: int) -> None:
-    padded = padded_vocab_size({"vocab_size": vocab_size}, tp)
+    padded = pad_vocab_size({"vocab_size": vocab_size}, tp)
     assert padded >= vocab_size
     assert padded % tp == padded % VOCAB_MULTIPLE == 0
     if VOCAB_MULTIPLE % tp == 0:
         assert padded - vocab_size < VOCAB_MULTIPLE
-        assert padded == padded_vocab_size({"vocab_size": vocab_size}, 1)
+        assert padded == pad_vocab_size({"vocab_size": vocab_size}, 1)
 
 
 def test_layers_with_experts_are_ones() -> None:
@@ -99,14 +99,14 @@ def test_all_keys_say_the_dtype_of_an_export() -> None:
         "vision_config": {"torch_dtype": "float32"},
         "quantization_config": {"bits": 4},
     }
-    assert with_dtype(config, "bfloat16") == {
+    assert set_dtype(config, "bfloat16") == {
         "torch_dtype": "bfloat16",
         "dtype": "bfloat16",
         "text_config": {"dtype": "bfloat16", "hidden_size": 8},
         "vision_config": {"torch_dtype": "bfloat16"},
         "quantization_config": {"bits": 4},
     }
-    assert with_dtype({"hidden_size": 8}, "float32") == {"dtype": "float32", "hidden_size": 8}
+    assert set_dtype({"hidden_size": 8}, "float32") == {"dtype": "float32", "hidden_size": 8}
     assert config["dtype"] == "float16"
 
 
@@ -126,7 +126,7 @@ MTP = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
 def test_layers_without_weights_are_not_promised(
     names: list[str], kept: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = without_absent_mtp({**MTP, "text_config": dict(MTP)}, names)
+    made = drop_absent_mtp({**MTP, "text_config": dict(MTP)}, names)
     assert made["num_nextn_predict_layers"] == kept
     assert made["text_config"] == {**MTP, "num_nextn_predict_layers": kept}
     said = "the source has no weights of them: the result says num_nextn_predict_layers=0"

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mcore_rl.weights.hf.config import ModelFacts, read_hf_config
 from mcore_rl.weights.hf.files import (
     commit_export,
-    empty_tensors,
-    export_targets,
+    list_export_targets,
     load_into,
+    make_empty_tensors,
     open_hf_dir,
     plan_export,
     save_tensors,
@@ -86,8 +86,8 @@ def test_exported_directory_equals_the_source_and_loads_in_transformers(hf_dir, 
         shapes, dict.fromkeys(shapes, "float32"), LAYOUT.world_size, max_file_bytes=1024
     )
     assert len(files) > LAYOUT.world_size
-    targets = export_targets(files, LAYOUT.world_size)
-    whole = [empty_tensors(shards) for shards in targets]
+    targets = list_export_targets(files, LAYOUT.world_size)
+    whole = [make_empty_tensors(shards) for shards in targets]
     reshard(
         make_plan([shards for shards, _ in ranks], targets),
         [tensors for _, tensors in ranks],
@@ -125,7 +125,7 @@ def test_export_deals_every_tensor_once_and_evenly():
 
 def test_commit_names_the_rank_that_has_not_written(tmp_path):
     files = plan_export({"a": (2,), "b": (2,)}, {"a": "float32", "b": "float32"}, 2)
-    write_export_file(tmp_path, files[0], empty_tensors(files[0].shards))
+    write_export_file(tmp_path, files[0], make_empty_tensors(files[0].shards))
     with pytest.raises(ValueError, match=r"00002-of-00002.*rank 1 has not written"):
         commit_export(tmp_path, files, {}, "float32")
     assert not (tmp_path / INDEX).exists()

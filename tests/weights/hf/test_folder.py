@@ -10,25 +10,25 @@ from hypothesis import strategies as st
 
 from checkpoint_tools.opening import open_checkpoint
 from mcore_rl.weights.hf.checksums import MANIFEST
-from mcore_rl.weights.hf.folder import INDEX, checkpoint_files, deal_out, write_small_files
+from mcore_rl.weights.hf.folder import INDEX, deal_out, list_checkpoint_files, write_small_files
 
 
 def test_files_are_those_of_the_index_if_there_is_one(tmp_path: Path) -> None:
     for name in ("a", "b", "stale"):
         (tmp_path / f"{name}.safetensors").touch()
     every = [tmp_path / f"{name}.safetensors" for name in ("a", "b", "stale")]
-    assert checkpoint_files(tmp_path) == every
+    assert list_checkpoint_files(tmp_path) == every
     weight_map = {"x": "b.safetensors", "y": "a.safetensors", "z": "b.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    assert checkpoint_files(tmp_path) == every[:2]
+    assert list_checkpoint_files(tmp_path) == every[:2]
     every[0].unlink()
     with pytest.raises(ValueError, match=rf"a.safetensors, named in {INDEX}, does not exist"):
-        checkpoint_files(tmp_path)
+        list_checkpoint_files(tmp_path)
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no .safetensors files"):
-        checkpoint_files(tmp_path)
+        list_checkpoint_files(tmp_path)
 
 
 @given(
@@ -101,7 +101,7 @@ def test_files_get_the_permissions_of_new_files_whatever_the_source_has(tmp_path
 def test_a_damaged_index_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(ValueError, match=rf"{INDEX} is damaged: "):
-        checkpoint_files(tmp_path)
+        list_checkpoint_files(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model-q4.gguf", "tf_model.h5"])
@@ -109,6 +109,6 @@ def test_weights_in_another_format_are_named_with_the_remedy(tmp_path: Path, nam
     (tmp_path / name).touch()
     message = rf"has no \.safetensors files, only {name}: .*save_pretrained\(<directory>\)"
     with pytest.raises(ValueError, match=message):
-        checkpoint_files(tmp_path)
+        list_checkpoint_files(tmp_path)
     with pytest.raises(ValueError, match=rf"no \.metadata, only {name}: .*save_pretrained"):
         open_checkpoint(tmp_path)

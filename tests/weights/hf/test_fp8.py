@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from mcore_rl.weights.box import Box
 from mcore_rl.weights.hf.fp8 import (
     BLOCK,
+    count_blocks,
+    find_scaled_name,
     is_converted,
-    num_blocks,
-    scale_box,
-    scale_name,
-    scaled_name,
+    make_scale_box,
+    make_scale_name,
 )
 
 MATRIX = "model.layers.0.self_attn.q_proj.weight"
@@ -33,22 +33,22 @@ def test_projections_are_quantized_whatever_a_family_calls_them():
 
 @pytest.mark.parametrize(("size", "expected"), [(0, 0), (1, 1), (128, 1), (129, 2), (300, 3)])
 def test_the_last_block_may_be_smaller(size: int, expected: int) -> None:
-    assert num_blocks(size) == expected
+    assert count_blocks(size) == expected
 
 
 def test_names_of_scales_lead_back_to_the_matrix() -> None:
-    assert scale_name(MATRIX) == MATRIX + "_scale_inv"
-    assert scaled_name(scale_name(MATRIX)) == MATRIX
-    assert scaled_name(MATRIX) is None
-    assert scaled_name("model.layers.0.mlp.bias_scale_inv") is None
+    assert make_scale_name(MATRIX) == MATRIX + "_scale_inv"
+    assert find_scaled_name(make_scale_name(MATRIX)) == MATRIX
+    assert find_scaled_name(MATRIX) is None
+    assert find_scaled_name("model.layers.0.mlp.bias_scale_inv") is None
 
 
 @given(st.data())
 def test_the_scales_of_a_box_are_those_of_the_blocks_it_touches(data: st.DataObject) -> None:
     start = tuple(BLOCK * data.draw(st.integers(0, 3)) for _ in range(2))
     stop = tuple(first + data.draw(st.integers(1, 3 * BLOCK)) for first in start)
-    scales = scale_box(Box(MATRIX, start, stop))
-    assert scales.name == scale_name(MATRIX)
+    scales = make_scale_box(Box(MATRIX, start, stop))
+    assert scales.name == make_scale_name(MATRIX)
     for axis in range(2):
         touched = {element // BLOCK for element in range(start[axis], stop[axis])}
         assert set(range(scales.start[axis], scales.stop[axis])) == touched

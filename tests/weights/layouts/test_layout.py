@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from mcore_rl.weights.box import Box, Shard
-from mcore_rl.weights.layouts.layout import boxes_of, check_rank
+from mcore_rl.weights.layouts.layout import check_rank, list_boxes
 from mcore_rl.weights.layouts.listed import ListedLayout
 
 
@@ -48,5 +48,5 @@ def test_what_differs_is_named_with_tensor_and_rank(shards, message):
 
 
 def test_boxes_of_a_rank_are_those_of_its_pieces() -> None:
-    boxes = [(box.name, box.start, box.stop, dtype) for box, dtype in boxes_of(LAYOUT, 1)]
+    boxes = [(box.name, box.start, box.stop, dtype) for box, dtype in list_boxes(LAYOUT, 1)]
     assert boxes == [("v", (0,), (2,), "float32"), ("w", (4,), (8,), "float32")]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.weights.layouts.layout import boxes_of, check_rank
+from mcore_rl.weights.layouts.layout import check_rank, list_boxes
 from mcore_rl.weights.layouts.megatron import MegatronSizes
 from mcore_rl.weights.layouts.training import training_shards
 from mcore_rl.weights.models import family_of, hf_tensor_shapes
@@ -50,7 +50,7 @@ def test_fewer_groups_than_ranks_are_cut_by_rows_of_the_fused_tensor() -> None:
     held = {
         (rank, box.name.split(".")[-2]): (box.start[0], box.stop[0])
         for rank in range(2)
-        for box, _ in boxes_of(layout, rank)
+        for box, _ in list_boxes(layout, rank)
         if box.name.startswith("model.layers.0.self_attn")
         and box.name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
     }

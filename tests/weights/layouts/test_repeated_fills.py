@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.weights.box import Padding
-from mcore_rl.weights.layouts.engine_trace import merge_padding, repeated_fills
+from mcore_rl.weights.layouts.engine_trace import list_repeated_fills, merge_padding
 
 
 @given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 3))
@@ -30,7 +30,7 @@ def test_other_layers_get_the_padding_of_the_example():
     tensors["layers.0.w"][:, 3] = 9
     padding = [Padding("layers.0.w", 4 * row + 3, (1,), (1,)) for row in range(4)]
     padding.append(Padding("layers.2.w", 0, (4,), (1,)))
-    for fill in repeated_fills({1: 0}, padding, tensors):
+    for fill in list_repeated_fills({1: 0}, padding, tensors):
         fill()
     assert tensors["layers.1.w"].tolist() == [[1, 1, 1, 9]] * 4
     assert tensors["layers.2.w"].eq(2).all()

@@ -12,8 +12,8 @@ from mcore_rl.weights.layouts.sglang_models import (
     QWEN2_5_TOWER,
     SGLangSizes,
     cut_tower,
+    find_tower_rule,
     refuse_unserved,
-    tower_rule_of,
 )
 from mcore_rl.weights.layouts.tensors import Tensors
 from mcore_rl.weights.models import family_of
@@ -54,7 +54,7 @@ def test_padding_at_the_end_of_an_axis_is_on_the_last_ranks() -> None:
 
 def test_every_tensor_of_the_tower_has_a_rule_and_others_have_none() -> None:
     tensors = Tensors(QWEN2_5_VL, FLAT, "bfloat16")
-    rules = {e.suffix: tower_rule_of(QWEN2_5_VL.architecture, e) for e in tensors.model_entries}
+    rules = {e.suffix: find_tower_rule(QWEN2_5_VL.architecture, e) for e in tensors.model_entries}
     assert rules["visual.blocks.1.attn.qkv.bias"] == QWEN2_5_TOWER["blocks.attn.qkv"]
     assert rules["visual.blocks.1.norm2.weight"] == WHOLE
     assert all((rule is not None) == name.startswith("visual.") for name, rule in rules.items())
@@ -101,7 +101,7 @@ def test_towers_that_sglang_computes_otherwise_are_refused(
 def test_moonvit_is_cut_and_its_projector_is_not(tmp_path: Path) -> None:
     config = read_hf_config(write_kimi_vl_model(tmp_path))
     entries = Tensors(KIMI_VL, config, "bfloat16").model_entries
-    rules = {e.suffix: tower_rule_of(KIMI_VL.architecture, e) for e in entries}
+    rules = {e.suffix: find_tower_rule(KIMI_VL.architecture, e) for e in entries}
     assert rules["vision_tower.encoder.blocks.1.wqkv.bias"] == EngineRule("attention", blocks=3)
     assert rules["multi_modal_projector.linear_1.weight"] == WHOLE
     assert rules["language_model.lm_head.weight"] is None

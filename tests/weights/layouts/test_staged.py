@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.weights.layouts.layout import NOWHERE, PlacedPiece, Placement, Ranks, boxes_of
+from mcore_rl.weights.layouts.layout import NOWHERE, PlacedPiece, Placement, Ranks, list_boxes
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.weights.layouts.sglang import SGLangLayout
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
@@ -37,7 +37,7 @@ def make_layout(
 def test_held_elements_are_those_of_the_boxes(side: str, data: st.DataObject) -> None:
     layout = make_layout(data, data.draw(models()), side)
     for rank in range(layout.num_ranks):
-        boxes = sum(box.numel for box, _ in boxes_of(layout, rank))
+        boxes = sum(box.numel for box, _ in list_boxes(layout, rank))
         assert sum(numel for _, numel in layout.held(rank)) == boxes
 
 

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_rl.weights.layouts.strided import shards_of_view
+from mcore_rl.weights.layouts.strided import cut_view
 
 
 def copy_by_shards(whole: Tensor, view: Tensor) -> tuple[Tensor, int]:
     """A copy of the view made with its shards, and how many shards there are."""
     local = torch.full(view.shape, -1, dtype=whole.dtype)
-    shards = shards_of_view("w", whole.shape, view, "local", 0, local.stride(), "int64")
+    shards = cut_view("w", whole.shape, view, "local", 0, local.stride(), "int64")
     for shard in shards:
         box = tuple(map(slice, shard.box.start, shard.box.stop))
         shard.view({"local": local}).copy_(whole[box])
@@ -44,7 +44,7 @@ def test_views_become_as_few_boxes_as_they_are(view: Tensor, num_shards: int) ->
 
 
 def test_a_step_over_rows_gives_a_box_per_row() -> None:
-    shards = shards_of_view("w", (4, 2), torch.arange(8).view(4, 2)[::2], "t", 5, (2, 1), "int8")
+    shards = cut_view("w", (4, 2), torch.arange(8).view(4, 2)[::2], "t", 5, (2, 1), "int8")
     assert [(shard.box.start, shard.box.stop, shard.offset) for shard in shards] == [
         ((0, 0), (1, 2), 5),
         ((2, 0), (3, 2), 7),
@@ -57,7 +57,7 @@ def test_a_step_over_rows_gives_a_box_per_row() -> None:
 def test_a_view_across_the_edge_of_a_row_is_refused() -> None:
     view = torch.arange(12).view(3, 4).view(12)[2:7]
     with pytest.raises(ValueError, match="HF tensor 'w' wraps around axis 1"):
-        shards_of_view("w", (3, 4), view, "t", 0, (1,), "int64")
+        cut_view("w", (3, 4), view, "t", 0, (1,), "int64")
 
 
 @given(st.data())

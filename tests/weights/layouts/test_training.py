@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from mcore_rl.weights.layouts.training import LocalPart, training_padding, training_shards
+from mcore_rl.weights.layouts.training import LocalPart, list_training_padding, training_shards
 from mcore_rl.weights.models import family_of, hf_tensor_shapes
 from mcore_rl.weights.plan.coverage import check_coverage
 from tests.support.megatron_layout import TrainLayout, hf_weights, model_config, train_ranks
@@ -29,7 +29,7 @@ def test_shards_view_the_hf_elements_they_name(layout, tied):
     seen = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     for rank in train_ranks(config, weights, layout):
         shards = training_shards(rank.parts, family, config)
-        padding = training_padding(rank.parts, family, config)
+        padding = list_training_padding(rank.parts, family, config)
         check_coverage(
             shards, padding, {name: tensor.numel() for name, tensor in rank.tensors.items()}
         )

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from mcore_rl.weights.hf.checksums import ByteSpan, FileSums, sum_file
 from mcore_rl.weights.megatron_files.integrity import (
     COPY_AGAIN,
+    add_remedy,
     check_sizes,
     find_damage,
-    spans_of_rank,
-    with_remedy,
+    list_spans_of_rank,
 )
 
 SIZES = st.lists(st.integers(1, 1000), max_size=8)
@@ -33,7 +33,7 @@ def test_every_span_goes_to_exactly_one_rank(files: list[list[int]], num_ranks: 
     sums = make_sums(files)
     dealt = []
     for rank in range(num_ranks):
-        shares = spans_of_rank(sums, rank, num_ranks)
+        shares = list_spans_of_rank(sums, rank, num_ranks)
         dealt += [(name, span) for name, spans in shares.items() for span in spans]
     assert dealt == [(name, span) for name in sorted(sums) for span in sums[name].spans]
 
@@ -43,7 +43,7 @@ def test_shares_differ_by_less_than_two_spans(sizes: list[int], num_ranks: int) 
     sums = make_sums([sizes])
     fair = sum(sizes) / num_ranks
     for rank in range(num_ranks):
-        spans = spans_of_rank(sums, rank, num_ranks).get("file0", [])
+        spans = list_spans_of_rank(sums, rank, num_ranks).get("file0", [])
         assert abs(sum(span.num_bytes for span in spans) - fair) <= max(sizes)
 
 
@@ -104,6 +104,6 @@ def test_hidden_files_need_no_entry_but_the_metadata_do(tmp_path: Path) -> None:
     ],
 )
 def test_damage_is_told_with_what_to_do(message: str, has_remedy: bool) -> None:
-    told = with_remedy(message)
+    told = add_remedy(message)
     assert told == (f"{message}: {COPY_AGAIN}" if has_remedy else message)
-    assert with_remedy(told) == told
+    assert add_remedy(told) == told

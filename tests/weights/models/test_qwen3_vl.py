@@ -10,7 +10,7 @@ from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.layouts.tensors import Tensors
 from mcore_rl.weights.models import refuse_unsupported
 from mcore_rl.weights.models.qwen_vl import QWEN3_VL, QWEN3_VL_MOE
-from mcore_rl.weights.models.table import Family, HfConfig, numbered_key
+from mcore_rl.weights.models.table import Family, HfConfig, number_key
 from mcore_rl.weights.models.tower import is_frozen
 from tests.support.layout_strategies import names_of
 from tests.support.tiny_qwen3_vl import (
@@ -66,9 +66,9 @@ def test_experts_lie_as_in_the_published_files() -> None:
 
 def test_projectors_of_inner_blocks_are_numbered() -> None:
     key = "visual.deepstack_merger_list.norm.weight"
-    rule, number = QWEN3_VL.find(numbered_key(key, 2))
+    rule, number = QWEN3_VL.find(number_key(key, 2))
     assert (rule.key, rule.where, number) == (key, "deepstack", 2)
-    assert numbered_key(key, 2) == "visual.deepstack_merger_list.2.norm.weight"
+    assert number_key(key, 2) == "visual.deepstack_merger_list.2.norm.weight"
     fewer = {**CONFIG, "vision_config": {**VISION, "deepstack_visual_indexes": [1]}}
     names = QWEN3_VL.shapes(fewer)
     assert "model.visual.deepstack_merger_list.0.norm.weight" in names

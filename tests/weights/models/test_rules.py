@@ -40,7 +40,7 @@ def test_the_gate_lies_above_the_other_half(table: tuple[Rule, ...], expected: l
 
 
 def test_the_bias_of_experts_stays_in_float32() -> None:
-    rule = rules.expert_bias("mlp.gate.e_score_correction_bias")
+    rule = rules.make_expert_bias_rule("mlp.gate.e_score_correction_bias")
     (tensor,) = rule.tensors
     assert tensor.dtype == "float32"
     assert rule.key == "decoder.layers.mlp.router.expert_bias"

@@ -9,11 +9,11 @@ from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.tower import (
     RULES,
+    find_tower_refusal,
     merge_size,
-    placeholder_of,
-    tower_refusal,
-    tower_sizes,
-    vision_settings,
+    read_placeholder,
+    read_tower_sizes,
+    read_vision_settings,
 )
 
 VISION = {
@@ -35,7 +35,7 @@ def test_keys_and_names_are_the_same() -> None:
 
 
 def test_sizes_follow_the_vision_config() -> None:
-    sizes = tower_sizes(CONFIG)
+    sizes = read_tower_sizes(CONFIG)
     assert sizes["tower_blocks"] == 2
     assert sizes["tower_qkv"] == 24
     assert sizes["merged"] == 32
@@ -43,8 +43,8 @@ def test_sizes_follow_the_vision_config() -> None:
 
 
 def test_a_tower_of_another_width_is_refused() -> None:
-    assert not tower_refusal(CONFIG)
-    assert "out_hidden_size=16" in tower_refusal({**CONFIG, "hidden_size": 32})
+    assert not find_tower_refusal(CONFIG)
+    assert "out_hidden_size=16" in find_tower_refusal({**CONFIG, "hidden_size": 32})
 
 
 def test_either_key_gives_the_patches_of_a_token() -> None:
@@ -56,16 +56,16 @@ def test_either_key_gives_the_patches_of_a_token() -> None:
 
 
 def test_either_key_names_the_placeholder() -> None:
-    assert placeholder_of({"image_token_id": 0, "media_placeholder_token_id": 5}) == 0
-    assert placeholder_of({"media_placeholder_token_id": 5}) == 5
-    assert placeholder_of({}) is None
+    assert read_placeholder({"image_token_id": 0, "media_placeholder_token_id": 5}) == 0
+    assert read_placeholder({"media_placeholder_token_id": 5}) == 5
+    assert read_placeholder({}) is None
 
 
 def test_missing_settings_are_named() -> None:
     with pytest.raises(ValueError, match=r"vision_config of config\.json lacks 'depth'"):
-        tower_sizes({**CONFIG, "vision_config": {**VISION, "depth": None}})
+        read_tower_sizes({**CONFIG, "vision_config": {**VISION, "depth": None}})
     with pytest.raises(ValueError, match="lacks 'vision_config'"):
-        vision_settings({})
+        read_vision_settings({})
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ class Segment:
         return bytes_B.view(tensor.dtype).as_strided(tensor.shape, _find_dense_strides(tensor))
 
     def write(self, tensors: Mapping[str, Tensor], offsets: Mapping[str, int]) -> None:
-        """Give the tensors that `make_tensor_like` made at `offsets`, in rising order, these values.
+        """Give the tensors that `make_tensor_like` made, at rising `offsets`, these values.
 
         The file is written, not the mapping: new pages are then not cleared first, which takes
         half of the time. Large pages that have to be asked for come to mappings alone. Other
