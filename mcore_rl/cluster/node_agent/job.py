@@ -7,14 +7,12 @@ stop           made by the job's script to have the run save and end
 done.json      the exit status of the run; all nodes leave once it is there
 """
 
-import json
 import os
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from mcore_rl.process.disk import write_whole
+from mcore_rl.process.shared_values import SharedValues
 
 NAME_LABEL = "mcore-rl/name"
 """The node's name in the job."""
@@ -40,6 +38,7 @@ class Rendezvous:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._values = SharedValues(folder)
         self.token = folder / "token"
 
     def open(self) -> None:
@@ -58,39 +57,30 @@ class Rendezvous:
             file.write(secrets.token_hex(32))
 
     def publish(self, address: str) -> None:
-        self._write("head.json", {"address": address})
+        self._values.put("head", {"address": address})
 
     def head_address(self) -> str | None:
         """Return host:port of Ray's head, or None if it is not known yet."""
-        content = self._read("head.json")
+        content = self._values.get("head")
         return content and content["address"]
 
     def note(self, rank: int, note: Note) -> None:
-        self._write(f"node_{rank}.json", asdict(note))
+        self._values.put(f"node_{rank}", asdict(note))
 
     def note_of(self, rank: int) -> Note | None:
-        content = self._read(f"node_{rank}.json")
+        content = self._values.get(f"node_{rank}")
         return content and Note(**content)
 
     def is_asked_to_stop(self) -> bool:
         return "stop" in os.listdir(self.folder)
 
     def finish(self, status: int) -> None:
-        self._write("done.json", {"status": status})
+        self._values.put("done", {"status": status})
 
     def status(self) -> int | None:
         """Return the run's exit status once it ended."""
-        content = self._read("done.json")
+        content = self._values.get("done")
         return content and content["status"]
-
-    def _write(self, name: str, content: dict[str, Any]) -> None:
-        write_whole(self.folder / name, json.dumps(content))
-
-    def _read(self, name: str) -> Any:
-        # A listing makes clients of network file systems look at the server again.
-        if name not in os.listdir(self.folder):
-            return None
-        return json.loads((self.folder / name).read_text())
 
 
 @dataclass(frozen=True)

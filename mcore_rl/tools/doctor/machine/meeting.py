@@ -1,4 +1,4 @@
-"""Lets the nodes meet in a shared folder and exchange JSON there, with deadlines that name nodes.
+"""Lets the nodes meet in a shared folder and exchange values there, with deadlines that name nodes.
 
     node 0                      folder                      node r
                  <--  hello_r: a number drawn now  <--
@@ -10,17 +10,17 @@ Numbers drawn anew tell this meeting from files that an earlier one left. Option
 of SLURM, say which node this process is.
 """
 
-import json
-import os
 import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from mcore_rl.process.shared_values import SharedValues
 
 
 @dataclass(frozen=True)
@@ -83,22 +83,22 @@ class Meeting:
         self.place = place
         self.token = uuid.uuid4().hex
         self.names = [f"node {rank}" for rank in range(place.size)]
-        self._root = root
+        self._root = SharedValues(root)
         self._timeout_s = timeout_s
-        self._folder = root
+        self._values = self._root
         self._numbers: dict[str, str] = {}
 
     def __enter__(self) -> "Meeting":
         """Wait for all nodes. Raises MissingNodesError, or OSError if the folder cannot be used."""
-        self._root.mkdir(parents=True, exist_ok=True)
+        self._root.folder.mkdir(parents=True, exist_ok=True)
         try:
             session = self._call_together() if self.place.rank == 0 else self._come()
         except BaseException:
             self._remove_own()
             raise
         self.token = session
-        self._folder = self._root / f"doctor_{session}"
-        self._folder.mkdir(exist_ok=True)
+        self._values = SharedValues(self._root.folder / f"doctor_{session}")
+        self._values.folder.mkdir(exist_ok=True)
         return self
 
     def __exit__(
@@ -109,7 +109,7 @@ class Meeting:
     ) -> None:
         if self.place.rank == 0:
             self._remove_own()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self._values.folder, ignore_errors=True)
 
     def exchange(self, what: str, own: Any, timeout_s: float | None = None) -> list[Any]:
         """Give `own` to all nodes and return what all gave, by rank.
@@ -120,7 +120,7 @@ class Meeting:
         return self.take([f"{what}_{rank}" for rank in range(self.place.size)], what, timeout_s)
 
     def put(self, name: str, value: Any) -> None:
-        _write(self._folder / f"{name}.json", value)
+        self._values.put(name, value)
 
     def take(self, names: Sequence[str], what: str, timeout_s: float | None = None) -> list[Any]:
         """Return the values put under these names, whose last parts are the ranks that put them.
@@ -139,21 +139,21 @@ class Meeting:
         waiting = set(names)
 
         def list_arrived() -> list[str]:
-            here = _list_names(self._folder)
-            if f"{VERDICT}_0.json" in here and not all(f"{n}.json" in here for n in waiting):
+            here = self._values.list_names()
+            if f"{VERDICT}_0" in here and not waiting <= here:
                 raise MeetingOverError(f"node 0 ended the meeting before {what}")
-            return sorted(name for name in waiting if f"{name}.json" in here)
+            return sorted(waiting & here)
 
         deadline_s = time.monotonic() + limit_s
         while waiting:
             if not wait_until(lambda: bool(list_arrived()), deadline_s - time.monotonic()):
                 absent = sorted(int(name.rpartition("_")[2]) for name in waiting)
                 raise MissingNodesError(
-                    f"{self._name_nodes(absent)} did not put {what} into {self._folder} in"
+                    f"{self._name_nodes(absent)} did not put {what} into {self.folder} in"
                     f" {limit_s:g} s"
                 )
             for name in list_arrived():
-                value = _read(self._folder / f"{name}.json")
+                value = self._values.get(name)
                 if value is not None:
                     waiting.remove(name)
                     yield name, value
@@ -161,8 +161,8 @@ class Meeting:
     def end(self, failed: bool) -> None:
         """Tell all nodes, as node 0, how the checks ended, and wait until they know."""
         self.put(f"{VERDICT}_0", {"failed": failed})
-        others = {f"ack_{rank}.json" for rank in range(1, self.place.size)}
-        wait_until(lambda: not others & _list_names(self._root), min(self._timeout_s, 10.0))
+        others = {f"ack_{rank}" for rank in range(1, self.place.size)}
+        wait_until(lambda: not others & self._root.list_names(), min(self._timeout_s, 10.0))
 
     def read_end(self) -> bool:
         """Return, as another node, whether node 0 says that a check failed."""
@@ -173,7 +173,7 @@ class Meeting:
     @property
     def folder(self) -> Path:
         """The folder of this meeting, which is removed at its end."""
-        return self._folder
+        return self._values.folder
 
     def _call_together(self) -> str:
         """As node 0: list who came until all have seen that they are listed."""
@@ -181,42 +181,42 @@ class Meeting:
         came: dict[str, str] = {}
 
         def all_know() -> bool:
-            here = _list_names(self._root)
+            here = self._root.list_names()
             for rank in others:
-                if f"hello_{rank}.json" in here:
-                    came[str(rank)] = _read(self._root / f"hello_{rank}.json") or ""
+                if f"hello_{rank}" in here:
+                    came[str(rank)] = self._root.get(f"hello_{rank}") or ""
             if len(came) == len(others) and self._numbers != came:
                 self._numbers = dict(came)
-                _write(self._root / "session.json", {"id": session, "numbers": came})
-            acks = {str(r): _read(self._root / f"ack_{r}.json") for r in others if _has(here, r)}
+                self._root.put("session", {"id": session, "numbers": came})
+            acks = {str(r): self._root.get(f"ack_{r}") for r in others if f"ack_{r}" in here}
             knowing = {rank: [session, number] for rank, number in self._numbers.items()}
             return len(knowing) == len(others) and acks == knowing
 
         if self.place.size == 1 or wait_until(all_know, self._timeout_s):
             return session
-        here = _list_names(self._root)
-        absent = [rank for rank in others if f"hello_{rank}.json" not in here]
+        here = self._root.list_names()
+        absent = [rank for rank in others if f"hello_{rank}" not in here]
         raise MissingNodesError(
-            f"{self._name_nodes(absent or list(others))} did not come to {self._root} in"
+            f"{self._name_nodes(absent or list(others))} did not come to {self._root.folder} in"
             f" {self._timeout_s:g} s"
         )
 
     def _come(self) -> str:
         """As another node: say that it is here until node 0 lists it."""
         rank = self.place.rank
-        _write(self._root / f"hello_{rank}.json", self.token)
+        self._root.put(f"hello_{rank}", self.token)
         session: dict[str, Any] = {}
 
         def is_listed() -> bool:
-            if "session.json" in _list_names(self._root):
-                session.update(_read(self._root / "session.json") or {})
+            session.update(self._root.get("session") or {})
             return session.get("numbers", {}).get(str(rank)) == self.token
 
         if not wait_until(is_listed, self._timeout_s):
             raise MissingNodesError(
-                f"node 0 did not come to {self._root} in {self._timeout_s:g} s, or waits for others"
+                f"node 0 did not come to {self._root.folder} in {self._timeout_s:g} s, or waits for"
+                " others"
             )
-        _write(self._root / f"ack_{rank}.json", [session["id"], self.token])
+        self._root.put(f"ack_{rank}", [session["id"], self.token])
         return session["id"]
 
     def _remove_own(self) -> None:
@@ -224,15 +224,15 @@ class Meeting:
         if self.place.rank:
             self._remove_of(self.place.rank)
             return
-        (self._root / "session.json").unlink(missing_ok=True)
+        self._root.remove("session")
         for rank, number in self._numbers.items():
             # Not those of a node that has come again, for the next meeting.
-            if _read(self._root / f"hello_{rank}.json") == number:
+            if self._root.get(f"hello_{rank}") == number:
                 self._remove_of(int(rank))
 
     def _remove_of(self, rank: int) -> None:
-        for name in (f"hello_{rank}.json", f"ack_{rank}.json"):
-            (self._root / name).unlink(missing_ok=True)
+        self._root.remove(f"hello_{rank}")
+        self._root.remove(f"ack_{rank}")
 
     def _name_nodes(self, ranks: Collection[int]) -> str:
         names = [
@@ -250,29 +250,3 @@ def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
             return False
         time.sleep(POLL_S)
     return True
-
-
-def _has(here: Iterable[str], rank: int) -> bool:
-    return f"ack_{rank}.json" in here
-
-
-def _list_names(folder: Path) -> set[str]:
-    """Names in the folder. Listing it makes an NFS client ask the server for new ones."""
-    try:
-        return set(os.listdir(folder))
-    except FileNotFoundError:
-        return set()
-
-
-def _read(path: Path) -> Any:
-    """The value in a file, or None if it is gone or an NFS client has an old view of it."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _write(path: Path, value: Any) -> None:
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
-    part.write_text(json.dumps(value))
-    part.replace(path)

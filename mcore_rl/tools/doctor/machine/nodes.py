@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mcore_rl.process.disk import describe_filesystem
+from mcore_rl.process.disk import DiskFullError, describe_filesystem
 from mcore_rl.process.network import find_free_port
 from mcore_rl.tools.doctor.machine.clock import TimeSample, judge_offset, measure_offset
 from mcore_rl.tools.doctor.machine.facts import NodeFacts, compare_facts, gather_facts
@@ -78,7 +78,7 @@ def check_nodes(
             return ClusterOutcome(found, has_failed(found), shown=True)
     except MissingNodesError as error:
         lost = fail("nodes", str(error), _explain_absence(folder)).name_node(place.name)
-    except OSError as error:
+    except (OSError, DiskFullError) as error:
         text = f"the exchange with the other nodes failed: {error}"
         remedy = "give a --rendezvous that every node can write, and an interface with an address"
         lost = fail("nodes", text, remedy).name_node(place.name)

@@ -1,0 +1,45 @@
+"""Keeps values that processes of several nodes leave for one another, as JSON files in a folder.
+
+A file is there whole or not at all. A listing makes clients of network file systems look at the
+server again, so each read lists the folder first.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.process.disk import write_whole
+
+
+class SharedValues:
+    """The values in one folder, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def put(self, name: str, value: Any) -> None:
+        """Write a value, which replaces an earlier one of this name."""
+        write_whole(self.folder / f"{name}.json", json.dumps(value))
+
+    def get(self, name: str) -> Any:
+        """Return the value, or None if it is not there, or not yet as this node sees the folder."""
+        if f"{name}.json" not in self._list_files():
+            return None
+        try:
+            return json.loads((self.folder / f"{name}.json").read_text())
+        except (OSError, ValueError):  # it went meanwhile, or a client has an old view of it
+            return None
+
+    def list_names(self) -> set[str]:
+        """Return the names of all values; none if the folder is not there."""
+        return {name.removesuffix(".json") for name in self._list_files() if name.endswith(".json")}
+
+    def remove(self, name: str) -> None:
+        (self.folder / f"{name}.json").unlink(missing_ok=True)
+
+    def _list_files(self) -> set[str]:
+        try:
+            return set(os.listdir(self.folder))
+        except FileNotFoundError:
+            return set()
