@@ -42,7 +42,7 @@ from mcore_rl.process.redaction import RedactingFormatter
 DAMAGED = ".damaged"
 """Suffix of a checkpoint that was found damaged when a run resumed."""
 _EARLIER_PARITY_CHECK = "canary.json"
-"""What version 0.1 called parity_check.json; a run that continues takes it over."""
+"""The name of parity_check.json in version 0.1; a run that continues takes the file over."""
 _log = logging.getLogger(__name__)
 
 

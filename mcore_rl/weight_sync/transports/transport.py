@@ -102,7 +102,7 @@ class Transport(Protocol):
 
 
 class WholeBuckets:
-    """What transports have in common whose messages are whole buckets."""
+    """The parts that are alike in all transports whose messages are whole buckets."""
 
     @property
     def num_ahead(self) -> int:
