@@ -30,9 +30,9 @@ from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.rollout.client import EngineSet
 from mcore_rl.rollout.collector_pool import LeastLoaded, LengthHistory
 from mcore_rl.rollout.engine_health import EngineLoad
-from mcore_rl.tools.simulate.command import make_checked
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.engine import SimulatedEngine
+from mcore_rl.tools.simulate.prediction import make_checked
 from mcore_rl.tools.simulate.simulate import simulate
 from mcore_rl.tools.simulate.virtual_time import ReachedShares, VirtualLoop
 from mcore_rl.types import Prompt

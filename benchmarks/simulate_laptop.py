@@ -26,8 +26,8 @@ from mcore_rl.config.recipe import load_recipe
 from mcore_rl.logs.run_report import load_metrics
 from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.calibration import Calibration
-from mcore_rl.tools.simulate.command import make_checked
 from mcore_rl.tools.simulate.costs import RecipeCosts
+from mcore_rl.tools.simulate.prediction import make_checked
 from mcore_rl.tools.simulate.simulate import simulate
 from mcore_rl.tools.simulate.virtual_time import ReachedShares
 

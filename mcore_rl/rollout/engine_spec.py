@@ -18,7 +18,7 @@ class EngineSpec:
 
     Raises ValueError if sizes do not fit each other.
 
-    dtype                  of weights and activations; not SGLang's auto, see served_dtype.py
+    dtype                  of weights and activations; not SGLang's auto, see served_models.py
     attention_dp           groups of the `tp` ranks that each hold all attention weights
     kv_cache_len           tokens of KV cache, all requests together
     max_running            requests decoded at once
@@ -72,7 +72,7 @@ class EngineSpec:
     extra_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        assert self.dtype != "auto", "SGLang would serve float32 as float16: see served_dtype.py"
+        assert self.dtype != "auto", "SGLang would serve float32 as float16: see served_models.py"
         if self.tp % self.ep:
             raise ValueError(f"ep={self.ep} does not divide tp={self.tp}")
         if self.num_nodes > 1 and self.dist_init_addr is None:

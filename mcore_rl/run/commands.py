@@ -1,7 +1,7 @@
 """Carries out the commands: makes the parts of a run, hands them to loops, fills a run folder."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -237,3 +237,12 @@ def _run(
             run_processes(config, policy, folder.logs, command, collector) as processes,
         ):
             yield folder, newest, processes
+
+
+COMMANDS: Mapping[str, Callable[[Config], None]] = {
+    "sft": run_sft,
+    "dpo": run_dpo,
+    "pairs": run_pairs,
+    "train": run_train,
+    "eval": run_eval,
+}

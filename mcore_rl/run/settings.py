@@ -1,10 +1,17 @@
 """Makes the configuration of a command: the recipe, its overrides, and inputs from the hub."""
 
+import argparse
 import sys
 from collections.abc import Sequence
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import leaves_of, list_recipes, load_recipe
+
+
+def take_settings(command: argparse.ArgumentParser) -> None:
+    """Have a command take recipe=<name> and overrides."""
+    text = "recipe=<name> and overrides"
+    command.add_argument("settings", nargs="*", metavar="key=value", help=text)
 
 
 def load_settings(settings: Sequence[str], command: str) -> Config:

@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "GPU checks: real processes, minutes; instead of the checks above"
         )
     )
+    parser.set_defaults(run=run_doctor)
 
 
 def _add_machine(group: "argparse._ArgumentGroup") -> None:

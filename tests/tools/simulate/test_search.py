@@ -7,7 +7,7 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.recipe_models import read_models
-from mcore_rl.tools.simulate.command import SimulatedSplit, make_checked, search
+from mcore_rl.tools.simulate.prediction import SimulatedSplit, make_checked, search
 
 SMALL = ["rollout.prompts_per_step=8", "rollout.samples_per_prompt=4", "simulate.steps=2"]
 

@@ -8,8 +8,8 @@ import pytest
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.recipe_models import read_models
-from mcore_rl.tools.simulate.command import make_checked
 from mcore_rl.tools.simulate.costs import RecipeCosts
+from mcore_rl.tools.simulate.prediction import make_checked
 from mcore_rl.tools.simulate.simulate import SimulationResult, simulate
 from mcore_rl.tools.simulate.virtual_time import ReachedShares
 

@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rl.cli import main
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.tools.simulate.command import make_checked
+from mcore_rl.tools.simulate.prediction import make_checked
 
 RECIPE = ("simulate", "recipe=qwen3_30b_a3b_grpo_32", "simulate.steps=2")
 SMALL = ("rollout.prompts_per_step=8", "rollout.samples_per_prompt=4")
