@@ -26,6 +26,7 @@ from mcore_rl.services.sandbox import command as sandbox_command
 from mcore_rl.services.search import command as search_command
 from mcore_rl.tasks import prepare
 from mcore_rl.tools import options as options_command
+from mcore_rl.tools.completion import answer_shell
 from mcore_rl.tools.doctor import command as doctor_command
 from mcore_rl.tools.simulate import command as simulate_command
 from mcore_rl.tools.translate import command as translate_command
