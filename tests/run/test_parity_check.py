@@ -4,6 +4,7 @@ much.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -75,6 +76,6 @@ def test_engines_in_fp8_may_differ_more_at_the_first_sync(
 ) -> None:
     config = Config()
     config.model.dtype = "bfloat16"
-    config.rollout.quantization = quantization
+    config.rollout.quantization = cast(Any, quantization)
     tolerance = make_parity_tolerance(config, RunFolder(tmp_path), GPU)
     assert (tolerance.find_fault(EngineDifference(0.3, 0.5, 0.7, 2000)) is None) == passes

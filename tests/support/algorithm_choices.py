@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, cast
 
 from mcore_rl.algo.aggregation import AGGREGATIONS
 from mcore_rl.algo.correction import REJECTIONS, WEIGHTS
@@ -27,7 +27,7 @@ def choices() -> list[AlgorithmConfig]:
     weight and rejection of a correction occurs with a loss of tokens and with one of samples.
     """
     base = AlgorithmConfig(clip_low=0.1, clip_high=0.15, tau_positive=1.2, tau_negative=1.7)
-    kls = [KLConfig(0.1, name) for name in KL_ESTIMATORS.names]
+    kls = [KLConfig(0.1, cast(Any, name)) for name in KL_ESTIMATORS.names]
     recipes = [
         replace(base, loss=loss, kl=kl, aggregation=aggregation)
         for loss, kl, aggregation in zip_cycled(losses.names, kls, AGGREGATIONS.names)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def test_an_advantage_does_not_depend_on_rows(name: str) -> None:
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS.names)
 def test_a_kl_in_the_reward_does_not_depend_on_rows(estimator: str) -> None:
-    kl = KLConfig(0.3, estimator, in_reward=True)
+    kl = KLConfig(0.3, cast(Any, estimator), in_reward=True)
     for name in ("grpo", "reinforce_plus_plus"):
         check_cuts(AlgorithmConfig(advantage=name, gamma=0.9, kl=kl), "advantages_T")
 

@@ -12,7 +12,7 @@ from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.secrets import written_config
 from mcore_rl.planning.recipe_models import read_models
-from mcore_rl.tools.simulate.calibration import Calibration, _measured_config
+from mcore_rl.tools.simulate.calibration import Calibration, _read_config
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.prediction import make_checked
 from mcore_rl.tools.simulate.simulate import simulate
@@ -113,4 +113,4 @@ def test_a_run_of_an_older_version_is_read_with_its_name_of_the_parity_check(
     written = written_config(recipe("rollout.mode=sync", "parity_check.sequences=3"))
     written["canary"] = written.pop("parity_check")
     OmegaConf.save(OmegaConf.create(written), tmp_path / "config.yaml")
-    assert _measured_config(tmp_path).parity_check.sequences == 3
+    assert _read_config(tmp_path).parity_check.sequences == 3
