@@ -11,15 +11,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mcore_rl.rewards.code.languages import PairLanguage
+
 _TERM = r"(?:a|b|\d{1,2})"
 _STEP = rf"a = (?:{_TERM} (?:\+|-|\*|%|//) {_TERM}|(?:min|max) \( {_TERM} , {_TERM} \))"
 _PROGRAM = re.compile(rf"{_STEP}(?: ; {_STEP})*")
+_TEST = re.compile(r"a = (\d{1,2}) b = (\d{1,2})(?: ; (?:- )?\d{1,2})* ; ((?:- )?\d{1,2})")
 MAX_STEPS = 8
 """Steps of a program; so many squares of a small number are still computed at once."""
 LARGEST = 99
 """Largest number that feedback shows; others are shown as this."""
 CONSTANTS = tuple(range(2, 10))
-FUNCTION = "solve"
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,23 @@ def as_python(program: str) -> str:
     return (
         f"def one(a, b):\n    try:\n        {program}\n    except ZeroDivisionError:\n"
         f"        return None\n    return a\n\n"
-        f"def {FUNCTION}(cases):\n    return [one(a, b) for a, b in cases]\n"
+        "def solve(cases):\n    return [one(a, b) for a, b in cases]\n"
     )
+
+
+def to_python(answer: str) -> str | None:
+    """Return `as_python` of a whole answer, None if it is no program."""
+    text = answer.strip()
+    return as_python(text) if is_program(text) else None
+
+
+def read_test(answer: str) -> tuple[tuple[int, int], int] | None:
+    """Return ((a, b), wanted value) of a unit test, None if the answer is none.
+
+    The value is the last number; those before it are values after each step.
+    """
+    found = _TEST.fullmatch(answer.strip())
+    return found and ((int(found[1]), int(found[2])), int(found[3].replace(" ", "")))
 
 
 def words_of(operations: Sequence[Operation] = OPERATIONS) -> set[str]:
@@ -133,3 +150,7 @@ def number_shown(value: int | None) -> str:
         return "nothing"
     number = min(abs(value), LARGEST)
     return f"- {number}" if value < 0 else str(number)
+
+
+STEPS = PairLanguage(to_python, feedback, read_test)
+"""What the environment `code` runs with `language: steps`, and recipes/rewards/cure.py."""

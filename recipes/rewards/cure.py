@@ -10,9 +10,11 @@ code`. All take from reward.kwargs `sandbox_url`, a server that runs the program
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from mcore_rl.rewards.code.cure import execute_programs, execute_steps, rate_tests, score_samples
+from mcore_rl.rewards.code.cure import execute_pairs, execute_programs, rate_tests, score_samples
+from mcore_rl.tasks.code_steps import STEPS
 
 
 def reward(
@@ -48,4 +50,4 @@ def reward_steps(
     sandbox_url: str = "",
 ) -> list[dict[str, float] | Exception]:
     answers = solution_strs, ground_truths, extra_infos
-    return score_samples(*answers, execute_steps, sandbox_url=sandbox_url)
+    return score_samples(*answers, partial(execute_pairs, STEPS), sandbox_url=sandbox_url)

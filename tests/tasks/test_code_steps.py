@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.tasks.code_steps import (
-    FUNCTION,
     LARGEST,
     OPERATIONS,
     as_python,
@@ -25,7 +24,7 @@ tasks = st.builds(
 def test_a_right_program_gives_the_value_that_is_asked_for(task, a: int, b: int) -> None:
     names: dict = {}
     exec(as_python(task.program), names)
-    assert names[FUNCTION]([[a, b]]) == [task.value(a, b)]
+    assert names["solve"]([[a, b]]) == [task.value(a, b)]
 
 
 @given(tasks, st.integers(0, 2**32))
@@ -63,7 +62,7 @@ def test_anything_else_is_no_program(text: str) -> None:
 def test_a_division_by_zero_costs_its_case_only() -> None:
     names: dict = {}
     exec(as_python("a = a // b"), names)
-    assert names[FUNCTION]([[4, 2], [4, 0]]) == [2, None]
+    assert names["solve"]([[4, 2], [4, 0]]) == [2, None]
 
 
 def test_feedback_shows_numbers_that_the_vocabulary_has() -> None:

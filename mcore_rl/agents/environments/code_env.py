@@ -15,7 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rl.agents.environments.environment import Message, Start, Step
-from mcore_rl.rewards.code.trials import TRIAL_LANGUAGES, Trial, trial_of
+from mcore_rl.rewards.code.languages import PROGRAM_LANGUAGES
+from mcore_rl.rewards.code.trials import Trial, make_trial
+from mcore_rl.tasks.code_steps import STEPS
+
+SMALL_LANGUAGES = {"steps": STEPS}
+LANGUAGES = (*SMALL_LANGUAGES, *PROGRAM_LANGUAGES)
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,8 @@ class CodeOptions:
     sandbox_url: str = ""
 
     def __post_init__(self) -> None:
-        if self.language not in TRIAL_LANGUAGES:
-            raise ValueError(f"language is {self.language!r}: one of {', '.join(TRIAL_LANGUAGES)}")
+        if self.language not in LANGUAGES:
+            raise ValueError(f"language is {self.language!r}: one of {', '.join(LANGUAGES)}")
         if self.attempts < 1 or not 0 <= self.repair_discount <= 1:
             raise ValueError(
                 f"attempts is {self.attempts}, repair_discount {self.repair_discount}: at least 1,"
@@ -112,7 +117,8 @@ class CodeEnvironment:
         """Begin a problem. Raises ValueError if its ground truth has no tests."""
         truth = task["ground_truth"]
         truth = json.loads(truth) if isinstance(truth, str) else truth
-        self._trial = trial_of(self.options.language, truth, self.options.sandbox_url)
+        name = self.options.language
+        self._trial = make_trial(SMALL_LANGUAGES.get(name, name), truth, self.options.sandbox_url)
         return Start(list(task["messages"]))
 
     async def step(self, message: Message) -> Step:

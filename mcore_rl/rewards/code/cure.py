@@ -11,24 +11,21 @@ Source: CURE, arXiv:2506.03136. Axes: P programs, T generated tests, G tests of 
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mcore_rl.rewards.code.driver import pack, unpack
 from mcore_rl.rewards.code.execution import CaseSettings, call_case, run_cases, script_case
-from mcore_rl.rewards.code.languages import blocks_of, program_of
+from mcore_rl.rewards.code.languages import PAIRS_FUNCTION, PairLanguage, blocks_of, program_of
 from mcore_rl.rewards.code.score import run_in_parallel
 from mcore_rl.rewards.code.tests import read_tests
 from mcore_rl.services.sandbox.limits import SandboxError
-from mcore_rl.tasks.code_steps import FUNCTION, as_python, is_program
 
 Matrix = Sequence[Sequence[bool]]
 """[P][tests], whether a program passes a test."""
 ROLE = "is_test"
 """The number that says whether a sample is a unit test: for algorithm.role_part."""
-_STEPS_TEST = re.compile(r"a = (\d{1,2}) b = (\d{1,2})(?: ; (?:- )?\d{1,2})* ; ((?:- )?\d{1,2})")
 _LIMITS = CaseSettings(wall_s=10.0, total_s=200.0, output_kib=16)
 Matrices = tuple[list[list[bool]], list[list[bool]]]
 """(passes_PG, passes_PT) of cure.py; a test that is none is passed by no program."""
@@ -171,15 +168,16 @@ def execute_programs(problem: Problem, sandbox_url: str = "") -> Matrices:
     return matrices
 
 
-def execute_steps(problem: Problem, sandbox_url: str = "") -> Matrices:
-    """Run programs in steps (tasks/code_steps.py), which share a sandbox."""
+def execute_pairs(language: PairLanguage, problem: Problem, sandbox_url: str = "") -> Matrices:
+    """Run programs of a PairLanguage, which share a sandbox."""
     truth = json.loads(problem.ground_truth)
-    tests = [_STEPS_TEST.fullmatch(text.strip()) for _, text in problem.tests]
-    cases = [*truth["inputs"], *([int(m[1]), int(m[2])] if m else [0, 1] for m in tests)]
-    wanted = [*truth["outputs"], *(int(m[3].replace(" ", "")) if m else None for m in tests)]
+    tests = [language.read_test(text) for _, text in problem.tests]
+    cases = [*truth["inputs"], *(list(test[0]) if test else [0, 1] for test in tests)]
+    wanted = [*truth["outputs"], *(test[1] if test else None for test in tests)]
     texts = [text.strip() for _, text in problem.programs]
-    programs = {text: as_python(text) for text in texts if is_program(text)}
-    runs = [call_case(FUNCTION, pack([cases]), number) for number in range(len(programs))]
+    sources = {text: language.to_python(text) for text in texts}
+    programs = {text: source for text, source in sources.items() if source is not None}
+    runs = [call_case(PAIRS_FUNCTION, pack([cases]), number) for number in range(len(programs))]
     values: dict[str, list[Any]] = {}
     settings = replace(_LIMITS, sandbox_url=sandbox_url)
     ends = run_cases(list(programs.values()), runs, settings)

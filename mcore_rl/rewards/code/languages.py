@@ -1,7 +1,7 @@
 """Finds the program in a response, and knows the languages in which programs may be written."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,24 @@ _BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 class Program:
     source: str
     language: str = "python"
+
+
+PAIRS_FUNCTION = "solve"
+
+
+@dataclass(frozen=True)
+class PairLanguage:
+    """A language of functions of two numbers, too small to do harm: programs share a sandbox.
+
+    to_python       whole answer -> Python source of a function `solve(cases)`, which returns the
+                    value of each pair, or None where it has none; None: the answer is no program
+    tell_failure    (a, b, value, wanted value) -> what the policy is told of a failed public test
+    read_test       whole answer -> (pair, wanted value); None: the answer is no unit test
+    """
+
+    to_python: Callable[[str], str | None]
+    tell_failure: Callable[[int, int, int | None, int | None], str]
+    read_test: Callable[[str], tuple[tuple[int, int], int] | None]
 
 
 def read_languages(given: Any) -> tuple[str, ...]:

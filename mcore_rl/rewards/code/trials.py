@@ -1,7 +1,7 @@
 """Tries programs of an episode: public tests with feedback for the policy, then hidden ones.
 
-Each program has a sandbox of its own. Programs in steps are harmless, and those that come
-at the same time share one.
+Each program has a sandbox of its own. Programs of a PairLanguage are harmless, and those that
+come at the same time share one.
 """
 
 import asyncio
@@ -14,14 +14,11 @@ from weakref import WeakKeyDictionary
 
 from mcore_rl.rewards.code.driver import pack, unpack
 from mcore_rl.rewards.code.execution import CaseRun, CaseSettings, call_case, run_cases
-from mcore_rl.rewards.code.languages import PROGRAM_LANGUAGES, Program, program_of
+from mcore_rl.rewards.code.languages import PAIRS_FUNCTION, PairLanguage, Program, program_of
 from mcore_rl.rewards.code.tests import ProgramTests, is_passed, read_tests
-from mcore_rl.tasks.code_steps import FUNCTION, as_python, feedback, is_program
 
-STEPS = "steps"
-TRIAL_LANGUAGES = (STEPS, *PROGRAM_LANGUAGES)
 _GATHER_S = 0.02
-"""Programs in steps that come within this time share a sandbox."""
+"""Programs of a PairLanguage that come within this time share a sandbox."""
 _SHOWN_LEN = 500
 
 
@@ -30,8 +27,8 @@ class PublicVerdict:
     """The outcome of a program on the public tests.
 
     feedback  what the policy is told; empty if they pass
-    program   to be tried on the hidden tests; None: there is none, or it is in steps
-    values    what a program in steps gave on all tests; empty for other languages
+    program   to be tried on the hidden tests; None: there is none, or `values` has its outcome
+    values    what a program of a PairLanguage gave on all tests; empty for other languages
     """
 
     passes_public: bool
@@ -52,16 +49,19 @@ class Trial(Protocol):
         ...
 
 
-def trial_of(language: str, truth: Mapping[str, Any], sandbox_url: str = "") -> Trial:
+def make_trial(
+    language: str | PairLanguage, truth: Mapping[str, Any], sandbox_url: str = ""
+) -> Trial:
     """Return the trial of a ground truth, whose "public" tests have the form of the others.
 
-    language      of programs, one of TRIAL_LANGUAGES; a ground truth may name another one
+    language      of programs: one of PROGRAM_LANGUAGES, instead of which a ground truth may name
+                  another one, or a PairLanguage
     sandbox_url   as in CaseSettings
 
     Raises ValueError if it lacks hidden tests.
     """
-    if language == STEPS:
-        return StepsTrial(truth, sandbox_url)
+    if isinstance(language, PairLanguage):
+        return PairTrial(language, truth, sandbox_url)
     return ProgramTrial({"language": language, **truth}, sandbox_url)
 
 
@@ -97,10 +97,13 @@ class ProgramTrial:
         return await _run_in_thread(self._hidden.results, verdict.program, self._settings)
 
 
-class StepsTrial:
-    """The whole response is a program of tasks/code_steps.py."""
+class PairTrial:
+    """The whole response is a program of a PairLanguage."""
 
-    def __init__(self, truth: Mapping[str, Any], sandbox_url: str = "") -> None:
+    def __init__(
+        self, language: PairLanguage, truth: Mapping[str, Any], sandbox_url: str = ""
+    ) -> None:
+        self._language = language
         self._sandbox_url = sandbox_url
         public = truth.get("public") or {"inputs": [], "outputs": []}
         self._num_public = len(public["inputs"])
@@ -113,16 +116,16 @@ class StepsTrial:
             )
 
     async def run(self, response: str) -> PublicVerdict:
-        text = response.strip()
         values: Sequence[int | None] = [None] * len(self._cases)
-        if is_program(text):
-            values = await _batcher(self._sandbox_url).values(as_python(text), self._cases)
+        source = self._language.to_python(response)
+        if source is not None:
+            batcher = _batcher(self._sandbox_url)
+            values = await batcher.values(source, self._cases)
         for i in range(self._num_public):
             if values[i] != self._expected[i]:
                 a, b = self._cases[i]
-                return PublicVerdict(
-                    False, feedback(a, b, values[i], self._expected[i]), values=values
-                )
+                told = self._language.tell_failure(a, b, values[i], self._expected[i])
+                return PublicVerdict(False, told, values=values)
         return PublicVerdict(True, values=values)
 
     async def run_hidden(self, verdict: PublicVerdict) -> list[bool]:
@@ -130,21 +133,31 @@ class StepsTrial:
         return [got == wanted for got, wanted in pairs][self._num_public :]
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """A program that is to be called with `cases`, and who waits for its values."""
+
+    program: str
+    cases: list[list[int]]
+    future: asyncio.Future[CaseRun]
+
+
 class _Batcher:
     """Runs what is asked for at about the same time in one sandbox, and equal programs once."""
 
     def __init__(self, sandbox_url: str) -> None:
-        self._settings = replace(_STEPS_SETTINGS, sandbox_url=sandbox_url)
-        self._waiting: dict[str, tuple[str, list[list[int]], asyncio.Future[CaseRun]]] = {}
+        self._settings = replace(_PAIR_SETTINGS, sandbox_url=sandbox_url)
+        self._waiting: dict[str, _Waiting] = {}
         self._task: asyncio.Task[None] | None = None
 
     async def values(self, program: str, cases: Sequence[Sequence[int]]) -> list[int | None]:
-        """Return the program's value for each case, None where it has none."""
+        """Return the value of the program's function for each case, None where it has none."""
         given = [list(case) for case in cases]
         key = f"{program}{given}"
         if key not in self._waiting:
-            self._waiting[key] = (program, given, asyncio.get_running_loop().create_future())
-        future = self._waiting[key][2]
+            future = asyncio.get_running_loop().create_future()
+            self._waiting[key] = _Waiting(program, given, future)
+        future = self._waiting[key].future
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
         run = await asyncio.shield(future)  # others may wait for the same
@@ -157,19 +170,20 @@ class _Batcher:
             self._waiting = {}
             if not batch:
                 return
-            programs = [program for program, _, _ in batch]
-            tests = [call_case(FUNCTION, pack([given]), i) for i, (_, given, _) in enumerate(batch)]
+            programs = [one.program for one in batch]
+            calls = enumerate(pack([one.cases]) for one in batch)
+            tests = [call_case(PAIRS_FUNCTION, arguments, i) for i, arguments in calls]
             try:
                 runs = await _run_in_thread(run_cases, programs, tests, self._settings)
             except Exception as error:  # handed on to everyone who waits
-                for _, _, future in batch:
-                    future.set_exception(error)
+                for one in batch:
+                    one.future.set_exception(error)
                 continue
-            for run, (_, _, future) in zip(runs, batch, strict=True):
-                future.set_result(run)
+            for run, one in zip(runs, batch, strict=True):
+                one.future.set_result(run)
 
 
-_STEPS_SETTINGS = CaseSettings(wall_s=10.0, total_s=100.0, output_kib=8)
+_PAIR_SETTINGS = CaseSettings(wall_s=10.0, total_s=100.0, output_kib=8)
 _batchers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Batcher]] = WeakKeyDictionary()
 _semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 

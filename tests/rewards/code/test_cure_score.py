@@ -1,12 +1,15 @@
 """Programs of a problem run on its unit tests, in a sandbox."""
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 
-from mcore_rl.rewards.code.cure import execute_programs, execute_steps, score_samples
+from mcore_rl.rewards.code.cure import execute_pairs, execute_programs, score_samples
+from mcore_rl.tasks.code_steps import STEPS
 
+execute_steps = partial(execute_pairs, STEPS)
 TRUTH = json.dumps({"inputs": [[3, 4], [5, 6]], "outputs": [7, 11]})
 PYTHON = {"inputs": ["1", "2"], "outputs": ["2", "4"]}
 

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from mcore_rl.rewards.code import execution as code_execution
+from mcore_rl.rewards.code.languages import PairLanguage
 from mcore_rl.rewards.code.places import execute
-from mcore_rl.rewards.code.trials import trial_of
+from mcore_rl.rewards.code.trials import make_trial
 from mcore_rl.services.sandbox.execution import CodeRequest, CodeResult
+from mcore_rl.tasks.code_steps import STEPS
 
-STEPS = {"public": {"inputs": [[3, 4]], "outputs": [7]}, "inputs": [[1, 1]], "outputs": [2]}
+SUM = {"public": {"inputs": [[3, 4]], "outputs": [7]}, "inputs": [[1, 1]], "outputs": [2]}
 
 
 def test_programs_in_steps_that_come_together_share_a_sandbox(
@@ -26,7 +28,7 @@ def test_programs_in_steps_that_come_together_share_a_sandbox(
 
     async def try_all() -> list[bool]:
         texts = ["a = a + b", "a = a - b", "a = a + b", "import os"]
-        verdicts = await asyncio.gather(*(trial_of("steps", STEPS).run(text) for text in texts))
+        verdicts = await asyncio.gather(*(make_trial(STEPS, SUM).run(text) for text in texts))
         return [verdict.passes_public for verdict in verdicts]
 
     assert asyncio.run(try_all()) == [True, False, True, False]
@@ -48,13 +50,13 @@ def test_programs_in_steps_that_come_together_share_a_sandbox(
 )
 def test_the_first_failed_public_test_is_told(truth: Any, answer: str, told: str) -> None:
     whole = {"public": truth, **truth}
-    verdict = asyncio.run(trial_of("python", whole).run(f"```python\n{answer}\n```"))
+    verdict = asyncio.run(make_trial("python", whole).run(f"```python\n{answer}\n```"))
     assert not verdict.passes_public and told in verdict.feedback
 
 
 def test_without_public_tests_hidden_ones_decide() -> None:
     async def judge() -> list[bool]:
-        trial = trial_of("python", {"inputs": ["1", "2"], "outputs": ["1", "0"]})
+        trial = make_trial("python", {"inputs": ["1", "2"], "outputs": ["1", "0"]})
         return await trial.run_hidden(await trial.run("```\nprint(input())\n```"))
 
     assert asyncio.run(judge()) == [True, False]
@@ -64,7 +66,7 @@ def test_the_language_of_a_problem_is_asked_for() -> None:
     problem = {"public": {"inputs": ["1"], "outputs": ["1"]}, "inputs": ["2"], "outputs": ["2"]}
 
     async def told(language: str, truth: dict[str, Any], answer: str) -> str:
-        return (await trial_of(language, truth).run(answer)).feedback
+        return (await make_trial(language, truth).run(answer)).feedback
 
     assert "as a ```bash block" in asyncio.run(told("bash", problem, "cat"))
     assert "as a ```bash block" in asyncio.run(told("cpp", problem | {"language": "sh"}, "cat"))
@@ -74,13 +76,13 @@ def test_the_language_of_a_problem_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("language", "truth", "message"),
     [
-        ("steps", {"inputs": [], "outputs": []}, "needs as many of both"),
+        (STEPS, {"inputs": [], "outputs": []}, "needs as many of both"),
         ("python", {"public": {"inputs": ["1"], "outputs": ["1"]}}, "no tests"),
-        ("python", {**STEPS, "public": {"asserts": ["assert f(1) == 1"]}}, "are assertions"),
+        ("python", {**SUM, "public": {"asserts": ["assert f(1) == 1"]}}, "are assertions"),
     ],
 )
 def test_problems_that_cannot_be_tried_are_refused(
-    language: str, truth: dict[str, Any], message: str
+    language: str | PairLanguage, truth: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        trial_of(language, truth)
+        make_trial(language, truth)
