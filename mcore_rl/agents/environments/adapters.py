@@ -10,6 +10,8 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +19,8 @@ from typing import Any
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.user_files import import_file
 
+ENTRY_POINTS = "mcore_rl.environments"
+"""Group of entry points: packages name Adapters of their own there, as `kind = module:ADAPTER`."""
 _HERE = "mcore_rl.agents.environments"
 
 
@@ -135,7 +139,37 @@ ADAPTERS: Mapping[str, Adapter] = {
 
 def is_program(kind: str) -> bool:
     """Return whether programs run the episodes of a kind: EnvironmentPool.run, not open."""
-    return kind in ADAPTERS and ADAPTERS[kind].is_program
+    adapter = find_adapter(kind)
+    return adapter is not None and adapter.is_program
+
+
+@cache
+def find_adapter(kind: str) -> Adapter | None:
+    """Return the adapter of a kind: one of ADAPTERS, or of an installed package's entry point.
+
+    None if there is none, as for a user's own class. Raises ValueError for an entry point that
+    names no Adapter, or if two packages give a kind different ones.
+    """
+    if kind in ADAPTERS or ":" in kind:
+        return ADAPTERS.get(kind)
+    places = sorted({point.value for point in entry_points(group=ENTRY_POINTS, name=kind)})
+    if len(places) > 1:
+        raise ValueError(
+            f"several packages have an environment {kind!r}: {', '.join(places)}; remove all of"
+            " them but one"
+        )
+    adapter = load_named(places[0]) if places else None
+    if adapter is not None and not isinstance(adapter, Adapter):
+        raise ValueError(
+            f"the entry point {kind!r} of {ENTRY_POINTS} is {places[0]}, a"
+            f" {type(adapter).__name__}: it has to be an Adapter"
+        )
+    return adapter
+
+
+def list_kinds() -> list[str]:
+    """Return the names of ADAPTERS, then those of installed packages."""
+    return [*ADAPTERS, *sorted(entry_points(group=ENTRY_POINTS).names - ADAPTERS.keys())]
 
 
 def load(kind: str) -> tuple[Callable[[Any], Any], Callable[..., Any]]:
@@ -144,15 +178,15 @@ def load(kind: str) -> tuple[Callable[[Any], Any], Callable[..., Any]]:
     A user's own class, named as `module:Class` or `folder/file.py:Class`, takes its options as
     keyword arguments. Raises ValueError if the kind is unknown.
     """
-    if adapter := ADAPTERS.get(kind):
+    if adapter := find_adapter(kind):
         return (
             load_named(f"{adapter.module}:{adapter.name}"),
             load_named(f"{adapter.module}:{adapter.options}"),
         )
     if ":" not in kind:
         raise ValueError(
-            f"there is no environment of kind {kind!r}: it is one of {', '.join(ADAPTERS)}, or a "
-            "class as module:Class or folder/file.py:Class"
+            f"there is no environment of kind {kind!r}: it is one of {', '.join(list_kinds())}, or"
+            " a class as module:Class or folder/file.py:Class"
         )
     cls = load_named(kind)
     _refuse_other_than_environments(kind, cls)
@@ -175,7 +209,7 @@ def check_options(kind: str, options: Mapping[str, Any]) -> None:
 def check_names(kind: str, options: Mapping[str, Any]) -> None:
     """Raise ValueError if the kind is unknown, does not read one of the options, or lacks one."""
     _, make_options = load(kind)
-    reader = make_options if kind in ADAPTERS else load_named(kind)
+    reader = make_options if find_adapter(kind) else load_named(kind)
     parameters = inspect.signature(reader).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         names = [parameter.name for parameter in parameters]

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from mcore_rl.agents.environments import probe
-from mcore_rl.agents.environments.adapters import ADAPTERS, check_names
+from mcore_rl.agents.environments.adapters import ADAPTERS, check_names, find_adapter
 from mcore_rl.agents.environments.worker_process import (
     EnvironmentOptions,
     make_import_folder,
@@ -25,8 +25,8 @@ def check(options: EnvironmentOptions) -> None:
     Asks the workers' interpreter, which takes about as long as it takes to start. Packages of
     adapters are looked for, and the user's code is imported.
     """
-    adapter = ADAPTERS.get(options.kind)
-    if adapter is not None or ":" not in options.kind:
+    adapter = find_adapter(options.kind)
+    if options.kind in ADAPTERS or (adapter is None and ":" not in options.kind):
         check_names(options.kind, options.options)
     modules = adapter.modules if adapter else ()
     python = options.python or sys.executable

@@ -55,7 +55,8 @@ _PACKAGE = "mcore_rl.agents.environments"
 class EnvironmentOptions:
     """Which environment, and the worker processes that host its episodes.
 
-    kind                 a name of adapters.ADAPTERS, module:Class or folder/file.py:Class
+    kind                 a name of adapters.ADAPTERS or of an entry point, module:Class or
+                         folder/file.py:Class
     options              what the environment itself is given
     python               interpreter of the workers; empty: this one
     workers              processes at most; they start when they are needed
