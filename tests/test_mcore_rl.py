@@ -1,16 +1,23 @@
-"""The package has a version, which is looked up only when it is asked for."""
+"""The package has one version, everywhere, and its import loads nothing."""
 
+import re
 import subprocess
 import sys
-from importlib import metadata
+import tomllib
 
 import pytest
 
 import mcore_rl
+from tests.support.policy import ROOT, read
 
 
-def test_the_version_is_that_of_the_installed_package() -> None:
-    assert mcore_rl.__version__ == metadata.version("mcore_rl")
+def test_the_version_is_the_same_everywhere() -> None:
+    project = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]
+    chart = read(ROOT / "launch/helm/mcore-rl/Chart.yaml")
+    changes = read(ROOT / "CHANGELOG.md")
+    assert project["version"] == mcore_rl.__version__
+    assert set(re.findall(r"(?im)^(?:app)?version: (\S+)", chart)) == {mcore_rl.__version__}
+    assert re.findall(r"(?m)^## (\S+)", changes)[0] == mcore_rl.__version__
 
 
 def test_any_other_name_is_unknown() -> None:
@@ -18,9 +25,15 @@ def test_any_other_name_is_unknown() -> None:
         getattr(mcore_rl, "versoin")  # noqa: B009
 
 
-def test_an_import_looks_nothing_up() -> None:
-    code = "import sys, mcore_rl; print('importlib.metadata' in sys.modules)"
+def test_an_import_loads_nothing_else() -> None:
+    code = "import sys, mcore_rl; print(*(name for name in sys.modules if '_' not in name[0]))"
     command = [sys.executable, "-S", "-c", code]
     folder = mcore_rl.__path__[0] + "/.."
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    assert ended.stdout.strip() == "False"
+    bare = subprocess.run(
+        [sys.executable, "-S", "-c", code.replace(", mcore_rl", "")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert set(ended.stdout.split()) - set(bare.stdout.split()) <= {"mcore_rl"}
