@@ -32,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint check changed-tests test test-all quickstart gpu-check warm-start gpu-lock docs agents-venv bench clean patches options-doc published-steps mutants-venv mutants newest
+.PHONY: help venv lint check changed-tests test test-all quickstart gpu-check warm-start gpu-lock docs agents-venv bench clean layers patches options-doc published-steps mutants-venv mutants newest
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -97,6 +97,9 @@ patches: venv ## docs/patches.md: every name of other packages that is replaced
 
 options-doc: venv ## docs/options.md: every option of a recipe, with its bounds, default and meaning
 	$(BIN)/mcore-rl options --markdown > docs/options.md
+
+layers: venv ## the picture of layers in docs/, from pyproject.toml
+	$(BIN)/python -m tests.support.layers
 
 published-steps: venv ## the table of published and simulated step times in docs/simulate.md
 	$(BIN)/python benchmarks/published_steps.py --write
