@@ -1,16 +1,22 @@
-"""Claims of docs/status.md name tests that exist, with their speed and their bounds."""
+"""Rows of docs/status.md name tests that exist, with their speed and bounds, and what ran where."""
 
 import ast
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
+from datetime import date
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.house.test_documents import check as check_command
 from tests.support.policy import ROOT, read
 
-HEADING = "Proven by tests on two CPU cores"
+COLUMNS = ["capability", "unit test", "CPU run", "one GPU", "several GPUs", "several nodes"]
+NOWHERE = ("-", "not yet")
+RAN = re.compile(r"(\d{4}-\d\d-\d\d): `([^`]+)`")
+"""When something ran on GPUs, and the command."""
 TEST = re.compile(r"`([\w/.]+\.py)::(test_\w+)`(?: \*\((slow|some slow)\)\*)?")
 BOUND = re.compile(r"\b\d+(?:\.\d+)?e-\d+\b")
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?!\w)")
@@ -18,11 +24,12 @@ COMPARES = ("approx", "assert", "allclose", "isclose", "check")
 """Beginnings of the names of functions that compare."""
 
 
-def claims(text: str) -> list[str]:
-    """Return the bullets of the section of proven claims, each on one line."""
-    section = re.split(r"^## ", text.split(f"## {HEADING}\n")[1], flags=re.MULTILINE)[0]
-    bullets = re.findall(r"^\* .*(?:\n  .*)*", section, re.MULTILINE)
-    return [" ".join(bullet.split()) for bullet in bullets]
+def claims(text: str) -> list[list[str]]:
+    """Return the cells of each row of the table, without its head and the names of areas."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    assert rows[0] == COLUMNS
+    return [row for row in rows[1:] if any(row[1:])]
 
 
 @cache
@@ -174,8 +181,9 @@ def defined_names(path: Path) -> tuple[dict[str, list[ast.stmt]], dict[str, tupl
     return here, elsewhere
 
 
-def check(claim: str) -> None:
-    """Fails unless the claim names tests that exist, with their speed and its bounds."""
+def check(row: Sequence[str]) -> None:
+    """Fails unless a row names tests that exist, with their speed and its bounds, and what ran."""
+    claim = " ".join(row)
     named = TEST.findall(claim)
     assert named, f"no test is named for: {claim}"
     bounds: set[float] = set()
@@ -185,36 +193,53 @@ def check(claim: str) -> None:
         actual = find_speed(path, name)
         assert speed == actual, f"{file}::{name} is marked {speed!r}, is {actual!r}: {claim}"
         bounds |= find_bounds(path, name)
-    for bound in BOUND.findall(TEST.sub("", claim)):
+    for bound in BOUND.findall(row[0]):
         assert float(bound) in bounds, f"{bound} stands in no test that is named by: {claim}"
+    for cell in row[1:]:
+        check_cell(cell)
 
 
-def test_claims_name_tests_that_hold_their_bounds() -> None:
+def check_cell(cell: str) -> None:
+    """Fails unless a cell has tests, or a date and a command that exists, or says where it did not
+    run.
+    """
+    if cell in NOWHERE or not re.sub(r"<br>", "", TEST.sub("", cell)).strip():
+        return
+    ran = RAN.fullmatch(cell)
+    assert ran, f"neither tests nor a date and a command: {cell}"
+    date.fromisoformat(ran[1])
+    check_command(shlex.split(ran[2]))
+
+
+def test_rows_name_tests_that_hold_their_bounds() -> None:
     found = claims(read(Path("docs/status.md")))
     assert len(found) > 40
-    for claim in found:
-        check(claim)
+    for row in found:
+        assert len(row) == len(COLUMNS), row
+        check(row)
 
 
-def test_figures_of_gpus_in_the_readme_are_those_of_the_status() -> None:
+def test_figures_of_gpus_in_the_readme_are_those_of_the_benchmarks() -> None:
     paragraph = read(Path("README.md")).split("**On GPUs so far**")[1].split("**Not yet**")[0]
     figures = NUMBER.findall(paragraph)
     assert len(figures) > 6
-    assert not set(figures) - set(NUMBER.findall(read(Path("docs/status.md"))))
+    assert not set(figures) - set(NUMBER.findall(read(Path("docs/benchmarks.md"))))
 
 
 def test_a_claim_beyond_its_test_is_found() -> None:
-    """The check fails on a missing test, on a missing file, on another bound and another speed."""
+    """The check fails on a missing test or file, on another bound or speed, on what did not run."""
     file = "scenarios/train/test_layouts.py"
     test = f"`{file}::test_layouts_agree_with_one_process` *(some slow)*"
-    check(f"* within 1e-6. Test: {test}.")
-    for wrong, message in [
-        ("* Layouts agree.", "no test is named"),
-        (f"* Layouts agree. Test: `{file}::test_of_nothing`.", "has no test_of_nothing"),
-        ("* Layouts agree. Test: `scenarios/train/test_none.py::test_x`.", "no file"),
-        (f"* within 1e-3. Test: {test}.", "1e-3 stands in no test"),  # not compared with
-        (f"* within 1.25e-9. Test: {test}.", "1.25e-9 stands in no test"),
-        (f"* within 1e-6. Test: {test.replace('some ', '')}.", "is marked 'slow'"),
+    check(["within 1e-6", test, "-", "2026-11-28: `make gpu-check STAGES=te`", "not yet", "-"])
+    for row, message in [
+        (["Layouts agree.", "-"], "no test is named"),
+        (["Layouts agree.", f"`{file}::test_of_nothing`"], "has no test_of_nothing"),
+        (["Layouts agree.", "`scenarios/train/test_none.py::test_x`"], "no file"),
+        (["within 1e-3", test], "1e-3 stands in no test"),  # not compared with
+        (["within 1.25e-9", test], "1.25e-9 stands in no test"),
+        (["within 1e-6", test.replace("some ", "")], "is marked 'slow'"),
+        (["within 1e-6", test, "it works"], "neither tests nor a date and a command"),
+        (["within 1e-6", test, "2026-11-28: `make nonsense`"], "make has no target"),
     ]:
         with pytest.raises(AssertionError, match=re.escape(message)):
-            check(wrong)
+            check(row)

@@ -3,7 +3,7 @@
 from mcore_rl.device.replaced.entry import Patch, Scope, Times
 
 _CORE = "megatron.core"
-_ON_A_GPU = "status.md#on-a-gpu"
+_ON_A_GPU = "benchmarks.md#on-a-gpu"
 _OTHER_MODEL = "a model of another family"
 
 TRAINING: tuple[Patch, ...] = (

@@ -40,7 +40,7 @@ def test_the_section_is_what_make_published_steps_writes(steps: ModuleType) -> N
 def test_status_md_has_the_same_range(steps: ModuleType) -> None:
     ratios = [steps.ratio_of(line) for line in written_lines(steps)]
     claim = f"take {min(ratios):.2f} to {max(ratios):.2f} of the times that are published"
-    assert claim in (ROOT / "docs/status.md").read_text()
+    assert claim in " ".join((ROOT / "docs/status.md").read_text().split())
 
 
 @pytest.mark.parametrize("name", FAST)
