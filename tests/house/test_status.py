@@ -226,6 +226,21 @@ def test_figures_of_gpus_in_the_readme_are_those_of_the_benchmarks() -> None:
     assert not set(figures) - set(NUMBER.findall(read(Path("docs/benchmarks.md"))))
 
 
+def test_rows_beside_other_systems_name_a_command_or_a_test_that_exists() -> None:
+    table = read(Path("README.md")).split("## Beside ")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")]
+    assert len(rows) > 10
+    for _, ours, shown, *_ in rows[1:]:
+        named = [*re.findall(r"`([^`]+)`", shown), *re.findall(r"\]\((docs/status\.md)\)", shown)]
+        assert named or "**no" in ours, f"nothing shows {ours}"
+        for name in named:
+            file, is_test, function = name.partition("::")
+            if is_test:
+                find_speed(Path("tests") / file, function)
+            else:
+                check_command(shlex.split(name))
+
+
 def test_a_claim_beyond_its_test_is_found() -> None:
     """The check fails on a missing test or file, on another bound or speed, on what did not run."""
     file = "scenarios/train/test_layouts.py"
