@@ -65,6 +65,16 @@ _log = logging.getLogger(__name__)
 
 def run_train(config: Config) -> None:
     """`mcore-rl train`: wrong input is refused before any process is started."""
+    with open_run(config) as (roles, start_step):
+        train(config, roles, start_step)
+
+
+@contextmanager
+def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
+    """Start ranks and engines; yield the loop's roles and the step whose weights they have.
+
+    The run folder gets the export and the report once the block ends without an error.
+    """
     inputs = read_train_inputs(config)
     prompts = inputs.prompts
     needs = needs_of(config.algorithm)
@@ -105,7 +115,7 @@ def run_train(config: Config) -> None:
                 both=in_turn if config.critic.colocated else run_both,
             )
             with completing_saves(started.trainer, started.critic):
-                train(config, roles, start_step)
+                yield roles, start_step
         finish(config, started, folder)
     make_report(folder.path)
 

@@ -17,5 +17,5 @@ def test_a_page_shows_the_layers_of_pyproject(page: Path) -> None:
 def test_every_folder_of_the_package_is_in_a_layer_and_described() -> None:
     rooms = {room for _, layer in read_layers() for room in layer}
     folders = {path.parent.name for path in (ROOT / "mcore_rl").glob("*/__init__.py")}
-    assert rooms == {*folders, "cli"}
+    assert rooms == {*folders, "cli", "api"}
     assert rooms <= ROOMS.keys()

@@ -46,7 +46,9 @@ class Run:
     environment; a title that a process gives itself may overwrite the mark.
     """
 
-    def __init__(self, args: Sequence[str], run_dir: Path) -> None:
+    def __init__(
+        self, args: Sequence[str], run_dir: Path, program: Sequence[str] = ("-m", "mcore_rl.cli")
+    ) -> None:
         self.mark, self.run_dir = uuid.uuid4().hex, run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         self.began_s = time.time()
@@ -57,7 +59,7 @@ class Run:
         self.output = run_dir.parent / f"{run_dir.name}-{self.mark[:6]}.out"
         with self.output.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mcore_rl.cli", *args, f"run.dir={run_dir}"],
+                [sys.executable, *program, *args, f"run.dir={run_dir}"],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1"},
