@@ -18,6 +18,7 @@ from tests.support.tiny_models import MODELS
 
 RUNNERS = {"python", "python3", "python3.11", "bash", "sh"}
 FENCE = re.compile(r"^```(?:bash|sh|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINE_LEN = 120
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -36,6 +37,21 @@ def commands(text: str) -> Iterator[list[str]]:
                     parts.pop(0)
                 if parts:
                     yield parts
+
+
+def long_lines(text: str) -> Iterator[int]:
+    """Yield the numbers of lines of prose that are too long and could break.
+
+    Tables, fenced blocks, links and inline code cannot break.
+    """
+    is_fenced = False
+    for number, line in enumerate(text.splitlines(), 1):
+        is_fenced ^= line.lstrip().startswith("```")
+        if is_fenced or line.lstrip().startswith("|") or len(line) <= LINE_LEN:
+            continue
+        marked = re.sub(r"`[^`]*`|^\s*([*+-]|\d+\.)\s", lambda m: "x" * len(m[0]), line)
+        if " " in marked[:LINE_LEN].lstrip():
+            yield number
 
 
 def check(words: list[str]) -> None:
@@ -96,6 +112,19 @@ def test_links_between_documents_lead_somewhere(path: Path) -> None:
     targets = LINK.findall(read(path))
     missing = [target for target in targets if not (ROOT / path.parent / target).exists()]
     assert not missing, f"{path} links to {missing}"
+
+
+@pytest.mark.parametrize("path", documents(), ids=str)
+def test_lines_are_short(path: Path) -> None:
+    long = list(long_lines(read(path)))
+    assert not long, f"{path} has lines of more than {LINE_LEN} characters: {long}"
+
+
+def test_a_long_line_is_found() -> None:
+    words = "word " * 30
+    link = f"[link](https://example.org/{'x' * LINE_LEN})"
+    text = f"{words}\n| {words} |\n```\n{words}\n```\n* {link}\n  `{words}`\n* {words} {link}\n"
+    assert list(long_lines(text)) == [1, 8]
 
 
 def test_make_runs_the_commands_it_documents() -> None:

@@ -41,7 +41,8 @@ _ON_CPU = """\
 
 Training ranks without CUDA apply these, in this order. `leave_compiler_out` is called by
 `run_eagerly`. With CUDA none is applied. On a machine with CUDA and without Transformer Engine the
-[GPU checks](doctor.md#gpu-checks) apply some: `{checks}`.
+[GPU checks](doctor.md#gpu-checks) apply some:
+{checks}.
 """
 _ENGINES_ON_CPU = """\
 
@@ -65,7 +66,7 @@ def make_document() -> str:
     for title, patches in _TITLES.items():
         rows = [_gpu_row(patch) for patch in patches]
         parts.append(f"\n### In {title}\n\n{_table(_GPU_COLUMNS, rows)}")
-    checks = "`, `".join(APPLIED_BY_CHECKS)
+    checks = ",\n".join(f"`{name}`" for name in APPLIED_BY_CHECKS)
     for heading, patches in (
         (_ON_CPU.format(checks=checks), megatron_on_cpu.PATCHES),
         (_ENGINES_ON_CPU, sglang_on_cpu.PATCHES),
