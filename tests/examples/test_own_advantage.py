@@ -11,7 +11,7 @@ import json
 import torch
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.registry import advantages
-from mcore_rl.algo.requirements import check_algorithm
+from mcore_rl.checks.algorithm import check_algorithm
 from mcore_rl.config.recipe import load_recipe
 
 settings = ["algorithm.path=examples/own_advantage.py", "algorithm.advantage=above_median"]

@@ -1,9 +1,9 @@
 """The example of a reward scores samples as a recipe's reward."""
 
 import pytest
-from mcore_rl.rewards.of_recipe import make_scorer
 
 from mcore_rl.config.recipe import load_recipe
+from mcore_rl.rewards.make import make_scorer
 from tests.support.samples import make_sample
 
 
