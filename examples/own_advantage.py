@@ -21,6 +21,6 @@ def compute_above_median(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """Return the reward minus the median reward of the prompt's samples, for each sample."""
     scores_N = outcomes.scores_N
     margin_N = scores_N.clone()
-    for members in Groups.of(outcomes.group_N).members:
+    for members in Groups.from_ids(outcomes.group_N).members:
         margin_N[members] -= scores_N[members].quantile(0.5)
     return outcomes.spread(margin_N)

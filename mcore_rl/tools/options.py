@@ -153,8 +153,9 @@ def _name_type(kind: Any) -> str:
         return "mapping"
     if is_group(kind):
         return "mapping"
-    names: dict[Any, str] = {str: "text", type(None): "null"}
-    return names.get(kind, kind.__name__)
+    if kind is type(None):
+        return "null"
+    return "text" if kind is str else str(kind.__name__)
 
 
 def _explain_bounds(bounds: Bounds | None) -> str:
