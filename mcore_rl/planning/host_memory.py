@@ -32,7 +32,7 @@ class StoreMemory:
     cache_gib: float | None
 
     @staticmethod
-    def of(config: Config, policy: ModelFacts) -> "StoreMemory":
+    def from_recipe(config: Config, policy: ModelFacts) -> "StoreMemory":
         rollout = config.rollout
         num_steps = config.train.epochs * config.train.mini_batches
         experts = count_expert_bytes(policy) if config.drift.routed_experts else 0

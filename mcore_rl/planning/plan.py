@@ -174,7 +174,7 @@ def print_plan(config: Config, as_json: bool = False) -> bool:
     summary, traffic = predict_sync(config, deployment)
     ranks = predict_memory(config, models)
     fits, sentence = judge(config, models, ranks)
-    stores = StoreMemory.of(config, models.policy)
+    stores = StoreMemory.from_recipe(config, models.policy)
     if as_json:
         memory = {
             "memory": memory_as_json(ranks),

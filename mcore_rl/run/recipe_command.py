@@ -17,7 +17,7 @@ Forks = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class ForkServers:
-    """What a run on one machine without CUDA forks its processes from."""
+    """Fork the processes of a run on one machine without CUDA from these."""
 
     workers: Forks
     engines: Forks

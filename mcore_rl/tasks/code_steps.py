@@ -153,4 +153,4 @@ def number_shown(value: int | None) -> str:
 
 
 STEPS = PairLanguage(to_python, feedback, read_test)
-"""What the environment `code` runs with `language: steps`, and recipes/rewards/cure.py."""
+"""The language of the environment `code` with `language: steps`, and of recipes/rewards/cure.py."""

@@ -29,21 +29,24 @@ def test_a_store_keeps_as_many_bytes_as_planned() -> None:
     store.put(1, [Sample(prompt, 0, response, logprobs, "stop", spans, "", experts)])
     store.write(np.array([1]), np.array([0]), {"old_logprobs": np.zeros(120, np.float32)})
     without_last = num_layers * per_token  # experts of the last token are not known
-    assert store.num_bytes() == 120 * StoreMemory.of(config, policy).token_bytes - without_last
+    assert (
+        store.num_bytes()
+        == 120 * StoreMemory.from_recipe(config, policy).token_bytes - without_last
+    )
 
 
 def test_columns_are_those_that_the_algorithm_writes() -> None:
     plain, policy = recipe("drift.routed_experts=false", "train.router_replay=none")
-    assert StoreMemory.of(plain, policy).token_bytes == 8
+    assert StoreMemory.from_recipe(plain, policy).token_bytes == 8
     kl, _ = recipe(
         "drift.routed_experts=false", "train.router_replay=none", "algorithm.kl.coef=0.1"
     )
-    assert StoreMemory.of(kl, policy).token_bytes == 12
+    assert StoreMemory.from_recipe(kl, policy).token_bytes == 12
     kl.rollout.logprob_dtype = "bfloat16"
-    assert StoreMemory.of(kl, policy).token_bytes == 8
+    assert StoreMemory.from_recipe(kl, policy).token_bytes == 8
     ppo = load_recipe("mixtral_8x7b_ppo_16", [])
     experts = 32 * 2
-    memory = StoreMemory.of(ppo, read_models(ppo).policy)
+    memory = StoreMemory.from_recipe(ppo, read_models(ppo).policy)
     assert memory.token_bytes in (4 * 5 + experts, 4 * 6 + experts)
 
 
@@ -59,9 +62,9 @@ def test_steps_ahead_and_rounds_hold_more_groups() -> None:
 
 def test_a_node_has_its_share() -> None:
     config, policy = recipe()
-    memory = StoreMemory.of(config, policy)
+    memory = StoreMemory.from_recipe(config, policy)
     assert memory.num_nodes == 2, "four engines of four ranks"
-    assert StoreMemory.of(*recipe("rollout.tp=8", "rollout.ep=8")).num_nodes == 4
+    assert StoreMemory.from_recipe(*recipe("rollout.tp=8", "rollout.ep=8")).num_nodes == 4
     whole = 256 * 16 * (2048 + 8192) * memory.token_bytes
     assert memory.num_bytes == whole
     sentence = memory.explain()
@@ -69,7 +72,7 @@ def test_a_node_has_its_share() -> None:
     assert "files" not in sentence
     bounded = recipe("rollout.store_gib=2.5")[0]
     assert (
-        StoreMemory.of(bounded, policy)
+        StoreMemory.from_recipe(bounded, policy)
         .explain()
         .endswith("a token). Beyond rollout.store_gib=2.5 they go to files.")
     )
