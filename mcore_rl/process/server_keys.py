@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-import orjson
-
 SANDBOX_URL = "MCORE_RL_SANDBOX_URL"
 SEARCH_URL = "MCORE_RL_SEARCH_URL"
 
@@ -77,6 +75,8 @@ def read_call_arguments(given: object) -> str:
         return "{}"
     if not isinstance(given, str):
         raise ValueError(f"must be a string of JSON, not {type(given).__name__}")
+    import orjson  # late: an environment's worker has the standard library alone
+
     try:
         value: Any = orjson.loads(given)
     except orjson.JSONDecodeError as error:

@@ -93,6 +93,7 @@ def quick_commands(given: Path) -> Mapping[str, Command]:
         "data": Command(("data", "arithmetic", "--out=made"), says="6000 training"),
         "plan": Command(("plan", *with_model), says="fits"),
         "simulate": Command(("simulate", *with_model), says="picture, trace and numbers"),
+        "options": Command(("options", "kl"), says="algorithm.kl.coef"),
         "translate": Command(("translate", "verl", option, "--out=made.yaml"), says="options"),
         "submit": Command(
             ("submit", "train", *with_model, "launch=local", "--dry-run"), says="submit it with"

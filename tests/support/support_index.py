@@ -1,6 +1,7 @@
 """List the files of tests/support in tests/README.md: `python -m tests.support.support_index`."""
 
 import ast
+import textwrap
 from pathlib import Path
 
 from tests.support.policy import ROOT, parse, python_files
@@ -17,7 +18,8 @@ def list_support_files() -> str:
         if path.parts[1] == "support":
             paragraph = (ast.get_docstring(parse(path)) or "").split("\n\n")[0]
             sentence = " ".join(paragraph.split()).partition(". ")[0].rstrip(".:")
-            lines.append(f"* `{path.name}`: {sentence}.")
+            entry = f"* `{path.name}`: {sentence}."
+            lines.append(textwrap.fill(entry, 120, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(lines)
 
 

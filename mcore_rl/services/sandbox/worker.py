@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import mcore_rl
 from mcore_rl.process.process_state import wait_killed
 from mcore_rl.services.sandbox.cgroups import Cgroup, make_cgroup
 from mcore_rl.services.sandbox.limits import MIB, Limits, SandboxError, SandboxFullError
@@ -70,11 +71,11 @@ ENVIRONMENT = {
 START_S = 60.0
 """Time for a warden to start, or to end a box: far more than it takes on a busy machine."""
 _END_S = 10.0
-_PACKAGE_FOLDER = Path(__file__).parents[2]
-_CODE = (f"{_PACKAGE_FOLDER}/mcore_rl/__init__.py", str(Path(__file__).parent))
+_PACKAGE = Path(mcore_rl.__file__).parent
+_CODE = (f"{_PACKAGE}/__init__.py", f"{_PACKAGE}/services/__init__.py", str(Path(__file__).parent))
 """Files that the warden itself is made of."""
 _START = (
-    f"import sys; kept = frozenset(sys.modules); sys.path.insert(0, {str(_PACKAGE_FOLDER)!r});"
+    f"import sys; kept = frozenset(sys.modules); sys.path.insert(0, {str(_PACKAGE.parent)!r});"
     "from mcore_rl.services.sandbox.warden import main; del sys.path[0];"
     "found = main(int(sys.argv[1]), int(sys.argv[2]), kept);"
     "found and found()"

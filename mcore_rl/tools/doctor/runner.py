@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import mcore_rl
 from mcore_rl.device import describe_device, has_cuda
 from mcore_rl.process.process_state import wait_killed
 from mcore_rl.process.safe_path import safe_module
@@ -58,7 +59,7 @@ def run(check: Check) -> tuple[str, str, Figures]:
         return "failed", str(missed), missed.figures
 
 
-PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+PACKAGE_ROOT = Path(mcore_rl.__file__).resolve().parents[1]
 LAST_CHARS = 2000
 """Characters of a failed check's output that its line shows."""
 

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+import mcore_rl
 from mcore_rl.device import device, dist_backend, set_local_device, synchronize
 from mcore_rl.process.safe_path import safe_module
 from mcore_rl.tools.doctor.machine.clock import TimeSample
@@ -151,7 +152,7 @@ TcpStore: Any = distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage
 MIB = 32
 GPU_MIB = 256
 LAST_CHARS = 600
-PACKAGE_ROOT = Path(__file__).resolve().parents[3]
+PACKAGE_ROOT = Path(mcore_rl.__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import mcore_rl
 from mcore_rl import __version__
 from mcore_rl.process.versions import CORE, find_versions
 from mcore_rl.tools.doctor.machine.finding import Finding, fail, ok, warn
@@ -22,7 +23,7 @@ PACKAGE = "mcore_rl"
 EXTRAS_OF = {"megatron-core": "dev"}
 """A package that names versions it works with in an extra, as megatron-core does of
 Transformer Engine."""
-PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
+PROJECT = Path(mcore_rl.__file__).resolve().parents[1] / "pyproject.toml"
 PYTHON = ">=3.11,<3.13"
 """For a copy of the package without metadata; else its own Requires-Python counts."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 AGENTS = ROOT / ".venv-agents"
 PACKAGE = AGENTS / "verl/verl/utils/reward_score/sandbox_fusion"
 VERL = """
