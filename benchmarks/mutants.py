@@ -35,7 +35,6 @@ TESTS = {
     "mcore_rl/algo": ("tests/algo", "tests/scenarios/algo"),
     "mcore_rl/loops": ("tests/loops",),
     "mcore_rl/run/roles": ("tests/run/roles",),
-    "mcore_rl/loops/roles.py": ("tests/loops/test_roles.py",),
     "mcore_rl/weights/plan": ("tests/weights/plan",),
     "mcore_rl/weight_sync": ("tests/weight_sync",),
 }

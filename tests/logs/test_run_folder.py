@@ -121,7 +121,7 @@ def test_a_second_process_is_refused_and_told_who_is_there(tmp_path: Path) -> No
     source = (
         "import sys, time\n"
         "from mcore_rl.logs.run_folder import RunFolder\n"
-        "with RunFolder(sys.argv[1]).locked():\n"
+        "with RunFolder(sys.argv[1]).lock():\n"
         "    print('locked', flush=True)\n"
         "    time.sleep(60)\n"
     )
