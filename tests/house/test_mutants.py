@@ -87,7 +87,8 @@ def test_every_file_of_the_chosen_folders_has_tests(mutants: ModuleType) -> None
         assert (ROOT / folder).exists() and all((ROOT / place).exists() for place in tests)
     folders = ["tests/algo", "tests/scenarios/algo"]
     assert mutants.tests_of("mcore_rl/algo/kl.py") == ["tests/algo/test_kl.py", *folders]
-    assert mutants.tests_of("mcore_rl/loops/roles.py") == ["tests/loops/test_roles.py", "tests/loops"]
+    roles = mutants.tests_of("mcore_rl/loops/roles.py")
+    assert roles == ["tests/loops/test_roles.py", "tests/loops"]
 
 
 def test_a_fault_is_tried_until_a_test_notices_it_or_nothing_changes(mutants: ModuleType) -> None:
