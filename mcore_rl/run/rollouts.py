@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The collectors as the loop's players use them.
+    """The collectors as the implementations of the loop's roles use them.
 
     reward             scores samples while ranks and engines are watched
     score_later        scores them beside other work, which is watched already

@@ -40,7 +40,7 @@ SEEDS_PER_RUN = 1_000_003
 
 
 class BackgroundSampler:
-    """Samples from `with BackgroundSampler(...) as background:` on; plays roles.Background."""
+    """Samples from `with BackgroundSampler(...) as background:` on; implements roles.Background."""
 
     _session: SamplingSession
 

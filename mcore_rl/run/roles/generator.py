@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineGenerator:
-    """Generates on the engines, sampling as the recipe says or greedily; plays roles.Generator."""
+    """Generates on the engines, sampling as the recipe says or greedily (roles.Generator)."""
 
     def __init__(
         self,

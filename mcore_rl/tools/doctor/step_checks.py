@@ -90,7 +90,7 @@ class StandInEngine(KeepsSamples):
         seed: int,
         for_eval: bool = False,
     ) -> list[Sample]:
-        """Return `num_samples` responses to each prompt; plays roles.Generator."""
+        """Return `num_samples` responses to each prompt; implements roles.Generator."""
         assert not for_eval, "this policy is not evaluated"
         token_ids = [prompt.token_ids for prompt in prompts]
         self._pipe.send(("generate", (token_ids, num_samples, greedy, seed)))
@@ -236,7 +236,7 @@ LEAST_AGREEMENT: Mapping[bool, float] = {True: 0.1, False: 1e-4}
 
 
 class LocalRank:
-    """The only rank of a trainer in this process; plays players.trainer.RankCalls."""
+    """The only rank of a trainer in this process; implements run.roles.trainer.RankCalls."""
 
     def __init__(self, rank: LoneRank, config: Config) -> None:
         self._actor = rank.actor
@@ -270,7 +270,7 @@ class LocalRank:
 
 
 class StandInSync:
-    """Sends the rank's weights to the stand-in engine; plays roles.WeightSync."""
+    """Sends the rank's weights to the stand-in engine; implements roles.WeightSync."""
 
     def __init__(self, rank: LoneRank, engine: StandInEngine, trainer: Any) -> None:
         """Link both."""
@@ -321,7 +321,7 @@ class StandInSync:
 
 
 class Rows:
-    """A log that keeps the metrics of each step, also in a file; plays roles.Log."""
+    """A log that keeps the metrics of each step, also in a file; implements roles.Log."""
 
     def __init__(self, file: Path) -> None:
         self.by_step: dict[int, dict[str, float]] = {}
@@ -355,7 +355,7 @@ def _prompts(vocab_size: int) -> list[Prompt]:
 
 
 def pack_as_a_run(config: Config) -> Any:
-    """Return the players.trainer.Packing of a run: by the work of sequences, not their tokens."""
+    """Return the run.roles.trainer.Packing of a run: by the work of sequences, not their tokens."""
     from mcore_rl.run.roles.trainer import Packing
 
     flops = ModelFlops.of(ModelFacts.read(config.model.path))

@@ -319,7 +319,7 @@ CALL_S = 1e-3
 
 
 class SimulatedTransport:
-    """Takes requests to simulated engines; plays rollout.transport.EngineTransport."""
+    """Takes requests to simulated engines; implements rollout.transport.EngineTransport."""
 
     def __init__(self, engines: Mapping[str, SimulatedEngine], workload: Workload) -> None:
         self._engines = engines
@@ -392,7 +392,7 @@ class SizesStore(SampleStore):
 
 
 class SimulatedCollector:
-    """A collector in a process of its own; plays rollout.collector.CollectorCalls."""
+    """A collector in a process of its own; implements rollout.collector.CollectorCalls."""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ class ImaginedNodes:
     def reserve(
         self, plans: Sequence[Sequence[Bundle]], spread: Collection[int] = ()
     ) -> list[list[Slot]]:
-        """Return the slots of each plan, packed on few nodes; plays planning.slots.Reserve.
+        """Return the slots of each plan, packed on few nodes; implements planning.slots.Reserve.
 
         Raises ValueError for a bundle that is larger than a node.
         """

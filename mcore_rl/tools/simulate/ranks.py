@@ -26,7 +26,7 @@ Spend = Callable[[str, Callable[[], float]], None]
 
 
 class SimulatedRanks:
-    """Plays players.trainer.RankCalls, CriticCalls and players.colocation.Model."""
+    """Implements run.roles.trainer.RankCalls, CriticCalls and run.roles.colocation.Model."""
 
     def __init__(self, role: str, costs: TrainCosts, spend: Spend) -> None:
         self._role = role
@@ -130,7 +130,7 @@ def link_seconds_of(ranks_per_link: int) -> Callable[[int], float]:
 class SimulatedLinks:
     """Sends weights in the seconds that the sync's plan predicts.
 
-    Plays players.weight_sync.WeightLinks.
+    Implements run.roles.weight_sync.WeightLinks.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class SimulatedParityCheck:
 class SimulatedEngineMemory:
     """GPU memory of engines, which on shared GPUs takes time to give up and to take back.
 
-    Does what players.colocation.EngineMemory does; their weights come with a sync, not from host
+    Does what run.roles.colocation.EngineMemory does; their weights come with a sync, not from host
     memory.
     """
 
@@ -279,7 +279,7 @@ class SimulatedEngineMemory:
 
 
 class SimulatedModel:
-    """The ranks of a model that gives up GPU memory; plays players.colocation.Model."""
+    """The ranks of a model that gives up GPU memory; implements run.roles.colocation.Model."""
 
     def __init__(self, ranks: SimulatedRanks) -> None:
         self._ranks = ranks

@@ -335,7 +335,7 @@ class SimulatedRun:
         return replace(scores, parts=parts)
 
     def _note_tokens(self, works: Any) -> list[tuple[StoredBatch, None]]:
-        """Say that fields of tokens are set; plays roles.OnTokens, whose numbers nobody reads."""
+        """Say that fields of tokens are set (roles.OnTokens); nobody reads them."""
         [(_, batch)] = works
         num_tokens = sum(batch.lens_N)
         self._clock.spend("advantages of tokens", lambda: self._costs.trainer.read_s(num_tokens))

@@ -324,7 +324,7 @@ S = TypeVar("S")
 
 
 class VirtualTime:
-    """Stands between the controller's thread and the event loop; `watched` plays roles.Watched."""
+    """Stands between the controller's thread and the event loop (roles.Watched)."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self.loop = loop
@@ -363,7 +363,7 @@ class VirtualTime:
         self.on_span(name, begin_s, self.loop.time())
 
     def both(self, first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
-        """Return (first(), second()) after the longer of their times; plays roles.BothAtOnce."""
+        """Return (first(), second()) after the longer of their times (roles.BothAtOnce)."""
         results: list[Any] = []
         tallies = []
         for work in (first, second):

@@ -28,9 +28,9 @@ def loop() -> Iterator[EventLoop]:
     loop.close()
 
 
-def make_generator(loop: EventLoop, engine: FakeSGLang, **players: object) -> EngineGenerator:
+def make_generator(loop: EventLoop, engine: FakeSGLang, **options: object) -> EngineGenerator:
     client = RolloutClient([engine.address], CONFIG, HttpOptions.make(CONFIG, [9], str).open)
-    return EngineGenerator(client, CONFIG, loop.run, **players)  # type: ignore[arg-type]
+    return EngineGenerator(client, CONFIG, loop.run, **options)  # type: ignore[arg-type]
 
 
 def test_sampling_is_the_recipes_or_greedy() -> None:
@@ -88,9 +88,9 @@ def test_a_failure_is_raised_if_no_engine_comes_back(loop: EventLoop) -> None:
     async def revive() -> bool:
         return False
 
-    for players in ({}, {"revive": revive}):
+    for options in ({}, {"revive": revive}):
         with pytest.raises(RolloutError, match="HTTP 503: down"):
-            make_generator(loop, engine, **players).generate(PROMPTS, 1, greedy=False, seed=0)
+            make_generator(loop, engine, **options).generate(PROMPTS, 1, greedy=False, seed=0)
 
 
 def test_the_idle_share_is_of_the_time_since_the_last_call(loop: EventLoop) -> None:
