@@ -252,7 +252,8 @@ class PackedCritic:
 def _for_critic(batch: StoredBatch) -> StoredBatch:
     """Return the batch with nothing but the fields that a critic reads."""
     none = {name: None for name in vars(batch) if name.endswith(("_T", "_TLK"))}
-    kept = {"values_T": batch.values_T, "returns_T": batch.returns_T}
+    names = ("loss_mask_T", "values_T", "returns_T")
+    kept = {name: getattr(batch, name) for name in names}
     return replace(batch, version=None, advantages_N=None, **{**none, **kept})
 
 

@@ -289,14 +289,14 @@ def test_the_critic_gets_what_it_reads_and_a_checkpoint_counts_with_both_parts(
         EchoRanks(), folder, packing=packing, temperature=1.0, checkpoint=checkpoint
     )
     batch = store_batch(make_batch((5, 3, 9, 2, 7, 4, 4)))[1]
-    batch = with_stored_weights(replace(batch, loss_mask_T=None), "token_mean", 8)
+    batch = with_stored_weights(batch, "token_mean", 8)
     assert critic.compute_values(batch) == VALUES
     batch = replace(
         batch, values_T=VALUES, returns_T=VALUES, old_logprobs_T=VALUES, version=WeightVersion(0)
     )
     assert critic.train_step(batch).num_tokens == sum(batch.lens_N)
     always = {"token_ids_T", "rollout_logprobs_T"}
-    assert ranks.read == always | {"values_T", "returns_T"}
+    assert ranks.read == always | {"loss_mask_T", "values_T", "returns_T"}
     for step in (1, 2):
         critic.save(step)
         assert folder.newest_checkpoint() == (folder.checkpoint(1) if step == 2 else None)
