@@ -11,8 +11,11 @@ from mcore_rl.types import Prompt, StoredSample
 class SamplingSession(Protocol):
     """Requests that share one bound; see rollout.pool_session.PoolSession."""
 
-    num_open: int
-    num_cut_off: int
+    @property
+    def num_open(self) -> int: ...
+
+    @property
+    def num_cut_off(self) -> int: ...
 
     @property
     def is_held(self) -> bool: ...

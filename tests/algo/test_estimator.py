@@ -93,7 +93,7 @@ def test_the_coefficient_of_a_kl_in_the_reward_is_steered_to_its_target() -> Non
     first = Advantages(AlgorithmConfig(kl=kl))
 
     def coef_after(advantages: Advantages, batch: TrainBatch) -> float:
-        advantages(Scores([1.0, 0.0]), samples, batch)
+        estimate(advantages, Scores([1.0, 0.0]), samples, batch)
         return advantages.state_dict()["kl_coef"]
 
     assert coef_after(first, batch) == pytest.approx(
@@ -158,7 +158,7 @@ def test_parts_of_the_reward_and_the_greedy_reward_reach_their_advantages() -> N
         batch.loss_mask_T
     ].tolist() == pytest.approx([0.7, -0.3])
     with pytest.raises(ValueError, match=r"algorithm.advantage=remax needs the rewards of greedy"):
-        remax(Scores([1.0, 0.0]), samples, batch)
+        estimate(remax, Scores([1.0, 0.0]), samples, batch)
     with pytest.raises(ValueError, match=r"algorithm.advantage=gdpo needs .* set reward.parts"):
         Advantages(AlgorithmConfig(advantage="gdpo"))
 

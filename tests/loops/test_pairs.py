@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from mcore_rl.algo.policy_loss import sft_loss
 from mcore_rl.config import RewardConfig
@@ -20,8 +21,10 @@ from tests.support.table_policy import TablePolicy, make_prompts, repeats_the_pr
 class Cut(TablePolicy):
     """Every response whose first token is 0 is cut off."""
 
-    def _sample(self, prompt: Prompt, *args: Any) -> Sample:
-        sample = super()._sample(prompt, *args)
+    def _sample(
+        self, prompt: Prompt, index: int, greedy: bool, generator: torch.Generator
+    ) -> Sample:
+        sample = super()._sample(prompt, index, greedy, generator)
         is_cut_off = sample.response_ids[0] == 0
         return replace(sample, finish_reason="length" if is_cut_off else "stop")
 

@@ -64,4 +64,5 @@ def roles_of(policy: TablePolicy, **roles: Any) -> Roles:
         "trainer": LocalTrainer(policy, policy.stores),
         "on_tokens": policy.stores.apply,
     }
-    return Roles(**fields | own | {"both": in_turn} | roles)
+    given: dict[str, Any] = {**fields, **own, "both": in_turn, **roles}
+    return Roles(**given)
