@@ -30,7 +30,7 @@ S = TypeVar("S")
 Batch = TypeVar("Batch", bound=TrainBatch | StoredBatch, contravariant=True)
 Values = TypeVar("Values", bound=Tensor | StoredColumn, covariant=True)
 State = Mapping[str, object]
-"""What a checkpoint keeps of a role, as JSON."""
+"""The part of a checkpoint that a role continues from, as JSON."""
 ReadSamples = Callable[[Sequence[StoredSample]], list[Sample]]
 """Brings samples here from their stores."""
 Reward = Callable[[Sequence[StoredSample]], Scores]

@@ -9,7 +9,7 @@ from mcore_rl.types import Prompt, StoredSample
 
 
 class SamplingSession(Protocol):
-    """Requests that share one bound; see rollout.pool_session.PoolSession."""
+    """Requests that share one bound; see rollout.collector_pool.PoolSession."""
 
     @property
     def num_open(self) -> int: ...

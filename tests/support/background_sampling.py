@@ -45,7 +45,7 @@ class Sampler:
         rollout = RolloutConfig(**{**sizes, "retries": 0, **options})
         drawing = SamplingOptions(rollout, rewards or RewardConfig(), with_greedy=with_greedy)
         self.engine = FakeSGLang(loop)
-        http = HttpOptions.of(rollout, [9], str)
+        http = HttpOptions.make(rollout, [9], str)
         self.prompts = ShuffledStream(PROMPTS, seed=0, shuffle=False)
         self.num_revived = 0
         self.can_revive = True

@@ -3,10 +3,8 @@
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from mcore_rl.rollout.session import RolloutSession
-
 from mcore_rl.batches.local_stores import LocalStores
-from mcore_rl.rollout.client import RolloutClient
+from mcore_rl.rollout.client import RolloutClient, RolloutSession
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.types import Prompt, StoredSample
 

@@ -13,7 +13,7 @@ from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.process.clock import replace_clock
-from mcore_rl.run.roles.canary import make_probe
+from mcore_rl.run.roles.parity_check import make_probe
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.prediction import make_checked
 from mcore_rl.tools.simulate.run import SimulatedRun, StepLog
