@@ -7,7 +7,7 @@ from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.process.versions import find_versions
 from mcore_rl.run.images import image_marks
-from mcore_rl.run.roles.parity_check import ParityCheck, Scorer
+from mcore_rl.run.roles.parity_check import ParityCheck, ProbeScorer
 from mcore_rl.run.roles.parity_tolerance import ParityTolerance
 from mcore_rl.run.startup import Started
 from mcore_rl.types import StoredBatch, TrainBatch
@@ -20,7 +20,7 @@ def make_parity_check(
     config: Config,
     policy: ModelFacts,
     started: Started,
-    scorer: Scorer,
+    scorer: ProbeScorer,
     keys: ServerKeys,
     fetch: Callable[[StoredBatch], TrainBatch],
     folder: RunFolder,

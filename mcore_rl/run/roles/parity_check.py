@@ -105,7 +105,7 @@ def make_probe(prompts: Iterable[Prompt], num_sequences: int) -> TrainBatch:
     )
 
 
-class Scorer(Protocol):
+class ProbeScorer(Protocol):
     """The part of a roles.TokenTrainer that the parity check needs."""
 
     def compute_logprobs(
@@ -118,7 +118,7 @@ class ParityCheck:
 
     def __init__(
         self,
-        trainer: Scorer,
+        trainer: ProbeScorer,
         config: ParityCheckConfig,
         tolerance: ParityTolerance,
         timeout_s: float,
