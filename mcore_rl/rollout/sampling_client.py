@@ -1,29 +1,26 @@
-"""The verbs of those who sample for the loop: all nodes' collectors."""
+"""The verbs of those who sample for the loop: a client of engines, or all nodes' collectors."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 from mcore_rl.rollout.request import Sampling
-from mcore_rl.types import Prompt, StoredSample
+from mcore_rl.types import Prompt
 
 
 class SamplingSession(Protocol):
-    """Requests that share one bound; see rollout.collector_pool.PoolSession."""
+    """Requests that share one bound; see rollout.client.RolloutSession."""
 
-    @property
-    def num_open(self) -> int: ...
-
-    @property
-    def num_cut_off(self) -> int: ...
+    num_open: int
+    num_cut_off: int
 
     @property
     def is_held(self) -> bool: ...
 
     async def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
-    ) -> list[StoredSample]:
-        """Return the samples of each prompt in the order of `prompts`."""
+    ) -> list[Any]:
+        """Return Samples, or StoredSamples, of each prompt in the order of `prompts`."""
         ...
 
     async def hold(self, *, cut_off: bool) -> None: ...
@@ -32,7 +29,7 @@ class SamplingSession(Protocol):
 
 
 class SamplingClient(Protocol):
-    """See rollout.collector_pool.CollectorPool."""
+    """See rollout.client.RolloutClient and rollout.collector_pool.CollectorPool."""
 
     @property
     def max_in_flight(self) -> int: ...
@@ -47,7 +44,7 @@ class SamplingClient(Protocol):
         """How often a collector was lost with what it kept; `is_lost` changes with this alone."""
         ...
 
-    def is_lost(self, sample: StoredSample) -> bool:
+    def is_lost(self, sample: Any) -> bool:
         """Return whether a sample is gone with the collector that kept it."""
         ...
 
@@ -55,10 +52,10 @@ class SamplingClient(Protocol):
 
     async def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
-    ) -> list[StoredSample]: ...
+    ) -> list[Any]: ...
 
     def open(
         self, max_in_flight: int = 0, on_done: Callable[[], None] = lambda: None
-    ) -> AbstractAsyncContextManager[SamplingSession]:
+    ) -> AbstractAsyncContextManager[Any]:
         """Open a SamplingSession for the length of the block."""
         ...

@@ -43,9 +43,8 @@ from mcore_rl.run.parts import (
     make_critic,
     make_generator,
     make_log,
-    make_stored_trainer,
     make_sync,
-    make_token_trainer,
+    pack,
     resume,
     sample_in_background,
     share_teacher,
@@ -88,11 +87,11 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
         connect_stores(started, processes)
         parts = {"prompts": prompts, "advantages": inputs.advantages}
         start_step = load_models(config, started, folder, parts, newest, needs.reference)
-        trainer = make_stored_trainer(config, inputs.policy, started.trainer, folder)
+        packed = pack(config, inputs.policy, started.trainer, folder, config.rollout.temperature)
         watched = processes.watched
-        made = started, trainer, processes, rollouts, folder
+        made = started, packed, processes, rollouts, folder
         weights = make_sync(config, inputs.policy, *made, start_step)
-        weights.sync_first(WeightVersion(start_step), inputs.parity_probe)
+        weights.sync(WeightVersion(start_step), inputs.parity_probe)
         log = make_log(config, folder, config.run.steps, start_step, rollouts.read)
         background_sampler = sample_in_background(
             config, start_step, prompts, rollouts, processes, weights, log.episodes
@@ -104,14 +103,14 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
                 generator=make_generator(config, rollouts, watched, log.episodes, weights.revive),
                 reward=SharingScorer(rollouts.reward, ("judge", "reward_model"), gpus),
                 advantages=StoredAdvantages(
-                    inputs.advantages, rollouts.apply, has_teacher=needs.teacher
+                    inputs.advantages, rollouts.on_tokens, has_teacher=needs.teacher
                 ),
-                trainer=SharingTrainer(trainer, gpus),
+                trainer=SharingTrainer(packed, gpus),
                 weights=weights,
                 log=log,
                 background=background,
                 teacher=share_teacher(rollouts, gpus),
-                on_tokens=rollouts.apply,
+                on_tokens=rollouts.on_tokens,
                 critic=make_critic(config, inputs.policy, started, folder),
                 both=in_turn if config.critic.colocated else run_both,
             )
@@ -135,7 +134,7 @@ def run_sft(config: Config) -> None:
         trainer = processes.start_trainer(options.optimizer, options.steps, sft_loss)
         trainer.wait_built()
         start_step = resume(trainer, config.checkpoint, {"prompts": batches}, newest)
-        packed = make_token_trainer(config, policy, trainer, folder)
+        packed = pack(config, policy, trainer, folder)
         log = make_log(config, folder, options.steps, start_step)
         with log, completing_saves(trainer):
             fine_tune(options, config.checkpoint, batches, packed, log, start_step)
@@ -165,7 +164,7 @@ def run_dpo(config: Config) -> None:
         if needs_reference(config.algorithm.preference):
             trainer.snapshot_reference()
         start_step = resume(trainer, config.checkpoint, {"pairs": stream}, newest)
-        packed = make_token_trainer(config, policy, trainer, folder)
+        packed = pack(config, policy, trainer, folder)
         log = make_log(config, folder, options.steps, start_step)
         with log, completing_saves(trainer):
             optimize_preferences(config, stream, batches, packed, log, start_step)
@@ -214,7 +213,7 @@ def run_eval(config: Config) -> None:
         rollouts = connect_rollouts(config, processes, processes.start_engines())
         with make_log(config, folder, None, 0, rollouts.read) as log:
             generator = make_generator(config, rollouts, processes.watched, log.episodes)
-            metrics, greedy = evaluate(
+            metrics, samples, scores = evaluate(
                 generator,
                 held_out,
                 rollouts.reward,
@@ -223,7 +222,7 @@ def run_eval(config: Config) -> None:
                 seed=config.run.seed,
             )
             log.log(0, metrics)
-            log.log_samples(0, greedy.samples, greedy.scores, split="eval")
+            log.log_samples(0, samples, scores, split="eval")
     print(folder.path)
 
 

@@ -17,7 +17,7 @@ Forks = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class ForkServers:
-    """The processes that those of a run are forked from, on one machine without CUDA."""
+    """Fork the processes of a run on one machine without CUDA from these."""
 
     workers: Forks
     engines: Forks

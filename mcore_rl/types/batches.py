@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 from torch import Tensor
 
 from mcore_rl.types.arrays import Array, WeightVersion
 from mcore_rl.types.images import Images
 
-T = TypeVar("T")
 SumsFrom = Literal["rows", "old", "current"]
 """Where a loss gets its sums over whole samples from (algo/sample_sums.py).
 
@@ -163,5 +162,8 @@ class StoredBatch:
     turn_T: StoredColumn | None = None
 
 
-TokenWork = Callable[[TrainBatch], tuple[TrainBatch, T]]
+AnyBatch = TrainBatch | StoredBatch
+
+
+TokenWork = Callable[[TrainBatch], tuple[TrainBatch, Any]]
 """Sets fields of a batch with its tokens, and returns something small beside it."""

@@ -1,15 +1,8 @@
-"""CollectorCommands to training ranks, and their reports."""
+"""Orders to training ranks, and their reports."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
-
-from torch import Tensor
-
-from mcore_rl.types.batches import StoredColumn
-
-Values = TypeVar("Values", bound=Tensor | StoredColumn, covariant=True)
-"""A field of a batch's tokens: the tensor itself, or the column that keeps it."""
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -27,13 +20,13 @@ class LogprobOptions:
 
 
 @dataclass(frozen=True)
-class TokenScores(Generic[Values]):
+class TokenScores:
     """Results of a forward pass, as fields of a batch: tensors, or columns of a StoredBatch."""
 
-    logprobs_T: Values
-    router_flips_T: Values | None = None
-    sum_squares_T: Values | None = None
-    routed_experts_TLK: Values | None = None
+    logprobs_T: Any
+    router_flips_T: Any = None
+    sum_squares_T: Any = None
+    routed_experts_TLK: Any = None
 
 
 @dataclass(frozen=True)

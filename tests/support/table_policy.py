@@ -1,6 +1,6 @@
 """A policy small enough to test a whole loop: a table of logits of the next token by the last.
 
-It is trainer, engine and weight sync in one process, with the product's own losses.
+It plays trainer, engine and weight sync in one process, with the product's own losses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.batches.local_stores import LocalStores
-from mcore_rl.loops.roles import Reward
+from mcore_rl.loops.roles import KeepsSamples
 from mcore_rl.types import (
     LogprobOptions,
     Prompt,
     Sample,
     StepStats,
-    StoredBatch,
-    StoredSample,
     TokenScores,
     TrainBatch,
     VersionSpan,
@@ -51,8 +48,8 @@ def repeats_the_prompt(samples: Sequence[Sample]) -> Scores:
 
 
 @dataclass
-class TablePolicy:
-    """Implements roles.TokenTrainer, roles.Generator and roles.WeightSync."""
+class TablePolicy(KeepsSamples):
+    """Plays roles.Trainer, roles.Generator and roles.WeightSync."""
 
     loss: Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
     learning_rate: float = 2.0
@@ -62,7 +59,6 @@ class TablePolicy:
     batches: list[TrainBatch] = field(default_factory=list)
     for_eval: list[bool] = field(default_factory=list)
     """The argument of each call of `generate`."""
-    stores: LocalStores = field(default_factory=LocalStores)
 
     def __post_init__(self) -> None:
         self.reference = self.weights.clone()
@@ -71,7 +67,7 @@ class TablePolicy:
 
     def compute_logprobs(
         self, batch: TrainBatch, options: LogprobOptions = LOGPROBS
-    ) -> TokenScores[Tensor]:
+    ) -> TokenScores:
         self.calls.append("reference" if options.reference else "logprobs")
         weights = self.reference if options.reference else self.weights
         with torch.no_grad():
@@ -105,7 +101,7 @@ class TablePolicy:
         self.calls.append("save")
         self.saved[step] = dict(state)
 
-    def sync(self, version: WeightVersion, probe: StoredBatch) -> Mapping[str, float]:
+    def sync(self, version: WeightVersion, probe: TrainBatch) -> Mapping[str, float]:
         self.calls.append("sync")
         self.served = self.weights.clone()
         self.version = version
@@ -119,25 +115,15 @@ class TablePolicy:
         greedy: bool,
         seed: int,
         for_eval: bool = False,
-    ) -> list[StoredSample]:
+    ) -> list[Sample]:
         self.calls.append("greedy" if greedy else "sample")
         self.for_eval.append(for_eval)
         generator = torch.Generator().manual_seed(seed)
-        return self.stores.keep(
+        return [
             self._sample(prompt, i, greedy, generator)
             for prompt in prompts
             for i in range(num_samples)
-        )
-
-    def reward_by(self, function: Callable[[Sequence[Sample]], Scores]) -> Reward:
-        """Return the reward that a function gives whole samples."""
-        return lambda samples: function(self.stores.samples(samples))
-
-    def note_lost(self, num_samples: int) -> None:
-        raise AssertionError("samples of this process cannot be lost")
-
-    def take_num_lost(self) -> int:
-        return 0
+        ]
 
     def idle_share(self) -> float:
         return 0.0
@@ -172,7 +158,7 @@ def _of_tokens(logprobs_TV: Tensor, batch: TrainBatch) -> Tensor:
 
 @dataclass
 class MemoryLog:
-    """Implements roles.Log."""
+    """Plays roles.Log."""
 
     rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     samples: list[tuple[int, str, int]] = field(default_factory=list)
@@ -181,7 +167,7 @@ class MemoryLog:
         self.rows.append((step, dict(metrics)))
 
     def log_samples(
-        self, step: int, samples: Sequence[StoredSample], scores: Scores, split: str = "train"
+        self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train"
     ) -> None:
         assert len(samples) == len(scores.rewards_N)
         self.samples.append((step, split, len(samples)))

@@ -21,7 +21,7 @@ from mcore_rl.types.scores import Scores
 
 
 class StoredAdvantages:
-    """Implements roles.AdvantageEstimator."""
+    """Plays roles.AdvantageEstimator for stored samples."""
 
     def __init__(
         self,

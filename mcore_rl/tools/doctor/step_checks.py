@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.policy_loss import make_policy_loss
-from mcore_rl.batches.local_stores import LocalStores
 from mcore_rl.config import (
     CheckpointConfig,
     Config,
@@ -32,7 +31,7 @@ from mcore_rl.config import (
     RunConfig,
 )
 from mcore_rl.device import device, has_cuda, has_transformer_engine, use_torch_modules_on_cuda
-from mcore_rl.loops.roles import TokenTrainer
+from mcore_rl.loops.roles import KeepsSamples
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.process_state import wait_killed
 from mcore_rl.tools.doctor.check import Check, Figures, Stage, expect, find_own_folder
@@ -43,8 +42,6 @@ from mcore_rl.types import (
     Prompt,
     Sample,
     StepStats,
-    StoredBatch,
-    StoredSample,
     TokenScores,
     TrainBatch,
     VersionSpan,
@@ -59,12 +56,11 @@ from mcore_rl.weights.hf.flops import ModelFlops
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-class StandInEngine:
+class StandInEngine(KeepsSamples):
     """The process of one engine; `close` ends it. Calls raise what its process raises."""
 
-    def __init__(self, folder: Path, dtype: str, timeout_s: float, stores: LocalStores) -> None:
-        """Build the model of `folder`'s config.json with random weights; `stores` keep samples."""
-        self._stores = stores
+    def __init__(self, folder: Path, dtype: str, timeout_s: float) -> None:
+        """Build the model of `folder`'s config.json with random weights."""
         context = get_context("spawn")
         self._timeout_s = timeout_s
         self._pipe, child = context.Pipe()
@@ -93,7 +89,7 @@ class StandInEngine:
         greedy: bool,
         seed: int,
         for_eval: bool = False,
-    ) -> list[StoredSample]:
+    ) -> list[Sample]:
         """Return `num_samples` responses to each prompt; implements roles.Generator."""
         assert not for_eval, "this policy is not evaluated"
         token_ids = [prompt.token_ids for prompt in prompts]
@@ -105,13 +101,7 @@ class StandInEngine:
                 span = VersionSpan(0, len(ids), self._version)
                 reason = "stop" if is_over else "length"
                 samples.append(Sample(prompt, index, ids, logprobs, reason, (span,), str(ids)))
-        return self._stores.keep(samples)
-
-    def note_lost(self, num_samples: int) -> None:
-        raise AssertionError(f"{num_samples} samples of this process are lost")
-
-    def take_num_lost(self) -> int:
-        return 0
+        return samples
 
     def idle_share(self) -> float:
         """Return 0: nobody looks how long this engine waits."""
@@ -282,17 +272,14 @@ class LocalRank:
 class StandInSync:
     """Sends the rank's weights to the stand-in engine; implements roles.WeightSync."""
 
-    def __init__(
-        self, rank: LoneRank, engine: StandInEngine, trainer: TokenTrainer, stores: LocalStores
-    ) -> None:
-        """Link both; `stores` have the samples of probes."""
+    def __init__(self, rank: LoneRank, engine: StandInEngine, trainer: Any) -> None:
+        """Link both."""
         from mcore_rl.weight_sync.link_store import LinkStore
         from mcore_rl.weight_sync.sender import WeightSender
         from mcore_rl.weight_sync.wire import Link
 
         self._engine = engine
         self._trainer = trainer
-        self._stores = stores
         self.gb_per_s = 0.0
         """Rate of the last sync."""
         self._sender = WeightSender(*rank.actor.weight_layout(), 0)
@@ -307,14 +294,8 @@ class StandInSync:
         for report in (self._sender.connect(self._link), engine.finish()):
             expect(report.error is None, f"{report.rank}: {report.error}")
 
-    def sync(self, version: WeightVersion, probe: StoredBatch) -> Mapping[str, float]:
+    def sync(self, version: WeightVersion, probe: TrainBatch) -> Mapping[str, float]:
         """Bring the engine to `version`; both must agree on the first sequences of `probe`."""
-        from mcore_rl.batches.stored_batch import select_stored
-
-        return self.sync_first(version, self._stores.assemble(select_stored(probe, range(2))))
-
-    def sync_first(self, version: WeightVersion, probe: TrainBatch) -> Mapping[str, float]:
-        """Do as `sync` before there are samples."""
         self._engine.begin("receive", self._link, version)
         sent = self._sender.send(version, ["engine"], TIMEOUT_S)["engine"]
         received = self._engine.finish()
@@ -353,7 +334,7 @@ class Rows:
             print(json.dumps({"step": step, **metrics}), file=file)
 
     def log_samples(
-        self, step: int, samples: Sequence[StoredSample], scores: Scores, split: str = "train"
+        self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train"
     ) -> None:
         """Drop the samples."""
 
@@ -400,9 +381,7 @@ def check_grpo() -> Figures:
     from mcore_rl.logs.run_folder import RunFolder
     from mcore_rl.loops.rl import train
     from mcore_rl.loops.roles import Roles
-    from mcore_rl.run.roles.advantages import StoredAdvantages
-    from mcore_rl.run.roles.local_trainer import LocalTrainer
-    from mcore_rl.run.roles.trainer import PackedTokenTrainer
+    from mcore_rl.run.roles.trainer import PackedTrainer
 
     if not has_transformer_engine():
         use_torch_modules_on_cuda()
@@ -411,8 +390,7 @@ def check_grpo() -> Figures:
     optimizer = OptimizerConfig(lr=LEARNING_RATE[has_cuda()])
     rank = LoneRank(folder / "model", qwen3_moe(), optimizer=optimizer)
     config = _config(rank)
-    stores = LocalStores()
-    trainer = PackedTokenTrainer(
+    trainer = PackedTrainer(
         LocalRank(rank, config),
         RunFolder(folder / "run"),
         packing=pack_as_a_run(config),
@@ -420,21 +398,18 @@ def check_grpo() -> Figures:
         checkpoint=config.checkpoint,
     )
     prompts = _prompts(qwen3_moe()["vocab_size"])
-    with closing(StandInEngine(folder / "model", config.model.dtype, TIMEOUT_S, stores)) as engine:
-        weights = StandInSync(rank, engine, trainer, stores)
-        first = weights.sync_first(WeightVersion(0), rank.batch)
+    with closing(StandInEngine(folder / "model", config.model.dtype, TIMEOUT_S)) as engine:
+        weights = StandInSync(rank, engine, trainer)
+        first = weights.sync(WeightVersion(0), rank.batch)
         roles = Roles(
             prompts=ShuffledStream(prompts, 0),
             held_out=[],
             generator=engine,
-            reward=lambda samples: count_even_tokens(stores.samples(samples)),
-            advantages=StoredAdvantages(
-                Advantages(config.algorithm), stores.apply, has_teacher=False
-            ),
-            trainer=LocalTrainer(trainer, stores),
+            reward=count_even_tokens,
+            advantages=Advantages(config.algorithm),
+            trainer=trainer,
             weights=weights,
             log=log,
-            on_tokens=stores.apply,
         )
         train(config, roles)
     return {**_figures(log, first), "sync_gb_per_s": round(weights.gb_per_s, 2)}
