@@ -46,7 +46,7 @@ def test_recipes_are_told_with_the_values_that_they_compose_to() -> None:
     for recipe in list_recipes():
         config = load_recipe(recipe, [])
         for name, value in read_settings(RECIPES_DIR / f"{recipe}.yaml").items():
-            if name not in COMPLETED:
+            if name not in COMPLETED and "${" not in str(value):
                 assert value_of(config, name) == value, f"{recipe}: {name}={value}"
     assert OPTIONS["algorithm.gae_lambda"].recipes["tiny_moe_ppo"] == "0.95"
     assert "tiny_moe_grpo" not in OPTIONS["critic.optimizer.lr"].recipes

@@ -1,5 +1,8 @@
 """A faulty transport harms the message that it is told to, and no other."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,8 +21,9 @@ class Kept:
 
 
 def test_one_bit_of_one_message_changes() -> None:
-    kept = Kept()
-    faulty = FaultyTransport(kept, Fault(rank=0, message=1, kind="corrupt"))  # type: ignore[arg-type]
+    kept: Any = Kept()
+    plan: Any = SimpleNamespace(buckets=[SimpleNamespace(peer=1)])
+    faulty = FaultyTransport(kept, plan, Fault(rank=0, message=1, kind="corrupt"))
     for _ in range(3):
         faulty.send(torch.zeros(8, dtype=torch.uint8), 1, "a bucket")
     assert [int(tensor_u8.sum()) for tensor_u8 in kept.sent] == [0, 1, 0]
