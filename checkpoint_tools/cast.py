@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.weights.hf.fp8 import count_blocks, quantize_into
+from mcore_rl.weights.hf.fp8 import count_blocks
+from mcore_rl.weights.hf.quantize import quantize_into
 
 
 def cast(data: memoryview, dtype: str, to: str) -> memoryview:

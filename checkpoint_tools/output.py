@@ -167,7 +167,7 @@ class Writer:
         return ByteSpan(start, assembly.num_bytes, crc32) if assembly.num_bytes else None
 
     def _write_unpacked(self, descriptor: int, packed: Packed, start: int) -> list[ByteSpan]:
-        from checkpoint_tools.packed import unpack_tensor  # imports torch
+        from checkpoint_tools.unpack import unpack_tensor  # imports torch
 
         at = start
         crc32 = 0

@@ -26,7 +26,8 @@ from mcore_rl.weight_sync.transports.host.one_pass import OnePass, Part, find_mo
 from mcore_rl.weight_sync.verify import ROW_WORDS, ROWS, XXH3, make_row_multipliers, make_sums
 from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weights.box import Shard
-from mcore_rl.weights.hf.fp8 import FP8, make_scale_box, quantize_into
+from mcore_rl.weights.hf.fp8 import FP8, make_scale_box
+from mcore_rl.weights.hf.quantize import quantize_into
 
 
 class GpuPass:

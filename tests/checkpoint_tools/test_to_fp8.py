@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from checkpoint_tools.rewrite import to_fp8
-from mcore_rl.weights.hf.fp8 import quantize_into
+from mcore_rl.weights.hf.quantize import quantize_into
 from tests.checkpoint_tools.conftest import MTP, write_source
 from tests.support.small_hf import LARGE, ONE_WORKER, read_all, write_hf, write_small_model
 

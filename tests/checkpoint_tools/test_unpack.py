@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from checkpoint_tools.packed import Packed, unpack_tensor
+from checkpoint_tools.packed import Packed
 from checkpoint_tools.reader import Reader
 from checkpoint_tools.stored import Chunk
+from checkpoint_tools.unpack import unpack_tensor
 
 
 def write_chunk(path: Path, tensor: Tensor) -> Chunk:

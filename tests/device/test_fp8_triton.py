@@ -9,7 +9,7 @@ from tests.support.triton_code import needs_triton, run_with_triton
 INTERPRET = """
 import torch
 from mcore_rl.device.fp8_kernel import quantize_blocks
-from mcore_rl.weights.hf.fp8 import _FP8_MAX, _MIN_AMAX, quantize_into
+from mcore_rl.weights.hf.quantize import _FP8_MAX, _MIN_AMAX, quantize_into
 
 torch.manual_seed(0)
 for shape in [(128, 128), (300, 129), (256, 384), (1, 1), (576, 200)]:

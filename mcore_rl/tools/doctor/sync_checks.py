@@ -30,7 +30,8 @@ from mcore_rl.weight_sync.buckets import plan_buckets
 from mcore_rl.weight_sync.placed_bucket import PlacedBucket, find_holdings
 from mcore_rl.weight_sync.wire import Report
 from mcore_rl.weights.box import Box, Shard
-from mcore_rl.weights.hf.fp8 import BLOCK, quantize_into
+from mcore_rl.weights.hf.fp8 import BLOCK
+from mcore_rl.weights.hf.quantize import quantize_into
 from mcore_rl.weights.plan.shared_region import Slice
 
 FRACTION_OF_COPY = 0.5

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-from mcore_rl.weights.hf.fp8 import quantize_into
+from mcore_rl.weights.hf.quantize import quantize_into
 from tests.support.fp8_oracle import dequantize, per_block_cast_to_fp8
 
 NAME = "model.layers.0.mlp.up_proj.weight"
