@@ -3,11 +3,10 @@
 `import mcore_rl` loads nothing; `import mcore_rl.api` loads torch, Megatron's names and Ray.
 """
 
-from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.logs import PhaseTimer
-from mcore_rl.loops.rl import run_evaluation, run_step, save_checkpoint
+from mcore_rl.loops.rl import make_step_options, run_evaluation, run_step, save_checkpoint
 from mcore_rl.loops.roles import Roles
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.loops.training import StepOptions
@@ -32,12 +31,3 @@ __all__ = [
     "sft",
     "train",
 ]
-
-
-def make_step_options(config: Config) -> tuple[SamplingOptions, StepOptions]:
-    """Return how `run_step` samples, and how it trains.
-
-    Raises ValueError naming the option if the recipe's algorithm is unknown.
-    """
-    needs = needs_of(config.algorithm)
-    return SamplingOptions.of(config, needs), StepOptions.of(config, needs)

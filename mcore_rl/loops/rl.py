@@ -24,9 +24,7 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
     """Run steps start_step + 1 .. run.steps; the engines must already serve the weights of
     `start_step`.
     """
-    needs = needs_of(config.algorithm)
-    options = StepOptions.of(config, needs)
-    drawing = SamplingOptions.of(config, needs)
+    drawing, options = make_step_options(config)
     if start_step == 0:
         run_evaluation(config, roles, step=0)
     for step in range(start_step + 1, config.run.steps + 1):
@@ -38,6 +36,15 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
         # Only after the step is logged: a resumed run drops all rows beyond its checkpoint.
         save = partial(save_checkpoint, roles, timer, step)
         save_if_due(step, config.checkpoint.every_steps, config.run.steps, save)
+
+
+def make_step_options(config: Config) -> tuple[SamplingOptions, StepOptions]:
+    """Return how `run_step` samples, and how it trains.
+
+    Raises ValueError naming the option if the recipe's algorithm is unknown.
+    """
+    needs = needs_of(config.algorithm)
+    return SamplingOptions.of(config, needs), StepOptions.of(config, needs)
 
 
 def run_step(
