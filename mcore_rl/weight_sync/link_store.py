@@ -361,7 +361,7 @@ class LinkStore:
         failure = self.failure()
         if failure is None and time.monotonic() < deadline_s:
             return
-        missing = set(self.client.missing([make_rank_key(topic, rank) for rank in ranks]))
+        missing = set(self.client.list_missing([make_rank_key(topic, rank) for rank in ranks]))
         late = [names[rank] for rank in ranks if make_rank_key(topic, rank) in missing]
         shown = ", ".join(late[:_MAX_NAMES])
         if len(late) > _MAX_NAMES:

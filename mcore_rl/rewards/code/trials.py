@@ -206,14 +206,14 @@ def _describe_failure(run: CaseRun, test: Mapping[str, Any], expected: Any) -> s
     is_call = "function" in test
     given = f"{test['function']}{tuple(unpack(test['arguments']))!r}" if is_call else test["stdin"]
     why = run.killed or (f"{run.error}\nexit status {run.status}" if run.status else "")
-    got = _shorten(run.result) if is_call else run.out
+    got = _show_value(run.result) if is_call else run.out
     lines = ["A test failed.", f"Input: {given:.{_SHOWN_LEN}}"]
     lines.append(f"Expected: {expected!s:.{_SHOWN_LEN}}")
     lines.append(f"Error: {why[-_SHOWN_LEN:]}" if why else f"Got: {got:.{_SHOWN_LEN}}")
     return "\n".join([*lines, "Write the whole program again."])
 
 
-def _shorten(result: str) -> str:
+def _show_value(result: str) -> str:
     try:
         return repr(unpack(json.loads(result)))
     except (ValueError, TypeError, RecursionError):

@@ -43,7 +43,7 @@ class Client(Protocol):
         """Return the values of `keys`, all of which are set."""
         ...
 
-    def missing(self, keys: Sequence[str]) -> list[str]: ...
+    def list_missing(self, keys: Sequence[str]) -> list[str]: ...
 
     def check(self, keys: Sequence[str]) -> bool: ...
 
@@ -73,7 +73,7 @@ class LocalClient:
         self.set = values.set
         self.get = values.get
         self.get_all = values.get_all
-        self.missing = values.missing
+        self.list_missing = values.list_missing
         self.check = values.check
         self.add = values.add
         self.compare_set = values.compare_set
@@ -119,7 +119,7 @@ class RemoteClient:
     def get_all(self, keys: Sequence[str]) -> list[bytes]:
         return self._ask(b"get_all", *_encode_keys(keys))
 
-    def missing(self, keys: Sequence[str]) -> list[str]:
+    def list_missing(self, keys: Sequence[str]) -> list[str]:
         return [key.decode() for key in self._ask(b"missing", *_encode_keys(keys))]
 
     def check(self, keys: Sequence[str]) -> bool:

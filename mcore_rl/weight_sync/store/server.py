@@ -72,14 +72,14 @@ class Values:
         with self._lock:
             return [self._values.pop(key) for key in keys]
 
-    def missing(self, keys: Iterable[str]) -> list[str]:
+    def list_missing(self, keys: Iterable[str]) -> list[str]:
         """Return those of `keys` that are not set."""
         with self._lock:
             return [key for key in keys if key not in self._values]
 
     def check(self, keys: Iterable[str]) -> bool:
         """Return whether all of `keys` are set."""
-        return not self.missing(keys)
+        return not self.list_missing(keys)
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number under `key`, at first 0; return the sum."""
@@ -263,7 +263,8 @@ class _Serving:
                 case [b"get_all", *keys]:
                     return values.get_all([key.decode() for key in keys])
                 case [b"missing", *keys]:
-                    return [key.encode() for key in values.missing([key.decode() for key in keys])]
+                    missing = values.list_missing(key.decode() for key in keys)
+                    return [key.encode() for key in missing]
                 case [b"fetch", seconds, key]:
                     await self._wait(float(seconds), [key.decode()])
                     value = values.get(key.decode())

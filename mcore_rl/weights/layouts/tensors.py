@@ -234,7 +234,7 @@ class StagedLayout(ABC):
         self._stage_of = stage_of
         self._experts_per_rank = experts_per_rank
         self._place = cache(self._make_placement)
-        self._place_stacked = cache(self._stacked_placement)
+        self._place_stacked = cache(self._find_stacked_placement)
         self._placements: dict[str, Placement] = {}
         """By HF name, of the tensors that were listed or asked for: a rank that links asks for each
         several times, and to take a name apart takes longer than all else that is done for it.
@@ -307,7 +307,7 @@ class StagedLayout(ABC):
                 placement = self._place(entry, self._stage_of[same_kind[0]], group)
                 yield entry, num_tensors * _count_elements(placement, rank)
 
-    def _stacked_placement(self, entry: Entry, stage: int) -> Placement:
+    def _find_stacked_placement(self, entry: Entry, stage: int) -> Placement:
         """Return the placement of a tensor that stacks all experts: the pieces of all groups."""
         groups = range(self._tensors.num_experts // self._experts_per_rank)
         return Placement(

@@ -69,7 +69,7 @@ def test_waits_end_with_the_last_key_or_in_time(make: Make) -> None:
     assert client.wait(["a", "b"], 30.0)
     assert 0.1 < time.monotonic() - began_s < 5.0
     assert client.wait([], 0.0) and not client.wait(["c"], 0.0)
-    assert client.missing(["c", "a", "d"]) == ["c", "d"]
+    assert client.list_missing(["c", "a", "d"]) == ["c", "d"]
     assert client.get_all(["b", "a"]) == [b"", b""]
     began_s = time.monotonic()
     assert not client.wait(["c"], 0.2)
