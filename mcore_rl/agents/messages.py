@@ -1,8 +1,7 @@
-"""The values that environments, programs and the recorder exchange, in OpenAI's chat format.
+"""Defines what environments, programs and the recorder exchange, in OpenAI's chat format.
 
-The normal form of messages, in which the recorder compares conversations.
-
-Shortens conversations before the policy answers.
+The recorder compares conversations in the normal form of their messages, and shortens them before
+the policy answers.
 """
 
 import hashlib

@@ -27,7 +27,7 @@ from mcore_rl.process.redaction import redact
 from mcore_rl.types import PromptImage, Sample, TurnRecord
 from mcore_rl.types.scores import Scores
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class PhaseTimer:
@@ -43,7 +43,7 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        logger.info("step %d: %s", self.step, phase)
+        _log.info("step %d: %s", self.step, phase)
         start = now_s()
         try:
             yield
@@ -98,7 +98,6 @@ def _shrink(data: bytes) -> bytes:
     return out.getvalue()
 
 
-_log = logging.getLogger(__name__)
 SAMPLES_PER_LOG = 64
 """Rows of samples.jsonl per call: all samples of a large run would outgrow its checkpoints."""
 FAILED_PER_LOG = 16

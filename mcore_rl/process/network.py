@@ -143,7 +143,7 @@ _reservations = _Reservations()
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 _EXCEPTIONS = ("no_proxy", "NO_PROXY")
 """Libraries read one or the other; most prefer the first."""
-_LOOPBACK_PROXIES = ("localhost", "127.0.0.1", "::1")
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -162,7 +162,7 @@ def bypass_proxies(environ: Mapping[str, str], hosts: Collection[str] = ()) -> d
     if not any(name.lower() in _PROXIES and value for name, value in environ.items()):
         return {}
     named = [host for name in _EXCEPTIONS for host in environ.get(name, "").split(",")]
-    hosts = [host.strip() for host in (*named, *_LOOPBACK_PROXIES, *_list_own_addresses(), *hosts)]
+    hosts = [host.strip() for host in (*named, *_LOOPBACK_NAMES, *_list_own_addresses(), *hosts)]
     return dict.fromkeys(_EXCEPTIONS, ",".join(dict.fromkeys(filter(None, hosts))))
 
 

@@ -1,6 +1,6 @@
 """Decides which engines get requests, from what watch and weight sync found out about them.
 
-Counts the requests of one engine that are in flight, and the seconds without any.
+For each engine it counts the requests that are in flight, and the seconds without any.
 """
 
 import logging

@@ -17,7 +17,7 @@ Forks = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class ForkServers:
-    """Fork the processes of a run on one machine without CUDA from these."""
+    """Starts the two processes from which a run on one machine without CUDA forks its others."""
 
     workers: Forks
     engines: Forks
@@ -44,10 +44,8 @@ def _run_recipe(
             if has_engines:
                 open_forks.enter_context(forks.engines())
         config = with_inputs(recipe, overrides, command)
-        with without_collector():
-            from mcore_rl.run.commands import (
-                COMMANDS,  # imports Ray, which --help need not wait for
-            )
+        with without_collector():  # Ray is imported here, which --help need not wait for
+            from mcore_rl.run.commands import COMMANDS
 
         from mcore_rl.run.debugging import for_debugger
 

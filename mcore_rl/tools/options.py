@@ -149,9 +149,7 @@ def _name_type(kind: Any) -> str:
         return " | ".join(map(_name_type, get_args(kind)))
     if get_origin(kind) is list:
         return f"list of {_name_type(get_args(kind)[0])}"
-    if get_origin(kind) is dict:
-        return "mapping"
-    if is_group(kind):
+    if get_origin(kind) is dict or is_group(kind):
         return "mapping"
     if kind is type(None):
         return "null"
