@@ -18,9 +18,11 @@ import torch
 from mcore_rl.agents.messages import Answer, EndReason
 from mcore_rl.agents.turn_tree import Cut, Fork, Turn, TurnTree, at_leaves, at_turns, rows_of
 from mcore_rl.algo.policy_loss import make_policy_loss
-from mcore_rl.batches.batch import make_train_batch, select_each, with_loss_weights
+from mcore_rl.batches.batch import select_each, with_loss_weights
 from mcore_rl.batches.episodes import sample_of_episode
+from mcore_rl.batches.local_stores import LocalStores
 from mcore_rl.batches.packing import plan_microbatches
+from mcore_rl.batches.stored_batch import make_stored_batch
 from mcore_rl.config import AlgorithmConfig, OptimizerConfig
 from mcore_rl.tools.doctor.lone_rank import LoneRank, qwen3_moe
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
@@ -68,7 +70,10 @@ def make_batch(args: argparse.Namespace, vocab_size: int, cut: Cut) -> TrainBatc
     generator = random.Random(0)
     prompt = Prompt(0, (1,), (), "benchmark", None)
     samples = [make_episode(args, generator, vocab_size, prompt, cut) for _ in range(args.episodes)]
-    batch = with_loss_weights(make_train_batch(samples), "sequence_mean", 1)
+    stores = LocalStores()
+    rows = stores.keep(samples)
+    batch = stores.assemble(make_stored_batch(rows))
+    batch = with_loss_weights(batch, "sequence_mean", 1)
     assert batch.sample_N is not None
     of_sample = torch.tensor([generator.uniform(-1, 1) for _ in samples])
     of_row = of_sample[torch.tensor(batch.sample_N)]

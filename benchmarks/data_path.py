@@ -24,8 +24,9 @@ from typing import Any
 import psutil
 
 from mcore_rl.algo.estimator import Advantages
-from mcore_rl.batches.batch import make_train_batch, select_each, with_loss_weights
+from mcore_rl.batches.local_stores import LocalStores
 from mcore_rl.batches.packing import plan_microbatches
+from mcore_rl.batches.stored_batch import in_parts, make_stored_batch, with_stored_weights
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import open_ray_session
@@ -38,7 +39,8 @@ from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.request import RoutedExpertsShape, Sampling
 from mcore_rl.rollout.transport import HttpOptions
-from mcore_rl.types import Prompt, WeightVersion
+from mcore_rl.types import Prompt, StoredBatch, StoredSample, WeightVersion
+from mcore_rl.types.scores import Scores
 from peak_memory import PeakMemory
 from wire_answers import answer_bytes, answering, last_answer_s
 
@@ -184,6 +186,15 @@ def options(args: argparse.Namespace) -> tuple[RolloutConfig, RoutedExpertsShape
     return RolloutConfig(max_concurrency=8, request_timeout_s=DEADLINE_S), shape
 
 
+def weighted_batch(
+    advantages: Advantages, scores: Scores, samples: Sequence[StoredSample], num_tokens: int
+) -> StoredBatch:
+    """Return the batch of samples with advantages and loss weights."""
+    batch = make_stored_batch(samples, WeightVersion(0))
+    advantages_N = advantages.compute_from_samples(scores, samples).numpy()
+    return with_stored_weights(replace(batch, advantages_N=advantages_N), "token_mean", num_tokens)
+
+
 def by_controller(
     args: argparse.Namespace,
     engines: Sequence[EngineAddress],
@@ -197,17 +208,17 @@ def by_controller(
     client = RolloutClient(engines, rollout, HttpOptions.make(rollout, [1], decode, shape).open)
     scorer = Scorer(reward_config(), args.tokens)
     advantages = Advantages(AlgorithmConfig())
+    stores = LocalStores()
 
     def step(num_prompts: int, num_samples: int, num_tokens: int) -> Taken:
         received = num_prompts * num_samples * answer_bytes(engines[0], PROMPT_LEN, num_tokens)
         sampling = Sampling(num_tokens, routed_experts=shape is not None)
         samples = loop.run(client.generate(make_prompts(num_prompts), num_samples, sampling))
         scores = scorer(samples)
-        batch = make_train_batch(samples, WeightVersion(0))
-        batch, _ = advantages(scores, samples, batch)
-        batch = with_loss_weights(batch, "token_mean", num_tokens)
+        rows = stores.keep(samples)
+        batch = weighted_batch(advantages, scores, rows, num_tokens)
         plan = plan_microbatches(batch.lens_N, args.dp, 2 * (PROMPT_LEN + num_tokens))
-        per_dp = [select_each(batch, parts) for parts in plan]
+        per_dp = [stores.assemble_parts(in_parts(batch, parts)) for parts in plan]
         answers = sinks.dispatch("take", per_dp, deadline_s=DEADLINE_S)
         return Taken(min(ready_s for ready_s, _ in answers), per_dp, received)
 
@@ -223,7 +234,6 @@ def by_stores(
     logs: Path,
 ) -> Callable[..., Taken]:
     """Return a step in which this process sees a row per sample."""
-    from mcore_rl.batches.stored_batch import in_parts, make_stored_batch
     from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
     from mcore_rl.rollout.collector_pool import CollectorPool
     from mcore_rl.workers.collector_worker import CollectorSpec
@@ -250,11 +260,7 @@ def by_stores(
         sampling = Sampling(num_tokens, routed_experts=shape is not None)
         samples = loop.run(pool.generate(make_prompts(num_prompts), num_samples, sampling))
         scores = loop.run(collectors.score(samples))
-        batch = make_stored_batch(samples, WeightVersion(0))
-        advantages_N = advantages.compute_from_samples(scores, samples).numpy()
-        batch = with_loss_weights(
-            replace(batch, advantages_N=advantages_N), "token_mean", num_tokens
-        )
+        batch = weighted_batch(advantages, scores, samples, num_tokens)
         plan = plan_microbatches(batch.lens_N, args.dp, 2 * (PROMPT_LEN + num_tokens))
         per_dp = [in_parts(batch, parts) for parts in plan]
         answers = sinks.dispatch("take", per_dp, deadline_s=DEADLINE_S)

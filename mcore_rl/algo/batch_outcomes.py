@@ -15,7 +15,7 @@ from mcore_rl.algo.kl import KL_ESTIMATORS
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.sequences import order_trained_tokens
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig
-from mcore_rl.types import CUT_OFF, AnySample, TrainBatch
+from mcore_rl.types import CUT_OFF, StoredSample, TrainBatch
 from mcore_rl.types.scores import Scores
 
 
@@ -32,7 +32,7 @@ class SampleShapes:
     is_cut_off_N: Tensor
 
     @staticmethod
-    def from_samples(samples: Sequence[AnySample]) -> "SampleShapes":
+    def from_samples(samples: Sequence[StoredSample]) -> "SampleShapes":
         return SampleShapes(
             torch.tensor([sample.prompt.index for sample in samples], dtype=torch.int64),
             torch.tensor([sample.response_len for sample in samples], dtype=torch.int64),
@@ -58,16 +58,14 @@ def outcomes_of_scores(
     )
 
 
-def with_tokens(
-    outcomes: Outcomes, scores: Scores, batch: TrainBatch, config: AlgorithmConfig
-) -> Outcomes:
+def with_tokens(outcomes: Outcomes, batch: TrainBatch, config: AlgorithmConfig) -> Outcomes:
     """Add the fields of tokens that the batch has, but for rewards and last values."""
     return replace(
         outcomes,
         energy_R=_energy(batch, config.correction),
         logprobs_R=_take_trained(batch, old_policy(batch, config)),
         ref_logprobs_R=_take_trained(batch, batch.ref_logprobs_T),
-        teacher_logprobs_R=_take_trained(batch, _teacher_logprobs(scores, batch)),
+        teacher_logprobs_R=_take_trained(batch, batch.teacher_logprobs_T),
         values_R=_take_trained(batch, batch.values_T),
     )
 
@@ -150,15 +148,6 @@ def place_at_tokens(batch: TrainBatch, values_R: Tensor, config: AlgorithmConfig
             f" for {num_trained} response tokens: expected one number per token"
         )
     return values_R.new_zeros(len(batch.loss_mask_T)).index_copy_(0, trained_R, values_R)
-
-
-def _teacher_logprobs(scores: Scores, batch: TrainBatch) -> Tensor | None:
-    """Return the teacher's log-probs by token, from the scores if they have them."""
-    if not scores.teacher_N:
-        return batch.teacher_logprobs_T
-    mask_T = batch.loss_mask_T
-    teacher_R = torch.tensor([value for row in scores.teacher_N for value in row])
-    return torch.zeros(len(mask_T)).masked_scatter_(mask_T, teacher_R)
 
 
 def _take_trained(batch: TrainBatch, values_T: Tensor | None) -> Tensor | None:

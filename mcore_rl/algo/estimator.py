@@ -28,7 +28,7 @@ from mcore_rl.algo.registry import Sees, advantages
 from mcore_rl.algo.user_file import UserFile
 from mcore_rl.algo.values import estimate_gae, explained_variance
 from mcore_rl.config import AlgorithmConfig, KLConfig
-from mcore_rl.types import AnySample, TrainBatch
+from mcore_rl.types import StoredSample, TrainBatch
 from mcore_rl.types.scores import ENVIRONMENT, Scores
 
 SUMMED = ("token_rewards_R", "logprobs_R", "ref_logprobs_R")
@@ -104,26 +104,6 @@ class Advantages:
         options = (self._config, self._part_weights, self._return_lambda)
         return _restore, (user_file_of(self._config), self._kl_coef, *options)
 
-    def __call__(
-        self, scores: Scores, samples: Sequence[AnySample], batch: TrainBatch
-    ) -> tuple[TrainBatch, dict[str, float]]:
-        """Return (the batch with advantages_T and, if it has values, returns_T; metrics).
-
-        `batch` was made of `samples`, in their order. Advantages and returns are 0 off its loss
-        mask.
-        """
-        shapes = SampleShapes.from_samples(samples)
-        batch, sums = self.compute_from_tokens(batch, shapes, scores)
-        metrics = self.summarize(scores, samples, sums)
-        if self.sees == "samples":
-            advantages_N = self.compute_from_samples(scores, samples, sums)
-            advantages_R = advantages_N.repeat_interleave(shapes.lens_N)
-            batch = replace(batch, advantages_T=place_at_tokens(batch, advantages_R, self._config))
-        elif self.are_normalized:
-            batch, _ = self.normalize(batch, sums)
-        self.steer(metrics, len(samples))
-        return batch, metrics
-
     @property
     def sees(self) -> Sees:
         """Return what the advantage must see at once."""
@@ -157,7 +137,7 @@ class Advantages:
         `compute_from_samples`.
         """
         outcomes = outcomes_of_scores(scores, shapes, self._config, self._part_weights)
-        outcomes = with_tokens(outcomes, scores, batch, self._config)
+        outcomes = with_tokens(outcomes, batch, self._config)
         moments: dict[str, Moments] = {}
         if self._has_kl_in_reward:
             kl_R = kl_of_tokens(batch, self._config)
@@ -184,7 +164,7 @@ class Advantages:
         return replace(batch, advantages_T=normal_T), PartSums()
 
     def compute_from_samples(
-        self, scores: Scores, samples: Sequence[AnySample], sums: PartSums = NO_SUMS
+        self, scores: Scores, samples: Sequence[StoredSample], sums: PartSums = NO_SUMS
     ) -> Tensor:
         """Return float32 [N], the advantage of each sample at all of its tokens."""
         advantages_N = self._function(self._without_tokens(scores, samples, sums), self._config)
@@ -197,7 +177,7 @@ class Advantages:
         return advantages_N.float()
 
     def summarize(
-        self, scores: Scores, samples: Sequence[AnySample], sums: PartSums
+        self, scores: Scores, samples: Sequence[StoredSample], sums: PartSums
     ) -> dict[str, float]:
         """Return the metrics of a step from the sums of its tokens."""
         metrics: dict[str, float] = {}
@@ -235,7 +215,7 @@ class Advantages:
         return self.sees == "samples" or self._needs.pairs
 
     def _without_tokens(
-        self, scores: Scores, samples: Sequence[AnySample], sums: PartSums
+        self, scores: Scores, samples: Sequence[StoredSample], sums: PartSums
     ) -> Outcomes:
         shapes = SampleShapes.from_samples(samples)
         outcomes = outcomes_of_scores(scores, shapes, self._config, self._part_weights)

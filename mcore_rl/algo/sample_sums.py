@@ -23,13 +23,15 @@ from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.registry import losses
 from mcore_rl.algo.sequences import SequenceSum, sums_at
 from mcore_rl.config import AlgorithmConfig
-from mcore_rl.types import AnyBatch, StoredBatch, SumsFrom
+from mcore_rl.types import StoredBatch, SumsFrom, TrainBatch
 
 LossOfPart = tuple[Callable[[SequenceSum], object], Tensor]
 """(runs the loss of a micro-batch with these sums, sample_T: the sample of each of its tokens)."""
 
 
-def choose_sums(config: AlgorithmConfig, batch: AnyBatch, *, is_first: bool) -> SumsFrom:
+def choose_sums(
+    config: AlgorithmConfig, batch: TrainBatch | StoredBatch, *, is_first: bool
+) -> SumsFrom:
     """Return where the loss of an optimizer step on `batch` gets its sums over samples from.
 
     is_first   the weights are still those of the old log-probs
@@ -45,15 +47,12 @@ def choose_sums(config: AlgorithmConfig, batch: AnyBatch, *, is_first: bool) -> 
     return "old" if batch.old_logprobs_T is not None and old_suffice else "current"
 
 
-def with_sums(config: AlgorithmConfig, batch: AnyBatch, *, is_first: bool) -> AnyBatch:
+def with_sums(config: AlgorithmConfig, batch: StoredBatch, *, is_first: bool) -> StoredBatch:
     """Return the batch with `choose_sums`; its samples are then numbered if these are added up."""
     sums_from = choose_sums(config, batch, is_first=is_first)
     if sums_from == "rows" or batch.sample_N is not None:
         return replace(batch, sums_from=sums_from)
-    numbers = np.arange(len(batch.lens_N))
-    if isinstance(batch, StoredBatch):
-        return replace(batch, sums_from=sums_from, sample_N=numbers)
-    return replace(batch, sums_from=sums_from, sample_N=tuple(numbers.tolist()))
+    return replace(batch, sums_from=sums_from, sample_N=np.arange(len(batch.lens_N)))
 
 
 @torch.no_grad()

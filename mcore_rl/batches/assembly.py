@@ -6,10 +6,10 @@ StoredBatch: sequences 3 0 1 2 of stores 0 1 0 1
   -> TrainBatch:                3 3 3 0 0 1 2 2 2
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,18 @@ from mcore_rl.batches.batch import make_filler, select_each, tokens_of
 from mcore_rl.batches.episodes import TOKEN_IDS
 from mcore_rl.batches.kept_rows import ROUTED_EXPERTS, STALE, ReadRequest
 from mcore_rl.batches.sample_store import ROLLOUT_LOGPROBS
-from mcore_rl.types import Array, OwnExperts, StoredBatch, StoredColumn, TokenWork, TrainBatch
+from mcore_rl.types import (
+    Array,
+    LogprobOptions,
+    OwnExperts,
+    StoredBatch,
+    StoredColumn,
+    TokenScores,
+    TokenWork,
+    TrainBatch,
+)
+
+T = TypeVar("T")
 
 ReadStores = Callable[[Mapping[int, ReadRequest]], Mapping[int, Mapping[str, Array]]]
 """Requests by store -> the columns by store and name."""
@@ -87,8 +98,8 @@ def assemble_parts(
 
 
 def apply_to_stored(
-    function: TokenWork, batch: StoredBatch, read: ReadStores, write: WriteStores
-) -> tuple[dict[str, StoredColumn], Any]:
+    function: TokenWork[T], batch: StoredBatch, read: ReadStores, write: WriteStores
+) -> tuple[dict[str, StoredColumn], T]:
     """Call a function on a batch without its routed experts; bring what it sets to the stores.
 
     Returns the columns of the fields that it sets, and what it returns beside the batch.
@@ -102,6 +113,42 @@ def apply_to_stored(
     }
     scatter(batch, {column_of(name): value for name, value in changed.items()}, write)
     return {name: StoredColumn(column_of(name)) for name in changed}, returned
+
+
+def name_columns(
+    scores: Sequence[TokenScores[Tensor]], options: LogprobOptions
+) -> dict[str, list[Tensor]]:
+    """Return the values of each micro-batch by the column that keeps them.
+
+    Of a reference, only log-probs are kept: what its routers chose says nothing about the policy.
+    """
+    if options.reference:
+        return {"ref_logprobs": [score.logprobs_T for score in scores]}
+    columns = {
+        "old_logprobs": [score.logprobs_T for score in scores],
+        "router_flips": [score.router_flips_T for score in scores],
+        "sum_squares": [score.sum_squares_T for score in scores],
+        "routed_experts": [score.routed_experts_TLK for score in scores],
+    }
+    return {
+        name: cast(list[Tensor], values)
+        for name, values in columns.items()
+        if values[0] is not None
+    }
+
+
+def refer_to_columns(columns: Collection[str]) -> TokenScores[StoredColumn]:
+    """Return the scores as references to their columns."""
+
+    def column(name: str) -> StoredColumn | None:
+        return StoredColumn(name) if name in columns else None
+
+    return TokenScores(
+        StoredColumn("ref_logprobs" if "ref_logprobs" in columns else "old_logprobs"),
+        router_flips_T=column("router_flips"),
+        sum_squares_T=column("sum_squares"),
+        routed_experts_TLK=column("routed_experts"),
+    )
 
 
 def _of_parts(batch: StoredBatch, choose: OwnTokens) -> tuple[list[Tensor], Tensor]:

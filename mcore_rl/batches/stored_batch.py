@@ -13,7 +13,7 @@ import torch
 from mcore_rl.algo.aggregation import sequence_weights
 from mcore_rl.batches.shared_prefixes import MIN_SHARED, Sharing, parents_first
 from mcore_rl.process.lost_samples import SamplesLost
-from mcore_rl.types import Array, StoredBatch, StoredColumn, StoredSample, WeightVersion
+from mcore_rl.types import CUT_OFF, Array, StoredBatch, StoredColumn, StoredSample, WeightVersion
 
 ROUTED_EXPERTS = StoredColumn("routed_experts")
 OF_EPISODES = {
@@ -38,7 +38,14 @@ _BY_SEQUENCE = (
 def make_stored_batch(
     samples: Sequence[StoredSample], version: WeightVersion | None = None
 ) -> StoredBatch:
-    """Return the batch of the samples that have a response; see data.batch.make_train_batch."""
+    """Lay prompt and response of each sample, or the rows of each episode, end to end.
+
+    Responses are trained on. Samples without a response token are left out. Raises ValueError if
+    no sample has one.
+
+    version   weights that are trained; tokens sampled from other weights are marked stale. None: no
+              marks
+    """
     present = [sample for sample in samples if sample.response_len]
     if not present:
         raise ValueError(f"all {len(samples)} samples are empty: no token to train on")
@@ -110,8 +117,18 @@ def in_parts(batch: StoredBatch, parts: Sequence[Sequence[int]]) -> StoredBatch:
     return replace(select_stored(batch, indices or [0]), parts=tuple(map(len, parts)))
 
 
+def without_truncated(batch: StoredBatch, samples: Sequence[StoredSample]) -> StoredBatch:
+    """Leave cut-off responses and episodes of the batch made of `samples` out of the loss.
+
+    DAPO, arXiv:2503.14476, section 3.4.
+    """
+    ended = [sample.finish_reason not in CUT_OFF for sample in samples if sample.response_len]
+    is_whole_N = by_sequence(batch, np.array(ended, np.bool_))
+    return replace(batch, is_trained_N=batch.is_trained_N & is_whole_N)
+
+
 def with_stored_weights(batch: StoredBatch, aggregation: str, max_response_len: int) -> StoredBatch:
-    """Set the batch's loss weights as one optimizer step; see data.batch.with_loss_weights."""
+    """Set the batch's loss weights as one optimizer step; see batch.with_loss_weights."""
     trained_N = torch.from_numpy(trained_lens(batch))
     sample_N = None if batch.sample_N is None else torch.from_numpy(batch.sample_N)
     weights_N = sequence_weights(aggregation, trained_N, max_response_len, sample_N)

@@ -4,13 +4,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
-from mcore_rl.batches.episodes import metrics_of
-from mcore_rl.types import CUT_OFF, AnySample, Sample, StepStats, StoredSample
+from mcore_rl.types import CUT_OFF, StepStats, StoredSample
 from mcore_rl.types.scores import Scores
 
 
 def summarize_samples(
-    samples: Sequence[AnySample], scores: Scores, seconds: float, role_part: str = ""
+    samples: Sequence[StoredSample], scores: Scores, seconds: float, role_part: str = ""
 ) -> dict[str, float]:
     """Return rewards, lengths (tokens) and generation speed of one rollout that took `seconds`.
 
@@ -37,9 +36,9 @@ def summarize_samples(
     }
 
 
-def summarize_episodes(samples: Sequence[AnySample]) -> dict[str, float]:
+def summarize_episodes(samples: Sequence[StoredSample]) -> dict[str, float]:
     """Return means of the episodes' numbers, and the share of each reason why they ended."""
-    numbers = [s.metrics if isinstance(s, StoredSample) else _numbers(s) for s in samples]
+    numbers = [sample.metrics for sample in samples]
     if not any(numbers):
         return {}
     names = sorted({name for of_sample in numbers for name in of_sample})
@@ -47,10 +46,6 @@ def summarize_episodes(samples: Sequence[AnySample]) -> dict[str, float]:
     ends = Counter(sample.finish_reason for sample in samples)
     shares = {f"episodes/end/{end}": count / len(samples) for end, count in ends.items()}
     return means | shares
-
-
-def _numbers(sample: Sample) -> dict[str, float]:
-    return {} if sample.episode is None else metrics_of(sample.episode)
 
 
 def summarize_steps(stats: Sequence[StepStats]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mcore_rl.batches.step_parts import home_of
 from mcore_rl.cluster.answers import RankDiedError, RankError
@@ -27,6 +27,7 @@ from mcore_rl.types.scores import Scores, join_scores
 from mcore_rl.workers.collector_worker import CollectorSpec, CollectorWorker
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 THREADS = 64
 """Calls that a collector answers at once; a long poll and each read take one."""
 NODE_LOSS_SHOWS_S = 30.0
@@ -154,8 +155,8 @@ class CollectorGroup:
         return [found[i] for i in order]
 
     async def apply(
-        self, works: Sequence[tuple[TokenWork, StoredBatch]]
-    ) -> list[tuple[StoredBatch, Any]]:
+        self, works: Sequence[tuple[TokenWork[T], StoredBatch]]
+    ) -> list[tuple[StoredBatch, T]]:
         """Return the batches with the fields that their functions set, and the functions' results.
 
         Each function is called where most tokens of its batch are. A collector calls one function
@@ -166,7 +167,7 @@ class CollectorGroup:
             places.setdefault(home_of(batch), []).append(place)
         parts = {store: ([works[i] for i in own],) for store, own in places.items()}
         answers = await self._call_stores("apply", parts)
-        made: dict[int, tuple[StoredBatch, Any]] = {}
+        made: dict[int, tuple[StoredBatch, T]] = {}
         for own, answer in zip(places.values(), answers, strict=True):
             for i, (columns, returned) in zip(own, answer, strict=True):
                 made[i] = (replace(works[i][1], **columns), returned)

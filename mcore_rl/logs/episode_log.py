@@ -15,7 +15,7 @@ from typing import Any
 from mcore_rl.logs.rows import RowFile, iter_rows_backward
 from mcore_rl.process.errors import describe_error, shorten
 from mcore_rl.process.redaction import redact
-from mcore_rl.types import AnySample, Prompt
+from mcore_rl.types import Prompt, StoredSample
 
 ABORTED = "aborted"
 DROPPED_STALE = "dropped_stale"
@@ -133,7 +133,7 @@ class EpisodeLog:
             self._file.write({"step": self.step, "group": group, **fields})
 
 
-def list_reasons(samples: Sequence[AnySample]) -> list[str]:
+def list_reasons(samples: Sequence[StoredSample]) -> list[str]:
     return [sample.finish_reason for sample in samples]
 
 

@@ -24,7 +24,7 @@ from mcore_rl.process.disk import report_full_disk
 from mcore_rl.process.errors import shorten
 from mcore_rl.process.lost_samples import SamplesLost, find_kept
 from mcore_rl.process.redaction import redact
-from mcore_rl.types import PromptImage, Sample, TurnRecord
+from mcore_rl.types import PromptImage, Sample, StoredSample, TurnRecord
 from mcore_rl.types.scores import Scores
 
 _log = logging.getLogger(__name__)
@@ -127,13 +127,13 @@ class MetricsLogger:
         wandb_project: str | None = None,
         mlflow_uri: str | None = None,
         config: Mapping[str, Any] | None = None,
-        read: Callable[[Sequence[Any]], list[Sample]] = list,
+        read: Callable[[Sequence[StoredSample]], list[Sample]] | None = None,
         with_episodes: bool = False,
         rotate_bytes: int = 0,
     ) -> None:
         """Open the files and the trackers.
 
-        read            fetches the logged samples from the stores
+        read            fetches the logged samples from the stores; None: no samples are logged
         with_episodes   also write episodes.jsonl
         rotate_bytes    size at which a file of rows becomes a segment (RowFile); 0: never
         """
@@ -170,7 +170,7 @@ class MetricsLogger:
             self._console.show(step, metrics)
 
     def log_samples(
-        self, step: int, samples: Sequence[Any], scores: Scores, split: str = "train"
+        self, step: int, samples: Sequence[StoredSample], scores: Scores, split: str = "train"
     ) -> None:
         """Write the first SAMPLES_PER_LOG samples, and FAILED_PER_LOG others whose reward failed.
 
@@ -202,9 +202,10 @@ class MetricsLogger:
         return {"images": paths} if paths else {}
 
     def _fetch_samples(
-        self, rows: Sequence[tuple[Any, float, str]]
+        self, rows: Sequence[tuple[StoredSample, float, str]]
     ) -> list[tuple[Sample, float, str]]:
         """Return (sample, reward, error) of the samples that are not lost."""
+        assert self._read is not None, "nobody brings the samples here"
         while True:
             samples = [row[0] for row in rows]
             try:

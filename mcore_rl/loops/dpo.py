@@ -23,7 +23,7 @@ from mcore_rl.algo.preferences import (
 from mcore_rl.batches.summary import summarize_steps
 from mcore_rl.config import Config, PreferenceConfig
 from mcore_rl.logs import PhaseTimer
-from mcore_rl.loops.roles import BatchStream, Log, Trainer
+from mcore_rl.loops.roles import BatchStream, Log, TokenTrainer
 from mcore_rl.loops.saving import is_due, save_if_due
 from mcore_rl.types import LogprobOptions, TrainBatch
 
@@ -32,7 +32,7 @@ def optimize_preferences(
     config: Config,
     pairs: BatchStream,
     held_out: Sequence[TrainBatch],
-    trainer: Trainer,
+    trainer: TokenTrainer,
     log: Log,
     start_step: int = 0,
 ) -> None:
@@ -57,7 +57,7 @@ def optimize_preferences(
 
 
 def evaluate_pairs(
-    held_out: Sequence[TrainBatch], trainer: Trainer, options: PreferenceConfig
+    held_out: Sequence[TrainBatch], trainer: TokenTrainer, options: PreferenceConfig
 ) -> dict[str, float]:
     """Return the means of the preference metrics over all pairs of the batches, as
     eval/preference/*.
@@ -68,7 +68,7 @@ def evaluate_pairs(
 
 
 def with_pair_gradient(
-    batch: TrainBatch, trainer: Trainer, options: PreferenceConfig
+    batch: TrainBatch, trainer: TokenTrainer, options: PreferenceConfig
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Return (the batch with each token's weight as its advantage, metrics).
 

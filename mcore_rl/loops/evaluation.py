@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
 from mcore_rl.algo.pass_at_k import pass_at_k
 from mcore_rl.config import EvalConfig, RewardConfig
+from mcore_rl.loops.outcomes import Rollout
 from mcore_rl.loops.resampling import sample_and_score
 from mcore_rl.loops.reward_failures import RewardFailures
 from mcore_rl.loops.roles import Generator, Reward
@@ -83,8 +83,8 @@ def evaluate(
     rewards: RewardConfig,
     *,
     seed: int,
-) -> tuple[dict[str, float], list[Any], Scores]:
-    """Return metrics over `prompts`, with the greedy samples and their scores; no metrics without
+) -> tuple[dict[str, float], Rollout]:
+    """Return metrics over `prompts`, and the greedy samples with their scores; no metrics without
     prompts.
 
     eval/greedy_accuracy   share of the greedy samples that are right
@@ -98,20 +98,21 @@ def evaluate(
     rewards   how rewards are made, for what counts as right and how many may fail
     """
     if not prompts:
-        return {}, [], Scores([])
+        return {}, Rollout([], Scores([]))
     correctness = Correctness.of(config, rewards)
     failures = RewardFailures()
 
-    def draw(num_samples: int, greedy: bool) -> tuple[list[Any], Scores]:
-        samples, scores = sample_and_score(
+    def draw(num_samples: int, greedy: bool) -> Rollout:
+        drawn = sample_and_score(
             generator, reward, prompts, num_samples, greedy=greedy, seed=seed, for_eval=True
         )
-        failures.note(scores)
+        failures.note(drawn.scores)
         failures.check(rewards, "evaluation")
         # Penalties are for training: theirs is the length of a training response.
-        return samples, scores.without_penalties()
+        return replace(drawn, scores=drawn.scores.without_penalties())
 
-    greedy, scores = draw(1, greedy=True)
+    greedy = draw(1, greedy=True)
+    scores = greedy.scores
     known = [right for right in correctness.are_correct(scores) if right is not None]
     metrics = {"eval/prompts": float(len(prompts))}
     if known:
@@ -119,11 +120,11 @@ def evaluate(
     if outcomes := scores.outcomes():
         metrics["eval/greedy_reward"] = fmean(outcomes)
     if config.num_samples:
-        _, sampled = draw(config.num_samples, greedy=False)
-        right_N = correctness.are_correct(sampled)
+        sampled = draw(config.num_samples, greedy=False)
+        right_N = correctness.are_correct(sampled.scores)
         metrics |= pass_metrics(right_N, config.num_samples, config.pass_k)
     metrics["eval/reward_errors"] = float(failures.num_failed)
-    return metrics, greedy, scores
+    return metrics, greedy
 
 
 def pass_metrics(

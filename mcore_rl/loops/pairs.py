@@ -26,28 +26,27 @@ def sample_pairs(
     pairs_per_prompt: int,
     seed: int,
     rewards: RewardConfig,
-    read: ReadSamples = list,
+    read: ReadSamples,
 ) -> list[dict[str, Any]]:
     """Return rows of a preference file, from `num_samples` samples of each prompt.
 
     rewards   how many of them may fail
-    read      brings the samples here, if the generator's lie in stores
+    read      brings the samples here from their stores
 
     Responses that were cut off or whose reward failed are left out, as are prompts whose responses
     all have the same reward.
 
     Raises RewardFailureError if more rewards failed than the recipe bears.
     """
-    samples, scores = sample_and_score(
-        generator, reward, prompts, num_samples, greedy=False, seed=seed
-    )
+    drawn = sample_and_score(generator, reward, prompts, num_samples, greedy=False, seed=seed)
+    scores = drawn.scores
     failures = RewardFailures()
     failures.note(scores)
     failures.check(rewards, "pairs")
-    errors = scores.errors or [""] * len(samples)
+    errors = scores.errors or [""] * len(drawn.samples)
     scored = [
         (sample, value)
-        for sample, value, error in zip(read(samples), scores.rewards_N, errors, strict=True)
+        for sample, value, error in zip(read(drawn.samples), scores.rewards_N, errors, strict=True)
         if sample.finish_reason == "stop" and not error
     ]
     rows = []

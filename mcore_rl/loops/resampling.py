@@ -2,12 +2,11 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
-from mcore_rl.loops.roles import Generator, Reward, Samples
+from mcore_rl.loops.outcomes import Rollout
+from mcore_rl.loops.roles import Generator, Reward
 from mcore_rl.process.lost_samples import SamplesLost, find_kept
-from mcore_rl.types import Prompt
-from mcore_rl.types.scores import Scores
+from mcore_rl.types import Prompt, StoredSample
 
 _log = logging.getLogger(__name__)
 
@@ -21,8 +20,8 @@ def sample_and_score(
     greedy: bool,
     seed: int,
     for_eval: bool = False,
-) -> tuple[list[Any], Scores]:
-    """Return `num_samples` samples of each prompt, in the order of `prompts`, and their scores."""
+) -> Rollout:
+    """Return `num_samples` samples of each prompt, in the order of `prompts`, with their scores."""
     samples = generator.generate(prompts, num_samples, greedy=greedy, seed=seed, for_eval=for_eval)
     return score(generator, reward, prompts, samples, greedy=greedy, seed=seed, for_eval=for_eval)
 
@@ -31,13 +30,13 @@ def score(
     generator: Generator,
     reward: Reward,
     prompts: Sequence[Prompt],
-    samples: Samples,
+    samples: Sequence[StoredSample],
     *,
     greedy: bool,
     seed: int,
     for_eval: bool = False,
-) -> tuple[list[Any], Scores]:
-    """Return the samples of `prompts` and their scores, with lost samples drawn again.
+) -> Rollout:
+    """Return the samples of `prompts` with their scores; samples that are lost are drawn again.
 
     They are drawn with the seed of the first time: engines that sample by seeds return the same.
     """
@@ -45,7 +44,7 @@ def score(
     num_samples = len(samples) // len(prompts)
     while True:
         try:
-            return samples, reward(samples)
+            return Rollout(samples, reward(samples))
         except SamplesLost as lost:
             kept = set(find_kept(samples[::num_samples], lost))
             missing = [i for i in range(len(prompts)) if i not in kept]

@@ -1,23 +1,32 @@
-"""The training loop: prompts -> rollout -> rewards -> advantages -> batch -> Megatron steps ->
-weight sync.
+"""The training loop: prompts -> rollout -> rewards -> batch -> log-probs -> advantages -> Megatron
+steps -> weight sync.
 
 Its roles are Protocols; the loop does not know whether Ray actors on many nodes or plain objects
-play them.
+implement them.
 """
 
+from collections.abc import Mapping
 from functools import partial
 
 from mcore_rl.algo.diagnostics import check_drift
 from mcore_rl.algo.lookup import needs_of
+from mcore_rl.batches.stored_batch import make_stored_batch
 from mcore_rl.batches.summary import summarize_samples
 from mcore_rl.config import Config
 from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.evaluation import evaluate
+from mcore_rl.loops.outcomes import Rollout, leave_out_lost, with_outcome
 from mcore_rl.loops.roles import Roles
-from mcore_rl.loops.sampling import WAITING, SamplingOptions, sample_step, sync_weights
+from mcore_rl.loops.sampling import WAITING, SamplingOptions, draw_rollout, sync_weights
 from mcore_rl.loops.saving import is_due, save_if_due
-from mcore_rl.loops.training import StepOptions, prepare_batch, train_policy_and_critic
-from mcore_rl.types import WeightVersion
+from mcore_rl.loops.training import (
+    StepOptions,
+    add_logprobs_and_values,
+    ask_teacher,
+    mask_overlong,
+    train_policy_and_critic,
+)
+from mcore_rl.types import StoredBatch, WeightVersion
 
 
 def train(config: Config, roles: Roles, start_step: int = 0) -> None:
@@ -52,28 +61,40 @@ def run_step(
 ) -> dict[str, float]:
     """Sample, train and sync once; return metrics of samples and training.
 
-    Samples without an outcome are logged, and not trained on.
-
-    The stores forget the step's samples when this returns, as nothing refers to them any more.
+    Samples without an outcome are logged, and not trained on. The stores forget the step's samples
+    when this returns, as nothing refers to them any more.
     """
     step = timer.step
-    drawn, of_drawn, sampling = sample_step(drawing, roles, timer, seed)
-    samples, scores, batch, estimated = prepare_batch(options, roles, timer, drawn, of_drawn)
+    drawn = draw_rollout(drawing, roles, timer, seed)
+
+    def prepare(rollout: Rollout) -> tuple[StoredBatch, Mapping[str, float]]:
+        """Return the batch to train on, and metrics; called again if samples are lost meanwhile."""
+        ask_teacher(roles, timer, rollout.samples)
+        with timer("logprobs"):
+            batch = make_stored_batch(rollout.samples, WeightVersion(step - 1))
+            batch = add_logprobs_and_values(options, roles, batch)
+            batch, estimated = roles.advantages(rollout.scores, rollout.samples, batch)
+        batch = mask_overlong(options, batch, rollout.samples)
+        return batch, estimated
+
+    wanted = with_outcome(drawn)
+    kept, (batch, estimated) = leave_out_lost(prepare, wanted)
     with timer("train"):
         trained = train_policy_and_critic(options, roles, batch, step)
     synced = sync_weights(roles, timer, WeightVersion(step), batch)
     seconds = timer.seconds["rollout"]
-    metrics = summarize_samples(samples, scores, seconds, drawing.role_part) | trained
-    waited = timer.metrics(waiting=WAITING)
-    roles.log.log(step, {**metrics, **sampling, **estimated, **synced, **waited})
-    roles.log.log_samples(step, drawn, of_drawn)
-    return metrics
+    sampled = summarize_samples(kept.samples, kept.scores, seconds, drawing.role_part)
+    lost = {"batch/lost": float(len(wanted.samples) - len(kept.samples))}
+    of_stages = {**sampled, **trained, **drawn.metrics, **estimated, **lost, **synced}
+    roles.log.log(step, {**of_stages, **timer.metrics(waiting=WAITING)})
+    roles.log.log_samples(step, drawn.samples, drawn.scores)
+    return sampled | trained
 
 
 def run_evaluation(config: Config, roles: Roles, step: int) -> None:
     """Log metrics and greedy samples of the held-out prompts, drawn from the weights of `step`."""
     with PhaseTimer(step)("evaluation"):
-        metrics, samples, scores = evaluate(
+        metrics, greedy = evaluate(
             roles.generator,
             roles.held_out,
             roles.reward,
@@ -81,12 +102,12 @@ def run_evaluation(config: Config, roles: Roles, step: int) -> None:
             config.reward,
             seed=config.run.seed,
         )
-    versions = {span.version for sample in samples for span in sample.versions}
+    versions = {span.version for sample in greedy.samples for span in sample.versions}
     assert versions <= {step}, (
         f"evaluation of version {step} was drawn from weights {sorted(versions)}"
     )
     roles.log.log(step, metrics)
-    roles.log.log_samples(step, samples, scores, split="eval")
+    roles.log.log_samples(step, greedy.samples, greedy.scores, split="eval")
 
 
 def save_checkpoint(roles: Roles, timer: PhaseTimer, step: int) -> None:

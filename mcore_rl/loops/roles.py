@@ -1,14 +1,23 @@
-"""The roles of the training loop as Protocols; run/commands.py decides which objects play them."""
+"""The roles of the loops as Protocols; run/commands.py decides which objects implement them.
+
+The loop of reinforcement learning works on StoredSamples and StoredBatches, whose tokens lie in
+sample stores. Those of supervised fine-tuning and preferences work on TrainBatches, with tokens.
+"""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
+
+from torch import Tensor
 
 from mcore_rl.types import (
     LogprobOptions,
     Prompt,
     Sample,
     StepStats,
+    StoredBatch,
+    StoredColumn,
+    StoredSample,
     TokenScores,
     TokenWork,
     TrainBatch,
@@ -18,18 +27,24 @@ from mcore_rl.types.scores import Scores
 
 T = TypeVar("T")
 S = TypeVar("S")
-Watched = Callable[[Awaitable[T]], T]
-"""Runs a coroutine while ranks and engines are watched; raises as soon as one of them is lost."""
-Batch = Any
-"""A TrainBatch, or a StoredBatch where samples lie in stores; the roles of a run agree on it."""
-Samples = Sequence[Any]
-"""Samples, or StoredSamples where samples lie in stores."""
-ReadSamples = Callable[[Samples], list[Sample]]
-"""Brings samples here, from their stores if they lie in some."""
-Reward = Callable[[Samples], Scores]
+Batch = TypeVar("Batch", bound=TrainBatch | StoredBatch, contravariant=True)
+Values = TypeVar("Values", bound=Tensor | StoredColumn, covariant=True)
+State = Mapping[str, object]
+"""The part of a checkpoint that a role continues from, as JSON."""
+ReadSamples = Callable[[Sequence[StoredSample]], list[Sample]]
+"""Brings samples here from their stores."""
+Reward = Callable[[Sequence[StoredSample]], Scores]
 """Returns one reward per sample, in order."""
-ScoreLater = Callable[[Samples], Awaitable[Scores]]
+ScoreLater = Callable[[Sequence[StoredSample]], Awaitable[Scores]]
 """A Reward that an event loop awaits."""
+AskTeacher = Callable[[Sequence[StoredSample]], None]
+"""Has the stores of samples keep another model's log-probs of their tokens."""
+
+
+class Watched(Protocol):
+    """Runs a coroutine while ranks and engines are watched; raises as soon as one is lost."""
+
+    def __call__(self, work: Awaitable[T], /) -> T: ...
 
 
 class Generator(Protocol):
@@ -41,7 +56,7 @@ class Generator(Protocol):
         greedy: bool,
         seed: int,
         for_eval: bool = False,
-    ) -> list[Any]:
+    ) -> list[StoredSample]:
         """Return `num_samples` samples of each prompt, in the order of the prompts.
 
         for_eval   draw them by the options of evaluations, where these differ from training's
@@ -64,20 +79,10 @@ class Generator(Protocol):
         ...
 
 
-class KeepsSamples:
-    """The part of a Generator whose samples are never lost, as this process holds them."""
-
-    def note_lost(self, num_samples: int) -> None:
-        raise AssertionError("samples of this process cannot be lost")
-
-    def take_num_lost(self) -> int:
-        return 0
-
-
 class Background(Protocol):
     """Draws samples while the trainer trains."""
 
-    def take(self, version: WeightVersion) -> tuple[list[Any], Scores, dict[str, float]]:
+    def take(self, version: WeightVersion) -> tuple[list[StoredSample], Scores, dict[str, float]]:
         """Return whole groups of samples for weights `version` to train on, scores and metrics."""
         ...
 
@@ -98,7 +103,7 @@ class BatchStream(Protocol):
         """Return sequences with the loss mask on their answers and loss weights set."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> State: ...
 
 
 class PromptStream(Protocol):
@@ -108,26 +113,26 @@ class PromptStream(Protocol):
         """Learn the scores of the samples of `prompts`: as many for each, in their order."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> State: ...
 
 
 class AdvantageEstimator(Protocol):
     def __call__(
-        self, scores: Scores, samples: Samples, batch: Batch, /
-    ) -> tuple[Batch, Mapping[str, float]]:
+        self, scores: Scores, samples: Sequence[StoredSample], batch: StoredBatch, /
+    ) -> tuple[StoredBatch, Mapping[str, float]]:
         """Return (`batch` with advantages and, for a critic, returns; metrics).
 
         `batch` was made of `samples`.
         """
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> State: ...
 
 
-class Trainer(Protocol):
+class Trainer(Protocol[Batch, Values]):
     def compute_logprobs(
         self, batch: Batch, options: LogprobOptions = LogprobOptions()
-    ) -> TokenScores:
+    ) -> TokenScores[Values]:
         """Return token-aligned log-probs.
 
         Router flips are added if the batch has the engine's experts.
@@ -136,15 +141,21 @@ class Trainer(Protocol):
 
     def train_step(self, batch: Batch) -> StepStats: ...
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None: ...
+    def save(self, step: int, state: State) -> None: ...
+
+
+TokenTrainer = Trainer[TrainBatch, Tensor]
+"""Trains on batches that have their tokens: supervised fine-tuning and preferences."""
+StoredTrainer = Trainer[StoredBatch, StoredColumn]
+"""Trains on batches whose tokens lie in stores: reinforcement learning."""
 
 
 class Critic(Protocol):
-    def compute_values(self, batch: Batch) -> Any:
-        """Return values_T (see TrainBatch), a Column for a StoredBatch."""
+    def compute_values(self, batch: StoredBatch) -> StoredColumn:
+        """Return values_T (see TrainBatch)."""
         ...
 
-    def train_step(self, batch: Batch) -> StepStats: ...
+    def train_step(self, batch: StoredBatch) -> StepStats: ...
 
     def save(self, step: int) -> None:
         """Save the critic's part of the checkpoint of `step`.
@@ -159,10 +170,10 @@ class BothAtOnce(Protocol):
 
 
 class WeightSync(Protocol):
-    def sync(self, version: WeightVersion, probe: Batch) -> Mapping[str, float]:
+    def sync(self, version: WeightVersion, probe: StoredBatch) -> Mapping[str, float]:
         """Bring every engine to `version`, compare them with the trainer, and return metrics.
 
-        Engines and trainer score the sequences of `probe`.
+        Engines and trainer score some sequences of `probe`.
         """
         ...
 
@@ -171,17 +182,19 @@ class Log(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def log_samples(
-        self, step: int, samples: Samples, scores: Scores, split: str = "train"
+        self, step: int, samples: Sequence[StoredSample], scores: Scores, split: str = "train"
     ) -> None: ...
 
 
-OnTokens = Callable[[Sequence[tuple[TokenWork, Batch]]], list[tuple[Batch, Any]]]
-"""Calls each function on its batch; returns batches with the fields that are set, and the rest."""
+class OnTokens(Protocol):
+    """Calls each function on its batch where the batch's tokens are.
 
+    Returns the batches with the fields that the functions set, and what else they return.
+    """
 
-def on_tokens_here(works: Sequence[tuple[TokenWork, Batch]]) -> list[tuple[Batch, Any]]:
-    """Call the functions in this process; the batches must be TrainBatches."""
-    return [function(batch) for function, batch in works]
+    def __call__(
+        self, works: Sequence[tuple[TokenWork[T], StoredBatch]], /
+    ) -> list[tuple[StoredBatch, T]]: ...
 
 
 def in_turn(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
@@ -191,11 +204,10 @@ def in_turn(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
 
 @dataclass(frozen=True)
 class Roles:
-    """The objects that play the roles of one run.
+    """The objects that implement the roles of one run.
 
     background   draws samples while the trainer trains; None if each step draws its own
-    teacher      returns another model's log-probs of the response tokens of samples; of none, if
-                 the samples' stores keep them
+    teacher      None if the recipe has no teacher
     on_tokens    computes fields of batches where their tokens are
     both         runs trainer and critic: in turn, or at the same time if each has its own GPUs
     """
@@ -205,11 +217,11 @@ class Roles:
     generator: Generator
     reward: Reward
     advantages: AdvantageEstimator
-    trainer: Trainer
+    trainer: StoredTrainer
     weights: WeightSync
     log: Log
+    on_tokens: OnTokens
     background: Background | None = None
-    teacher: Callable[[Samples], list[tuple[float, ...]]] | None = None
+    teacher: AskTeacher | None = None
     critic: Critic | None = None
-    on_tokens: OnTokens = on_tokens_here
     both: BothAtOnce = in_turn

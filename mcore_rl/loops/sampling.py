@@ -3,17 +3,17 @@
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from mcore_rl.algo.registry import Needs
 from mcore_rl.config import Config, RewardConfig, RolloutConfig
 from mcore_rl.logs import PhaseTimer
+from mcore_rl.loops.outcomes import Rollout
 from mcore_rl.loops.resampling import score
 from mcore_rl.loops.reward_failures import RewardFailures
-from mcore_rl.loops.roles import Batch, Roles, Samples
+from mcore_rl.loops.roles import Roles
 from mcore_rl.rollout.staleness import measure_staleness
-from mcore_rl.types import Prompt, WeightVersion
+from mcore_rl.types import Prompt, StoredBatch, StoredSample, WeightVersion
 from mcore_rl.types.scores import Scores, join_scores
 
 _log = logging.getLogger(__name__)
@@ -48,28 +48,27 @@ class SamplingOptions:
         return groups_with_signal(scores, self.rollout.samples_per_prompt, self.role_part)
 
 
-def sample_step(
-    options: SamplingOptions, roles: Roles, timer: PhaseTimer, seed: int
-) -> tuple[list[Any], Scores, dict[str, float]]:
-    """Return (samples, scores, metrics) for the step to train on.
+def draw_rollout(options: SamplingOptions, roles: Roles, timer: PhaseTimer, seed: int) -> Rollout:
+    """Return samples for the step to train on, drawn now or in the background, with their scores.
 
     Raises RewardFailureError if more rewards failed than the recipe bears.
     """
     version = WeightVersion(timer.step - 1)
     rollout = options.rollout
     if roles.background is None:
-        samples, scores, metrics = sample_now(options, roles, timer, seed)
+        drawn = sample_now(options, roles, timer, seed)
     else:
         with timer("rollout"):
-            samples, scores, metrics = roles.background.take(version)
+            drawn = Rollout(*roles.background.take(version))
     bound = None if rollout.stale == "correct" else rollout.staleness_bound
-    metrics |= measure_staleness(samples, version, bound)
+    metrics = {**drawn.metrics, **measure_staleness(drawn.samples, version, bound)}
     metrics["rollout/lost"] = metrics.get("rollout/lost", 0.0) + roles.generator.take_num_lost()
-    return samples, scores, {**metrics, "idle/engines": roles.generator.idle_share()}
+    metrics["idle/engines"] = roles.generator.idle_share()
+    return replace(drawn, metrics=metrics)
 
 
 def sync_weights(
-    roles: Roles, timer: PhaseTimer, version: WeightVersion, probe: Batch
+    roles: Roles, timer: PhaseTimer, version: WeightVersion, probe: StoredBatch
 ) -> dict[str, float]:
     """Bring the trainer's weights to the engines; background sampling pauses and continues with
     them.
@@ -89,19 +88,19 @@ def sync_weights(
 class Rounds:
     """Samples that the rounds of dynamic sampling have drawn and kept so far."""
 
-    kept: list[Any] = field(default_factory=list)
+    kept: list[StoredSample] = field(default_factory=list)
     kept_scores: Scores = field(default_factory=lambda: Scores([]))
     num_rounds: int = 0
     num_sampled: int = 0
     rewards: list[float] = field(default_factory=list)
 
-    def add(self, samples: Samples, scores: Scores, kept: Sequence[int]) -> None:
+    def add(self, drawn: Rollout, kept: Sequence[int]) -> None:
         """Count a round and keep its samples at the indices `kept`."""
         self.num_rounds += 1
-        self.num_sampled += len(samples)
-        self.rewards += scores.outcomes()
-        self.kept += [samples[i] for i in kept]
-        self.kept_scores = join_scores([self.kept_scores, scores.select(kept)])
+        self.num_sampled += len(drawn.samples)
+        self.rewards += drawn.scores.outcomes()
+        self.kept += [drawn.samples[i] for i in kept]
+        self.kept_scores = join_scores([self.kept_scores, drawn.scores.select(kept)])
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -112,9 +111,7 @@ class Rounds:
         }
 
 
-def sample_now(
-    options: SamplingOptions, roles: Roles, timer: PhaseTimer, seed: int
-) -> tuple[list[Any], Scores, dict[str, float]]:
+def sample_now(options: SamplingOptions, roles: Roles, timer: PhaseTimer, seed: int) -> Rollout:
     """Sample from the engines' present weights; with dynamic sampling in as many rounds as it
     takes.
 
@@ -126,21 +123,21 @@ def sample_now(
     failures = RewardFailures()
     where = f"step {timer.step}"
     if not rollout.dynamic_sampling:
-        samples, scores = _sample_round(rollout.prompts_per_step, options, roles, timer, seed)
-        failures.note(scores)
+        drawn = _sample_round(rollout.prompts_per_step, options, roles, timer, seed)
+        failures.note(drawn.scores)
         failures.check(options.reward, where)
-        return samples, scores, failures.metrics()
+        return replace(drawn, metrics=failures.metrics())
     rounds = Rounds()
     missing = rollout.prompts_per_step
     group_size = rollout.samples_per_prompt
     while True:
         num_prompts = math.ceil(missing * rollout.oversampling)
         round_seed = seed + rounds.num_rounds * ROUND_SEEDS
-        samples, scores = _sample_round(num_prompts, options, roles, timer, round_seed)
-        failures.note(scores)
+        drawn = _sample_round(num_prompts, options, roles, timer, round_seed)
+        failures.note(drawn.scores)
         failures.check(options.reward, where)
-        kept = options.groups_with_signal(scores)[: missing * group_size]
-        rounds.add(samples, scores, kept)
+        kept = options.groups_with_signal(drawn.scores)[: missing * group_size]
+        rounds.add(drawn, kept)
         missing = rollout.prompts_per_step - len(rounds.kept) // group_size
         if not missing or rounds.num_rounds == rollout.max_rounds:
             break
@@ -151,13 +148,13 @@ def sample_now(
             rounds.num_rounds,
         )
     if rounds.kept:
-        samples, scores = rounds.kept, rounds.kept_scores
-    return samples, scores, rounds.metrics() | failures.metrics()
+        drawn = Rollout(rounds.kept, rounds.kept_scores)
+    return replace(drawn, metrics=rounds.metrics() | failures.metrics())
 
 
 def _sample_round(
     num_prompts: int, options: SamplingOptions, roles: Roles, timer: PhaseTimer, seed: int
-) -> tuple[list[Any], Scores]:
+) -> Rollout:
     """Sample and score responses to the next prompts."""
     group_size = options.rollout.samples_per_prompt
     with timer("rollout"):
@@ -165,11 +162,12 @@ def _sample_round(
         samples = roles.generator.generate(prompts, group_size, greedy=False, seed=seed)
     with timer("reward"):
         generator, reward = roles.generator, roles.reward
-        samples, scores = score(generator, reward, prompts, samples, greedy=False, seed=seed)
-    roles.prompts.note_scores(prompts, scores)
-    if options.with_greedy:
-        scores = scores.with_baselines(_greedy_scores(prompts, roles, timer, seed))
-    return samples, scores
+        drawn = score(generator, reward, prompts, samples, greedy=False, seed=seed)
+    roles.prompts.note_scores(prompts, drawn.scores)
+    if not options.with_greedy:
+        return drawn
+    greedy = _greedy_scores(prompts, roles, timer, seed)
+    return replace(drawn, scores=drawn.scores.with_baselines(greedy))
 
 
 def _greedy_scores(prompts: Sequence[Prompt], roles: Roles, timer: PhaseTimer, seed: int) -> Scores:
@@ -178,8 +176,7 @@ def _greedy_scores(prompts: Sequence[Prompt], roles: Roles, timer: PhaseTimer, s
         greedy = roles.generator.generate(prompts, 1, greedy=True, seed=seed)
     with timer("reward"):
         generator, reward = roles.generator, roles.reward
-        _, scored = score(generator, reward, prompts, greedy, greedy=True, seed=seed)
-    return scored
+        return score(generator, reward, prompts, greedy, greedy=True, seed=seed).scores
 
 
 def groups_with_signal(scores: Scores, group_size: int, role_part: str = "") -> list[int]:

@@ -5,7 +5,7 @@ from functools import partial
 from mcore_rl.batches.summary import summarize_steps
 from mcore_rl.config import CheckpointConfig, SftConfig
 from mcore_rl.logs import PhaseTimer
-from mcore_rl.loops.roles import BatchStream, Log, Trainer
+from mcore_rl.loops.roles import BatchStream, Log, TokenTrainer
 from mcore_rl.loops.saving import save_if_due
 
 
@@ -13,7 +13,7 @@ def fine_tune(
     sft: SftConfig,
     checkpoint: CheckpointConfig,
     batches: BatchStream,
-    trainer: Trainer,
+    trainer: TokenTrainer,
     log: Log,
     start_step: int = 0,
 ) -> None:

@@ -1,30 +1,26 @@
 """Adds log-probs and values to a batch, and takes the optimizer steps of policy and critic."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from mcore_rl.algo.covariance import with_held_back
 from mcore_rl.algo.registry import Needs
 from mcore_rl.algo.sample_sums import with_sums
-from mcore_rl.batches.batch import (
-    make_batch,
-    plan_mini_batches,
-    rows_of_samples,
-    select,
-    with_loss_weights,
+from mcore_rl.batches.batch import plan_mini_batches, rows_of_samples
+from mcore_rl.batches.stored_batch import (
+    select_stored,
+    with_stored_weights,
+    without_lost,
     without_truncated,
 )
-from mcore_rl.batches.stored_batch import without_lost
 from mcore_rl.batches.summary import summarize_critic, summarize_steps
 from mcore_rl.config import AlgorithmConfig, Config, CriticConfig, TrainConfig
 from mcore_rl.logs import PhaseTimer
-from mcore_rl.loops.outcomes import with_outcome
-from mcore_rl.loops.roles import Batch, Critic, OnTokens, Roles, Samples, Trainer
-from mcore_rl.process.lost_samples import SamplesLost, find_kept
-from mcore_rl.types import LogprobOptions, StepStats, WeightVersion
-from mcore_rl.types.scores import Scores
+from mcore_rl.loops.roles import Critic, OnTokens, Roles, StoredTrainer
+from mcore_rl.process.lost_samples import SamplesLost
+from mcore_rl.types import LogprobOptions, StepStats, StoredBatch, StoredSample
 
 _log = logging.getLogger(__name__)
 
@@ -63,48 +59,36 @@ class StepOptions:
         )
 
 
-def prepare_batch(
-    options: StepOptions, roles: Roles, timer: PhaseTimer, samples: Samples, scores: Scores
-) -> tuple[Samples, Scores, Batch, dict[str, float]]:
-    """Return (samples, scores, the batch to train on, metrics).
-
-    Samples that are lost with their collector meanwhile are left out; engines may have given up
-    the weights that drew them. Raises SamplesLost if none is left.
-    """
-    samples, scores = with_outcome(samples, scores)
-    num_samples = len(samples)
-    while True:
-        try:
-            if roles.teacher is not None:
-                with timer("teacher"):
-                    scores = replace(scores, teacher_N=roles.teacher(samples))
-            with timer("logprobs"):
-                batch = make_batch(samples, WeightVersion(timer.step - 1))
-                batch = add_logprobs_and_values(options, roles, batch)
-                batch, metrics = roles.advantages(scores, samples, batch)
-        except SamplesLost as lost:
-            samples, scores = _left(samples, scores, lost)
-        else:
-            break
-    if options.algorithm.filter_overlong:
-        batch = without_truncated(batch, samples)
-    return samples, scores, batch, {**metrics, "batch/lost": float(num_samples - len(samples))}
+def ask_teacher(roles: Roles, timer: PhaseTimer, samples: Sequence[StoredSample]) -> None:
+    """Have the stores keep a teacher's log-probs of the samples, if the recipe has a teacher."""
+    if roles.teacher is not None:
+        with timer("teacher"):
+            roles.teacher(samples)
 
 
-def add_logprobs_and_values(options: StepOptions, roles: Roles, batch: Batch) -> Batch:
+def mask_overlong(
+    options: StepOptions, batch: StoredBatch, samples: Sequence[StoredSample]
+) -> StoredBatch:
+    """Leave responses that were cut off out of the loss, if the recipe says so."""
+    if not options.algorithm.filter_overlong:
+        return batch
+    return without_truncated(batch, samples)
+
+
+def add_logprobs_and_values(options: StepOptions, roles: Roles, batch: StoredBatch) -> StoredBatch:
     """Add the trainer's log-probs and the critic's values, both from before the first optimizer
     step.
     """
     critic = roles.critic
     batch, values_T = roles.both(
         lambda: add_logprobs(options, roles.trainer, batch),
-        lambda: critic and critic.compute_values(batch),
+        lambda: None if critic is None else critic.compute_values(batch),
     )
     return replace(batch, values_T=values_T)
 
 
 def train_policy_and_critic(
-    options: StepOptions, roles: Roles, batch: Batch, step: int
+    options: StepOptions, roles: Roles, batch: StoredBatch, step: int
 ) -> dict[str, float]:
     """Take the optimizer steps of both; the policy takes none while its critic warms up."""
     critic = roles.critic
@@ -118,10 +102,12 @@ def train_policy_and_critic(
     return policy_metrics | critic_metrics
 
 
-def train_policy(options: StepOptions, roles: Roles, batch: Batch, seed: int) -> dict[str, float]:
+def train_policy(
+    options: StepOptions, roles: Roles, batch: StoredBatch, seed: int
+) -> dict[str, float]:
     """Train on every mini-batch of every epoch; return the metrics of all steps as one."""
 
-    def step(part: Batch, i: int) -> StepStats:
+    def step(part: StoredBatch, i: int) -> StepStats:
         part = _with_held_back(options, roles.on_tokens, part, seed * 1009 + i)
         part = with_sums(options.algorithm, part, is_first=i == 0)
         return roles.trainer.train_step(_weighted(options, part))
@@ -132,24 +118,26 @@ def train_policy(options: StepOptions, roles: Roles, batch: Batch, seed: int) ->
     )
 
 
-def train_critic(options: StepOptions, critic: Critic, batch: Batch, seed: int) -> dict[str, float]:
+def train_critic(
+    options: StepOptions, critic: Critic, batch: StoredBatch, seed: int
+) -> dict[str, float]:
     """Train on every mini-batch of every epoch; return the metrics of all steps as one."""
     parts = mini_batches(batch, options.critic.mini_batches, options.critic.epochs, seed)
 
-    def step(part: Batch) -> StepStats:
+    def step(part: StoredBatch) -> StepStats:
         return critic.train_step(_weighted(options, part))
 
     return summarize_critic([_on_what_is_left(part, step) for part in parts])
 
 
-def mini_batches(batch: Batch, number: int, epochs: int, seed: int) -> Iterator[Batch]:
+def mini_batches(batch: StoredBatch, number: int, epochs: int, seed: int) -> Iterator[StoredBatch]:
     """Yield the batch of each optimizer step."""
     rows = rows_of_samples(batch)
     for samples in plan_mini_batches(len(rows), number, epochs, seed):
-        yield select(batch, [row for sample in samples for row in rows[sample]])
+        yield select_stored(batch, [row for sample in samples for row in rows[sample]])
 
 
-def add_logprobs(options: StepOptions, trainer: Trainer, batch: Batch) -> Batch:
+def add_logprobs(options: StepOptions, trainer: StoredTrainer, batch: StoredBatch) -> StoredBatch:
     """Add the old log-probs if something reads them, and the reference's if the algorithm needs
     them.
 
@@ -174,7 +162,7 @@ def add_logprobs(options: StepOptions, trainer: Trainer, batch: Batch) -> Batch:
     return batch
 
 
-def _on_what_is_left(batch: Batch, step: Callable[[Batch], StepStats]) -> StepStats:
+def _on_what_is_left(batch: StoredBatch, step: Callable[[StoredBatch], StepStats]) -> StepStats:
     """Take an optimizer step, without the sequences that are lost with their collector.
 
     Raises SamplesLost if none is left.
@@ -191,17 +179,9 @@ def _on_what_is_left(batch: Batch, step: Callable[[Batch], StepStats]) -> StepSt
             batch = left
 
 
-def _left(samples: Samples, scores: Scores, lost: SamplesLost) -> tuple[Samples, Scores]:
-    """Return the samples that are not lost, and their scores. Raises `lost` if there is none."""
-    kept = find_kept(samples, lost)
-    if not kept:
-        raise lost
-    num_lost = len(samples) - len(kept)
-    _log.warning("%s; the step goes on without %d of %d samples", lost, num_lost, len(samples))
-    return [samples[i] for i in kept], scores.select(kept)
-
-
-def _with_held_back(options: StepOptions, on_tokens: OnTokens, batch: Batch, seed: int) -> Batch:
+def _with_held_back(
+    options: StepOptions, on_tokens: OnTokens, batch: StoredBatch, seed: int
+) -> StoredBatch:
     """Set the tokens that the loss holds back, if it holds any back."""
     pick = options.needs.held_back
     if pick is None:
@@ -211,6 +191,6 @@ def _with_held_back(options: StepOptions, on_tokens: OnTokens, batch: Batch, see
     return chosen
 
 
-def _weighted(options: StepOptions, batch: Batch) -> Batch:
+def _weighted(options: StepOptions, batch: StoredBatch) -> StoredBatch:
     """Set the loss weights of the batch as one optimizer step."""
-    return with_loss_weights(batch, options.algorithm.aggregation, options.max_response_len)
+    return with_stored_weights(batch, options.algorithm.aggregation, options.max_response_len)

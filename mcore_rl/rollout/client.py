@@ -343,9 +343,6 @@ class RolloutSession:
 class RolloutClient:
     """Spreads requests over the engines: bounded, least loaded first, another engine on failure."""
 
-    num_losses = 0
-    """Samples are never lost with a collector, as this process keeps them."""
-
     def __init__(
         self,
         engines: Sequence[EngineAddress],
@@ -373,17 +370,9 @@ class RolloutClient:
         return self._config.max_concurrency * len(self._engines.own)
 
     @property
-    def num_lost(self) -> int:
-        """Samples that were lost with their store: none, as this process keeps them."""
-        return 0
-
-    @property
     def num_moved(self) -> int:
         """Responses that moved to another engine so far."""
         return self._engines.migration.num_moved
-
-    def is_lost(self, sample: Sample) -> bool:
-        return False
 
     async def idle_seconds(self) -> float:
         """Return the seconds without a request so far, mean over the engines."""

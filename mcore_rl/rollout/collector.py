@@ -13,19 +13,17 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from itertools import count, islice
 from typing import Protocol
 
-from mcore_rl.batches.episodes import metrics_of
+from mcore_rl.batches.group_facts import GroupFacts, describe_group
 from mcore_rl.batches.sample_store import SampleStore
-from mcore_rl.batches.shared_prefixes import find_sharing, first_of
 from mcore_rl.process.clock import now_s
 from mcore_rl.process.errors import describe_error
 from mcore_rl.rollout.client import RolloutClient, RolloutSession
 from mcore_rl.rollout.engine_health import EngineHealth, Rotation
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import RolloutError
-from mcore_rl.types import Prompt, RowFacts, Sample, VersionSpan
+from mcore_rl.types import Prompt, Sample
 
 _log = logging.getLogger(__name__)
 
@@ -58,22 +56,6 @@ class CollectorCommands:
     cancel: Sequence[int] = ()
     drop: Sequence[int] = ()
     end: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
-class GroupFacts:
-    """A group that was sampled: an entry per sample, without its tokens.
-
-    episode_rows, metrics   empty, unless the samples are episodes
-    """
-
-    group: int
-    response_lens: tuple[int, ...]
-    finish_reasons: tuple[str, ...]
-    versions: tuple[tuple[VersionSpan, ...], ...]
-    has_experts: bool
-    episode_rows: tuple[tuple[RowFacts, ...], ...] = ()
-    metrics: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -231,7 +213,7 @@ class Collector:
             self._events.failed.append(GroupFailure(request.group, message, may_retry=False))
         else:
             self._store.put(request.group, samples)
-            self._events.finished.append(collect_facts(request.group, samples))
+            self._events.finished.append(describe_group(request.group, samples))
         finally:
             del self._tasks[request.group]
             del self._session_of[request.group]
@@ -244,41 +226,3 @@ SampleGroup = Callable[[RolloutSession, GroupRequest], Awaitable[list[Sample]]]
 async def _respond(session: RolloutSession, request: GroupRequest) -> list[Sample]:
     """Return single responses to a prompt."""
     return await session.generate([request.prompt], request.num_samples, request.sampling)
-
-
-def collect_facts(group: int, samples: Sequence[Sample]) -> GroupFacts:
-    """Return what the controller needs to know of the samples of one prompt."""
-    return GroupFacts(
-        group=group,
-        response_lens=tuple(sample.response_len for sample in samples),
-        finish_reasons=tuple(sample.finish_reason for sample in samples),
-        versions=tuple(sample.versions for sample in samples),
-        has_experts=all(map(_has_experts, samples)),
-        episode_rows=_episode_rows(samples),
-        metrics=tuple(metrics_of(s.episode) for s in samples if s.episode is not None),
-    )
-
-
-def _has_experts(sample: Sample) -> bool:
-    if sample.episode is None:
-        return sample.routed_experts is not None
-    return all(row.routed_experts is not None for row in sample.episode.rows)
-
-
-def _episode_rows(samples: Sequence[Sample]) -> tuple[tuple[RowFacts, ...], ...]:
-    """Return the facts of each episode's rows, numbered through the group; () of other samples."""
-    episodes = [sample.episode for sample in samples if sample.episode is not None]
-    rows = [row for episode in episodes for row in episode.rows]
-    # Placeholders of unlike images are alike, and no model with images shares beginnings.
-    known = [row.token_ids[: 0 if row.images else None] for row in rows]
-    sharing = find_sharing(known, [first_of(row.is_trained) for row in rows])
-    facts = map(
-        RowFacts,
-        count(),
-        [len(row.token_ids) for row in rows],
-        [row.num_trained for row in rows],
-        sharing.parents,
-        sharing.starts,
-        [len(row.images) for row in rows],
-    )
-    return tuple(tuple(islice(facts, len(episode.rows))) for episode in episodes)

@@ -9,7 +9,6 @@ from mcore_rl.rollout.collector import (
     CollectorCalls,
     CollectorCommands,
     CollectorLostError,
-    GroupFacts,
     GroupRequest,
 )
 from mcore_rl.rollout.engine_health import Rotation
@@ -139,16 +138,3 @@ class CollectorHandle:
             with suppress(CollectorLostError):
                 return await self.collector.idle_seconds()
         return None
-
-
-def make_samples(group: PendingGroup, facts: GroupFacts) -> list[StoredSample]:
-    """Return the samples of a group that its collector keeps."""
-    rows = list(zip(facts.response_lens, facts.finish_reasons, facts.versions, strict=True))
-    episode_rows = facts.episode_rows or ((),) * len(rows)
-    metrics = facts.metrics or ({},) * len(rows)
-    assert group.lease is not None, "a group is finished where it was placed"
-    lease = group.lease
-    return [
-        StoredSample(group.prompt, i, *row, facts.has_experts, lease, episode_rows[i], metrics[i])
-        for i, row in enumerate(rows)
-    ]

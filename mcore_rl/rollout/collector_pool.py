@@ -22,8 +22,9 @@ from statistics import fmean
 from typing import Any
 from weakref import finalize
 
-from mcore_rl.rollout.collector import CollectorCalls, CollectorLostError, GroupFacts, GroupFailure
-from mcore_rl.rollout.collector_handle import CollectorHandle, PendingGroup, make_samples
+from mcore_rl.batches.group_facts import GroupFacts, refer_to_samples
+from mcore_rl.rollout.collector import CollectorCalls, CollectorLostError, GroupFailure
+from mcore_rl.rollout.collector_handle import CollectorHandle, PendingGroup
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import RolloutError
@@ -390,7 +391,8 @@ class CollectorPool:
         group = handle.groups.pop(facts.group, None)
         if group is not None and not group.future.done():
             self.history.note(group.prompt, facts.response_lens)
-            group.future.set_result(make_samples(group, facts))
+            assert group.lease is not None, "a group is finished where it was placed"
+            group.future.set_result(refer_to_samples(group.prompt, group.lease, facts))
 
     def _fail(self, handle: CollectorHandle, failure: GroupFailure) -> None:
         group = handle.groups.pop(failure.group, None)

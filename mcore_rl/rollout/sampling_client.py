@@ -1,26 +1,29 @@
-"""The verbs of those who sample for the loop: a client of engines, or all nodes' collectors."""
+"""The verbs of those who sample for the loop: all nodes' collectors."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 from mcore_rl.rollout.request import Sampling
-from mcore_rl.types import Prompt
+from mcore_rl.types import Prompt, StoredSample
 
 
 class SamplingSession(Protocol):
-    """Requests that share one bound; see rollout.client.RolloutSession."""
+    """Requests that share one bound; see rollout.collector_pool.PoolSession."""
 
-    num_open: int
-    num_cut_off: int
+    @property
+    def num_open(self) -> int: ...
+
+    @property
+    def num_cut_off(self) -> int: ...
 
     @property
     def is_held(self) -> bool: ...
 
     async def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
-    ) -> list[Any]:
-        """Return Samples, or StoredSamples, of each prompt in the order of `prompts`."""
+    ) -> list[StoredSample]:
+        """Return the samples of each prompt in the order of `prompts`."""
         ...
 
     async def hold(self, *, cut_off: bool) -> None: ...
@@ -29,7 +32,7 @@ class SamplingSession(Protocol):
 
 
 class SamplingClient(Protocol):
-    """See rollout.client.RolloutClient and rollout.collector_pool.CollectorPool."""
+    """See rollout.collector_pool.CollectorPool."""
 
     @property
     def max_in_flight(self) -> int: ...
@@ -44,7 +47,7 @@ class SamplingClient(Protocol):
         """How often a collector was lost with what it kept; `is_lost` changes with this alone."""
         ...
 
-    def is_lost(self, sample: Any) -> bool:
+    def is_lost(self, sample: StoredSample) -> bool:
         """Return whether a sample is gone with the collector that kept it."""
         ...
 
@@ -52,10 +55,10 @@ class SamplingClient(Protocol):
 
     async def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
-    ) -> list[Any]: ...
+    ) -> list[StoredSample]: ...
 
     def open(
         self, max_in_flight: int = 0, on_done: Callable[[], None] = lambda: None
-    ) -> AbstractAsyncContextManager[Any]:
+    ) -> AbstractAsyncContextManager[SamplingSession]:
         """Open a SamplingSession for the length of the block."""
         ...

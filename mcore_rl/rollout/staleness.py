@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from mcore_rl.types import AnySample, WeightVersion
+from mcore_rl.types import StoredSample, WeightVersion
 
 
 def measure_staleness(
-    samples: Sequence[AnySample], version: WeightVersion, bound: int | None
+    samples: Sequence[StoredSample], version: WeightVersion, bound: int | None
 ) -> dict[str, float]:
     """Return the ages of non-empty `samples` when weights `version` train on them.
 

@@ -43,8 +43,9 @@ from mcore_rl.run.parts import (
     make_critic,
     make_generator,
     make_log,
+    make_stored_trainer,
     make_sync,
-    pack,
+    make_token_trainer,
     resume,
     sample_in_background,
     share_teacher,
@@ -87,11 +88,11 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
         connect_stores(started, processes)
         parts = {"prompts": prompts, "advantages": inputs.advantages}
         start_step = load_models(config, started, folder, parts, newest, needs.reference)
-        packed = pack(config, inputs.policy, started.trainer, folder, config.rollout.temperature)
+        trainer = make_stored_trainer(config, inputs.policy, started.trainer, folder)
         watched = processes.watched
-        made = started, packed, processes, rollouts, folder
+        made = started, trainer, processes, rollouts, folder
         weights = make_sync(config, inputs.policy, *made, start_step)
-        weights.sync(WeightVersion(start_step), inputs.parity_probe)
+        weights.sync_first(WeightVersion(start_step), inputs.parity_probe)
         log = make_log(config, folder, config.run.steps, start_step, rollouts.read)
         background_sampler = sample_in_background(
             config, start_step, prompts, rollouts, processes, weights, log.episodes
@@ -103,14 +104,14 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
                 generator=make_generator(config, rollouts, watched, log.episodes, weights.revive),
                 reward=SharingScorer(rollouts.reward, ("judge", "reward_model"), gpus),
                 advantages=StoredAdvantages(
-                    inputs.advantages, rollouts.on_tokens, has_teacher=needs.teacher
+                    inputs.advantages, rollouts.apply, has_teacher=needs.teacher
                 ),
-                trainer=SharingTrainer(packed, gpus),
+                trainer=SharingTrainer(trainer, gpus),
                 weights=weights,
                 log=log,
                 background=background,
                 teacher=share_teacher(rollouts, gpus),
-                on_tokens=rollouts.on_tokens,
+                on_tokens=rollouts.apply,
                 critic=make_critic(config, inputs.policy, started, folder),
                 both=in_turn if config.critic.colocated else run_both,
             )
@@ -134,7 +135,7 @@ def run_sft(config: Config) -> None:
         trainer = processes.start_trainer(options.optimizer, options.steps, sft_loss)
         trainer.wait_built()
         start_step = resume(trainer, config.checkpoint, {"prompts": batches}, newest)
-        packed = pack(config, policy, trainer, folder)
+        packed = make_token_trainer(config, policy, trainer, folder)
         log = make_log(config, folder, options.steps, start_step)
         with log, completing_saves(trainer):
             fine_tune(options, config.checkpoint, batches, packed, log, start_step)
@@ -164,7 +165,7 @@ def run_dpo(config: Config) -> None:
         if needs_reference(config.algorithm.preference):
             trainer.snapshot_reference()
         start_step = resume(trainer, config.checkpoint, {"pairs": stream}, newest)
-        packed = pack(config, policy, trainer, folder)
+        packed = make_token_trainer(config, policy, trainer, folder)
         log = make_log(config, folder, options.steps, start_step)
         with log, completing_saves(trainer):
             optimize_preferences(config, stream, batches, packed, log, start_step)
@@ -213,7 +214,7 @@ def run_eval(config: Config) -> None:
         rollouts = connect_rollouts(config, processes, processes.start_engines())
         with make_log(config, folder, None, 0, rollouts.read) as log:
             generator = make_generator(config, rollouts, processes.watched, log.episodes)
-            metrics, samples, scores = evaluate(
+            metrics, greedy = evaluate(
                 generator,
                 held_out,
                 rollouts.reward,
@@ -222,7 +223,7 @@ def run_eval(config: Config) -> None:
                 seed=config.run.seed,
             )
             log.log(0, metrics)
-            log.log_samples(0, samples, scores, split="eval")
+            log.log_samples(0, greedy.samples, greedy.scores, split="eval")
     print(folder.path)
 
 

@@ -7,9 +7,8 @@ from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.process.versions import find_versions
 from mcore_rl.run.images import image_marks
-from mcore_rl.run.roles.parity_check import ParityCheck
+from mcore_rl.run.roles.parity_check import ParityCheck, ProbeScorer
 from mcore_rl.run.roles.parity_tolerance import ParityTolerance
-from mcore_rl.run.roles.trainer import PackedTrainer
 from mcore_rl.run.startup import Started
 from mcore_rl.types import StoredBatch, TrainBatch
 from mcore_rl.weights.hf.config import ModelFacts
@@ -21,14 +20,14 @@ def make_parity_check(
     config: Config,
     policy: ModelFacts,
     started: Started,
-    packed: PackedTrainer,
+    scorer: ProbeScorer,
     keys: ServerKeys,
     fetch: Callable[[StoredBatch], TrainBatch],
     folder: RunFolder,
 ) -> ParityCheck:
     """Return the parity check; `fetch` brings the tokens of its sequences."""
     return ParityCheck(
-        packed,
+        scorer,
         config.parity_check,
         make_parity_tolerance(config, folder, started.trainer.device_names()),
         config.run.call_timeout_s,

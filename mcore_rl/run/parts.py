@@ -16,7 +16,7 @@ from mcore_rl.config.secrets import written_config
 from mcore_rl.logs import MetricsLogger
 from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.logs.run_folder import RunFolder
-from mcore_rl.loops.roles import Critic, ReadSamples, Watched
+from mcore_rl.loops.roles import AskTeacher, Critic, ReadSamples, Watched
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.planning.recipe_models import read_critic
@@ -35,7 +35,12 @@ from mcore_rl.run.roles.colocation import (
 from mcore_rl.run.roles.generator import EngineGenerator, rollout_of_evaluations
 from mcore_rl.run.roles.groups import OpenPrompts
 from mcore_rl.run.roles.train_speed import TrainSpeed
-from mcore_rl.run.roles.trainer import PackedCritic, PackedTrainer, Packing
+from mcore_rl.run.roles.trainer import (
+    PackedCritic,
+    PackedStoredTrainer,
+    PackedTokenTrainer,
+    Packing,
+)
 from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
@@ -49,23 +54,36 @@ from mcore_rl.weights.models.value_head import add_value_head
 _log = logging.getLogger(__name__)
 
 
-def pack(
+def make_token_trainer(
     config: Config,
     policy: ModelFacts,
     trainer: TrainerGroup,
     folder: RunFolder,
     temperature: float = 1.0,
-) -> PackedTrainer:
-    """Return the trainer of the loop, whose steps tell their speed; the ranks must be built."""
+) -> PackedTokenTrainer:
+    """Return a trainer of TrainBatches, whose steps tell their speed; the ranks must be built."""
+    options = _packed_options(config, policy, trainer, temperature)
+    return PackedTokenTrainer(trainer, folder, **options)
+
+
+def make_stored_trainer(
+    config: Config, policy: ModelFacts, trainer: TrainerGroup, folder: RunFolder
+) -> PackedStoredTrainer:
+    """Do as `make_token_trainer` for samples that lie in stores, at the rollout's temperature."""
+    options = _packed_options(config, policy, trainer, config.rollout.temperature)
+    return PackedStoredTrainer(trainer, folder, **options)
+
+
+def _packed_options(
+    config: Config, policy: ModelFacts, trainer: TrainerGroup, temperature: float
+) -> dict[str, Any]:
     flops = ModelFlops.of(policy)
-    return PackedTrainer(
-        trainer,
-        folder,
-        packing=Packing.of(config.parallel, config.train, flops),
-        temperature=temperature,
-        checkpoint=config.checkpoint,
-        speed=TrainSpeed(flops, config.parallel.world_size, trainer.peak_flops()),
-    )
+    return {
+        "packing": Packing.of(config.parallel, config.train, flops),
+        "temperature": temperature,
+        "checkpoint": config.checkpoint,
+        "speed": TrainSpeed(flops, config.parallel.world_size, trainer.peak_flops()),
+    }
 
 
 def make_critic(
@@ -81,11 +99,9 @@ def make_critic(
     return SharingCritic(critic, started.gpus) if config.critic.colocated else critic
 
 
-def share_teacher(rollouts: Rollouts, gpus: SharedGpus) -> SharingScorer[Any] | None:
+def share_teacher(rollouts: Rollouts, gpus: SharedGpus) -> AskTeacher | None:
     """Return the teacher, which may share GPUs with other models; None if there is none."""
-    if rollouts.teacher is None:
-        return None
-    return SharingScorer(rollouts.teacher, ("teacher",), gpus)
+    return SharingScorer(rollouts.ask_teacher, ("teacher",), gpus) if rollouts.has_teacher else None
 
 
 def connect_stores(started: Started, processes: RunProcesses) -> None:
@@ -100,7 +116,7 @@ def make_sync(
     config: Config,
     policy: ModelFacts,
     started: Started,
-    packed: PackedTrainer,
+    trainer: PackedStoredTrainer,
     processes: RunProcesses,
     rollouts: Rollouts,
     folder: RunFolder,
@@ -110,14 +126,18 @@ def make_sync(
 
     start_step   as load_models returned it
     """
+    packing = Packing.of(config.parallel, config.train, ModelFlops.of(policy))
+    scorer = PackedTokenTrainer(
+        started.trainer, folder, packing=packing, temperature=1.0, checkpoint=config.checkpoint
+    )
     engines = started.engines
     keys = processes.keys
     links = make_links(config, policy, started.trainer, keys, node_address(), start_step)
-    parity_check = make_parity_check(config, policy, started, packed, keys, rollouts.fetch, folder)
+    parity_check = make_parity_check(config, policy, started, scorer, keys, rollouts.fetch, folder)
     watched = processes.watched
     return EngineSync(
         *(links, parity_check, engines.health, engines.look, watched, started.gpus),
-        count_steps=lambda: packed.num_steps,
+        count_steps=lambda: trainer.num_steps,
     )
 
 
@@ -158,7 +178,7 @@ def make_links(
 def make_generator(
     config: Config,
     rollouts: Rollouts,
-    watched: Watched[Any],
+    watched: Watched,
     episodes: EpisodeLog,
     revive: Callable[[], Awaitable[bool]] | None = None,
 ) -> EngineGenerator:
@@ -187,7 +207,7 @@ def sample_in_background(
         WeightVersion(start_step),
         prompts,
         rollouts.client,
-        rollouts.score_later,
+        rollouts.score,
         processes.watched,
         processes.start_watched,
         weights.revive,
@@ -249,9 +269,9 @@ def make_log(
     folder: RunFolder,
     total_steps: int | None,
     start_step: int,
-    read: ReadSamples = list,
+    read: ReadSamples | None = None,
 ) -> MetricsLogger:
-    """Return the log of a run; `read` brings the samples that it shows."""
+    """Return the log of a run; `read` brings the samples that it shows, if there are any."""
     log = config.log
     return MetricsLogger(
         folder.path,

@@ -1,10 +1,9 @@
-"""Connects the collectors of a run, and gives the loop its ways to sample, to score and to read."""
+"""Connects the collectors of a run, by which the loop samples, scores and reads samples."""
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,7 +12,7 @@ from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.run import RunProcesses, experts_shape
 from mcore_rl.config import Config, RewardConfig
 from mcore_rl.data.decoding import make_decode
-from mcore_rl.loops.roles import OnTokens, ReadSamples, Reward, ScoreLater
+from mcore_rl.loops.roles import Watched
 from mcore_rl.planning.host_memory import explain_servers
 from mcore_rl.process.log_files import LogThrottle
 from mcore_rl.process.redaction import list_secrets
@@ -29,25 +28,64 @@ from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.workers.collector_worker import CollectorSpec
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
 class Rollouts:
-    """The collectors as the implementations of the loop's roles use them.
+    """The collectors of a run, as the loop calls them; ranks and engines are watched meanwhile.
 
-    reward             scores samples while ranks and engines are watched
-    score_later        scores them beside other work, which is watched already
-    fetch              brings a batch's tokens and images here
-    teacher            has the stores keep a teacher's log-probs; None if the recipe has no teacher
+    client        draws samples
+    has_teacher   whether the recipe has a teacher to ask
     """
 
-    client: CollectorPool
-    reward: Reward
-    score_later: ScoreLater
-    read: ReadSamples
-    fetch: Callable[[StoredBatch], TrainBatch]
-    on_tokens: OnTokens
-    teacher: Callable[[Sequence[StoredSample]], list[tuple[float, ...]]] | None
+    def __init__(
+        self,
+        client: CollectorPool,
+        collectors: CollectorGroup,
+        watched: Watched,
+        config: RewardConfig,
+        *,
+        has_teacher: bool,
+    ) -> None:
+        self.client = client
+        self.has_teacher = has_teacher
+        self._collectors = collectors
+        self._watched = watched
+        self._config = config
+        self._throttle = LogThrottle()
+        """Scores come group by group where sampling goes on beside training."""
+
+    def reward(self, samples: Sequence[StoredSample]) -> Scores:
+        """Return the scores of samples; implements roles.Reward."""
+        return self._watched(self.score(samples))
+
+    async def score(self, samples: Sequence[StoredSample]) -> Scores:
+        """Return the scores of samples, beside other work that is watched already."""
+        scores = await self._collectors.score(samples)
+        pairs = zip(samples, scores.errors, strict=True)
+        failed = [sample for sample, error in pairs if error]
+        if failed and self._throttle.is_due(len(failed)):
+            shown = await self._collectors.samples(failed[:LOGGED_ERRORS])
+            log_failures(shown, scores.errors, self._config, self._throttle.describe_held())
+        return scores
+
+    def read(self, samples: Sequence[StoredSample]) -> list[Sample]:
+        """Bring samples here."""
+        return self._watched(self._collectors.samples(samples))
+
+    def fetch(self, batch: StoredBatch) -> TrainBatch:
+        """Bring the tokens and images of a batch here."""
+        return self._collectors.stores.assemble(batch, with_pixels=True)
+
+    def apply(
+        self, works: Sequence[tuple[TokenWork[T], StoredBatch]]
+    ) -> list[tuple[StoredBatch, T]]:
+        """Call functions where the tokens of their batches are; implements roles.OnTokens."""
+        return self._watched(self._collectors.apply(works))
+
+    def ask_teacher(self, samples: Sequence[StoredSample]) -> None:
+        """Have the stores keep the teacher's log-probs of samples."""
+        self._watched(self._collectors.ask_teacher(samples))
 
 
 def collector_spec(
@@ -96,51 +134,10 @@ def connect_rollouts(config: Config, processes: RunProcesses, engines: EngineGro
         engines.health,
         config.rollout.max_concurrency,
     )
-    return _rollouts(config.reward, client, collectors, processes, "teacher" in served)
-
-
-def _rollouts(
-    config: RewardConfig,
-    client: CollectorPool,
-    collectors: CollectorGroup,
-    processes: RunProcesses,
-    has_teacher: bool,
-) -> Rollouts:
-    watched = processes.watched
-    throttle = LogThrottle()
-    """Scores come group by group where sampling goes on beside training."""
-
-    async def score(samples: Sequence[StoredSample]) -> Scores:
-        scores = await collectors.score(samples)
-        pairs = zip(samples, scores.errors, strict=True)
-        failed = [sample for sample, error in pairs if error]
-        if failed and throttle.is_due(len(failed)):
-            shown = await collectors.samples(failed[:LOGGED_ERRORS])
-            log_failures(shown, scores.errors, config, throttle.describe_held())
-        return scores
-
-    def reward(samples: Sequence[StoredSample]) -> Scores:
-        return watched(score(samples))
-
-    def read(samples: Sequence[StoredSample]) -> list[Sample]:
-        return watched(collectors.samples(samples))
-
-    def fetch(batch: StoredBatch) -> TrainBatch:
-        return collectors.stores.assemble(batch, with_pixels=True)
-
-    def on_tokens(works: Sequence[tuple[TokenWork, Any]]) -> list[tuple[StoredBatch, Any]]:
-        return watched(collectors.apply(works))
-
-    def teacher(samples: Sequence[StoredSample]) -> list[tuple[float, ...]]:
-        watched(collectors.ask_teacher(samples))
-        return []
-
     return Rollouts(
         client,
-        reward,
-        score,
-        read,
-        fetch,
-        on_tokens,
-        teacher if has_teacher else None,
+        collectors,
+        processes.watched,
+        config.reward,
+        has_teacher="teacher" in served,
     )

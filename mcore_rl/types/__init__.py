@@ -7,7 +7,6 @@ token in a layer.
 
 from mcore_rl.types.arrays import Array, WeightVersion
 from mcore_rl.types.batches import (
-    AnyBatch,
     OwnExperts,
     StoredBatch,
     StoredColumn,
@@ -26,14 +25,12 @@ from mcore_rl.types.episodes import (
     has_outcome,
 )
 from mcore_rl.types.images import Clip, Images, Patches, PromptImage
-from mcore_rl.types.samples import AnySample, GroupLease, Prompt, Sample, StoredSample
+from mcore_rl.types.samples import GroupLease, Prompt, Sample, StoredSample
 from mcore_rl.types.training import LogprobOptions, StepStats, TokenScores
 
 __all__ = [
     "CUT_OFF",
     "WITHOUT_OUTCOME",
-    "AnyBatch",
-    "AnySample",
     "Array",
     "Clip",
     "EpisodeRecord",

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
 from mcore_rl.types.arrays import Array, WeightVersion
 from mcore_rl.types.images import Images
 
+T = TypeVar("T")
 SumsFrom = Literal["rows", "old", "current"]
 """Where a loss gets its sums over whole samples from (algo/sample_sums.py).
 
@@ -162,8 +163,5 @@ class StoredBatch:
     turn_T: StoredColumn | None = None
 
 
-AnyBatch = TrainBatch | StoredBatch
-
-
-TokenWork = Callable[[TrainBatch], tuple[TrainBatch, Any]]
+TokenWork = Callable[[TrainBatch], tuple[TrainBatch, T]]
 """Sets fields of a batch with its tokens, and returns something small beside it."""

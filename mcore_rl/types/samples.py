@@ -110,6 +110,3 @@ class StoredSample:
         num_tokens = len(self.prompt.token_ids) + self.response_len
         num_images = len(self.prompt.images)
         return (RowFacts(self.sample_index, num_tokens, self.response_len, num_images=num_images),)
-
-
-AnySample = Sample | StoredSample

@@ -20,7 +20,6 @@ class Scores:
     parts           the numbers that rewards were made of, by name
     errors          why a sample has no reward of its own; empty where it has
     greedy_N        the reward of the greedy response to the same prompt, where it was asked for
-    teacher_N       the teacher's log-prob of each response token, where there is a teacher
     unpenalized_N   the reward before penalties; rewards_N itself if not given
     is_lost_N       whether an episode's environment failed or was lost, so that nothing was scored;
                     all False if not given
@@ -30,7 +29,6 @@ class Scores:
     parts: Mapping[str, list[float]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     greedy_N: list[float] = field(default_factory=list)
-    teacher_N: list[tuple[float, ...]] = field(default_factory=list)
     unpenalized_N: list[float] = field(default_factory=list)
     is_lost_N: list[bool] = field(default_factory=list)
 
@@ -55,7 +53,6 @@ class Scores:
             parts,
             pick(self.errors),
             pick(self.greedy_N),
-            pick(self.teacher_N),
             pick(self.unpenalized_N),
             pick(self.is_lost_N),
         )
@@ -131,7 +128,6 @@ def join_scores(parts: Sequence[Scores]) -> Scores:
         by_name,
         _end_to_end(part.errors or [""] * num for part, num in zip(parts, nums, strict=True)),
         _end_to_end(part.greedy_N for part in parts),
-        _end_to_end(part.teacher_N for part in parts),
         _end_to_end(part.unpenalized_N for part in parts),
         _end_to_end(part.is_lost_N for part in parts),
     )

@@ -1,8 +1,15 @@
-"""Orders to training ranks, and their reports."""
+"""CollectorCommands to training ranks, and their reports."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from mcore_rl.types.batches import StoredColumn
+
+Values = TypeVar("Values", bound=Tensor | StoredColumn, covariant=True)
+"""A field of a batch's tokens: the tensor itself, or the column that keeps it."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +27,13 @@ class LogprobOptions:
 
 
 @dataclass(frozen=True)
-class TokenScores:
+class TokenScores(Generic[Values]):
     """Results of a forward pass, as fields of a batch: tensors, or columns of a StoredBatch."""
 
-    logprobs_T: Any
-    router_flips_T: Any = None
-    sum_squares_T: Any = None
-    routed_experts_TLK: Any = None
+    logprobs_T: Values
+    router_flips_T: Values | None = None
+    sum_squares_T: Values | None = None
+    routed_experts_TLK: Values | None = None
 
 
 @dataclass(frozen=True)

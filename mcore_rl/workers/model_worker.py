@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mcore_rl.batches.assembly import name_columns, refer_to_columns
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, ProfileConfig, TrainConfig
 from mcore_rl.device import device_name, exact_pinning, leave_compiler_out, peak_flops
 from mcore_rl.process.gc_pause import without_collector
@@ -241,33 +242,3 @@ class CriticWorker(ModelWorker):
     def train_step(self, share: Share, *, num_tokens: int) -> StepStats | None:
         with_tokens = self._fetch_tokens(share)
         return self._model.train_step(with_tokens, self._loss, num_tokens=num_tokens)
-
-
-def name_columns(scores: Sequence[TokenScores], options: LogprobOptions) -> dict[str, list[Tensor]]:
-    """Return the values of each micro-batch by the column that keeps them.
-
-    A reference keeps log-probs alone: what its routers chose says nothing about the policy.
-    """
-    if options.reference:
-        return {"ref_logprobs": [score.logprobs_T for score in scores]}
-    columns = {
-        "old_logprobs": [score.logprobs_T for score in scores],
-        "router_flips": [score.router_flips_T for score in scores],
-        "sum_squares": [score.sum_squares_T for score in scores],
-        "routed_experts": [score.routed_experts_TLK for score in scores],
-    }
-    return {name: values for name, values in columns.items() if values[0] is not None}
-
-
-def refer_to_columns(columns: Collection[str]) -> TokenScores:
-    """Return the scores as references to their columns."""
-
-    def column(name: str) -> StoredColumn | None:
-        return StoredColumn(name) if name in columns else None
-
-    return TokenScores(
-        column("ref_logprobs") or column("old_logprobs"),
-        router_flips_T=column("router_flips"),
-        sum_squares_T=column("sum_squares"),
-        routed_experts_TLK=column("routed_experts"),
-    )

@@ -43,7 +43,7 @@ def test_numbers_by_sample_need_no_batch() -> None:
 
 def test_fields_of_tokens_are_those_of_trained_tokens() -> None:
     batch = make_batch(old_logprobs_T=torch.arange(5.0), values_T=-torch.arange(5.0))
-    outcomes = with_tokens(outcomes_of_scores(SCORES, SHAPES, CONFIG, {}), SCORES, batch, CONFIG)
+    outcomes = with_tokens(outcomes_of_scores(SCORES, SHAPES, CONFIG, {}), batch, CONFIG)
     assert outcomes.logprobs_R is not None and outcomes.logprobs_R.tolist() == [1, 2, 4]
     assert outcomes.values_R is not None and outcomes.values_R.tolist() == [-1, -2, -4]
     sums_N = outcomes.sum_of("logprobs_R")

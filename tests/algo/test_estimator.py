@@ -14,10 +14,10 @@ from mcore_rl.agents.turn_tree import at_leaves, at_turns
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.algo.sequences import order_trained_tokens
-from mcore_rl.batches.batch import make_train_batch
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig, KLConfig
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 from mcore_rl.types.scores import Scores
+from tests.support.laid_out import estimate, make_train_batch, refer_to
 from tests.support.turn_trees import random_tree, sample_of
 
 PROMPT = Prompt(0, (1,), (), "unit", None)
@@ -36,7 +36,7 @@ def make_samples(lens: Sequence[int], prompts: Sequence[int]) -> list[Sample]:
 def advantages_of(
     advantages: Advantages, scores: Scores, samples: list[Sample], batch: TrainBatch
 ) -> Tensor:
-    advantages_T = advantages(scores, samples, batch)[0].advantages_T
+    advantages_T = estimate(advantages, scores, samples, batch)[0].advantages_T
     assert advantages_T is not None
     return advantages_T
 
@@ -44,8 +44,11 @@ def advantages_of(
 def test_samples_of_a_prompt_are_its_group_and_empty_ones_count() -> None:
     samples = make_samples([1, 2, 0, 1], [11, 5, 11, 5])
     batch = make_train_batch(samples)
-    advised, metrics = Advantages(AlgorithmConfig(advantage="dr_grpo"))(
-        Scores([1.0, 3.0, 0.0, 2.0]), samples, batch
+    advised, metrics = estimate(
+        Advantages(AlgorithmConfig(advantage="dr_grpo")),
+        Scores([1.0, 3.0, 0.0, 2.0]),
+        samples,
+        batch,
     )
     advantages_T = advised.advantages_T
     assert advantages_T is not None
@@ -58,7 +61,7 @@ def test_a_kl_penalty_can_be_taken_from_the_reward() -> None:
     old, ref = torch.randn(2, 7, generator=torch.Generator().manual_seed(0))
     batch = replace(make_train_batch(samples), old_logprobs_T=old, ref_logprobs_T=ref)
     config = AlgorithmConfig(advantage="dr_grpo", kl=KLConfig(0.5, "k1", in_reward=True))
-    advised, metrics = Advantages(config)(Scores([1.0, 0.0]), samples, batch)
+    advised, metrics = estimate(Advantages(config), Scores([1.0, 0.0]), samples, batch)
     advantages_T = advised.advantages_T
     assert advantages_T is not None
     assert metrics["kl/coef"] == 0.5
@@ -77,7 +80,9 @@ def test_a_kl_penalty_can_be_taken_from_the_reward() -> None:
     torch.testing.assert_close(loss, metrics["loss/policy"])
     assert metrics["kl/ref"][batch.loss_mask_T].all()
     with pytest.raises(ValueError, match=r"algorithm.kl.in_reward needs log-probs"):
-        Advantages(config)(Scores([1.0, 0.0]), samples, replace(batch, ref_logprobs_T=None))
+        estimate(
+            Advantages(config), Scores([1.0, 0.0]), samples, replace(batch, ref_logprobs_T=None)
+        )
 
 
 def test_the_coefficient_of_a_kl_in_the_reward_is_steered_to_its_target() -> None:
@@ -88,7 +93,7 @@ def test_the_coefficient_of_a_kl_in_the_reward_is_steered_to_its_target() -> Non
     first = Advantages(AlgorithmConfig(kl=kl))
 
     def coef_after(advantages: Advantages, batch: TrainBatch) -> float:
-        advantages(Scores([1.0, 0.0]), samples, batch)
+        estimate(advantages, Scores([1.0, 0.0]), samples, batch)
         return advantages.state_dict()["kl_coef"]
 
     assert coef_after(first, batch) == pytest.approx(
@@ -153,7 +158,7 @@ def test_parts_of_the_reward_and_the_greedy_reward_reach_their_advantages() -> N
         batch.loss_mask_T
     ].tolist() == pytest.approx([0.7, -0.3])
     with pytest.raises(ValueError, match=r"algorithm.advantage=remax needs the rewards of greedy"):
-        remax(Scores([1.0, 0.0]), samples, batch)
+        estimate(remax, Scores([1.0, 0.0]), samples, batch)
     with pytest.raises(ValueError, match=r"algorithm.advantage=gdpo needs .* set reward.parts"):
         Advantages(AlgorithmConfig(advantage="gdpo"))
 
@@ -166,7 +171,7 @@ def test_rewards_of_turns_come_with_their_last_tokens() -> None:
     episodes = [sample.episode for sample in samples if sample.episode is not None]
     rewards = [episode.reward + 5.0 for episode in episodes]
     config = AlgorithmConfig(advantage="gae", gamma=1.0, gae_lambda=1.0)
-    advised, _ = Advantages(config)(Scores(rewards), samples, batch)
+    advised, _ = estimate(Advantages(config), Scores(rewards), samples, batch)
     assert advised.returns_T is not None and batch.turn_T is not None
     in_order = order_trained_tokens(batch)
     returns_R, turn_R = (t[in_order].tolist() for t in (advised.returns_T, batch.turn_T))
@@ -202,7 +207,7 @@ def test_samples_are_compared_within_their_role() -> None:
     samples = make_samples([2, 1, 3, 1], [0, 0, 0, 0])
     scores = Scores([1.0, 0.5, 0.0, -0.5], parts={"is_test": [0.0, 1.0, 0.0, 1.0]})
     config = AlgorithmConfig(advantage="dr_grpo", role_part="is_test")
-    assert Advantages(config).compute_from_samples(scores, samples).tolist() == [
+    assert Advantages(config).compute_from_samples(scores, refer_to(samples)).tolist() == [
         0.5,
         0.5,
         -0.5,
@@ -214,7 +219,7 @@ def test_the_same_role_of_other_prompts_is_another_group() -> None:
     samples = make_samples([1, 1, 1, 1], [0, 0, 1, 1])
     scores = Scores([1.0, 0.0, 5.0, 3.0], parts={"is_test": [0.0] * 4})
     config = AlgorithmConfig(advantage="dr_grpo", role_part="is_test")
-    assert Advantages(config).compute_from_samples(scores, samples).tolist() == [
+    assert Advantages(config).compute_from_samples(scores, refer_to(samples)).tolist() == [
         0.5,
         -0.5,
         1.0,
@@ -226,4 +231,4 @@ def test_a_role_that_rewards_do_not_have_is_refused() -> None:
     config = AlgorithmConfig(advantage="dr_grpo", role_part="is_test")
     scores = Scores([1.0], parts={"right": [1.0]})
     with pytest.raises(ValueError, match=r"algorithm\.role_part=is_test.*only right"):
-        Advantages(config).compute_from_samples(scores, make_samples([1], [0]))
+        Advantages(config).compute_from_samples(scores, refer_to(make_samples([1], [0])))

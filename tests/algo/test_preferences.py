@@ -24,10 +24,11 @@ from mcore_rl.algo.preferences import (
     pairs_of_groups,
     preference_weights,
 )
-from mcore_rl.batches.batch import make_train_batch, select, with_loss_weights
+from mcore_rl.batches.batch import select, with_loss_weights
 from mcore_rl.config import AlgorithmConfig, PreferenceConfig
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 from mcore_rl.types.scores import Scores
+from tests.support.laid_out import estimate, make_train_batch
 
 LENS = (3, 5, 2, 6, 4, 1)
 BETA, SMOOTHING, TARGET, NLL = 0.7, 0.1, 0.4, 0.3
@@ -185,7 +186,7 @@ def test_online_every_two_samples_of_a_group_that_differ_are_a_pair_however_the_
     batch = with_loss_weights(make_train_batch(samples), ONLINE.aggregation, 8)
     logprobs_T, ref_T = -torch.rand(2, sum(batch.lens_N), generator=generator, dtype=torch.float64)
     batch = replace(batch, old_logprobs_T=logprobs_T, ref_logprobs_T=ref_T)
-    batch, metrics = Advantages(ONLINE)(Scores(rewards), samples, batch)
+    batch, metrics = estimate(Advantages(ONLINE), Scores(rewards), samples, batch)
     batch = replace(batch, ref_logprobs_T=None)
 
     leaf = logprobs_T.clone().requires_grad_()

@@ -11,7 +11,7 @@ from torch import Tensor
 from mcore_rl.algo.sample_sums import add_up_samples, choose_sums, make_known_sums, with_sums
 from mcore_rl.algo.sequences import SequenceSum, order_trained_tokens, samples_of_tokens
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig
-from mcore_rl.types import StoredBatch, SumsFrom, TrainBatch
+from mcore_rl.types import StoredBatch, StoredColumn, SumsFrom, TrainBatch
 
 CPU = torch.device("cpu")
 TOKEN = AlgorithmConfig(correction=CorrectionConfig(weight="token"))
@@ -54,23 +54,17 @@ NORMALIZED = AlgorithmConfig(correction=CorrectionConfig(weight="token", normali
 
 @pytest.mark.parametrize(("knows_old", "source"), [(True, "old"), (False, "current")])
 def test_a_mean_over_the_batch_is_never_that_of_rows(knows_old: bool, source: SumsFrom) -> None:
-    old_T = torch.zeros(6) if knows_old else None
-    for numbers in ((7, 3, 7), (7, 3, 5), None):
-        batch = replace(make_batch(), old_logprobs_T=old_T, sample_N=numbers)
-        numbered = with_sums(NORMALIZED, batch, is_first=False)
-        assert numbered.sums_from == source
-        assert numbered.sample_N == (numbers or (0, 1, 2))
-    alone = with_sums(TOKEN, replace(make_batch(), sample_N=None), is_first=False)
-    assert (alone.sums_from, alone.sample_N) == ("rows", None)
-
-
-def test_rows_in_stores_are_numbered_alike() -> None:
     places = np.zeros(3, dtype=np.int64)
     is_trained_N = np.ones(3, dtype=bool)
     batch = StoredBatch(places, places, np.arange(3), np.ones(3), (2, 3, 1), is_trained_N)
-    numbered = with_sums(NORMALIZED, batch, is_first=False)
-    assert isinstance(numbered, StoredBatch) and numbered.sample_N is not None
-    assert (numbered.sums_from, numbered.sample_N.tolist()) == ("current", [0, 1, 2])
+    batch = replace(batch, old_logprobs_T=StoredColumn("old_logprobs") if knows_old else None)
+    for numbers in ((7, 3, 7), (7, 3, 5), None):
+        sample_N = None if numbers is None else np.array(numbers)
+        numbered = with_sums(NORMALIZED, replace(batch, sample_N=sample_N), is_first=False)
+        assert numbered.sums_from == source and numbered.sample_N is not None
+        assert tuple(numbered.sample_N.tolist()) == (numbers or (0, 1, 2))
+    alone = with_sums(TOKEN, batch, is_first=False)
+    assert (alone.sums_from, alone.sample_N) == ("rows", None)
 
 
 def test_a_sum_over_the_batch_is_that_of_all_parts() -> None:

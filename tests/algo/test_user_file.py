@@ -15,12 +15,12 @@ from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.algo.registry import advantages, losses
-from mcore_rl.batches.batch import make_train_batch
 from mcore_rl.checks.algorithm import check_algorithm
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 from mcore_rl.types.scores import Scores
 from tests.support.documented import own_algorithm
+from tests.support.laid_out import estimate, make_train_batch
 
 EXAMPLE = own_algorithm()
 IMPORT = "from mcore_rl.algo.registry import Needs, advantages, losses\n"
@@ -61,7 +61,7 @@ def test_the_documented_example_trains_a_batch(tmp_path: Path) -> None:
 
     samples = make_samples()
     scores = Scores([1.0, 0.0], greedy_N=[0.25, 0.25])
-    batch, _ = Advantages(config)(scores, samples, make_train_batch(samples))
+    batch, _ = estimate(Advantages(config), scores, samples, make_train_batch(samples))
     assert batch.advantages_T is not None
     assert batch.advantages_T.tolist() == [0, 0, 0.75, 0.75, 0, 0, -0.25, -0.25]
 
@@ -202,7 +202,7 @@ def test_advantages_of_the_wrong_shape_are_refused(tmp_path: Path) -> None:
     samples = make_samples()
     estimator = Advantages(config_of(tmp_path, source, advantage="flat"))
     with pytest.raises(ValueError, match=r"algorithm.advantage=flat returned shape \(2,\) for 4"):
-        estimator(Scores([1.0, 0.0]), samples, make_train_batch(samples))
+        estimate(estimator, Scores([1.0, 0.0]), samples, make_train_batch(samples))
 
 
 def test_dataclasses_work_in_a_file(tmp_path: Path) -> None:
@@ -214,5 +214,5 @@ def test_dataclasses_work_in_a_file(tmp_path: Path) -> None:
     )
     samples = make_samples()
     estimator = Advantages(config_of(tmp_path, source, advantage="scaled"))
-    batch, _ = estimator(Scores([1.0, 0.5]), samples, make_train_batch(samples))
+    batch, _ = estimate(estimator, Scores([1.0, 0.5]), samples, make_train_batch(samples))
     assert batch.advantages_T is not None and batch.advantages_T.sum() == 6

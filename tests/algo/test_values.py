@@ -12,10 +12,10 @@ from mcore_rl.algo.lookup import advantages
 from mcore_rl.algo.moments import Moments
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.values import estimate_gae, explained_variance, value_loss
-from mcore_rl.batches.batch import make_train_batch
 from mcore_rl.config import AlgorithmConfig
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 from mcore_rl.types.scores import Scores
+from tests.support.laid_out import estimate, make_train_batch
 
 GAMMA, LAM = 0.9, 0.7
 LENS = [3, 1, 0, 4]
@@ -104,7 +104,7 @@ def test_only_what_a_bound_cut_off_is_continued(bootstraps: bool) -> None:
     values_T = torch.tensor([10.0, 0, 1, 2, 20.0, 0, 3, 30.0, 0, 4, 5])
     batch = replace(make_train_batch(samples), values_T=values_T)
     config = AlgorithmConfig(advantage="gae", bootstrap_truncated=bootstraps)
-    got, _ = Advantages(config)(Scores([1.0, 0.0, -1.0, 0.5]), samples, batch)
+    got, _ = estimate(Advantages(config), Scores([1.0, 0.0, -1.0, 0.5]), samples, batch)
     assert got.returns_T is not None
     expected = [11.0, 11.0, -1.0, 30.5, 30.5] if bootstraps else [1.0, 1.0, -1.0, 0.5, 0.5]
     assert got.returns_T[batch.loss_mask_T].tolist() == expected
@@ -126,7 +126,7 @@ def test_an_episode_of_several_rows_is_continued_from_its_last_row() -> None:
         sample_N=(0, 0, 1, 1),
     )
     config = AlgorithmConfig(advantage="gae", bootstrap_truncated=True, gamma=0.5)
-    got, _ = Advantages(config)(Scores([1.0, 2.0]), samples, batch)
+    got, _ = estimate(Advantages(config), Scores([1.0, 2.0]), samples, batch)
     assert got.returns_T is not None
     # The first returns 1 at its end, the second 2 + 0.5 * 40 = 22 at its last trained token.
     assert got.returns_T[batch.loss_mask_T].tolist() == [0.25, 0.5, 1.0, 5.5, 11.0, 22.0]
@@ -156,7 +156,7 @@ def test_policy_and_critic_may_have_a_lambda_each() -> None:
         torch.arange(5), mask_T, (5,), values_T=torch.tensor([9.0, 9.0, 0.5, 0.25, 1.0])
     )
     config = AlgorithmConfig(advantage="gae", gae_lambda=0.0)
-    got, metrics = Advantages(config, return_lambda=1.0)(Scores([2.0]), samples, batch)
+    got, metrics = estimate(Advantages(config, return_lambda=1.0), Scores([2.0]), samples, batch)
     assert got.returns_T is not None and got.returns_T.tolist() == [0, 0, 2, 2, 2]
     deltas = torch.tensor([-0.25, 0.75, 1.0])
     expected = (deltas - deltas.mean()) / deltas.std()

@@ -17,16 +17,16 @@ from mcore_rl.batches.assembly import (
     scatter,
     scatter_parts,
 )
-from mcore_rl.batches.batch import (
-    make_filler,
-    make_train_batch,
-    select_each,
-    with_loss_weights,
+from mcore_rl.batches.batch import make_filler, select_each, with_loss_weights
+from mcore_rl.batches.sample_store import UnknownSampleError
+from mcore_rl.batches.stored_batch import (
+    in_parts,
+    make_stored_batch,
+    with_stored_weights,
     without_truncated,
 )
-from mcore_rl.batches.sample_store import UnknownSampleError
-from mcore_rl.batches.stored_batch import in_parts, make_stored_batch
 from mcore_rl.types import StoredColumn, WeightVersion
+from tests.support.laid_out import make_train_batch, mask_truncated
 from tests.support.stored import assert_same, make_stored, with_all_experts
 
 VERSION = WeightVersion(1)
@@ -46,8 +46,8 @@ def test_any_cut_of_any_order_is_that_of_samples_held_here(
     cut = data.draw(st.integers(1, num))
     parts = [order[:cut], [], order[cut:]]
     kind = data.draw(st.sampled_from(["token_mean", "sequence_mean", "constant", "token_sum"]))
-    here = with_loss_weights(without_truncated(here, samples), kind, 9)
-    there = with_loss_weights(without_truncated(there, rows), kind, 9)
+    here = with_loss_weights(mask_truncated(here, samples), kind, 9)
+    there = with_stored_weights(without_truncated(there, rows), kind, 9)
     shared = in_parts(there, parts)
     made = [with_all_experts(part) for part in assemble_parts(shared, stores.read)]
     expected = select_each(here, [part for part in parts if part])

@@ -7,15 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.batches.batch import (
-    make_filler,
-    make_train_batch,
-    plan_mini_batches,
-    select,
-    with_loss_weights,
-    without_truncated,
-)
+from mcore_rl.batches.batch import make_filler, plan_mini_batches, select, with_loss_weights
+from mcore_rl.batches.local_stores import LocalStores
+from mcore_rl.batches.stored_batch import make_stored_batch, without_truncated
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+from tests.support.laid_out import make_train_batch
 
 
 def make_sample(
@@ -29,8 +25,10 @@ def make_sample(
 
 
 def test_prompt_and_response_are_laid_end_to_end() -> None:
-    samples = [make_sample((1, 2, 3), (4, 5)), make_sample((6,), (7, 8, 9))]
-    batch = make_train_batch(samples)
+    samples = [make_sample((1, 2, 3), (4, 5)), make_sample((6,), (7, 8, 9), 1)]
+    stores = LocalStores()
+    rows = stores.keep(samples)
+    batch = stores.assemble(make_stored_batch(rows))
     assert batch.lens_N == (5, 4)
     assert batch.token_ids_T.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert batch.loss_mask_T.tolist() == [False] * 3 + [True] * 2 + [False] + [True] * 3
@@ -41,11 +39,12 @@ def test_prompt_and_response_are_laid_end_to_end() -> None:
 
 
 def test_empty_responses_are_left_out_and_all_empty_is_refused() -> None:
-    samples = [make_sample((1,), ()), make_sample((2,), (3,))]
-    batch = make_train_batch(samples)
+    stores = LocalStores()
+    rows = stores.keep([make_sample((1,), ()), make_sample((2,), (3,), 1)])
+    batch = stores.assemble(make_stored_batch(rows))
     assert batch.token_ids_T.tolist() == [2, 3]
     with pytest.raises(ValueError, match="all 1 samples are empty"):
-        make_train_batch(samples[:1])
+        make_stored_batch(rows[:1])
 
 
 def test_select_keeps_every_field_of_the_chosen_sequences() -> None:
@@ -115,6 +114,9 @@ def test_engine_records_follow_the_tokens() -> None:
 def test_responses_that_were_cut_off_are_left_out_of_the_loss() -> None:
     samples = [make_sample((1,), ()), make_sample((2,), (3, 4)), make_sample((5,), (6,))]
     samples[1] = replace(samples[1], finish_reason="length")
-    batch = make_train_batch(samples)
-    assert without_truncated(batch, samples).loss_mask_T.tolist() == [False] * 4 + [True]
-    assert without_truncated(batch, samples).lens_N == batch.lens_N
+    stores = LocalStores()
+    rows = stores.keep(samples)
+    batch = make_stored_batch(rows)
+    left = without_truncated(batch, rows)
+    assert stores.assemble(left).loss_mask_T.tolist() == [False] * 4 + [True]
+    assert left.lens_N == batch.lens_N

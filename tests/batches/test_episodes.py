@@ -11,24 +11,24 @@ from hypothesis import strategies as st
 
 from mcore_rl.agents.turn_tree import at_leaves, at_turns
 from mcore_rl.batches.assembly import assemble, assemble_parts
-from mcore_rl.batches.batch import (
-    make_batch,
-    make_train_batch,
-    rows_of_samples,
-    select,
-    select_each,
-    with_loss_weights,
+from mcore_rl.batches.batch import rows_of_samples, select_each, with_loss_weights
+from mcore_rl.batches.episodes import metrics_of, spans_of
+from mcore_rl.batches.stored_batch import (
+    by_sequence,
+    in_parts,
+    make_stored_batch,
+    select_stored,
+    trained_lens,
+    with_stored_weights,
     without_truncated,
 )
-from mcore_rl.batches.episodes import metrics_of, spans_of
-from mcore_rl.batches.stored_batch import by_sequence, in_parts, trained_lens
 from mcore_rl.types import (
     Prompt,
     Sample,
-    StoredBatch,
     VersionSpan,
     WeightVersion,
 )
+from tests.support.laid_out import make_train_batch
 from tests.support.stored import assert_same, put_in_stores, with_all_experts
 from tests.support.turn_trees import random_tree, sample_of
 
@@ -56,13 +56,12 @@ def test_stored_episodes_make_the_batch_of_episodes_held_here(
     samples = [sample for group in groups for sample in group]
     stores, rows = put_in_stores(groups, num_stores)
     here = make_train_batch(samples, VERSION)
-    there = make_batch(rows, VERSION)
-    assert isinstance(there, StoredBatch)
+    there = make_stored_batch(rows, VERSION)
     assert_same(assemble(there, stores.read), here)
     order = data.draw(st.permutations(range(len(here.lens_N))))
     cut = data.draw(st.integers(1, len(order)))
     kind = data.draw(st.sampled_from(KINDS))
-    here, there = with_loss_weights(here, kind, 9), with_loss_weights(there, kind, 9)
+    here, there = with_loss_weights(here, kind, 9), with_stored_weights(there, kind, 9)
     parts = [part for part in (order[:cut], order[cut:]) if part]
     made = [with_all_experts(p) for p in assemble_parts(in_parts(there, parts), stores.read)]
     for micro_batch, expected in zip(made, select_each(here, parts), strict=True):
@@ -76,6 +75,38 @@ def test_stored_episodes_make_the_batch_of_episodes_held_here(
         assert found.logprobs == pytest.approx(sample.logprobs)
         assert found.episode is not None and sample.episode is not None
         assert found.episode.turns == sample.episode.turns
+
+
+def test_empty_episodes_are_left_out() -> None:
+    generator = random.Random(2)
+    prompt = Prompt(0, (1,), (), "unit", None)
+    first, second = (sample_of(random_tree(generator, n), prompt, n) for n in (1, 6))
+    assert first.episode is not None and second.episode is not None
+    empty = replace(first, response_ids=(), logprobs=(), versions=())
+    empty = replace(empty, episode=replace(first.episode, rows=()))
+    stores, stored = put_in_stores([[first, empty, second]], 1)
+    batch = assemble(make_stored_batch(stored, WeightVersion(0)), stores.read)
+    rows = [*first.episode.rows, *second.episode.rows]
+    assert batch.lens_N == tuple(len(row.token_ids) for row in rows)
+    assert batch.sample_N == (0,) + (1,) * len(second.episode.rows)
+    assert batch.token_ids_T.tolist() == [t for row in rows for t in row.token_ids.tolist()]
+    assert batch.stale_T is not None and batch.routed_experts_TLK is not None
+    stale = [t for t, is_stale in enumerate(batch.stale_T.tolist()) if is_stale]
+    assert stale and all(batch.loss_mask_T[t] for t in stale)
+    last = sum(batch.lens_N) - 1
+    assert (batch.routed_experts_TLK[last] == -1).all()
+    with pytest.raises(ValueError, match="all 1 samples are empty"):
+        make_stored_batch([stored[1]])
+
+
+def test_experts_are_left_out_unless_all_rows_have_them() -> None:
+    generator = random.Random(3)
+    trees = [random_tree(generator, 3, with_experts=has) for has in (True, False)]
+    prompt = Prompt(0, (1,), (), "unit", None)
+    samples = [sample_of(tree, prompt, i) for i, tree in enumerate(trees)]
+    _, stored = put_in_stores([samples], 1)
+    batch = make_stored_batch(stored)
+    assert batch.routed_experts_TLK is None and batch.version is None
 
 
 @settings(max_examples=30)
@@ -111,12 +142,13 @@ def test_a_token_weighs_the_same_in_any_cut(seed: int, kind: str) -> None:
 def test_rows_of_an_episode_stay_together_in_mini_batches() -> None:
     groups = make_episodes(3)
     _, rows = put_in_stores(groups, 2)
-    batch = make_batch(rows)
+    batch = make_stored_batch(rows)
     of_samples = rows_of_samples(batch)
     assert [len(part) for part in of_samples] == [len(row.rows) for row in rows]
     assert max(map(len, of_samples)) > 1
-    part = with_loss_weights(select(batch, of_samples[4] + of_samples[1]), "sequence_mean", 9)
-    assert isinstance(part, StoredBatch) and part.loss_weights_N is not None
+    part = select_stored(batch, of_samples[4] + of_samples[1])
+    part = with_stored_weights(part, "sequence_mean", 9)
+    assert part.loss_weights_N is not None
     total = (part.loss_weights_N * trained_lens(part)).sum()
     assert total == pytest.approx(1.0)
 
@@ -126,30 +158,26 @@ def test_cut_off_episodes_are_left_out_with_all_rows() -> None:
     cut_off = Sample(**{**vars(group[0]), "finish_reason": "max_turns"})
     samples = [cut_off, *group[1:]]
     _, rows = put_in_stores([samples], 1)
-    for batch in (make_train_batch(samples), make_batch(rows)):
-        left = without_truncated(batch, samples)
-        of_first = rows_of_samples(batch)[0]
-        if isinstance(left, StoredBatch):
-            assert not left.is_trained_N[of_first].any()
-            assert left.is_trained_N.sum() == len(batch.lens_N) - len(of_first)
-        else:
-            counts = [int(m.sum()) for m in left.loss_mask_T.split(list(left.lens_N))]
-            assert [i for i, count in enumerate(counts) if not count] == of_first
+    batch = make_stored_batch(rows)
+    left = without_truncated(batch, rows)
+    of_first = rows_of_samples(batch)[0]
+    assert not left.is_trained_N[of_first].any()
+    assert left.is_trained_N.sum() == len(batch.lens_N) - len(of_first)
 
 
 def test_numbers_by_sample_reach_all_rows() -> None:
     groups = make_episodes(7)
     _, rows = put_in_stores(groups, 1)
-    batch = make_batch(rows)
-    assert isinstance(batch, StoredBatch) and batch.sample_N is not None
+    batch = make_stored_batch(rows)
+    assert batch.sample_N is not None
     values = by_sequence(batch, np.arange(len(rows), dtype=np.float32))
     assert values.tolist() == [float(n) for n, row in enumerate(rows) for _ in row.rows]
 
 
 def test_ranks_learn_which_rows_are_of_a_sample_and_where_sums_over_it_come_from() -> None:
     stores, rows = put_in_stores(make_episodes(7), 1)
-    batch = make_batch(rows)
-    assert isinstance(batch, StoredBatch) and batch.sample_N is not None
+    batch = make_stored_batch(rows)
+    assert batch.sample_N is not None
     order = list(reversed(range(len(batch.lens_N))))
     ordered = in_parts(replace(batch, sums_from="old"), [order[:2], [], order[2:]])
     first, filler, last = assemble_parts(ordered, stores.read)

@@ -1,14 +1,14 @@
 """Step metrics from samples and optimizer steps."""
 
 from mcore_rl.batches.summary import summarize_samples, summarize_steps
-from mcore_rl.types import Prompt, Sample, StepStats, VersionSpan, WeightVersion
+from mcore_rl.types import GroupLease, Prompt, StepStats, StoredSample, VersionSpan, WeightVersion
 from mcore_rl.types.scores import Scores
 
 
-def make_sample(prompt_index: int, num_tokens: int, finish_reason: str) -> Sample:
+def make_sample(prompt_index: int, num_tokens: int, finish_reason: str) -> StoredSample:
     prompt = Prompt(prompt_index, (1, 2), (), "unit", "4")
     span = VersionSpan(0, num_tokens, WeightVersion(0))
-    return Sample(prompt, 0, (7,) * num_tokens, (-0.5,) * num_tokens, finish_reason, (span,), "x")
+    return StoredSample(prompt, 0, num_tokens, finish_reason, (span,), False, GroupLease(0, 0))
 
 
 def test_samples_are_summarized() -> None:

@@ -34,6 +34,7 @@ from mcore_rl.types import Prompt, StoredColumn, TrainBatch, WeightVersion
 from mcore_rl.types.scores import Scores
 from mcore_rl.workers.collector_worker import CollectorSpec
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.laid_out import estimate
 
 pytestmark = pytest.mark.e2e
 ROLLOUT = RolloutConfig(max_response_len=3, retries=0)
@@ -142,7 +143,7 @@ def test_two_collectors_compute_advantages_of_the_tokens_that_they_hold(
     here = replace(group.stores.assemble(batch), advantages_T=None)
     scores = Scores([float(n * n % 7) for n in range(len(samples))])
     config = AlgorithmConfig(advantage="gae", gamma=0.9, gae_lambda=0.8)
-    expected, metrics = Advantages(config)(scores, samples, here)
+    expected, metrics = estimate(Advantages(config), scores, samples, here)
     player = StoredAdvantages(
         Advantages(config), lambda works: run(group.apply(works)), has_teacher=False
     )

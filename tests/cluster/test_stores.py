@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.batches.batch import make_train_batch, select_each
+from mcore_rl.batches.batch import select_each
 from mcore_rl.batches.kept_rows import ReadRequest
 from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.batches.stored_batch import in_parts, make_stored_batch
@@ -19,6 +19,7 @@ from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.types import StoredColumn
+from tests.support.laid_out import make_train_batch
 from tests.support.stored import assert_same, make_stored, with_all_experts
 
 pytestmark = pytest.mark.e2e

@@ -12,6 +12,7 @@ from mcore_rl.logs.episode_log import ABORTED, DROPPED_STALE, EpisodeLog
 from mcore_rl.logs.rows import read_rows
 from mcore_rl.types import Prompt
 from tests.support.episode_rows import reasons_by_group
+from tests.support.laid_out import refer_to
 from tests.support.samples import make_sample
 
 
@@ -43,7 +44,7 @@ def test_a_block_ends_with_its_samples_or_is_aborted(tmp_path: Path) -> None:
     path = tmp_path / "episodes.jsonl"
     log = EpisodeLog(path)
     with log.record([prompt(0), prompt(1)], 2, greedy=False) as samples:
-        samples += [make_sample(i, "text") for i in range(4)]
+        samples += refer_to([make_sample(i, "text") for i in range(4)])
     with (
         pytest.raises(KeyboardInterrupt),
         log.record([prompt(2)], 3, greedy=False) as samples,

@@ -17,16 +17,16 @@ from mcore_rl.logs.rows import read_rows
 from mcore_rl.process.lost_samples import SamplesLost
 from mcore_rl.types import Sample, StoredSample
 from mcore_rl.types.scores import Scores
-from tests.support.samples import make_sample
+from tests.support.samples import HeldSampleLog, make_sample
 from tests.support.stored import make_stored
 
 
 def test_metrics_samples_and_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with MetricsLogger(tmp_path / "run", total_steps=2) as log:
+    with HeldSampleLog(tmp_path / "run", total_steps=2) as log:
         log.log(0, {"eval/greedy_accuracy": 0.25})
         log.log(1, {"reward/mean": 0.5, "time/rollout": 1.0})
         log.log(2, {})
-        log.log_samples(
+        log.log_held(
             1, [make_sample(0, "1"), make_sample(1, "no")], Scores([1.0, 0.0]), split="eval"
         )
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
@@ -51,27 +51,27 @@ def test_metrics_samples_and_console(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
-    with MetricsLogger(tmp_path, console=False) as log:
+    with HeldSampleLog(tmp_path, console=False) as log:
         for step in (1, 2, 3):
             log.log(step, {"reward/mean": 0.0})
-            log.log_samples(step, [make_sample(step, "")], Scores([0.0]))
-    with MetricsLogger(tmp_path, last_step=2, console=False) as log:
+            log.log_held(step, [make_sample(step, "")], Scores([0.0]))
+    with HeldSampleLog(tmp_path, last_step=2, console=False) as log:
         log.log(3, {"reward/mean": 1.0})
-        log.log_samples(3, [make_sample(3, "4")], Scores([1.0]))
+        log.log_held(3, [make_sample(3, "4")], Scores([1.0]))
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.0), (2, 0.0), (3, 1.0)]
     assert [row["response"] for row in read_rows(tmp_path / "samples.jsonl")] == ["", "", "4"]
 
 
 def test_samples_per_call_are_bounded(tmp_path: Path) -> None:
-    with MetricsLogger(tmp_path, console=False) as log:
-        log.log_samples(
+    with HeldSampleLog(tmp_path, console=False) as log:
+        log.log_held(
             1,
             [make_sample(i, "") for i in range(SAMPLES_PER_LOG + 9)],
             Scores([0.0] * (SAMPLES_PER_LOG + 9)),
         )
         with pytest.raises(ValueError, match="shorter"):
-            log.log_samples(1, [make_sample(1, "")], Scores([]))
+            log.log_held(1, [make_sample(1, "")], Scores([]))
     assert len(read_rows(tmp_path / "samples.jsonl")) == SAMPLES_PER_LOG
 
 
@@ -89,8 +89,8 @@ def test_tensorboard_holds_the_resumed_curve(tmp_path: Path) -> None:
 def test_samples_whose_reward_failed_are_always_kept_and_say_why(tmp_path: Path) -> None:
     num = SAMPLES_PER_LOG + 9
     errors = ["" if i < num - 1 else "ValueError: no" for i in range(num)]
-    with MetricsLogger(tmp_path, console=False) as log:
-        log.log_samples(
+    with HeldSampleLog(tmp_path, console=False) as log:
+        log.log_held(
             1,
             [make_sample(i, "") for i in range(num)],
             Scores([0.0] * (num - 1) + [float("nan")], {}, errors),
@@ -108,9 +108,9 @@ def test_an_outage_of_a_judge_is_a_few_rows_and_one_line(
     """All samples fail, most with an error that repeats a long request."""
     num = 1000
     errors = ["TimeoutError: judge, " + "x" * 100_000] * 900 + ["ValueError: no"] * 100
-    with MetricsLogger(tmp_path, console=False) as log:
+    with HeldSampleLog(tmp_path, console=False) as log:
         scores = Scores([0.0] * num, {}, errors)
-        log.log_samples(7, [make_sample(i, "") for i in range(num)], scores)
+        log.log_held(7, [make_sample(i, "") for i in range(num)], scores)
     rows = read_rows(tmp_path / "samples.jsonl")
     assert [row["prompt_index"] for row in rows] == list(range(SAMPLES_PER_LOG + FAILED_PER_LOG))
     assert all(len(row["reward_error"]) < ERROR_CHARS + 50 for row in rows)

@@ -12,14 +12,14 @@ from mcore_rl.logs import MetricsLogger
 from mcore_rl.logs.run_report import make_report
 from mcore_rl.process.disk import DiskFullError
 from mcore_rl.types.scores import Scores
-from tests.support.samples import make_sample
+from tests.support.samples import HeldSampleLog, make_sample
 
 
 def write_run(run_dir: Path, with_evaluation: bool = True) -> None:
-    with MetricsLogger(run_dir, console=False) as log:
+    with HeldSampleLog(run_dir, console=False) as log:
         if with_evaluation:
             log.log(0, {"eval/greedy_accuracy": 0.40, "eval/pass_at_4": 0.6})
-            log.log_samples(0, [make_sample(0, "7")], Scores([0.0]), split="eval")
+            log.log_held(0, [make_sample(0, "7")], Scores([0.0]), split="eval")
         for step in (1, 2, 3):
             log.log(
                 step,
@@ -31,11 +31,11 @@ def write_run(run_dir: Path, with_evaluation: bool = True) -> None:
                     "time/step": 2.0,
                 },
             )
-            log.log_samples(step, [make_sample(9, "trained on")], Scores([1.0]))
+            log.log_held(step, [make_sample(9, "trained on")], Scores([1.0]))
         if with_evaluation:
             log.log(3, {"eval/greedy_accuracy": 0.85, "eval/pass_at_4": 0.9})
             held_out = [make_sample(i, f"final answer {i + 1}") for i in range(5)]
-            log.log_samples(3, held_out, Scores([1.0] * 5), split="eval")
+            log.log_held(3, held_out, Scores([1.0] * 5), split="eval")
 
 
 def test_summary_table_samples_and_picture(
@@ -96,8 +96,8 @@ def test_samples_that_a_terminal_cannot_print_are_escaped(
     encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path, with_evaluation=False)
-    with MetricsLogger(tmp_path, last_step=3, console=False) as log:
-        log.log_samples(3, [make_sample(1, "a\u2028b \ud83d naïve")], Scores([1.0]))
+    with HeldSampleLog(tmp_path, last_step=3, console=False) as log:
+        log.log_held(3, [make_sample(1, "a\u2028b \ud83d naïve")], Scores([1.0]))
     printed = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", printed)
     make_report(tmp_path)

@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mcore_rl.logs import MetricsLogger
 from mcore_rl.logs.logger import SIDE, Thumbnails
 from mcore_rl.logs.rows import read_rows
 from mcore_rl.logs.run_report import make_report
 from mcore_rl.types import EpisodeRecord, PromptImage
 from mcore_rl.types.scores import Scores
 from tests.support.odd_images import encode, noise
-from tests.support.samples import make_sample
+from tests.support.samples import HeldSampleLog, make_sample
 
 
 def prompt_image(width: int, height: int, mode: str = "RGB") -> PromptImage:
@@ -39,8 +38,8 @@ def test_images_of_later_turns_are_named_each_once(tmp_path: Path) -> None:
     asked, piece = prompt_image(8, 8), prompt_image(16, 8)
     episode = EpisodeRecord((), (), "done", 1.0, images=(asked, piece))
     seen = replace(sample, prompt=replace(sample.prompt, images=(asked,)), episode=episode)
-    with MetricsLogger(tmp_path, console=False) as log:
-        log.log_samples(1, [seen], Scores([1.0]))
+    with HeldSampleLog(tmp_path, console=False) as log:
+        log.log_held(1, [seen], Scores([1.0]))
     [row] = read_rows(tmp_path / "samples.jsonl")
     assert row["images"] == [f"images/{image.digest[:16]}.png" for image in (asked, piece)]
     assert all((tmp_path / path).is_file() for path in row["images"])
@@ -52,9 +51,9 @@ def test_samples_and_report_name_the_images(
     sample = make_sample(0, "1")
     images = (prompt_image(8, 8), prompt_image(16, 8))
     with_images = replace(sample, prompt=replace(sample.prompt, images=images))
-    with MetricsLogger(tmp_path, console=False) as log:
+    with HeldSampleLog(tmp_path, console=False) as log:
         log.log(1, {"reward/mean": 1.0, "rollout/samples": 2.0, "time/step": 1.0})
-        log.log_samples(1, [with_images, make_sample(1, "2")], Scores([1.0, 1.0]))
+        log.log_held(1, [with_images, make_sample(1, "2")], Scores([1.0, 1.0]))
     first, second = read_rows(tmp_path / "samples.jsonl")
     assert [(tmp_path / path).is_file() for path in first["images"]] == [True, True]
     assert "images" not in second

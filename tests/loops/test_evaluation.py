@@ -10,6 +10,7 @@ import pytest
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import AlgorithmConfig, EvalConfig, JudgeConfig, RewardConfig
 from mcore_rl.loops.evaluation import Correctness, evaluate, pass_metrics
+from mcore_rl.loops.outcomes import Rollout
 from mcore_rl.loops.reward_failures import RewardFailureError
 from mcore_rl.types import Sample
 from mcore_rl.types.scores import Scores
@@ -136,22 +137,19 @@ def skilled_policy() -> TablePolicy:
 def test_metrics_of_a_policy_with_samples_and_scores() -> None:
     policy = skilled_policy()
     config = EvalConfig(pass_k=2)
-    metrics, samples, scores = evaluate(
-        policy, make_prompts(5), repeats_the_prompt, config, REWARDS, seed=0
-    )
+    reward = policy.reward_by(repeats_the_prompt)
+    metrics, drawn = evaluate(policy, make_prompts(5), reward, config, REWARDS, seed=0)
     assert metrics["eval/greedy_accuracy"] == 0.8 and metrics["eval/prompts"] == 5
-    assert metrics["eval/greedy_reward"] == pytest.approx(sum(scores.rewards_N) / 5)
+    assert metrics["eval/greedy_reward"] == pytest.approx(sum(drawn.scores.rewards_N) / 5)
     assert metrics["eval/pass_at_1"] == metrics["eval/pass_at_2"] == pytest.approx(0.8)
-    assert len(samples) == 5 and metrics["eval/reward_errors"] == 0
-    nothing = evaluate(policy, [], repeats_the_prompt, config, REWARDS, seed=0)
-    assert nothing == ({}, [], Scores([]))
+    assert len(drawn.samples) == 5 and metrics["eval/reward_errors"] == 0
+    nothing = evaluate(policy, [], reward, config, REWARDS, seed=0)
+    assert nothing == ({}, Rollout([], Scores([])))
     policy.calls.clear()
-    greedy, _, _ = evaluate(
-        policy, make_prompts(5), repeats_the_prompt, EvalConfig(), REWARDS, seed=0
-    )
+    greedy, _ = evaluate(policy, make_prompts(5), reward, EvalConfig(), REWARDS, seed=0)
     assert policy.calls == ["greedy"] and "eval/pass_at_1" not in greedy
     more = EvalConfig(samples=6, pass_k=2)
-    metrics, _, _ = evaluate(policy, make_prompts(5), repeats_the_prompt, more, REWARDS, seed=0)
+    metrics, _ = evaluate(policy, make_prompts(5), reward, more, REWARDS, seed=0)
     assert {"eval/avg_at_6", "eval/pass_at_1", "eval/pass_at_2"} < metrics.keys()
     assert policy.for_eval == [True] * 5, "all are drawn as evaluations want it"
 
@@ -170,7 +168,8 @@ def test_a_failed_score_is_not_a_wrong_answer_and_is_counted() -> None:
     def metrics_of(rewards: RewardConfig, num_samples: int = 2) -> dict[str, float]:
         prompts = make_prompts(5)
         config = EvalConfig(samples=num_samples, pass_k=2)
-        return evaluate(skilled_policy(), prompts, failing, config, rewards, seed=0)[0]
+        policy = skilled_policy()
+        return evaluate(policy, prompts, policy.reward_by(failing), config, rewards, seed=0)[0]
 
     metrics = metrics_of(replace(REWARDS, max_failed_share=0.4))
     assert metrics["eval/greedy_accuracy"] == metrics["eval/greedy_reward"] == 1.0
@@ -189,11 +188,12 @@ def test_an_answer_within_the_bound_of_evaluations_has_no_penalty_for_its_length
         num = len(samples)
         return Scores([0.0] * num, {"overlong_penalty": [-1.0] * num}, unpenalized_N=[1.0] * num)
 
-    metrics, _, scores = evaluate(
-        skilled_policy(), make_prompts(5), penalizing, EvalConfig(), REWARDS, seed=0
+    policy = skilled_policy()
+    metrics, drawn = evaluate(
+        policy, make_prompts(5), policy.reward_by(penalizing), EvalConfig(), REWARDS, seed=0
     )
     assert metrics["eval/greedy_reward"] == metrics["eval/greedy_accuracy"] == 1.0
-    assert scores.rewards_N == [1.0] * 5, "samples.jsonl has the same"
+    assert drawn.scores.rewards_N == [1.0] * 5, "samples.jsonl has the same"
 
 
 def test_without_any_score_there_is_no_accuracy() -> None:
@@ -201,7 +201,8 @@ def test_without_any_score_there_is_no_accuracy() -> None:
         return Scores([nan] * len(samples), errors=["late"] * len(samples))
 
     bears = replace(REWARDS, max_failed_share=1)
-    metrics, _, _ = evaluate(
-        skilled_policy(), make_prompts(5), failing, EvalConfig(samples=1), bears, seed=0
+    policy = skilled_policy()
+    metrics, _ = evaluate(
+        policy, make_prompts(5), policy.reward_by(failing), EvalConfig(samples=1), bears, seed=0
     )
     assert metrics == {"eval/prompts": 5, "eval/prompts_at_1": 0, "eval/reward_errors": 10}

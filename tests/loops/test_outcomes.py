@@ -6,7 +6,7 @@ from math import nan
 import pytest
 
 from mcore_rl.config import AlgorithmConfig
-from mcore_rl.loops.outcomes import with_outcome
+from mcore_rl.loops.outcomes import Rollout, with_outcome
 from mcore_rl.loops.reward_failures import RewardFailureError
 from mcore_rl.types.scores import Scores
 from tests.support.prepared import advantages_of, group_of, prepared
@@ -14,17 +14,17 @@ from tests.support.prepared import advantages_of, group_of, prepared
 
 def test_a_sample_whose_reward_failed_is_not_compared_and_not_trained_on() -> None:
     """[1, 1, 1, timeout] was -1.5 for the last one; it is no group that differs."""
-    samples = group_of(4)
+    policy, samples = group_of(4)
     timeout = Scores([1.0, 1.0, 1.0, nan], errors=["", "", "", "TimeoutError: late"])
-    left, scores, batch = prepared(AlgorithmConfig(), samples, timeout)
-    assert list(left) == samples[:3] and scores.rewards_N == [1.0] * 3
+    left, scores, batch = prepared(policy, AlgorithmConfig(), samples, timeout)
+    assert left == samples[:3] and scores.rewards_N == [1.0] * 3
     assert advantages_of(batch) == [0.0] * 3
     unlike = Scores([1.0, 0.0, nan, 0.5], errors=["", "", "late", ""])
-    left, scores, batch = prepared(AlgorithmConfig(advantage="dr_grpo"), samples, unlike)
-    assert list(left) == [samples[0], samples[1], samples[3]]
+    left, scores, batch = prepared(policy, AlgorithmConfig(advantage="dr_grpo"), samples, unlike)
+    assert left == [samples[0], samples[1], samples[3]]
     assert advantages_of(batch) == pytest.approx([0.5, -0.5, 0.0])
     counted = Scores([1.0, 1.0, 1.0, 0.0], errors=["", "", "", "counts as 0"])
-    left, _, batch = prepared(AlgorithmConfig(), samples, counted)
+    left, _, batch = prepared(policy, AlgorithmConfig(), samples, counted)
     assert len(left) == 4 and advantages_of(batch) == pytest.approx([0.5, 0.5, 0.5, -1.5], abs=1e-4)
 
 
@@ -32,12 +32,11 @@ def test_episodes_whose_environment_failed_are_left_out_of_their_group(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ends = ["done", "env_error", "max_turns", "aborted"]
-    samples = [
-        replace(sample, finish_reason=end) for sample, end in zip(group_of(4), ends, strict=True)
-    ]
+    policy, group = group_of(4)
+    samples = [replace(sample, finish_reason=end) for sample, end in zip(group, ends, strict=True)]
     scores = Scores([1.0, 9.0, 0.0, 9.0])
-    left, scores, batch = prepared(AlgorithmConfig(advantage="dr_grpo"), samples, scores)
-    assert list(left) == [samples[0], samples[2]] and scores.rewards_N == [1.0, 0.0]
+    left, scores, batch = prepared(policy, AlgorithmConfig(advantage="dr_grpo"), samples, scores)
+    assert left == [samples[0], samples[2]] and scores.rewards_N == [1.0, 0.0]
     assert advantages_of(batch) == pytest.approx([0.5, -0.5])
     assert "2 of 4 samples have no outcome" in caplog.text
 
@@ -46,4 +45,4 @@ def test_a_step_without_any_outcome_is_an_error_that_names_the_first() -> None:
     failed = Scores([nan] * 2, errors=["TimeoutError: late", "ValueError: x"])
     message = r"none of 2 samples has an outcome, .*; the first: 'TimeoutError: late'\. Mend what"
     with pytest.raises(RewardFailureError, match=message):
-        with_outcome(group_of(2), failed)
+        with_outcome(Rollout(group_of(2)[1], failed))

@@ -1,18 +1,18 @@
 """Preference data of a policy's own responses."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from mcore_rl.algo.policy_loss import sft_loss
 from mcore_rl.config import RewardConfig
 from mcore_rl.loops.pairs import sample_pairs, write_pairs
 from mcore_rl.loops.reward_failures import RewardFailureError
-from mcore_rl.loops.roles import Reward
 from mcore_rl.types import Prompt, Sample
 from mcore_rl.types.scores import Scores
 from tests.support.table_policy import TablePolicy, make_prompts, repeats_the_prompt
@@ -21,12 +21,25 @@ from tests.support.table_policy import TablePolicy, make_prompts, repeats_the_pr
 class Cut(TablePolicy):
     """Every response whose first token is 0 is cut off."""
 
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, **options: Any) -> list[Sample]:
-        samples = super().generate(prompts, num_samples, **options)
-        return [
-            replace(s, finish_reason="length" if s.response_ids[0] == 0 else "stop")
-            for s in samples
-        ]
+    def _sample(
+        self, prompt: Prompt, index: int, greedy: bool, generator: torch.Generator
+    ) -> Sample:
+        sample = super()._sample(prompt, index, greedy, generator)
+        is_cut_off = sample.response_ids[0] == 0
+        return replace(sample, finish_reason="length" if is_cut_off else "stop")
+
+
+def pairs_by(
+    policy: TablePolicy,
+    function: Callable[[Sequence[Sample]], Scores],
+    prompts: Sequence[Prompt],
+    num_samples: int,
+    num_pairs: int,
+    rewards: RewardConfig | None = None,
+) -> list[dict[str, Any]]:
+    reward, read = policy.reward_by(function), policy.stores.samples
+    rewards = rewards or RewardConfig()
+    return sample_pairs(policy, reward, prompts, num_samples, num_pairs, 0, rewards, read)
 
 
 def reward_of(text: str, target: int) -> float:
@@ -35,7 +48,7 @@ def reward_of(text: str, target: int) -> float:
 
 def test_a_better_response_is_chosen_over_a_worse_one() -> None:
     prompts = make_prompts(6)
-    rows = sample_pairs(Cut(sft_loss), repeats_the_prompt, prompts, 8, 2, 0, RewardConfig())
+    rows = pairs_by(Cut(sft_loss), repeats_the_prompt, prompts, 8, 2)
     assert rows
     for row in rows:
         target = int(row["prompt"][0]["content"]) % 5
@@ -54,8 +67,10 @@ def test_failed_and_equal_rewards_make_no_pair() -> None:
     def equal(samples: Sequence[Sample]) -> Scores:
         return Scores([1.0] * len(samples))
 
-    def pairs_of(reward: Reward, rewards: RewardConfig) -> list[dict[str, Any]]:
-        return sample_pairs(TablePolicy(sft_loss), reward, make_prompts(2), 4, 1, 0, rewards)
+    def pairs_of(
+        function: Callable[[Sequence[Sample]], Scores], rewards: RewardConfig
+    ) -> list[dict[str, Any]]:
+        return pairs_by(TablePolicy(sft_loss), function, make_prompts(2), 4, 1, rewards)
 
     for reward in (failing, equal):
         assert pairs_of(reward, RewardConfig(max_failed_share=1)) == []
@@ -67,7 +82,7 @@ def test_rows_are_written_and_none_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = make_prompts(3)
-    rows = sample_pairs(TablePolicy(sft_loss), repeats_the_prompt, prompts, 6, 1, 0, RewardConfig())
+    rows = pairs_by(TablePolicy(sft_loss), repeats_the_prompt, prompts, 6, 1)
     path = tmp_path / "pairs" / "train.parquet"
     write_pairs(rows, path, 3)
     assert pq.read_table(path).to_pylist() == rows

@@ -64,13 +64,13 @@ def test_lost_groups_are_drawn_again(
     num_losses: int, drawn: list[list[int]], num_lost: int
 ) -> None:
     engines = Engines(num_losses)
-    samples, scores = sample_and_score(
+    rollout = sample_and_score(
         engines, engines.reward, PROMPTS, 2, greedy=False, seed=5, for_eval=True
     )
     assert [indices for indices, *_ in engines.calls] == drawn
     assert {tuple(how) for _, *how in engines.calls} == {(5, False, True)}
-    places = [(sample.prompt.index, sample.sample_index) for sample in samples]
+    places = [(sample.prompt.index, sample.sample_index) for sample in rollout.samples]
     assert places == [(i, k) for i in range(4) for k in range(2)]
-    assert scores.rewards_N == [0.0, 0.1, 1.0, 1.1, 2.0, 2.1, 3.0, 3.1]
+    assert rollout.scores.rewards_N == [0.0, 0.1, 1.0, 1.1, 2.0, 2.1, 3.0, 3.1]
     assert engines.num_lost == num_lost
-    assert len({sample.lease.group for sample in samples}) == 4
+    assert len({sample.lease.group for sample in rollout.samples}) == 4

@@ -26,7 +26,9 @@ from mcore_rl.data.source import ShuffledStream
 from mcore_rl.loops.reward_failures import RewardFailureError
 from mcore_rl.loops.rl import run_evaluation, train
 from mcore_rl.loops.roles import Roles
-from mcore_rl.types import Prompt, Sample, WeightVersion
+from mcore_rl.run.roles.advantages import StoredAdvantages
+from mcore_rl.run.roles.local_trainer import LocalTrainer
+from mcore_rl.types import Prompt, Sample, StoredSample, WeightVersion
 from mcore_rl.types.scores import Scores
 from tests.support.table_policy import MemoryLog, TablePolicy, make_prompts, repeats_the_prompt
 
@@ -36,16 +38,17 @@ PART = EvalConfig(every_steps=3, correct_part="all", pass_k=2)
 def make_roles(
     policy: TablePolicy, algorithm: AlgorithmConfig, log: MemoryLog, held_out: list[Prompt]
 ) -> Roles:
-    """The policy plays generator, trainer and weight sync."""
+    """Return roles in which the policy is generator, trainer and weight sync."""
     return Roles(
         prompts=ShuffledStream(make_prompts(20), seed=0),
         held_out=held_out,
         generator=policy,
-        reward=repeats_the_prompt,
-        advantages=Advantages(algorithm),
-        trainer=policy,
+        reward=policy.reward_by(repeats_the_prompt),
+        advantages=StoredAdvantages(Advantages(algorithm), policy.stores.apply, has_teacher=False),
+        trainer=LocalTrainer(policy, policy.stores),
         weights=policy,
         log=log,
+        on_tokens=policy.stores.apply,
     )
 
 
@@ -69,7 +72,7 @@ def run(
 
 
 def test_a_policy_learns_from_its_rewards() -> None:
-    _, log = run(AlgorithmConfig(), steps=24, train=TrainConfig(mini_batches=2))
+    policy, log = run(AlgorithmConfig(), steps=24, train=TrainConfig(mini_batches=2))
     rewards = log.values("reward/mean")
     assert list(rewards) == list(range(1, 25))
     assert rewards[1] < 0.5 < 0.9 < rewards[24]
@@ -77,6 +80,7 @@ def test_a_policy_learns_from_its_rewards() -> None:
     assert list(accuracy) == list(range(0, 25, 3)) and accuracy[0] == 0.2 and accuracy[24] == 1
     assert log.values("eval/pass_at_2")[24] >= log.values("eval/pass_at_1")[24] > 0.5
     assert max(log.values("logprob_diff/mean").values()) < 1e-6
+    assert policy.stores.num_groups == 0, "the stores forget the samples of each step"
     assert [step for step, split, _ in log.samples if split == "eval"] == list(accuracy)
 
 
@@ -141,7 +145,7 @@ def test_an_evaluation_of_other_weights_than_the_steps_is_an_error() -> None:
 def test_a_reward_that_fails_costs_its_sample_and_is_logged_with_its_reason() -> None:
     class KeepingLog(MemoryLog):
         def log_samples(
-            self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train"
+            self, step: int, samples: Sequence[StoredSample], scores: Scores, split: str = "train"
         ) -> None:
             super().log_samples(step, samples, scores, split)
             kept.extend([scores] * (split == "train"))
@@ -156,7 +160,9 @@ def test_a_reward_that_fails_costs_its_sample_and_is_logged_with_its_reason() ->
     algorithm = AlgorithmConfig()
     policy = TablePolicy(make_policy_loss(algorithm))
     log = KeepingLog()
-    roles = replace(make_roles(policy, algorithm, log, held_out=[]), reward=reward)
+    roles = replace(
+        make_roles(policy, algorithm, log, held_out=[]), reward=policy.reward_by(reward)
+    )
     config = Config(run=RunConfig(steps=2), reward=RewardConfig(path="unused.py"))
     rollout = replace(config.rollout, prompts_per_step=4, samples_per_prompt=4)
     train(replace(config, rollout=rollout), roles)

@@ -11,9 +11,9 @@ import pytest
 from mcore_rl.config import RewardConfig, RolloutConfig
 from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.reward_failures import RewardFailureError
-from mcore_rl.loops.roles import KeepsSamples, Roles
-from mcore_rl.loops.sampling import SamplingOptions, sample_step
-from mcore_rl.types import Prompt, Sample
+from mcore_rl.loops.roles import Roles
+from mcore_rl.loops.sampling import SamplingOptions, draw_rollout
+from mcore_rl.types import GroupLease, Prompt, StoredSample
 from mcore_rl.types.scores import Scores
 
 GROUP = 3
@@ -28,8 +28,8 @@ ALWAYS = {
 }
 
 
-class Numbered(KeepsSamples):
-    """Prompts 0, 1, 2, ...; each sample's text says its prompt, place in the group and seed."""
+class Numbered:
+    """Prompts 0, 1, 2, ... and empty samples of them."""
 
     def __init__(self) -> None:
         self.num_taken, self.seeds = 0, []
@@ -51,10 +51,10 @@ class Numbered(KeepsSamples):
         greedy: bool,
         seed: int,
         for_eval: bool = False,
-    ) -> list[Sample]:
+    ) -> list[StoredSample]:
         self.seeds.append(seed)
         return [
-            Sample(prompt, i, (), (), "stop", (), f"{prompt.index} {i}")
+            StoredSample(prompt, i, 0, "stop", (), False, GroupLease(0, prompt.index))
             for prompt in prompts
             for i in range(num_samples)
         ]
@@ -62,13 +62,16 @@ class Numbered(KeepsSamples):
     def idle_share(self) -> float:
         return 0.25
 
+    def take_num_lost(self) -> int:
+        return 0
+
 
 def run(
     differing: set[int], with_greedy: bool = False, **options: object
 ) -> tuple[list[str], Scores, dict[str, float], Numbered]:
     """Samples of prompts in `differing` have unlike rewards."""
 
-    def reward(samples: Sequence[Sample]) -> Scores:
+    def reward(samples: Sequence[StoredSample]) -> Scores:
         rewards = [float(s.prompt.index in differing and s.sample_index == 0) for s in samples]
         return Scores(
             rewards, {"index": [float(s.prompt.index) for s in samples]}, [""] * len(samples)
@@ -80,9 +83,11 @@ def run(
     roles = Roles(**fields | given)
     rollout = RolloutConfig(prompts_per_step=2, samples_per_prompt=GROUP, **cast(Any, options))
     sampling = SamplingOptions(rollout, with_greedy=with_greedy)
-    samples, scores, metrics = sample_step(sampling, roles, PhaseTimer(1), 7)
+    drawn = draw_rollout(sampling, roles, PhaseTimer(1), 7)
+    metrics = dict(drawn.metrics)
     assert {name: metrics.pop(name) for name in ALWAYS} == ALWAYS
-    return [sample.text for sample in samples], scores, metrics, parts
+    names = [f"{sample.prompt.index} {sample.sample_index}" for sample in drawn.samples]
+    return names, drawn.scores, metrics, parts
 
 
 def test_the_stream_of_prompts_learns_of_all_samples_also_of_groups_that_are_replaced() -> None:
@@ -143,7 +148,7 @@ NAN = float("nan")
 
 
 def sample_with(
-    reward: Callable[[Sequence[Sample]], Scores],
+    reward: Callable[[Sequence[StoredSample]], Scores],
     role_part: str = "",
     rewards: RewardConfig | None = None,
     with_greedy: bool = False,
@@ -157,8 +162,9 @@ def sample_with(
         prompts_per_step=2, samples_per_prompt=4, dynamic_sampling=True, **cast(Any, options)
     )
     sampling = SamplingOptions(rollout, rewards or RewardConfig(), role_part, with_greedy)
-    samples, scores, metrics = sample_step(sampling, roles, PhaseTimer(5), 7)
-    return [sample.prompt.index for sample in samples[::4]], scores, metrics
+    drawn = draw_rollout(sampling, roles, PhaseTimer(5), 7)
+    prompts = [sample.prompt.index for sample in drawn.samples[::4]]
+    return prompts, drawn.scores, dict(drawn.metrics)
 
 
 def test_neither_a_crash_nor_a_penalty_makes_a_group_differ() -> None:
@@ -170,7 +176,7 @@ def test_neither_a_crash_nor_a_penalty_makes_a_group_differ() -> None:
         ([0.5, 0.5, 0.0, 0.0], [1.0, 0.5, 0.0, 0.0]),
     ]
 
-    def reward(samples: Sequence[Sample]) -> Scores:
+    def reward(samples: Sequence[StoredSample]) -> Scores:
         rewards = [tables[s.prompt.index][0][s.sample_index] for s in samples]
         unpenalized = [tables[s.prompt.index][1][s.sample_index] for s in samples]
         errors = ["late" * isnan(value) for value in rewards]
@@ -183,7 +189,7 @@ def test_neither_a_crash_nor_a_penalty_makes_a_group_differ() -> None:
 
 
 def test_programs_and_their_tests_are_no_group() -> None:
-    def reward(samples: Sequence[Sample]) -> Scores:
+    def reward(samples: Sequence[StoredSample]) -> Scores:
         is_test = [float(s.sample_index % 2) for s in samples]
         rewards = [
             1 - test if s.prompt.index < 2 else float(s.sample_index == 0)
@@ -196,7 +202,7 @@ def test_programs_and_their_tests_are_no_group() -> None:
 
 
 def test_an_outage_of_rewards_ends_the_run_in_its_first_round() -> None:
-    def reward(samples: Sequence[Sample]) -> Scores:
+    def reward(samples: Sequence[StoredSample]) -> Scores:
         calls.append(len(samples))
         return Scores([NAN] * len(samples), errors=["TimeoutError: no answer"] * len(samples))
 
@@ -210,7 +216,7 @@ def test_an_outage_of_rewards_ends_the_run_in_its_first_round() -> None:
 
 
 def test_a_greedy_response_without_a_reward_costs_its_prompt() -> None:
-    def reward(samples: Sequence[Sample]) -> Scores:
+    def reward(samples: Sequence[StoredSample]) -> Scores:
         is_greedy = len({s.sample_index for s in samples}) == 1
         fails = [is_greedy and s.prompt.index == 0 for s in samples]
         rewards = [

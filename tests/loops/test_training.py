@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_rl.algo.policy_loss import sft_loss
 from mcore_rl.batches.stored_batch import make_stored_batch, trained_lens
 from mcore_rl.config import (
     AlgorithmConfig,
@@ -17,13 +18,11 @@ from mcore_rl.config import (
     KLConfig,
     TrainConfig,
 )
-from mcore_rl.logs import PhaseTimer
-from mcore_rl.loops.roles import Roles, in_turn, on_tokens_here
+from mcore_rl.loops.roles import Roles
 from mcore_rl.loops.training import (
     add_logprobs,
     add_logprobs_and_values,
     mini_batches,
-    prepare_batch,
     train_policy,
     train_policy_and_critic,
 )
@@ -37,9 +36,16 @@ from mcore_rl.types import (
     TokenScores,
 )
 from mcore_rl.types.scores import Scores
-from tests.support.optimizer_steps import CountingCritic, options_of, sampled
-from tests.support.prepared import advantages_of, group_of, prepared
+from tests.support.optimizer_steps import CountingCritic, options_of, roles_of, sampled
+from tests.support.prepared import (
+    GivenSamples,
+    advantages_of,
+    group_of,
+    prepared,
+    take_step,
+)
 from tests.support.stored import make_stored
+from tests.support.table_policy import MemoryLog, TablePolicy
 
 
 @pytest.mark.parametrize(
@@ -62,8 +68,8 @@ from tests.support.stored import make_stored
 def test_a_pass_is_made_if_something_reads_it(
     algorithm: AlgorithmConfig, train: TrainConfig, calls: list[str]
 ) -> None:
-    policy, batch = sampled(algorithm)
-    batch = add_logprobs(options_of(algorithm, train=train), policy, batch)
+    policy, batch, _samples = sampled(algorithm)
+    batch = add_logprobs(options_of(algorithm, train=train), roles_of(policy).trainer, batch)
     assert policy.calls == calls
     assert (batch.old_logprobs_T is not None) == ("logprobs" in calls)
     assert (batch.ref_logprobs_T is not None) == ("reference" in calls)
@@ -71,29 +77,29 @@ def test_a_pass_is_made_if_something_reads_it(
 
 def test_sums_of_squares_come_with_the_pass_for_the_old_log_probs() -> None:
     algorithm = AlgorithmConfig(advantage="optimal_token_baseline")
-    policy, batch = sampled(algorithm)
-    batch = add_logprobs(options_of(algorithm), policy, batch)
-    assert batch.sum_squares_T is not None
-    torch.testing.assert_close(batch.sum_squares_T, torch.full((len(batch.token_ids_T),), 0.2))
+    policy, batch, _samples = sampled(algorithm)
+    batch = add_logprobs(options_of(algorithm), roles_of(policy).trainer, batch)
+    squares_T = policy.stores.assemble(batch).sum_squares_T
+    assert squares_T is not None
+    torch.testing.assert_close(squares_T, torch.full((sum(batch.lens_N),), 0.2))
 
 
 def test_every_sequence_is_in_one_mini_batch_of_each_epoch() -> None:
-    _, batch = sampled(AlgorithmConfig())
-    batch = replace(batch, advantages_T=torch.arange(40.0))
+    _, batch, _samples = sampled(AlgorithmConfig())
     parts = list(mini_batches(batch, 3, 2, seed=5))
     assert len(parts) == 6
     for epoch in (parts[:3], parts[3:]):
-        values = torch.cat([part.advantages_T for part in epoch if part.advantages_T is not None])
-        assert sorted(values.tolist()) == list(range(40))
+        places = [zip(part.group_N, part.index_N, strict=True) for part in epoch]
+        found = sorted((int(group), int(index)) for part in places for group, index in part)
+        assert found == [(group, index) for group in range(4) for index in range(2)]
 
 
 def test_tokens_are_held_back_in_each_mini_batch_by_the_loss_that_needs_it() -> None:
     algorithm = AlgorithmConfig(loss="kl_cov", covariance=CovarianceConfig(share=0.25))
-    policy, batch = sampled(algorithm)
+    policy, batch, _samples = sampled(algorithm)
     options = options_of(algorithm, train=TrainConfig(mini_batches=2))
-    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
-    roles = Roles(**fields | {"trainer": policy, "on_tokens": on_tokens_here})
-    metrics = train_policy(options, roles, add_logprobs(options, policy, batch), seed=1)
+    roles = roles_of(policy)
+    metrics = train_policy(options, roles, add_logprobs(options, roles.trainer, batch), seed=1)
     assert [
         int(part.held_back_T.sum()) for part in policy.batches if part.held_back_T is not None
     ] == [
@@ -115,28 +121,26 @@ def test_tokens_are_held_back_in_each_mini_batch_by_the_loss_that_needs_it() -> 
 def test_sums_over_samples_of_several_rows_take_a_pass_once_the_weights_have_moved(
     algorithm: AlgorithmConfig, sources: list[str]
 ) -> None:
-    policy, batch = sampled(algorithm)
+    policy, batch, _samples = sampled(algorithm)
     options = options_of(algorithm, train=TrainConfig(mini_batches=2))
-    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
-    roles = Roles(**{**fields, "trainer": policy})
-    batch = add_logprobs(options, policy, batch)
+    roles = roles_of(policy)
+    batch = add_logprobs(options, roles.trainer, batch)
     for sample_N, wanted in (((0, 0, 1, 1, 2, 2, 3, 3), sources), (tuple(range(8)), ["rows"] * 2)):
         policy.batches.clear()
-        train_policy(options, roles, replace(batch, sample_N=sample_N), seed=1)
+        train_policy(options, roles, replace(batch, sample_N=np.array(sample_N)), seed=1)
         assert [part.sums_from for part in policy.batches] == wanted
 
 
 @pytest.mark.parametrize(("step", "policy_trains"), [(1, False), (2, False), (3, True)])
 def test_the_policy_waits_for_its_critic(step: int, policy_trains: bool) -> None:
     algorithm = AlgorithmConfig(advantage="gae")
-    policy, batch = sampled(algorithm)
-    critic = CountingCritic()
-    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
-    both = Roles.__dataclass_fields__["both"].default
-    roles = Roles(**fields | {"trainer": policy, "critic": critic, "both": both})
+    policy, batch, _samples = sampled(algorithm)
+    critic = CountingCritic(policy.stores)
+    roles = roles_of(policy, critic=critic)
     options = options_of(algorithm, critic=CriticConfig(warmup_steps=2, epochs=2, mini_batches=2))
     batch = add_logprobs_and_values(options, roles, batch)
-    assert batch.values_T is not None and batch.values_T.tolist() == batch.token_ids_T.tolist()
+    here = policy.stores.assemble(batch)
+    assert here.values_T is not None and here.values_T.tolist() == here.token_ids_T.tolist()
     metrics = train_policy_and_critic(options, roles, batch, step)
     assert critic.num_steps == 4 and metrics["critic/loss"] == 0.5
     assert policy.calls == ["train"] * policy_trains
@@ -152,7 +156,7 @@ class LosingTrainer:
 
     def compute_logprobs(
         self, batch: StoredBatch, options: LogprobOptions = LogprobOptions()
-    ) -> TokenScores:
+    ) -> TokenScores[StoredColumn]:
         self._read(batch)
         return TokenScores(StoredColumn("old_logprobs"))
 
@@ -169,49 +173,69 @@ class LosingTrainer:
             raise self.lost
 
 
-def losing(lost: int, num_stores: int = 2) -> tuple[LosingTrainer, Roles, list[StoredSample]]:
-    trainer = LosingTrainer(lost)
-    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
+class RewardsAsAdvantages:
+    """Keeps what it was called with last."""
 
-    def advantages(
-        scores: Scores, samples: Sequence[StoredSample], batch: StoredBatch
+    samples: Sequence[StoredSample]
+    scores: Scores
+
+    def __call__(
+        self, scores: Scores, samples: Sequence[StoredSample], batch: StoredBatch
     ) -> tuple[StoredBatch, dict[str, float]]:
+        self.samples = samples
+        self.scores = scores
         has_tokens_N = np.array([sample.response_len > 0 for sample in samples])
         return replace(batch, advantages_N=np.array(scores.rewards_N)[has_tokens_N]), {}
 
-    given = {"trainer": trainer, "advantages": advantages, "on_tokens": on_tokens_here}
-    return (
-        trainer,
-        Roles(**{**fields, **given, "both": in_turn}),
-        make_stored(3, 4, 3, num_stores)[2],
+    def state_dict(self) -> dict[str, float]:
+        raise NotImplementedError
+
+
+def losing(
+    lost: int, num_stores: int = 2
+) -> tuple[LosingTrainer, RewardsAsAdvantages, Roles, list[StoredSample]]:
+    """Return roles of a step; a sample's score is its number."""
+    trainer, advantages = LosingTrainer(lost), RewardsAsAdvantages()
+    samples = make_stored(3, 4, 3, num_stores)[2]
+    policy = TablePolicy(sft_loss)
+    roles = roles_of(
+        policy,
+        trainer=trainer,
+        advantages=advantages,
+        generator=policy,
+        weights=policy,
+        log=MemoryLog(),
+        background=GivenSamples(samples, Scores([float(i) for i in range(len(samples))])),
     )
+    return trainer, advantages, roles, samples
 
 
 TWO_STEPS = options_of(AlgorithmConfig(), train=TrainConfig(mini_batches=2))
 
 
 def test_samples_lost_before_training_are_left_out_with_their_scores() -> None:
-    _, roles, samples = losing(lost=1)
-    numbers = [float(i) for i in range(len(samples))]
-    left, scores, batch, metrics = prepare_batch(
-        TWO_STEPS, roles, PhaseTimer(1), samples, Scores(numbers)
-    )
+    trainer, advantages, roles, samples = losing(lost=1)
+    take_step(roles, AlgorithmConfig(), train=TrainConfig(mini_batches=2))
     kept = [i for i, sample in enumerate(samples) if sample.lease.store == 0]
-    assert list(left) == [samples[i] for i in kept] and len(kept) == 6
-    assert scores.rewards_N == [numbers[i] for i in kept]
+    assert advantages.samples == [samples[i] for i in kept] and len(kept) == 6
+    assert advantages.scores.rewards_N == kept
     has_tokens = [i for i in kept if samples[i].response_len]
-    assert batch.advantages_N.tolist() == has_tokens and set(batch.store_N.tolist()) == {0}
-    assert metrics == {"batch/lost": 6.0}
+    trained = [step.advantages_N for step in trainer.steps if step.advantages_N is not None]
+    assert sorted(np.concatenate(trained).tolist()) == has_tokens
+    assert {store for step in trainer.steps for store in step.store_N.tolist()} == {0}
+    log: Any = roles.log
+    assert log.values("batch/lost") == {1: 6.0} and log.values("rollout/samples") == {1: 6.0}
+    assert log.samples == [(1, "train", len(samples))], "all that were drawn"
 
 
 def test_nothing_left_of_a_step_is_an_error() -> None:
-    _, roles, samples = losing(lost=0, num_stores=1)
+    _, _, roles, _ = losing(lost=0, num_stores=1)
     with pytest.raises(SamplesLost, match="collector 0 died"):
-        prepare_batch(TWO_STEPS, roles, PhaseTimer(1), samples, Scores([0.0] * len(samples)))
+        take_step(roles, AlgorithmConfig(), train=TrainConfig(mini_batches=2))
 
 
 def test_sequences_lost_while_training_are_left_out_and_weights_are_of_the_others() -> None:
-    trainer, roles, samples = losing(lost=1)
+    trainer, _, roles, samples = losing(lost=1)
     batch = make_stored_batch(samples)
     train_policy(TWO_STEPS, roles, batch, seed=1)
     assert len(trainer.steps) == 2
@@ -223,7 +247,7 @@ def test_sequences_lost_while_training_are_left_out_and_weights_are_of_the_other
 @pytest.mark.parametrize(
     ("advantage", "expected"),
     [
-        ("dr_grpo", [0.25, -0.75, 0.25, 0.25]),
+        ("dr_grpo", [0.0, -0.75, 0.25, 0.25]),
         ("reinforce_plus_plus", [0.5528, -1.6583, 0.5528, 0.5528]),
     ],
 )
@@ -235,9 +259,9 @@ def test_responses_that_are_cut_off_count_in_their_group_and_carry_no_loss(
     By token, values are divided by sqrt(12 * 0.75 * 0.25 / 11) = 0.4523.
     """
     algorithm = AlgorithmConfig(advantage=advantage, loss="policy_gradient", filter_overlong=True)
-    samples = group_of(4)
+    policy, samples = group_of(4)
     samples[0] = replace(samples[0], finish_reason="length")
-    _, _, batch = prepared(algorithm, samples, Scores([1.0, 0.0, 1.0, 1.0]))
+    _, _, batch = prepared(policy, algorithm, samples, Scores([1.0, 0.0, 1.0, 1.0]))
     assert advantages_of(batch) == pytest.approx(expected, abs=1e-4)
     trained = [bool(part.any()) for part in batch.loss_mask_T.split(list(batch.lens_N))]
     assert trained == [False, True, True, True]

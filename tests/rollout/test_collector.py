@@ -6,17 +6,12 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.agents.turn_tree import at_turns
+from mcore_rl.batches.group_facts import describe_group
 from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.config import RolloutConfig
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
-from mcore_rl.rollout.collector import (
-    Collector,
-    CollectorCommands,
-    CollectorEvents,
-    GroupRequest,
-    collect_facts,
-)
+from mcore_rl.rollout.collector import Collector, CollectorCommands, CollectorEvents, GroupRequest
 from mcore_rl.rollout.engine_health import EngineHealth, Rotation
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import HttpOptions
@@ -76,7 +71,7 @@ def test_groups_are_kept_and_only_facts_of_them_go_out(loop: EventLoop) -> None:
     assert facts.response_lens == (3, 3) and facts.finish_reasons == ("length", "length")
     assert not facts.has_experts
     samples = scene.store.samples([facts.group] * 2, [0, 1])
-    assert collect_facts(facts.group, samples) == facts
+    assert describe_group(facts.group, samples) == facts
     scene.run(scene.collector.submit(CollectorCommands(drop=[5])))
     assert scene.store.num_groups == 1
 
@@ -154,7 +149,7 @@ def test_facts_of_rows_say_which_beginnings_they_share() -> None:
     prompt = Prompt(0, (1,), (), "unit", "")
     samples = [sample_of(tree, prompt, i, at_turns) for i in range(2)]
     rows = [row for sample in samples for row in sample.episode.rows]  # type: ignore[union-attr]
-    facts = [fact for of_sample in collect_facts(0, samples).episode_rows for fact in of_sample]
+    facts = [fact for of_sample in describe_group(0, samples).episode_rows for fact in of_sample]
     assert [fact.index for fact in facts] == list(range(len(rows)))
     assert [fact.num_tokens for fact in facts] == [len(row.token_ids) for row in rows]
     assert any(fact.parent >= 0 for fact in facts)

@@ -3,14 +3,14 @@
 import pytest
 
 from mcore_rl.rollout.staleness import measure_staleness
-from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+from mcore_rl.types import GroupLease, Prompt, StoredSample, VersionSpan, WeightVersion
 
 
-def sample(*versions: int) -> Sample:
+def sample(*versions: int) -> StoredSample:
     """One token of each of `versions`."""
     spans = tuple(VersionSpan(i, i + 1, WeightVersion(v)) for i, v in enumerate(versions))
     prompt = Prompt(0, (1,), (), "unit", "")
-    return Sample(prompt, 0, (5,) * len(spans), (-1.0,) * len(spans), "stop", spans, "")
+    return StoredSample(prompt, 0, len(spans), "stop", spans, False, GroupLease(0, 0))
 
 
 SAMPLES = [sample(3, 4), sample(4), sample(2), sample()]

@@ -15,6 +15,7 @@ from mcore_rl.config import (
     CriticConfig,
     LogConfig,
     ParallelConfig,
+    RewardConfig,
     TrainConfig,
 )
 from mcore_rl.config.recipe import load_recipe
@@ -27,7 +28,8 @@ from mcore_rl.run.parts import (
     make_critic,
     make_links,
     make_log,
-    pack,
+    make_stored_trainer,
+    make_token_trainer,
     resume,
     sample_in_background,
     share_teacher,
@@ -140,7 +142,9 @@ def test_trainer_and_critic_are_packed_by_their_own_layouts(tmp_path: Path) -> N
     )
     started = start(Log(), {})
     policy = ModelFacts.read("recipes/model/qwen3_30b_a3b")
-    trainer = pack(config, policy, started.trainer, folder, temperature=0.5)
+    trainer = make_token_trainer(config, policy, started.trainer, folder, temperature=0.5)
+    stored = make_stored_trainer(config, policy, started.trainer, folder)
+    assert stored._packing == trainer._packing and stored._speed == trainer._speed
     assert trainer._packing.dp_size == 3 and trainer._packing.max_tokens == 100
     assert trainer._speed == TrainSpeed(ModelFlops.of(policy), num_ranks=3, peak_flops=1e15)
     apart = make_critic(config, policy, started, folder)
@@ -156,7 +160,8 @@ def test_trainer_and_critic_are_packed_by_their_own_layouts(tmp_path: Path) -> N
 
 
 def test_a_recipe_without_a_teacher_has_none() -> None:
-    no_teacher = Rollouts(*[None] * 7)  # type: ignore[arg-type]
+    nobody: Any = None
+    no_teacher = Rollouts(nobody, nobody, nobody, RewardConfig(), has_teacher=False)
     assert share_teacher(no_teacher, SharedGpus(EngineMemory((), 5.0), fail)) is None
 
 

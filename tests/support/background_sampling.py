@@ -14,14 +14,15 @@ from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.run.roles.background import BackgroundSampler
 from mcore_rl.run.roles.groups import GroupBuffer
-from mcore_rl.types import Prompt, Sample, WeightVersion
+from mcore_rl.types import Prompt, StoredSample, WeightVersion
 from mcore_rl.types.scores import Scores
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.storing_client import StoringClient
 
 PROMPTS = [Prompt(i, (1, 2 + i), (), "unit", "") for i in range(40)]
 
 
-async def score_by_index(samples: Sequence[Sample]) -> Scores:
+async def score_by_index(samples: Sequence[StoredSample]) -> Scores:
     """Even prompts have rewards that differ, odd ones do not."""
     return Scores([float(s.prompt.index % 2 == 0 and s.sample_index == 0) for s in samples])
 
@@ -35,7 +36,7 @@ class Sampler:
         loop: EventLoop,
         *,
         with_greedy: bool = False,
-        score: Callable[[Sequence[Sample]], Awaitable[Scores]] = score_by_index,
+        score: Callable[[Sequence[StoredSample]], Awaitable[Scores]] = score_by_index,
         rewards: RewardConfig | None = None,
         episodes: EpisodeLog | None = None,
         **options: Any,
@@ -44,6 +45,7 @@ class Sampler:
         rollout = RolloutConfig(**{**sizes, "retries": 0, **options})
         drawing = SamplingOptions(rollout, rewards or RewardConfig(), with_greedy=with_greedy)
         self.engine = FakeSGLang(loop)
+        http = HttpOptions.make(rollout, [9], str)
         self.prompts = ShuffledStream(PROMPTS, seed=0, shuffle=False)
         self.num_revived = 0
         self.can_revive = True
@@ -52,7 +54,7 @@ class Sampler:
             0,
             WeightVersion(0),
             self.prompts,
-            RolloutClient([self.engine.address], rollout, HttpOptions.make(rollout, [9], str).open),
+            StoringClient(RolloutClient([self.engine.address], rollout, http.open)),
             score,
             loop.run,
             loop.start,

@@ -31,7 +31,7 @@ from tests.support.trainer_processes import ProcessRanks
 
 
 class MegatronRanks(ProcessRanks):
-    """RankCalls of a PackedTrainer and TrainerRanks of a SyncController, in processes."""
+    """RankCalls of a PackedTokenTrainer and TrainerRanks of a SyncController, in processes."""
 
     def __init__(self, world_size: int) -> None:
         context = mp.get_context("forkserver")

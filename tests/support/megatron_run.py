@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 
 from mcore_rl.algo.estimator import Advantages
+from mcore_rl.batches.local_stores import LocalStores
 from mcore_rl.cluster.run import engine_spec, experts_shape
 from mcore_rl.config import (
     CheckpointConfig,
@@ -31,20 +32,23 @@ from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.transport import HttpOptions
+from mcore_rl.run.roles.advantages import StoredAdvantages
 from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
 from mcore_rl.run.roles.generator import EngineGenerator
+from mcore_rl.run.roles.local_trainer import LocalTrainer
 from mcore_rl.run.roles.parity_check import ParityCheck, make_probe
 from mcore_rl.run.roles.parity_tolerance import ParityTolerance
-from mcore_rl.run.roles.trainer import PackedTrainer, Packing
+from mcore_rl.run.roles.trainer import PackedTokenTrainer, Packing
 from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.tools.doctor.step_checks import count_even_tokens
-from mcore_rl.types import Prompt, Sample, WeightVersion
+from mcore_rl.types import Prompt, StoredSample, WeightVersion
 from mcore_rl.types.scores import Scores
 from mcore_rl.weight_sync.controller.sync import SyncController
 from mcore_rl.weights.hf.config import ModelFacts, moe_layers, read_hf_config
 from mcore_rl.weights.models import family_of
 from tests.support.engine_keys import KEYS
 from tests.support.megatron_ranks import MegatronRanks
+from tests.support.storing_client import StoringClient
 from tests.support.tiny_models import VOCAB
 
 SAMPLED = RolloutConfig(
@@ -114,14 +118,14 @@ class Memory:
     """A log that keeps one step in memory."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    samples: Sequence[Sample] = ()
+    samples: Sequence[StoredSample] = ()
     scores: Scores = field(default_factory=lambda: Scores([]))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics |= metrics
 
     def log_samples(
-        self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train"
+        self, step: int, samples: Sequence[StoredSample], scores: Scores, split: str = "train"
     ) -> None:
         if split == "train":
             self.samples, self.scores = samples, scores
@@ -163,7 +167,8 @@ class MegatronRun:
             verify_every=1,
             loaded=loaded,
         )
-        self.trainer = PackedTrainer(
+        self.stores = LocalStores()
+        self.trainer = PackedTokenTrainer(
             ranks,
             self.folder,
             packing=Packing.of(config.parallel, config.train),
@@ -183,22 +188,28 @@ class MegatronRun:
             TIMEOUT_S,
             gpus.for_rollout,
             KEYS,
+            self.stores.assemble,
         )
         weights = EngineSync(
             *(self.sync_controller, parity_check, health, self._look, watched, gpus),
             count_steps=lambda: self.trainer.num_steps,
         )
         probe = make_probe(make_prompts(), self.config.parity_check.sequences)
-        weights.sync(WeightVersion(start_step), probe)
+        weights.sync_first(WeightVersion(start_step), probe)
         roles = Roles(
             prompts=ShuffledStream(make_prompts(), self.config.run.seed),
             held_out=[],
-            generator=EngineGenerator(self._make_client(), self.config.rollout, watched),
-            reward=count_even_tokens,
-            advantages=Advantages(self.config.algorithm),
-            trainer=self.trainer,
+            generator=EngineGenerator(
+                StoringClient(self._make_client(), self.stores), self.config.rollout, watched
+            ),
+            reward=lambda samples: count_even_tokens(self.stores.samples(samples)),
+            advantages=StoredAdvantages(
+                Advantages(self.config.algorithm), self.stores.apply, has_teacher=False
+            ),
+            trainer=LocalTrainer(self.trainer, self.stores),
             weights=weights,
             log=self.log,
+            on_tokens=self.stores.apply,
         )
         train(self.config, roles, start_step)
 

@@ -1,6 +1,7 @@
-"""Batches of one group, as a step trains on them, made by the policy of table_policy.py."""
+"""The batch that a step trains on of samples and scores that are given, by table_policy.py."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,29 +12,71 @@ from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.logs import PhaseTimer
-from mcore_rl.loops.roles import Roles, in_turn
-from mcore_rl.loops.training import StepOptions, prepare_batch
-from mcore_rl.types import Sample, TrainBatch
+from mcore_rl.loops.rl import run_step
+from mcore_rl.loops.roles import Roles
+from mcore_rl.loops.sampling import SamplingOptions
+from mcore_rl.loops.training import StepOptions
+from mcore_rl.run.roles.advantages import StoredAdvantages
+from mcore_rl.types import StoredBatch, StoredSample, TrainBatch, WeightVersion
 from mcore_rl.types.scores import Scores
-from tests.support.table_policy import TablePolicy, make_prompts
+from tests.support.optimizer_steps import roles_of
+from tests.support.table_policy import MemoryLog, TablePolicy, make_prompts
+
+
+@dataclass
+class GivenSamples:
+    """Implements roles.Background with samples that are there already."""
+
+    samples: list[StoredSample]
+    scores: Scores
+
+    def take(self, version: WeightVersion) -> tuple[list[StoredSample], Scores, dict[str, float]]:
+        return self.samples, self.scores, {}
+
+    def pause_for_sync(self) -> None: ...
+
+    def resume(self, version: WeightVersion) -> Mapping[str, float]:
+        return {}
+
+
+class KeepingAdvantages(StoredAdvantages):
+    """Keeps the samples and scores that it was called with last."""
+
+    samples: list[StoredSample]
+    scores: Scores
+
+    def __call__(
+        self, scores: Scores, samples: Any, batch: StoredBatch
+    ) -> tuple[StoredBatch, dict[str, float]]:
+        self.samples = list(samples)
+        self.scores = scores
+        return super().__call__(scores, samples, batch)
+
+
+def take_step(roles: Roles, algorithm: AlgorithmConfig, **config: Any) -> dict[str, float]:
+    """Take step 1 of the loop with these roles, and return its metrics."""
+    recipe = Config(algorithm=algorithm, **config)
+    needs = needs_of(algorithm)
+    drawing, options = SamplingOptions.of(recipe, needs), StepOptions.of(recipe, needs)
+    return run_step(drawing, options, roles, PhaseTimer(1), seed=0)
 
 
 def prepared(
-    algorithm: AlgorithmConfig, samples: Sequence[Sample], scores: Scores
-) -> tuple[Sequence[Sample], Scores, TrainBatch]:
+    policy: TablePolicy, algorithm: AlgorithmConfig, samples: list[StoredSample], scores: Scores
+) -> tuple[list[StoredSample], Scores, TrainBatch]:
     """Return samples, scores and batch as a step of `algorithm` trains on them."""
-    policy = TablePolicy(make_policy_loss(algorithm))
-    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
-    given = {"trainer": policy, "advantages": Advantages(algorithm), "both": in_turn}
-    roles = Roles(**fields | given)
-    left, scores, batch, _ = prepare_batch(
-        StepOptions.of(Config(algorithm=algorithm), needs_of(algorithm)),
-        roles,
-        PhaseTimer(1),
-        samples,
-        scores,
+    policy.loss = make_policy_loss(algorithm)
+    advantages = KeepingAdvantages(Advantages(algorithm), policy.stores.apply, has_teacher=False)
+    roles = roles_of(
+        policy,
+        generator=policy,
+        weights=policy,
+        log=MemoryLog(),
+        advantages=advantages,
+        background=GivenSamples(samples, scores),
     )
-    return left, scores, batch
+    take_step(roles, algorithm)
+    return advantages.samples, advantages.scores, policy.batches[-1]
 
 
 def advantages_of(batch: TrainBatch) -> list[float]:
@@ -43,7 +86,7 @@ def advantages_of(batch: TrainBatch) -> list[float]:
     return batch.advantages_T[torch.tensor(ends)].tolist()
 
 
-def group_of(size: int) -> list[Sample]:
-    return TablePolicy(make_policy_loss(AlgorithmConfig())).generate(
-        make_prompts(1), size, greedy=False, seed=0
-    )
+def group_of(size: int) -> tuple[TablePolicy, list[StoredSample]]:
+    """Return a policy and its samples of one prompt."""
+    policy = TablePolicy(make_policy_loss(AlgorithmConfig()))
+    return policy, policy.generate(make_prompts(1), size, greedy=False, seed=0)

@@ -2,21 +2,21 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
+import numpy as np
 import torch
 
-from mcore_rl.batches.assembly import apply_to_stored
+from mcore_rl.batches.assembly import column_of, scatter
 from mcore_rl.batches.kept_rows import ReadRequest
-from mcore_rl.batches.sample_store import SampleStore
-from mcore_rl.loops.roles import TokenWork
-from mcore_rl.rollout.collector import collect_facts
+from mcore_rl.batches.local_stores import LocalStores
+from mcore_rl.batches.stored_batch import make_stored_batch
 from mcore_rl.types import (
-    GroupLease,
+    Array,
     Prompt,
     Sample,
     StoredBatch,
+    StoredColumn,
     StoredSample,
     TrainBatch,
     VersionSpan,
@@ -27,31 +27,27 @@ NUM_EXPERTS = 8
 LAYERS = 3
 
 
-@dataclass
-class Stores:
-    """Several stores, with the two verbs that assembly needs."""
+class Stores(LocalStores):
+    """Stores that note what was read, and keep all samples."""
 
-    stores: list[SampleStore] = field(default_factory=list)
-    reads: list[Mapping[int, ReadRequest]] = field(default_factory=list)
+    def __init__(self, num_stores: int = 1) -> None:
+        super().__init__(num_stores, NUM_EXPERTS)
+        self.reads: list[Mapping[int, ReadRequest]] = []
+        self._kept: list[StoredSample] = []
 
-    def read(self, requests: Mapping[int, ReadRequest]) -> dict[int, Any]:
+    def keep_group(self, samples: Sequence[Sample]) -> list[StoredSample]:
+        rows = super().keep_group(samples)
+        self._kept += rows
+        return rows
+
+    def read(self, requests: Mapping[int, ReadRequest]) -> dict[int, Mapping[str, Array]]:
         self.reads.append(requests)
-        return {k: self.stores[k].read(request) for k, request in requests.items()}
-
-    def write(self, parts: Mapping[int, Any]) -> None:
-        for k, part in parts.items():
-            self.stores[k].write(*part)
+        return super().read(requests)
 
 
-def work_beside(
-    stores: Stores, works: Sequence[tuple[TokenWork, StoredBatch]]
-) -> list[tuple[StoredBatch, Any]]:
-    """Play roles.OnTokens as collectors do, but in this process."""
-    made = []
-    for function, batch in works:
-        columns, returned = apply_to_stored(function, batch, stores.read, stores.write)
-        made.append((replace(batch, **columns), returned))
-    return made
+def fetch_nothing(batch: StoredBatch) -> TrainBatch:
+    """Stand for stores that nobody should read."""
+    raise AssertionError("there are no stores")
 
 
 def make_sample(generator: random.Random, prompt: Prompt, index: int, most: int = 6) -> Sample:
@@ -81,15 +77,13 @@ def make_stored(
 ) -> tuple[Stores, list[Sample], list[StoredSample]]:
     """Return (stores, samples, the same as stored), both in the same random order."""
     generator = random.Random(seed)
-    stores = Stores([SampleStore(NUM_EXPERTS) for _ in range(num_stores)])
+    stores = Stores(num_stores)
     pairs: list[tuple[Sample, StoredSample]] = []
     for group in range(num_groups):
         ids = tuple(generator.randrange(100) for _ in range(generator.randint(1, 5)))
         prompt = Prompt(group, ids, (), "unit", "7")
         samples = [make_sample(generator, prompt, i) for i in range(num_samples)]
-        lease = GroupLease(group % num_stores, group)
-        stores.stores[lease.store].put(group, samples)
-        pairs += [(sample, stored(sample, lease)) for sample in samples]
+        pairs += zip(samples, stores.keep_group(samples), strict=True)
     generator.shuffle(pairs)
     return stores, [sample for sample, _ in pairs], [row for _, row in pairs]
 
@@ -98,30 +92,45 @@ def put_in_stores(
     groups: Sequence[Sequence[Sample]], num_stores: int
 ) -> tuple[Stores, list[StoredSample]]:
     """Return (stores that hold the groups in turn, the samples as stored, in their order)."""
-    stores = Stores([SampleStore(NUM_EXPERTS) for _ in range(num_stores)])
-    rows = []
-    for group, samples in enumerate(groups):
-        lease = GroupLease(group % num_stores, group)
-        stores.stores[lease.store].put(group, samples)
-        facts = collect_facts(group, samples)
-        for i, sample in enumerate(samples):
-            row = replace(stored(sample, lease), has_experts=facts.has_experts)
-            if facts.episode_rows:
-                row = replace(row, episode_rows=facts.episode_rows[i], metrics=facts.metrics[i])
-            rows.append(row)
-    return stores, rows
+    stores = Stores(num_stores)
+    return stores, [row for samples in groups for row in stores.keep_group(samples)]
 
 
-def stored(sample: Sample, lease: GroupLease) -> StoredSample:
-    return StoredSample(
-        sample.prompt,
-        sample.sample_index,
-        sample.response_len,
-        sample.finish_reason,
-        sample.versions,
-        sample.routed_experts is not None,
-        lease,
+def store_batch(batch: TrainBatch) -> tuple[LocalStores, StoredBatch]:
+    """Return (stores that keep a batch, the batch without its tokens), field by field.
+
+    The first token of a sequence counts as its prompt; the loss mask is a column.
+    """
+    stores = Stores()
+    version = WeightVersion(0)
+    samples = [
+        Sample(
+            Prompt(n, tuple(ids[:1]), (), "unit", None),
+            0,
+            tuple(ids[1:]),
+            (0.0,) * (len(ids) - 1),
+            "stop",
+            (VersionSpan(0, len(ids) - 1, version),),
+            "",
+        )
+        for n, ids in enumerate(part.tolist() for part in batch.token_ids_T.split([*batch.lens_N]))
+    ]
+    stored = make_stored_batch(stores.keep(samples))
+    fields = {
+        name: values for name, values in batch.token_fields().items() if name != "token_ids_T"
+    }
+    scatter(stored, {column_of(name): values for name, values in fields.items()}, stores.write)
+    kept = {name for name in fields if name in StoredBatch.__dataclass_fields__}
+    columns = {name: StoredColumn(column_of(name)) for name in kept}
+    num_trained = [int(part.sum()) for part in batch.loss_mask_T.split([*batch.lens_N])]
+    stored = replace(
+        stored,
+        sampled_lens_N=np.array(num_trained),
+        sample_N=None if batch.sample_N is None else np.array(batch.sample_N),
+        sums_from=batch.sums_from,
+        **columns,
     )
+    return stores, stored
 
 
 def assert_same(made: TrainBatch, expected: TrainBatch) -> None:

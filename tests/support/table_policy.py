@@ -1,6 +1,6 @@
 """A policy small enough to test a whole loop: a table of logits of the next token by the last.
 
-It plays trainer, engine and weight sync in one process, with the product's own losses.
+It is trainer, engine and weight sync in one process, with the product's own losses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.loops.roles import KeepsSamples
+from mcore_rl.batches.local_stores import LocalStores
+from mcore_rl.loops.roles import Reward
 from mcore_rl.types import (
     LogprobOptions,
     Prompt,
     Sample,
     StepStats,
+    StoredBatch,
+    StoredSample,
     TokenScores,
     TrainBatch,
     VersionSpan,
@@ -48,8 +51,8 @@ def repeats_the_prompt(samples: Sequence[Sample]) -> Scores:
 
 
 @dataclass
-class TablePolicy(KeepsSamples):
-    """Plays roles.Trainer, roles.Generator and roles.WeightSync."""
+class TablePolicy:
+    """Implements roles.TokenTrainer, roles.Generator and roles.WeightSync."""
 
     loss: Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
     learning_rate: float = 2.0
@@ -59,6 +62,7 @@ class TablePolicy(KeepsSamples):
     batches: list[TrainBatch] = field(default_factory=list)
     for_eval: list[bool] = field(default_factory=list)
     """The argument of each call of `generate`."""
+    stores: LocalStores = field(default_factory=LocalStores)
 
     def __post_init__(self) -> None:
         self.reference = self.weights.clone()
@@ -67,7 +71,7 @@ class TablePolicy(KeepsSamples):
 
     def compute_logprobs(
         self, batch: TrainBatch, options: LogprobOptions = LOGPROBS
-    ) -> TokenScores:
+    ) -> TokenScores[Tensor]:
         self.calls.append("reference" if options.reference else "logprobs")
         weights = self.reference if options.reference else self.weights
         with torch.no_grad():
@@ -101,7 +105,7 @@ class TablePolicy(KeepsSamples):
         self.calls.append("save")
         self.saved[step] = dict(state)
 
-    def sync(self, version: WeightVersion, probe: TrainBatch) -> Mapping[str, float]:
+    def sync(self, version: WeightVersion, probe: StoredBatch) -> Mapping[str, float]:
         self.calls.append("sync")
         self.served = self.weights.clone()
         self.version = version
@@ -115,15 +119,25 @@ class TablePolicy(KeepsSamples):
         greedy: bool,
         seed: int,
         for_eval: bool = False,
-    ) -> list[Sample]:
+    ) -> list[StoredSample]:
         self.calls.append("greedy" if greedy else "sample")
         self.for_eval.append(for_eval)
         generator = torch.Generator().manual_seed(seed)
-        return [
+        return self.stores.keep(
             self._sample(prompt, i, greedy, generator)
             for prompt in prompts
             for i in range(num_samples)
-        ]
+        )
+
+    def reward_by(self, function: Callable[[Sequence[Sample]], Scores]) -> Reward:
+        """Return the reward that a function gives whole samples."""
+        return lambda samples: function(self.stores.samples(samples))
+
+    def note_lost(self, num_samples: int) -> None:
+        raise AssertionError("samples of this process cannot be lost")
+
+    def take_num_lost(self) -> int:
+        return 0
 
     def idle_share(self) -> float:
         return 0.0
@@ -158,7 +172,7 @@ def _of_tokens(logprobs_TV: Tensor, batch: TrainBatch) -> Tensor:
 
 @dataclass
 class MemoryLog:
-    """Plays roles.Log."""
+    """Implements roles.Log."""
 
     rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     samples: list[tuple[int, str, int]] = field(default_factory=list)
@@ -167,7 +181,7 @@ class MemoryLog:
         self.rows.append((step, dict(metrics)))
 
     def log_samples(
-        self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train"
+        self, step: int, samples: Sequence[StoredSample], scores: Scores, split: str = "train"
     ) -> None:
         assert len(samples) == len(scores.rewards_N)
         self.samples.append((step, split, len(samples)))

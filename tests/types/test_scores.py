@@ -14,7 +14,7 @@ def test_scores_are_selected_sample_by_sample() -> None:
     picked = scores.select([2, 1])
     assert picked.rewards_N == [3.0, 2.0]
     assert picked.parts == {"form": [0.3, 0.2]} and picked.errors == ["", "no"]
-    assert picked.greedy_N == [] and picked.teacher_N == []
+    assert picked.greedy_N == []
 
 
 def test_joined_scores_fill_missing_parts_and_errors() -> None:
@@ -29,11 +29,11 @@ def test_no_scores_join_to_none_and_penalties_stay_apart() -> None:
     assert join_scores([]) == Scores([])
     joined = join_scores(
         [
-            Scores([0.5], greedy_N=[1.0], teacher_N=[(-0.5,)], unpenalized_N=[1.0]),
-            Scores([2.0], greedy_N=[3.0], teacher_N=[(-0.25, -1.0)]),
+            Scores([0.5], greedy_N=[1.0], unpenalized_N=[1.0]),
+            Scores([2.0], greedy_N=[3.0]),
         ]
     )
-    assert joined.greedy_N == [1.0, 3.0] and joined.teacher_N == [(-0.5,), (-0.25, -1.0)]
+    assert joined.greedy_N == [1.0, 3.0]
     assert joined.unpenalized_N == [1.0, 2.0]
 
 

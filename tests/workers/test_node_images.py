@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_rl.batches.group_facts import describe_group, refer_to_samples
 from mcore_rl.batches.kept_rows import ReadRequest
 from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.batches.stored_batch import in_parts, make_stored_batch
@@ -24,7 +25,7 @@ from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.types import GroupLease, Images, Prompt, PromptImage, StoredSample
 from mcore_rl.workers.collector_worker import NodeImages, PatchMaker
 from tests.support.odd_images import encode, noise, write_processor
-from tests.support.stored import make_sample, stored
+from tests.support.stored import make_sample
 
 pytestmark = pytest.mark.e2e
 
@@ -47,7 +48,8 @@ def fill(store: SampleStore) -> list[StoredSample]:
             for i in range(3)
         ]
         store.put(group, samples)
-        rows += [stored(sample, GroupLease(0, group)) for sample in samples]
+        facts = describe_group(group, samples)
+        rows += refer_to_samples(samples[0].prompt, GroupLease(0, group), facts)
     return [row for row in rows if row.response_len]
 
 

@@ -21,7 +21,7 @@ from mcore_rl.types.scores import Scores
 
 
 class StoredAdvantages:
-    """Plays roles.AdvantageEstimator for stored samples."""
+    """Implements roles.AdvantageEstimator."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import Any, Self
+from typing import Self
 
 from mcore_rl.logs.episode_log import ABORTED, DROPPED_STALE, EpisodeLog, list_reasons
 from mcore_rl.loops.roles import ScoreLater, Watched
@@ -29,7 +29,7 @@ from mcore_rl.run.roles.generator import make_sampling
 from mcore_rl.run.roles.groups import OpenPrompts, make_buffer
 from mcore_rl.run.roles.sampling_failures import SamplingFailures
 from mcore_rl.run.roles.sampling_stats import SamplingStats
-from mcore_rl.types import AnySample, Prompt, WeightVersion
+from mcore_rl.types import Prompt, StoredSample, WeightVersion
 from mcore_rl.types.scores import Scores, join_scores
 
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class BackgroundSampler:
         prompts: OpenPrompts,
         client: SamplingClient,
         reward: ScoreLater,
-        watched: Watched[Any],
+        watched: Watched,
         start: Callable[[Awaitable[None]], "Future[None]"],
         revive: Callable[[], Awaitable[bool]],
         episodes: EpisodeLog | None = None,
@@ -99,7 +99,7 @@ class BackgroundSampler:
         self._running.cancel()
         self._buffer.close()
 
-    def take(self, version: WeightVersion) -> tuple[list[AnySample], Scores, dict[str, float]]:
+    def take(self, version: WeightVersion) -> tuple[list[StoredSample], Scores, dict[str, float]]:
         """Wait for the groups of a step; return their samples, their scores and metrics.
 
         Raises the error that ended the sampling, if it has ended, and RewardFailureError if more
@@ -182,12 +182,12 @@ class BackgroundSampler:
         else:
             self._buffer.finish(group, samples, scores)
 
-    async def _sample(self, group: SampleGroup) -> tuple[list[AnySample], list[AnySample]]:
+    async def _sample(self, group: SampleGroup) -> tuple[list[StoredSample], list[StoredSample]]:
         """Return the samples of a group, and its greedy sample where advantages need it."""
         seed = self._seed + group.position
         num_samples = self._rollout.samples_per_prompt
         sampling = make_sampling(self._rollout, greedy=False, seed=seed)
-        greedy: list[AnySample] = []
+        greedy: list[StoredSample] = []
         try:
             samples = await self._session.generate([group.prompt], num_samples, sampling)
             if self._options.with_greedy:

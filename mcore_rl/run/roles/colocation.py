@@ -17,12 +17,19 @@ Checkpoints and exports are written from host memory.
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from mcore_rl.loops.roles import Batch, Critic, Samples, Trainer
+from mcore_rl.loops.roles import Critic, StoredTrainer
 from mcore_rl.process.http import open_session
 from mcore_rl.process.server_keys import ServerKeys, admin_headers
-from mcore_rl.types import LogprobOptions, StepStats, TokenScores
+from mcore_rl.types import (
+    LogprobOptions,
+    StepStats,
+    StoredBatch,
+    StoredColumn,
+    StoredSample,
+    TokenScores,
+)
 from mcore_rl.weight_sync.controller.engine_control import KV_CACHE, WEIGHTS, EngineControl
 from mcore_rl.weight_sync.controller.strategy import GRACE_S
 
@@ -203,12 +210,14 @@ class SharedGpus:
 class SharingScorer(Generic[S]):
     """Calls served models about samples while those of them that share GPUs are loaded."""
 
-    def __init__(self, score: Callable[[Any], S], roles: Collection[str], gpus: SharedGpus) -> None:
+    def __init__(
+        self, score: Callable[[Sequence[StoredSample]], S], roles: Collection[str], gpus: SharedGpus
+    ) -> None:
         self._score = score
         self._roles = roles
         self._gpus = gpus
 
-    def __call__(self, samples: Samples) -> S:
+    def __call__(self, samples: Sequence[StoredSample]) -> S:
         with self._gpus.loaded(self._roles):
             return self._score(samples)
 
@@ -216,21 +225,21 @@ class SharingScorer(Generic[S]):
 class SharingTrainer:
     """A trainer on shared GPUs: each call first loads what it needs."""
 
-    def __init__(self, trainer: Trainer, gpus: SharedGpus) -> None:
+    def __init__(self, trainer: StoredTrainer, gpus: SharedGpus) -> None:
         self._trainer = trainer
         self._gpus = gpus
 
     def compute_logprobs(
-        self, batch: Batch, options: LogprobOptions = LogprobOptions()
-    ) -> TokenScores:
+        self, batch: StoredBatch, options: LogprobOptions = LogprobOptions()
+    ) -> TokenScores[StoredColumn]:
         self._gpus.load(TRAINER, WEIGHTS_ONLY)
         return self._trainer.compute_logprobs(batch, options)
 
-    def train_step(self, batch: Batch) -> StepStats:
+    def train_step(self, batch: StoredBatch) -> StepStats:
         self._gpus.load(TRAINER, ALL)
         return self._trainer.train_step(batch)
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Mapping[str, object]) -> None:
         self._gpus.offload_models()
         self._trainer.save(step, state)
 
@@ -242,11 +251,11 @@ class SharingCritic:
         self._critic = critic
         self._gpus = gpus
 
-    def compute_values(self, batch: Batch) -> Any:
+    def compute_values(self, batch: StoredBatch) -> StoredColumn:
         self._gpus.load(CRITIC, WEIGHTS_ONLY)
         return self._critic.compute_values(batch)
 
-    def train_step(self, batch: Batch) -> StepStats:
+    def train_step(self, batch: StoredBatch) -> StepStats:
         self._gpus.load(CRITIC, ALL)
         return self._critic.train_step(batch)
 

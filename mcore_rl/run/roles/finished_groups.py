@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from mcore_rl.types import AnySample, Prompt, WeightVersion
+from mcore_rl.types import Prompt, StoredSample, WeightVersion
 from mcore_rl.types.scores import Scores
 
 
@@ -26,7 +26,7 @@ class SampleGroup:
     prompt: Prompt
     born: WeightVersion
     number: int
-    samples: Sequence[AnySample] = ()
+    samples: Sequence[StoredSample] = ()
     scores: Scores = field(default_factory=lambda: Scores([]))
 
     def __post_init__(self) -> None:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from mcore_rl.config import EvalConfig, RolloutConfig
 from mcore_rl.logs.episode_log import EpisodeLog
@@ -12,7 +11,7 @@ from mcore_rl.process.clock import now_s
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.sampling_client import SamplingClient
 from mcore_rl.rollout.transport import RolloutError
-from mcore_rl.types import AnySample, Prompt
+from mcore_rl.types import Prompt, StoredSample
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ class EngineGenerator:
         self,
         client: SamplingClient,
         config: RolloutConfig,
-        watched: Watched[Any],
+        watched: Watched,
         revive: Callable[[], Awaitable[bool]] | None = None,
         episodes: EpisodeLog | None = None,
         evaluation: RolloutConfig | None = None,
@@ -54,7 +53,7 @@ class EngineGenerator:
         greedy: bool,
         seed: int,
         for_eval: bool = False,
-    ) -> list[AnySample]:
+    ) -> list[StoredSample]:
         """See roles.Generator."""
         config = self._evaluation if for_eval else self._config
         sampling = make_sampling(config, greedy=greedy, seed=seed)
@@ -83,7 +82,7 @@ class EngineGenerator:
 
     async def _generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
-    ) -> list[AnySample]:
+    ) -> list[StoredSample]:
         while True:
             try:
                 return await self._client.generate(prompts, num_samples, sampling)

@@ -17,7 +17,7 @@ from typing import Protocol
 from mcore_rl.config import RolloutConfig
 from mcore_rl.logs.episode_log import ABORTED, EpisodeLog, list_reasons
 from mcore_rl.run.roles.finished_groups import InOrder, OldestFirst, SampleGroup
-from mcore_rl.types import AnySample, Prompt, WeightVersion
+from mcore_rl.types import Prompt, StoredSample, WeightVersion
 from mcore_rl.types.scores import Scores
 
 
@@ -85,7 +85,7 @@ class GroupBuffer:
         self._order.begin(group)
         return group
 
-    def finish(self, group: SampleGroup, samples: Sequence[AnySample], scores: Scores) -> None:
+    def finish(self, group: SampleGroup, samples: Sequence[StoredSample], scores: Scores) -> None:
         """Keep the samples of a group, which has begun."""
         group.samples = samples
         group.scores = scores

@@ -9,26 +9,27 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mcore_rl.batches.batch import select, split_by_lens
-from mcore_rl.batches.stored_batch import without_lost
+from mcore_rl.batches.stored_batch import select_stored, without_lost
 from mcore_rl.config import ParityCheckConfig
 from mcore_rl.data.images.batch import select_images
-from mcore_rl.loops.roles import Trainer
 from mcore_rl.process.lost_samples import SamplesLost
 from mcore_rl.process.server_keys import ServerKeys, user_headers
 from mcore_rl.rollout.scoring import score_sequences
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.run.roles.parity_tolerance import MIN_TOKENS, EngineDifference, ParityTolerance
 from mcore_rl.types import (
-    AnyBatch,
     Images,
     LogprobOptions,
     Prompt,
     StoredBatch,
+    TokenScores,
     TrainBatch,
     WeightVersion,
 )
@@ -104,23 +105,31 @@ def make_probe(prompts: Iterable[Prompt], num_sequences: int) -> TrainBatch:
     )
 
 
+class ProbeScorer(Protocol):
+    """The part of a roles.TokenTrainer that the parity check needs."""
+
+    def compute_logprobs(
+        self, batch: TrainBatch, options: LogprobOptions = LogprobOptions()
+    ) -> TokenScores[Tensor]: ...
+
+
 class ParityCheck:
     """Compares the engines' log-probs of a few sequences with the trainer's."""
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: ProbeScorer,
         config: ParityCheckConfig,
         tolerance: ParityTolerance,
         timeout_s: float,
         ready: Callable[[], Awaitable[None]],
-        keys: ServerKeys | None = None,
-        fetch: Callable[[StoredBatch], TrainBatch] | None = None,
+        keys: ServerKeys | None,
+        fetch: Callable[[StoredBatch], TrainBatch],
         image_marks: Collection[int] = (),
     ) -> None:
         """`ready` is awaited before the engines score; `keys` open them, if they have any.
 
-        `fetch` brings the tokens and images of a probe that lies in sample stores.
+        `fetch` brings the tokens and images of samples from their stores.
         `image_marks`: tokens by which engines find images in ids.
         """
         self._image_marks = list(image_marks)
@@ -133,12 +142,17 @@ class ParityCheck:
         self._headers = user_headers(keys)
         self._probe: ScoredProbe | None = None
 
-    def score_on_trainer(self, version: WeightVersion, batch: AnyBatch) -> None:
+    def score_samples(self, version: WeightVersion, batch: StoredBatch) -> None:
         """Score some sequences of `batch` on the trainer, whose weights are `version`.
 
         Call it before the weights are sent: engines with GPUs of their own go on meanwhile.
         """
-        self._probe = self._scored(version, batch)
+        self._probe = self._scored(version, self._choose_samples(batch))
+
+    def score_sequences(self, version: WeightVersion, batch: TrainBatch) -> None:
+        """Do as `score_samples` with sequences that have their tokens."""
+        chosen = self._choose(len(batch.lens_N), lambda indices: select(batch, indices))
+        self._probe = self._scored(version, chosen)
 
     async def check(self, urls: Sequence[str], verified: Collection[str] = ()) -> ParityReport:
         """Score the same sequences on the engines at `urls`, which should serve these weights.
@@ -156,8 +170,7 @@ class ParityCheck:
         self._tolerance.learn([report.differences[url] for url in right])
         return report
 
-    def _scored(self, version: WeightVersion, batch: AnyBatch) -> ScoredProbe | None:
-        probe = self._choose(batch)
+    def _scored(self, version: WeightVersion, probe: TrainBatch | None) -> ScoredProbe | None:
         if probe is None:
             return None
         options = LogprobOptions(temperature=1.0)
@@ -182,43 +195,40 @@ class ParityCheck:
         found = (torch.isin(ids_T, marks) & is_sampled_T).nonzero()
         return int(found[0]) if len(found) else len(ids_T)
 
-    def _choose(self, batch: AnyBatch) -> TrainBatch | None:
-        """Return sequences of a batch that are not lost; None if there is none.
-
-        These are parity_check.sequences, or more if they have fewer than MIN_TOKENS tokens to
-        compare.
-        """
-        wanted = self._config.sequences
-        while num_sequences := min(wanted, len(batch.lens_N)):
+    def _choose_samples(self, batch: StoredBatch) -> TrainBatch | None:
+        """Return sequences of a batch that are not lost; None if there is none."""
+        while True:
             try:
-                probe = self._read_some(batch, num_sequences)
+                return self._choose(len(batch.lens_N), partial(self._fetch_sequences, batch))
             except SamplesLost as lost:
-                assert isinstance(batch, StoredBatch), "only stores lose samples"
                 left = without_lost(batch, lost)
                 if left is None:
                     _log.warning("%s; no sequence is left to compare engines by", lost)
                     return None
                 batch = left
-                continue
-            share = _count_compared(probe) / MIN_TOKENS
-            if share >= 1 or num_sequences >= min(MOST_SEQUENCES, len(batch.lens_N)):
-                return probe
-            needed = math.ceil(num_sequences / max(share, 1 / MIN_TOKENS))
-            wanted = min(MOST_SEQUENCES, max(needed, num_sequences + 1))
-        return None
 
-    def _read_some(self, batch: AnyBatch, num_sequences: int) -> TrainBatch:
-        """Return so many sequences, from all over the batch: neighbors have a prompt in common.
-
-        Raises SamplesLost if a store that has them is gone.
-        """
-        chosen = [i * len(batch.lens_N) // num_sequences for i in range(num_sequences)]
+    def _fetch_sequences(self, batch: StoredBatch, indices: Sequence[int]) -> TrainBatch:
         # Without the engine's experts: the trainer routes by itself, as the engines do.
-        probe = replace(select(batch, chosen), routed_experts_TLK=None)
-        if isinstance(probe, TrainBatch):
-            return probe
-        assert self._fetch is not None, "the probe lies in stores that cannot be read"
-        return self._fetch(probe)
+        return self._fetch(replace(select_stored(batch, indices), routed_experts_TLK=None))
+
+    def _choose(
+        self, num_sequences: int, read: Callable[[Sequence[int]], TrainBatch]
+    ) -> TrainBatch | None:
+        """Return some of so many sequences, from all over the batch: neighbors share a prompt.
+
+        These are parity_check.sequences, or more if they have fewer than MIN_TOKENS tokens to
+        compare. None if there is none.
+        """
+        most = min(MOST_SEQUENCES, num_sequences)
+        num_chosen = min(self._config.sequences, num_sequences)
+        while num_chosen:
+            probe = read([i * num_sequences // num_chosen for i in range(num_chosen)])
+            share = _count_compared(probe) / MIN_TOKENS
+            if share >= 1 or num_chosen >= most:
+                return probe
+            needed = math.ceil(num_chosen / max(share, 1 / MIN_TOKENS))
+            num_chosen = min(most, max(needed, num_chosen + 1))
+        return None
 
     async def _score_on_engines(
         self, urls: Sequence[str], probe: ScoredProbe

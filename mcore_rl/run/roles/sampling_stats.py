@@ -6,7 +6,7 @@ from mcore_rl.config import RolloutConfig
 from mcore_rl.loops.reward_failures import RewardFailures
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.process.clock import now_s
-from mcore_rl.types import AnySample
+from mcore_rl.types import StoredSample
 from mcore_rl.types.scores import Scores
 
 
@@ -30,7 +30,7 @@ class SamplingStats:
         self.num_dropped = 0
         self.num_lost = 0
 
-    def note(self, samples: Sequence[AnySample], scores: Scores) -> None:
+    def note(self, samples: Sequence[StoredSample], scores: Scores) -> None:
         """Count a finished group."""
         self._num_groups += 1
         self._num_samples += len(samples)

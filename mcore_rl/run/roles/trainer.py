@@ -1,53 +1,58 @@
 """Stands for the training ranks in the loop: takes whole batches, and gives micro-batches to ranks.
 
 Batches are cut here, so that the loop sees no parallel layout and the ranks see no whole batch.
+
+TrainBatch   -> micro-batches for each data-parallel coordinate; scores come back as tensors
+StoredBatch  -> a StoredBatch in parts for each; its ranks read tokens and leave scores in stores
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from mcore_rl.batches.batch import make_filler, select_each, tokens_of
-from mcore_rl.batches.packing import plan_microbatches, plan_shared_microbatches
-from mcore_rl.batches.shared_prefixes import find_batch_sharing
+from mcore_rl.batches.packing import Plan, plan_microbatches, plan_shared_microbatches
+from mcore_rl.batches.shared_prefixes import Sharing, find_batch_sharing
 from mcore_rl.batches.stored_batch import in_parts, stored_sharing
 from mcore_rl.config import CheckpointConfig, ParallelConfig, TrainConfig
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.clock import now_s
 from mcore_rl.run.roles.train_speed import TrainSpeed
 from mcore_rl.types import (
-    AnyBatch,
     LogprobOptions,
     StepStats,
     StoredBatch,
+    StoredColumn,
     TokenScores,
     TrainBatch,
 )
 from mcore_rl.weights.hf.flops import ModelFlops
 
-T = TypeVar("T")
 S = TypeVar("S")
-PerCoordinate = Sequence[Any]
-"""For each data-parallel coordinate a list of TrainBatches, or a StoredBatch in parts."""
+Batch = TypeVar("Batch", bound=TrainBatch | StoredBatch)
+Share = TypeVar("Share", bound=Sequence[TrainBatch] | StoredBatch)
+ShareTaken = TypeVar("ShareTaken", bound=Sequence[TrainBatch] | StoredBatch, contravariant=True)
+Values = TypeVar("Values", bound=Tensor | StoredColumn, covariant=True)
 
 
-class RankCalls(Protocol):
-    """The policy's ranks; `per_dp` holds one list of micro-batches per data-parallel coordinate."""
+class RankCalls(Protocol[ShareTaken, Values]):
+    """The policy's ranks; `per_dp` has the micro-batches of each data-parallel coordinate."""
 
     def compute_logprobs(
-        self, per_dp: PerCoordinate, options: LogprobOptions
-    ) -> list[list[TokenScores]]:
-        """`options.temperature` is never None here.
+        self, per_dp: Sequence[ShareTaken], options: LogprobOptions
+    ) -> Sequence[Sequence[TokenScores[Values]]]:
+        """Return scores by coordinate and micro-batch; `options.temperature` is never None here.
 
-        For StoredBatches, ranks bring the scores to the stores and return their columns.
+        For StoredBatches, ranks bring the scores to the stores, and each coordinate returns their
+        columns once.
         """
         ...
 
     def train_step(
-        self, per_dp: PerCoordinate, *, temperature: float, num_tokens: int
+        self, per_dp: Sequence[ShareTaken], *, temperature: float, num_tokens: int
     ) -> StepStats: ...
 
     def save(self, folder: str, extra: dict[str, Any]) -> None: ...
@@ -58,11 +63,11 @@ class RankCalls(Protocol):
 class CriticCalls(Protocol):
     """The critic's ranks; `per_dp` is as in RankCalls."""
 
-    def compute_values(self, per_dp: PerCoordinate) -> list[list[Any]]:
-        """Return tensors, or columns for StoredBatches."""
+    def compute_values(self, per_dp: Sequence[StoredBatch]) -> Sequence[Sequence[StoredColumn]]:
+        """Bring values to the stores; each coordinate returns their column."""
         ...
 
-    def train_step(self, per_dp: PerCoordinate, *, num_tokens: int) -> StepStats: ...
+    def train_step(self, per_dp: Sequence[StoredBatch], *, num_tokens: int) -> StepStats: ...
 
     def save(self, folder: str, extra: dict[str, Any]) -> None: ...
 
@@ -71,7 +76,7 @@ class CriticCalls(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """How a batch is cut into micro-batches; see data.packing.plan_microbatches.
+    """How a batch is cut into micro-batches; see batches.packing.plan_microbatches.
 
     dp_size       data-parallel coordinates, each of which gets as many micro-batches as the others
     multiple_of   the number of micro-batches is a multiple of this; interleaved pipelines need one
@@ -94,14 +99,19 @@ class Packing:
         max_tokens = train.max_tokens_per_microbatch
         return Packing(parallel.dp_size, multiple_of, max_tokens, train.share_prefixes, flops)
 
-    def plan(self, batch: AnyBatch) -> list[list[list[int]]]:
+    def plan(self, batch: TrainBatch) -> Plan:
         """Return the sequence indices of each micro-batch, by data-parallel coordinate."""
+        return self._plan(batch.lens_N, lambda: find_batch_sharing(batch))
+
+    def plan_stored(self, batch: StoredBatch) -> Plan:
+        """Do as `plan`, by what is known of the sequences without their tokens."""
+        return self._plan(batch.lens_N, lambda: stored_sharing(batch))
+
+    def _plan(self, lens_N: Sequence[int], find_sharing: Callable[[], Sharing]) -> Plan:
         limits = (self.dp_size, self.max_tokens, self.multiple_of, self._work)
         if not self.shares:
-            return plan_microbatches(batch.lens_N, *limits)
-        is_stored = isinstance(batch, StoredBatch)
-        sharing = stored_sharing(batch) if is_stored else find_batch_sharing(batch)
-        return plan_shared_microbatches(batch.lens_N, sharing, *limits)
+            return plan_microbatches(lens_N, *limits)
+        return plan_shared_microbatches(lens_N, find_sharing(), *limits)
 
     def _work(self, num_tokens: int) -> float:
         """Return the modeled work of a sequence: a n + b n^2, with windows where layers have them.
@@ -111,15 +121,12 @@ class Packing:
         return float(num_tokens) if self.flops is None else self.flops.forward([num_tokens])
 
 
-class PackedTrainer:
-    """Packs each batch for the policy's ranks and returns their answers in the order of the batch.
-
-    Plays roles.Trainer.
-    """
+class PackedTrainer(Generic[Batch, Share, Values]):
+    """Packs each batch for the policy's ranks; what all kinds of batches have in common."""
 
     def __init__(
         self,
-        ranks: RankCalls,
+        ranks: RankCalls[Share, Values],
         folder: RunFolder,
         *,
         packing: Packing,
@@ -139,26 +146,8 @@ class PackedTrainer:
         learning rate and their gradient were not 0.
         """
 
-    def compute_logprobs(
-        self, batch: AnyBatch, options: LogprobOptions = LogprobOptions()
-    ) -> TokenScores:
-        if options.temperature is None:
-            options = replace(options, temperature=self._temperature)
-        plan = self._packing.plan(batch)
-        answers = self._ranks.compute_logprobs(_cut(batch, plan), options)
-        if isinstance(batch, StoredBatch):
-            return answers[0][0]
-        scored = _pair_up(plan, answers)
-        logprobs_T = _put_back(batch.lens_N, [(i, scores.logprobs_T) for i, scores in scored])
-        return TokenScores(
-            logprobs_T,
-            router_flips_T=_put_back_optional(batch.lens_N, scored, "router_flips_T"),
-            sum_squares_T=_put_back_optional(batch.lens_N, scored, "sum_squares_T"),
-            routed_experts_TLK=_put_back_optional(batch.lens_N, scored, "routed_experts_TLK"),
-        )
-
-    def train_step(self, batch: AnyBatch) -> StepStats:
-        per_dp = _cut(batch, self._packing.plan(batch))
+    def train_step(self, batch: Batch) -> StepStats:
+        per_dp = self._cut(batch)
         num_tokens = sum(batch.lens_N)
         began_s = now_s()
         stats = self._ranks.train_step(per_dp, temperature=self._temperature, num_tokens=num_tokens)
@@ -169,7 +158,7 @@ class PackedTrainer:
         speed = self._speed.metrics(batch.lens_N, now_s() - began_s, tower_tflop)
         return replace(stats, metrics={**stats.metrics, **speed})
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Mapping[str, object]) -> None:
         """Begin to save once the previous save is complete, then remove the oldest checkpoints.
 
         Returns when the save is complete, unless checkpoint.asynchronous is set.
@@ -179,11 +168,55 @@ class PackedTrainer:
             self._ranks.finish_save()
         self._folder.prune(self._checkpoint.keep)
 
+    def _cut(self, batch: Batch) -> list[Share]:
+        """Return the micro-batches of each data-parallel coordinate."""
+        raise NotImplementedError
+
+    def _with_temperature(self, options: LogprobOptions) -> LogprobOptions:
+        if options.temperature is not None:
+            return options
+        return replace(options, temperature=self._temperature)
+
+
+class PackedTokenTrainer(PackedTrainer[TrainBatch, Sequence[TrainBatch], Tensor]):
+    """Returns the ranks' answers in the order of the batch; implements roles.TokenTrainer."""
+
+    def compute_logprobs(
+        self, batch: TrainBatch, options: LogprobOptions = LogprobOptions()
+    ) -> TokenScores[Tensor]:
+        plan = self._packing.plan(batch)
+        per_dp = _cut_tokens(batch, plan)
+        answers = self._ranks.compute_logprobs(per_dp, self._with_temperature(options))
+        scored = _pair_up(plan, answers)
+        logprobs_T = _put_back(batch.lens_N, [(i, scores.logprobs_T) for i, scores in scored])
+        return TokenScores(
+            logprobs_T,
+            router_flips_T=_put_back_optional(batch.lens_N, scored, "router_flips_T"),
+            sum_squares_T=_put_back_optional(batch.lens_N, scored, "sum_squares_T"),
+            routed_experts_TLK=_put_back_optional(batch.lens_N, scored, "routed_experts_TLK"),
+        )
+
+    def _cut(self, batch: TrainBatch) -> list[Sequence[TrainBatch]]:
+        return _cut_tokens(batch, self._packing.plan(batch))
+
+
+class PackedStoredTrainer(PackedTrainer[StoredBatch, StoredBatch, StoredColumn]):
+    """Trains on samples that lie in stores; implements roles.StoredTrainer."""
+
+    def compute_logprobs(
+        self, batch: StoredBatch, options: LogprobOptions = LogprobOptions()
+    ) -> TokenScores[StoredColumn]:
+        per_dp = self._cut(batch)
+        return self._ranks.compute_logprobs(per_dp, self._with_temperature(options))[0][0]
+
+    def _cut(self, batch: StoredBatch) -> list[StoredBatch]:
+        return _cut_stored(batch, self._packing)
+
 
 class PackedCritic:
     """Packs each batch for the critic's ranks, which get only the fields they read.
 
-    Plays roles.Critic.
+    Implements roles.Critic.
     """
 
     def __init__(
@@ -199,15 +232,11 @@ class PackedCritic:
         self._packing = packing
         self._checkpoint = checkpoint
 
-    def compute_values(self, batch: AnyBatch) -> Any:
-        plan = self._packing.plan(batch)
-        answers = self._ranks.compute_values(_cut(_for_critic(batch), plan))
-        if isinstance(batch, StoredBatch):
-            return answers[0][0]
-        return _put_back(batch.lens_N, _pair_up(plan, answers))
+    def compute_values(self, batch: StoredBatch) -> StoredColumn:
+        return self._ranks.compute_values(_cut_stored(_for_critic(batch), self._packing))[0][0]
 
-    def train_step(self, batch: AnyBatch) -> StepStats:
-        per_dp = _cut(_for_critic(batch), self._packing.plan(batch))
+    def train_step(self, batch: StoredBatch) -> StepStats:
+        per_dp = _cut_stored(_for_critic(batch), self._packing)
         return self._ranks.train_step(per_dp, num_tokens=sum(batch.lens_N))
 
     def save(self, step: int) -> None:
@@ -220,26 +249,31 @@ class PackedCritic:
             self._ranks.finish_save()
 
 
-def _for_critic(batch: AnyBatch) -> AnyBatch:
+def _for_critic(batch: StoredBatch) -> StoredBatch:
     """Return the batch with nothing but the fields that a critic reads."""
-    if isinstance(batch, StoredBatch):
-        none = {name: None for name in vars(batch) if name.endswith(("_T", "_TLK"))}
-        kept = {"values_T": batch.values_T, "returns_T": batch.returns_T}
-        return replace(batch, version=None, advantages_N=None, **{**none, **kept})
-    return TrainBatch(
-        token_ids_T=batch.token_ids_T,
-        loss_mask_T=batch.loss_mask_T,
-        lens_N=batch.lens_N,
-        loss_weights_T=batch.loss_weights_T,
-        values_T=batch.values_T,
-        returns_T=batch.returns_T,
-        images=batch.images,
-    )
+    none = {name: None for name in vars(batch) if name.endswith(("_T", "_TLK"))}
+    names = ("loss_mask_T", "values_T", "returns_T")
+    kept = {name: getattr(batch, name) for name in names}
+    return replace(batch, version=None, advantages_N=None, **{**none, **kept})
 
 
-def _pair_up(plan: Sequence[Sequence[T]], answers: Sequence[Sequence[S]]) -> list[tuple[T, S]]:
+def _cut_tokens(batch: TrainBatch, plan: Plan) -> list[Sequence[TrainBatch]]:
+    """Return the micro-batches of each data-parallel coordinate; without a sequence, a filler."""
+    selected = iter(select_each(batch, [indices for part in plan for indices in part if indices]))
+    return [
+        [next(selected) if indices else make_filler(batch) for indices in microbatches]
+        for microbatches in plan
+    ]
+
+
+def _cut_stored(batch: StoredBatch, packing: Packing) -> list[StoredBatch]:
+    """Return the sequences of each data-parallel coordinate, in its micro-batches."""
+    return [in_parts(batch, parts) for parts in packing.plan_stored(batch)]
+
+
+def _pair_up(plan: Plan, answers: Sequence[Sequence[S]]) -> list[tuple[list[int], S]]:
     """Return each micro-batch's sequence indices with its answer, over all ranks."""
-    pairs: list[tuple[T, S]] = []
+    pairs: list[tuple[list[int], S]] = []
     for planned, answered in zip(plan, answers, strict=True):
         pairs += zip(planned, answered, strict=True)
     return pairs
@@ -258,20 +292,11 @@ def _put_back(lens_N: Sequence[int], parts: Sequence[tuple[Sequence[int], Tensor
 
 
 def _put_back_optional(
-    lens_N: Sequence[int], scored: Sequence[tuple[Sequence[int], TokenScores]], field: str
+    lens_N: Sequence[int],
+    scored: Sequence[tuple[Sequence[int], TokenScores[Tensor]]],
+    field: str,
 ) -> Tensor | None:
     """`_put_back` for a field of TokenScores that the ranks may have left out."""
     parts = [(i, getattr(scores, field)) for i, scores in scored]
     parts = [(i, values) for i, values in parts if values is not None]
     return _put_back(lens_N, parts) if parts else None
-
-
-def _cut(batch: AnyBatch, plan: Sequence[Sequence[Sequence[int]]]) -> PerCoordinate:
-    """Return the micro-batches of each data-parallel coordinate; without a sequence, a filler."""
-    if isinstance(batch, StoredBatch):
-        return [in_parts(batch, parts) for parts in plan]
-    selected = iter(select_each(batch, [indices for part in plan for indices in part if indices]))
-    return [
-        [next(selected) if indices else make_filler(batch) for indices in microbatches]
-        for microbatches in plan
-    ]

@@ -8,14 +8,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
-from mcore_rl.loops.roles import Batch, Watched
+from mcore_rl.loops.roles import Watched
 from mcore_rl.process.clock import now_s
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.run.roles.colocation import TRAINER, WEIGHTS_ONLY, SharedGpus
 from mcore_rl.run.roles.parity_check import ParityCheck, ParityReport
-from mcore_rl.types import WeightVersion
+from mcore_rl.types import StoredBatch, TrainBatch, WeightVersion
 from mcore_rl.weight_sync.controller.sync import SyncError
 from mcore_rl.weight_sync.controller.sync_report import SyncReport
 
@@ -69,7 +69,7 @@ class EngineSync:
         parity_check: ParityCheck,
         health: EngineHealth,
         look: Callable[[], Awaitable[None]],
-        watched: Watched[Any],
+        watched: Watched,
         memory: SharedGpus,
         count_steps: Callable[[], int],
     ) -> None:
@@ -90,14 +90,23 @@ class EngineSync:
         self._taken: dict[str, TakenWeights] = {}
         """Engine url -> what it took in its last sync."""
 
-    def sync(self, version: WeightVersion, probe: Batch) -> Mapping[str, float]:
+    def sync(self, version: WeightVersion, probe: StoredBatch) -> Mapping[str, float]:
         """Bring the engines to `version` and compare their log-probs of `probe` with the trainer's.
 
         Returns metrics of the sync. Raises SyncError if no engine took the weights, or none of
         those that did agrees with the trainer.
         """
         self._memory.load(TRAINER, WEIGHTS_ONLY)
-        self._parity_check.score_on_trainer(version, probe)
+        self._parity_check.score_samples(version, probe)
+        return self._sync(version)
+
+    def sync_first(self, version: WeightVersion, probe: TrainBatch) -> Mapping[str, float]:
+        """Do as `sync` before there are samples, with sequences of make_probe."""
+        self._memory.load(TRAINER, WEIGHTS_ONLY)
+        self._parity_check.score_sequences(version, probe)
+        return self._sync(version)
+
+    def _sync(self, version: WeightVersion) -> Mapping[str, float]:
         while True:
             report, reasons = self._watched(self._bring(version))
             holding = self._holding()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.policy_loss import make_policy_loss
+from mcore_rl.batches.local_stores import LocalStores
 from mcore_rl.config import (
     CheckpointConfig,
     Config,
@@ -31,7 +32,7 @@ from mcore_rl.config import (
     RunConfig,
 )
 from mcore_rl.device import device, has_cuda, has_transformer_engine, use_torch_modules_on_cuda
-from mcore_rl.loops.roles import KeepsSamples
+from mcore_rl.loops.roles import TokenTrainer
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.process_state import wait_killed
 from mcore_rl.tools.doctor.check import Check, Figures, Stage, expect, find_own_folder
@@ -42,6 +43,8 @@ from mcore_rl.types import (
     Prompt,
     Sample,
     StepStats,
+    StoredBatch,
+    StoredSample,
     TokenScores,
     TrainBatch,
     VersionSpan,
@@ -56,11 +59,12 @@ from mcore_rl.weights.hf.flops import ModelFlops
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-class StandInEngine(KeepsSamples):
+class StandInEngine:
     """The process of one engine; `close` ends it. Calls raise what its process raises."""
 
-    def __init__(self, folder: Path, dtype: str, timeout_s: float) -> None:
-        """Build the model of `folder`'s config.json with random weights."""
+    def __init__(self, folder: Path, dtype: str, timeout_s: float, stores: LocalStores) -> None:
+        """Build the model of `folder`'s config.json with random weights; `stores` keep samples."""
+        self._stores = stores
         context = get_context("spawn")
         self._timeout_s = timeout_s
         self._pipe, child = context.Pipe()
@@ -89,7 +93,7 @@ class StandInEngine(KeepsSamples):
         greedy: bool,
         seed: int,
         for_eval: bool = False,
-    ) -> list[Sample]:
+    ) -> list[StoredSample]:
         """Return `num_samples` responses to each prompt; implements roles.Generator."""
         assert not for_eval, "this policy is not evaluated"
         token_ids = [prompt.token_ids for prompt in prompts]
@@ -101,7 +105,13 @@ class StandInEngine(KeepsSamples):
                 span = VersionSpan(0, len(ids), self._version)
                 reason = "stop" if is_over else "length"
                 samples.append(Sample(prompt, index, ids, logprobs, reason, (span,), str(ids)))
-        return samples
+        return self._stores.keep(samples)
+
+    def note_lost(self, num_samples: int) -> None:
+        raise AssertionError(f"{num_samples} samples of this process are lost")
+
+    def take_num_lost(self) -> int:
+        return 0
 
     def idle_share(self) -> float:
         """Return 0: nobody looks how long this engine waits."""
@@ -272,14 +282,17 @@ class LocalRank:
 class StandInSync:
     """Sends the rank's weights to the stand-in engine; implements roles.WeightSync."""
 
-    def __init__(self, rank: LoneRank, engine: StandInEngine, trainer: Any) -> None:
-        """Link both."""
+    def __init__(
+        self, rank: LoneRank, engine: StandInEngine, trainer: TokenTrainer, stores: LocalStores
+    ) -> None:
+        """Link both; `stores` have the samples of probes."""
         from mcore_rl.weight_sync.link_store import LinkStore
         from mcore_rl.weight_sync.sender import WeightSender
         from mcore_rl.weight_sync.wire import Link
 
         self._engine = engine
         self._trainer = trainer
+        self._stores = stores
         self.gb_per_s = 0.0
         """Rate of the last sync."""
         self._sender = WeightSender(*rank.actor.weight_layout(), 0)
@@ -294,8 +307,14 @@ class StandInSync:
         for report in (self._sender.connect(self._link), engine.finish()):
             expect(report.error is None, f"{report.rank}: {report.error}")
 
-    def sync(self, version: WeightVersion, probe: TrainBatch) -> Mapping[str, float]:
+    def sync(self, version: WeightVersion, probe: StoredBatch) -> Mapping[str, float]:
         """Bring the engine to `version`; both must agree on the first sequences of `probe`."""
+        from mcore_rl.batches.stored_batch import select_stored
+
+        return self.sync_first(version, self._stores.assemble(select_stored(probe, range(2))))
+
+    def sync_first(self, version: WeightVersion, probe: TrainBatch) -> Mapping[str, float]:
+        """Do as `sync` before there are samples."""
         self._engine.begin("receive", self._link, version)
         sent = self._sender.send(version, ["engine"], TIMEOUT_S)["engine"]
         received = self._engine.finish()
@@ -334,7 +353,7 @@ class Rows:
             print(json.dumps({"step": step, **metrics}), file=file)
 
     def log_samples(
-        self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train"
+        self, step: int, samples: Sequence[StoredSample], scores: Scores, split: str = "train"
     ) -> None:
         """Drop the samples."""
 
@@ -381,7 +400,9 @@ def check_grpo() -> Figures:
     from mcore_rl.logs.run_folder import RunFolder
     from mcore_rl.loops.rl import train
     from mcore_rl.loops.roles import Roles
-    from mcore_rl.run.roles.trainer import PackedTrainer
+    from mcore_rl.run.roles.advantages import StoredAdvantages
+    from mcore_rl.run.roles.local_trainer import LocalTrainer
+    from mcore_rl.run.roles.trainer import PackedTokenTrainer
 
     if not has_transformer_engine():
         use_torch_modules_on_cuda()
@@ -390,7 +411,8 @@ def check_grpo() -> Figures:
     optimizer = OptimizerConfig(lr=LEARNING_RATE[has_cuda()])
     rank = LoneRank(folder / "model", qwen3_moe(), optimizer=optimizer)
     config = _config(rank)
-    trainer = PackedTrainer(
+    stores = LocalStores()
+    trainer = PackedTokenTrainer(
         LocalRank(rank, config),
         RunFolder(folder / "run"),
         packing=pack_as_a_run(config),
@@ -398,18 +420,21 @@ def check_grpo() -> Figures:
         checkpoint=config.checkpoint,
     )
     prompts = _prompts(qwen3_moe()["vocab_size"])
-    with closing(StandInEngine(folder / "model", config.model.dtype, TIMEOUT_S)) as engine:
-        weights = StandInSync(rank, engine, trainer)
-        first = weights.sync(WeightVersion(0), rank.batch)
+    with closing(StandInEngine(folder / "model", config.model.dtype, TIMEOUT_S, stores)) as engine:
+        weights = StandInSync(rank, engine, trainer, stores)
+        first = weights.sync_first(WeightVersion(0), rank.batch)
         roles = Roles(
             prompts=ShuffledStream(prompts, 0),
             held_out=[],
             generator=engine,
-            reward=count_even_tokens,
-            advantages=Advantages(config.algorithm),
-            trainer=trainer,
+            reward=lambda samples: count_even_tokens(stores.samples(samples)),
+            advantages=StoredAdvantages(
+                Advantages(config.algorithm), stores.apply, has_teacher=False
+            ),
+            trainer=LocalTrainer(trainer, stores),
             weights=weights,
             log=log,
+            on_tokens=stores.apply,
         )
         train(config, roles)
     return {**_figures(log, first), "sync_gb_per_s": round(weights.gb_per_s, 2)}

@@ -4,10 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from mcore_rl.loops.roles import Batch
 from mcore_rl.run.roles.parity_check import ParityReport
 from mcore_rl.run.roles.parity_tolerance import EngineDifference
-from mcore_rl.run.roles.trainer import PerCoordinate
 from mcore_rl.tools.simulate.costs import Images, Lengths, TrainCosts
 from mcore_rl.tools.simulate.engine import SimulatedEngine
 from mcore_rl.types import (
@@ -16,6 +14,7 @@ from mcore_rl.types import (
     StoredBatch,
     StoredColumn,
     TokenScores,
+    TrainBatch,
     WeightVersion,
 )
 from mcore_rl.weight_sync.controller.linked_engine import is_read_back
@@ -38,18 +37,18 @@ class SimulatedRanks:
         """State that the newest save keeps."""
 
     def compute_logprobs(
-        self, per_dp: PerCoordinate, options: LogprobOptions
-    ) -> list[list[TokenScores]]:
+        self, per_dp: Sequence[StoredBatch], options: LogprobOptions
+    ) -> list[list[TokenScores[StoredColumn]]]:
         self._work("log-probs", self._costs.forward_s, per_dp)
         name = "ref_logprobs" if options.reference else "old_logprobs"
         return [[TokenScores(StoredColumn(name))]]
 
-    def compute_values(self, per_dp: PerCoordinate) -> list[list[Any]]:
+    def compute_values(self, per_dp: Sequence[StoredBatch]) -> list[list[StoredColumn]]:
         self._work("values", self._costs.forward_s, per_dp)
         return [[StoredColumn("values")]]
 
     def train_step(
-        self, per_dp: PerCoordinate, *, num_tokens: int, temperature: float = 1.0
+        self, per_dp: Sequence[StoredBatch], *, num_tokens: int, temperature: float = 1.0
     ) -> StepStats:
         del temperature
         self._work("step", self._costs.step_s, per_dp)
@@ -238,7 +237,11 @@ class SimulatedParityCheck:
         self._seconds = seconds
         self._busy = busy
 
-    def score_on_trainer(self, version: WeightVersion, batch: Batch) -> None:
+    def score_samples(self, version: WeightVersion, batch: StoredBatch) -> None:
+        del version, batch
+        self._spend("parity_check", lambda: self._seconds)
+
+    def score_sequences(self, version: WeightVersion, batch: TrainBatch) -> None:
         del version, batch
         self._spend("parity check", lambda: self._seconds)
 

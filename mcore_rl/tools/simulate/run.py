@@ -1,7 +1,7 @@
 """Runs the real loop, sampler, collectors and weight sync of a recipe in virtual time.
 
 real        loops.rl.train, BackgroundSampler, CollectorPool, Collector, RolloutClient, EngineSync,
-            SharedGpus, PackedTrainer, Advantages, the plan of the sync
+            SharedGpus, PackedStoredTrainer, Advantages, the plan of the sync
 simulated   engines, ranks, links, rewards, failures
 
 A log keeps what the loop logs, and which prompts each step trained on.
@@ -22,7 +22,7 @@ from mcore_rl.config import Config
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.rl import train
-from mcore_rl.loops.roles import Critic, Roles, Samples, in_turn
+from mcore_rl.loops.roles import Critic, Roles, in_turn
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.rollout.engine_health import EngineHealth
@@ -38,8 +38,8 @@ from mcore_rl.run.roles.colocation import (
     SharingTrainer,
 )
 from mcore_rl.run.roles.generator import EngineGenerator, rollout_of_evaluations
-from mcore_rl.run.roles.parity_check import ParityCheck
-from mcore_rl.run.roles.trainer import PackedCritic, PackedTrainer, Packing
+from mcore_rl.run.roles.parity_check import ParityCheck, make_probe
+from mcore_rl.run.roles.trainer import PackedCritic, PackedStoredTrainer, Packing
 from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.engine import SimulatedCollector, SimulatedEngine, SimulatedTransport
@@ -70,7 +70,7 @@ class StepLog:
             self.steps.setdefault(step, {}).update(metrics)
 
     def log_samples(
-        self, step: int, samples: Samples, scores: Scores, split: str = "train"
+        self, step: int, samples: Sequence[StoredSample], scores: Scores, split: str = "train"
     ) -> None:
         if split == "train":
             self._prompts[step] = Counter(sample.prompt.index for sample in samples)
@@ -177,9 +177,9 @@ class SimulatedRun:
         """Run the loop to its end. Raises RunLostError if the run is lost before."""
         config = self._config
         weights = self.make_sync()
-        weights.sync(WeightVersion(self._start_step), None)
+        weights.sync_first(WeightVersion(self._start_step), make_probe((), 0))
         with self._sample_in_background(prompts, weights) as background:
-            packed = PackedTrainer(
+            packed = PackedStoredTrainer(
                 self.trainer,
                 self._folder,
                 packing=Packing.of(config.parallel, config.train, self._costs.trainer.flops),
@@ -324,18 +324,18 @@ class SimulatedRun:
             weights.revive,
         )
 
-    async def _score(self, samples: Samples) -> Scores:
+    async def _score(self, samples: Sequence[StoredSample]) -> Scores:
         score = self._score_beside_engines(samples)
         return await self._clock.loop.create_task(score, context=context_of("collectors"))
 
-    async def _score_beside_engines(self, samples: Samples) -> Scores:
+    async def _score_beside_engines(self, samples: Sequence[StoredSample]) -> Scores:
         await asyncio.sleep(self._config.simulate.reward_s)
         scores = self.workload.scores(samples)
         parts = dict.fromkeys(self._config.reward.part_weights, scores.rewards_N)
         return replace(scores, parts=parts)
 
-    def _note_tokens(self, works: Any) -> list[tuple[StoredBatch, None]]:
-        """Say that fields of tokens are set (roles.OnTokens); nobody reads them."""
+    def _note_tokens(self, works: Any) -> list[tuple[StoredBatch, Any]]:
+        """Say that fields of tokens are set; implements OnTokens, whose numbers nobody reads."""
         [(_, batch)] = works
         num_tokens = sum(batch.lens_N)
         self._clock.spend("advantages of tokens", lambda: self._costs.trainer.read_s(num_tokens))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import overload
 
 from mcore_rl.config import DataConfig, SimulateConfig
-from mcore_rl.types import AnySample, Prompt
+from mcore_rl.types import Prompt, StoredSample
 from mcore_rl.types.scores import Scores
 
 NUM_PROMPTS = 10**9
@@ -81,7 +81,7 @@ class Workload:
         bound = self._longest if longest is None else longest
         return (wanted, "stop") if wanted <= bound else (bound, "length")
 
-    def scores(self, samples: Sequence[AnySample]) -> Scores:
+    def scores(self, samples: Sequence[StoredSample]) -> Scores:
         return Scores([self._reward(s.prompt.index, s.sample_index) for s in samples])
 
     def _reward(self, prompt: int, sample: int) -> float:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from mcore_rl.batches.assembly import assemble_parts
 from mcore_rl.batches.batch import make_filler, select, select_each
-from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.batches.stored_batch import in_parts, make_stored_batch
 from mcore_rl.data.images.batch import (
     join_patches,
@@ -19,9 +18,9 @@ from mcore_rl.data.images.batch import (
     split_images,
     with_images,
 )
-from mcore_rl.types import GroupLease, StoredSample, TrainBatch
+from mcore_rl.types import StoredSample, TrainBatch
 from tests.support.image_prompts import make_image, make_image_prompt, make_patches
-from tests.support.stored import Stores, make_sample, stored
+from tests.support.stored import Stores, make_sample
 
 NAMES = st.lists(st.lists(st.sampled_from("abc"), max_size=3), min_size=1, max_size=5)
 
@@ -57,14 +56,12 @@ def test_a_filler_has_no_images() -> None:
 
 def stored_samples(seed: int) -> tuple[Stores, list[StoredSample]]:
     chance = random.Random(seed)
-    stores = Stores([SampleStore(), SampleStore()])
+    stores = Stores(2)
     rows: list[StoredSample] = []
     for group in range(6):
         prompt = make_image_prompt(group, chance)
         samples = [replace(make_sample(chance, prompt, i), routed_experts=None) for i in range(3)]
-        lease = GroupLease(group % 2, group)
-        stores.stores[lease.store].put(group, samples)
-        rows += [stored(sample, lease) for sample in samples]
+        rows += stores.keep_group(samples)
     chance.shuffle(rows)
     return stores, [row for row in rows if row.response_len]
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,18 @@ from torch import Tensor
 
 from mcore_rl.algo import lookup as choice
 from mcore_rl.algo.estimator import Advantages
-from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.registry import advantages
 from mcore_rl.algo.user_file import register_user_file
 from mcore_rl.batches.assembly import assemble, scatter
-from mcore_rl.batches.batch import make_train_batch, without_truncated
 from mcore_rl.batches.kept_rows import TEACHER_LOGPROBS
-from mcore_rl.batches.stored_batch import make_stored_batch
-from mcore_rl.config import AlgorithmConfig, Config, KLConfig
-from mcore_rl.logs import PhaseTimer
-from mcore_rl.loops.roles import Roles, in_turn
-from mcore_rl.loops.training import StepOptions, prepare_batch
+from mcore_rl.batches.stored_batch import make_stored_batch, without_truncated
+from mcore_rl.config import AlgorithmConfig, KLConfig
 from mcore_rl.run.roles.advantages import StoredAdvantages
 from mcore_rl.types import StoredBatch, StoredColumn
 from mcore_rl.types.scores import Scores
-from tests.support.stored import make_stored, work_beside
+from tests.support.laid_out import estimate, make_train_batch, mask_truncated
+from tests.support.stored import make_stored
 
 BY_SAMPLE = [
     name
@@ -55,7 +50,7 @@ def test_rewards_and_lengths_suffice_for_advantages_by_sample(name: str) -> None
     scores = replace(scores_of(len(rows)), parts=parts)
     config = AlgorithmConfig(advantage=name)
     estimator = Advantages(config, {"right": 0.5})
-    expected, _ = estimator(scores, samples, make_train_batch(samples))
+    expected, _ = estimate(estimator, scores, samples, make_train_batch(samples))
     player = StoredAdvantages(estimator, untouched, has_teacher=False)
     batch, metrics = player(scores, rows, make_stored_batch(rows))
     made = assemble(batch, stores.read)
@@ -117,8 +112,8 @@ def test_a_kl_in_the_reward_is_computed_where_tokens_are_and_steers_its_coeffici
     there = replace(there, **{f"{name}_T": StoredColumn(name) for name in names})
     one = Advantages(config)
     here = replace(here, old_logprobs_T=values[0], ref_logprobs_T=values[1])
-    expected, metrics = one(scores, samples, here)
-    other = StoredAdvantages(Advantages(config), partial(work_beside, stores), has_teacher=False)
+    expected, metrics = estimate(one, scores, samples, here)
+    other = StoredAdvantages(Advantages(config), stores.apply, has_teacher=False)
     batch, same = other(scores, rows, there)
     assert batch.advantages_N is not None and same == pytest.approx(metrics)
     made = assemble(batch, stores.read).advantages_T
@@ -143,8 +138,10 @@ def test_values_give_returns_beside_advantages(bootstraps: bool) -> None:
     config = AlgorithmConfig(advantage="gae", bootstrap_truncated=bootstraps)
     samples = [replace(s, finish_reason=e) for s, e in zip(samples, ENDS, strict=True)]
     rows = [replace(row, finish_reason=end) for row, end in zip(rows, ENDS, strict=True)]
-    expected, metrics = Advantages(config)(scores, samples, replace(here, values_T=values_T))
-    player = StoredAdvantages(Advantages(config), partial(work_beside, stores), has_teacher=False)
+    expected, metrics = estimate(
+        Advantages(config), scores, samples, replace(here, values_T=values_T)
+    )
+    player = StoredAdvantages(Advantages(config), stores.apply, has_teacher=False)
     batch, same = player(scores, rows, replace(there, values_T=StoredColumn("values")))
     made = assemble(batch, stores.read)
     assert made.returns_T is not None and expected.returns_T is not None
@@ -160,15 +157,13 @@ def test_stored_responses_that_are_cut_off_count_for_others_and_carry_no_loss(na
     rows = [replace(row, finish_reason=end) for row, end in zip(rows, ENDS, strict=True)]
     scores = scores_of(len(rows))
     config = AlgorithmConfig(advantage=name, loss="policy_gradient", filter_overlong=True)
-    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
-    player = StoredAdvantages(Advantages(config), partial(work_beside, stores), has_teacher=False)
-    roles = Roles(**fields | {"advantages": player, "both": in_turn})
-    options = StepOptions.of(Config(algorithm=config), needs_of(config))
-    _, _, batch, _ = prepare_batch(options, roles, PhaseTimer(1), rows, scores)
+    player = StoredAdvantages(Advantages(config), stores.apply, has_teacher=False)
+    batch, _ = player(scores, rows, make_stored_batch(rows))
+    batch = without_truncated(batch, rows)
     made = assemble(batch, stores.read)
     here = make_train_batch(samples)
-    expected, _ = Advantages(config)(scores, samples, here)
-    mask_T = without_truncated(here, samples).loss_mask_T
+    expected, _ = estimate(Advantages(config), scores, samples, here)
+    mask_T = mask_truncated(here, samples).loss_mask_T
     assert torch.equal(made.loss_mask_T, mask_T) and 0 < mask_T.sum() < here.loss_mask_T.sum()
     assert made.advantages_T is not None and expected.advantages_T is not None
     torch.testing.assert_close(made.advantages_T[mask_T], expected.advantages_T[mask_T])
@@ -183,8 +178,8 @@ def test_a_teachers_log_probs_are_read_from_their_column() -> None:
     scatter(there, {"old_logprobs": old_T, TEACHER_LOGPROBS: teacher_T}, stores.write)
     config = AlgorithmConfig(advantage="distillation", reward_coef=0.5)
     here = replace(here, old_logprobs_T=old_T, teacher_logprobs_T=teacher_T)
-    expected, metrics = Advantages(config)(scores, samples, here)
-    player = StoredAdvantages(Advantages(config), partial(work_beside, stores), has_teacher=True)
+    expected, metrics = estimate(Advantages(config), scores, samples, here)
+    player = StoredAdvantages(Advantages(config), stores.apply, has_teacher=True)
     there = replace(there, old_logprobs_T=StoredColumn("old_logprobs"))
     batch, same = player(scores, rows, there)
     made = assemble(batch, stores.read).advantages_T
@@ -205,12 +200,12 @@ def test_a_users_advantage_that_sees_the_step_gets_it_whole(own_file_forgotten: 
 
     def on_tokens(works: Sequence[Any]) -> list[tuple[StoredBatch, Any]]:
         held.extend(len(batch.lens_N) for _, batch in works)
-        return work_beside(stores, works)
+        return stores.apply(works)
 
     config = AlgorithmConfig(advantage="rank_of_length")
     scores = scores_of(len(rows))
     here = make_train_batch(samples)
-    expected, _ = Advantages(config)(scores, samples, here)
+    expected, _ = estimate(Advantages(config), scores, samples, here)
     player = StoredAdvantages(Advantages(config), on_tokens, has_teacher=False, part_tokens=1)
     batch, _ = player(scores, rows, make_stored_batch(rows))
     made = assemble(batch, stores.read).advantages_T

@@ -17,7 +17,7 @@ from mcore_rl.process.lost_samples import SamplesLost
 from mcore_rl.rollout import client as client_module
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.run.roles.background import BackgroundSampler
-from mcore_rl.types import Sample, WeightVersion
+from mcore_rl.types import StoredSample, WeightVersion
 from mcore_rl.types.scores import Scores
 from tests.support.background_sampling import Sampler, score_by_index
 from tests.support.episode_rows import reasons_by_group
@@ -63,7 +63,7 @@ def test_rewards_that_failed_give_no_signal_and_end_the_run_if_there_are_many(
     """Prompt 0 is [1, crashed], 1 has equal rewards; 2 and 3 differ."""
     tables = [[1.0, nan], [1.0, 1.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]
 
-    async def score(samples: Sequence[Sample]) -> Scores:
+    async def score(samples: Sequence[StoredSample]) -> Scores:
         rewards = [tables[s.prompt.index][s.sample_index] for s in samples]
         return Scores(rewards, errors=["crashed" * isnan(reward) for reward in rewards])
 
@@ -74,7 +74,7 @@ def test_rewards_that_failed_give_no_signal_and_end_the_run_if_there_are_many(
     assert [s.prompt.index for s in samples[::2]] == [2, 3] and scores.outcomes() == [1, 0, 0, 1]
     assert metrics["reward/errors"] == 1
 
-    async def fail(samples: Sequence[Sample]) -> Scores:
+    async def fail(samples: Sequence[StoredSample]) -> Scores:
         return Scores([nan] * len(samples), errors=["crashed"] * len(samples))
 
     sampler = Sampler(
@@ -192,7 +192,7 @@ def test_samples_lost_before_their_scores_are_drawn_again_and_counted(loop: Even
     sampler = Sampler(BackgroundSampler, loop, mode="one_step_off")
     losses = [SamplesLost("collector 0 died", [0])] * 2
 
-    async def score(samples: Sequence[Sample]) -> Scores:
+    async def score(samples: Sequence[StoredSample]) -> Scores:
         if losses:
             raise losses.pop()
         return await score_by_index(samples)

@@ -14,6 +14,7 @@ from mcore_rl.rollout.transport import HttpOptions, RolloutError
 from mcore_rl.run.roles.generator import EngineGenerator, make_sampling, rollout_of_evaluations
 from mcore_rl.types import Prompt
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.storing_client import StoringClient
 
 CONFIG = RolloutConfig(
     max_response_len=3, temperature=0.7, top_p=0.9, top_k=5, retries=0, deterministic=True
@@ -30,7 +31,7 @@ def loop() -> Iterator[EventLoop]:
 
 def make_generator(loop: EventLoop, engine: FakeSGLang, **options: object) -> EngineGenerator:
     client = RolloutClient([engine.address], CONFIG, HttpOptions.make(CONFIG, [9], str).open)
-    return EngineGenerator(client, CONFIG, loop.run, **options)  # type: ignore[arg-type]
+    return EngineGenerator(StoringClient(client), CONFIG, loop.run, **options)  # type: ignore[arg-type]
 
 
 def test_sampling_is_the_recipes_or_greedy() -> None:

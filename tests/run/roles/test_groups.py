@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mcore_rl.rollout.staleness import measure_staleness
 from mcore_rl.run.roles.finished_groups import SampleGroup
 from mcore_rl.run.roles.groups import GroupBuffer
-from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+from mcore_rl.types import GroupLease, Prompt, StoredSample, VersionSpan, WeightVersion
 from mcore_rl.types.scores import Scores
 
 P = 3
@@ -23,10 +23,10 @@ def prompt(position: int) -> Prompt:
     return Prompt(position, (1,), (), "unit", "")
 
 
-def sample(*versions: int, of: int = 0) -> Sample:
+def sample(*versions: int, of: int = 0) -> StoredSample:
     """One token of each of `versions`."""
     spans = tuple(VersionSpan(i, i + 1, WeightVersion(v)) for i, v in enumerate(versions))
-    return Sample(prompt(of), 0, (5,) * len(spans), (-1.0,) * len(spans), "stop", spans, "")
+    return StoredSample(prompt(of), 0, len(spans), "stop", spans, False, GroupLease(0, of))
 
 
 def finish(buffer: GroupBuffer, group: SampleGroup, *versions: int) -> None:

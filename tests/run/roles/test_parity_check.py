@@ -3,21 +3,25 @@ after a sync.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
 from mcore_rl.batches.assembly import assemble
+from mcore_rl.batches.batch import select
 from mcore_rl.batches.stored_batch import make_stored_batch
 from mcore_rl.config import ParityCheckConfig
 from mcore_rl.data.images.batch import join_patches
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.lost_samples import SamplesLost
+from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.rollout.engine_spec import EngineSpec
@@ -34,7 +38,6 @@ from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.types import (
     LogprobOptions,
     Prompt,
-    StepStats,
     StoredBatch,
     TokenScores,
     TrainBatch,
@@ -45,7 +48,7 @@ from mcore_rl.weight_sync.controller.sync_report import SyncReport
 from tests.support.engine_keys import KEYS
 from tests.support.engines import VOCAB_SIZE, save_tiny_moe
 from tests.support.image_prompts import make_image, make_patches
-from tests.support.stored import make_stored
+from tests.support.stored import fetch_nothing, make_stored
 from tests.support.sync_stage import Stage, call, open_stage
 
 
@@ -58,19 +61,13 @@ class TransformersTrainer:
     @torch.no_grad()
     def compute_logprobs(
         self, batch: TrainBatch, options: LogprobOptions = LogprobOptions()
-    ) -> TokenScores:
+    ) -> TokenScores[Tensor]:
         assert options.temperature == 1.0
         parts = []
         for tokens in batch.token_ids_T.split(list(batch.lens_N)):
             logprobs = self.model(tokens[None]).logits[0].log_softmax(-1)
             parts += [torch.zeros(1), logprobs[:-1].gather(-1, tokens[1:, None])[:, 0]]
         return TokenScores(torch.cat(parts))
-
-    def train_step(self, batch: TrainBatch) -> StepStats:
-        raise NotImplementedError
-
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
-        raise NotImplementedError
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +100,13 @@ def make_parity_check(
     dtype: str = "float32",
     timeout_s: float = 1.0,
     ready: Callable[[], Awaitable[None]] = ready,
+    keys: ServerKeys | None = None,
+    fetch: Callable[[StoredBatch], TrainBatch] = fetch_nothing,
     **options: Any,
 ) -> ParityCheck:
     config = config or ParityCheckConfig()
-    return ParityCheck(trainer, config, ParityTolerance(config, dtype), timeout_s, ready, **options)
+    tolerance = ParityTolerance(config, dtype)
+    return ParityCheck(trainer, config, tolerance, timeout_s, ready, keys, fetch, **options)
 
 
 def make_prompt(*token_ids: int) -> Prompt:
@@ -143,7 +143,7 @@ def test_sequences_are_taken_from_all_over_the_batch_until_they_have_enough_toke
     ids = [token for n, length in enumerate(lens) for token in [n] * length]
     batch = TrainBatch(torch.tensor(ids), torch.ones(len(ids)).bool(), tuple(lens))
     nobody: Any = None
-    probe = make_parity_check(nobody)._choose(batch)
+    probe = make_parity_check(nobody)._choose(len(lens), partial(select, batch))
     assert probe is not None
     assert [int(part[0]) for part in probe.token_ids_T.split(list(probe.lens_N))] == chosen
     is_enough = sum(probe.lens_N) - len(probe.lens_N) >= MIN_TOKENS
@@ -156,7 +156,7 @@ def test_without_a_sequence_to_score_nothing_is_asked(sequences: int) -> None:
     nobody: Any = None
     parity_check = make_parity_check(nobody, ParityCheckConfig(sequences=sequences))
     batch = make_probe([make_prompt(5)], 2) if sequences else make_batch()
-    parity_check.score_on_trainer(WeightVersion(0), batch)
+    parity_check.score_sequences(WeightVersion(0), batch)
     report = asyncio.run(parity_check.check(["http://127.0.0.1:9"]))
     assert report.failed == {} and report.metrics() == {}
 
@@ -166,7 +166,7 @@ def test_engines_that_compute_otherwise_are_named(model_path: str, engine: Engin
     model = Qwen3MoeForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     parity_check = make_parity_check(TransformersTrainer(model), timeout_s=20.0)
     absent = "http://127.0.0.1:9"
-    parity_check.score_on_trainer(WeightVersion(5), make_batch())
+    parity_check.score_sequences(WeightVersion(5), make_batch())
     report = asyncio.run(parity_check.check([engine.url, absent]))
     assert report.differences[engine.url].mean < 1e-4
     assert (
@@ -177,7 +177,7 @@ def test_engines_that_compute_otherwise_are_named(model_path: str, engine: Engin
 
     with torch.no_grad():
         model.get_parameter("model.layers.1.self_attn.o_proj.weight").add_(0.05)
-    parity_check.score_on_trainer(WeightVersion(6), make_batch())
+    parity_check.score_sequences(WeightVersion(6), make_batch())
     report = asyncio.run(parity_check.check([engine.url]))
     assert report.differences[engine.url].mean > 1e-3
     assert (
@@ -230,7 +230,7 @@ def test_an_engine_serves_only_once_it_agreed_at_the_start_and_on_its_return(sta
     trainer = TransformersTrainer(model)
     parity_check = make_parity_check(trainer, timeout_s=30.0, ready=gpus.for_rollout, keys=KEYS)
     weights = EngineSync(links, parity_check, health, look, loop.run, gpus, lambda: 0)
-    weights.sync(WeightVersion(0), make_probe([make_prompt(*range(3, 40))], 2))
+    weights.sync_first(WeightVersion(0), make_probe([make_prompt(*range(3, 40))], 2))
     assert health.serving == [good.url]
     assert "parity_check.tolerance" in health.why_out(bad.url)
 
@@ -266,11 +266,11 @@ def test_a_probe_is_made_of_sequences_that_are_not_lost(caplog: pytest.LogCaptur
 
     nobody: Any = None
     parity_check = make_parity_check(nobody, ParityCheckConfig(sequences=3), fetch=fetch)
-    probe = parity_check._choose(batch)
+    probe = parity_check._choose_samples(batch)
     kept = np.flatnonzero(batch.store_N == 1).tolist()
     assert probe is not None and probe.lens_N == tuple(batch.lens_N[i] for i in kept)
     lost |= {1}
-    assert parity_check._choose(batch) is None
+    assert parity_check._choose_samples(batch) is None
     assert "collectors [0, 1] died; no sequence is left" in caplog.text
 
 
@@ -279,14 +279,8 @@ class CountingTrainer:
 
     def compute_logprobs(
         self, batch: TrainBatch, options: LogprobOptions = LogprobOptions()
-    ) -> TokenScores:
+    ) -> TokenScores[Tensor]:
         return TokenScores(-torch.arange(len(batch.token_ids_T), dtype=torch.float32))
-
-    def train_step(self, batch: TrainBatch) -> StepStats:
-        raise NotImplementedError
-
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
-        raise NotImplementedError
 
 
 def measured(probe: ScoredProbe, own: Sequence[Sequence[float]]) -> float:
@@ -309,7 +303,7 @@ def test_sequences_with_images_are_compared_up_to_a_sampled_mark(mark: int) -> N
     )
     config = ParityCheckConfig(sequences=2)
     parity_check = make_parity_check(CountingTrainer(), config, image_marks=(90, 8))
-    parity_check.score_on_trainer(WeightVersion(3), batch)
+    parity_check.score_sequences(WeightVersion(3), batch)
     probe = parity_check._probe
     assert probe is not None
     assert probe.sequences == [ids[:6], ids]

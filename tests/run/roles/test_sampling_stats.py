@@ -4,10 +4,10 @@ import pytest
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.run.roles.sampling_stats import SamplingStats
-from mcore_rl.types import Prompt, Sample
+from mcore_rl.types import GroupLease, Prompt, StoredSample
 from mcore_rl.types.scores import Scores
 
-EMPTY = Sample(Prompt(0, (1,), (), "unit", ""), 0, (), (), "stop", (), "")
+EMPTY = StoredSample(Prompt(0, (1,), (), "unit", ""), 0, 0, "stop", (), False, GroupLease(0, 0))
 
 
 def test_shares_and_means_are_of_what_was_noted() -> None:

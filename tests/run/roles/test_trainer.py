@@ -10,19 +10,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from mcore_rl.batches.assembly import columns_of
 from mcore_rl.batches.batch import with_loss_weights
+from mcore_rl.batches.stored_batch import with_stored_weights
 from mcore_rl.config import CheckpointConfig, ParallelConfig, TrainConfig
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.event_loop import EventLoop, run_both
-from mcore_rl.run.roles.trainer import PackedCritic, PackedTrainer, Packing
-from mcore_rl.types import Images, LogprobOptions, StepStats, TokenScores, TrainBatch
+from mcore_rl.run.roles.trainer import (
+    PackedCritic,
+    PackedStoredTrainer,
+    PackedTokenTrainer,
+    Packing,
+)
+from mcore_rl.types import (
+    LogprobOptions,
+    StepStats,
+    StoredBatch,
+    StoredColumn,
+    TokenScores,
+    TrainBatch,
+    WeightVersion,
+)
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
 from tests.support.checkpoint_folders import write_checkpoint
 from tests.support.policy import ROOT
+from tests.support.stored import store_batch
 
 
 @pytest.fixture
@@ -46,10 +63,10 @@ class EchoRanks:
 
     def compute_logprobs(
         self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions
-    ) -> list[list[TokenScores]]:
+    ) -> list[list[TokenScores[torch.Tensor]]]:
         self.temperatures.append(options.temperature)
 
-        def score(ids_T: torch.Tensor) -> TokenScores:
+        def score(ids_T: torch.Tensor) -> TokenScores[torch.Tensor]:
             return TokenScores(ids_T.float(), ids_T, ids_T / 2 if options.sum_squares else None)
 
         return [[score(batch.token_ids_T) for batch in rank] for rank in per_dp]
@@ -78,8 +95,8 @@ def make_batch(lens_N: tuple[int, ...]) -> TrainBatch:
 
 def make_trainer(
     tmp_path: Path, dp_size: int, multiple_of: int, asynchronous: bool = True
-) -> PackedTrainer:
-    return PackedTrainer(
+) -> PackedTokenTrainer:
+    return PackedTokenTrainer(
         EchoRanks(),
         RunFolder(tmp_path),
         packing=Packing(dp_size, multiple_of, max_tokens=12),
@@ -105,6 +122,29 @@ def test_answers_come_back_in_order_and_no_weight_is_lost(
     assert trainer.num_steps == 0
     assert trainer.train_step(batch).loss == pytest.approx(1.0)
     assert trainer.num_steps == 1
+
+
+def test_ranks_get_shares_of_a_stored_batch_and_return_columns(tmp_path: Path) -> None:
+    class StoredRanks(EchoRanks):
+        shares: Sequence[StoredBatch] = ()
+
+        def compute_logprobs(self, per_dp: Any, options: LogprobOptions) -> Any:
+            self.shares = per_dp
+            return [[TokenScores(StoredColumn("old_logprobs"))] for _ in per_dp]
+
+    ranks: Any = StoredRanks()
+    trainer = PackedStoredTrainer(
+        ranks,
+        RunFolder(tmp_path),
+        packing=Packing(2, 1, max_tokens=12),
+        temperature=1.0,
+        checkpoint=CheckpointConfig(),
+    )
+    batch = store_batch(make_batch((5, 3, 9, 2, 7, 4, 4)))[1]
+    assert trainer.compute_logprobs(batch).logprobs_T == StoredColumn("old_logprobs")
+    assert len(ranks.shares) == 2 and ranks.shares[0].parts
+    groups = sorted(group for share in ranks.shares for group in share.group_N.tolist())
+    assert groups == batch.group_N.tolist()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +189,7 @@ def test_logprobs_are_at_the_rollouts_temperature_unless_another_is_given(
     tmp_path: Path, asked: float | None, used: float
 ) -> None:
     ranks = EchoRanks()
-    trainer = PackedTrainer(
+    trainer = PackedTokenTrainer(
         ranks,
         RunFolder(tmp_path),
         packing=Packing(1, 1, max_tokens=12),
@@ -211,21 +251,25 @@ def test_the_event_loop_goes_on_while_its_caller_does_something_else(
     assert sorted(ended) == ["counting", "waiting"] and counting.cancelled()
 
 
-class EchoCritics:
-    """Ranks whose values are the token ids; `num_images` counts the images that they saw."""
+VALUES = StoredColumn("values")
 
-    num_images = 0
 
-    def compute_values(self, per_dp: Sequence[Sequence[TrainBatch]]) -> list[list[torch.Tensor]]:
-        every = [batch.images for rank in per_dp for batch in rank if batch.images is not None]
-        self.num_images += sum(sum(images.nums_N) for images in every)
-        return [[batch.token_ids_T.float() for batch in rank] for rank in per_dp]
+class ReadingCritics:
+    """Ranks that note what they would read of stores; `num_images` counts their images."""
 
-    def train_step(self, per_dp: Sequence[Sequence[TrainBatch]], *, num_tokens: int) -> StepStats:
-        batches = [batch for rank in per_dp for batch in rank]
-        read = {name for batch in batches for name in batch.token_fields()}
-        assert read == {"token_ids_T", "loss_mask_T", "loss_weights_T", "values_T", "returns_T"}
-        assert num_tokens == sum(len(b.token_ids_T) for b in batches)
+    def __init__(self) -> None:
+        self.num_images = 0
+        self.read: set[str] = set()
+
+    def compute_values(self, per_dp: Sequence[StoredBatch]) -> list[list[StoredColumn]]:
+        every = [share.nums_images_N for share in per_dp if share.nums_images_N is not None]
+        self.num_images += sum(int(nums_N.sum()) for nums_N in every)
+        return [[VALUES] for _ in per_dp]
+
+    def train_step(self, per_dp: Sequence[StoredBatch], *, num_tokens: int) -> StepStats:
+        self.read = {field for share in per_dp for field in columns_of(share)}
+        assert all(share.loss_weights_N is not None for share in per_dp)
+        assert num_tokens == sum(sum(share.lens_N) for share in per_dp)
         return StepStats(0.0, 0.0, 0.0, num_tokens)
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
@@ -239,15 +283,20 @@ def test_the_critic_gets_what_it_reads_and_a_checkpoint_counts_with_both_parts(
 ) -> None:
     folder, checkpoint = RunFolder(tmp_path, has_critic=True), CheckpointConfig(keep=1)
     packing = Packing(2, 2, max_tokens=12)
-    critic = PackedCritic(EchoCritics(), folder, packing=packing, checkpoint=checkpoint)
-    trainer = PackedTrainer(
+    ranks = ReadingCritics()
+    critic = PackedCritic(ranks, folder, packing=packing, checkpoint=checkpoint)
+    trainer = PackedTokenTrainer(
         EchoRanks(), folder, packing=packing, temperature=1.0, checkpoint=checkpoint
     )
-    batch = make_batch((5, 3, 9, 2, 7, 4, 4))
-    zeros_T = torch.zeros(len(batch.token_ids_T))
-    batch = replace(batch, values_T=zeros_T, returns_T=zeros_T, rollout_logprobs_T=zeros_T)
-    assert torch.equal(critic.compute_values(batch), batch.token_ids_T.float())
-    assert critic.train_step(batch).num_tokens == len(batch.token_ids_T)
+    batch = store_batch(make_batch((5, 3, 9, 2, 7, 4, 4)))[1]
+    batch = with_stored_weights(batch, "token_mean", 8)
+    assert critic.compute_values(batch) == VALUES
+    batch = replace(
+        batch, values_T=VALUES, returns_T=VALUES, old_logprobs_T=VALUES, version=WeightVersion(0)
+    )
+    assert critic.train_step(batch).num_tokens == sum(batch.lens_N)
+    always = {"token_ids_T", "rollout_logprobs_T"}
+    assert ranks.read == always | {"loss_mask_T", "values_T", "returns_T"}
     for step in (1, 2):
         critic.save(step)
         assert folder.newest_checkpoint() == (folder.checkpoint(1) if step == 2 else None)
@@ -261,15 +310,15 @@ def test_the_critic_gets_what_it_reads_and_a_checkpoint_counts_with_both_parts(
 
 
 def test_the_critic_sees_the_images_of_its_sequences(tmp_path: Path) -> None:
-    ranks = EchoCritics()
+    ranks = ReadingCritics()
     critic = PackedCritic(
         ranks,
         RunFolder(tmp_path, has_critic=True),
         packing=Packing(2, 2, max_tokens=12),
         checkpoint=CheckpointConfig(),
     )
-    images = Images(torch.zeros(12, 6), torch.tensor([[1, 2, 2]] * 3), (1, 0, 2))
-    critic.compute_values(replace(make_batch((5, 3, 9)), images=images))
+    batch = store_batch(make_batch((5, 3, 9)))[1]
+    critic.compute_values(replace(batch, nums_images_N=np.array([1, 0, 2])))
     assert ranks.num_images == 3
 
 

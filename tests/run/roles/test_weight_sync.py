@@ -17,6 +17,7 @@ from mcore_rl.run.roles.weight_sync import MOST_SAME, EngineSync
 from mcore_rl.types import Prompt, WeightVersion
 from mcore_rl.weight_sync.controller.sync import SyncError
 from tests.support.scoring_engines import OneWeightLinks, OneWeightTrainer, ScoringEngine
+from tests.support.stored import fetch_nothing
 
 FIRST = WeightVersion(0)
 PROBE = make_probe([Prompt(i, (3, 1 + i, 4), (), "unit", "") for i in range(2)], 2)
@@ -38,9 +39,8 @@ class Stage:
         watched = self.loop.run
         gpus = SharedGpus(EngineMemory((), 1.0), watched)
         self.tolerance = ParityTolerance(ParityCheckConfig(), "float32")
-        parity_check = ParityCheck(
-            self.trainer, ParityCheckConfig(), self.tolerance, 5.0, gpus.for_rollout
-        )
+        asked = self.trainer, ParityCheckConfig(), self.tolerance, 5.0, gpus.for_rollout
+        parity_check = ParityCheck(*asked, None, fetch_nothing)
         self.num_steps = 0
         self.weights = EngineSync(
             *(self.links, parity_check, self.health, self._look, watched, gpus),
@@ -74,7 +74,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
 
 
 def test_the_first_sync_admits_the_engines_that_agree(stage: Stage) -> None:
-    metrics = stage.weights.sync(FIRST, PROBE)
+    metrics = stage.weights.sync_first(FIRST, PROBE)
     assert stage.health.serving == stage.urls
     assert metrics["sync/engines_failed"] == 0.0
     assert metrics["sync/parity_diff"] < 1e-6
@@ -96,7 +96,7 @@ def test_the_trainer_scores_before_weights_are_sent(stage: Stage) -> None:
 
     stage.trainer.compute_logprobs = scored  # type: ignore[method-assign]
     stage.links.sync = sent  # type: ignore[method-assign]
-    stage.weights.sync(FIRST, PROBE)
+    stage.weights.sync_first(FIRST, PROBE)
     assert order == ["trainer scores", "weights are sent"]
     assert [engine.num_requests for engine in stage.engines] == [2, 2]
 
@@ -105,9 +105,9 @@ def test_the_parity_check_learns_from_the_syncs_that_were_read_back(stage: Stage
     long = make_probe([Prompt(0, tuple(range(250)), (), "unit", "")] * 8, 2)
     assert sum(long.lens_N) - len(long.lens_N) >= MIN_TOKENS
     for version in range(NUM_TO_JUDGE - 1):
-        stage.weights.sync(WeightVersion(version), long)
+        stage.weights.sync_first(WeightVersion(version), long)
     stage.links.verifies = False
-    stage.weights.sync(WeightVersion(5), long)
+    stage.weights.sync_first(WeightVersion(5), long)
     assert stage.tolerance.limits == {}
     stage.links.verifies = True
     stage.kill_all(come_back=True)
@@ -118,7 +118,7 @@ def test_the_parity_check_learns_from_the_syncs_that_were_read_back(stage: Stage
 def test_an_engine_corrupted_at_the_first_sync_gets_no_requests(stage: Stage) -> None:
     good, bad = stage.urls
     stage.links.corrupt = {bad}
-    metrics = stage.weights.sync(FIRST, PROBE)
+    metrics = stage.weights.sync_first(FIRST, PROBE)
     assert stage.health.serving == [good]
     assert "claims weights 0" in stage.health.why_out(bad)
     assert "parity_check.tolerance" in stage.health.why_out(bad)
@@ -129,7 +129,7 @@ def test_an_engine_corrupted_at_the_first_sync_gets_no_requests(stage: Stage) ->
 def test_a_first_sync_without_an_engine_that_agrees_fails(stage: Stage) -> None:
     stage.links.corrupt = set(stage.urls)
     with pytest.raises(SyncError, match=rf"{stage.urls[0]} claims .*; .*{stage.urls[1]} claims"):
-        stage.weights.sync(FIRST, PROBE)
+        stage.weights.sync_first(FIRST, PROBE)
 
 
 def test_an_engine_that_disagreed_serves_after_the_next_sync_if_it_agrees_then(
@@ -137,15 +137,15 @@ def test_an_engine_that_disagreed_serves_after_the_next_sync_if_it_agrees_then(
 ) -> None:
     bad = stage.urls[1]
     stage.links.corrupt = {bad}
-    stage.weights.sync(FIRST, PROBE)
+    stage.weights.sync_first(FIRST, PROBE)
     stage.links.corrupt = set()
     stage.trainer.weight = 0.75
-    assert stage.weights.sync(WeightVersion(1), PROBE)["sync/engines_failed"] == 0.0
+    assert stage.weights.sync_first(WeightVersion(1), PROBE)["sync/engines_failed"] == 0.0
     assert stage.health.serving == stage.urls
 
 
 def test_engines_that_return_serve_once_they_agree_with_the_last_check(stage: Stage) -> None:
-    stage.weights.sync(FIRST, PROBE)
+    stage.weights.sync_first(FIRST, PROBE)
     stage.kill_all(come_back=True)
     assert stage.health.serving == []
     assert stage.revive()
@@ -156,7 +156,7 @@ def test_engines_that_return_serve_once_they_agree_with_the_last_check(stage: St
 
 def test_an_engine_corrupted_on_its_return_gets_no_requests(stage: Stage) -> None:
     good, bad = stage.urls
-    stage.weights.sync(FIRST, PROBE)
+    stage.weights.sync_first(FIRST, PROBE)
     stage.kill_all(come_back=True)
     stage.links.corrupt = {bad}
     assert stage.revive()
@@ -165,7 +165,7 @@ def test_an_engine_corrupted_on_its_return_gets_no_requests(stage: Stage) -> Non
 
 
 def test_a_return_of_corrupted_engines_alone_ends_the_run(stage: Stage) -> None:
-    stage.weights.sync(FIRST, PROBE)
+    stage.weights.sync_first(FIRST, PROBE)
     stage.kill_all(come_back=True)
     stage.links.corrupt = set(stage.urls)
     with pytest.raises(SyncError, match=r"parity_check\.tolerance"):
@@ -174,7 +174,7 @@ def test_a_return_of_corrupted_engines_alone_ends_the_run(stage: Stage) -> None:
 
 
 def test_nothing_is_revived_while_an_engine_serves(stage: Stage) -> None:
-    stage.weights.sync(FIRST, PROBE)
+    stage.weights.sync_first(FIRST, PROBE)
     first, second = stage.urls
     stage.health.note([EngineState(second, restarts=1)])
     assert stage.health.serving == [first]
@@ -184,25 +184,25 @@ def test_nothing_is_revived_while_an_engine_serves(stage: Stage) -> None:
 def test_an_engine_that_cannot_be_linked_is_left_out_with_its_reason(stage: Stage) -> None:
     first, second = stage.urls
     stage.links.unreachable = {second}
-    stage.weights.sync(FIRST, PROBE)
+    stage.weights.sync_first(FIRST, PROBE)
     assert stage.health.serving == [first]
     assert stage.health.why_out(second) == f"engine {second} cannot be linked"
     stage.links.unreachable = {first, second}
     stage.kill_all(come_back=True)
     with pytest.raises(SyncError, match=rf"{first} cannot be linked; .*{second} cannot be linked"):
-        stage.weights.sync(WeightVersion(1), PROBE)
+        stage.weights.sync_first(WeightVersion(1), PROBE)
 
 
 def test_optimizer_steps_that_leave_the_bytes_the_same_are_warned_of(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stage.weights.sync(FIRST, PROBE)
+    stage.weights.sync_first(FIRST, PROBE)
     stage.trainer.weight = 0.75
     stage.num_steps = 2
-    stage.weights.sync(WeightVersion(1), PROBE)
+    stage.weights.sync_first(WeightVersion(1), PROBE)
     assert not caplog.records
     stage.num_steps = 4
-    stage.weights.sync(WeightVersion(2), PROBE)
+    stage.weights.sync_first(WeightVersion(2), PROBE)
     [record] = caplog.records
     assert "version 2 brought engines bit for bit the weights that they had" in record.getMessage()
     assert all(f"{url}: version 1" in record.getMessage() for url in stage.urls)
@@ -213,14 +213,14 @@ def test_the_same_bytes_without_an_optimizer_step_are_right(
 ) -> None:
     """The critic warms up for two steps; then the policy moves, and its version is sent twice."""
     shares = [
-        stage.weights.sync(WeightVersion(version), PROBE).get("sync/changed_share")
+        stage.weights.sync_first(WeightVersion(version), PROBE).get("sync/changed_share")
         for version in range(3)
     ]
     assert shares == [None, 0.0, 0.0]
     stage.trainer.weight = 0.75
     stage.num_steps = 1
     for _ in range(2):
-        stage.weights.sync(WeightVersion(3), PROBE)
+        stage.weights.sync_first(WeightVersion(3), PROBE)
     assert not caplog.records
 
 
@@ -228,33 +228,33 @@ def test_steps_count_from_the_version_that_the_engine_took_last(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Weights stay as they are over a step and a later sync without one: one warning, not two."""
-    stage.weights.sync(FIRST, PROBE)
+    stage.weights.sync_first(FIRST, PROBE)
     stage.num_steps = 1
-    stage.weights.sync(WeightVersion(1), PROBE)
+    stage.weights.sync_first(WeightVersion(1), PROBE)
     assert len(caplog.records) == 1
-    stage.weights.sync(WeightVersion(2), PROBE)
+    stage.weights.sync_first(WeightVersion(2), PROBE)
     assert len(caplog.records) == 1
 
 
 def train_and_sync(stage: Stage, version: int) -> None:
     stage.num_steps += 1
-    stage.weights.sync(WeightVersion(version), PROBE)
+    stage.weights.sync_first(WeightVersion(version), PROBE)
 
 
 def test_weights_that_stay_the_same_over_eight_syncs_of_a_policy_that_is_trained_end_the_run(
     stage: Stage,
 ) -> None:
-    stage.weights.sync(FIRST, PROBE)
+    stage.weights.sync_first(FIRST, PROBE)
     for version in range(1, MOST_SAME):
         train_and_sync(stage, version)
-    stage.weights.sync(WeightVersion(MOST_SAME - 1), PROBE)  # sent again: no step, no count
+    stage.weights.sync_first(WeightVersion(MOST_SAME - 1), PROBE)  # sent again: no step, no count
     with pytest.raises(SyncError, match=r"version 8 is the 8th in a row .* the trainer sends old"):
         train_and_sync(stage, MOST_SAME)
 
 
 def test_weights_that_change_now_and_then_end_no_run(stage: Stage) -> None:
     """As while the learning rate warms up, in bfloat16."""
-    stage.weights.sync(FIRST, PROBE)
+    stage.weights.sync_first(FIRST, PROBE)
     for version in range(1, 4 * MOST_SAME):
         stage.trainer.weight += version % (MOST_SAME - 1) == 0
         train_and_sync(stage, version)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mcore_rl.agents.recorder import EpisodeLimits
-from mcore_rl.batches.batch import make_train_batch, split_by_lens
+from mcore_rl.batches.batch import split_by_lens
 from mcore_rl.batches.episodes import sample_of_episode
 from mcore_rl.config import RolloutConfig
 from mcore_rl.rollout.client import RolloutClient, RolloutSession
@@ -26,6 +26,7 @@ from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.types import Prompt, Sample, TrainBatch
 from mcore_rl.workers.episodes import make_turn_sampler
 from tests.support.chat_templates import FAMILIES, stop_ids
+from tests.support.laid_out import make_train_batch
 from tests.support.random_episodes import (
     KINDS,
     WITHOUT_CALLS,

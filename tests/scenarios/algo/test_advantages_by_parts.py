@@ -13,13 +13,21 @@ from hypothesis import strategies as st
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.registry import advantages
 from mcore_rl.batches.assembly import assemble, column_of, scatter
-from mcore_rl.batches.batch import make_batch, make_train_batch
+from mcore_rl.batches.stored_batch import make_stored_batch
 from mcore_rl.config import AlgorithmConfig, KLConfig
-from mcore_rl.loops.roles import TokenWork
 from mcore_rl.run.roles.advantages import StoredAdvantages
-from mcore_rl.types import Prompt, Sample, StoredBatch, StoredColumn, StoredSample, TrainBatch
+from mcore_rl.types import (
+    Prompt,
+    Sample,
+    StoredBatch,
+    StoredColumn,
+    StoredSample,
+    TokenWork,
+    TrainBatch,
+)
 from mcore_rl.types.scores import Scores
-from tests.support.stored import Stores, make_sample, put_in_stores, work_beside
+from tests.support.laid_out import estimate, make_train_batch
+from tests.support.stored import Stores, make_sample, put_in_stores
 from tests.support.turn_trees import random_tree, sample_of
 
 PART_WEIGHTS = {"right": 1.0, "form": 0.5, "environment": 0.7}
@@ -73,8 +81,7 @@ def make_step(seed: int, name: str, are_episodes: bool, with_kl: bool) -> Step:
     generator.shuffle(pairs)
     left = [pair for n, pair in enumerate(pairs) if n % 5 or not pair[0].response_len]
     samples, rows = [sample for sample, _ in left], [row for _, row in left]
-    here, there = make_train_batch(samples), make_batch(rows)
-    assert isinstance(there, StoredBatch)
+    here, there = make_train_batch(samples), make_stored_batch(rows)
     needs = advantages.needs(name)
     fields = {"old_logprobs_T": True, "ref_logprobs_T": with_kl or needs.pairs}
     fields |= {"values_T": needs.critic, "sum_squares_T": needs.sum_squares}
@@ -103,10 +110,10 @@ def check(step: Step, config: AlgorithmConfig, part_tokens: int) -> list[int]:
 
     def on_tokens(works: Sequence[tuple[TokenWork, StoredBatch]]) -> list[tuple[StoredBatch, Any]]:
         held.extend(sum(batch.lens_N) for _, batch in works)
-        return work_beside(step.stores, works)
+        return step.stores.apply(works)
 
     one = Advantages(config, PART_WEIGHTS, return_lambda=0.95)
-    expected, metrics = one(step.scores, step.samples, step.here)
+    expected, metrics = estimate(one, step.scores, step.samples, step.here)
     other = Advantages(config, PART_WEIGHTS, return_lambda=0.95)
     has_teacher = step.there.teacher_logprobs_T is not None
     player = StoredAdvantages(other, on_tokens, has_teacher=has_teacher, part_tokens=part_tokens)

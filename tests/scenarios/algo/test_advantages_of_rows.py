@@ -14,10 +14,10 @@ from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.kl import KL_ESTIMATORS
 from mcore_rl.algo.registry import Pick, advantages
 from mcore_rl.algo.sequences import order_trained_tokens
-from mcore_rl.batches.batch import make_train_batch, without_truncated
 from mcore_rl.config import AlgorithmConfig, CovarianceConfig, KLConfig
 from mcore_rl.types import Prompt, Sample, TrainBatch
 from mcore_rl.types.scores import Scores
+from tests.support.laid_out import estimate, make_train_batch, mask_truncated
 from tests.support.turn_trees import random_tree, sample_of
 
 NUM_SAMPLES = 6
@@ -76,8 +76,8 @@ def by_turn(batch: TrainBatch, values_T: Tensor | None) -> list[float]:
 def check_cuts(config: AlgorithmConfig, name: str) -> None:
     found = []
     for cut in CUTS:
-        estimate = Advantages(config, {"right": 1.0, "form": 0.5})
-        batch, _ = estimate(SCORES, make_samples(cut), make_batch(cut))
+        advantages_of = Advantages(config, {"right": 1.0, "form": 0.5})
+        batch, _ = estimate(advantages_of, SCORES, make_samples(cut), make_batch(cut))
         found.append(by_turn(batch, getattr(batch, name)))
     assert any(value != 0 for value in found[0])
     for other in found[1:]:
@@ -122,6 +122,6 @@ def test_cut_off_episodes_leave_the_loss_with_all_their_rows() -> None:
             for n, sample in enumerate(make_samples(cut))
         ]
         batch = make_batch(cut)
-        left = without_truncated(batch, samples)
+        left = mask_truncated(batch, samples)
         trained.append(by_turn(batch, left.loss_mask_T.float()))
     assert trained[0] == trained[1] == trained[2] and 0 < sum(trained[0]) < len(trained[0])

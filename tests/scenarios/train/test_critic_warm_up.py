@@ -4,15 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import AlgorithmConfig, CriticConfig, OptimizerConfig, TrainConfig
-from mcore_rl.loops.roles import Roles
 from mcore_rl.loops.training import StepOptions, train_policy_and_critic
 from mcore_rl.train.optimizer import compute_learning_rate
 from mcore_rl.types import StepStats, TrainBatch
-from tests.support.optimizer_steps import CountingCritic, options_of, sampled
+from tests.support.optimizer_steps import CountingCritic, options_of, roles_of, sampled
 from tests.support.table_policy import TablePolicy
 
 
@@ -36,12 +34,11 @@ def rates_of(options: StepOptions, num_steps: int, taken: int = 0, start: int = 
     """Return the policy's learning rates by step of the loop, from the step after `start` on."""
     total, total_of_critic = options.count_optimizer_steps(num_steps)
     policy = RateRecorder(options.train.optimizer, total, taken)
-    _, batch = sampled(AlgorithmConfig(advantage="grpo"))
-    batch = replace(batch, values_T=torch.zeros(len(batch.token_ids_T)))
-    critic = CountingCritic()
-    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
-    both = Roles.__dataclass_fields__["both"].default
-    roles = Roles(**fields | {"trainer": policy, "critic": critic, "both": both})
+    other, batch, _samples = sampled(AlgorithmConfig(advantage="grpo"))
+    policy.stores = other.stores
+    critic = CountingCritic(policy.stores)
+    batch = replace(batch, values_T=critic.compute_values(batch))
+    roles = roles_of(policy, critic=critic)
     rates = []
     for step in range(start + 1, num_steps + 1):
         policy.rates = []

@@ -18,7 +18,7 @@ from mcore_rl.config import (
 from mcore_rl.data.preferences import make_pair_batch
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.dpo import with_pair_gradient
-from mcore_rl.run.roles.trainer import PackedTrainer, Packing
+from mcore_rl.run.roles.trainer import PackedTokenTrainer, Packing
 from mcore_rl.types import TrainBatch
 from tests.support.calls_together import CallsTogether
 from tests.support.distributed import run_ranks
@@ -64,7 +64,7 @@ def one_step(
     with torch.no_grad():
         for parameter in actor.weight_layout()[1].values():
             parameter.mul_(STRETCH)
-    trainer = PackedTrainer(
+    trainer = PackedTokenTrainer(
         CallsTogether(actor),
         RunFolder("unused"),
         packing=Packing.of(parallel, TrainConfig(max_tokens_per_microbatch=max_tokens)),

@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from mcore_rl.agents.turn_tree import Cut, TurnTree, at_leaves, at_turns
-from mcore_rl.batches.batch import make_train_batch, with_loss_weights
+from mcore_rl.batches.batch import with_loss_weights
 from mcore_rl.batches.shared_prefixes import find_batch_sharing
 from mcore_rl.config import CheckpointConfig, ModelConfig, ParallelConfig, TrainConfig
 from mcore_rl.logs.run_folder import RunFolder
-from mcore_rl.run.roles.trainer import PackedTrainer, Packing
+from mcore_rl.run.roles.trainer import PackedTokenTrainer, Packing
 from mcore_rl.types import Prompt, TrainBatch
 from tests.support.calls_together import CallsTogether
 from tests.support.distributed import run_ranks
 from tests.support.gradients import Boxed, boxed_gradients, check_gradients, whole_gradients
+from tests.support.laid_out import make_train_batch
 from tests.support.tiny_training import VOCAB, make_actor, write_hf_model
 from tests.support.turn_trees import random_tree, sample_of
 
@@ -74,7 +75,7 @@ def gradients(
     found = []
     start = {name: p.detach().clone() for name, p in actor.weight_layout()[1].items()}
     for number, cut in jobs:
-        trainer = PackedTrainer(
+        trainer = PackedTokenTrainer(
             CallsTogether(actor),
             RunFolder("unused"),
             packing=Packing.of(parallel, train),

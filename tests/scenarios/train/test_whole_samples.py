@@ -18,8 +18,8 @@ from mcore_rl.agents.turn_tree import Cut, TurnTree, at_leaves, at_turns
 from mcore_rl.algo.covariance import with_held_back
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.registry import losses
-from mcore_rl.algo.sample_sums import with_sums
-from mcore_rl.batches.batch import make_train_batch, rows_of_samples, with_loss_weights
+from mcore_rl.algo.sample_sums import choose_sums
+from mcore_rl.batches.batch import rows_of_samples, with_loss_weights
 from mcore_rl.batches.summary import summarize_steps
 from mcore_rl.config import (
     AlgorithmConfig,
@@ -34,13 +34,16 @@ from mcore_rl.config import (
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.roles import Roles
 from mcore_rl.loops.training import StepOptions, add_logprobs, mini_batches, train_policy
-from mcore_rl.run.roles.trainer import PackedTrainer, Packing
+from mcore_rl.run.roles.local_trainer import LocalTrainer
+from mcore_rl.run.roles.trainer import PackedTokenTrainer, Packing
 from mcore_rl.train.actor import Actor
 from mcore_rl.types import Prompt, StepStats, SumsFrom, TrainBatch
 from tests.support.algorithm_choices import choices
 from tests.support.calls_together import CallsTogether
 from tests.support.distributed import run_each, run_ranks
 from tests.support.gradients import Boxed, boxed_gradients, check_gradients, whole_gradients
+from tests.support.laid_out import make_train_batch
+from tests.support.stored import store_batch
 from tests.support.tiny_training import VOCAB, make_actor, write_hf_model
 from tests.support.turn_trees import random_tree, sample_of
 
@@ -116,13 +119,13 @@ def make_batch(cut: Cut, num_episodes: int = 10) -> TrainBatch:
     return replace(batch, advantages_T=of_row.repeat_interleave(torch.tensor(batch.lens_N)))
 
 
-class Noting(PackedTrainer):
+class Noting(PackedTokenTrainer):
     """Notes where sums come from; with `of_rows`, takes them from each row alone."""
 
     sums_from: tuple[SumsFrom, ...] = ()
     of_rows = False
 
-    def train_step(self, batch: Any) -> StepStats:
+    def train_step(self, batch: TrainBatch) -> StepStats:
         self.sums_from += (batch.sums_from,)
         return super().train_step(replace(batch, sums_from="rows") if self.of_rows else batch)
 
@@ -164,10 +167,12 @@ def take_steps(
         # Engine and trainer differ by up to 0.3 nats, by a number that goes with the token.
         logprobs_T = trainer.compute_logprobs(batch).logprobs_T
         batch = replace(batch, rollout_logprobs_T=logprobs_T + noise(batch, 0.3))
+        stores, stored = store_batch(batch)
         fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
-        roles = Roles(**{**fields, "trainer": trainer})
-        batch = add_logprobs(step_options, trainer, batch)
-        metrics = train_policy(step_options, roles, batch, SEED)
+        beside = LocalTrainer(trainer, stores)
+        roles = Roles(**{**fields, "trainer": beside, "on_tokens": stores.apply})
+        stored = add_logprobs(step_options, beside, stored)
+        metrics = train_policy(step_options, roles, stored, SEED)
         compared = {name: x for name, x in metrics.items() if name.startswith(COMPARED)}
         found.append((boxed_gradients(actor), compared, trainer.sums_from))
     actor = make_actor(rank, world_size, port, model, parallel, STANDING, **options)
@@ -188,8 +193,7 @@ def take_chosen_steps(actor: Actor, packing: Packing, batch: TrainBatch) -> list
     found: list[Step] = []
     for algorithm in choices():
         trainer = make_trainer(actor, algorithm, packing)
-        step = with_sums(algorithm, batch, is_first=False)
-        assert isinstance(step, TrainBatch)
+        step = replace(batch, sums_from=choose_sums(algorithm, batch, is_first=False))
         if (pick := needs_of(algorithm).held_back) is not None:
             step, _ = with_held_back(step, algorithm, pick, SEED)
         stats = trainer.train_step(with_loss_weights(step, algorithm.aggregation, 16))
@@ -218,8 +222,8 @@ def noise(batch: TrainBatch, scale: float, frequency: float = 7.0) -> Tensor:
 def test_rows_of_a_sample_lie_in_several_micro_batches_and_on_both_ranks() -> None:
     """Else the test below would show nothing."""
     packing = Packing(dp_size=2, multiple_of=1, max_tokens=MAX_TOKENS)
-    for part in mini_batches(make_batch(at_turns), 2, 1, SEED):
-        plan = packing.plan(part)
+    for part in mini_batches(store_batch(make_batch(at_turns))[1], 2, 1, SEED):
+        plan = packing.plan_stored(part)
         place = {
             row: (rank, number)
             for rank, microbatches in enumerate(plan)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mcore_rl.batches.batch import make_train_batch, split_by_lens
+from mcore_rl.batches.batch import split_by_lens
+from mcore_rl.batches.stored_batch import make_stored_batch
 from mcore_rl.rollout.engine import EngineProcess
 from tests.support import models_table
 from tests.support.ahead import StartedAhead, chosen_cases
@@ -183,7 +184,8 @@ def check_step(run: MegatronRun, gathered: Path) -> float:
     assert metrics["loss/grad_norm"] > 0 == metrics["logprob_diff/stale_share"]
     assert metrics.get("logprob_diff/router_flip_share", 0.0) == 0
     assert 0 < metrics["sync/parity_diff"] < TOLERANCE
-    batch = replace(make_train_batch(run.log.samples), routed_experts_TLK=None)
+    samples = run.log.samples
+    batch = replace(run.stores.assemble(make_stored_batch(samples)), routed_experts_TLK=None)
     after_T = run.trainer.compute_logprobs(batch).logprobs_T
     assert (after_T - transformers_logprobs(gathered, batches=[batch])[0]).abs().max() < TOLERANCE
     assert batch.rollout_logprobs_T is not None

@@ -31,6 +31,7 @@ from mcore_rl.types import LogprobOptions, TokenScores, TrainBatch, WeightVersio
 from mcore_rl.weight_sync.controller.linked_engine import is_read_back
 from tests.support.engine_keys import KEYS
 from tests.support.engines import VOCAB_SIZE, save_tiny_moe
+from tests.support.stored import fetch_nothing
 from tests.support.sync_stage import call
 
 pytestmark = pytest.mark.e2e
@@ -106,9 +107,8 @@ class Run:
 
         async def ready() -> None: ...
 
-        self._parity_check = ParityCheck(
-            trainer, ParityCheckConfig(), self.tolerance, TIMEOUT_S, ready, KEYS
-        )
+        options = ParityCheckConfig(), self.tolerance, TIMEOUT_S, ready, KEYS
+        self._parity_check = ParityCheck(trainer, *options, fetch_nothing)
 
     def sync(self, name: str) -> tuple[EngineDifference, str | None]:
         """Have the engine serve these weights, read back if it is due; return how it differs, and
@@ -116,7 +116,7 @@ class Run:
         """
         self._load(name)
         verified = is_read_back(self.num_syncs, SyncConfig().reads_back_every)
-        self._parity_check.score_on_trainer(
+        self._parity_check.score_sequences(
             WeightVersion(self.num_syncs), make_batch(self.num_syncs)
         )
         report = asyncio.run(self._parity_check.check([self._url], [self._url] if verified else []))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from mcore_rl.batches.local_stores import LocalStores
 from mcore_rl.tools.doctor.lone_rank import qwen3_moe
 from mcore_rl.tools.doctor.step_checks import StandInEngine, _cut_at_end, load_weights
 from mcore_rl.types import Prompt
@@ -41,9 +42,10 @@ def test_a_response_ends_with_its_end_token() -> None:
 def test_samples_have_the_log_probs_that_it_scores(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(qwen3_moe()))
     prompt = Prompt(0, (5, 9, 11), (), "random", None)
-    with closing(StandInEngine(tmp_path, "float32", 60.0)) as engine:
-        samples = engine.generate([prompt], 2, greedy=False, seed=3)
-        again = engine.generate([prompt], 2, greedy=False, seed=3)
+    stores = LocalStores()
+    with closing(StandInEngine(tmp_path, "float32", 60.0, stores)) as engine:
+        samples = stores.samples(engine.generate([prompt], 2, greedy=False, seed=3))
+        again = stores.samples(engine.generate([prompt], 2, greedy=False, seed=3))
         assert [sample.response_ids for sample in samples] == [s.response_ids for s in again]
         for sample in samples:
             [scored] = engine.score([[*prompt.token_ids, *sample.response_ids]])

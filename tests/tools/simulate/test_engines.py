@@ -5,13 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from mcore_rl.batches.group_facts import GroupFacts
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.rollout.collector import (
-    CollectorCommands,
-    CollectorLostError,
-    GroupFacts,
-    GroupRequest,
-)
+from mcore_rl.rollout.collector import CollectorCommands, CollectorLostError, GroupRequest
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.tools.simulate.engine import (

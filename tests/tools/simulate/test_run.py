@@ -13,6 +13,7 @@ from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.process.clock import replace_clock
+from mcore_rl.run.roles.parity_check import make_probe
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.prediction import make_checked
 from mcore_rl.tools.simulate.run import SimulatedRun, StepLog
@@ -65,7 +66,7 @@ def test_evaluations_draw_by_their_own_options(clock: VirtualTime, tmp_path: Pat
     lens = ["simulate.response_len=500", "eval.data=[unused.parquet]", "eval.max_response_len=20"]
     run = run_of(clock, tmp_path, 0, *lens)
     weights = run.make_sync()
-    weights.sync(WeightVersion(0), None)
+    weights.sync_first(WeightVersion(0), make_probe((), 0))
     generator = run.make_generator(weights)
     prompts = [SimulatedPrompts(9)[i] for i in range(4)]
     for for_eval in (False, True):
@@ -78,7 +79,7 @@ def test_the_first_sync_of_each_run_is_read_back(clock: VirtualTime, tmp_path: P
     pauses = {}
     for verify in ("destination", "transfer"):
         run = run_of(clock, tmp_path, 0, f"sync.verify={verify}")
-        metrics = run.make_sync().sync(WeightVersion(0), None)
+        metrics = run.make_sync().sync_first(WeightVersion(0), make_probe((), 0))
         assert metrics["sync/engines_verified"] == (4 if verify == "destination" else 0)
         pauses[verify] = metrics["sync/pause_s"]
         run.end()

@@ -1,14 +1,14 @@
 """The log of a simulation accounts for every prompt."""
 
 from mcore_rl.tools.simulate.run import StepLog
-from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+from mcore_rl.types import GroupLease, Prompt, StoredSample, VersionSpan, WeightVersion
 from mcore_rl.types.scores import Scores
 
 
-def samples(*prompts: int) -> list[Sample]:
+def samples(*prompts: int) -> list[StoredSample]:
     spans = (VersionSpan(0, 1, WeightVersion(0)),)
     return [
-        Sample(Prompt(p, (1,), (), "", None), i, (1,), (0.0,), "stop", spans, "")
+        StoredSample(Prompt(p, (1,), (), "", None), i, 1, "stop", spans, False, GroupLease(0, p))
         for p in prompts
         for i in range(2)
     ]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from mcore_rl.run.roles.parity_check import make_probe
 from mcore_rl.tools.simulate.engine import SimulatedEngine
 from mcore_rl.tools.simulate.kv_cache import EngineSpeed
 from mcore_rl.tools.simulate.ranks import (
@@ -131,7 +132,7 @@ def test_an_engine_that_missed_a_sync_is_out_of_rotation(loop: VirtualLoop) -> N
 def test_a_parity_check_takes_time_and_finds_no_difference(loop: VirtualLoop) -> None:
     spent = []
     parity_check = SimulatedParityCheck(lambda name, predict: spent.append(predict()), 0.5)
-    parity_check.score_on_trainer(WeightVersion(1), None)
+    parity_check.score_sequences(WeightVersion(1), make_probe((), 0))
     report = loop.run_until_complete(parity_check.check(["http://a"]))
     assert report.differences["http://a"].mean == 0.0 and not report.failed
     assert spent == [0.5] and loop.time() == 0.5

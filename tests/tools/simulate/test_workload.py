@@ -7,7 +7,7 @@ import pytest
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.tools.simulate.workload import NUM_PROMPTS, SimulatedPrompts, Workload
-from mcore_rl.types import Sample, VersionSpan, WeightVersion
+from mcore_rl.types import GroupLease, StoredSample, VersionSpan, WeightVersion
 
 CONFIG = load_recipe(
     "qwen3_30b_a3b_grpo_32", ["simulate.response_len=1000", "simulate.response_spread=0.5"]
@@ -43,7 +43,10 @@ def test_prompts_differ_in_how_often_their_samples_are_right() -> None:
     rates = [
         fmean(
             workload.scores(
-                [Sample(prompts[p], s, (1,), (0.0,), "stop", spans, "") for s in range(32)]
+                [
+                    StoredSample(prompts[p], s, 1, "stop", spans, False, GroupLease(0, p))
+                    for s in range(32)
+                ]
             ).rewards_N
         )
         for p in range(64)
