@@ -208,7 +208,7 @@ def go_on(controller: Controller) -> None:
     controller.stdin.flush()
 
 
-def left_of(processes: list[psutil.Process], timeout_s: float = 8.0) -> list[psutil.Process]:
+def left_of(processes: list[psutil.Process], timeout_s: float = 20.0) -> list[psutil.Process]:
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
