@@ -12,7 +12,7 @@ import torch
 
 from mcore_rl.algo.aggregation import sequence_weights
 from mcore_rl.batches.shared_prefixes import MIN_SHARED, Sharing, parents_first
-from mcore_rl.process.lost_samples import SamplesLost
+from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.types import CUT_OFF, Array, StoredBatch, StoredColumn, StoredSample, WeightVersion
 
 ROUTED_EXPERTS = StoredColumn("routed_experts")
@@ -102,7 +102,7 @@ def select_stored(batch: StoredBatch, indices: Sequence[int]) -> StoredBatch:
     )
 
 
-def without_lost(batch: StoredBatch, lost: SamplesLost) -> StoredBatch | None:
+def without_lost(batch: StoredBatch, lost: SamplesLostError) -> StoredBatch | None:
     """Return the sequences whose stores are there; None if there is none."""
     kept = np.flatnonzero(~np.isin(batch.store_N, list(lost.stores))).tolist()
     return select_stored(batch, kept) if kept else None

@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcore_rl.cluster.rank_actor import NotBuilt, Raised
-from mcore_rl.process.lost_samples import SamplesLost, join_losses
+from mcore_rl.process.lost_samples import SamplesLostError, join_losses
 from mcore_rl.process.process_state import describe_state
 
 _READ_S = 5.0
@@ -134,7 +134,7 @@ class Answers:
         self._until = time.monotonic() + deadline_s
 
     def wait(self) -> list[Any]:
-        """Return the answers in the order of the ranks. Raises RankError, or SamplesLost."""
+        """Return the answers in the order of the ranks. Raises RankError, or SamplesLostError."""
         # Not ray.wait: it would turn the SystemExit of a signal handler into exit status 1.
         futures = {ref.future(): ref for ref in self._refs}
         while self._pending and (seconds := self._seconds_left()) > 0:
@@ -190,7 +190,7 @@ class Answers:
         if self._pending:
             raise RankError(self._describe_overdue())
         values = [self._values[ref] for ref in self._refs]
-        if losses := [value for value in values if isinstance(value, SamplesLost)]:
+        if losses := [value for value in values if isinstance(value, SamplesLostError)]:
             raise join_losses(losses)
         return values
 

@@ -17,7 +17,7 @@ from mcore_rl.cluster.group import IndependentRanks
 from mcore_rl.cluster.nodes import list_alive_nodes
 from mcore_rl.cluster.stores import StoreHandles, share_array
 from mcore_rl.planning.slots import Slot
-from mcore_rl.process.lost_samples import SamplesLost, join_losses
+from mcore_rl.process.lost_samples import SamplesLostError, join_losses
 from mcore_rl.process.process_state import RestartBudget
 from mcore_rl.rollout.collector import CollectorCommands, CollectorEvents, CollectorLostError
 from mcore_rl.rollout.engine_spec import EngineAddress
@@ -132,13 +132,16 @@ class CollectorGroup:
         return False
 
     async def score(self, samples: Sequence[StoredSample]) -> Scores:
-        """Return the rewards of samples, in their order. Raises SamplesLost."""
+        """Return the rewards of samples, in their order. Raises SamplesLostError."""
         parts, order = _split_by_store(samples)
         scores = join_scores(await self._call_stores("score", parts))
         return scores if len(parts) == 1 else scores.select(order)
 
     async def ask_teacher(self, samples: Sequence[StoredSample]) -> None:
-        """Have the teacher score samples; the stores keep its log-probs. Raises SamplesLost."""
+        """Have the teacher score samples; the stores keep its log-probs.
+
+        Raises SamplesLostError if a store is lost.
+        """
         parts: dict[int, tuple[list[int], list[int], list[int]]] = {}
         for sample in samples:
             for row in sample.rows:
@@ -149,7 +152,7 @@ class CollectorGroup:
         await self._call_stores("ask_teacher", parts)
 
     async def samples(self, samples: Sequence[StoredSample]) -> list[Sample]:
-        """Fetch samples from their stores, in their order. Raises SamplesLost."""
+        """Fetch samples from their stores, in their order. Raises SamplesLostError."""
         parts, order = _split_by_store(samples)
         found = [sample for part in await self._call_stores("samples", parts) for sample in part]
         return [found[i] for i in order]
@@ -160,7 +163,7 @@ class CollectorGroup:
         """Return the batches with the fields that their functions set, and the functions' results.
 
         Each function is called where most tokens of its batch are. A collector calls one function
-        after the other, so that it holds the tokens of one batch. Raises SamplesLost.
+        after the other, so that it holds the tokens of one batch. Raises SamplesLostError.
         """
         places: dict[int, list[int]] = {}
         for place, (_, batch) in enumerate(works):
@@ -198,7 +201,7 @@ class CollectorGroup:
         """Call stores, each with arguments of its own; return their answers."""
         calls = (self._call_store(store, method, args) for store, args in parts.items())
         answers = await asyncio.gather(*calls)
-        if losses := [answer for answer in answers if isinstance(answer, SamplesLost)]:
+        if losses := [answer for answer in answers if isinstance(answer, SamplesLostError)]:
             raise join_losses(losses)
         return answers
 
@@ -207,8 +210,8 @@ class CollectorGroup:
             deadline_s = self._limits.score_timeout_s
             return await self.call(store, method, *args, deadline_s=deadline_s)
         except RankDiedError as error:
-            return SamplesLost(str(error), [store])
-        except SamplesLost as lost:
+            return SamplesLostError(str(error), [store])
+        except SamplesLostError as lost:
             return lost
 
     async def _build_anew(self, k: int, first_group: int) -> None:

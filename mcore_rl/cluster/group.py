@@ -21,7 +21,7 @@ from mcore_rl.cluster.nodes import list_alive_nodes
 from mcore_rl.cluster.rank_actor import RankActor
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.cores import THREADS
-from mcore_rl.process.lost_samples import SamplesLost
+from mcore_rl.process.lost_samples import SamplesLostError
 
 BULK = "bulk"
 """Concurrency group of calls that move much; others need not wait for them."""
@@ -81,7 +81,7 @@ class RankGroup:
     """One actor process per slot, each around one worker object.
 
     After any failure the whole group is killed, because the other ranks would hang in a collective.
-    Only a SamplesLost, which all ranks raise before they begin, leaves them as they are.
+    Only a SamplesLostError, which all ranks raise before they begin, leaves them as they are.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class RankGroup:
         """Wait for `answers` and return them; on an error, kill the group before raising it."""
         try:
             return answers.wait()
-        except SamplesLost:
+        except SamplesLostError:
             raise
         except BaseException as error:
             self._fail(error)
@@ -186,7 +186,7 @@ class RankGroup:
         """Call as `call_all` does, without blocking the event loop."""
         try:
             return await self._send_all(method, args, kwargs, deadline_s).wait_async()
-        except SamplesLost:
+        except SamplesLostError:
             raise
         except BaseException as error:
             self._fail(error)

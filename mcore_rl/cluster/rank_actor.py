@@ -25,7 +25,7 @@ from mcore_rl.process.disk import is_disk_full, name_full_disk
 from mcore_rl.process.errors import ProcessLostError, describe_error
 from mcore_rl.process.gc_pause import collect_from_here
 from mcore_rl.process.log_files import keep_output_lasting, rotate_output
-from mcore_rl.process.lost_samples import SamplesLost
+from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.process.network import bypass_proxies, find_free_port
 from mcore_rl.process.redaction import RedactingFormatter, redact, remember_environment
 from mcore_rl.process.safe_path import let_programs_be, put_last
@@ -87,7 +87,7 @@ class RankActor:
     def call(self, deadline_s: float, method: str, *args: object, **kwargs: object) -> Any:
         """Return what the worker's method returns, or a Raised if it raises.
 
-        A SamplesLost is returned as a value.
+        A SamplesLostError is returned as a value.
         """
         if self._worker is None:
             return NotBuilt()
@@ -135,7 +135,7 @@ class RankActor:
         faulthandler.dump_traceback_later(deadline_s * STACK_DUMP_SHARE, file=2)
         try:
             return function(*args, **kwargs)
-        except SamplesLost as lost:
+        except SamplesLostError as lost:
             return lost
         except ProcessLostError as error:
             return Raised(str(error), "")

@@ -1,6 +1,7 @@
 """Reads and writes the sample stores of all collectors, from any process of the run.
 
-Every read and write raises SamplesLost if a store lost its process, once the others have answered.
+Every read and write raises SamplesLostError if a store lost its process, once the others have
+answered.
 """
 
 import time
@@ -26,7 +27,7 @@ from mcore_rl.cluster.group import BULK
 from mcore_rl.cluster.rank_actor import NotBuilt, Raised
 from mcore_rl.data.images.batch import GroupRow, rows_with_images, with_images
 from mcore_rl.data.images.shared_patches import PlacedPatches, map_patches
-from mcore_rl.process.lost_samples import SamplesLost, join_losses
+from mcore_rl.process.lost_samples import SamplesLostError, join_losses
 from mcore_rl.types import Array, Patches, StoredBatch, TrainBatch
 
 
@@ -129,7 +130,7 @@ class StoreHandles:
             store: _answer(store, ref, max(until_s - time.monotonic(), 0.0))
             for store, ref in zip(calls, refs, strict=True)
         }
-        if losses := [a for a in answers.values() if isinstance(a, SamplesLost)]:
+        if losses := [a for a in answers.values() if isinstance(a, SamplesLostError)]:
             raise join_losses(losses)
         return answers
 
@@ -155,14 +156,14 @@ def _lack_pixels(images: Sequence[Patches]) -> bool:
 
 
 def _answer(store: int, ref: Any, timeout_s: float) -> Any:
-    """Return a store's answer, or a SamplesLost if its process is gone."""
+    """Return a store's answer, or a SamplesLostError if its process is gone."""
     name = f"sample store {store} (collector rank {store})"
     try:
         answer = ray.get(ref, timeout=timeout_s)
     except RayActorError as error:
-        return SamplesLost(f"{name} died ({find_cause_of_death(str(error))})", [store])
+        return SamplesLostError(f"{name} died ({find_cause_of_death(str(error))})", [store])
     if isinstance(answer, NotBuilt):
-        return SamplesLost(f"{name} died and is starting again", [store])
+        return SamplesLostError(f"{name} died and is starting again", [store])
     if isinstance(answer, Raised):
         raise RuntimeError(f"{name}: {answer.summary}")
     return answer

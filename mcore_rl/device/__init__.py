@@ -1,13 +1,14 @@
 """The one place that knows CUDA from CPU: devices, process-group backends, and patches for the CPU.
 
-Without CUDA, `setup_device()` patches megatron-core to run on CPU tensors over gloo. Transformer
-Engine is replaced by torch modules with the same module tree and parameter names. Nothing above
-this package needs a CPU variant; docs/patches.md lists every patch, docs/cpu.md every stand-in.
+Without CUDA, `setup_device()` (setup.py) patches megatron-core to run on CPU tensors over gloo.
+Transformer Engine is replaced by torch modules with the same module tree and parameter names.
+Nothing above this package needs a CPU variant; docs/patches.md lists every patch, docs/cpu.md every
+stand-in.
 """
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,12 +33,25 @@ PEAK_FLOPS = {
 """Part of a GPU's name -> dense bfloat16 operations per second, from NVIDIA's data sheets."""
 HOST_RNG = "torch"
 GPU_RNG = "cuda"
-_cpu_patches_installed = False
-_torch_modules_on_cuda = False
+
+
+@dataclass
+class InPlace:
+    """What setup.py has put in place in this process.
+
+    cpu_patches     megatron-core's patches for the CPU
+    torch_modules   torch modules, instead of Transformer Engine's, also on CUDA
+    """
+
+    cpu_patches: bool = False
+    torch_modules: bool = False
+
+
+IN_PLACE = InPlace()
 
 
 def has_cuda() -> bool:
-    return torch.cuda.is_available() and not _cpu_patches_installed
+    return torch.cuda.is_available() and not IN_PLACE.cpu_patches
 
 
 def has_transformer_engine() -> bool:
@@ -210,96 +224,13 @@ def megatron_options() -> dict[str, Any]:
     With apex, gradients of weights are added to the float32 buffer by the kernel that computes
     them: megatron-core's output layer has it from apex, and Transformer Engine's layers follow.
     """
-    fused = has_cuda() and not _torch_modules_on_cuda
+    fused = has_cuda() and not IN_PLACE.torch_modules
     has_apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
     return {
         "apply_rope_fusion": fused,
         "moe_permute_fusion": fused,
-        "bias_activation_fusion": not _torch_modules_on_cuda,
+        "bias_activation_fusion": not IN_PLACE.torch_modules,
         "persist_layer_norm": fused,
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": fused and has_apex,
     }
-
-
-def attention_with_sinks(cp_size: int) -> type | None:
-    """Return the module for attention with sinks in Transformer Engine's place, or None.
-
-    Transformer Engine before 2.12 has no kernel for sinks over packed sequences, and megatron-core
-    0.16.1 takes none later. Raises ValueError if context parallelism cuts sequences: the module
-    would keep the scores of all pairs of tokens.
-    """
-    if not has_cuda():
-        return None  # the torch modules of the CPU are in place already
-    if cp_size > 1:
-        raise ValueError(
-            f"parallel.cp={cp_size} with a model whose attention has sinks (gpt-oss): on GPUs that"
-            " needs Transformer Engine 2.12, which megatron-core 0.16.1 does not take; set"
-            " parallel.cp=1"
-        )
-    from mcore_rl.cpu.te_workalike import DotProductAttention
-
-    return DotProductAttention
-
-
-def use_torch_modules_on_cuda() -> None:
-    """Let megatron-core run on CUDA without Transformer Engine; call it before `setup_device`.
-
-    The torch modules that take its place on a CPU then take it on the GPU. They are much slower:
-    this is for checks on machines where Transformer Engine cannot be installed.
-    """
-    global _torch_modules_on_cuda
-    _torch_modules_on_cuda = torch.cuda.is_available()
-
-
-def setup_device() -> None:
-    """Make megatron-core usable in this process; call it before a model is built. Idempotent.
-
-    Raises ValueError if CUDA is present but Transformer Engine is not.
-    """
-    if torch.cuda.is_available() and not _cpu_patches_installed:
-        if _torch_modules_on_cuda:
-            _install_torch_modules()
-        else:
-            _prepare_transformer_engine()
-        # With a single hardware queue no collective overtakes the kernel queued before it; tensor
-        # parallelism relies on that order.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    else:
-        _install_cpu_patches()
-    from mcore_rl.device.training_patches import keep_write_results_in_process
-
-    keep_write_results_in_process()
-
-
-@cache
-def _prepare_transformer_engine() -> None:
-    if not has_transformer_engine():
-        raise ValueError(
-            "CUDA is present but transformer_engine is not: pip install 'mcore_rl[gpu]'"
-        )
-    from mcore_rl.device.training_patches import use_adam_in_parts
-
-    use_adam_in_parts()
-
-
-@cache
-def _install_torch_modules() -> None:
-    from mcore_rl.cpu.megatron_patches import WITHOUT_TRANSFORMER_ENGINE
-
-    for patch in WITHOUT_TRANSFORMER_ENGINE:
-        patch()
-
-
-def _install_cpu_patches() -> None:
-    global _cpu_patches_installed
-    if _cpu_patches_installed:
-        return
-    from mcore_rl.cpu.host_allocator import keep_freed_memory
-    from mcore_rl.cpu.kernel_patches import KERNEL_PATCHES
-    from mcore_rl.cpu.megatron_patches import PATCHES
-
-    keep_freed_memory()
-    for patch in (*PATCHES, *KERNEL_PATCHES):
-        patch()
-    _cpu_patches_installed = True

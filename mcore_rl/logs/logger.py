@@ -22,7 +22,7 @@ from mcore_rl.logs.trackers import MLflow, TensorBoard, Tracker, WandB
 from mcore_rl.process.clock import now_s
 from mcore_rl.process.disk import report_full_disk
 from mcore_rl.process.errors import shorten
-from mcore_rl.process.lost_samples import SamplesLost, find_kept
+from mcore_rl.process.lost_samples import SamplesLostError, find_kept
 from mcore_rl.process.redaction import redact
 from mcore_rl.types import PromptImage, Sample, StoredSample, TurnRecord
 from mcore_rl.types.scores import Scores
@@ -210,7 +210,7 @@ class MetricsLogger:
             samples = [row[0] for row in rows]
             try:
                 here = self._read(samples)
-            except SamplesLost as lost:
+            except SamplesLostError as lost:
                 _log.warning("%s; they are not in the log of samples", lost)
                 rows = [rows[i] for i in find_kept(samples, lost)]
             else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mcore_rl.loops.reward_failures import REMEDY, RewardFailureError
-from mcore_rl.process.lost_samples import SamplesLost, find_kept
+from mcore_rl.process.lost_samples import SamplesLostError, find_kept
 from mcore_rl.types import WITHOUT_OUTCOME, StoredSample
 from mcore_rl.types.scores import Scores
 
@@ -55,12 +55,12 @@ def leave_out_lost(prepare: Callable[[Rollout], T], rollout: Rollout) -> tuple[R
     """Call `prepare` without the samples that are lost with their collector; return (rest, result).
 
     Lost samples are not drawn again: engines may have given up the weights that drew them. Raises
-    SamplesLost if none is left.
+    SamplesLostError if none is left.
     """
     while True:
         try:
             return rollout, prepare(rollout)
-        except SamplesLost as lost:
+        except SamplesLostError as lost:
             kept = find_kept(rollout.samples, lost)
             if not kept:
                 raise

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from mcore_rl.loops.outcomes import Rollout
 from mcore_rl.loops.roles import Generator, Reward
-from mcore_rl.process.lost_samples import SamplesLost, find_kept
+from mcore_rl.process.lost_samples import SamplesLostError, find_kept
 from mcore_rl.types import Prompt, StoredSample
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def score(
     while True:
         try:
             return Rollout(samples, reward(samples))
-        except SamplesLost as lost:
+        except SamplesLostError as lost:
             kept = set(find_kept(samples[::num_samples], lost))
             missing = [i for i in range(len(prompts)) if i not in kept]
             _log.warning("%s; %d prompts are sampled again", lost, len(missing))

@@ -19,7 +19,7 @@ from mcore_rl.batches.summary import summarize_critic, summarize_steps
 from mcore_rl.config import AlgorithmConfig, Config, CriticConfig, TrainConfig
 from mcore_rl.logs import PhaseTimer
 from mcore_rl.loops.roles import Critic, OnTokens, Roles, StoredTrainer
-from mcore_rl.process.lost_samples import SamplesLost
+from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.types import LogprobOptions, StepStats, StoredBatch, StoredSample
 
 _log = logging.getLogger(__name__)
@@ -165,12 +165,12 @@ def add_logprobs(options: StepOptions, trainer: StoredTrainer, batch: StoredBatc
 def _on_what_is_left(batch: StoredBatch, step: Callable[[StoredBatch], StepStats]) -> StepStats:
     """Take an optimizer step, without the sequences that are lost with their collector.
 
-    Raises SamplesLost if none is left.
+    Raises SamplesLostError if none is left.
     """
     while True:
         try:
             return step(batch)
-        except SamplesLost as lost:
+        except SamplesLostError as lost:
             left = without_lost(batch, lost)
             if left is None:
                 raise

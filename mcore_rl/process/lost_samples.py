@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 
-class SamplesLost(RuntimeError):
+class SamplesLostError(RuntimeError):
     """Samples in `stores` (numbers) are gone; the message names the process and says why.
 
     Whoever reads them samples them again, or goes on without them; nothing else was harmed.
@@ -19,12 +19,14 @@ class SamplesLost(RuntimeError):
         return self.message
 
 
-def join_losses(losses: Sequence[SamplesLost]) -> SamplesLost:
+def join_losses(losses: Sequence[SamplesLostError]) -> SamplesLostError:
     """Return one error for all of them, with each message once."""
     messages = dict.fromkeys(loss.message for loss in losses if loss.message)
-    return SamplesLost("; ".join(messages), frozenset().union(*(loss.stores for loss in losses)))
+    return SamplesLostError(
+        "; ".join(messages), frozenset().union(*(loss.stores for loss in losses))
+    )
 
 
-def find_kept(samples: Sequence[Any], lost: SamplesLost) -> list[int]:
+def find_kept(samples: Sequence[Any], lost: SamplesLostError) -> list[int]:
     """Return the places of the StoredSamples whose stores are not lost."""
     return [i for i, sample in enumerate(samples) if sample.lease.store not in lost.stores]

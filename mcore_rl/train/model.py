@@ -27,7 +27,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from mcore_rl.device import attention_with_sinks
+from mcore_rl.device.setup import attention_with_sinks
 from mcore_rl.train.router import TokenWeightedRouter
 from mcore_rl.train.transformer_config import rotary_options
 from mcore_rl.train.vision.model import DeepstackLayer, VisionLanguageModel

@@ -17,7 +17,8 @@ from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from mcore_rl.config import ParallelConfig
-from mcore_rl.device import default_generators, dist_backend, set_local_device, setup_device
+from mcore_rl.device import default_generators, dist_backend, set_local_device
+from mcore_rl.device.setup import setup_device
 from mcore_rl.process.network import is_loopback, make_meeting_store, stay_on_loopback
 
 Generators = Mapping[str, torch.Generator]

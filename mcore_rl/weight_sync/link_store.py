@@ -30,7 +30,7 @@ from mcore_rl.weight_sync.store.client import (
     Client,
     LocalClient,
     RemoteClient,
-    StoreLost,
+    StoreLostError,
     TorchStore,
 )
 from mcore_rl.weight_sync.store.messages import LENGTH
@@ -407,7 +407,7 @@ class LinkStore:
                 data = self.client.fetch(key, LONGEST_WAIT_S)
                 if data is not None:
                     return decode_stage_request(data)
-        except StoreLost as error:
+        except StoreLostError as error:
             waited_s = time.monotonic() - began_s
             raise TransferError(
                 f"{waiting} waited {waited_s:.1f} s for the controller to request weights (number"

@@ -29,7 +29,7 @@ from mcore_rl.data.images.shared_patches import PlacedPatches, SharedPatches
 from mcore_rl.process.errors import ProcessLostError
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.http import open_session
-from mcore_rl.process.lost_samples import SamplesLost
+from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.process.redaction import remember_secret
 from mcore_rl.rollout.collector import CollectorCommands, CollectorEvents
 from mcore_rl.rollout.engine_spec import EngineAddress
@@ -127,7 +127,7 @@ class CollectorSpec:
 class CollectorWorker:
     """A collector, the store of its samples, and the rewards; its methods run in many threads.
 
-    Methods that read samples raise SamplesLost for samples of an earlier process.
+    Methods that read samples raise SamplesLostError for samples of an earlier process.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ class CollectorWorker:
             yield
         except LostSampleError as error:
             name = f"sample store {self._number} (collector rank {self._number})"
-            raise SamplesLost(f"{name} was started again: {error}", [self._number]) from None
+            raise SamplesLostError(f"{name} was started again: {error}", [self._number]) from None
 
     def close(self) -> None:
         """End the processes of rewards and environments, and the servers; remove the patches."""

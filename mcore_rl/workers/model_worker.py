@@ -19,7 +19,7 @@ from mcore_rl.batches.assembly import name_columns, refer_to_columns
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, ProfileConfig, TrainConfig
 from mcore_rl.device import device_name, exact_pinning, leave_compiler_out, peak_flops
 from mcore_rl.process.gc_pause import without_collector
-from mcore_rl.process.lost_samples import SamplesLost
+from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.train.storage import Storage
 from mcore_rl.types import (
     LogprobOptions,
@@ -112,7 +112,8 @@ class ModelWorker:
     def _fetch_tokens(self, share: Share) -> Sequence[TrainBatch]:
         """Return micro-batches with the tokens, images and experts that this rank reads.
 
-        Raises SamplesLost on all ranks if any of them finds samples lost; no rank has begun then.
+        Raises SamplesLostError on all ranks if any of them finds samples lost; no rank has begun
+        then.
         """
         from mcore_rl.train.runtime import is_true_anywhere
 
@@ -128,10 +129,10 @@ class ModelWorker:
             )
             if share.nums_images_N is not None:
                 parts = self._stores.with_images(parts, share, with_pixels=self._model.reads_pixels)
-        except SamplesLost as error:
+        except SamplesLostError as error:
             lost = error
         if is_true_anywhere(lost is not None):
-            raise lost or SamplesLost("", [])
+            raise lost or SamplesLostError("", [])
         return parts
 
     def _keep(self, share: StoredBatch, columns: Mapping[str, Sequence[Tensor]]) -> None:

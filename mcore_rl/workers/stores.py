@@ -1,6 +1,7 @@
 """Says what a worker asks of the sample stores of all collectors, and how one beside a store asks.
 
-Every read and write raises SamplesLost if a store lost its process, once the others have answered.
+Every read and write raises SamplesLostError if a store lost its process, once the others have
+answered.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -24,7 +24,7 @@ from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import AlgorithmConfig, ClusterConfig, RewardConfig, RolloutConfig
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.process.lost_samples import SamplesLost
+from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.rollout.engine_health import EngineHealth
@@ -193,9 +193,9 @@ def test_a_collector_that_dies_comes_back_and_costs_its_samples_only(
     assert scene.run(scene.group.score(samples)).rewards_N == pytest.approx(
         [0.12, 0.12, 1.12, 1.12, 2.12, 2.12]
     )
-    with pytest.raises(SamplesLost, match=r"sample store 0 .* was started again: .*sample 0"):
+    with pytest.raises(SamplesLostError, match=r"sample store 0 .* was started again: .*sample 0"):
         scene.run(scene.group.score(before))
-    with pytest.raises(SamplesLost, match=r"sample store 0") as lost:
+    with pytest.raises(SamplesLostError, match=r"sample store 0") as lost:
         scene.group.stores.assemble(batch)
     assert lost.value.stores == {0}
     whole = scene.group.stores.assemble(make_stored_batch(samples, WeightVersion(1)))

@@ -62,7 +62,7 @@ def train_without(
     for patch in PATCHES:
         if patch.__name__ != without:
             patch()
-    device._cpu_patches_installed = True
+    device.IN_PLACE.cpu_patches = True
     parallel = ParallelConfig(**layout)
     actor = make_actor(
         rank, world_size, port, ModelConfig(path=path), parallel, recompute="selective"

@@ -28,7 +28,7 @@ def test_apex_switches_fused_gradient_accumulation_on(
     (tmp_path / "fused_weight_gradient_mlp_cuda.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     assert device.megatron_options()["gradient_accumulation_fusion"] is True
-    monkeypatch.setattr(device, "_torch_modules_on_cuda", True)
+    monkeypatch.setattr(device.IN_PLACE, "torch_modules", True)
     assert device.megatron_options()["gradient_accumulation_fusion"] is False
 
 

@@ -14,7 +14,7 @@ from mcore_rl.logs.logger import (
     summarize_errors,
 )
 from mcore_rl.logs.rows import read_rows
-from mcore_rl.process.lost_samples import SamplesLost
+from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.types import Sample, StoredSample
 from mcore_rl.types.scores import Scores
 from tests.support.samples import HeldSampleLog, make_sample
@@ -138,7 +138,7 @@ def test_samples_that_are_lost_are_left_out(
 
     def read(wanted: Sequence[StoredSample]) -> list[Sample]:
         if any(sample.lease.store == 1 for sample in wanted):
-            raise SamplesLost("collector 1 died", [1])
+            raise SamplesLostError("collector 1 died", [1])
         return [text_of[id(sample)] for sample in wanted]
 
     with MetricsLogger(tmp_path, console=False, read=read) as log:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from mcore_rl.loops.resampling import sample_and_score
-from mcore_rl.process.lost_samples import SamplesLost
+from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.types import GroupLease, Prompt, StoredSample
 from mcore_rl.types.scores import Scores
 
@@ -43,7 +43,7 @@ class Engines:
     def reward(self, samples: Sequence[StoredSample]) -> Scores:
         if self.num_losses and any(sample.lease.store == 1 for sample in samples):
             self.num_losses -= 1
-            raise SamplesLost("collector 1 died", [1])
+            raise SamplesLostError("collector 1 died", [1])
         return Scores([sample.prompt.index + sample.sample_index / 10 for sample in samples])
 
     def idle_share(self) -> float:

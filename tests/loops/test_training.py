@@ -26,7 +26,7 @@ from mcore_rl.loops.training import (
     train_policy,
     train_policy_and_critic,
 )
-from mcore_rl.process.lost_samples import SamplesLost
+from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.types import (
     LogprobOptions,
     StepStats,
@@ -151,7 +151,7 @@ class LosingTrainer:
     """Reads samples of stores; `lost` is lost from the first call on that reads some of it."""
 
     def __init__(self, lost: int) -> None:
-        self.lost = SamplesLost(f"collector {lost} died", [lost])
+        self.lost = SamplesLostError(f"collector {lost} died", [lost])
         self.steps: list[StoredBatch] = []
 
     def compute_logprobs(
@@ -230,7 +230,7 @@ def test_samples_lost_before_training_are_left_out_with_their_scores() -> None:
 
 def test_nothing_left_of_a_step_is_an_error() -> None:
     _, _, roles, _ = losing(lost=0, num_stores=1)
-    with pytest.raises(SamplesLost, match="collector 0 died"):
+    with pytest.raises(SamplesLostError, match="collector 0 died"):
         take_step(roles, AlgorithmConfig(), train=TrainConfig(mini_batches=2))
 
 

@@ -21,7 +21,7 @@ from typing import Self
 from mcore_rl.logs.episode_log import ABORTED, DROPPED_STALE, EpisodeLog, list_reasons
 from mcore_rl.loops.roles import ScoreLater, Watched
 from mcore_rl.loops.sampling import SamplingOptions
-from mcore_rl.process.lost_samples import SamplesLost
+from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.rollout.sampling_client import SamplingClient, SamplingSession
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.run.roles.finished_groups import SampleGroup
@@ -163,7 +163,7 @@ class BackgroundSampler:
             self._failures.note(error, begun_after)
             self._requeue(group)
             return
-        except SamplesLost as lost:
+        except SamplesLostError as lost:
             _log.warning("%s; prompt %d is sampled again", lost, group.prompt.index)
             self._lose(group)
             return

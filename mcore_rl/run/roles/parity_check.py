@@ -19,7 +19,7 @@ from mcore_rl.batches.batch import select, split_by_lens
 from mcore_rl.batches.stored_batch import select_stored, without_lost
 from mcore_rl.config import ParityCheckConfig
 from mcore_rl.data.images.batch import select_images
-from mcore_rl.process.lost_samples import SamplesLost
+from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.process.server_keys import ServerKeys, user_headers
 from mcore_rl.rollout.scoring import score_sequences
 from mcore_rl.rollout.transport import RolloutError
@@ -200,7 +200,7 @@ class ParityCheck:
         while True:
             try:
                 return self._choose(len(batch.lens_N), partial(self._fetch_sequences, batch))
-            except SamplesLost as lost:
+            except SamplesLostError as lost:
                 left = without_lost(batch, lost)
                 if left is None:
                     _log.warning("%s; no sequence is left to compare engines by", lost)

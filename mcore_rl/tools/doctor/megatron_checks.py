@@ -20,8 +20,8 @@ from mcore_rl.device import (
     peak_bytes,
     probes,
     synchronize,
-    use_torch_modules_on_cuda,
 )
+from mcore_rl.device.setup import use_torch_modules_on_cuda
 from mcore_rl.process.process_state import wait_killed
 from mcore_rl.tools.doctor.check import (
     Check,

@@ -31,7 +31,8 @@ from mcore_rl.config import (
     RolloutConfig,
     RunConfig,
 )
-from mcore_rl.device import device, has_cuda, has_transformer_engine, use_torch_modules_on_cuda
+from mcore_rl.device import device, has_cuda, has_transformer_engine
+from mcore_rl.device.setup import use_torch_modules_on_cuda
 from mcore_rl.loops.roles import TokenTrainer
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.process_state import wait_killed

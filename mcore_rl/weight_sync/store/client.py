@@ -28,7 +28,7 @@ _SLOW_S = 120.0
 """How much longer than asked for an answer may take: the server shares a process with others."""
 
 
-class StoreLost(RuntimeError):
+class StoreLostError(RuntimeError):
     """The store's server is gone, or refused the key."""
 
 
@@ -99,7 +99,7 @@ class RemoteClient:
     """One connection to a store, made by the first call. Calls of several threads wait for one
     another.
 
-    All calls raise StoreLost once the server is gone.
+    All calls raise StoreLostError once the server is gone.
     """
 
     def __init__(self, host: str, port: int, key: str) -> None:
@@ -167,10 +167,10 @@ class RemoteClient:
             connected.sendall(nonce + make_proof(self._key, "client", server_nonce, nonce))
             answer = self._read(connected, PROOF_BYTES)
             if not is_proof(answer, self._key, "server", server_nonce, nonce):
-                raise StoreLost(f"the store at {self._where} does not know the link's key")
+                raise StoreLostError(f"the store at {self._where} does not know the link's key")
             connected.settimeout(LONGEST_WAIT_S + _SLOW_S)
         except OSError as error:
-            raise StoreLost(f"no store at {self._where}: {error}") from error
+            raise StoreLostError(f"no store at {self._where}: {error}") from error
         return connected
 
     def _ask(self, *request: bytes) -> list[bytes]:
@@ -185,14 +185,14 @@ class RemoteClient:
                 return unpack(self._read(self._connected, num_bytes))
             except (OSError, StoreMessageError) as error:
                 self._connected.close()  # half an answer may be left in it
-                raise StoreLost(f"the store at {self._where}: {error}") from error
+                raise StoreLostError(f"the store at {self._where}: {error}") from error
 
     def _read(self, connected: socket.socket, num_bytes: int) -> bytes:
         data = bytearray()
         while len(data) < num_bytes:
             part = connected.recv(min(num_bytes - len(data), 1 << 20))
             if not part:
-                raise StoreLost(f"the store at {self._where} hung up")
+                raise StoreLostError(f"the store at {self._where} hung up")
             data += part
         return bytes(data)
 

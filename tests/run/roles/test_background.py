@@ -13,7 +13,7 @@ from mcore_rl.config import RewardConfig
 from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.loops.reward_failures import RewardFailureError
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.process.lost_samples import SamplesLost
+from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.rollout import client as client_module
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.run.roles.background import BackgroundSampler
@@ -190,7 +190,7 @@ def test_greedy_samples_are_scored_for_advantages_that_need_them(loop: EventLoop
 
 def test_samples_lost_before_their_scores_are_drawn_again_and_counted(loop: EventLoop) -> None:
     sampler = Sampler(BackgroundSampler, loop, mode="one_step_off")
-    losses = [SamplesLost("collector 0 died", [0])] * 2
+    losses = [SamplesLostError("collector 0 died", [0])] * 2
 
     async def score(samples: Sequence[StoredSample]) -> Scores:
         if losses:

@@ -20,7 +20,7 @@ from mcore_rl.batches.stored_batch import make_stored_batch
 from mcore_rl.config import ParityCheckConfig
 from mcore_rl.data.images.batch import join_patches
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.process.lost_samples import SamplesLost
+from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
@@ -261,7 +261,7 @@ def test_a_probe_is_made_of_sequences_that_are_not_lost(caplog: pytest.LogCaptur
     def fetch(probe: StoredBatch) -> TrainBatch:
         found = lost & set(probe.store_N.tolist())
         if found:
-            raise SamplesLost(f"collectors {sorted(found)} died", found)
+            raise SamplesLostError(f"collectors {sorted(found)} died", found)
         return assemble(probe, stores.read)
 
     nobody: Any = None

@@ -16,7 +16,7 @@ from mcore_rl.weight_sync.store.client import (
     Client,
     LocalClient,
     RemoteClient,
-    StoreLost,
+    StoreLostError,
     TorchStore,
 )
 from mcore_rl.weight_sync.store.messages import MAX_MESSAGE_BYTES, NONCE_BYTES, StoreMessageError
@@ -96,14 +96,14 @@ def test_a_client_refuses_a_server_that_does_not_know_the_key() -> None:
 
         pretending = Thread(target=pretend)
         pretending.start()
-        with pytest.raises(StoreLost, match="does not know the link's key"):
+        with pytest.raises(StoreLostError, match="does not know the link's key"):
             RemoteClient("127.0.0.1", port, "key").count()
         pretending.join()
 
 
 def test_a_wrong_key_is_told() -> None:
     server = StoreServer("127.0.0.1")
-    with pytest.raises(StoreLost, match=f"127.0.0.1:{server.port}"):
+    with pytest.raises(StoreLostError, match=f"127.0.0.1:{server.port}"):
         RemoteClient("127.0.0.1", server.port, "not the key").count()
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from mcore_rl.weight_sync.store import server as server_module
-from mcore_rl.weight_sync.store.client import RemoteClient, StoreLost
+from mcore_rl.weight_sync.store.client import RemoteClient, StoreLostError
 from mcore_rl.weight_sync.store.messages import LENGTH, NONCE_BYTES, PROOF_BYTES, make_proof, pack
 from mcore_rl.weight_sync.store.server import StoreServer
 
@@ -147,9 +147,9 @@ def test_it_ends_with_its_object() -> None:
     del server
     gc.collect()
     assert not serving.is_alive()
-    with pytest.raises(StoreLost, match=f"the store at 127.0.0.1:{port}"):
+    with pytest.raises(StoreLostError, match=f"the store at 127.0.0.1:{port}"):
         client.get("a")
-    with pytest.raises(StoreLost, match=f"no store at 127.0.0.1:{port}: .*refused"):
+    with pytest.raises(StoreLostError, match=f"no store at 127.0.0.1:{port}: .*refused"):
         RemoteClient("127.0.0.1", port, key).count()
 
 
