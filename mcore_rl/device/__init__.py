@@ -37,7 +37,7 @@ GPU_RNG = "cuda"
 
 @dataclass
 class InPlace:
-    """What setup.py has put in place in this process.
+    """Says what setup.py has put in place in this process.
 
     cpu_patches     megatron-core's patches for the CPU
     torch_modules   torch modules, instead of Transformer Engine's, also on CUDA

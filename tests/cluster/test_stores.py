@@ -29,8 +29,8 @@ class StoreWorker:
     """A store alone, filled with the samples that a seed makes."""
 
     def __init__(self, seed: int, index: int) -> None:
-        stores, _, _ = make_stored(seed)
-        self._store: SampleStore = stores.stores[index]
+        self._stores, _, _ = make_stored(seed)  # a store drops what nothing refers to
+        self._store: SampleStore = self._stores.stores[index]
 
     def read(self, request: ReadRequest) -> Any:
         return self._store.read(request)
