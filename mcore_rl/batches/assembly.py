@@ -65,7 +65,7 @@ def all_tokens(lens_N: tuple[int, ...]) -> Tensor:
 
 def assemble(batch: StoredBatch, read: ReadStores) -> TrainBatch:
     """Return the batch with its tokens."""
-    return _made(batch, _read_all(batch, read))
+    return _make_batch(batch, _read_all(batch, read))
 
 
 def assemble_parts(
@@ -81,18 +81,18 @@ def assemble_parts(
     and are in `own_experts`. All else is read for the tokens that `seen_tokens` names; others have
     0 and False.
     """
-    seen, seen_G = _of_parts(batch, seen_tokens)
+    seen, seen_G = _index_tokens(batch, seen_tokens)
     if sum(map(len, seen)) == sum(batch.lens_N):
         seen_G = None
     if batch.routed_experts_TLK is None:
-        return _cut(_made(batch, _read_all(batch, read, seen_G=seen_G)), batch.parts)
-    own, own_G = _of_parts(batch, own_tokens)
+        return _cut(_make_batch(batch, _read_all(batch, read, seen_G=seen_G)), batch.parts)
+    own, own_G = _index_tokens(batch, own_tokens)
     values = _read_all(batch, read, tuple(layers), own_G, seen_G)
     experts = values.pop("routed_experts_TLK").split([len(tokens) for tokens in own])
     return [
         replace(part, own_experts=OwnExperts(tokens, of_part, tuple(layers)))
         for part, tokens, of_part in zip(
-            _cut(_made(batch, values), batch.parts), own, experts, strict=True
+            _cut(_make_batch(batch, values), batch.parts), own, experts, strict=True
         )
     ]
 
@@ -151,14 +151,14 @@ def refer_to_columns(columns: Collection[str]) -> TokenScores[StoredColumn]:
     )
 
 
-def _of_parts(batch: StoredBatch, choose: OwnTokens) -> tuple[list[Tensor], Tensor]:
+def _index_tokens(batch: StoredBatch, choose: OwnTokens) -> tuple[list[Tensor], Tensor]:
     """Return the tokens that are chosen, by index in each micro-batch and in the batch."""
     own = [choose(batch.lens_N[part]) for part in _slices(batch.parts)]
     starts = torch.tensor([0, *(sum(batch.lens_N[part]) for part in _slices(batch.parts))])
     return own, torch.cat([t + start for t, start in zip(own, starts.cumsum(0), strict=False)])
 
 
-def _made(batch: StoredBatch, values: dict[str, Tensor]) -> TrainBatch:
+def _make_batch(batch: StoredBatch, values: dict[str, Tensor]) -> TrainBatch:
     """Return the batch with these fields, and those that are numbers per sample."""
     lens = torch.tensor(batch.lens_N)
     trained_N = torch.tensor(batch.is_trained_N)
@@ -248,8 +248,8 @@ def _read_all(
     own, seen = _Picked(batch.lens_N, own_G), _Picked(batch.lens_N, seen_G)
     requests, rows, rows_of_experts = {}, {}, {}
     for store, here in _sequences_by_store(batch).items():
-        experts_R3, rows_of_experts[store] = own.of_sequences(here)
-        tokens_R3, picked = seen.of_sequences(here)
+        experts_R3, rows_of_experts[store] = own.select_sequences(here)
+        tokens_R3, picked = seen.select_sequences(here)
         rows[store] = picked if seen_G is None else seen_G[picked]
         requests[store] = ReadRequest(
             group_N=batch.group_N[here],
@@ -287,16 +287,16 @@ class _Picked:
         self._lens_N = lens_N
         self._ranges_R3 = None if index_G is None else _ranges(lens_N, index_G)
 
-    def of_sequences(self, here: Array) -> tuple[Array | None, Tensor]:
+    def select_sequences(self, here: Array) -> tuple[Array | None, Tensor]:
         """Return the ranges of the sequences `here`, counted among those, and which tokens of the
         picked ones they are.
         """
         if self._ranges_R3 is None:
             return None, tokens_of(self._lens_N, here.tolist())
-        return _of_sequences(self._ranges_R3, here)
+        return _select_sequences(self._ranges_R3, here)
 
 
-def _of_sequences(ranges_R3: Array, here: Array) -> tuple[Array, Tensor]:
+def _select_sequences(ranges_R3: Array, here: Array) -> tuple[Array, Tensor]:
     """Return the ranges of the sequences `here`, counted among those, and where their rows go."""
     is_here_R = np.isin(ranges_R3[:, 0], here)
     own_R3 = ranges_R3[is_here_R]

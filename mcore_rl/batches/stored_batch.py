@@ -50,7 +50,7 @@ def make_stored_batch(
     if not present:
         raise ValueError(f"all {len(samples)} samples are empty: no token to train on")
     sequences = [(n, sample.lease, row) for n, sample in enumerate(present) for row in sample.rows]
-    parents, starts = _shared(present)
+    parents, starts = _find_parents(present)
     has_experts = all(sample.has_experts for sample in present)
     are_episodes = any(sample.episode_rows for sample in present)
     nums_images = [row.num_images for _, _, row in sequences]
@@ -71,7 +71,7 @@ def make_stored_batch(
     return replace(batch, **OF_EPISODES) if are_episodes else batch
 
 
-def _shared(samples: Sequence[StoredSample]) -> tuple[list[int], list[int]]:
+def _find_parents(samples: Sequence[StoredSample]) -> tuple[list[int], list[int]]:
     """Return RowFacts.parent and start of each row; responses follow the one before of the prompt.
 
     Rows of a group are neighbors.
@@ -129,13 +129,13 @@ def without_truncated(batch: StoredBatch, samples: Sequence[StoredSample]) -> St
 
 def with_stored_weights(batch: StoredBatch, aggregation: str, max_response_len: int) -> StoredBatch:
     """Set the batch's loss weights as one optimizer step; see batch.with_loss_weights."""
-    trained_N = torch.from_numpy(trained_lens(batch))
+    trained_N = torch.from_numpy(count_trained_tokens(batch))
     sample_N = None if batch.sample_N is None else torch.from_numpy(batch.sample_N)
     weights_N = sequence_weights(aggregation, trained_N, max_response_len, sample_N)
     return replace(batch, loss_weights_N=weights_N.numpy())
 
 
-def stored_sharing(batch: StoredBatch) -> Sharing:
+def find_stored_sharing(batch: StoredBatch) -> Sharing:
     """Return what the rows of the batch share, of what is known of them.
 
     A row whose parent is not in the batch counts as one without.
@@ -156,7 +156,7 @@ def stored_sharing(batch: StoredBatch) -> Sharing:
     return Sharing(tuple(parents), tuple(starts), parents_first(parents))
 
 
-def trained_lens(batch: StoredBatch) -> Array:
+def count_trained_tokens(batch: StoredBatch) -> Array:
     """Return int64 [N], the trained tokens of each sequence."""
     return batch.sampled_lens_N * batch.is_trained_N
 

@@ -15,10 +15,10 @@ from mcore_rl.batches.batch import rows_of_samples, select_each, with_loss_weigh
 from mcore_rl.batches.episodes import metrics_of, spans_of
 from mcore_rl.batches.stored_batch import (
     by_sequence,
+    count_trained_tokens,
     in_parts,
     make_stored_batch,
     select_stored,
-    trained_lens,
     with_stored_weights,
     without_truncated,
 )
@@ -149,7 +149,7 @@ def test_rows_of_an_episode_stay_together_in_mini_batches() -> None:
     part = select_stored(batch, of_samples[4] + of_samples[1])
     part = with_stored_weights(part, "sequence_mean", 9)
     assert part.loss_weights_N is not None
-    total = (part.loss_weights_N * trained_lens(part)).sum()
+    total = (part.loss_weights_N * count_trained_tokens(part)).sum()
     assert total == pytest.approx(1.0)
 
 

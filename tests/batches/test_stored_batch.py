@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from mcore_rl.batches.stored_batch import (
+    count_trained_tokens,
+    find_stored_sharing,
     in_parts,
     make_stored_batch,
     select_stored,
-    stored_sharing,
-    trained_lens,
     with_stored_weights,
 )
 from mcore_rl.types import GroupLease, Prompt, RowFacts, StoredSample, VersionSpan, WeightVersion
@@ -28,7 +28,7 @@ def make_rows(*lens: int, has_experts: bool = True) -> list[StoredSample]:
 def test_samples_without_a_response_are_left_out() -> None:
     batch = make_stored_batch(make_rows(4, 0, 2))
     assert batch.lens_N == (7, 5) and batch.index_N.tolist() == [0, 2]
-    assert trained_lens(batch).tolist() == [4, 2]
+    assert count_trained_tokens(batch).tolist() == [4, 2]
     assert batch.routed_experts_TLK is not None
     assert make_stored_batch(make_rows(4, has_experts=False)).routed_experts_TLK is None
     with pytest.raises(ValueError, match="all 1 samples are empty"):
@@ -64,11 +64,11 @@ def test_responses_share_their_prompt_with_the_one_before() -> None:
         for i, num in enumerate((4, 0, 2, 5))
     ]
     batch = make_stored_batch(samples)
-    sharing = stored_sharing(batch)
+    sharing = find_stored_sharing(batch)
     assert sharing.parents == (-1, 0, 1, -1, -1, -1), "three tokens are too few"
     assert sharing.starts == (0, 7, 7, 0, 0, 0)
-    assert stored_sharing(select_stored(batch, [2, 0, 5])).parents == (-1, -1, -1)
-    chosen = stored_sharing(select_stored(batch, [2, 5, 1]))
+    assert find_stored_sharing(select_stored(batch, [2, 0, 5])).parents == (-1, -1, -1)
+    chosen = find_stored_sharing(select_stored(batch, [2, 5, 1]))
     assert chosen.parents == (2, -1, -1) and chosen.order == (1, 2, 0)
 
 
@@ -80,5 +80,5 @@ def test_rows_of_episodes_share_what_their_collector_found() -> None:
         StoredSample(prompt, i, 9, "done", spans, False, GroupLease(0, 3), of_sample)
         for i, of_sample in enumerate(rows)
     ]
-    sharing = stored_sharing(make_stored_batch(samples))
+    sharing = find_stored_sharing(make_stored_batch(samples))
     assert sharing.parents == (-1, 0, 0) and sharing.starts == (0, 12, 7)

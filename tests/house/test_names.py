@@ -38,13 +38,6 @@ ON_PURPOSE = {
     ("mcore_rl/cpu/te_workalike.py", "sharded_state_dict"): FOREIGN,
     ("mcore_rl/device/gpu_memory.py", "running"): "a context manager: with stream.running()",
     ("mcore_rl/train/router.py", "routing"): FOREIGN,
-    ("mcore_rl/batches/assembly.py", "_made"): LATER,
-    ("mcore_rl/batches/assembly.py", "_of_parts"): LATER,
-    ("mcore_rl/batches/assembly.py", "_of_sequences"): LATER,
-    ("mcore_rl/batches/assembly.py", "of_sequences"): LATER,
-    ("mcore_rl/batches/stored_batch.py", "_shared"): LATER,
-    ("mcore_rl/batches/stored_batch.py", "stored_sharing"): LATER,
-    ("mcore_rl/batches/stored_batch.py", "trained_lens"): LATER,
 }
 """(file, function) -> why its name stays."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_rl.algo.policy_loss import sft_loss
-from mcore_rl.batches.stored_batch import make_stored_batch, trained_lens
+from mcore_rl.batches.stored_batch import count_trained_tokens, make_stored_batch
 from mcore_rl.config import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -241,7 +241,7 @@ def test_sequences_lost_while_training_are_left_out_and_weights_are_of_the_other
     assert len(trainer.steps) == 2
     for step in trainer.steps:
         assert set(step.store_N.tolist()) == {0} and step.loss_weights_N is not None
-        assert (step.loss_weights_N * trained_lens(step)).sum() == pytest.approx(1.0)
+        assert (step.loss_weights_N * count_trained_tokens(step)).sum() == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_rl.batches.batch import make_filler, select_each, tokens_of
 from mcore_rl.batches.packing import Plan, plan_microbatches, plan_shared_microbatches
 from mcore_rl.batches.shared_prefixes import Sharing, find_batch_sharing
-from mcore_rl.batches.stored_batch import in_parts, stored_sharing
+from mcore_rl.batches.stored_batch import find_stored_sharing, in_parts
 from mcore_rl.config import CheckpointConfig, ParallelConfig, TrainConfig
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.clock import now_s
@@ -105,7 +105,7 @@ class Packing:
 
     def plan_stored(self, batch: StoredBatch) -> Plan:
         """Do as `plan`, by what is known of the sequences without their tokens."""
-        return self._plan(batch.lens_N, lambda: stored_sharing(batch))
+        return self._plan(batch.lens_N, lambda: find_stored_sharing(batch))
 
     def _plan(self, lens_N: Sequence[int], find_sharing: Callable[[], Sharing]) -> Plan:
         limits = (self.dp_size, self.max_tokens, self.multiple_of, self._work)
