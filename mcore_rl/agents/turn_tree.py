@@ -170,7 +170,7 @@ def _row(path: Sequence[Turn], own: Sequence[int]) -> Row:
         logprobs=logprobs,
         turn_T=turn_T,
         versions=tuple(span for span in spans_of(version_T.tolist()) if span.version >= 0),
-        routed_experts=_routed_experts(path),
+        routed_experts=_join_routed_experts(path),
         images=images_of(path),
     )
 
@@ -189,7 +189,7 @@ def _answers(path: Sequence[Turn]) -> Iterator[tuple[Turn, int]]:
         yield turn, start
 
 
-def _routed_experts(path: Sequence[Turn]) -> Tensor | None:
+def _join_routed_experts(path: Sequence[Turn]) -> Tensor | None:
     """Return the experts of all tokens but the last, each as it was first routed.
 
     The last token of an answer is routed when the next turn runs it.

@@ -28,7 +28,6 @@ FOREIGN = "the name is an interface of megatron-core or torch"
 FIELD = "the field's name of a quantity or a function"
 LATER = "the file is being rewritten; the name goes with it"
 ON_PURPOSE = {
-    ("mcore_rl/agents/turn_tree.py", "_routed_experts"): FIELD,
     ("mcore_rl/algo/losses.py", "clipped_surrogate"): FIELD,
     ("mcore_rl/algo/values.py", "explained_variance"): FIELD,
     ("mcore_rl/cluster/run.py", "watched"): LATER,
