@@ -154,7 +154,7 @@ class RunProcesses:
         assert self._trainer is not None
         return [gpu for of_rank in self._trainer.gpu_ids() for gpu in of_rank]
 
-    def watched(self, work: Awaitable[Any]) -> Any:
+    def run_watched(self, work: Awaitable[Any]) -> Any:
         """Run `work` to its end and return its result.
 
         Raises RankError as soon as a rank or an engine is lost meanwhile. A lost collector shows

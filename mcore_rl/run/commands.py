@@ -89,7 +89,7 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
         parts = {"prompts": prompts, "advantages": inputs.advantages}
         start_step = load_models(config, started, folder, parts, newest, needs.reference)
         trainer = make_stored_trainer(config, inputs.policy, started.trainer, folder)
-        watched = processes.watched
+        watched = processes.run_watched
         made = started, trainer, processes, rollouts, folder
         weights = make_sync(config, inputs.policy, *made, start_step)
         weights.sync_first(WeightVersion(start_step), inputs.parity_probe)
@@ -188,7 +188,7 @@ def run_pairs(config: Config) -> None:
     num_pairs = config.dpo.pairs_per_prompt
     with _run(config, policy, "pairs", collector) as (folder, _, processes):
         rollouts = connect_rollouts(config, processes, processes.start_engines())
-        generator = EngineGenerator(rollouts.client, config.rollout, processes.watched)
+        generator = EngineGenerator(rollouts.client, config.rollout, processes.run_watched)
         for name, prompts in splits.items():
             if prompts:
                 rows = sample_pairs(
@@ -213,7 +213,7 @@ def run_eval(config: Config) -> None:
     with _run(config, policy, "eval", collector) as (folder, _, processes):
         rollouts = connect_rollouts(config, processes, processes.start_engines())
         with make_log(config, folder, None, 0, rollouts.read) as log:
-            generator = make_generator(config, rollouts, processes.watched, log.episodes)
+            generator = make_generator(config, rollouts, processes.run_watched, log.episodes)
             metrics, greedy = evaluate(
                 generator,
                 held_out,

@@ -134,7 +134,7 @@ def make_sync(
     keys = processes.keys
     links = make_links(config, policy, started.trainer, keys, node_address(), start_step)
     parity_check = make_parity_check(config, policy, started, scorer, keys, rollouts.fetch, folder)
-    watched = processes.watched
+    watched = processes.run_watched
     return EngineSync(
         *(links, parity_check, engines.health, engines.look, watched, started.gpus),
         count_steps=lambda: trainer.num_steps,
@@ -208,7 +208,7 @@ def sample_in_background(
         prompts,
         rollouts.client,
         rollouts.score,
-        processes.watched,
+        processes.run_watched,
         processes.start_watched,
         weights.revive,
         episodes,

@@ -137,7 +137,7 @@ def connect_rollouts(config: Config, processes: RunProcesses, engines: EngineGro
     return Rollouts(
         client,
         collectors,
-        processes.watched,
+        processes.run_watched,
         config.reward,
         has_teacher="teacher" in served,
     )

@@ -34,7 +34,7 @@ def start_training(config: Config, processes: RunProcesses, loss: TokenLoss) -> 
     options = StepOptions.of(config, needs_of(config.algorithm))
     num_steps, num_critic_steps = options.count_optimizer_steps(config.run.steps)
     timeout_s = config.run.call_timeout_s
-    watched = processes.watched
+    watched = processes.run_watched
 
     engines = processes.start_engines()
     keys = processes.keys

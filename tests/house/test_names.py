@@ -30,7 +30,6 @@ LATER = "the file is being rewritten; the name goes with it"
 ON_PURPOSE = {
     ("mcore_rl/algo/losses.py", "clipped_surrogate"): FIELD,
     ("mcore_rl/algo/values.py", "explained_variance"): FIELD,
-    ("mcore_rl/cluster/run.py", "watched"): LATER,
     ("mcore_rl/cpu/kernels/matmul.py", "grouped_linear"): FIELD,
     ("mcore_rl/cpu/megatron_patches.py", "elapsed_time"): FOREIGN,
     ("mcore_rl/cpu/te_workalike.py", "grouped_mlp_modules"): FOREIGN,
