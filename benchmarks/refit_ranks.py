@@ -21,7 +21,7 @@ import torch
 import torch.multiprocessing
 from torch import Tensor, distributed
 
-from mcore_rl.weights.layouts.training import training_shards
+from mcore_rl.weights.layouts.training import make_training_shards
 from mcore_rl.weights.models.qwen_llama_mixtral import QWEN3_MOE
 from sync_trainer import (
     BROADCAST_GROUP,
@@ -97,7 +97,7 @@ class RefitRank(BenchRank):
             if self._rank != 0:
                 continue
             for holder, part in zip(holders, parts, strict=True):
-                for shard in training_shards([holder.part], QWEN3_MOE, self._config):
+                for shard in make_training_shards([holder.part], QWEN3_MOE, self._config):
                     name = shard.box.name
                     if shard.box.shape == shapes[name]:
                         yield name, shard.view({shard.tensor: part})

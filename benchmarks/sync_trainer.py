@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from mcore_rl.weight_sync.sender import WeightSender
 from mcore_rl.weight_sync.wire import Report
 from mcore_rl.weights.box import Shard
-from mcore_rl.weights.layouts.training import training_shards
+from mcore_rl.weights.layouts.training import make_training_shards
 from mcore_rl.weights.models.qwen_llama_mixtral import QWEN3_MOE
 from sync_model import local_tensors
 
@@ -126,7 +126,7 @@ class BenchRank:
         self._world_size = world_size
         self._layouts = [local_tensors(config, other, world_size) for other in range(world_size)]
         self._tensors = {t.part.tensor: t.make() for t in self._layouts[rank]}
-        shards = training_shards([t.part for t in self._layouts[rank]], QWEN3_MOE, config)
+        shards = make_training_shards([t.part for t in self._layouts[rank]], QWEN3_MOE, config)
         self.sender = WeightSender(shards, self._tensors, rank)
         self._hf: dict[str, Tensor] = {}
 
@@ -229,7 +229,7 @@ class BenchRank:
             if self._rank != 0:
                 continue
             for holder, part in zip(holders, parts, strict=True):
-                for shard in training_shards([holder.part], QWEN3_MOE, self._config):
+                for shard in make_training_shards([holder.part], QWEN3_MOE, self._config):
                     name = shard.box.name
                     if name not in filled:
                         filled[name] = (torch.empty(shapes[name], dtype=mine.dtype), 0)

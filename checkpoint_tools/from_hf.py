@@ -59,7 +59,7 @@ def from_hf(
     refuse_existing(out)
     config = read_config(source_hf)
     source = open_hf(source_hf)
-    left_out = family_of(config).left_out(config)
+    left_out = family_of(config).find_left_out(config)
     chunks = {
         key: tensor.chunks[0] for key, tensor in source.tensors.items() if key not in left_out
     }

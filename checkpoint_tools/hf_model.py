@@ -111,7 +111,7 @@ def _compare(
     dtypes: Mapping[str, str],
 ) -> None:
     family = family_of(config)
-    left_out = family.left_out(config)
+    left_out = family.find_left_out(config)
     for name, tensor in tensors.items():
         if name in left_out or family.is_carried(config, name):
             continue
@@ -144,4 +144,4 @@ def find_tied_heads(folder: Path) -> Mapping[str, str]:
     if (config.get("architectures") or [None])[0] not in FAMILIES:
         return {}
     family = family_of(config)
-    return {head: family.tied[head] for head in family.left_out(config)}
+    return {head: family.tied[head] for head in family.find_left_out(config)}

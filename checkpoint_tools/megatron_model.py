@@ -23,7 +23,7 @@ from checkpoint_tools.foreign_keys import explain_unknown, find_part
 from checkpoint_tools.stored import Chunk, StoredTensor
 from mcore_rl.weights.box import Shard, contiguous_strides
 from mcore_rl.weights.hf.config import moe_layers, pad_vocab_size
-from mcore_rl.weights.layouts.training import LocalPart, list_training_padding, training_shards
+from mcore_rl.weights.layouts.training import LocalPart, list_training_padding, make_training_shards
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import NUMBERED_BY, Family, HfConfig, Rule, Shape, number_key
 from mcore_rl.weights.models.value_head import add_value_head
@@ -61,7 +61,7 @@ def hf_assemblies(
             chunks.append(chunk)
     _check_known(parts, family, where)
     try:
-        shards = training_shards(parts, family, hf_config)
+        shards = make_training_shards(parts, family, hf_config)
         padding = list_training_padding(parts, family, hf_config)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
@@ -155,7 +155,7 @@ def megatron_tensors(hf_config: HfConfig, dtype: str) -> list[Wanted]:
     """
     family = family_of(hf_config)
     sizes = family.sizes(hf_config)
-    left_out = family.left_out(hf_config)
+    left_out = family.find_left_out(hf_config)
     wanted: list[Wanted] = []
     for rule in family.rules:
         if not any(
@@ -228,7 +228,7 @@ def megatron_assemblies(
         for number, (tensor, offset, shape) in enumerate(boxes)
     ]
     pieces: dict[int, list[Piece]] = defaultdict(list)
-    for shard in training_shards(parts, family, hf_config):
+    for shard in make_training_shards(parts, family, hf_config):
         name = shard.box.name
         number = int(shard.tensor)
         chunk = hf.get(name)

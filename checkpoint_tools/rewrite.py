@@ -121,7 +121,7 @@ def to_fp8(source_hf: Path, out: Path, max_file_bytes: int, effort: Effort) -> C
             f"{source_hf}: this format has no place for experts that are stacked in one tensor"
         )
     checkpoint = open_hf(source_hf)
-    left_out = family_of(config).left_out(config)
+    left_out = family_of(config).find_left_out(config)
     assemblies = {
         name: whole(tensor.chunks[0])
         for name, tensor in checkpoint.tensors.items()

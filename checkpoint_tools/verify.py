@@ -260,7 +260,7 @@ def _translate_names(checkpoint: Checkpoint, config: HfConfig) -> dict[str, Asse
     return {
         name: whole(tensor.chunks[0])
         for name, tensor in checkpoint.tensors.items()
-        if name not in family.left_out(config) and not family.is_carried(config, name)
+        if name not in family.find_left_out(config) and not family.is_carried(config, name)
     }
 
 

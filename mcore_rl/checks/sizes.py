@@ -67,7 +67,7 @@ def check_engines(config: Config, policy: ModelFacts) -> None:
         )
     check_eval_lens(config.data, rollout, config.eval, policy)
     try:
-        refuse_unserved(policy.config, SGLangSizes.of(rollout), config.model.dtype)
+        refuse_unserved(policy.config, SGLangSizes.from_config(rollout), config.model.dtype)
     except ValueError as error:
         raise ValueError(
             f"model.path={config.model.path} in the recipe's engines: {error}"

@@ -32,7 +32,7 @@ def record_layouts(
     policy: ModelFacts, dtype: str, parallel: ParallelConfig, engines: SGLangSizes, *, fp8: bool
 ) -> RecordedLayouts:
     """Return the layouts of trainer ranks in `dtype` and of engines, in FP8 or in `dtype`."""
-    trainer = MegatronSizes.of(parallel, policy.config)
+    trainer = MegatronSizes.from_config(parallel, policy.config)
     return RecordedLayouts(policy.config, dtype, trainer, engines, fp8)
 
 
@@ -41,7 +41,7 @@ def make_deployment(config: Config, policy: ModelFacts) -> Deployment:
     per_host = config.plan.ranks_per_host
     rollout = config.rollout
     fp8 = rollout.quantization == "fp8"
-    engines = SGLangSizes.of(rollout)
+    engines = SGLangSizes.from_config(rollout)
     recorded = record_layouts(policy, config.model.dtype, config.parallel, engines, fp8=fp8)
     source = recorded.source()
     target = recorded.target()

@@ -55,7 +55,7 @@ def count_sync_buffers(sync: SyncConfig) -> int:
 def predict_engine(config: Config, policy: ModelFacts) -> list[Uses]:
     """Bytes per purpose of a rank of each of an engine's pipeline stages."""
     rollout = config.rollout
-    one_engine = replace(SGLangSizes.of(rollout), engines=1)
+    one_engine = replace(SGLangSizes.from_config(rollout), engines=1)
     dtype = config.model.dtype
     fp8 = rollout.quantization == "fp8"
     target = record_layouts(policy, dtype, config.parallel, one_engine, fp8=fp8).target()
@@ -148,7 +148,7 @@ def count_parameters(
     counts = {False: 0, True: 0}
     frozen = 0
     rank = stage * sizes.stage_ranks
-    for entry, numel in layout.held(rank):
+    for entry, numel in layout.count_held(rank):
         if entry.tensor.dtype is not None:
             continue  # a buffer, such as the bias that chooses experts
         if entry.rule.padded and numel:
@@ -233,7 +233,7 @@ def _predict_training(
     expert_load    tokens of the most loaded rank's experts, divided by the mean over ranks
     sync_bytes     buffers of the weight sync
     """
-    sizes = MegatronSizes.of(parallel, hf_config)
+    sizes = MegatronSizes.from_config(parallel, hf_config)
     layout = MegatronLayout(family_of(hf_config), hf_config, sizes, dtype)
     step = _make_pass(dtype, parallel, train, expert_load)
     activations = Activations(hf_config, step)

@@ -13,7 +13,7 @@ from mcore_rl.weights.plan.cost import (
     GatherBroadcast,
     Traffic,
     by_host,
-    exchanged_per_host,
+    count_exchanged_bytes,
     predict,
     predict_gather_broadcast,
 )
@@ -107,7 +107,7 @@ def _summarize(
     buffers = _count_buffers(deployment, count_sync_buffers(sync), links)
     trainer_out = by_host(traffic.trainer.network_out, hosts.source_host)
     engine_in = by_host(traffic.engines.network_in, hosts.target_host)
-    kept = exchanged_per_host(traffic, hosts) if sync.delta == "always" else (0, 0)
+    kept = count_exchanged_bytes(traffic, hosts) if sync.delta == "always" else (0, 0)
     return PlanSummary(
         trainer_ranks=deployment.source.num_ranks,
         engine_ranks=deployment.target.num_ranks,

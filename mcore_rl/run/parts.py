@@ -77,7 +77,7 @@ def make_stored_trainer(
 def _packed_options(
     config: Config, policy: ModelFacts, trainer: TrainerGroup, temperature: float
 ) -> dict[str, Any]:
-    flops = ModelFlops.of(policy)
+    flops = ModelFlops.from_facts(policy)
     return {
         "packing": Packing.of(config.parallel, config.train, flops),
         "temperature": temperature,
@@ -93,7 +93,7 @@ def make_critic(
     if started.critic is None:
         return None
     model = read_critic(config.critic.path, policy)
-    flops = ModelFlops.of(ModelFacts(model.path, add_value_head(model.config)))
+    flops = ModelFlops.from_facts(ModelFacts(model.path, add_value_head(model.config)))
     packing = Packing.of(config.critic.parallel, config.train, flops)
     critic = PackedCritic(started.critic, folder, packing=packing, checkpoint=config.checkpoint)
     return SharingCritic(critic, started.gpus) if config.critic.colocated else critic
@@ -126,7 +126,7 @@ def make_sync(
 
     start_step   as load_models returned it
     """
-    packing = Packing.of(config.parallel, config.train, ModelFlops.of(policy))
+    packing = Packing.of(config.parallel, config.train, ModelFlops.from_facts(policy))
     scorer = PackedTokenTrainer(
         started.trainer, folder, packing=packing, temperature=1.0, checkpoint=config.checkpoint
     )

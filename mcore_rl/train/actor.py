@@ -194,7 +194,7 @@ class Actor(TrainedModel):
     @cached_property
     def _tower_flops(self) -> TowerFlops | None:
         """Operations of the vision tower, counted once: every tensor of the model is looked at."""
-        return TowerFlops.of(ModelFacts(self._hf_path, self.hf_config))
+        return TowerFlops.from_facts(ModelFacts(self._hf_path, self.hf_config))
 
     def _softmax(self, temperature: float) -> VocabParallelSoftmax:
         return VocabParallelSoftmax(

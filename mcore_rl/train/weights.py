@@ -22,7 +22,7 @@ from mcore_rl.config import ModelConfig
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.files import load_into
-from mcore_rl.weights.layouts.training import LocalPart, list_training_padding, training_shards
+from mcore_rl.weights.layouts.training import LocalPart, list_training_padding, make_training_shards
 from mcore_rl.weights.models import family_of, hf_tensor_shapes
 from mcore_rl.weights.models.table import HfConfig
 from mcore_rl.weights.models.value_head import SCORE, has_value_head
@@ -67,7 +67,7 @@ def weight_layout(
     chunks: Sequence[torch.nn.Module], hf_config: HfConfig
 ) -> tuple[list[Shard], dict[str, Tensor]]:
     """Return (shards of HF tensors, the local tensors that hold them); use the tensors in place."""
-    shards = training_shards(local_parts(chunks), family_of(hf_config), hf_config)
+    shards = make_training_shards(local_parts(chunks), family_of(hf_config), hf_config)
     return shards, local_tensors(chunks)
 
 
@@ -136,7 +136,7 @@ def fill_weights(
     """
     parts = local_parts(chunks)
     family = family_of(hf_config)
-    shards = training_shards(parts, family, hf_config)
+    shards = make_training_shards(parts, family, hf_config)
     tensors = local_tensors(chunks)
     padding = list_training_padding(parts, family, hf_config)
     check_coverage(shards, padding, {name: t.numel() for name, t in tensors.items()})

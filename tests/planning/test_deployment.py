@@ -56,5 +56,5 @@ def test_engines_have_hosts_behind_the_trainers_unless_they_share_them() -> None
 
 
 def test_sizes_of_engines_are_the_recipes() -> None:
-    sizes = SGLangSizes.of(load_recipe("deepseek_v3_grpo_128", []).rollout)
+    sizes = SGLangSizes.from_config(load_recipe("deepseek_v3_grpo_128", []).rollout)
     assert (sizes.engines, sizes.tp, sizes.ep, sizes.pp, sizes.dp) == (4, 32, 32, 1, 4)

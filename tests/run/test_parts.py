@@ -146,14 +146,14 @@ def test_trainer_and_critic_are_packed_by_their_own_layouts(tmp_path: Path) -> N
     stored = make_stored_trainer(config, policy, started.trainer, folder)
     assert stored._packing == trainer._packing and stored._speed == trainer._speed
     assert trainer._packing.dp_size == 3 and trainer._packing.max_tokens == 100
-    assert trainer._speed == TrainSpeed(ModelFlops.of(policy), num_ranks=3, peak_flops=1e15)
+    assert trainer._speed == TrainSpeed(ModelFlops.from_facts(policy), num_ranks=3, peak_flops=1e15)
     apart = make_critic(config, policy, started, folder)
     assert isinstance(apart, PackedCritic) and apart._packing.dp_size == 1
     flops = apart._packing.flops
-    assert trainer._packing.flops == ModelFlops.of(policy) and flops is not None
+    assert trainer._packing.flops == ModelFlops.from_facts(policy) and flops is not None
     vocabulary = 2.0 * 2048 * (151936 - 1)
-    assert flops == replace(ModelFlops.of(policy), per_token=flops.per_token)
-    assert ModelFlops.of(policy).per_token - flops.per_token == vocabulary, "the value head"
+    assert flops == replace(ModelFlops.from_facts(policy), per_token=flops.per_token)
+    assert ModelFlops.from_facts(policy).per_token - flops.per_token == vocabulary, "the value head"
     config.critic = CriticConfig(colocated=True)
     assert isinstance(make_critic(config, policy, started, folder), SharingCritic)
     assert make_critic(config, policy, start(Log(), {}, with_critic=False), folder) is None

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.weights.layouts.engine_trace import trace_load_weights
-from mcore_rl.weights.layouts.training import training_shards
+from mcore_rl.weights.layouts.training import make_training_shards
 from mcore_rl.weights.models import family_of, hf_tensor_shapes
 from mcore_rl.weights.plan.whole import make_plan
 from tests.support.engine_layout import EngineRank
@@ -50,7 +50,7 @@ def test_engines_end_up_with_what_they_would_have_loaded(config, layout, engine_
     shapes = hf_tensor_shapes(config)
     weights = hf_weights(shapes)
     ranks = train_ranks(config, weights, layout)
-    held = [training_shards(rank.parts, family_of(config), config) for rank in ranks]
+    held = [make_training_shards(rank.parts, family_of(config), config) for rank in ranks]
     engines = [EngineRank(config, rank, tp, ep) for rank in range(tp)]
     described = {name: (shape, torch.int64) for name, shape in shapes.items()}
     wanted = [

@@ -150,5 +150,7 @@ def names_of(tensors: Tensors) -> list[str]:
     """The HF names of all tensors of a model."""
     names = [entry.tensor.name for entry in tensors.model_entries]
     for layer in range(tensors.num_layers):
-        names += [name for name, _, _ in tensors.of_layer(layer, range(tensors.num_experts))]
+        names += [
+            name for name, _, _ in tensors.list_layer_tensors(layer, range(tensors.num_experts))
+        ]
     return names

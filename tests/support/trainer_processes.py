@@ -21,7 +21,7 @@ from mcore_rl.weight_sync.sender import WeightSender
 from mcore_rl.weight_sync.transports.select import select_transport
 from mcore_rl.weight_sync.transports.transport import Transport
 from mcore_rl.weight_sync.wire import Link, Report
-from mcore_rl.weights.layouts.training import training_shards
+from mcore_rl.weights.layouts.training import make_training_shards
 from mcore_rl.weights.models import family_of
 from tests.support.megatron_layout import TrainLayout, train_ranks
 from tests.support.rank_calls import answer_calls
@@ -102,7 +102,7 @@ class _Rank:
         own = train_ranks(config, load_file(hf_dir / "model.safetensors"), self._layout)[self._rank]
         if self._sender is None:
             self._tensors = own.tensors
-            shards = training_shards(own.parts, family_of(config), config)
+            shards = make_training_shards(own.parts, family_of(config), config)
             self._sender = WeightSender(shards, self._tensors, self._rank, self._make_transport)
         for name, tensor in own.tensors.items():
             self._tensors[name].copy_(tensor)

@@ -25,7 +25,7 @@ class TrainSpeed:
 
         tower_tflop   operations of a vision tower in the step, 10**12
         """
-        operations = self.flops.training(lens_N) + 1e12 * tower_tflop
+        operations = self.flops.count_training(lens_N) + 1e12 * tower_tflop
         flops = operations / (seconds * self.num_ranks)
         metrics = {
             "train/tokens_per_second_per_gpu": sum(lens_N) / (seconds * self.num_ranks),

@@ -118,7 +118,7 @@ class Packing:
 
         a is the work of a token's products with weights, b of a query and a key in attention.
         """
-        return float(num_tokens) if self.flops is None else self.flops.forward([num_tokens])
+        return float(num_tokens) if self.flops is None else self.flops.count_forward([num_tokens])
 
 
 class PackedTrainer(Generic[Batch, Share, Values]):

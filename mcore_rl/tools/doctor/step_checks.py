@@ -378,7 +378,7 @@ def pack_as_a_run(config: Config) -> Any:
     """Return the run.roles.trainer.Packing of a run: by the work of sequences, not their tokens."""
     from mcore_rl.run.roles.trainer import Packing
 
-    flops = ModelFlops.of(ModelFacts.read(config.model.path))
+    flops = ModelFlops.from_facts(ModelFacts.read(config.model.path))
     return Packing.of(config.parallel, config.train, flops)
 
 

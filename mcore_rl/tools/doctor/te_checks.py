@@ -96,7 +96,7 @@ def check_speed() -> Figures:
     with _rank(qwen3_moe(), train=TrainConfig(recompute="selective")) as rank:
         rank.step(MICROBATCHES)
         seconds = _seconds(rank, num_steps=5)
-        flops = ModelFlops.of(ModelFacts.read(rank.recipe.model.path))
+        flops = ModelFlops.from_facts(ModelFacts.read(rank.recipe.model.path))
     measured = TrainSpeed(flops, 1, peak_flops()).metrics(rank.batch.lens_N * MICROBATCHES, seconds)
     figures: Figures = {
         "tokens_per_s": round(measured["train/tokens_per_second_per_gpu"], 1),

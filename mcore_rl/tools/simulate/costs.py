@@ -50,18 +50,18 @@ class TowerCosts:
 
         num_tokens   tokens that stand for an image; 0: prompts have none
         """
-        flops = TowerFlops.of(facts)
+        flops = TowerFlops.from_facts(facts)
         if flops is None or not num_tokens:
             return None
         image = [flops.square(num_tokens)]
-        step = flops.training(image, train.vision)
+        step = flops.count_training(image, train.vision)
         if train.vision == "all" and train.recompute != "none":
             step += flops.blocks(image)
         per_second = gpu.flops * shares.train
         return TowerCosts(
-            flops.forward(image) / per_second,
+            flops.count_forward(image) / per_second,
             step / per_second,
-            flops.forward(image) / (gpu.flops * shares.prefill * engine_tp),
+            flops.count_forward(image) / (gpu.flops * shares.prefill * engine_tp),
         )
 
 
@@ -88,7 +88,7 @@ def engine_speed(
     per_token = sum(stage["KV cache"] for stage in uses) / rollout.kv_cache_len
     memory = gpu.memory * shares.memory
     rows = range(rollout.max_concurrency + 1)
-    flops = ModelFlops.of(facts)
+    flops = ModelFlops.from_facts(facts)
     model = facts, flops, dtype, weights
     fixed = [_decode_s(num, *model, rollout, config.plan, gpu, shares) for num in rows]
     per_second = gpu.flops * shares.prefill * rollout.tp
@@ -98,7 +98,7 @@ def engine_speed(
     prompt_len = prompt_len_of(config.simulate, config.data)
 
     def prefill_s(num_tokens: int) -> float:
-        seconds = flops.forward((num_tokens,)) / per_second + row_s
+        seconds = flops.count_forward((num_tokens,)) / per_second + row_s
         # Fewer tokens are a response whose prompt, with its image, is cached.
         return seconds + (tower.prefill_s if tower and num_tokens >= prompt_len else 0.0)
 
@@ -249,7 +249,7 @@ class TrainCosts:
         """Return the seconds of one micro-batch in all layers, as if one stage had them."""
         parallel = self.parallel
         num_tokens = sum(lens)
-        forward = self.flops.forward(lens)
+        forward = self.flops.count_forward(lens)
         flops_s = forward * num_forward / self._flops(parallel.tp * parallel.cp)
         layers = self._num_layers
         own_tokens = num_tokens / (parallel.tp * parallel.cp)
@@ -380,7 +380,7 @@ class RecipeCosts:
         policy = models.policy
         plan, _ = predict_sync(config, make_deployment(config, policy))
         state = ModelState.make(predict_trainer(config, models))
-        flops = ModelFlops.of(policy)
+        flops = ModelFlops.from_facts(policy)
         image_tokens = config.simulate.image_tokens
         images = image_tokens, config.train, config.rollout.tp, gpu, shares
         recipe = config.train, config.plan, config.model.dtype, config.drift.routed_experts
@@ -393,7 +393,7 @@ class RecipeCosts:
             state = ModelState.make(predict_critic(config, models))
             parallel = config.critic.parallel
             facts = ModelFacts(models.critic.path, add_value_head(models.critic.config))
-            flops = ModelFlops.of(facts)
+            flops = ModelFlops.from_facts(facts)
             tower = TowerCosts.make(facts, *images)
             critic = TrainCosts(*recipe, facts, flops, parallel, gpu, shares, state, tower=tower)
         weights = max(stage["weights"] for stage in predict_engine(config, policy))

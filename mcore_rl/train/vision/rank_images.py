@@ -136,7 +136,7 @@ def tower_work(
     if where.pp == where.tp == where.cp == 0:
         for images in micro_batches:
             if images is not None and images.images is not None:
-                operations += flops.training(images.images.grids_I3.tolist(), part)
+                operations += flops.count_training(images.images.grids_I3.tolist(), part)
     total = torch.tensor(operations / 1e12, device=device(), dtype=torch.float32)
     dist.all_reduce(total)
     return {"train/tower_tflop": float(total)}

@@ -77,7 +77,7 @@ def open_hf_dir(model: ModelFacts) -> dict[str, Path]:
         check_readable(path)  # safetensors says that such a file does not exist
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                if name in family.left_out(config):
+                if name in family.find_left_out(config):
                     tied[name] = path
                     continue
                 if family.is_carried(config, name):

@@ -42,7 +42,7 @@ class ModelFlops:
     window: int | None
 
     @staticmethod
-    def of(facts: ModelFacts) -> "ModelFlops":
+    def from_facts(facts: ModelFacts) -> "ModelFlops":
         sizes = facts.sizes
         hidden = sizes["hidden"]
         head_out = 1 if facts.has_value_head else sizes["vocab"]
@@ -58,7 +58,7 @@ class ModelFlops:
         num_full = len(facts.moe_layers) - num_windowed
         return ModelFlops(2.0 * products, num_full * per_layer, num_windowed * per_layer, window)
 
-    def forward(self, lens_N: Sequence[int]) -> float:
+    def count_forward(self, lens_N: Sequence[int]) -> float:
         """Return the operations of a forward pass over sequences of these lengths."""
         operations = self.per_token * sum(lens_N)
         operations += self.per_pair * sum(_count_pairs(n, n) for n in lens_N)
@@ -66,13 +66,13 @@ class ModelFlops:
             operations += self.per_window_pair * sum(_count_pairs(n, self.window) for n in lens_N)
         return operations
 
-    def training(self, lens_N: Sequence[int]) -> float:
+    def count_training(self, lens_N: Sequence[int]) -> float:
         """Return the operations of a forward and a backward pass.
 
         Recomputed activations are not counted, as in model FLOPs utilization (arXiv:2204.02311,
         appendix B).
         """
-        return (1 + BACKWARD) * self.forward(lens_N)
+        return (1 + BACKWARD) * self.count_forward(lens_N)
 
 
 def _count_attention(facts: ModelFacts) -> int:
@@ -141,7 +141,7 @@ class TowerFlops:
     window: int
 
     @staticmethod
-    def of(facts: ModelFacts) -> "TowerFlops | None":
+    def from_facts(facts: ModelFacts) -> "TowerFlops | None":
         """Return the operations of a model's tower; None if it has none."""
         if not facts.has_tower:
             return None
@@ -176,12 +176,12 @@ class TowerFlops:
         num_patches = sum(frames * rows * columns for frames, rows, columns in grids)
         return self.per_token * num_patches / self.merge**2
 
-    def forward(self, grids: Iterable[Grid]) -> float:
+    def count_forward(self, grids: Iterable[Grid]) -> float:
         """Return the operations of a forward pass over images of these grids."""
         grids = list(grids)
         return self.blocks(grids) + self.projectors(grids)
 
-    def training(self, grids: Iterable[Grid], part: str) -> float:
+    def count_training(self, grids: Iterable[Grid], part: str) -> float:
         """Return the operations of a forward pass, and of the backward pass of what is trained.
 
         Recomputed activations are not counted.
@@ -190,11 +190,11 @@ class TowerFlops:
         """
         grids = list(grids)
         backward = {
-            "all": self.forward(grids),
+            "all": self.count_forward(grids),
             "projector": self.projectors(grids),
             "none": 0.0,
         }
-        return self.forward(grids) + BACKWARD * backward[part]
+        return self.count_forward(grids) + BACKWARD * backward[part]
 
     def square(self, num_tokens: int) -> Grid:
         """Return the grid of the most nearly square image of so many tokens."""

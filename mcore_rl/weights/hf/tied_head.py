@@ -24,7 +24,7 @@ def refuse_untied_head(file_of: Mapping[str, Path], config: HfConfig) -> None:
     Peak memory: BAND_ROWS rows of both.
     """
     family = family_of(config)
-    for head in sorted(family.left_out(config) & file_of.keys()):
+    for head in sorted(family.find_left_out(config) & file_of.keys()):
         embedding = family.tied[head]
         if embedding in file_of and not _are_equal(file_of, head, embedding):
             raise ValueError(

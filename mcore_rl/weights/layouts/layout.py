@@ -101,7 +101,7 @@ class Ranks(Sequence[int]):
         return Ranks((_Grid(first, tuple(merged)),))
 
     @staticmethod
-    def of(ranks: Iterable[int]) -> "Ranks":
+    def from_iterable(ranks: Iterable[int]) -> "Ranks":
         """Return any set of ranks, as runs of consecutive ranks."""
         runs: list[list[int]] = []
         for rank in sorted(set(ranks)):

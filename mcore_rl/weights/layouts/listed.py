@@ -258,7 +258,7 @@ class ListedLayout:
         pieces = _refine(self._ranks_of[name])
         return Placement(
             tuple(
-                PlacedPiece(box.start, box.stop, Ranks.of(ranks), self._dtypes[name])
+                PlacedPiece(box.start, box.stop, Ranks.from_iterable(ranks), self._dtypes[name])
                 for box, ranks in sorted(pieces, key=lambda piece: piece[0].start)
             )
         )

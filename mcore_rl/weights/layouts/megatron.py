@@ -75,7 +75,7 @@ class MegatronSizes:
     stage_layers: tuple[int, ...] = ()
 
     @staticmethod
-    def of(parallel: ParallelConfig, hf_config: HfConfig) -> "MegatronSizes":
+    def from_config(parallel: ParallelConfig, hf_config: HfConfig) -> "MegatronSizes":
         """Return the sizes of a recipe's trainer."""
         return MegatronSizes(
             padded_vocab=pad_vocab_size(hf_config, parallel.tp),

@@ -202,4 +202,4 @@ def _list_stage_layers(num_layers: int, pp: int, num_stages: int) -> range:
 
 def _interleave(a: Ranks, b: Ranks) -> Ranks:
     """Return the ranks of both; with several engines, the ranks of two stages alternate."""
-    return Ranks.of([*a, *b])
+    return Ranks.from_iterable([*a, *b])

@@ -321,7 +321,7 @@ class SGLangSizes:
     whole_tower: bool = False
 
     @staticmethod
-    def of(rollout: RolloutConfig) -> "SGLangSizes":
+    def from_config(rollout: RolloutConfig) -> "SGLangSizes":
         """Return the sizes of a recipe's engines."""
         passed = rollout.sglang
         return SGLangSizes(
@@ -381,7 +381,7 @@ def _find_size_problems(hf_config: HfConfig, sizes: SGLangSizes) -> Iterator[tup
     """Yield (setting, problem) for layers and sizes that SGLang's model does not support."""
     family = family_of(hf_config)
     architecture = family.architecture
-    tied = bool(family.left_out(hf_config))
+    tied = bool(family.find_left_out(hf_config))
     if architecture in WITHOUT_DENSE_LAYERS:
         for layer in range(hf_config["num_hidden_layers"]):
             if not is_sparse_layer(hf_config, layer):

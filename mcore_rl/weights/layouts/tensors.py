@@ -73,7 +73,7 @@ class Tensors:
         self.num_layers = self.sizes["layers"]
         self.num_experts = self.sizes["experts"]
         self._is_moe = [family.is_moe_layer(hf_config, layer) for layer in range(self.num_layers)]
-        left_out = family.left_out(hf_config)
+        left_out = family.find_left_out(hf_config)
         self.tied = bool(left_out)
         """True if the output layer shares the embedding's weights."""
         entries = []
@@ -127,7 +127,7 @@ class Tensors:
         for number in range(self.sizes[NUMBERED_BY[rule.where]]):
             yield replace(tensor, name=tensor.name.format(layer=number))
 
-    def of_layer(
+    def list_layer_tensors(
         self, layer: int, experts: Iterable[int]
     ) -> Iterator[tuple[str, Entry, int | None]]:
         """Yield (HF name, entry, expert) of a layer's tensors; the routed experts are `experts`."""
@@ -283,17 +283,17 @@ class StagedLayout(ABC):
         described = {entry.tensor.name: (entry.shape, entry.dtype) for entry in entries}
         experts = range(self._tensors.num_experts)
         for layer in range(self._tensors.num_layers):
-            for name, entry, _ in self._tensors.of_layer(layer, experts):
+            for name, entry, _ in self._tensors.list_layer_tensors(layer, experts):
                 described[name] = entry.shape, entry.dtype
         return described
 
     def _names_in_layer(self, layer: int, experts: Iterable[int]) -> Iterator[str]:
-        for name, entry, expert in self._tensors.of_layer(layer, experts):
+        for name, entry, expert in self._tensors.list_layer_tensors(layer, experts):
             if name not in self._placements:
                 self._placements[name] = self._place_in_layer(entry, layer, expert)
             yield name
 
-    def held(self, rank: int) -> Iterator[tuple[Entry, int]]:
+    def count_held(self, rank: int) -> Iterator[tuple[Entry, int]]:
         """Yield (entry, number of elements that `rank` holds of all tensors of the entry)."""
         layers, ep = self._layers_and_group(rank)
         for entry in self._tensors.model_entries:

@@ -72,7 +72,9 @@ class _Matrix:
     shape: Shape
 
 
-def training_shards(parts: Sequence[LocalPart], family: Family, hf_config: HfConfig) -> list[Shard]:
+def make_training_shards(
+    parts: Sequence[LocalPart], family: Family, hf_config: HfConfig
+) -> list[Shard]:
     """Return the shards that one training rank holds, in the order of `parts`.
 
     Raises ValueError naming a Megatron tensor that is unknown or has another shape than config.json
@@ -105,7 +107,7 @@ def _cut(
 ) -> Iterator[tuple[_Matrix, _Block, int, int]]:
     """Yield (part, block, first, stop): rows [first, stop) of the Megatron tensor lie in both."""
     sizes = family.sizes(hf_config)
-    left_out = family.left_out(hf_config)
+    left_out = family.find_left_out(hf_config)
     for part in parts:
         matrix = _make_matrix(part, family)
         _check_present(matrix, family, hf_config, left_out)

@@ -121,7 +121,7 @@ QWEN2_MOE = Family(
         *rules.GROUPED_QUERY_ATTENTION,
         *rules.DENSE_MLP,
         *rules.EXPERTS,
-        *rules.shared_experts("mlp.shared_expert"),
+        *rules.make_shared_expert_rules("mlp.shared_expert"),
         SHARED_EXPERT_GATE,
     ),
     _read_qwen2_moe_sizes,

@@ -163,7 +163,7 @@ def make_expert_bias_rule(name: str) -> Rule:
     return make_layer_rule("mlp.router.expert_bias", name, "experts", where="moe", dtype="float32")
 
 
-def shared_experts(name: str) -> tuple[Rule, ...]:
+def make_shared_expert_rules(name: str) -> tuple[Rule, ...]:
     """Return the rules of the shared expert, which gets every token.
 
     `name` is its HF module within the layer.
@@ -180,4 +180,4 @@ def shared_experts(name: str) -> tuple[Rule, ...]:
     )
 
 
-SHARED_EXPERTS = shared_experts("mlp.shared_experts")
+SHARED_EXPERTS = make_shared_expert_rules("mlp.shared_experts")

@@ -171,7 +171,7 @@ class Family:
             for name, tensor in self._tensors(config, self.sizes(config))
         }
 
-    def left_out(self, config: HfConfig) -> frozenset[str]:
+    def find_left_out(self, config: HfConfig) -> frozenset[str]:
         """Return the HF tensors that this model lacks because its embeddings are tied."""
         return frozenset(self.tied) if config.get("tie_word_embeddings", False) else frozenset()
 
@@ -190,7 +190,7 @@ class Family:
         self, config: HfConfig, sizes: Mapping[str, int]
     ) -> Iterator[tuple[Rule, HfTensor, int | None, int | None]]:
         """Yield (rule, HF tensor, layer or None, expert or None) for every tensor of the model."""
-        left_out = self.left_out(config)
+        left_out = self.find_left_out(config)
         for rule in self.rules:
             present = [
                 tensor

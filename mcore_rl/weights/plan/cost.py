@@ -17,7 +17,7 @@ from math import ceil, prod
 
 from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.layouts.layout import Layout, Placement, Ranks
-from mcore_rl.weights.plan.local import DEFAULT_GRANULARITY, shared_regions
+from mcore_rl.weights.plan.local import DEFAULT_GRANULARITY, find_shared_regions
 from mcore_rl.weights.plan.shared_region import SharedRegion, SplitGranularity
 from mcore_rl.weights.plan.shares import Shares, Topology
 
@@ -115,7 +115,7 @@ def predict(
     trainer = Load.zero(source.num_ranks)
     engines = Load.zero(target.num_ranks)
     bound = _LowerBound(source.num_ranks, target.num_ranks, topology)
-    for region in shared_regions(target.all_names(), source, target, granularity):
+    for region in find_shared_regions(target.all_names(), source, target, granularity):
         direct = [rank for rank in region.targets if engine_ranks is None or rank < engine_ranks]
         _count_sends(region, Shares(region.sources, direct, topology), topology, trainer, engines)
         for rank in region.targets[len(direct) :]:
@@ -246,7 +246,7 @@ def by_host(counts: Iterable[int], host_of: Callable[[int], int]) -> dict[int, i
     return dict(hosts)
 
 
-def exchanged_per_host(traffic: Traffic, hosts: Topology) -> tuple[int, int]:
+def count_exchanged_bytes(traffic: Traffic, hosts: Topology) -> tuple[int, int]:
     """Return the most bytes that a host's trainer ranks, and engine ranks, exchange with others."""
     trainers = by_host(traffic.trainer.network_out, hosts.source_host)
     received = by_host(traffic.engines.network_in, hosts.target_host)

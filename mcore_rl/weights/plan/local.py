@@ -76,7 +76,7 @@ def plan_sends(
 ) -> tuple[Flow, ...]:
     """Return what trainer rank `rank` sends, one flow per engine rank, in their order."""
     names = source.names(rank)
-    regions = shared_regions(names, source, target, granularity, source_rank=rank)
+    regions = find_shared_regions(names, source, target, granularity, source_rank=rank)
     return _flows(sent for region in regions for sent in _sends(region, rank, topology))
 
 
@@ -92,11 +92,11 @@ def plan_recvs(
     Raises ValueError naming a box that no trainer rank holds.
     """
     names = target.names(rank)
-    regions = shared_regions(names, source, target, granularity, target_rank=rank)
+    regions = find_shared_regions(names, source, target, granularity, target_rank=rank)
     return _flows(received for region in regions for received in _recvs(region, rank, topology))
 
 
-def shared_regions(
+def find_shared_regions(
     names: Iterable[str],
     source: Layout,
     target: Layout,
@@ -120,7 +120,7 @@ def shared_regions(
         if pair not in placed:
             placed[pair] = [
                 (start, stop, spans_of[sources, targets, dtype])
-                for start, stop, sources, targets, dtype in _placed_boxes(
+                for start, stop, sources, targets, dtype in _place_boxes(
                     name, *pair, source_rank, target_rank
                 )
             ]
@@ -132,7 +132,7 @@ def shared_regions(
     return sorted(regions, key=lambda region: region.sort_key)
 
 
-def _placed_boxes(
+def _place_boxes(
     name: str,
     source: Placement,
     target: Placement,

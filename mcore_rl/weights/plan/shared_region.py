@@ -88,7 +88,7 @@ class _SpanSize:
     scale_row_bytes: int
 
     @staticmethod
-    def of(start: Shape, stop: Shape, dtype: str) -> "_SpanSize":
+    def from_span(start: Shape, stop: Shape, dtype: str) -> "_SpanSize":
         row_shape = tuple(map(sub, stop[1:], start[1:]))
         scale_bytes = SCALE_BYTES * count_blocks(*row_shape) if dtype == FP8 else 0
         num_rows = stop[0] - start[0] if start else 1
@@ -129,7 +129,7 @@ class SharedRegion:
         for _, start, stop in self._spans:
             size = sizes.get((start, stop))
             if size is None:
-                size = sizes[start, stop] = _SpanSize.of(start, stop, dtype)
+                size = sizes[start, stop] = _SpanSize.from_span(start, stop, dtype)
             self._sizes.append(size)
         self._ends = list(accumulate((size.num_bytes for size in self._sizes), initial=0))
         """Bytes before each span, and last the bytes of all."""

@@ -134,7 +134,7 @@ class Shares:
             if target is None:
                 continue
             num_targets = len(targets)
-            first, last = _overlapping(target, num_targets, num_sources)
+            first, last = _find_overlapping(target, num_targets, num_sources)
             edges = np.arange(first, last + 1) * num_targets - target * num_sources
             yield Dealt(sources, first, edges.clip(0, num_sources), num_sources)
 
@@ -154,7 +154,7 @@ def _index(ranks: Sequence[int], rank: int) -> int | None:
     return ranks.index(rank) if rank in ranks else None
 
 
-def _overlapping(i: int, n: int, m: int) -> tuple[int, int]:
+def _find_overlapping(i: int, n: int, m: int) -> tuple[int, int]:
     """Return the range of those of m equal parts of [0, 1) that overlap part i of n."""
     return i * m // n, -(-(i + 1) * m // n)
 
@@ -164,5 +164,5 @@ def _overlaps(i: int, n: int, m: int) -> Iterator[tuple[int, int, int]]:
 
     Each is (k, first, last): part k of m overlaps from first / (n * m) to last / (n * m).
     """
-    for k in range(*_overlapping(i, n, m)):
+    for k in range(*_find_overlapping(i, n, m)):
         yield k, max(i * m, k * n), min((i + 1) * m, (k + 1) * n)

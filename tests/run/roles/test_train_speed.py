@@ -6,13 +6,13 @@ from mcore_rl.run.roles.train_speed import TrainSpeed
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
 
-FLOPS = ModelFlops.of(ModelFacts.read("recipes/model/qwen3_30b_a3b"))
+FLOPS = ModelFlops.from_facts(ModelFacts.read("recipes/model/qwen3_30b_a3b"))
 
 
 def test_operations_are_divided_by_seconds_and_ranks() -> None:
     metrics = TrainSpeed(FLOPS, 4, 1e15).metrics((1000, 3000), seconds=2.0)
     assert metrics["train/tokens_per_second_per_gpu"] == 500
-    flops = FLOPS.training((1000, 3000)) / 8
+    flops = FLOPS.count_training((1000, 3000)) / 8
     assert metrics["train/tflops_per_gpu"] == pytest.approx(flops / 1e12)
     assert metrics["train/mfu"] == pytest.approx(flops / 1e15)
 

@@ -177,7 +177,7 @@ def test_a_runs_packing_balances_work_not_tokens() -> None:
     long = TrainBatch(torch.ones(240_000, dtype=torch.int64), torch.ones(240_000).bool(), lens_N)
     train = TrainConfig(max_tokens_per_microbatch=240_000)
     parallel = ParallelConfig(dp=2)
-    flops = ModelFlops.of(ModelFacts.read(str(ROOT / "recipes/model/qwen3_30b_a3b")))
+    flops = ModelFlops.from_facts(ModelFacts.read(str(ROOT / "recipes/model/qwen3_30b_a3b")))
     by_work = Packing.of(parallel, train, flops).plan(long)
     assert by_work == [[[1, 2, 3, 4]], [[0]]], "80k tokens cost 3.0, four times 40k cost 3.5"
     by_tokens = Packing.of(parallel, train).plan(long)

@@ -14,7 +14,7 @@ from mcore_rl.train.weights import local_parts
 from mcore_rl.types import StepStats
 from mcore_rl.weights.hf.config import ModelFacts, read_hf_config
 from mcore_rl.weights.hf.files import list_carried_tensors, open_hf_dir
-from mcore_rl.weights.layouts.training import LocalPart, training_shards
+from mcore_rl.weights.layouts.training import LocalPart, make_training_shards
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import Rule
 from tests.support import models_table
@@ -207,4 +207,4 @@ def test_every_corruption_of_a_table_is_noticed(folder: Path, whole: dict[str, A
             for corrupted, message in corruptions(rule) if rule.key in keys else ():
                 rules = (*family.rules[:i], *corrupted, *family.rules[i + 1 :])
                 with pytest.raises(ValueError, match=message):
-                    training_shards(parts, replace(family, rules=rules), config)
+                    make_training_shards(parts, replace(family, rules=rules), config)

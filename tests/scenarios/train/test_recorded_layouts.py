@@ -83,7 +83,7 @@ def check_case(
     config = make_transformer_config(hf_config, parallel, torch.float32, TrainConfig())
     chunks = make_chunks(config, hf_config)
     shards, _ = weight_layout(chunks, hf_config)
-    sizes = MegatronSizes.of(parallel, hf_config)
+    sizes = MegatronSizes.from_config(parallel, hf_config)
     layout = MegatronLayout(family_of(hf_config), hf_config, sizes, "float32")
     assert layout.num_ranks == world_size
     predicted = count_parameters(layout, sizes, rank // sizes.stage_ranks)

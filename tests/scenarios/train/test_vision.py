@@ -204,7 +204,7 @@ def test_layouts_agree_with_one_process(singles: Singles, kind: str, layouts: li
 def check_boxes(folder: Path, layout: Layout, ranks: list[dict[str, Any]]) -> None:
     """Check that the elements read off Megatron are those that the layout computes."""
     config = read_hf_config(folder)
-    sizes = MegatronSizes.of(parallel_of(layout), config)
+    sizes = MegatronSizes.from_config(parallel_of(layout), config)
     shapes = family_of(config).shapes(config)
     computed = MegatronLayout(family_of(config), config, sizes, "float32")
     for number, rank in enumerate(ranks):

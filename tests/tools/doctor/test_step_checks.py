@@ -25,7 +25,7 @@ def test_the_reward_is_the_share_of_even_tokens() -> None:
 def test_batches_are_packed_by_the_work_of_sequences_as_in_a_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(qwen3_moe()))
     config = Config(model=ModelConfig(path=str(tmp_path)))
-    flops = ModelFlops.of(ModelFacts.read(str(tmp_path)))
+    flops = ModelFlops.from_facts(ModelFacts.read(str(tmp_path)))
     packing = pack_as_a_run(config)
     assert packing == replace(packing, flops=flops)
 

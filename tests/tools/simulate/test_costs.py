@@ -36,7 +36,7 @@ def train_costs(config: Config, **changes: Any) -> TrainCosts:
         config.model.dtype,
         config.drift.routed_experts,
         facts,
-        ModelFlops.of(facts),
+        ModelFlops.from_facts(facts),
         config.parallel,
         GPUS["h100"],
         SHARES,
@@ -48,7 +48,7 @@ def train_costs(config: Config, **changes: Any) -> TrainCosts:
 def test_a_step_takes_its_operations_and_more_where_activations_are_computed_again() -> None:
     config = recipe("parallel.tp=1", "parallel.ep=1", "parallel.dp=2", "train.recompute=none")
     costs = train_costs(config, state=ModelState(0, 0, 0))
-    operations = costs.flops.training((8000, 8000))
+    operations = costs.flops.count_training((8000, 8000))
     alone = operations / (GPUS["h100"].flops * SHARES.train)
     fixed = 2 * SHARES.microbatch_s + SHARES.call_s
     assert costs.step_s(BATCH) == pytest.approx(alone + fixed, rel=0.02)

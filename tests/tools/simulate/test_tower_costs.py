@@ -42,7 +42,7 @@ def test_trained_blocks_are_computed_again() -> None:
 
 def test_seconds_are_operations_of_a_square_image() -> None:
     config = load_recipe("qwen2_5_vl_7b_grpo_8", [])
-    flops = TowerFlops.of(read_models(config).policy)
+    flops = TowerFlops.from_facts(read_models(config).policy)
     assert flops is not None
     per_second = GPUS["h100"].flops * SHARES.train
-    assert costs_of().forward_s == pytest.approx(flops.forward([(1, 40, 40)]) / per_second)
+    assert costs_of().forward_s == pytest.approx(flops.count_forward([(1, 40, 40)]) / per_second)

@@ -21,7 +21,7 @@ FACTS = ModelFacts.read("recipes/model/qwen2_5_vl_7b")
 def work(rank: int, world_size: int, port: int, layout: dict[str, Any]) -> dict[str, float]:
     parallel = ParallelConfig(**layout)
     init_distributed(rank, world_size, "127.0.0.1", port, parallel, seed=0, timeout_s=60)
-    flops = TowerFlops.of(FACTS)
+    flops = TowerFlops.from_facts(FACTS)
     assert flops is not None
     return tower_work(flops, map(images_of, my_batches(make_vision_batches())), "projector")
 
@@ -33,7 +33,7 @@ def images_of(batch: TrainBatch) -> RankImages:
 
 @pytest.mark.gloo
 def test_every_layout_counts_the_same() -> None:
-    flops = TowerFlops.of(FACTS)
+    flops = TowerFlops.from_facts(FACTS)
     assert flops is not None
     grids = [
         grid
@@ -41,7 +41,7 @@ def test_every_layout_counts_the_same() -> None:
         if batch.images is not None
         for grid in batch.images.grids_I3.tolist()
     ]
-    wanted = flops.training(grids, "projector") / 1e12
+    wanted = flops.count_training(grids, "projector") / 1e12
     for ranks in run_each(work, 2, [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp": 2}]):
         for metrics in ranks:
             assert metrics == {"train/tower_tflop": pytest.approx(wanted, rel=1e-6)}

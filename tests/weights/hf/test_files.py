@@ -21,7 +21,7 @@ from mcore_rl.weights.hf.files import (
     write_export_file,
 )
 from mcore_rl.weights.hf.folder import INDEX
-from mcore_rl.weights.layouts.training import training_shards
+from mcore_rl.weights.layouts.training import make_training_shards
 from mcore_rl.weights.models import family_of, hf_tensor_shapes
 from mcore_rl.weights.plan.whole import make_plan
 from tests.support.megatron_layout import TrainLayout, model_config, train_ranks
@@ -49,7 +49,7 @@ def zeros_like_ranks(config: dict, weights: dict, dtype: torch.dtype) -> list[tu
         for rank in ranks
     ]
     return [
-        (training_shards(rank.parts, family_of(config), config), local)
+        (make_training_shards(rank.parts, family_of(config), config), local)
         for rank, local in zip(ranks, tensors, strict=True)
     ]
 

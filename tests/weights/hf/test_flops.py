@@ -26,30 +26,30 @@ def test_a_forward_pass_has_the_operations_that_torch_counts(kind: str, tmp_path
     facts = ModelFacts.read(tmp_path)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.arange(NUM_TOKENS)[None] % facts.vocab_size)
-    flops = ModelFlops.of(facts)
+    flops = ModelFlops.from_facts(facts)
     # Eager attention multiplies all pairs of tokens and masks them afterwards.
     pairs = (flops.per_pair + flops.per_window_pair) * NUM_TOKENS**2
     assert flops.per_token * NUM_TOKENS + pairs == counter.get_total_flops()
 
 
 def test_only_pairs_within_a_sequence_and_its_past_count() -> None:
-    flops = ModelFlops.of(ModelFacts.read("recipes/model/qwen3_30b_a3b"))
+    flops = ModelFlops.from_facts(ModelFacts.read("recipes/model/qwen3_30b_a3b"))
     seen = 3 * 4 / 2 + 5 * 6 / 2
-    assert flops.forward((3, 5)) == flops.per_token * 8 + flops.per_pair * seen
-    assert flops.training((3, 5)) == 3 * flops.forward((3, 5))
-    assert flops.forward((8,)) > flops.forward((3, 5))
+    assert flops.count_forward((3, 5)) == flops.per_token * 8 + flops.per_pair * seen
+    assert flops.count_training((3, 5)) == 3 * flops.count_forward((3, 5))
+    assert flops.count_forward((8,)) > flops.count_forward((3, 5))
 
 
 def test_half_of_gpt_oss_sees_a_window() -> None:
-    flops = ModelFlops.of(ModelFacts.read("recipes/model/gpt_oss_20b"))
+    flops = ModelFlops.from_facts(ModelFacts.read("recipes/model/gpt_oss_20b"))
     assert flops.window == 128 and flops.per_window_pair == flops.per_pair
     in_window = 128 * 129 / 2 + (1000 - 128) * 128
     wanted = flops.per_token * 1000 + flops.per_pair * (1000 * 1001 / 2 + in_window)
-    assert flops.forward((1000,)) == wanted
+    assert flops.count_forward((1000,)) == wanted
 
 
 def test_published_models_have_six_operations_per_active_parameter_and_token() -> None:
     """Six, as in Kaplan et al. 2020 (arXiv:2001.08361), where attention's pairs are few."""
     # 3.3e9 active parameters, 0.3e9 of them embeddings
-    flops = ModelFlops.of(ModelFacts.read("recipes/model/qwen3_30b_a3b"))
-    assert flops.training((128,)) / 128 == pytest.approx(6 * 3.03e9, rel=0.02)
+    flops = ModelFlops.from_facts(ModelFacts.read("recipes/model/qwen3_30b_a3b"))
+    assert flops.count_training((128,)) / 128 == pytest.approx(6 * 3.03e9, rel=0.02)

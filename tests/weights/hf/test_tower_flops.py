@@ -32,7 +32,7 @@ PUBLISHED = {
 
 
 def tower_of(folder: str) -> TowerFlops:
-    flops = TowerFlops.of(ModelFacts.read(f"recipes/model/{folder}"))
+    flops = TowerFlops.from_facts(ModelFacts.read(f"recipes/model/{folder}"))
     assert flops is not None
     return flops
 
@@ -51,26 +51,26 @@ def test_a_forward_pass_has_the_operations_that_torch_counts(kind: str, tmp_path
     model = load_vision_model(folder)
     tower = model.vision if kind == "kimi_vl" else model.model.visual
     tower.set_attn_implementation("eager")
-    flops = TowerFlops.of(ModelFacts.read(folder))
+    flops = TowerFlops.from_facts(ModelFacts.read(folder))
     assert flops is not None
     for batch in batches_of(folder)[:2]:
         assert batch.images is not None
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             run_tower(model, batch.images.pixels_PD, batch.images.grids_I3)
-        assert flops.forward(batch.images.grids_I3.tolist()) == counter.get_total_flops()
+        assert flops.count_forward(batch.images.grids_I3.tolist()) == counter.get_total_flops()
 
 
 def test_a_model_of_text_has_no_tower() -> None:
-    assert TowerFlops.of(ModelFacts.read("recipes/model/qwen3_30b_a3b")) is None
+    assert TowerFlops.from_facts(ModelFacts.read("recipes/model/qwen3_30b_a3b")) is None
 
 
 def test_what_is_not_trained_has_no_backward_pass() -> None:
     flops = tower_of("qwen3_vl_8b")
     grids = [(1, 8, 12), (1, 4, 4)]
-    forward = flops.forward(grids)
-    assert flops.training(grids, "none") == forward
-    assert flops.training(grids, "projector") == forward + 2 * flops.projectors(grids)
-    assert flops.training(grids, "all") == 3 * forward
+    forward = flops.count_forward(grids)
+    assert flops.count_training(grids, "none") == forward
+    assert flops.count_training(grids, "projector") == forward + 2 * flops.projectors(grids)
+    assert flops.count_training(grids, "all") == 3 * forward
 
 
 @pytest.mark.parametrize("folder", PUBLISHED)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mcore_rl.weights.layouts.layout import check_rank, list_boxes
 from mcore_rl.weights.layouts.megatron import MegatronSizes
-from mcore_rl.weights.layouts.training import training_shards
+from mcore_rl.weights.layouts.training import make_training_shards
 from mcore_rl.weights.models import family_of, hf_tensor_shapes
 from tests.support.layout_strategies import megatron_layout, megatron_sizes, moe_models
 from tests.support.megatron_layout import TrainLayout, hf_weights, model_config, train_ranks
@@ -32,7 +32,7 @@ def test_every_rank_holds_what_the_rule_says(data: st.DataObject) -> None:
     ranks = train_ranks(config, hf_weights(hf_tensor_shapes(config)), by_hand)
     assert layout.num_ranks == len(ranks)
     for rank, held in enumerate(ranks):
-        shards = training_shards(held.parts, family_of(config), config)
+        shards = make_training_shards(held.parts, family_of(config), config)
         check_rank(layout, rank, [replace(shard, dtype="float32") for shard in shards])
         assert len(set(layout.names(rank))) == len(list(layout.names(rank)))
 

@@ -219,7 +219,7 @@ def test_a_quantized_layout_has_values_and_scales_of_projections_and_keeps_the_r
 
 def test_rows_of_the_same_ranks_are_joined_where_they_touch() -> None:
     def piece(first: int, last: int, rank: int) -> PlacedPiece:
-        return PlacedPiece((first, 0), (last, 4), Ranks.of([rank]), "bfloat16")
+        return PlacedPiece((first, 0), (last, 4), Ranks.from_iterable([rank]), "bfloat16")
 
     placement = Placement((piece(2, 4, 0), piece(0, 2, 0), piece(4, 6, 1), piece(8, 9, 1)))
     rows = [(p.start[0], p.stop[0], *p.ranks) for p in join_rows(placement).pieces]

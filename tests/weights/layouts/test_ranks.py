@@ -34,11 +34,13 @@ def test_a_grid_is_its_list(case: tuple[Ranks, list[int]]) -> None:
 
 @given(st.sets(st.integers(0, 30), min_size=1), st.sets(st.integers(40, 60)))
 def test_any_set_and_the_union_with_a_later_one(first: set[int], later: set[int]) -> None:
-    check_equal(Ranks.of(first), sorted(first))
-    check_equal(Ranks.of(later).union(Ranks.of(first)), sorted(first | later))
-    assert Ranks.of(first).union(Ranks.of(first)) == Ranks.of(first)
+    check_equal(Ranks.from_iterable(first), sorted(first))
+    check_equal(Ranks.from_iterable(later).union(Ranks.from_iterable(first)), sorted(first | later))
+    assert Ranks.from_iterable(first).union(Ranks.from_iterable(first)) == Ranks.from_iterable(
+        first
+    )
 
 
 def test_neighboring_dimensions_are_one() -> None:
     assert Ranks.grid(3, (2, 8), (4, 2)) == Ranks.grid(3, (8, 2))
-    assert hash(Ranks.grid(0, (4, 1))) == hash(Ranks.of([3, 2, 1, 0]))
+    assert hash(Ranks.grid(0, (4, 1))) == hash(Ranks.from_iterable([3, 2, 1, 0]))

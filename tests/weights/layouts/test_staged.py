@@ -38,7 +38,7 @@ def test_held_elements_are_those_of_the_boxes(side: str, data: st.DataObject) ->
     layout = make_layout(data, data.draw(models()), side)
     for rank in range(layout.num_ranks):
         boxes = sum(box.numel for box, _ in list_boxes(layout, rank))
-        assert sum(numel for _, numel in layout.held(rank)) == boxes
+        assert sum(numel for _, numel in layout.count_held(rank)) == boxes
 
 
 @pytest.mark.parametrize("side", ["trainer", "engines"])
@@ -88,7 +88,7 @@ class TwoStages(StagedLayout):
         return (range(1), 0) if rank == 0 else (range(1, 3), 0)
 
     def _make_placement(self, entry: Entry, stage: int | None, ep: int | None) -> Placement:
-        ranks = Ranks.of(range(2) if stage is None else [stage])
+        ranks = Ranks.from_iterable(range(2) if stage is None else [stage])
         return Placement((PlacedPiece((0,) * len(entry.shape), entry.shape, ranks, entry.dtype),))
 
 
@@ -104,7 +104,9 @@ def test_a_layout_of_two_stages_names_and_counts_what_each_rank_holds() -> None:
             if not name.startswith("model.layers.") or name.split(".")[2] in layers
         }
         assert set(layout.names(rank)) == wanted
-        assert sum(numel for _, numel in layout.held(rank)) == sum(prod(shapes[n]) for n in wanted)
+        assert sum(numel for _, numel in layout.count_held(rank)) == sum(
+            prod(shapes[n]) for n in wanted
+        )
         for name in wanted:
             assert any(rank in piece.ranks for piece in layout.placement(name).pieces), name
     assert layout.placement("model.layers.3.input_layernorm.weight") is NOWHERE

@@ -22,7 +22,7 @@ def test_all_names_are_those_of_the_family_and_each_is_found(config: dict) -> No
     experts = range(tensors.num_experts)
     names = [entry.tensor.name for entry in tensors.model_entries]
     for layer in range(tensors.num_layers):
-        for name, entry, expert in tensors.of_layer(layer, experts):
+        for name, entry, expert in tensors.list_layer_tensors(layer, experts):
             names.append(name)
             assert tensors.find(name) == (entry, layer, expert)
     assert sorted(names) == sorted(shapes)
@@ -63,7 +63,7 @@ def test_tied_embeddings_leave_the_output_layer_out() -> None:
 def test_layers_are_sorted_by_kind() -> None:
     tensors = tensors_of()
     assert tensors.by_kind(range(3)) == {True: [0, 2], False: [1]}
-    names = [name for name, _, _ in tensors.of_layer(0, experts=[1])]
+    names = [name for name, _, _ in tensors.list_layer_tensors(0, experts=[1])]
     assert "model.layers.0.mlp.experts.1.up_proj.weight" in names
     assert not [name for name in names if ".experts." in name and ".experts.1." not in name]
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from mcore_rl.weights.layouts.training import LocalPart, list_training_padding, training_shards
+from mcore_rl.weights.layouts.training import LocalPart, list_training_padding, make_training_shards
 from mcore_rl.weights.models import family_of, hf_tensor_shapes
 from mcore_rl.weights.plan.coverage import check_coverage
 from tests.support.megatron_layout import TrainLayout, hf_weights, model_config, train_ranks
@@ -28,7 +28,7 @@ def test_shards_view_the_hf_elements_they_name(layout, tied):
     weights = hf_weights(hf_tensor_shapes(config))
     seen = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     for rank in train_ranks(config, weights, layout):
-        shards = training_shards(rank.parts, family, config)
+        shards = make_training_shards(rank.parts, family, config)
         padding = list_training_padding(rank.parts, family, config)
         check_coverage(
             shards, padding, {name: tensor.numel() for name, tensor in rank.tensors.items()}
@@ -76,14 +76,14 @@ def test_what_the_config_does_not_describe_is_refused_by_name(key, change, messa
     config = model_config()
     part = next(part for part in parts_of(config, TrainLayout()) if part.key == key)
     with pytest.raises(ValueError, match=message):
-        training_shards([dataclasses.replace(part, **change)], family_of(config), config)
+        make_training_shards([dataclasses.replace(part, **change)], family_of(config), config)
 
 
 def test_own_output_weights_of_a_tied_model_are_refused():
     parts = parts_of(model_config(), TrainLayout())
     tied = model_config(tie_word_embeddings=True)
     with pytest.raises(ValueError, match=r"output_layer.weight.*tie_word_embeddings"):
-        training_shards(parts, family_of(tied), tied)
+        make_training_shards(parts, family_of(tied), tied)
 
 
 def test_a_corrupted_table_is_noticed():
@@ -94,10 +94,10 @@ def test_a_corrupted_table_is_noticed():
     corrupted = dataclasses.replace(family, rules=tuple(rules))
     wrong = [
         shard
-        for shard in training_shards(rank.parts, corrupted, config)
-        if shard not in training_shards(rank.parts, family, config)
+        for shard in make_training_shards(rank.parts, corrupted, config)
+        if shard not in make_training_shards(rank.parts, family, config)
     ]
     assert {shard.box.name.split(".")[-2] for shard in wrong} == {"q_proj", "k_proj", "v_proj"}
     smaller = dataclasses.replace(family, sizes=lambda config: {**family.sizes(config), "kv": 2})
     with pytest.raises(ValueError, match=r"linear_qkv.weight has shape"):
-        training_shards(rank.parts, smaller, config)
+        make_training_shards(rank.parts, smaller, config)

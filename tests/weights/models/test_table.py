@@ -60,8 +60,8 @@ def test_a_tensor_keeps_the_dtype_of_its_own() -> None:
 
 def test_tied_embeddings_leave_the_output_layer_out() -> None:
     tied = {"tie_word_embeddings": True}
-    assert TOY.left_out(tied) == {"lm_head.weight"}
-    assert TOY.left_out({}) == frozenset()
+    assert TOY.find_left_out(tied) == {"lm_head.weight"}
+    assert TOY.find_left_out({}) == frozenset()
     assert "lm_head.weight" not in TOY.shapes(tied)
 
 

@@ -12,7 +12,7 @@ from mcore_rl.weights.hf.fp8 import BLOCK, FP8
 from mcore_rl.weights.layouts.layout import Ranks
 from mcore_rl.weights.plan.shared_region import BoxSpan, SharedRegion, Slice, SplitGranularity
 
-RANKS = Ranks.of([0])
+RANKS = Ranks.from_iterable([0])
 FINE = SplitGranularity(min_bytes=1)
 
 

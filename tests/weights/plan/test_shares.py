@@ -50,7 +50,7 @@ def recvs(sources: Ranks, targets: list[int], topology: Topology) -> Sent:
 
 
 def test_three_sources_of_two_remote_targets_send_two_thirds_each() -> None:
-    moves = sends(Ranks.of([0, 1, 2]), [0, 1], RegularHosts(8, 8, 1))
+    moves = sends(Ranks.from_iterable([0, 1, 2]), [0, 1], RegularHosts(8, 8, 1))
     assert moves == {
         (0, 0): [(0, 2, 3)],
         (1, 0): [(2, 3, 3)],
@@ -61,7 +61,7 @@ def test_three_sources_of_two_remote_targets_send_two_thirds_each() -> None:
 
 def test_targets_take_all_from_sources_on_their_own_host() -> None:
     topology = ListedHosts(sources=(0, 0, 1), targets=(0, 2))
-    moves = sends(Ranks.of([0, 1, 2]), [0, 1], topology)
+    moves = sends(Ranks.from_iterable([0, 1, 2]), [0, 1], topology)
     assert {source for source, target in moves if target == 0} == {0, 1}
     assert {source for source, target in moves if target == 1} == {0, 1, 2}
 
@@ -73,7 +73,7 @@ def test_both_ends_agree_and_every_target_gets_the_whole_region_once(data: st.Da
         tuple(data.draw(st.lists(hosts, min_size=1, max_size=6))),
         tuple(data.draw(st.lists(hosts, min_size=1, max_size=6))),
     )
-    sources = Ranks.of(range(len(topology.sources)))
+    sources = Ranks.from_iterable(range(len(topology.sources)))
     targets = list(range(len(topology.targets)))
     moves = sends(sources, targets, topology)
     assert moves == recvs(sources, targets, topology)
@@ -93,7 +93,9 @@ def test_both_ends_agree_and_every_target_gets_the_whole_region_once(data: st.Da
 def test_sources_without_local_targets_send_the_same_amount(
     num_sources: int, num_targets: int
 ) -> None:
-    moves = sends(Ranks.of(range(num_sources)), list(range(num_targets)), RegularHosts(9, 9, 1))
+    moves = sends(
+        Ranks.from_iterable(range(num_sources)), list(range(num_targets)), RegularHosts(9, 9, 1)
+    )
     sent: dict[int, Fraction] = defaultdict(Fraction)
     for (source, _), stretches in moves.items():
         for first, last, parts in stretches:
