@@ -111,7 +111,7 @@ class Stage:
 
     def check_rotation(self) -> None:
         for url in self.sync_controller.in_rotation:
-            version = self.sync_controller.served_version(url)
+            version = self.sync_controller.find_version(url)
             assert version is not None
             assert weights_of(url) == self.expected[version % 2], (
                 f"{url} is in rotation with mixed weights"

@@ -282,7 +282,7 @@ class SyncController:
         """Return how the ranks came to their layouts ("recorded" or "listed"), and the digest."""
         return self._engines[url].digest
 
-    def served_version(self, url: str) -> int | None:
+    def find_version(self, url: str) -> int | None:
         """Return the version last committed on the linked engine at `url`."""
         return self._engines[url].served_version
 

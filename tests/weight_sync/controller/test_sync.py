@@ -61,7 +61,7 @@ def test_a_linked_engine_is_in_rotation_only_with_the_newest_version() -> None:
         assert controller.in_rotation == (a, b)
         sync(controller, 2, b)
         assert controller.in_rotation == (b,)
-        assert [controller.served_version(url) for url in (a, b)] == [1, 2]
+        assert [controller.find_version(url) for url in (a, b)] == [1, 2]
 
 
 def test_engines_of_equal_layouts_agree_on_one_digest() -> None:
