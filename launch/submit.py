@@ -13,7 +13,7 @@ from launch.jobs import ENDED, State, SubmittedJob, find_job, remember
 from launch.submission import DOCTOR, FOLDER, Submission, make_submission
 from launch.targets import TARGETS, load_launch
 from mcore_rl.config import Config
-from mcore_rl.config.secrets import written_config
+from mcore_rl.config.secrets import dump_config
 from mcore_rl.planning.bundles import COMMANDS
 from mcore_rl.process.disk import write_whole
 from mcore_rl.process.redaction import is_secret_name, redact
@@ -38,7 +38,7 @@ def submit(
     submission = make_submission(command, settings, config, options)
     target = TARGETS[options.target]
     files = target.make_files(submission, options)
-    for name, text in {**files, RECIPE: OmegaConf.to_yaml(written_config(config))}.items():
+    for name, text in {**files, RECIPE: OmegaConf.to_yaml(dump_config(config))}.items():
         write_whole(submission.folder / name, text)
     print(_describe(submission, files))
     if dry_run:

@@ -138,7 +138,7 @@ class RunProcesses:
             max_restarts = config.rollout.restarts
             if config.cluster.colocated:
                 gpu_ids = self._list_trainer_gpus()
-        stopped_s = Deadlines.of(
+        stopped_s = Deadlines.from_options(
             config.run, config.rollout, config.reward, config.served_groups.values()
         ).stopped
         startup_s = config.run.startup_timeout_s
@@ -246,7 +246,7 @@ def _start_collectors(
 ) -> CollectorGroup | None:
     if spec is None:
         return None
-    deadlines = Deadlines.of(
+    deadlines = Deadlines.from_options(
         config.run, config.rollout, config.reward, config.served_groups.values()
     )
     limits = CollectorLimits(

@@ -146,7 +146,7 @@ class DataConfig(Options, group="data"):
                     f"data.sources[{i}].path is empty: give a file, a folder or a glob"
                 )
 
-    def reduced_to(self, file: str, max_prompt_len: int) -> "DataConfig":
+    def reduce_to(self, file: str, max_prompt_len: int) -> "DataConfig":
         """Return these options with one small file in place of all prompts."""
         return replace(
             self,

@@ -45,7 +45,7 @@ class Deadlines:
     score: float
 
     @staticmethod
-    def of(
+    def from_options(
         run: RunConfig,
         rollout: RolloutConfig,
         reward: RewardConfig,

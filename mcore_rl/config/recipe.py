@@ -17,7 +17,7 @@ from mcore_rl.config import Config
 from mcore_rl.config.bounds import check_bounds
 from mcore_rl.config.overrides import find_type, quote, to_hydra
 from mcore_rl.config.secrets import remember_secrets
-from mcore_rl.config.shipped import RECIPES_DIR, shipped_path
+from mcore_rl.config.shipped import RECIPES_DIR, resolve_shipped
 from mcore_rl.config.tree import leaves_under, mappings_under, value_of
 
 
@@ -113,7 +113,7 @@ def make_config(tree: DictConfig) -> Config:
     check_bounds(Config, {str(key): value for key, value in values.items()})
     config = OmegaConf.to_object(tree)
     assert isinstance(config, Config)
-    config.model.path = shipped_path(config.model.path)
+    config.model.path = resolve_shipped(config.model.path)
     return config
 
 

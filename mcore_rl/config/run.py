@@ -171,7 +171,7 @@ class EvalConfig(Options, group="eval"):
         """Samples of each prompt besides the greedy one."""
         return self.samples or (self.pass_k if self.pass_k > 1 else 0)
 
-    def reduced_to(self, file: str, max_prompts: int) -> "EvalConfig":
+    def reduce_to(self, file: str, max_prompts: int) -> "EvalConfig":
         """Return these options with greedy answers alone, to a few prompts of one file."""
         return EvalConfig(
             data=[file],

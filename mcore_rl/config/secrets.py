@@ -1,7 +1,7 @@
 """Keeps secrets of a recipe out of what a run writes: its config.yaml and what trackers get.
 
 `remember_secrets` sees the tree before its interpolations are resolved, and
-`written_config` writes those that took a value from the environment as the recipe has them.
+`dump_config` writes those that took a value from the environment as the recipe has them.
 """
 
 import os
@@ -51,7 +51,7 @@ def remember_secrets(tree: DictConfig) -> None:
             _interpolations[path] = (text, found)
 
 
-def written_config(config: Config) -> dict[str, Any]:
+def dump_config(config: Config) -> dict[str, Any]:
     """Return the configuration as plain values without secrets.
 
     Values from the environment are the interpolations that the recipe has. Of URLs, userinfo and
@@ -72,7 +72,7 @@ def written_config(config: Config) -> dict[str, Any]:
             return HIDDEN
         return redact(value)
 
-    return _mapped(values, write)
+    return _map_leaves(values, write)
 
 
 def _name_of(path: Path) -> str:
@@ -80,11 +80,11 @@ def _name_of(path: Path) -> str:
     return next((str(step) for step in reversed(path) if isinstance(step, str)), "")
 
 
-def _mapped(value: Any, write: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+def _map_leaves(value: Any, write: Callable[[Path, Any], Any], path: Path = ()) -> Any:
     if isinstance(value, dict):
-        return {name: _mapped(part, write, (*path, name)) for name, part in value.items()}
+        return {name: _map_leaves(part, write, (*path, name)) for name, part in value.items()}
     if isinstance(value, list):
-        return [_mapped(part, write, (*path, i)) for i, part in enumerate(value)]
+        return [_map_leaves(part, write, (*path, i)) for i, part in enumerate(value)]
     return write(path, value)
 
 

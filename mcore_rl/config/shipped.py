@@ -8,7 +8,7 @@ HOME = _PACKAGE if (_PACKAGE / "recipes").is_dir() else _PACKAGE.parent
 RECIPES_DIR = HOME / "recipes"
 
 
-def shipped_path(path: str) -> str:
+def resolve_shipped(path: str) -> str:
     """Return `path`, or where the package has it if it starts with recipes/ and is not here."""
     is_shipped = path.startswith("recipes/") and not Path(path).exists()
     return str(HOME / path) if is_shipped and (HOME / path).exists() else path

@@ -64,7 +64,7 @@ def with_settings(config: C, settings: Settings) -> C:
     return replace(whole, **values, **inner)
 
 
-def shown(value: object) -> str:
+def spell(value: object) -> str:
     """A value as a recipe spells it."""
     if value is None:
         return "null"

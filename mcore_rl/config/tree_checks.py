@@ -26,7 +26,7 @@ from mcore_rl.config.training import (
     ParallelConfig,
     TrainConfig,
 )
-from mcore_rl.config.tree import defaults_of, shown, value_of
+from mcore_rl.config.tree import defaults_of, spell, value_of
 
 
 def check_quantization(rollout: RolloutConfig, model: ModelConfig) -> None:
@@ -145,8 +145,8 @@ def refuse(config: object, unread_options: Iterable[Unread]) -> None:
                 value = value_of(config, name)
                 if value != default:
                     raise ValueError(
-                        f"{name}={shown(value)} with {unread.context}, which has no use for it:"
-                        f" {unread.remedy}, or leave {name} out (by default it is {shown(default)})"
+                        f"{name}={spell(value)} with {unread.context}, which has no use for it:"
+                        f" {unread.remedy}, or leave {name} out (by default it is {spell(default)})"
                     )
 
 
@@ -185,7 +185,7 @@ def find_unread_in_correction(correction: CorrectionConfig) -> Iterator[Unread]:
     if not correction.is_weighted:
         names = ("low", "high", "bound", "normalize")
         options = tuple(f"algorithm.correction.{name}" for name in names)
-        context = f"algorithm.correction.weight={shown(correction.weight)}"
+        context = f"algorithm.correction.weight={spell(correction.weight)}"
         yield Unread(options, context, "set algorithm.correction.weight=token")
     if correction.bound == "truncate":
         remedy = "set algorithm.correction.bound=mask"

@@ -27,7 +27,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from mcore_rl.config import Config
-from mcore_rl.config.secrets import written_config
+from mcore_rl.config.secrets import dump_config
 from mcore_rl.process.disk import (
     DELETED,
     explain_loss,
@@ -94,7 +94,7 @@ class RunFolder:
             if not config.run.resume:
                 self.parity_check.unlink(missing_ok=True)
             self.logs.mkdir(parents=True, exist_ok=True)
-            OmegaConf.save(OmegaConf.create(written_config(config)), self.path / "config.yaml")
+            OmegaConf.save(OmegaConf.create(dump_config(config)), self.path / "config.yaml")
             handler = _LogFile(self.logs / "controller.log", config.log.rotate_bytes)
         handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         package = logging.getLogger("mcore_rl")

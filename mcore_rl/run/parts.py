@@ -12,7 +12,7 @@ from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
 from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.config import CheckpointConfig, Config
-from mcore_rl.config.secrets import written_config
+from mcore_rl.config.secrets import dump_config
 from mcore_rl.logs import MetricsLogger
 from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.logs.run_folder import RunFolder
@@ -281,7 +281,7 @@ def make_log(
         tensorboard=log.tensorboard,
         wandb_project=log.wandb_project,
         mlflow_uri=log.mlflow_uri,
-        config=written_config(config),
+        config=dump_config(config),
         read=read,
         with_episodes=config.agents.is_used,
         rotate_bytes=log.rotate_bytes,

@@ -15,7 +15,7 @@ from typing import Any
 from mcore_rl.config import Config
 from mcore_rl.config.bounds import Choices, is_group, options_of
 from mcore_rl.config.recipe import list_recipes
-from mcore_rl.config.tree import leaves_under, shown
+from mcore_rl.config.tree import leaves_under, spell
 
 
 def answer_shell(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def _list_values(cls: type, name: str) -> list[str]:
     if rest:
         return _list_values(kind, rest) if isinstance(kind, type) and is_group(kind) else []
     if isinstance(bounds, Choices):
-        return [shown(value) for value in bounds.values]
+        return [spell(value) for value in bounds.values]
     return ["true", "false"] if kind is bool else []
 
 

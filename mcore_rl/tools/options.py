@@ -26,7 +26,7 @@ from mcore_rl.config import Config
 from mcore_rl.config.bounds import Bounds, Choices, Options, Range, is_group, options_of
 from mcore_rl.config.recipe import list_recipes
 from mcore_rl.config.shipped import RECIPES_DIR
-from mcore_rl.config.tree import leaves_under, shown
+from mcore_rl.config.tree import leaves_under, spell
 
 WIDTH = 100
 PAGE_WIDTH = 120
@@ -99,9 +99,9 @@ def list_options() -> list[Option]:
             name,
             _name_type(kind),
             _explain_bounds(bounds),
-            shown(default),
+            spell(default),
             description,
-            {recipe: shown(values[name]) for recipe, values in recipes.items() if name in values},
+            {recipe: spell(values[name]) for recipe, values in recipes.items() if name in values},
         )
         for name, kind, bounds, default, description in _walk(Config())
     ]
@@ -158,7 +158,7 @@ def _name_type(kind: Any) -> str:
 
 def _explain_bounds(bounds: Bounds | None) -> str:
     if isinstance(bounds, Choices):
-        return f"one of {', '.join(map(shown, bounds.values))}"
+        return f"one of {', '.join(map(spell, bounds.values))}"
     if isinstance(bounds, Range):
         return re.sub(r"^must (be |lie )?", "", str(bounds))
     return ""

@@ -25,7 +25,7 @@ from mcore_rl.agents.messages import keep_last_answers
 from mcore_rl.agents.recorder import EpisodeLimits, SampleTurn, TurnRequest
 from mcore_rl.agents.runner import EpisodeRunner, RunnerOptions
 from mcore_rl.config import AgentsConfig
-from mcore_rl.config.shipped import shipped_path
+from mcore_rl.config.shipped import resolve_shipped
 from mcore_rl.data.decoding import Decode
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -103,7 +103,7 @@ def make_absolute(value: Any) -> Any:
     if not isinstance(value, str) or not re.fullmatch(r"[^:\s]+\.py:\w+", value):
         return value
     path, _, name = value.rpartition(":")
-    return f"{Path(shipped_path(path)).absolute()}:{name}"
+    return f"{Path(resolve_shipped(path)).absolute()}:{name}"
 
 
 class EpisodeSampler:

@@ -70,6 +70,6 @@ def test_a_rehearsal_reads_one_small_file() -> None:
         curriculum=CurriculumConfig(column="d", stages=[StageConfig(most=1)]),
         workers=5,
     )
-    reduced = config.reduced_to("small.parquet", 16)
+    reduced = config.reduce_to("small.parquet", 16)
     assert reduced == DataConfig(train=["small.parquet"], max_prompt_len=16, workers=5)
     assert not reduced.curriculum.is_used and config.curriculum.is_used

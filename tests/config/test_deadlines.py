@@ -25,7 +25,7 @@ def test_no_deadline_is_shorter_than_what_it_waits_for(
         reward=replace(RewardConfig(), timeout_s=reward_s),
         judge=ServedModelConfig(path="/judge", request_timeout_s=judge_s),
     )
-    deadlines = Deadlines.of(
+    deadlines = Deadlines.from_options(
         config.run, config.rollout, config.reward, config.served_groups.values()
     )
     for name, (outer, inner) in deadlines.pairs.items():

@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import check_texts, leaves, list_recipes, load_recipe, require
-from mcore_rl.config.shipped import HOME, RECIPES_DIR, shipped_path
+from mcore_rl.config.shipped import HOME, RECIPES_DIR, resolve_shipped
 
 MODEL = "recipes/model/deepseek_v3"
 
@@ -133,9 +133,9 @@ def test_a_shipped_path_leads_to_the_package_unless_there_is_one_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert shipped_path(MODEL) == str(HOME / MODEL)
+    assert resolve_shipped(MODEL) == str(HOME / MODEL)
     (tmp_path / MODEL).mkdir(parents=True)
-    assert shipped_path(MODEL) == MODEL
+    assert resolve_shipped(MODEL) == MODEL
 
 
 @pytest.mark.parametrize("path", ["", "/models/a", "Qwen/Qwen3-30B-A3B", "recipes/model/nowhere"])
@@ -143,4 +143,4 @@ def test_other_paths_stay_as_they_are(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert shipped_path(path) == path
+    assert resolve_shipped(path) == path

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.config.secrets import remember_secrets, written_config
+from mcore_rl.config.secrets import dump_config, remember_secrets
 from mcore_rl.logs import MetricsLogger
 from mcore_rl.logs import trackers as tracker_modules
 from mcore_rl.logs.run_folder import RunFolder
@@ -68,7 +68,7 @@ def test_the_run_itself_has_the_values(config: Config) -> None:
 
 
 def test_the_written_configuration_has_none_of_them_and_all_else(config: Config) -> None:
-    written = written_config(config)
+    written = dump_config(config)
     refuse_planted(json.dumps(written))
     assert written["judge"]["url"] == "${oc.env:JUDGE_ADDRESS}"
     assert written["log"]["mlflow_uri"].startswith("https://me:${oc.env:TRACKER_PASSWORD}@")
@@ -78,7 +78,7 @@ def test_the_written_configuration_has_none_of_them_and_all_else(config: Config)
     assert (request["api_key"], request["headers"]) == ("***", {"authToken": "***"})
     assert (request["max_tokens"], request["tokenizer"]) == (7, "plain")
     plain = OmegaConf.to_container(OmegaConf.structured(Config()))
-    assert written_config(Config()) == plain
+    assert dump_config(Config()) == plain
 
 
 def test_folder_trackers_and_logs_have_none_of_them(
@@ -111,7 +111,7 @@ def test_folder_trackers_and_logs_have_none_of_them(
             console=False,
             wandb_project="p",
             mlflow_uri="u",
-            config=written_config(config),
+            config=dump_config(config),
         ).close()
     finally:
         for handler in package.handlers[:]:

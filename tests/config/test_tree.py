@@ -4,7 +4,7 @@ import pytest
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.config.tree import defaults_of, leaves_under, shown, value_of, with_settings
+from mcore_rl.config.tree import defaults_of, leaves_under, spell, value_of, with_settings
 
 
 def test_names_lead_to_values() -> None:
@@ -29,7 +29,7 @@ def test_settings_replace_options_and_are_checked_together() -> None:
 
 
 def test_values_are_shown_as_a_recipe_spells_them() -> None:
-    assert [shown(value) for value in (None, True, "", "a", 1.5, [])] == [
+    assert [spell(value) for value in (None, True, "", "a", 1.5, [])] == [
         *("null", "true", "''", "a", "1.5", "[]")
     ]
 

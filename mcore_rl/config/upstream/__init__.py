@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.config.tree import shown
+from mcore_rl.config.tree import spell
 from mcore_rl.config.upstream.arguments import problem_on_command_line
 from mcore_rl.config.upstream.fields import (
     DDP,
@@ -69,7 +69,7 @@ def check_passed(group: str, options: Passed, kind: OpenGroup, owners: Mapping[s
         elif knows_fields:
             problem = _problem(name, value, kind, fields)
         if problem is not None:
-            raise ValueError(f"{group}.{name}={shown(value)}: {problem}")
+            raise ValueError(f"{group}.{name}={spell(value)}: {problem}")
 
 
 def _problem(
@@ -84,7 +84,7 @@ def _problem(
     if is_code(found.kind):
         return f"{upstream}.{name} takes a Python object, which a recipe cannot give"
     if not fits(found.kind, value):
-        return f"{upstream}.{name} is declared as {_declared(found)}"
+        return f"{upstream}.{name} is declared as {_format_type(found)}"
     if found.choices and value is not None and value not in found.choices:
         return f"{upstream}.{name} is one of {', '.join(map(str, found.choices))}"
     if kind.upstream is SERVER:
@@ -97,5 +97,5 @@ def _problem(
     return None
 
 
-def _declared(found: UpstreamField) -> str:
+def _format_type(found: UpstreamField) -> str:
     return ast.unparse(found.kind)

@@ -143,7 +143,7 @@ def _fields_of(
         name = statement.target.id
         if name.startswith("_"):
             continue
-        kind, keywords = _annotated(statement.annotation)
+        kind, keywords = _split_annotation(statement.annotation)
         if kind is None:
             continue  # a value that SGLang derives by itself
         yield UpstreamField(
@@ -157,7 +157,7 @@ def _fields_of(
         )
 
 
-def _annotated(annotation: ast.expr) -> tuple[ast.expr | None, Mapping[str, ast.expr]]:
+def _split_annotation(annotation: ast.expr) -> tuple[ast.expr | None, Mapping[str, ast.expr]]:
     """Return (type, keywords of Arg) of `A[type, Arg(...)]`; (None, {}) for derived values."""
     if not _is_marked(annotation):
         return annotation, {}

@@ -4,7 +4,7 @@ from typing import Any
 
 from mcore_rl.config.rollout import DriftConfig, RolloutConfig
 from mcore_rl.config.training import TrainConfig, UpdatesConfig
-from mcore_rl.config.tree import shown
+from mcore_rl.config.tree import spell
 from mcore_rl.config.upstream import (
     TO_DDP,
     TO_ENGINES,
@@ -79,7 +79,7 @@ def check_engines(rollout: RolloutConfig, drift: DriftConfig) -> None:
     for name in ("enable_dp_lm_head", "moe_dense_tp_size"):
         if options.get(name) and rollout.attention_dp == 1:
             raise ValueError(
-                f"rollout.sglang.{name}={shown(options[name])} with rollout.attention_dp=1: SGLang"
+                f"rollout.sglang.{name}={spell(options[name])} with rollout.attention_dp=1: SGLang"
                 " has it for DP attention only; raise rollout.attention_dp, or set"
                 f" rollout.sglang.{name}=null"
             )
@@ -111,5 +111,5 @@ def check_engines(rollout: RolloutConfig, drift: DriftConfig) -> None:
         if value != needed:
             raise ValueError(
                 f"rollout.sglang.speculative_algorithm={options['speculative_algorithm']} with"
-                f" {name}={shown(value)}: {why}; set {name}={shown(needed)}"
+                f" {name}={spell(value)}: {why}; set {name}={spell(needed)}"
             )

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.config.secrets import written_config
+from mcore_rl.config.secrets import dump_config
 from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.calibration import Calibration, _read_config
 from mcore_rl.tools.simulate.costs import RecipeCosts
@@ -48,7 +48,7 @@ def measured_run(folder: Path, config: Config) -> Mapping[int, Mapping[str, floa
     steps = simulate(config, slower(costs_of(config))).steps
     rows = [{"step": step, **metrics} for step, metrics in steps.items()]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    OmegaConf.save(OmegaConf.create(written_config(config)), folder / "config.yaml")
+    OmegaConf.save(OmegaConf.create(dump_config(config)), folder / "config.yaml")
     return steps
 
 
@@ -110,7 +110,7 @@ def test_runs_that_tell_nothing_are_refused(tmp_path: Path) -> None:
 def test_a_run_of_an_older_version_is_read_with_its_name_of_the_parity_check(
     tmp_path: Path,
 ) -> None:
-    written = written_config(recipe("rollout.mode=sync", "parity_check.sequences=3"))
+    written = dump_config(recipe("rollout.mode=sync", "parity_check.sequences=3"))
     written["canary"] = written.pop("parity_check")
     OmegaConf.save(OmegaConf.create(written), tmp_path / "config.yaml")
     assert _read_config(tmp_path).parity_check.sequences == 3
