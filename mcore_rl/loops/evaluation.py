@@ -30,7 +30,7 @@ class Correctness:
     threshold: float
 
     @staticmethod
-    def of(config: EvalConfig, reward: RewardConfig) -> "Correctness":
+    def from_config(config: EvalConfig, reward: RewardConfig) -> "Correctness":
         """Take `eval.correct_part` and `eval.correct_at`; by default full marks are needed.
 
         Full marks are 1 for a part or for the only score, reward.judge.high for a judge's verdict,
@@ -99,7 +99,7 @@ def evaluate(
     """
     if not prompts:
         return {}, Rollout([], Scores([]))
-    correctness = Correctness.of(config, rewards)
+    correctness = Correctness.from_config(config, rewards)
     failures = RewardFailures()
 
     def draw(num_samples: int, greedy: bool) -> Rollout:

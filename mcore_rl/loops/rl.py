@@ -53,7 +53,7 @@ def make_step_options(config: Config) -> tuple[SamplingOptions, StepOptions]:
     Raises ValueError naming the option if the recipe's algorithm is unknown.
     """
     needs = needs_of(config.algorithm)
-    return SamplingOptions.of(config, needs), StepOptions.of(config, needs)
+    return SamplingOptions.from_config(config, needs), StepOptions.from_config(config, needs)
 
 
 def run_step(

@@ -38,7 +38,7 @@ class SamplingOptions:
     with_greedy: bool = False
 
     @staticmethod
-    def of(config: Config, needs: Needs) -> "SamplingOptions":
+    def from_config(config: Config, needs: Needs) -> "SamplingOptions":
         return SamplingOptions(
             config.rollout, config.reward, config.algorithm.role_part, needs.greedy_baseline
         )

@@ -36,7 +36,7 @@ class StepOptions:
     max_response_len: int
 
     @staticmethod
-    def of(config: Config, needs: Needs) -> "StepOptions":
+    def from_config(config: Config, needs: Needs) -> "StepOptions":
         return StepOptions(
             config.algorithm, needs, config.train, config.critic, config.rollout.max_response_len
         )
@@ -110,7 +110,7 @@ def train_policy(
     def step(part: StoredBatch, i: int) -> StepStats:
         part = _with_held_back(options, roles.on_tokens, part, seed * 1009 + i)
         part = with_sums(options.algorithm, part, is_first=i == 0)
-        return roles.trainer.train_step(_weighted(options, part))
+        return roles.trainer.train_step(_set_loss_weights(options, part))
 
     parts = mini_batches(batch, options.train.mini_batches, options.train.epochs, seed)
     return summarize_steps(
@@ -125,7 +125,7 @@ def train_critic(
     parts = mini_batches(batch, options.critic.mini_batches, options.critic.epochs, seed)
 
     def step(part: StoredBatch) -> StepStats:
-        return critic.train_step(_weighted(options, part))
+        return critic.train_step(_set_loss_weights(options, part))
 
     return summarize_critic([_on_what_is_left(part, step) for part in parts])
 
@@ -191,6 +191,6 @@ def _with_held_back(
     return chosen
 
 
-def _weighted(options: StepOptions, batch: StoredBatch) -> StoredBatch:
+def _set_loss_weights(options: StepOptions, batch: StoredBatch) -> StoredBatch:
     """Set the loss weights of the batch as one optimizer step."""
     return with_stored_weights(batch, options.algorithm.aggregation, options.max_response_len)

@@ -202,7 +202,7 @@ def sample_in_background(
     if config.rollout.mode == "sync":
         return nullcontext()
     return BackgroundSampler(
-        SamplingOptions.of(config, needs_of(config.algorithm)),
+        SamplingOptions.from_config(config, needs_of(config.algorithm)),
         config.run.seed,
         WeightVersion(start_step),
         prompts,

@@ -86,5 +86,5 @@ def _open(config: Config) -> MixedPrompts:
             f"{config.data.stream_above}), and model.path={config.model.path} sees images, which"
             " are not streamed: name all prompts in data.train, and raise data.stream_above"
         )
-    are_right = Correctness.of(config.eval, config.reward).are_correct
+    are_right = Correctness.from_config(config.eval, config.reward).are_correct
     return open_prompts(config.data, config.run.seed, make_tokenizer, are_right)

@@ -31,7 +31,7 @@ def start_training(config: Config, processes: RunProcesses, loss: TokenLoss) -> 
     Groups with GPUs of their own start at the same time. Groups that share GPUs start one after the
     other, and each gives up its memory before the next starts.
     """
-    options = StepOptions.of(config, needs_of(config.algorithm))
+    options = StepOptions.from_config(config, needs_of(config.algorithm))
     num_steps, num_critic_steps = options.count_optimizer_steps(config.run.steps)
     timeout_s = config.run.call_timeout_s
     watched = processes.run_watched

@@ -38,13 +38,13 @@ JUDGE = JudgeConfig(high=10.0)
 def test_full_marks_are_needed_unless_the_recipe_says_otherwise(
     eval_options: dict[str, Any], reward_options: dict[str, Any], threshold: float
 ) -> None:
-    rule = Correctness.of(EvalConfig(**eval_options), RewardConfig(**reward_options))
+    rule = Correctness.from_config(EvalConfig(**eval_options), RewardConfig(**reward_options))
     assert rule.threshold == pytest.approx(threshold)
     assert rule.part == eval_options.get("correct_part", "")
 
 
 def test_partial_credit_and_a_form_without_the_answer_are_not_right() -> None:
-    rule = Correctness.of(EvalConfig(), RewardConfig(path="reward.py"))
+    rule = Correctness.from_config(EvalConfig(), RewardConfig(path="reward.py"))
     assert rule.are_correct(Scores([1.0, 0.5, 0.0, -1.0])) == [True, False, False, False]
     parts = {"right": [1.0, 0.0, 1.0], "form": [1.0, 1.0, 0.0]}
     scores = Scores([1.2, 0.2, 1.0], parts)
@@ -59,7 +59,7 @@ def test_penalties_do_not_count() -> None:
 
 def test_weights_that_sum_up_inexactly_still_give_full_marks() -> None:
     parts = {"parts": ["a", "b", "c"], "weights": [0.1, 0.7, 0.2]}
-    rule = Correctness.of(EvalConfig(), RewardConfig(path="reward.py", **parts))  # type: ignore[arg-type]
+    rule = Correctness.from_config(EvalConfig(), RewardConfig(path="reward.py", **parts))  # type: ignore[arg-type]
     assert rule.are_correct(Scores([0.1 + (0.7 + 0.2), (0.1 + 0.2) + 0.7, 0.99])) == [
         True,
         True,

@@ -41,7 +41,7 @@ def _set_values(batch: TrainBatch) -> tuple[TrainBatch, None]:
 
 
 def options_of(algorithm: AlgorithmConfig, **config: Any) -> StepOptions:
-    return StepOptions.of(Config(algorithm=algorithm, **config), needs_of(algorithm))
+    return StepOptions.from_config(Config(algorithm=algorithm, **config), needs_of(algorithm))
 
 
 def sampled(algorithm: AlgorithmConfig) -> tuple[TablePolicy, StoredBatch, list[StoredSample]]:

@@ -57,7 +57,10 @@ def take_step(roles: Roles, algorithm: AlgorithmConfig, **config: Any) -> dict[s
     """Take step 1 of the loop with these roles, and return its metrics."""
     recipe = Config(algorithm=algorithm, **config)
     needs = needs_of(algorithm)
-    drawing, options = SamplingOptions.of(recipe, needs), StepOptions.of(recipe, needs)
+    drawing, options = (
+        SamplingOptions.from_config(recipe, needs),
+        StepOptions.from_config(recipe, needs),
+    )
     return run_step(drawing, options, roles, PhaseTimer(1), seed=0)
 
 

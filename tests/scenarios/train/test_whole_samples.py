@@ -160,7 +160,7 @@ def take_steps(
         trainer = make_trainer(actor, case.algorithm, Packing.of(parallel, train))
         trainer.of_rows = of_rows
         config = Config(algorithm=case.algorithm, train=train)
-        step_options = StepOptions.of(config, needs_of(case.algorithm))
+        step_options = StepOptions.from_config(config, needs_of(case.algorithm))
         batch = make_batch(cut)
         if cut is at_leaves:  # as a batch has it whose samples have one row each
             batch = replace(batch, sample_N=None)
