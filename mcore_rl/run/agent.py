@@ -25,7 +25,7 @@ from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import EngineAsker, HttpOptions
 from mcore_rl.run.episodes import check_episodes, episode_spec
-from mcore_rl.run.inputs import needed_prompts, open_policy
+from mcore_rl.run.inputs import list_prompt_options, open_policy
 from mcore_rl.run.node_servers import check_node_servers, node_servers_spec
 from mcore_rl.run.prompts import load_split
 from mcore_rl.run.roles.generator import make_sampling
@@ -44,7 +44,7 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
     """
     if not config.agents.is_used:
         raise ValueError("agents.environment is not set: give what the policy talks with")
-    policy, tokenizer = open_policy(config, *needed_prompts(config))
+    policy, tokenizer = open_policy(config, *list_prompt_options(config))
     check_node_servers(config)
     check_episodes(config, policy, tokenizer)
     files = config.eval.data or config.data.train
@@ -72,7 +72,7 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
             engine.stop()
             servers.close()
     for sample in samples:
-        print(shown(sample), flush=True)
+        print(format_episode(sample), flush=True)
     refuse_broken_environment(samples, config.agents.environment)
 
 
@@ -117,28 +117,28 @@ async def _play(
     return [sample for group in groups for sample in group]
 
 
-def shown(sample: Sample) -> str:
+def format_episode(sample: Sample) -> str:
     """Return the conversation of an episode, with what was rewarded and why it ended."""
     episode = sample.episode
     assert episode is not None, "an episode is shown"
     prompt = sample.prompt
     lines = [f"=== prompt {prompt.index} of {prompt.data_source!r} ==="]
     for turn in episode.turns:
-        lines += _shown_turn(turn)
-    return "\n".join([*lines, _shown_end(episode, prompt), ""])
+        lines += _format_turn(turn)
+    return "\n".join([*lines, _format_end(episode, prompt), ""])
 
 
-def _shown_turn(turn: TurnRecord) -> list[str]:
+def _format_turn(turn: TurnRecord) -> list[str]:
     lines = [f"--- a new row: {turn.fork} ---"] if turn.fork else []
-    lines += [_shown_message(message) for message in turn.messages]
-    lines.append(_shown_message(turn.answer))
+    lines += [_format_message(message) for message in turn.messages]
+    lines.append(_format_message(turn.answer))
     lines += [f"    call {call}" for call in turn.calls]
     if turn.reward:
         lines.append(f"    reward {turn.reward:g}")
     return lines
 
 
-def _shown_message(message: Mapping[str, Any]) -> str:
+def _format_message(message: Mapping[str, Any]) -> str:
     parts = [str(message.get("content") or "")]
     if reasoning := message.get("reasoning_content"):
         parts.insert(0, f"({reasoning})")
@@ -150,7 +150,7 @@ def _shown_message(message: Mapping[str, Any]) -> str:
     return f"[{message['role']}] {' '.join(part for part in parts if part)}"
 
 
-def _shown_end(episode: EpisodeRecord, prompt: Prompt) -> str:
+def _format_end(episode: EpisodeRecord, prompt: Prompt) -> str:
     num_tokens = sum(turn.num_tokens for turn in episode.turns)
     truth = f"; ground truth {prompt.ground_truth!r}" if prompt.ground_truth else ""
     detail = f" ({episode.detail})" if episode.detail else ""

@@ -29,13 +29,13 @@ from mcore_rl.process.log_files import rotate_logs
 from mcore_rl.run.images import sft_images
 from mcore_rl.run.inputs import (
     check_no_trainer,
-    needed_prompts,
+    list_prompt_options,
     open_policy,
     read_train_inputs,
     without_replay,
 )
 from mcore_rl.run.parts import (
-    completing_saves,
+    complete_saves_if_stopped,
     connect_stores,
     finish,
     finish_training,
@@ -115,7 +115,7 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
                 critic=make_critic(config, inputs.policy, started, folder),
                 both=in_turn if config.critic.colocated else run_both,
             )
-            with completing_saves(started.trainer, started.critic):
+            with complete_saves_if_stopped(started.trainer, started.critic):
                 yield roles, start_step
         finish(config, started, folder)
     make_report(folder.path)
@@ -137,7 +137,7 @@ def run_sft(config: Config) -> None:
         start_step = resume(trainer, config.checkpoint, {"prompts": batches}, newest)
         packed = make_token_trainer(config, policy, trainer, folder)
         log = make_log(config, folder, options.steps, start_step)
-        with log, completing_saves(trainer):
+        with log, complete_saves_if_stopped(trainer):
             fine_tune(options, config.checkpoint, batches, packed, log, start_step)
         finish_training(config.checkpoint, trainer, folder)
     print(folder.export)
@@ -167,7 +167,7 @@ def run_dpo(config: Config) -> None:
         start_step = resume(trainer, config.checkpoint, {"pairs": stream}, newest)
         packed = make_token_trainer(config, policy, trainer, folder)
         log = make_log(config, folder, options.steps, start_step)
-        with log, completing_saves(trainer):
+        with log, complete_saves_if_stopped(trainer):
             optimize_preferences(config, stream, batches, packed, log, start_step)
         finish_training(config.checkpoint, trainer, folder)
     print(folder.export)
@@ -178,7 +178,7 @@ def run_pairs(config: Config) -> None:
     them to <run.dir>/pairs.
     """
     check_no_trainer(config)
-    policy, tokenizer = open_policy(config, *needed_prompts(config))
+    policy, tokenizer = open_policy(config, *list_prompt_options(config))
     collector = collector_spec(config, policy, tokenizer)
     splits = {
         "train": first_prompts(config, tokenizer, config.dpo.prompts),

@@ -55,7 +55,7 @@ def read_train_inputs(config: Config) -> TrainInputs:
     fit the rest.
     """
     check_algorithm(config)
-    policy, tokenizer = open_policy(config, *needed_prompts(config))
+    policy, tokenizer = open_policy(config, *list_prompt_options(config))
     check_routing(config.train, policy.config)
     warn_of_cut_distribution(config.rollout)
     collector = collector_spec(config, policy, tokenizer)
@@ -82,7 +82,7 @@ def read_train_inputs(config: Config) -> TrainInputs:
     return inputs
 
 
-def needed_prompts(config: Config) -> tuple[str, ...]:
+def list_prompt_options(config: Config) -> tuple[str, ...]:
     """Return the option that must name prompts; none if data.sources does."""
     return () if config.data.sources else ("data.train",)
 

@@ -62,7 +62,7 @@ def make_token_trainer(
     temperature: float = 1.0,
 ) -> PackedTokenTrainer:
     """Return a trainer of TrainBatches, whose steps tell their speed; the ranks must be built."""
-    options = _packed_options(config, policy, trainer, temperature)
+    options = _make_trainer_options(config, policy, trainer, temperature)
     return PackedTokenTrainer(trainer, folder, **options)
 
 
@@ -70,16 +70,16 @@ def make_stored_trainer(
     config: Config, policy: ModelFacts, trainer: TrainerGroup, folder: RunFolder
 ) -> PackedStoredTrainer:
     """Do as `make_token_trainer` for samples that lie in stores, at the rollout's temperature."""
-    options = _packed_options(config, policy, trainer, config.rollout.temperature)
+    options = _make_trainer_options(config, policy, trainer, config.rollout.temperature)
     return PackedStoredTrainer(trainer, folder, **options)
 
 
-def _packed_options(
+def _make_trainer_options(
     config: Config, policy: ModelFacts, trainer: TrainerGroup, temperature: float
 ) -> dict[str, Any]:
     flops = ModelFlops.from_facts(policy)
     return {
-        "packing": Packing.of(config.parallel, config.train, flops),
+        "packing": Packing.from_config(config.parallel, config.train, flops),
         "temperature": temperature,
         "checkpoint": config.checkpoint,
         "speed": TrainSpeed(flops, config.parallel.world_size, trainer.peak_flops()),
@@ -94,7 +94,7 @@ def make_critic(
         return None
     model = read_critic(config.critic.path, policy)
     flops = ModelFlops.from_facts(ModelFacts(model.path, add_value_head(model.config)))
-    packing = Packing.of(config.critic.parallel, config.train, flops)
+    packing = Packing.from_config(config.critic.parallel, config.train, flops)
     critic = PackedCritic(started.critic, folder, packing=packing, checkpoint=config.checkpoint)
     return SharingCritic(critic, started.gpus) if config.critic.colocated else critic
 
@@ -126,7 +126,7 @@ def make_sync(
 
     start_step   as load_models returned it
     """
-    packing = Packing.of(config.parallel, config.train, ModelFlops.from_facts(policy))
+    packing = Packing.from_config(config.parallel, config.train, ModelFlops.from_facts(policy))
     scorer = PackedTokenTrainer(
         started.trainer, folder, packing=packing, temperature=1.0, checkpoint=config.checkpoint
     )
@@ -289,7 +289,9 @@ def make_log(
 
 
 @contextmanager
-def completing_saves(trainer: TrainerGroup, critic: CriticGroup | None = None) -> Iterator[None]:
+def complete_saves_if_stopped(
+    trainer: TrainerGroup, critic: CriticGroup | None = None
+) -> Iterator[None]:
     """If the block is stopped on request, complete the saves in progress before it is left."""
     try:
         yield

@@ -79,7 +79,7 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
     <run.dir>_rehearsal/inputs.
 
     `given` names the options ("run.steps") set on the command line. run.steps and run.resume among
-    them are kept; `replaced` lists those that are not.
+    them are kept; `list_changes` lists those that are not.
     """
     print(
         f"in a rehearsal every reward gets a pseudo-random number below {REWARD_NOISE:g}, and"
@@ -119,12 +119,12 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
         sync=replace(config.sync, bucket_mib=min(config.sync.bucket_mib, 1.0)),
         **{role: _smallest_served(served) for role, served in config.served_models.items()},
     )
-    if names := _left_out(config, rehearsal):
+    if names := _list_left_out(config, rehearsal):
         print(f"a rehearsal leaves out what needs a GPU: {', '.join(names)}", file=sys.stderr)
     return rehearsal
 
 
-def _left_out(config: Config, rehearsal: Config) -> list[str]:
+def _list_left_out(config: Config, rehearsal: Config) -> list[str]:
     """Return the upstream options that the rehearsal does not have."""
     return [
         f"{group}.{name}"
@@ -134,7 +134,7 @@ def _left_out(config: Config, rehearsal: Config) -> list[str]:
     ]
 
 
-def replaced(config: Config, rehearsal: Config, given: Collection[str]) -> list[str]:
+def list_changes(config: Config, rehearsal: Config, given: Collection[str]) -> list[str]:
     """Return a line with both values for each of the options `given` that the rehearsal changes."""
     lines = []
     for name in sorted(set(given) - {"rehearse", "run.dir"}):
@@ -145,7 +145,7 @@ def replaced(config: Config, rehearsal: Config, given: Collection[str]) -> list[
     return lines
 
 
-def _moving(optimizer: OptimizerConfig) -> OptimizerConfig:
+def _set_learning_rate(optimizer: OptimizerConfig) -> OptimizerConfig:
     return replace(optimizer, lr=LEARNING_RATE, warmup_steps=0)
 
 
@@ -192,7 +192,7 @@ def _smallest_train(train: TrainConfig) -> TrainConfig:
         train,
         max_tokens_per_microbatch=MAX_TOKENS,
         mini_batches=min(train.mini_batches, SMALLEST),
-        optimizer=_moving(train.optimizer),
+        optimizer=_set_learning_rate(train.optimizer),
         megatron=_without_gpu(train.megatron, megatron_needs_gpu),
     )
 
@@ -241,7 +241,7 @@ def _smallest_critic(critic: CriticConfig) -> CriticConfig:
         parallel=_smallest_layout(critic.parallel),
         mini_batches=min(critic.mini_batches, SMALLEST),
         warmup_steps=0,
-        optimizer=_moving(critic.optimizer),
+        optimizer=_set_learning_rate(critic.optimizer),
         megatron=_without_gpu(critic.megatron, megatron_needs_gpu),
     )
 

@@ -97,10 +97,10 @@ def write_image_inputs(tiny: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     processor = PROCESSORS.get(family_of(tiny).architecture, PROCESSOR)
     path = folder / "model" / "preprocessor_config.json"
     write_whole(path, json.dumps(processor, indent=2) + "\n")
-    return nested_config(tiny, [*SPECIAL_TOKENS, *IMAGE_TOKENS, *vocabulary()])
+    return nest_text_config(tiny, [*SPECIAL_TOKENS, *IMAGE_TOKENS, *vocabulary()])
 
 
-def nested_config(tiny: Mapping[str, Any], words: list[str]) -> dict[str, Any]:
+def nest_text_config(tiny: Mapping[str, Any], words: list[str]) -> dict[str, Any]:
     """Return config.json with the language model's settings in text_config, as towers ask for.
 
     words   the vocabulary of the tokenizer
@@ -121,7 +121,7 @@ def nested_config(tiny: Mapping[str, Any], words: list[str]) -> dict[str, Any]:
     tower["initializer_range"] = SPREAD
     text["initializer_range"] = SPREAD
     of_text = {key: text.pop(key) for key in list(text) if _is_of_images(key)}
-    ids = {key: words.index(_meaning(key)) for key in of_text if key.endswith("_token_id")}
+    ids = {key: words.index(_select_token(key)) for key in of_text if key.endswith("_token_id")}
     return {
         "architectures": list(tiny["architectures"]),
         "model_type": tiny["model_type"],
@@ -138,7 +138,7 @@ def _is_of_images(key: str) -> bool:
     return key in PLACEHOLDERS or key.startswith(("image_", "video_", "vision_"))
 
 
-def _meaning(key: str) -> str:
+def _select_token(key: str) -> str:
     """Return the token that stands for what a key of config.json names; padding for videos."""
     if key in PLACEHOLDERS:
         return PLACEHOLDER

@@ -59,7 +59,7 @@ def add_arguments(command: argparse.ArgumentParser, merge: Merge) -> None:
 def _serve(args: argparse.Namespace, merge: Merge) -> None:
     from mcore_rl.rollout.engine_spec import EngineSpec
     from mcore_rl.rollout.served_models import find_dtype
-    from mcore_rl.run.serving import find_model, run_server, serving_keys
+    from mcore_rl.run.serving import find_model, make_serving_keys, run_server
 
     if args.once and not args.ask:
         raise ValueError("--once ends after the answer to a question: give --ask")
@@ -77,7 +77,7 @@ def _serve(args: argparse.Namespace, merge: Merge) -> None:
         tokenizer=True,
         host=args.host,
         port=args.port,
-        keys=serving_keys(args.key_file, args.host),
+        keys=make_serving_keys(args.key_file, args.host),
         extra_args=("--grammar-backend", args.grammar_backend) if args.grammar_backend else (),
     )
     run_server(spec, args.ask, args.once, args.startup_timeout_s)

@@ -47,7 +47,7 @@ def find_model(path: Path, source_hf: Path | None, merge: Merge) -> Path:
     return merged
 
 
-def serving_keys(key_file: Path | None, host: str) -> ServerKeys:
+def make_serving_keys(key_file: Path | None, host: str) -> ServerKeys:
     """Return keys with the user key in `key_file`; without a file, requests need none.
 
     Nobody gets the admin key, so the weights stay. Raises ValueError without a file if other

@@ -44,9 +44,9 @@ def with_inputs(config: Config, overrides: Sequence[str], command: str) -> Confi
 
 def _rehearse(config: Config, given: Sequence[str]) -> Config:
     """The recipe's rehearsal; prints which of the options `given` it replaces."""
-    from mcore_rl.run.rehearsal import rehearse, replaced
+    from mcore_rl.run.rehearsal import list_changes, rehearse
 
     rehearsal = rehearse(config, given)
-    for line in replaced(config, rehearsal, given):
+    for line in list_changes(config, rehearsal, given):
         print(f"rehearsed with {line}", file=sys.stderr)
     return rehearsal

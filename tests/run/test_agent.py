@@ -1,4 +1,4 @@
-"""Episodes as they are shown, and wrong input of `mcore-rl agent run`."""
+"""Episodes as they are format_episode, and wrong input of `mcore-rl agent run`."""
 
 import random
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 
 from mcore_rl.agents.turn_tree import rows_of
 from mcore_rl.config import Config
-from mcore_rl.run.agent import refuse_broken_environment, run_agent, shown
+from mcore_rl.run.agent import format_episode, refuse_broken_environment, run_agent
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, TurnRecord
 from tests.support.turn_trees import random_tree, sample_of
 
@@ -26,7 +26,7 @@ def test_an_episode_is_shown_turn_by_turn() -> None:
     )
     tree = random_tree(random.Random(0), 1)
     episode = EpisodeRecord(rows_of(tree), turns, "deadline", 1.0, "after 3 s")
-    text = shown(replace(sample_of(tree, PROMPT, 0), episode=episode))
+    text = format_episode(replace(sample_of(tree, PROMPT, 0), episode=episode))
     assert text.splitlines() == [
         "=== prompt 3 of 'sums' ===",
         "[user] what is 1 + 2 ?",

@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.config import ParallelConfig
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.run.rehearsal import tiny_config
-from mcore_rl.run.rehearsal_inputs import nested_config, tiny_head, write_inputs
+from mcore_rl.run.rehearsal_inputs import nest_text_config, tiny_head, write_inputs
 from mcore_rl.weights.hf.config import read_hf_config, with_text_settings
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes, refuse_unserved
 from mcore_rl.weights.models import family_of, hf_tensor_shapes, refuse_unsupported
@@ -33,7 +33,7 @@ def test_sections_are_those_of_a_small_head(name: str) -> None:
     section = read_rope(tiny)["mrope_section"]
     rotated = tiny_head(tiny) * family_of(tiny).rotary_share(tiny)
     assert min(section) >= 1 and sum(section) == rotated // 2
-    made = nested_config(tiny, WORDS)
+    made = nest_text_config(tiny, WORDS)
     assert made["video_token_id"] == 0
     starts = [made[key] for key in made if key.endswith("_start_token_id") and "video" not in key]
     assert starts == [2]
@@ -42,7 +42,7 @@ def test_sections_are_those_of_a_small_head(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_towers_are_small_and_of_the_same_kind(name: str) -> None:
     large = read_hf_config(f"recipes/model/{name}")
-    made = with_text_settings(nested_config(tiny_config(large, 2), WORDS))
+    made = with_text_settings(nest_text_config(tiny_config(large, 2), WORDS))
     refuse_unsupported(made)
     assert family_of(made) is family_of(large)
     assert family_of(made).sizes(made)["tower_blocks"] == 2

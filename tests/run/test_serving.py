@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli import main
-from mcore_rl.run.serving import find_model, serving_keys
+from mcore_rl.run.serving import find_model, make_serving_keys
 
 
 def refuse(*_: Path) -> None:
@@ -59,10 +59,10 @@ def test_a_key_file_is_needed_where_other_machines_reach_the_server(tmp_path: Pa
     path.touch(0o600)
     path.write_text("0123456789abcdef\n")
     for host in ("127.0.0.1", "0.0.0.0", "10.0.0.7"):
-        keys = serving_keys(path, host)
+        keys = make_serving_keys(path, host)
         assert keys.user == "0123456789abcdef" and keys.admin not in ("", keys.user)
-    assert serving_keys(None, "127.0.0.1").user == ""
-    assert serving_keys(None, "localhost").admin
+    assert make_serving_keys(None, "127.0.0.1").user == ""
+    assert make_serving_keys(None, "localhost").admin
     for host in ("0.0.0.0", "10.0.0.7", "node3"):
         with pytest.raises(ValueError, match=f"--host={host}: .* give --key-file, or serve at"):
-            serving_keys(None, host)
+            make_serving_keys(None, host)

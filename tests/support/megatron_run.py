@@ -171,7 +171,7 @@ class MegatronRun:
         self.trainer = PackedTokenTrainer(
             ranks,
             self.folder,
-            packing=Packing.of(config.parallel, config.train),
+            packing=Packing.from_config(config.parallel, config.train),
             temperature=config.rollout.temperature,
             checkpoint=config.checkpoint,
         )

@@ -46,7 +46,7 @@ class StoredAdvantages:
         advantages = self._advantages
         sums = NO_SUMS
         if advantages.need_tokens:
-            batch, sums = self._of_tokens(scores, samples, batch)
+            batch, sums = self._compute_on_tokens(scores, samples, batch)
         metrics = advantages.summarize(scores, samples, sums)
         if advantages.sees == "samples":
             has_tokens_N = np.array([sample.response_len > 0 for sample in samples])
@@ -61,7 +61,7 @@ class StoredAdvantages:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self._advantages.load_state_dict(state)
 
-    def _of_tokens(
+    def _compute_on_tokens(
         self, scores: Scores, samples: Sequence[StoredSample], batch: StoredBatch
     ) -> tuple[StoredBatch, PartSums]:
         """Return the batch with the columns of its tokens, and the sums of the step."""

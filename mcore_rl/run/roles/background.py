@@ -243,7 +243,7 @@ class BackgroundSampler:
         if self._num_losses == self._client.num_losses:
             return
         self._num_losses = self._client.num_losses
-        for group in self._buffer.finished():
+        for group in self._buffer.list_finished():
             if self._client.is_lost(group.samples[0]):
                 self._lose(group)
                 self._notify()

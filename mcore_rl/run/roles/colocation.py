@@ -134,7 +134,7 @@ class SharedGpus:
         self._watched(memory.for_training())
 
     @contextmanager
-    def loaded(self, roles: Collection[str]) -> Iterator[None]:
+    def hold_loaded(self, roles: Collection[str]) -> Iterator[None]:
         """Have the colocated judge, reward model and teacher among `roles` loaded inside the block.
 
         Afterwards the engines can generate. Does nothing if none of them is colocated.
@@ -218,7 +218,7 @@ class SharingScorer(Generic[S]):
         self._gpus = gpus
 
     def __call__(self, samples: Sequence[StoredSample]) -> S:
-        with self._gpus.loaded(self._roles):
+        with self._gpus.hold_loaded(self._roles):
             return self._score(samples)
 
 

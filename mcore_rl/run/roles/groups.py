@@ -118,10 +118,10 @@ class GroupBuffer:
 
     def close(self) -> None:
         """Log why the samples of finished groups ended, which no step takes any more."""
-        for group in self.finished():
+        for group in self.list_finished():
             self.remove(group, list_reasons(group.samples))
 
-    def finished(self) -> list[SampleGroup]:
+    def list_finished(self) -> list[SampleGroup]:
         return [group for group in self._groups if group.is_finished]
 
     def late(self) -> list[SampleGroup]:

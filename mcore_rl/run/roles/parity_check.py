@@ -147,12 +147,12 @@ class ParityCheck:
 
         Call it before the weights are sent: engines with GPUs of their own go on meanwhile.
         """
-        self._probe = self._scored(version, self._choose_samples(batch))
+        self._probe = self._score_probe(version, self._choose_samples(batch))
 
     def score_sequences(self, version: WeightVersion, batch: TrainBatch) -> None:
         """Do as `score_samples` with sequences that have their tokens."""
         chosen = self._choose(len(batch.lens_N), lambda indices: select(batch, indices))
-        self._probe = self._scored(version, chosen)
+        self._probe = self._score_probe(version, chosen)
 
     async def check(self, urls: Sequence[str], verified: Collection[str] = ()) -> ParityReport:
         """Score the same sequences on the engines at `urls`, which should serve these weights.
@@ -170,7 +170,7 @@ class ParityCheck:
         self._tolerance.learn([report.differences[url] for url in right])
         return report
 
-    def _scored(self, version: WeightVersion, probe: TrainBatch | None) -> ScoredProbe | None:
+    def _score_probe(self, version: WeightVersion, probe: TrainBatch | None) -> ScoredProbe | None:
         if probe is None:
             return None
         options = LogprobOptions(temperature=1.0)

@@ -92,7 +92,7 @@ class Packing:
     flops: ModelFlops | None = None
 
     @staticmethod
-    def of(
+    def from_config(
         parallel: ParallelConfig, train: TrainConfig, flops: ModelFlops | None = None
     ) -> "Packing":
         multiple_of = parallel.pp if parallel.vpp else 1

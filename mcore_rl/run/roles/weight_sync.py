@@ -109,7 +109,7 @@ class EngineSync:
     def _sync(self, version: WeightVersion) -> Mapping[str, float]:
         while True:
             report, reasons = self._watched(self._bring(version))
-            holding = self._holding()
+            holding = self._list_up_to_date()
             checked = self._watched(self._parity_check.check(holding, report.verified))
             self._memory.prepare_rollout()
             serving = self._admit(holding, reasons, checked)
@@ -130,7 +130,7 @@ class EngineSync:
         while True:
             report, reasons = await self._bring(self._version)
             await self._memory.for_rollout()
-            holding = self._holding()
+            holding = self._list_up_to_date()
             checked = await self._parity_check.check(holding, report.verified)
             if self._admit(holding, reasons, checked):
                 return True
@@ -219,7 +219,7 @@ class EngineSync:
         linked = ((url, states[url]) for url in self._links.linked)
         return [url for url, state in linked if not self._is_new(state) and not state.lost]
 
-    def _holding(self) -> list[str]:
+    def _list_up_to_date(self) -> list[str]:
         """Urls of the engines whose present process holds the newest version."""
         return [url for url in self._in_link() if url in self._links.in_rotation]
 

@@ -379,7 +379,7 @@ def pack_as_a_run(config: Config) -> Any:
     from mcore_rl.run.roles.trainer import Packing
 
     flops = ModelFlops.from_facts(ModelFacts.read(config.model.path))
-    return Packing.of(config.parallel, config.train, flops)
+    return Packing.from_config(config.parallel, config.train, flops)
 
 
 def _config(rank: LoneRank) -> Config:

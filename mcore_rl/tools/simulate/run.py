@@ -182,7 +182,9 @@ class SimulatedRun:
             packed = PackedStoredTrainer(
                 self.trainer,
                 self._folder,
-                packing=Packing.of(config.parallel, config.train, self._costs.trainer.flops),
+                packing=Packing.from_config(
+                    config.parallel, config.train, self._costs.trainer.flops
+                ),
                 temperature=config.rollout.temperature,
                 checkpoint=config.checkpoint,
             )
@@ -273,7 +275,7 @@ class SimulatedRun:
         if self.critic is None or costs is None:
             return None
         config = self._config
-        packing = Packing.of(config.critic.parallel, config.train, costs.flops)
+        packing = Packing.from_config(config.critic.parallel, config.train, costs.flops)
         critic = PackedCritic(
             self.critic, self._folder, packing=packing, checkpoint=config.checkpoint
         )

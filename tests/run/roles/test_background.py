@@ -210,7 +210,7 @@ def test_finished_samples_that_are_lost_are_drawn_again(loop: EventLoop) -> None
     with sampler.background:
         sampler.take(0)
         sampler.background.pause_for_sync()  # the next step's groups are finished now
-        lost = [id(group.samples[0]) for group in sampler.background._buffer.finished()]
+        lost = [id(group.samples[0]) for group in sampler.background._buffer.list_finished()]
         assert len(lost) == 2
         client: Any = sampler.background._client
         client.is_lost = lambda s: id(s) in lost

@@ -147,6 +147,6 @@ def test_without_shared_gpus_nothing_is_asked(stage: Stage) -> None:
     gpus.prepare_rollout()
     stage.loop.run(gpus.for_sync())
     gpus.offload_models()
-    with gpus.loaded(("judge",)):
+    with gpus.hold_loaded(("judge",)):
         pass
     assert stage.engine.calls == []

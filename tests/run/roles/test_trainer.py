@@ -168,7 +168,7 @@ def test_rows_that_share_a_beginning_count_it_once_in_a_micro_batch() -> None:
     batch = TrainBatch(ids_T, mask_T, (9, 9, 9))
     assert len(Packing(1, 1, max_tokens=13).plan(batch)[0]) == 3
     train = TrainConfig(max_tokens_per_microbatch=13, share_prefixes=True)
-    packing = Packing.of(ParallelConfig(), train)
+    packing = Packing.from_config(ParallelConfig(), train)
     assert packing.plan(batch) == [[[0, 1, 2]]]
 
 
@@ -178,9 +178,9 @@ def test_a_runs_packing_balances_work_not_tokens() -> None:
     train = TrainConfig(max_tokens_per_microbatch=240_000)
     parallel = ParallelConfig(dp=2)
     flops = ModelFlops.from_facts(ModelFacts.read(str(ROOT / "recipes/model/qwen3_30b_a3b")))
-    by_work = Packing.of(parallel, train, flops).plan(long)
+    by_work = Packing.from_config(parallel, train, flops).plan(long)
     assert by_work == [[[1, 2, 3, 4]], [[0]]], "80k tokens cost 3.0, four times 40k cost 3.5"
-    by_tokens = Packing.of(parallel, train).plan(long)
+    by_tokens = Packing.from_config(parallel, train).plan(long)
     assert sorted(len(part) for [part] in by_tokens) == [2, 3]
 
 

@@ -67,7 +67,7 @@ def one_step(
     trainer = PackedTokenTrainer(
         CallsTogether(actor),
         RunFolder("unused"),
-        packing=Packing.of(parallel, TrainConfig(max_tokens_per_microbatch=max_tokens)),
+        packing=Packing.from_config(parallel, TrainConfig(max_tokens_per_microbatch=max_tokens)),
         temperature=1.0,
         checkpoint=CheckpointConfig(),
     )

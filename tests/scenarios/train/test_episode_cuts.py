@@ -78,7 +78,7 @@ def gradients(
         trainer = PackedTokenTrainer(
             CallsTogether(actor),
             RunFolder("unused"),
-            packing=Packing.of(parallel, train),
+            packing=Packing.from_config(parallel, train),
             temperature=1.0,
             checkpoint=CheckpointConfig(),
         )

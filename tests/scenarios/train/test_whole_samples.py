@@ -157,7 +157,7 @@ def take_steps(
             max_tokens_per_microbatch=MAX_TOKENS,
             share_prefixes=shares,
         )
-        trainer = make_trainer(actor, case.algorithm, Packing.of(parallel, train))
+        trainer = make_trainer(actor, case.algorithm, Packing.from_config(parallel, train))
         trainer.of_rows = of_rows
         config = Config(algorithm=case.algorithm, train=train)
         step_options = StepOptions.from_config(config, needs_of(case.algorithm))
