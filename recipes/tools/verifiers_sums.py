@@ -80,7 +80,7 @@ class CalculatorHarness(vf.Harness[vf.HarnessConfig]):
         data: SumData,
         **_: Any,
     ) -> vf.ProgramResult:
-        client = shared_client().with_options(base_url=endpoint, api_key=secret, max_retries=0)
+        client = get_client().with_options(base_url=endpoint, api_key=secret, max_retries=0)
         messages: list[Any] = [{"role": "user", "content": data.prompt}]
         for _turn in range(MAX_TURNS):
             completion = await client.chat.completions.create(
@@ -95,7 +95,7 @@ class CalculatorHarness(vf.Harness[vf.HarnessConfig]):
 
 
 @cache
-def shared_client() -> openai.AsyncOpenAI:
+def get_client() -> openai.AsyncOpenAI:
     """Return the client of all rollouts: one for each would read all certificates each time."""
     return openai.AsyncOpenAI(api_key="of each rollout")
 
