@@ -1,4 +1,4 @@
-"""Plays episodes: the policy talks with an environment, or a program talks with the policy.
+"""Runs episodes: the policy talks with an environment, or a program talks with the policy.
 
 environment kind            how an episode goes
 reset and step              start -> answer -> step -> answer -> ... -> done
@@ -83,7 +83,7 @@ class WatchedEngines:
 
 
 class EpisodeRunner:
-    """Plays episodes of one environment; many at once, on one event loop."""
+    """Runs episodes of one environment; many at once, on one event loop."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class EpisodeRunner:
         self._is_program = is_program(kind)
 
     async def run(self, prompt: Prompt, index: int, seed: int, sample_turn: SampleTurn) -> Sample:
-        """Play one episode of a prompt and return it as sample number `index`.
+        """Run one episode of a prompt and return it as sample number `index`.
 
         An environment that is lost is tried once more, from the beginning. Whatever goes wrong in
         it ends the episode with a reason; errors of the engines are raised.

@@ -36,7 +36,7 @@ def tag_processes(session: str) -> Iterator[None]:
     command = [sys.executable, "-I", watchdog.__file__, *arguments]
     watchdog_process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     before = dict(os.environ)
-    os.environ[watchdog.MARK] = os.environ["TMPDIR"] = session
+    os.environ[watchdog.TAG] = os.environ["TMPDIR"] = session
     os.environ.update(find_compile_caches())
     try:
         yield

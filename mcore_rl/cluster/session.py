@@ -166,7 +166,7 @@ def _keep_ray_on_loopback() -> Iterator[None]:
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
-    # For the processes that Ray starts; the environment is restored with the session's marks.
+    # For the processes that Ray starts; tag_processes restores the environment.
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     try:
         yield

@@ -1,6 +1,6 @@
 """Ends every process of a session, whatever its parent is by now.
 
-A process belongs to the session if its environment has the session's mark, or if it has a file
+A process belongs to the session if its environment has the session's tag, or if it has a file
 open in the session's folder: a process that sets its title overwrites its environment.
 
 Run as a script with the folder and the parent's pid, this module waits until the parent is gone,
@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-MARK = "MCORE_RL_SESSION"
+TAG = "MCORE_RL_SESSION"
 RAY_PROCESSES = ("raylet", "gcs_server")
 RESUME_HINT = "The same command continues from the newest checkpoint"
 GRACE_S = 2.0
@@ -41,8 +41,8 @@ def list_session_pids(session: str, excluded_pid: int) -> list[int]:
 
 
 def _belongs_to(session: str, proc_folder: Path) -> bool:
-    mark = f"{MARK}={session}".encode()
-    if mark in (proc_folder / "environ").read_bytes().split(b"\0"):
+    tag = f"{TAG}={session}".encode()
+    if tag in (proc_folder / "environ").read_bytes().split(b"\0"):
         return True
     return any(os.readlink(fd).startswith(session) for fd in (proc_folder / "fd").iterdir())
 

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 
-from mcore_rl.process.fork_request import fork_free
+from mcore_rl.process.fork_request import fork_detached
 
 FORKS = "MCORE_RL_WORKER_FORKS"
 """The variable that names the socket of the process that forks workers."""
@@ -46,7 +46,7 @@ def _is_plain(context: str) -> bool:
 def _fork(command: list[str]) -> bool:
     """Have the worker forked with this process's environment and output; return whether it was."""
     path = os.environ.get(FORKS, "")
-    return bool(path) and not command[0].startswith("-") and fork_free(path, command)
+    return bool(path) and not command[0].startswith("-") and fork_detached(path, command)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class ForkRequest:
     """The process that a fork is to become.
 
     command          its command line without the interpreter's own options
-    tied             it ends with the process that asked, which learns its exit status
+    is_child         the fork ends with the process that asked, which learns the exit status
     blocked_signals  numbers
     oom_score_adj    how readily the kernel kills it where memory is short, as /proc writes it
     descriptors      of files that it was given: standard streams first
@@ -84,7 +84,7 @@ class ForkRequest:
     command: list[str]
     environment: dict[str, str]
     cwd: str
-    tied: bool
+    is_child: bool
     blocked_signals: list[int]
     oom_score_adj: str
     descriptors: list[int]
@@ -191,7 +191,7 @@ def serve_forks(arguments: list[str], prepare: Callable[[], bool]) -> ForkReques
     become(request)
     pid = os.getpid().to_bytes(PID_BYTES, "little")
     with connection, suppress(OSError):  # whoever asked is gone
-        connection.sendall(FORKED + pid if request.tied else FORKED)
+        connection.sendall(FORKED + pid if request.is_child else FORKED)
     return request
 
 
@@ -212,7 +212,7 @@ class _Server:
         self._listener = listener
         self._environment = environment
         self._owners: dict[int, socket.socket] = {}
-        """Process id of a tied fork -> the connection of the process that it is tied to."""
+        """Process id of a fork that is a child -> the connection of the process that asked."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._ended, self._wakeup = socket.socketpair()
@@ -248,7 +248,7 @@ class _Server:
                 if pid == 0:
                     self._leave(request, server_pid)
                     return request, connection
-                if request.tied:
+                if request.is_child:
                     self._owners[pid] = connection
                     self._selector.register(connection, selectors.EVENT_READ, pid)
         for descriptor in descriptors:
@@ -282,16 +282,17 @@ class _Server:
         return request if connection.recv(1) == GO else None
 
     def _leave(self, request: ForkRequest, server_pid: int) -> None:
-        """Close the server's files in a fork and give it a group; a tied fork dies with the server.
+        """Close the server's files in a fork and give the fork a process group of its own.
 
-        Without a group of its own, Ray's node would end the server's group with the fork.
+        Without that group, Ray's node would end the server's group with the fork. A fork that is a
+        child dies with the server.
         """
         signal.set_wakeup_fd(-1)
         self._selector.close()
         for each in (self._ended, self._wakeup, *self._owners.values()):
             each.close()
         os.setsid()
-        if request.tied:
+        if request.is_child:
             die_with_parent(server_pid)
 
     def _bury(self) -> None:

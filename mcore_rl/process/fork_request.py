@@ -39,7 +39,7 @@ class ForkedProcess:
         return int.from_bytes(status, "little", signed=True) if status else -signal.SIGKILL
 
 
-def fork_tied(
+def fork_child(
     path: str,
     command: Sequence[str],
     environment: Mapping[str, str],
@@ -52,7 +52,7 @@ def fork_tied(
     streams      standard input, output and error of the new process
     descriptors  other open files that the new process inherits
     """
-    request = {"command": list(command), "environment": dict(environment), "tied": True}
+    request = {"command": list(command), "environment": dict(environment), "is_child": True}
     connection = _ask(path, request, [*streams, *descriptors])
     if connection is None:
         return None
@@ -66,12 +66,12 @@ def fork_tied(
     return ForkedProcess(connection, int.from_bytes(answer[len(FORKED) :], "little"))
 
 
-def fork_free(path: str, command: Sequence[str]) -> bool:
+def fork_detached(path: str, command: Sequence[str]) -> bool:
     """Fork a process with this process's environment and streams, which may outlive this process.
 
     Returns whether it was forked.
     """
-    request = {"command": list(command), "environment": dict(os.environ), "tied": False}
+    request = {"command": list(command), "environment": dict(os.environ), "is_child": False}
     connection = _ask(path, request, [0, 1, 2])
     if connection is None:
         return False

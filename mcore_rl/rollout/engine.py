@@ -22,7 +22,7 @@ from typing import BinaryIO
 import psutil
 
 from mcore_rl.process.folders import TempDir, find_compile_caches
-from mcore_rl.process.fork_request import ForkedProcess, fork_tied
+from mcore_rl.process.fork_request import ForkedProcess, fork_child
 from mcore_rl.process.log_files import read_tail
 from mcore_rl.process.network import (
     bypass_proxies,
@@ -151,7 +151,7 @@ def _fork(
     with open(os.devnull, "rb") as nothing:
         streams = [nothing.fileno(), log.fileno(), log.fileno()]
         others = [] if keys_fd is None else [keys_fd]
-        return fork_tied(path, [*SERVER, *arguments], environment, streams, others)
+        return fork_child(path, [*SERVER, *arguments], environment, streams, others)
 
 
 class EngineProcess:

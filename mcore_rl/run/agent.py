@@ -37,7 +37,7 @@ _SHOWN_REASONS = 3
 
 
 def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
-    """Play an episode of each of the first prompts, and print the conversations.
+    """Run an episode of each of the first prompts, and print the conversations.
 
     Held-out prompts come first, if the recipe has any. Raises ValueError for wrong input before
     the engine is started, and RuntimeError if the environment failed in every episode.
@@ -63,7 +63,7 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
             engine.wait_healthy(config.run.startup_timeout_s)
             servers.wait_healthy()
             samples = loop.run(
-                _play(episodes, config.rollout, tokenizer, engine, prompts, sampling)
+                _run_episodes(episodes, config.rollout, tokenizer, engine, prompts, sampling)
             )
         except TimeoutError as error:
             raise RuntimeError(str(error) or describe_error(error)) from error
@@ -89,7 +89,7 @@ def refuse_broken_environment(samples: Sequence[Sample], environment: str) -> No
     )
 
 
-async def _play(
+async def _run_episodes(
     spec: EpisodeSpec,
     rollout: RolloutConfig,
     tokenizer: PreTrainedTokenizerBase,

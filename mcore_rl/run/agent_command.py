@@ -12,7 +12,7 @@ def add_arguments(
 ) -> None:
     """Give the command its subcommand `run`."""
     kinds = command.add_subparsers(required=True, metavar="kind")
-    text = "play episodes of a recipe with model.path, and print the conversations"
+    text = "run episodes of a recipe with model.path, and print the conversations"
     run = kinds.add_parser("run", help=text, description=text)
     run.add_argument("settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides")
     run.add_argument("--episodes", type=int, default=2, help="one for each of the first prompts")

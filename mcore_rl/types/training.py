@@ -17,7 +17,7 @@ class LogprobOptions:
     """How a forward pass scores the tokens of a batch.
 
     reference     score with the reference policy's weights instead of the trained ones
-    temperature   divides the logits; None means the rollout's, which the trainer's player fills in
+    temperature   divides the logits; None means the rollout's, which PackedTrainer fills in
     sum_squares   also return TokenScores.sum_squares_T
     """
 

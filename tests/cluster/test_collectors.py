@@ -144,10 +144,10 @@ def test_two_collectors_compute_advantages_of_the_tokens_that_they_hold(
     scores = Scores([float(n * n % 7) for n in range(len(samples))])
     config = AlgorithmConfig(advantage="gae", gamma=0.9, gae_lambda=0.8)
     expected, metrics = estimate(Advantages(config), scores, samples, here)
-    player = StoredAdvantages(
+    estimate_stored = StoredAdvantages(
         Advantages(config), lambda works: run(group.apply(works)), has_teacher=False
     )
-    batch, same = player(scores, samples, batch)
+    batch, same = estimate_stored(scores, samples, batch)
     assert same == pytest.approx(metrics)
     there = group.stores.assemble(batch)
     assert expected.advantages_T is not None and there.advantages_T is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ray._common.utils import try_to_create_directory
 
-from mcore_rl.cluster import process_tags as marked
+from mcore_rl.cluster import process_tags
 from mcore_rl.cluster.process_tags import (
     OPEN,
     TEMP_PREFIX,
@@ -17,7 +17,7 @@ from mcore_rl.cluster.process_tags import (
     make_ray_temp_dir,
     tag_processes,
 )
-from mcore_rl.cluster.watchdog import MARK
+from mcore_rl.cluster.watchdog import TAG
 from mcore_rl.process.disk import DiskFullError
 from mcore_rl.process.folders import LONGEST_PATH
 from tests.support.small_disks import mounted
@@ -28,12 +28,12 @@ def test_a_process_that_left_its_session_ends_with_the_block() -> None:
         assert folder.name.startswith(TEMP_PREFIX)
         with tag_processes(str(folder)):
             assert tempfile.gettempdir() != str(folder)  # already chosen in this process
-            assert os.environ["TMPDIR"] == os.environ[MARK] == str(folder)
+            assert os.environ["TMPDIR"] == os.environ[TAG] == str(folder)
             started = subprocess.Popen(
                 [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
             )
         assert started.wait(5) != 0
-        assert MARK not in os.environ
+        assert TAG not in os.environ
     assert not folder.exists()
 
 
@@ -62,7 +62,7 @@ def test_a_place_without_room_for_ray_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m") as small:
-        monkeypatch.setattr(marked, "find_short_root", lambda below: small)
+        monkeypatch.setattr(process_tags, "find_short_root", lambda below: small)
         refused = pytest.raises(DiskFullError, match=f"cannot write {small}/.* of 1 MiB free")
         with refused, make_ray_temp_dir():
             pass

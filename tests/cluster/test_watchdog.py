@@ -49,14 +49,14 @@ def test_processes_belong_to_a_session_by_mark_or_by_an_open_file(
 ) -> None:
     session = str(tmp_path / "session")
     Path(session).mkdir()
-    marked = start(SLEEP, processes, **{watchdog.MARK: session})
+    tagged = start(SLEEP, processes, **{watchdog.TAG: session})
     opened = start([*OPEN_A_FILE, f"{session}/log"], processes)
-    other = start(SLEEP, processes, **{watchdog.MARK: str(tmp_path / "another")})
+    other = start(SLEEP, processes, **{watchdog.TAG: str(tmp_path / "another")})
     found = watchdog.list_session_pids(session, excluded_pid=os.getpid())
-    assert sorted(found) == sorted([marked.pid, opened.pid])
-    assert watchdog.list_session_pids(session, excluded_pid=marked.pid) == [opened.pid]
+    assert sorted(found) == sorted([tagged.pid, opened.pid])
+    assert watchdog.list_session_pids(session, excluded_pid=tagged.pid) == [opened.pid]
     watchdog.end_session(session)
-    assert marked.wait(5) == opened.wait(5) == -signal.SIGKILL
+    assert tagged.wait(5) == opened.wait(5) == -signal.SIGKILL
     assert other.poll() is None
 
 

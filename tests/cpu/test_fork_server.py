@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from mcore_rl.cpu import fork_server
-from mcore_rl.process.fork_request import ForkedProcess, fork_tied
+from mcore_rl.process.fork_request import ForkedProcess, fork_child
 from tests.support import forking
 
 FORKS = "MCORE_RL_TEST_FORKS"
@@ -34,8 +34,8 @@ time.sleep(600)
 """
 OWNER = """
 import os, sys, time
-from mcore_rl.process.fork_request import fork_tied
-fork = fork_tied(sys.argv[1], [sys.argv[2]], dict(os.environ), [0, 1, 2])
+from mcore_rl.process.fork_request import fork_child
+fork = fork_child(sys.argv[1], [sys.argv[2]], dict(os.environ), [0, 1, 2])
 time.sleep(600)
 """
 CONTROLLER = """
@@ -74,7 +74,7 @@ def fork(
             given.write("a file")
             given.seek(0)
             command = [str(folder / "script.py"), *arguments]
-            return fork_tied(path, command, environment, streams, [given.fileno()])
+            return fork_child(path, command, environment, streams, [given.fileno()])
 
 
 def printed(folder: Path) -> list[str]:
@@ -116,8 +116,8 @@ def test_a_free_fork_outlives_whoever_asked_in_a_group_of_its_own(
 ) -> None:
     (tmp_path / "script.py").write_text(SLEEPS)
     code = (
-        "import sys; from mcore_rl.process.fork_request import fork_free;"
-        " assert fork_free(sys.argv[1], [sys.argv[2]])"
+        "import sys; from mcore_rl.process.fork_request import fork_detached;"
+        " assert fork_detached(sys.argv[1], [sys.argv[2]])"
     )
     with (tmp_path / "out").open("w") as out:
         command = [sys.executable, "-c", code, path, str(tmp_path / "script.py")]

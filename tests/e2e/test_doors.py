@@ -1,4 +1,4 @@
-"""One run seen from outside: what it listens on, whom its engine obeys, which secrets it writes."""
+"""One run seen from outside: its sockets, who may command its engine, the secrets it writes."""
 
 import ipaddress
 import re

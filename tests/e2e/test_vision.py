@@ -117,9 +117,9 @@ def check_agreement(run: Run, num_images: int = 1) -> None:
     differences = [row["logprob_diff/mean"] for row in rows if "logprob_diff/mean" in row]
     assert len(differences) == 2
     assert max(differences) < 1e-4
-    canaries = [row["sync/parity_diff"] for row in rows if "sync/parity_diff" in row]
-    assert len(canaries) == 2
-    assert max(canaries) < 1e-4
+    parity_diffs = [row["sync/parity_diff"] for row in rows if "sync/parity_diff" in row]
+    assert len(parity_diffs) == 2
+    assert max(parity_diffs) < 1e-4
     samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").open()]
     assert samples
     for sample in samples:

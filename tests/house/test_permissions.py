@@ -20,7 +20,7 @@ def test_no_other_file_is_closed_whatever_umask_says() -> None:
         for path in python_files("mcore_rl", "launch", "checkpoint_tools")
         if "standins" not in path.parts and makes_closed_files(parse(path))
     }
-    assert found == set(ALLOWED), "let umask decide, as slices.hf.files.save_tensors does"
+    assert found == set(ALLOWED), "let umask decide, as weights.hf.files.save_tensors does"
 
 
 def makes_closed_files(tree: ast.Module) -> bool:

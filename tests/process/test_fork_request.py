@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.process import fork_request
-from mcore_rl.process.fork_request import FORKED, GO, PID_BYTES, READY, fork_free, fork_tied
+from mcore_rl.process.fork_request import FORKED, GO, PID_BYTES, READY, fork_child, fork_detached
 
 PID = (4321).to_bytes(PID_BYTES, "little")
 
@@ -47,7 +47,7 @@ def answering(after_go: bytes) -> Callable[[socket.socket], None]:
 )
 def test_a_fork_is_one_whose_number_arrived(tmp_path: Path, sent: bytes, pid: int | None) -> None:
     thread = listen(tmp_path, answering(sent))
-    fork = fork_tied(str(tmp_path / "socket"), ["script"], {}, [0, 1, 2])
+    fork = fork_child(str(tmp_path / "socket"), ["script"], {}, [0, 1, 2])
     thread.join()
     assert (None if fork is None else fork.pid) == pid
     if fork is not None:
@@ -55,9 +55,9 @@ def test_a_fork_is_one_whose_number_arrived(tmp_path: Path, sent: bytes, pid: in
 
 
 def test_there_is_none_without_the_other_process_or_if_it_refuses(tmp_path: Path) -> None:
-    assert fork_tied(str(tmp_path / "socket"), ["script"], {}, [0, 1, 2]) is None
+    assert fork_child(str(tmp_path / "socket"), ["script"], {}, [0, 1, 2]) is None
     thread = listen(tmp_path, lambda connection: None)
-    assert not fork_free(str(tmp_path / "socket"), ["script"])
+    assert not fork_detached(str(tmp_path / "socket"), ["script"])
     thread.join()
 
 
@@ -72,14 +72,14 @@ def test_one_that_answers_too_late_forks_only_what_is_free(
         assert connection.recv(1) == GO
         hung_up.append(connection.recv(1))
 
-    for kind in ("tied", "free"):
+    for kind in ("child", "detached"):
         folder = tmp_path / kind
         folder.mkdir()
         thread = listen(folder, wait)
         path = str(folder / "socket")
-        if kind == "tied":
-            assert fork_tied(path, ["script"], dict(os.environ), [0, 1, 2]) is None
+        if kind == "child":
+            assert fork_child(path, ["script"], dict(os.environ), [0, 1, 2]) is None
         else:
-            assert fork_free(path, ["script"])
+            assert fork_detached(path, ["script"])
         thread.join()
     assert hung_up == [b"", b""]

@@ -1,4 +1,4 @@
-"""A process that was started through `tied` ends with its parent, and is the command otherwise."""
+"""A command that is started through parent_death runs as usual, and ends with its parent."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-from mcore_rl.process import parent_death as tied
+from mcore_rl.process import parent_death
 
 PARENT = (
     "import os, subprocess, sys, time\n"
@@ -34,21 +34,21 @@ def test_the_command_ends_with_a_parent_that_is_killed() -> None:
 
 
 def test_the_command_gets_its_arguments_and_gives_its_status() -> None:
-    tied = [sys.executable, "-m", "mcore_rl.process.parent_death", str(os.getpid())]
-    done = subprocess.run([*tied, "sh", "-c", "echo $0; exit 3", "word"], capture_output=True)
+    start = [sys.executable, "-m", "mcore_rl.process.parent_death", str(os.getpid())]
+    done = subprocess.run([*start, "sh", "-c", "echo $0; exit 3", "word"], capture_output=True)
     assert (done.returncode, done.stdout) == (3, b"word\n")
 
 
 def test_a_process_whose_parent_is_gone_already_does_not_start() -> None:
-    tied = [sys.executable, "-m", "mcore_rl.process.parent_death", str(os.getpid() + 1_000_000)]
-    done = subprocess.run([*tied, "echo", "word"], capture_output=True)
+    start = [sys.executable, "-m", "mcore_rl.process.parent_death", str(os.getpid() + 1_000_000)]
+    done = subprocess.run([*start, "echo", "word"], capture_output=True)
     assert (done.returncode, done.stdout) == (1, b"")
 
 
 def test_the_module_says_which_signal_it_asks_for() -> None:
     code = (
         "import ctypes, os, signal\n"
-        f"from {tied.__name__} import die_with_parent\n"
+        f"from {parent_death.__name__} import die_with_parent\n"
         "die_with_parent(os.getppid(), signal.SIGTERM)\n"
         "found = ctypes.c_int()\n"
         "ctypes.CDLL(None).prctl(2, ctypes.byref(found))\n"  # PR_GET_PDEATHSIG

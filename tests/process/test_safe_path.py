@@ -12,7 +12,7 @@ from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from mcore_rl.cli import main
 from mcore_rl.cpu.fork_server import fork_server
 from mcore_rl.process import safe_path
-from mcore_rl.process.fork_request import fork_tied
+from mcore_rl.process.fork_request import fork_child
 from mcore_rl.process.supervised import SupervisedServer, SupervisedSpec
 from mcore_rl.rollout.engine import SERVER
 from tests.support import forking
@@ -70,7 +70,7 @@ def test_python_alone_would_take_them(shadowed: Path) -> None:
         ],
         [*safe_path.start_module(sys.executable, "mcore_rl.cli"), "--version"],
     ],
-    ids=["tied", "cli", "server", "start"],
+    ids=["parent_death", "cli", "server", "start"],
 )
 def test_our_commands_do_not(shadowed: Path, command: list[str]) -> None:
     done = run(*command)
@@ -99,7 +99,7 @@ def test_forks_do_not(shadowed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         open(os.devnull, "r+") as nothing,
     ):
         path = os.environ["MCORE_RL_TEST_FORKS"]
-        forked = fork_tied(path, [str(script)], os.environ, [nothing.fileno()] * 3)
+        forked = fork_child(path, [str(script)], os.environ, [nothing.fileno()] * 3)
         assert forked is not None and forked.wait() == 7
 
 

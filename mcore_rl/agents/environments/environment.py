@@ -144,7 +144,7 @@ class ProgramEpisode(Protocol):
     """An episode that a program runs by itself, against a base URL instead of messages."""
 
     async def run(self, task: Mapping[str, Any], deadline_s: float) -> ProgramResult:
-        """Play the episode in at most `deadline_s` seconds; leave no process if canceled."""
+        """Run the episode in at most `deadline_s` seconds; leave no process if canceled."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Plays an environment of gymnasium by text: observations are described, actions are parsed."""
+"""Runs an environment of gymnasium by text: observations are described, actions are parsed."""
 
 import importlib
 import math

@@ -1,4 +1,4 @@
-"""Plays an environment of OpenEnv over the web socket of its server."""
+"""Runs an environment of OpenEnv over the web socket of its server."""
 
 import asyncio
 import contextlib

@@ -98,7 +98,7 @@ class VerifiersEpisode:
         self._options = options
 
     async def run(self, task: Mapping[str, Any], deadline_s: float) -> ProgramResult:
-        """Play the episode; ValueError if the task lacks a gateway, or the taskset the task."""
+        """Run the episode; ValueError if the task lacks a gateway, or the taskset the task."""
         key = repr(self._options)
         if key not in _served:
             _served[key] = _Served(self._options)

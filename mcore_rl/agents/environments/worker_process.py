@@ -37,7 +37,7 @@ SLOW_MARGIN_S = 0.2
 DECREASE = 0.7
 FORGET = 1.1
 """Factor by which the best is forgotten per slow window, as later tasks may be slower by nature."""
-MARK = "MCORE_RL_WORKER"
+TAG = "MCORE_RL_WORKER"
 """Environment variable that all processes below a worker inherit."""
 _DEADLINE_S = 10.0
 _ABANDON_S = 5.0
@@ -142,12 +142,12 @@ class Concurrency:
         )
 
 
-def kill_marked(mark: str) -> int:
-    """Kill the processes whose environment says MARK=`mark`, until none is left; return how many.
+def kill_tagged(tag: str) -> int:
+    """Kill the processes whose environment says TAG=`tag`, until none is left; return how many.
 
     Those that cleared their environment, or belong to another user, are not found.
     """
-    entry = f"{MARK}={mark}".encode()
+    entry = f"{TAG}={tag}".encode()
     killed: set[int] = set()
     deadline_s = time.monotonic() + _DEADLINE_S
     while (pids := _list_marked(entry)) and time.monotonic() < deadline_s:
@@ -221,7 +221,7 @@ class WorkerProcess:
         self._calls = itertools.count()
         self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._alive_fd = -1
-        self._mark = secrets.token_hex(16)
+        self._tag = secrets.token_hex(16)
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self, folder: Path, on_lost: Callable[[], None]) -> None:
@@ -347,7 +347,7 @@ class WorkerProcess:
         except TimeoutError:
             return f"the worker closed its socket and has not ended {_EXIT_S:g} s later"
         if status < 0:  # a signal ended the keeper, which could not end what is below it
-            await asyncio.to_thread(kill_marked, self._mark)
+            await asyncio.to_thread(kill_tagged, self._tag)
         if status == OVER_MEMORY_STATUS:
             return (
                 f"the worker took more than {self._options.memory_gib:g} GiB and was killed: "
@@ -364,7 +364,7 @@ class WorkerProcess:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
-            await asyncio.to_thread(kill_marked, self._mark)
+            await asyncio.to_thread(kill_tagged, self._tag)
         self._writer.close()
         if self._reading:
             await asyncio.wait([self._reading])
@@ -395,6 +395,6 @@ class WorkerProcess:
                 stdout=log,
                 stderr=log,
                 pass_fds=(socket_fd, alive_fd),
-                env=make_worker_environment(self._options, folder) | {MARK: self._mark},
+                env=make_worker_environment(self._options, folder) | {TAG: self._tag},
                 start_new_session=True,  # Ctrl-C is for the pool, which ends its workers in order
             )

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class WeightLinks(Protocol):
-    """The links from trainer ranks to engines; see stream.controller.sync.SyncController."""
+    """The links from trainer ranks to engines; see weight_sync.controller.sync.SyncController."""
 
     @property
     def linked(self) -> tuple[str, ...]: ...

@@ -1,4 +1,4 @@
-"""Programs play episodes in a worker: started, bounded in time and output, scored, and killed."""
+"""Programs run episodes in a worker: started, bounded in time and output, scored, and killed."""
 
 import asyncio
 import json

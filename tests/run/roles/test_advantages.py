@@ -51,8 +51,8 @@ def test_rewards_and_lengths_suffice_for_advantages_by_sample(name: str) -> None
     config = AlgorithmConfig(advantage=name)
     estimator = Advantages(config, {"right": 0.5})
     expected, _ = estimate(estimator, scores, samples, make_train_batch(samples))
-    player = StoredAdvantages(estimator, untouched, has_teacher=False)
-    batch, metrics = player(scores, rows, make_stored_batch(rows))
+    estimate_stored = StoredAdvantages(estimator, untouched, has_teacher=False)
+    batch, metrics = estimate_stored(scores, rows, make_stored_batch(rows))
     made = assemble(batch, stores.read)
     assert made.advantages_T is not None and expected.advantages_T is not None
     assert torch.equal(made.advantages_T, expected.advantages_T) and metrics == {}
@@ -141,8 +141,8 @@ def test_values_give_returns_beside_advantages(bootstraps: bool) -> None:
     expected, metrics = estimate(
         Advantages(config), scores, samples, replace(here, values_T=values_T)
     )
-    player = StoredAdvantages(Advantages(config), stores.apply, has_teacher=False)
-    batch, same = player(scores, rows, replace(there, values_T=StoredColumn("values")))
+    estimate_stored = StoredAdvantages(Advantages(config), stores.apply, has_teacher=False)
+    batch, same = estimate_stored(scores, rows, replace(there, values_T=StoredColumn("values")))
     made = assemble(batch, stores.read)
     assert made.returns_T is not None and expected.returns_T is not None
     assert torch.equal(made.returns_T, expected.returns_T)
@@ -157,8 +157,8 @@ def test_stored_responses_that_are_cut_off_count_for_others_and_carry_no_loss(na
     rows = [replace(row, finish_reason=end) for row, end in zip(rows, ENDS, strict=True)]
     scores = scores_of(len(rows))
     config = AlgorithmConfig(advantage=name, loss="policy_gradient", filter_overlong=True)
-    player = StoredAdvantages(Advantages(config), stores.apply, has_teacher=False)
-    batch, _ = player(scores, rows, make_stored_batch(rows))
+    estimate_stored = StoredAdvantages(Advantages(config), stores.apply, has_teacher=False)
+    batch, _ = estimate_stored(scores, rows, make_stored_batch(rows))
     batch = without_truncated(batch, rows)
     made = assemble(batch, stores.read)
     here = make_train_batch(samples)
@@ -179,9 +179,9 @@ def test_a_teachers_log_probs_are_read_from_their_column() -> None:
     config = AlgorithmConfig(advantage="distillation", reward_coef=0.5)
     here = replace(here, old_logprobs_T=old_T, teacher_logprobs_T=teacher_T)
     expected, metrics = estimate(Advantages(config), scores, samples, here)
-    player = StoredAdvantages(Advantages(config), stores.apply, has_teacher=True)
+    estimate_stored = StoredAdvantages(Advantages(config), stores.apply, has_teacher=True)
     there = replace(there, old_logprobs_T=StoredColumn("old_logprobs"))
-    batch, same = player(scores, rows, there)
+    batch, same = estimate_stored(scores, rows, there)
     made = assemble(batch, stores.read).advantages_T
     assert made is not None and expected.advantages_T is not None
     assert torch.equal(made, expected.advantages_T) and same == pytest.approx(metrics)
@@ -206,8 +206,10 @@ def test_a_users_advantage_that_sees_the_step_gets_it_whole(own_file_forgotten: 
     scores = scores_of(len(rows))
     here = make_train_batch(samples)
     expected, _ = estimate(Advantages(config), scores, samples, here)
-    player = StoredAdvantages(Advantages(config), on_tokens, has_teacher=False, part_tokens=1)
-    batch, _ = player(scores, rows, make_stored_batch(rows))
+    estimate_stored = StoredAdvantages(
+        Advantages(config), on_tokens, has_teacher=False, part_tokens=1
+    )
+    batch, _ = estimate_stored(scores, rows, make_stored_batch(rows))
     made = assemble(batch, stores.read).advantages_T
     assert made is not None and expected.advantages_T is not None and made.dtype == torch.float32
     assert torch.equal(made, expected.advantages_T) and made.max() > 8

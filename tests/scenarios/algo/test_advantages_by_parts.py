@@ -116,8 +116,10 @@ def check(step: Step, config: AlgorithmConfig, part_tokens: int) -> list[int]:
     expected, metrics = estimate(one, step.scores, step.samples, step.here)
     other = Advantages(config, PART_WEIGHTS, return_lambda=0.95)
     has_teacher = step.there.teacher_logprobs_T is not None
-    player = StoredAdvantages(other, on_tokens, has_teacher=has_teacher, part_tokens=part_tokens)
-    batch, same = player(step.scores, step.rows, step.there)
+    estimate_stored = StoredAdvantages(
+        other, on_tokens, has_teacher=has_teacher, part_tokens=part_tokens
+    )
+    batch, same = estimate_stored(step.scores, step.rows, step.there)
     made = assemble(replace(batch, routed_experts_TLK=None), step.stores.read)
     assert made.advantages_T is not None and expected.advantages_T is not None
     assert made.advantages_T.dtype == torch.float32
