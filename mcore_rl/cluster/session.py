@@ -89,7 +89,7 @@ def open_ray_session(
         yield
 
 
-class RayLost(SystemExit):
+class RayLostError(SystemExit):
     """A process of the Ray that was started here died, and the ranks with it.
 
     It derives from SystemExit so that nothing catches it: any further call to Ray would hang.
@@ -146,7 +146,7 @@ def _choose_object_store_mib(config: ClusterConfig) -> int:
 
 
 def _raise_if_ray_is_lost(*_: object) -> None:
-    """Raise RayLost if a Ray process has ended.
+    """Raise RayLostError if a Ray process has ended.
 
     Ray itself would exit silently once its raylet is gone, and a minute after its GCS (global
     control service) is gone.
@@ -154,7 +154,7 @@ def _raise_if_ray_is_lost(*_: object) -> None:
     for child in psutil.Process().children():
         if child.status() == psutil.STATUS_ZOMBIE and child.name() in watchdog.RAY_PROCESSES:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            raise RayLost(watchdog.describe_lost_ray(child.name()))
+            raise RayLostError(watchdog.describe_lost_ray(child.name()))
 
 
 @contextmanager
@@ -176,10 +176,13 @@ def _keep_ray_on_loopback() -> Iterator[None]:
 
 @contextmanager
 def _exit_if_ray_is_lost() -> Iterator[None]:
-    """Print RayLost and exit at once: Ray's exit handlers would wait a minute for a dead GCS."""
+    """Print RayLostError and exit at once.
+
+    Ray's exit handlers would wait a minute for a dead GCS.
+    """
     try:
         yield
-    except RayLost as lost:
+    except RayLostError as lost:
         print(f"mcore-rl: {lost}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -236,7 +239,7 @@ def _shut_down(session: Path | None = None) -> Iterator[None]:
     """Disconnect from Ray after the block; `session` is the folder of a Ray that was started."""
     try:
         yield
-    except RayLost:
+    except RayLostError:
         raise
     except BaseException:
         _disconnect(session)

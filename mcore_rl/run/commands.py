@@ -37,8 +37,9 @@ from mcore_rl.run.inputs import (
 from mcore_rl.run.parts import (
     complete_saves_if_stopped,
     connect_stores,
-    finish,
+    finish_run,
     finish_training,
+    load_checkpoint,
     load_models,
     make_critic,
     make_generator,
@@ -46,7 +47,6 @@ from mcore_rl.run.parts import (
     make_stored_trainer,
     make_sync,
     make_token_trainer,
-    resume,
     sample_in_background,
     share_teacher,
 )
@@ -117,7 +117,7 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
             )
             with complete_saves_if_stopped(started.trainer, started.critic):
                 yield roles, start_step
-        finish(config, started, folder)
+        finish_run(config, started, folder)
     make_report(folder.path)
 
 
@@ -134,7 +134,7 @@ def run_sft(config: Config) -> None:
     with _run(config, policy, "sft") as (folder, newest, processes):
         trainer = processes.start_trainer(options.optimizer, options.steps, sft_loss)
         trainer.wait_built()
-        start_step = resume(trainer, config.checkpoint, {"prompts": batches}, newest)
+        start_step = load_checkpoint(trainer, config.checkpoint, {"prompts": batches}, newest)
         packed = make_token_trainer(config, policy, trainer, folder)
         log = make_log(config, folder, options.steps, start_step)
         with log, complete_saves_if_stopped(trainer):
@@ -164,7 +164,7 @@ def run_dpo(config: Config) -> None:
         trainer.wait_built()
         if needs_reference(config.algorithm.preference):
             trainer.snapshot_reference()
-        start_step = resume(trainer, config.checkpoint, {"pairs": stream}, newest)
+        start_step = load_checkpoint(trainer, config.checkpoint, {"pairs": stream}, newest)
         packed = make_token_trainer(config, policy, trainer, folder)
         log = make_log(config, folder, options.steps, start_step)
         with log, complete_saves_if_stopped(trainer):

@@ -231,7 +231,7 @@ def load_models(
     started.gpus.load(TRAINER, ALL)
     if with_reference:
         started.trainer.snapshot_reference()
-    start_step = resume(started.trainer, config.checkpoint, parts, newest)
+    start_step = load_checkpoint(started.trainer, config.checkpoint, parts, newest)
     if started.critic is not None and start_step:
         started.gpus.load(CRITIC, ALL)
         saved = str(folder.critic_checkpoint(start_step))
@@ -239,7 +239,7 @@ def load_models(
     return start_step
 
 
-def resume(
+def load_checkpoint(
     trainer: TrainerGroup,
     checkpoint: CheckpointConfig,
     parts: Mapping[str, Any],
@@ -311,7 +311,7 @@ def finish_training(checkpoint: CheckpointConfig, trainer: TrainerGroup, folder:
         trainer.export_hf(str(folder.export))
 
 
-def finish(config: Config, started: Started, folder: RunFolder) -> None:
+def finish_run(config: Config, started: Started, folder: RunFolder) -> None:
     """Complete the saves in progress; export critic and trainer if the recipe says so."""
     started.gpus.offload_models()
     if started.critic is not None:

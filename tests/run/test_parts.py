@@ -23,14 +23,14 @@ from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.log_files import find_segments
 from mcore_rl.run.parts import (
-    finish,
+    finish_run,
+    load_checkpoint,
     load_models,
     make_critic,
     make_links,
     make_log,
     make_stored_trainer,
     make_token_trainer,
-    resume,
     sample_in_background,
     share_teacher,
 )
@@ -113,7 +113,7 @@ def test_without_a_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:
 def test_a_checkpoint_without_the_state_of_a_run_is_refused(tmp_path: Path) -> None:
     trainer: Any = Ranks("trainer", Log())
     with pytest.raises(ValueError, match=r"a model without the state of a run: .* another run.dir"):
-        resume(trainer, CheckpointConfig(), {}, tmp_path)
+        load_checkpoint(trainer, CheckpointConfig(), {}, tmp_path)
 
 
 @pytest.mark.parametrize("export", [True, False])
@@ -125,7 +125,7 @@ def test_the_end_completes_saves_and_exports_what_the_recipe_wants(
         write_checkpoint(folder.checkpoint(step))
         write_checkpoint(folder.critic_checkpoint(step))
     config = Config(checkpoint=CheckpointConfig(keep=1, export_hf=export))
-    finish(config, start(log, {}), folder)
+    finish_run(config, start(log, {}), folder)
     exports = [("critic", str(folder.critic_export)), ("trainer", str(folder.export))]
     exported = [(role, what[1]) for role, *what in log if what[0] == "export_hf"]
     assert exported == (exports if export else [])
