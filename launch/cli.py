@@ -16,7 +16,9 @@ def add_commands(
 
     `load_settings` reads recipe=<name> and overrides for a command.
     """
-    text = "a recipe as a job: SLURM, KubeRay, SkyPilot, or in the background of this machine"
+    text = (
+        "submit a recipe as a job: to SLURM, KubeRay or SkyPilot, or to this machine's background"
+    )
     submit = commands.add_parser("submit", help=text, description=text)
     submit.add_argument(
         "words",
@@ -29,15 +31,17 @@ def add_commands(
     )
     submit.set_defaults(run=_submit, load_settings=load_settings)
     for name, run, text in (
-        ("status", _status, "how far a submitted run is"),
-        ("logs", _logs, "what a submitted run printed"),
+        ("status", _status, "show how far a submitted run is"),
+        ("logs", _logs, "print the output of a submitted run"),
         ("cancel", _cancel, "end a submitted run"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("run_dir", type=Path, help="the run's folder")
         command.set_defaults(run=run)
         if name == "logs":
-            command.add_argument("-f", "--follow", action="store_true", help="until the run ends")
+            command.add_argument(
+                "-f", "--follow", action="store_true", help="go on until the run ends"
+            )
 
 
 def _submit(args: argparse.Namespace) -> None:

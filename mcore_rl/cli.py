@@ -32,11 +32,11 @@ from mcore_rl.tools.simulate import command as simulate_command
 from mcore_rl.tools.translate import command as translate_command
 
 RECIPE_COMMANDS = {
-    "sft": "supervised fine-tuning on sft.data; writes <run.dir>/hf",
-    "dpo": "preference optimization (DPO and relatives) on dpo.data; writes <run.dir>/hf",
-    "pairs": "preference data from model.path's own responses, for dpo; writes <run.dir>/pairs",
-    "train": "reinforcement learning; continues from the newest checkpoint in run.dir",
-    "eval": "accuracy of model.path on eval.data",
+    "sft": "fine-tune on the conversations in sft.data; write <run.dir>/hf",
+    "dpo": "optimize preferences (DPO and relatives) on the pairs in dpo.data; write <run.dir>/hf",
+    "pairs": "sample responses from model.path; write preferences among them to <run.dir>/pairs",
+    "train": "train by reinforcement learning; continue from the newest checkpoint in run.dir",
+    "eval": "evaluate model.path on eval.data",
 }
 WITH_ENGINES = ("pairs", "train", "eval")
 """Commands that start SGLang."""
@@ -44,7 +44,7 @@ FORKS = recipe_command.ForkServers(worker_forks, engine_forks)
 
 
 def merge(checkpoint: Path, source_hf: Path, out: Path) -> object:
-    """Merge a Megatron checkpoint into a HuggingFace directory; return what to tell of it."""
+    """Merge a Megatron checkpoint into a HuggingFace directory; return a summary."""
     from checkpoint_tools.options import Effort
     from checkpoint_tools.to_hf import to_hf
 
@@ -55,34 +55,33 @@ def merge(checkpoint: Path, source_hf: Path, out: Path) -> object:
 AddArguments = Callable[[argparse.ArgumentParser], None]
 OTHER_COMMANDS: Mapping[str, tuple[str, AddArguments]] = {
     "plan": (
-        "memory of every rank and traffic of a weight sync, from config.json; starts nothing",
+        "predict the memory of each rank and the traffic of a weight sync; start nothing",
         plan_command.add_arguments,
     ),
     "simulate": (
-        "the recipe's steps in predicted time, with its real controller and simulated GPUs;"
-        " from config.json alone",
+        "predict how long the recipe's steps take: its real controller drives simulated GPUs",
         simulate_command.add_arguments,
     ),
     "serve": (
-        "a checkpoint behind SGLang's OpenAI-compatible API, until Ctrl-C",
+        "serve a checkpoint by SGLang's OpenAI-compatible API until Ctrl-C",
         partial(serve_command.add_arguments, merge=merge),
     ),
     "report": (
-        "accuracy before and after, samples, reward curve of a run",
+        "report a run: accuracy before and after, samples, reward curve",
         report_command.add_arguments,
     ),
-    "data": ("prepare prompts: made here, or gsm8k", prepare.add_arguments),
+    "data": ("prepare prompts: those of a toy task, or published ones", prepare.add_arguments),
     "doctor": (
-        "check this machine, or several, for a run; --gpu: try out its GPU",
+        "check this machine, or several, for a run; --gpu: test its GPU",
         doctor_command.add_arguments,
     ),
-    "options": ("all options, or those with a word", options_command.add_arguments),
-    "search": ("passages for agents, by an index", search_command.add_arguments),
+    "options": ("list all options, or search them by words", options_command.add_arguments),
+    "search": ("index a corpus, and search it for agents", search_command.add_arguments),
     "agent": (
-        "try an environment",
+        "run episodes of an environment",
         partial(agent_command.add_arguments, load_settings=load_settings),
     ),
-    "sandbox": ("run untrusted code for others", sandbox_command.add_arguments),
+    "sandbox": ("run untrusted code for clients", sandbox_command.add_arguments),
     "translate": (
         "convert verl, slime or NeMo-RL options into a recipe",
         translate_command.add_arguments,

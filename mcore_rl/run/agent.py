@@ -1,4 +1,4 @@
-"""`mcore-rl agent run`: runs episodes of a recipe with an engine of its own, and prints them."""
+"""Runs episodes of a recipe with one engine and prints their conversations (mcore-rl agent)."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -118,9 +118,9 @@ async def _run_episodes(
 
 
 def format_episode(sample: Sample) -> str:
-    """Return the conversation of an episode, with what was rewarded and why it ended."""
+    """Return the conversation of an episode, its rewards and the reason of its end."""
     episode = sample.episode
-    assert episode is not None, "an episode is shown"
+    assert episode is not None, "only episodes have a conversation to show"
     prompt = sample.prompt
     lines = [f"=== prompt {prompt.index} of {prompt.data_source!r} ==="]
     for turn in episode.turns:

@@ -10,7 +10,7 @@ from mcore_rl.process.gc_pause import without_collector
 def add_arguments(
     command: argparse.ArgumentParser, load_settings: Callable[[Sequence[str], str], Config]
 ) -> None:
-    """Give the command its subcommand `run`."""
+    """Add the subcommand `run`."""
     kinds = command.add_subparsers(required=True, metavar="kind")
     text = "run episodes of a recipe with model.path, and print the conversations"
     run = kinds.add_parser("run", help=text, description=text)
@@ -18,7 +18,7 @@ def add_arguments(
     run.add_argument("--episodes", type=int, default=2, help="one for each of the first prompts")
     run.add_argument("--greedy", action="store_true", help="take the most likely tokens")
 
-    def play(args: argparse.Namespace) -> None:
+    def run_episodes(args: argparse.Namespace) -> None:
         if args.episodes < 1:
             raise ValueError(f"--episodes {args.episodes}: at least 1")
         config = load_settings(args.settings, "train")
@@ -27,4 +27,4 @@ def add_arguments(
 
         run_agent(config, args.episodes, greedy=args.greedy)
 
-    run.set_defaults(run=play)
+    run.set_defaults(run=run_episodes)

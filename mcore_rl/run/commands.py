@@ -1,4 +1,4 @@
-"""Carries out the commands: makes the parts of a run, hands them to loops, fills a run folder."""
+"""Runs the commands: makes the roles of a loop, runs the loop, and fills the run folder."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 
 
 def run_train(config: Config) -> None:
-    """`mcore-rl train`: wrong input is refused before any process is started."""
+    """Run `mcore-rl train`; raise ValueError for wrong input before any process is started."""
     with open_run(config) as (roles, start_step):
         train(config, roles, start_step)
 
@@ -122,7 +122,7 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
 
 
 def run_sft(config: Config) -> None:
-    """`mcore-rl sft`: fine-tune the weights in model.path, or random ones, to <run.dir>/hf."""
+    """Run `mcore-rl sft`: fine-tune model.path, or random weights; write <run.dir>/hf."""
     policy, tokenizer = open_policy(config, "sft.data")
     config = without_replay(config, policy)
     options = config.sft
@@ -144,7 +144,7 @@ def run_sft(config: Config) -> None:
 
 
 def run_dpo(config: Config) -> None:
-    """`mcore-rl dpo`: optimize preferences from the weights in model.path, to <run.dir>/hf."""
+    """Run `mcore-rl dpo`: train model.path on preferences; write <run.dir>/hf."""
     check_preference(config)
     policy, tokenizer = open_policy(config, "dpo.data")
     config = without_replay(config, policy)
@@ -174,8 +174,9 @@ def run_dpo(config: Config) -> None:
 
 
 def run_pairs(config: Config) -> None:
-    """`mcore-rl pairs`: sample responses to data.train and eval.data, and write preferences among
-    them to <run.dir>/pairs.
+    """Run `mcore-rl pairs`: sample responses to data.train and eval.data.
+
+    Preferences among the responses are written to <run.dir>/pairs.
     """
     check_no_trainer(config)
     policy, tokenizer = open_policy(config, *list_prompt_options(config))
@@ -205,7 +206,7 @@ def run_pairs(config: Config) -> None:
 
 
 def run_eval(config: Config) -> None:
-    """`mcore-rl eval`: evaluate the weights in model.path without a trainer, to <run.dir>/eval."""
+    """Run `mcore-rl eval`: evaluate model.path without a trainer; write <run.dir>/eval."""
     check_no_trainer(config)
     policy, tokenizer = open_policy(config, "eval.data")
     collector = collector_spec(config, policy, tokenizer)

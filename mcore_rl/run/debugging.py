@@ -1,17 +1,17 @@
-"""Turns a recipe into one whose run can be stopped in a debugger for as long as one likes."""
+"""Extends a recipe's deadlines to a week, so that a debugger may stop its run."""
 
 from mcore_rl.config import Config
 from mcore_rl.config.tree import with_settings
 
 LONG_S = 7 * 24 * 3600.0
-"""In place of deadlines that a stopped process would miss, or have others miss."""
+"""Replaces each deadline that a stopped process would miss or make other processes miss."""
 
 
 def for_debugger(config: Config) -> Config:
     """Return the recipe with deadlines of a week, and its reward function in the collectors.
 
-    Without run.debug it is returned as it is. A worker process of reward.workers is none of Ray's,
-    so no debugger would find it.
+    Without run.debug the recipe is returned as it is. Ray does not know the worker processes of
+    reward.workers, so no debugger would find them.
     """
     if not config.run.debug:
         return config

@@ -1,4 +1,4 @@
-"""Says how a recipe's episodes run, and refuses those that cannot, before a run."""
+"""Makes the specification of a recipe's episodes, and refuses unusable environments."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 def episode_spec(
     config: Config, policy: ModelFacts, tokenizer: PreTrainedTokenizerBase
 ) -> EpisodeSpec:
-    """Return what collectors need to know of episodes."""
+    """Return the specification from which collectors run episodes."""
     rollout = config.rollout
     placeholder_id = read_placeholder(policy.config)
     return EpisodeSpec(
@@ -50,7 +50,7 @@ def _image_limits(images: ImagesConfig) -> ImageLimits:
 
 
 def check_episodes(config: Config, policy: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Log what the chat template does to rows of episodes.
+    """Log how the chat template splits episodes into rows.
 
     Raises ValueError if the environment, the template or the parsers cannot be used.
     """
@@ -72,8 +72,10 @@ def check_episodes(config: Config, policy: ModelFacts, tokenizer: PreTrainedToke
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> tuple[int, ...]:
-    """Return the tokens that end a response: the tokenizer's, and those of generation_config.json,
-    which engines heed.
+    """Return the tokens that end a response.
+
+    These are the tokenizer's end of sequence and the ends that generation_config.json and
+    config.json name, at which engines stop, too.
     """
     stops: list[Any] = [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):

@@ -1,4 +1,4 @@
-"""Fetches what a recipe names on the Hugging Face hub and puts local paths into the recipe.
+"""Downloads a recipe's models and data from the Hugging Face hub; puts local paths in their place.
 
     models      owner/name or owner/name@revision, unless a folder of that name is here
     data files  hf://datasets/owner/name/path/to/file.parquet or hf://datasets/owner/name@revision/...
@@ -36,16 +36,16 @@ DATA_FILE = re.compile(
 SETTINGS = ("*.json", "*.jinja", "*.py", "*.model", "*.tiktoken", "*.txt")
 WEIGHTS = ("*.safetensors",)
 OTHER_FORMATS = ("*/*", "consolidated*")
-"""Files that are not downloaded: some repositories have the same weights in other formats."""
+"""Patterns of files that are not downloaded: the same weights in other formats."""
 
 
 def fetch_config_json(config: Config) -> Config:
-    """Fetch only config.json, of the models whose sizes a plan or a rehearsal needs."""
+    """Download only the config.json of each model: a plan or a rehearsal needs just sizes."""
     return _fetch_models(config, ("model.path", "critic.path"), ("config.json",))
 
 
 def fetch_inputs(config: Config, command: str) -> Config:
-    """Fetch everything that `command` reads on this machine; return the recipe with local paths.
+    """Download everything that `command` reads; return the recipe with local paths.
 
     Raises ValueError naming the option if something is neither here nor on the hub, or if the hub
     cannot be reached.
@@ -80,7 +80,7 @@ def _fetch_models(config: Config, options: Sequence[str], patterns: Sequence[str
         revision = config.model.revision if option == "model.path" else None
         settings[option] = _local_model(option, path, revision, patterns)
     if "model.path" in settings:
-        settings["model.revision"] = None  # has been followed
+        settings["model.revision"] = None  # The local path has this revision.
     return with_settings(config, settings)
 
 
@@ -125,7 +125,7 @@ def _download(
     revision: str | None,
     patterns: Sequence[str],
 ) -> Path:
-    """Return the folder of the snapshot, which is downloaded only if the cache lacks it."""
+    """Return the folder of the snapshot; download the snapshot if the cache lacks it."""
     left_out = OTHER_FORMATS if kind == "model" else None
     try:
         folder = snapshot_download(

@@ -1,4 +1,4 @@
-"""Makes what reads the images of a recipe's prompts: near the files, and near the engines."""
+"""Makes the readers of a recipe's images: beside the files, and beside the engines."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -31,7 +31,7 @@ def sees_images(policy: ModelFacts) -> bool:
 def image_marks(policy: ModelFacts) -> tuple[int, ...]:
     """Return the tokens by which an engine finds images among ids; none for a model of text.
 
-    A policy may sample them. In the ids of a request they would be pieces or beginnings of images.
+    A policy may sample such tokens. In a request, an engine would take them for parts of images.
     """
     if not sees_images(policy):
         return ()
@@ -39,9 +39,9 @@ def image_marks(policy: ModelFacts) -> tuple[int, ...]:
 
 
 def model_with_images(path: str) -> ModelFacts | None:
-    """Return the model in a directory if it sees images; None without config.json, too.
+    """Return the model in a directory if the model sees images; None without config.json, too.
 
-    Other checks refuse a directory without it where a model is needed.
+    Other checks refuse a directory without config.json where a model is needed.
     """
     if not (Path(path) / "config.json").is_file():
         return None
@@ -50,7 +50,7 @@ def model_with_images(path: str) -> ModelFacts | None:
 
 
 def patch_maker(images: ImagesConfig, policy: ModelFacts) -> PatchMaker | None:
-    """Return how patches are made for a model; None if it sees text alone."""
+    """Return the maker of a model's patches; None if the model sees text alone."""
     if not sees_images(policy):
         return None
     return PatchMaker(policy.path, int(images.cache_gib * 2**30))
@@ -63,7 +63,7 @@ def image_prompts(
     max_len: int,
     column: str = "prompt",
 ) -> ImagePrompts | None:
-    """Return what makes prompts of the rows of files; None if the model sees text alone.
+    """Return the reader that makes prompts from rows; None if the model sees text alone.
 
     Raises ValueError if the model directory lacks a processor or a placeholder of images.
     """
@@ -88,7 +88,7 @@ def image_prompts(
 
 
 def sft_images(config: Config, tokenizer: PreTrainedTokenizerBase) -> SftImages | None:
-    """Return what reads conversations with images; None if the model sees text alone.
+    """Return the reader of conversations with images; None if the model sees text alone.
 
     Raises ValueError as `image_prompts` does.
     """
@@ -102,9 +102,9 @@ def sft_images(config: Config, tokenizer: PreTrainedTokenizerBase) -> SftImages 
 
 
 def check_critic_images(path: str, critic: ModelFacts, policy: ModelFacts) -> None:
-    """Raise ValueError if the critic reads other patches or placeholders than are made.
+    """Raise ValueError if the critic reads other patches or placeholders than the policy.
 
-    They are made once, for the policy. A critic of text alone reads placeholders as text.
+    Patches are made once, for the policy. A critic of text alone reads placeholders as text.
 
     path   critic.path
     """
@@ -133,7 +133,8 @@ def _image_form(model: ModelFacts) -> dict[str, int | None]:
 def check_seen(environment: str, teacher: ServedModelConfig, prompts: Sequence[Prompt]) -> None:
     """Raise ValueError if prompts have images that a part of the run would not see.
 
-    Environments with reset and step get them; programs ask the gateway, which takes text alone.
+    Environments with reset and step get the images. Programs ask the gateway, which takes text
+    alone.
     """
     if not any(prompt.images for prompt in prompts):
         return

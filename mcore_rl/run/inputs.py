@@ -1,4 +1,4 @@
-"""Reads everything a command needs before it starts a process, and refuses wrong input."""
+"""Reads a command's inputs and refuses wrong ones before any process is started."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainInputs:
-    """Everything that a training run consists of besides its processes."""
+    """All parts of a training run except its processes."""
 
     policy: ModelFacts
     tokenizer: PreTrainedTokenizerBase
@@ -83,15 +83,15 @@ def read_train_inputs(config: Config) -> TrainInputs:
 
 
 def list_prompt_options(config: Config) -> tuple[str, ...]:
-    """Return the option that must name prompts; none if data.sources does."""
+    """Return ("data.train",), the option that must name prompts; () if data.sources names them."""
     return () if config.data.sources else ("data.train",)
 
 
 def open_policy(config: Config, *needed: str) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
-    """Return the facts about the policy's model, which are read here once, and its tokenizer.
+    """Return the facts about the policy's model and the model's tokenizer; a run reads them once.
 
     Raises ValueError if one of the options `needed` is empty, if the algorithm is unknown, if
-    run.dir cannot be written, or if the model cannot be what the run needs.
+    run.dir cannot be written, or if the model does not suit the run.
     """
     require(config, *needed, "run.dir", "model.path")
     check_names(config.algorithm)
@@ -112,7 +112,7 @@ def check_run_dir(run_dir: str) -> None:
 
 
 def warn_of_cut_distribution(rollout: RolloutConfig) -> None:
-    """Log a warning if tokens are drawn from another distribution than engines report."""
+    """Warn if engines sample from another distribution than the one whose log-probs they report."""
     if rollout.cuts_distribution:
         _log.warning(
             "rollout.top_p=%g and rollout.top_k=%d cut the distribution that tokens are drawn from,"
@@ -125,7 +125,7 @@ def warn_of_cut_distribution(rollout: RolloutConfig) -> None:
 
 
 def _open_model(model: ModelConfig) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
-    """Return the facts and the tokenizer of a model that was checked for what a run needs."""
+    """Return the facts and the tokenizer of a model; check that a run can use both."""
     policy = read_policy(model.path)
     if policy.has_value_head:
         raise ValueError(
@@ -158,8 +158,9 @@ def without_replay(config: Config, policy: ModelFacts) -> Config:
 
 
 def check_critic(path: str, policy_path: str, policy: ModelFacts) -> None:
-    """Raise ValueError if the critic cannot start from `path` (critic.path), or reads other tokens
-    or images than the policy.
+    """Raise ValueError if the critic cannot start from `path` (critic.path).
+
+    The critic also must read the same tokens and images as the policy.
     """
     critic = read_critic(path, policy)
     if critic.vocab_size != policy.vocab_size:
@@ -172,9 +173,7 @@ def check_critic(path: str, policy_path: str, policy: ModelFacts) -> None:
 
 
 def check_teacher(path: str, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError if the teacher has no tokenizer, or one with other tokens than the
-    model's.
-    """
+    """Raise ValueError if the teacher has no tokenizer, or other tokens than the model."""
     teacher = load_tokenizer(path, "teacher.path", model.trust_remote_code)
     check_same_vocabulary(tokenizer, teacher, model.path, path)
 

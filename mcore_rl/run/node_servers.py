@@ -1,4 +1,4 @@
-"""Says which servers a recipe has beside its collectors, and refuses those that cannot start."""
+"""Makes the specification of the servers beside a recipe's collectors, and checks them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +14,7 @@ _NOWHERE = "http://127.0.0.1:1"
 
 
 def node_servers_spec(config: Config) -> NodeServersSpec | None:
-    """Return what each collector starts beside it; None if the recipe has nothing of it."""
+    """Return the servers that each collector starts; None if the recipe has none."""
     if not (config.sandbox.is_used or config.search.is_used):
         return None
     search = config.search
@@ -27,7 +27,7 @@ def node_servers_spec(config: Config) -> NodeServersSpec | None:
 def check_node_servers(config: Config) -> None:
     """Raise ValueError if a server of the recipe would not start.
 
-    On a cluster that is joined, an index may lie on the nodes alone, and is opened there.
+    On a joined cluster, the nodes check an index that this machine lacks when they open it.
     """
     search = config.search
     if search.is_used and (config.cluster.address is None or Path(search.index).exists()):
@@ -38,7 +38,7 @@ def check_node_servers(config: Config) -> None:
 
 
 def stand_in_urls(sandbox: SandboxConfig, search: SearchConfig) -> Mapping[str, str]:
-    """Return addresses, by variable, for a check of options before there are servers."""
+    """Return placeholder addresses, by variable, so that options can be checked without servers."""
     urls: dict[str, str] = {}
     if sandbox.is_used:
         urls[SANDBOX_URL] = f"{_NOWHERE}/run_code"

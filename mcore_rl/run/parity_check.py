@@ -41,9 +41,9 @@ def make_parity_check(
 def make_parity_tolerance(
     config: Config, folder: RunFolder, devices: Sequence[str]
 ) -> ParityTolerance:
-    """Return what the parity check compares engines by; a run that continues has learned it before.
+    """Return the tolerance of the parity check; a run that continues reads what it had learned.
 
-    devices   names of the trainer ranks' GPUs; on others, the same kernels round otherwise
+    devices   names of the trainer ranks' GPUs; other GPUs round otherwise
     """
     rollout = config.rollout
     made_by = {

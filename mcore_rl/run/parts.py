@@ -1,4 +1,4 @@
-"""Makes the parts that loops work with, from a recipe and the processes of a run."""
+"""Makes the roles of loops from a recipe and the processes of its run."""
 
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -61,7 +61,7 @@ def make_token_trainer(
     folder: RunFolder,
     temperature: float = 1.0,
 ) -> PackedTokenTrainer:
-    """Return a trainer of TrainBatches, whose steps tell their speed; the ranks must be built."""
+    """Return a trainer of TrainBatches that measures its speed; the ranks must be built."""
     options = _make_trainer_options(config, policy, trainer, temperature)
     return PackedTokenTrainer(trainer, folder, **options)
 
@@ -69,7 +69,7 @@ def make_token_trainer(
 def make_stored_trainer(
     config: Config, policy: ModelFacts, trainer: TrainerGroup, folder: RunFolder
 ) -> PackedStoredTrainer:
-    """Do as `make_token_trainer` for samples that lie in stores, at the rollout's temperature."""
+    """Return a trainer of StoredBatches, which computes log-probs at the rollout's temperature."""
     options = _make_trainer_options(config, policy, trainer, config.rollout.temperature)
     return PackedStoredTrainer(trainer, folder, **options)
 
@@ -122,7 +122,7 @@ def make_sync(
     folder: RunFolder,
     start_step: int,
 ) -> EngineSync:
-    """Return the sync of weights to the engines, with the check that both sides compute alike.
+    """Return the weight sync to the engines, with its parity check.
 
     start_step   as load_models returned it
     """
@@ -149,7 +149,7 @@ def make_links(
     host: str,
     start_step: int,
 ) -> SyncController:
-    """Return what links the engines to the trainer ranks; `host`: this process's address."""
+    """Return the controller that links engines to trainer ranks; `host`: this process's address."""
     # Engines of quantized or random models load nothing, and colocated ones have lost it by then.
     is_loaded = config.model.init == "hf" and config.rollout.quantization == "none"
     is_kept = start_step == 0 and not config.cluster.colocated
@@ -182,7 +182,7 @@ def make_generator(
     episodes: EpisodeLog,
     revive: Callable[[], Awaitable[bool]] | None = None,
 ) -> EngineGenerator:
-    """Return what draws samples of training and of evaluations; see EngineGenerator."""
+    """Return the generator of samples for training and evaluations; see EngineGenerator."""
     evaluation = rollout_of_evaluations(config.rollout, config.eval)
     return EngineGenerator(rollouts.client, config.rollout, watched, revive, episodes, evaluation)
 
@@ -196,8 +196,9 @@ def sample_in_background(
     weights: EngineSync,
     episodes: EpisodeLog,
 ) -> AbstractContextManager[BackgroundSampler | None]:
-    """Return the sampler that works while the trainer trains, or a context manager that yields None
-    when rollout.mode=sync.
+    """Return the sampler that draws samples while the trainer trains.
+
+    With rollout.mode=sync, return a context manager that yields None.
     """
     if config.rollout.mode == "sync":
         return nullcontext()
@@ -225,7 +226,7 @@ def load_models(
 ) -> int:
     """Load trainer, critic and `parts` from the checkpoint `newest`, if there is one.
 
-    The reference is copied before, from the weights that the run began with. Returns the step to
+    Before that, copy the reference from the weights that the run began with. Returns the step to
     continue after.
     """
     started.gpus.load(TRAINER, ALL)
@@ -271,7 +272,7 @@ def make_log(
     start_step: int,
     read: ReadSamples | None = None,
 ) -> MetricsLogger:
-    """Return the log of a run; `read` brings the samples that it shows, if there are any."""
+    """Return the log of a run; `read` fetches the samples that the log shows, if there are any."""
     log = config.log
     return MetricsLogger(
         folder.path,
@@ -292,7 +293,7 @@ def make_log(
 def complete_saves_if_stopped(
     trainer: TrainerGroup, critic: CriticGroup | None = None
 ) -> Iterator[None]:
-    """If the block is stopped on request, complete the saves in progress before it is left."""
+    """Complete the saves in progress before the block raises StoppedEarlyError."""
     try:
         yield
     except StoppedEarlyError:

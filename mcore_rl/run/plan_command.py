@@ -7,7 +7,7 @@ from mcore_rl.run.settings import load_settings, take_settings
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Give the command its settings and the form of its output."""
+    """Add the settings and --json."""
     take_settings(command)
     command.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     command.set_defaults(run=_plan)

@@ -1,4 +1,4 @@
-"""Runs a command of `mcore-rl` in a process set up for it: signals, environment, folders, threads.
+"""Runs an `mcore-rl` command once signals, environment, folders and threads are set up.
 
 An error becomes one line on standard error and an exit status.
 """
@@ -19,10 +19,10 @@ from mcore_rl.process.signals import EXIT_STATUS, StoppedEarlyError, keep_interr
 
 
 def run_command(run: Callable[[], None]) -> int:
-    """Run a command.
+    """Run a command; return its exit status.
 
-    Returns its exit status: 0 done, 1 failed, 2 wrong input, 75 saved and stopped on request (the
-    same command continues), 130 interrupted.
+    0 done, 1 failed, 2 wrong input, 75 saved and stopped on request (the same command continues),
+    130 interrupted.
     """
     _set_up()
     try:
@@ -55,7 +55,7 @@ def _set_up() -> None:
 
 
 def _show_data_counts() -> None:
-    """Show what the data readers count (prompts, overlong ones) before the run folder has a log."""
+    """Show the counts of data readers on the terminal, since the run folder has no log yet."""
     logger = logging.getLogger("mcore_rl.data")
     logger.setLevel(logging.INFO)
     logger.addHandler(logging.StreamHandler(sys.stderr))

@@ -1,4 +1,4 @@
-"""Makes the prompts of a run from its recipe: loaded whole, or streamed where they are many."""
+"""Loads the prompts of a recipe whole, or opens them as a stream."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -21,7 +21,7 @@ from mcore_rl.types import Prompt
 
 @dataclass(frozen=True)
 class TrainPrompts:
-    """The stream that a run draws from, and a few prompts of it that stay to be drawn."""
+    """A run's stream of prompts, and some of its prompts, which the stream still yields."""
 
     stream: ShuffledStream[Prompt] | MixedPrompts
     first: Sequence[Prompt]
@@ -43,8 +43,9 @@ def train_prompts(
 
 
 def first_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Prompt]:
-    """Return `count` prompts of the recipe, 0: all. Raises ValueError as train_prompts does, and
-    if all are wanted of prompts that are streamed.
+    """Return the first `count` prompts of the recipe; 0: all prompts.
+
+    Raises ValueError as train_prompts does, and if all prompts of a stream are wanted.
     """
     if not is_streamed(config.data):
         prompts = load_split(config, config.data.train, tokenizer)
@@ -62,8 +63,9 @@ def first_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, count: int
 def load_split(
     config: Config, paths: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    """Return the prompts of files, folders and globs, if any. Raises ValueError as data_files and
-    load_prompts do.
+    """Return the prompts of files, folders and globs; none without paths.
+
+    Raises ValueError as data_files and load_prompts do.
     """
     if not paths:
         return []

@@ -12,7 +12,7 @@ from mcore_rl.process.signals import watch_for_stop_requests
 from mcore_rl.run.settings import read_recipe, take_settings, with_inputs
 
 Forks = Callable[[], AbstractContextManager[None]]
-"""Has processes of a kind forked from one that has imported what they need, in the block."""
+"""Within its block, processes of one kind are forked from a process that has their imports."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ForkServers:
 def add_arguments(
     command: argparse.ArgumentParser, name: str, forks: ForkServers, *, has_engines: bool
 ) -> None:
-    """Give the command `name` its settings. has_engines: the command starts SGLang."""
+    """Add recipe and overrides to the command `name`; `has_engines`: the command starts SGLang."""
     take_settings(command)
     run = partial(_run_recipe, command=name, forks=forks, has_engines=has_engines)
     command.set_defaults(run=run, command=name)

@@ -154,7 +154,7 @@ def _smallest(size: int) -> int:
 
 
 def _smallest_layout(layout: ParallelConfig) -> ParallelConfig:
-    """Reduce sizes above 1 to 2, the data-parallel one only if that makes up to MOST_RANKS."""
+    """Reduce sizes above 1 to 2, and data parallelism to 1 where 2 exceeds MOST_RANKS ranks."""
     smallest = ParallelConfig(
         tp=_smallest(layout.tp),
         pp=_smallest(layout.pp),
@@ -170,12 +170,12 @@ def _smallest_layout(layout: ParallelConfig) -> ParallelConfig:
 
 
 def _num_layers(layout: ParallelConfig) -> int:
-    """Return two layers for each model chunk, if stages do not have other numbers of them."""
+    """Return the number of layers: two for each model chunk, unless stages are uneven."""
     return sum(layout.stage_layers) or 2 * layout.pp * (layout.vpp or 1)
 
 
 def _smallest_stages(layout: ParallelConfig) -> list[int]:
-    """Return two layers for each model chunk and one for the last, if stages are uneven."""
+    """Return two layers for each model chunk and one for the last; [] unless stages are uneven."""
     if len(set(layout.stage_layers)) < 2:
         return []
     num_chunks = SMALLEST * (SMALLEST if layout.vpp else 1)
@@ -200,7 +200,7 @@ def _smallest_train(train: TrainConfig) -> TrainConfig:
 def _without_gpu(
     options: Mapping[str, Any], needs_gpu: Callable[[str, object], bool]
 ) -> dict[str, Any]:
-    """Return the options of an upstream class that also exist without a GPU."""
+    """Return the options of an upstream class that work without a GPU."""
     return {name: value for name, value in options.items() if not needs_gpu(name, value)}
 
 
@@ -247,7 +247,7 @@ def _smallest_critic(critic: CriticConfig) -> CriticConfig:
 
 
 def _smallest_engines(rollout: RolloutConfig, num_gpus: int | None) -> RolloutConfig:
-    """`num_gpus`: number of trainer GPUs if the engines share them, else None."""
+    """Shrink the layout of engines; `num_gpus` is as in _smallest_rollout."""
     engine_ranks = _smallest(rollout.tp) * _smallest(rollout.pp)
     room = SMALLEST if num_gpus is None else num_gpus // engine_ranks
     return replace(

@@ -1,4 +1,4 @@
-"""The tiny model and the prompts of a rehearsal: arithmetic, or questions about pictures."""
+"""Writes a rehearsal's tiny model and prompts: arithmetic, or questions about pictures."""
 
 import json
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ PROCESSORS: Mapping[str, Mapping[str, Any]] = {
         "merge_kernel_size": [2, 2],
     },
 }
-"""Architecture -> its preprocessor_config.json, where it is not that of Qwen2.5-VL."""
+"""Architecture -> its preprocessor_config.json, if it differs from the one of Qwen2.5-VL."""
 ROPE = ("rope_parameters", "rope_scaling")
 
 
@@ -69,9 +69,9 @@ def write_inputs(tiny: Mapping[str, Any], folder: Path) -> Path:
 
 
 def with_tiny_sections(tiny: Mapping[str, Any], section: list[int]) -> dict[str, Any]:
-    """Return the config.json of a tiny model whose heads are split as `section` split larger ones.
+    """Return a tiny model's config.json, whose heads are split as `section` splits larger heads.
 
-    Each of the three axes keeps a share of the rotated part of a head.
+    Each of the three axes keeps its share of the rotated part.
     """
     family = family_of(tiny)
     half = int(tiny_head(tiny) * family.rotary_share(tiny)) // 2
@@ -84,7 +84,7 @@ def with_tiny_sections(tiny: Mapping[str, Any], section: list[int]) -> dict[str,
 
 
 def tiny_head(config: Mapping[str, Any]) -> int:
-    """Return the numbers of a head."""
+    """Return the dimension of an attention head."""
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
@@ -101,7 +101,7 @@ def write_image_inputs(tiny: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def nest_text_config(tiny: Mapping[str, Any], words: list[str]) -> dict[str, Any]:
-    """Return config.json with the language model's settings in text_config, as towers ask for.
+    """Return config.json with the language model's settings in text_config, where towers read them.
 
     words   the vocabulary of the tokenizer
     """
@@ -139,7 +139,7 @@ def _is_of_images(key: str) -> bool:
 
 
 def _select_token(key: str) -> str:
-    """Return the token that stands for what a key of config.json names; padding for videos."""
+    """Return the token that a key of config.json names; padding for the tokens of videos."""
     if key in PLACEHOLDERS:
         return PLACEHOLDER
     if key.startswith("video_") or key == "vision_token_id":

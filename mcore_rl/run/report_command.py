@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Have the command take the folder of a run."""
+    """Add the folder of a run."""
     command.add_argument("run_dir", type=Path)
     command.set_defaults(run=_report)
 

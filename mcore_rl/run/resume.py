@@ -19,9 +19,9 @@ SHARE_BYTES = 64 << 20
 def choose_checkpoint(folder: RunFolder, newest: Path | None, how: bool | str) -> Path | None:
     """Return the checkpoint to continue from, `newest` unless `how` is NEWEST_WHOLE.
 
-    Then checkpoints are read from the newest on, until one agrees with its checksums. Damaged ones
-    that are newer are renamed, printed with what is wrong, and count no longer. Raises ValueError
-    with the damage of each if none is whole.
+    With NEWEST_WHOLE, checkpoints are read from the newest on, until one agrees with its checksums.
+    Damaged checkpoints are renamed, their damage is printed, and they count no longer. Raises
+    ValueError with the damage of each checkpoint if none is whole.
     """
     if newest is None or how != NEWEST_WHOLE:
         return newest
@@ -38,7 +38,7 @@ def choose_checkpoint(folder: RunFolder, newest: Path | None, how: bool | str) -
 
 
 def find_damaged_file(folder: Path) -> str:
-    """Return what is wrong with a checkpoint's folder, with the file; "" if it is whole.
+    """Return the damage of a checkpoint's folder and the damaged file; "" if the folder is whole.
 
     Every byte is read once, by up to MAX_THREADS threads of 4 MiB each. A checkpoint without
     checksums cannot prove that it is whole.

@@ -1,4 +1,4 @@
-"""Connects the collectors of a run, by which the loop samples, scores and reads samples."""
+"""Connects the collectors of a run, which draw, score and store the loop's samples."""
 
 import logging
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class Rollouts:
         return self._watched(self.score(samples))
 
     async def score(self, samples: Sequence[StoredSample]) -> Scores:
-        """Return the scores of samples, beside other work that is watched already."""
+        """Return the scores of samples, on an event loop whose work is watched already."""
         scores = await self._collectors.score(samples)
         pairs = zip(samples, scores.errors, strict=True)
         failed = [sample for sample, error in pairs if error]
@@ -91,7 +91,7 @@ class Rollouts:
 def collector_spec(
     config: Config, policy: ModelFacts, tokenizer: PreTrainedTokenizerBase
 ) -> CollectorSpec:
-    """Return what each collector is built of.
+    """Return the specification from which each collector is built.
 
     Raises ValueError if the tokenizer has no end-of-sequence token, or if rewards, environments or
     servers of the recipe cannot be used: their code is imported here, before a process starts.
@@ -119,7 +119,7 @@ def collector_spec(
 
 
 def connect_rollouts(config: Config, processes: RunProcesses, engines: EngineGroup) -> Rollouts:
-    """Wait for engines, served models and collectors, and make them known to one another."""
+    """Wait for engines, served models and collectors; tell collectors the addresses of both."""
     collectors = processes.collectors
     assert collectors is not None, "the command has no engines"
     served = processes.served_engines.wait_built()

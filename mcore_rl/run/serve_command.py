@@ -12,9 +12,9 @@ Merge = Callable[[Path, Path, Path], object]
 
 
 def add_arguments(command: argparse.ArgumentParser, merge: Merge) -> None:
-    """Give the command its checkpoint and the options of the server.
+    """Add the checkpoint and the options of the server.
 
-    merge   makes a HuggingFace directory of a Megatron checkpoint
+    merge   merges a Megatron checkpoint into a HuggingFace directory
     """
     command.add_argument(
         "checkpoint", type=Path, help="HuggingFace directory, or a Megatron checkpoint"

@@ -1,4 +1,4 @@
-"""`mcore-rl serve` serves a checkpoint by SGLang's OpenAI-compatible API until Ctrl-C."""
+"""Serves a checkpoint by SGLang's OpenAI-compatible API until Ctrl-C (mcore-rl serve)."""
 
 import json
 import time
@@ -48,10 +48,10 @@ def find_model(path: Path, source_hf: Path | None, merge: Merge) -> Path:
 
 
 def make_serving_keys(key_file: Path | None, host: str) -> ServerKeys:
-    """Return keys with the user key in `key_file`; without a file, requests need none.
+    """Return keys with the user key in `key_file`; without a file, requests need no key.
 
-    Nobody gets the admin key, so the weights stay. Raises ValueError without a file if other
-    machines reach `host`.
+    Nobody gets the admin key, so nobody can change the weights. Raises ValueError without a file
+    if other machines reach `host`.
     """
     admin = ServerKeys.make().admin
     if key_file is not None:

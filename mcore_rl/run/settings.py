@@ -1,4 +1,4 @@
-"""Makes the configuration of a command: the recipe, its overrides, and inputs from the hub."""
+"""Reads a command's recipe and overrides, and downloads inputs from the Hugging Face hub."""
 
 import argparse
 import sys
@@ -9,18 +9,18 @@ from mcore_rl.config.recipe import leaves_of, list_recipes, load_recipe
 
 
 def take_settings(command: argparse.ArgumentParser) -> None:
-    """Have a command take recipe=<name> and overrides."""
+    """Add recipe=<name> and overrides to a command."""
     text = "recipe=<name> and overrides"
     command.add_argument("settings", nargs="*", metavar="key=value", help=text)
 
 
 def load_settings(settings: Sequence[str], command: str) -> Config:
-    """The configuration for `command`, with what it reads from the Hugging Face hub downloaded."""
+    """Return the configuration for `command`; download its inputs from the Hugging Face hub."""
     return with_inputs(*read_recipe(settings), command)
 
 
 def read_recipe(settings: Sequence[str]) -> tuple[Config, list[str]]:
-    """The recipe as configured, and the overrides that changed it."""
+    """Return the recipe with its overrides, and the overrides themselves."""
     recipes = [s.removeprefix("recipe=") for s in settings if s.startswith("recipe=")]
     if len(recipes) != 1:
         raise ValueError(
@@ -36,14 +36,14 @@ def with_inputs(config: Config, overrides: Sequence[str], command: str) -> Confi
     if config.rehearse:
         config = _rehearse(fetch_config_json(config), leaves_of(overrides))
     if command == "submit":
-        return config  # its inputs are for the nodes to fetch
+        return config  # The nodes of the job download the inputs.
     if command == "plan":
         return fetch_config_json(config)
     return fetch_inputs(config, command)
 
 
 def _rehearse(config: Config, given: Sequence[str]) -> Config:
-    """The recipe's rehearsal; prints which of the options `given` it replaces."""
+    """Return the recipe's rehearsal; print the options `given` that it changes."""
     from mcore_rl.run.rehearsal import list_changes, rehearse
 
     rehearsal = rehearse(config, given)

@@ -1,4 +1,4 @@
-"""Starts the processes of a training run in an order in which those that share GPUs have room."""
+"""Starts the processes of a training run, one after the other where they share GPUs."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ from mcore_rl.run.roles.colocation import CRITIC, TRAINER, EngineMemory, SharedG
 
 @dataclass(frozen=True)
 class Started:
-    """The groups of a training run. All are built except engines with GPUs of their own.
+    """The groups of a training run, all built except engines with GPUs of their own.
 
-    `engines.wait_built` waits for those.
+    `engines.wait_built` waits for such engines.
     """
 
     trainer: TrainerGroup

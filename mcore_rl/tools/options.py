@@ -65,7 +65,7 @@ class Option:
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Give the command its arguments."""
-    command.description = "options of a recipe, with type, bounds, default, meaning and recipes"
+    command.description = "list options with type, bounds, default, description and recipes"
     text = "words, all of which begin a word of the option's name or of its description"
     command.add_argument("words", nargs="*", metavar="word", help=text)
     form = command.add_mutually_exclusive_group()
