@@ -1,4 +1,4 @@
-"""Computes advantages of stored samples: by sample here, by token where the tokens are.
+"""Computes advantages of stored samples: by sample in this process, by token in the stores.
 
 parts of the step, whole prompts each  --compute_from_tokens-->  columns in the stores, sums here
                                        --normalize-->            columns in the stores
@@ -64,7 +64,7 @@ class StoredAdvantages:
     def _compute_on_tokens(
         self, scores: Scores, samples: Sequence[StoredSample], batch: StoredBatch
     ) -> tuple[StoredBatch, PartSums]:
-        """Return the batch with the columns of its tokens, and the sums of the step."""
+        """Return the batch with its columns of advantages and returns, and the sums of the step."""
         if self._has_teacher:
             batch = replace(batch, teacher_logprobs_T=StoredColumn(TEACHER_LOGPROBS))
         if self._advantages.sees == "step":
@@ -94,7 +94,7 @@ class StoredAdvantages:
 
 
 def _only_advantages(batch: StoredBatch) -> StoredBatch:
-    """Return the batch with no other column to be read than advantages and the loss mask."""
+    """Return the batch without all stored columns except advantages and the loss mask."""
     stored = [name for name, value in vars(batch).items() if isinstance(value, StoredColumn)]
     unread = dict.fromkeys(stored)
     kept = {"advantages_T": batch.advantages_T, "loss_mask_T": batch.loss_mask_T}

@@ -5,9 +5,9 @@
        ^                     |                                                |
        +--- begun again -----+---- engines lost, or too stale (stale=drop) ---+
 
-All of this runs on the run's event loop. The loop's thread calls `take`, and `pause_for_sync` and
-`resume` around each change of weights. Nothing here may call the trainer's ranks while they train:
-a lost engine comes back with the next sync, or while a step waits for samples.
+The sampler runs on the run's event loop. The loop's thread calls `take`, and calls `pause_for_sync`
+and `resume` around each weight sync. The sampler never calls the trainer's ranks, which may be
+training: a lost engine returns with the next sync, or while a step waits for samples.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ _log = logging.getLogger(__name__)
 POLL_S = 1.0
 """How often a waiting step checks whether sampling has failed."""
 SEEDS_PER_RUN = 1_000_003
-"""The distance between the seeds of two runs; no prompt's position reaches it."""
+"""The distance between the seeds of two runs; positions of prompts are smaller."""
 
 
 class BackgroundSampler:
-    """Samples from `with BackgroundSampler(...) as background:` on; implements roles.Background."""
+    """Draws samples while its `with` block runs; implements roles.Background."""
 
     _session: SamplingSession
 
@@ -57,11 +57,12 @@ class BackgroundSampler:
         revive: Callable[[], Awaitable[bool]],
         episodes: EpisodeLog | None = None,
     ) -> None:
-        """`version` is what the engines serve; `seed` is the run's.
+        """`version`: the weights that the engines serve; `seed`: run.seed.
 
-        start         begins a coroutine that runs beside those of `watched`; engines are watched
-        revive        brings the current weights to an engine if none serves; False if none will
-        episodes      learns which groups begin, and why their episodes end
+        start         starts a coroutine and returns at once; engines are watched meanwhile
+        revive        if no engine serves, brings the current weights to one that is starting again;
+                      returns False if no engine is
+        episodes      logs which groups begin, and why their episodes end
         """
         self._options = options
         self._rollout = rollout = options.rollout
@@ -87,7 +88,7 @@ class BackgroundSampler:
         self._stats = SamplingStats()
         self._num_losses = 0
         """Losses of collectors whose groups have begun again."""
-        # Set when anything changed. Each has one waiter, which clears it.
+        # Any change sets both events. Each event has one waiter, which clears it.
         self._may_begin = asyncio.Event()
         self._may_take = asyncio.Event()
 
@@ -102,8 +103,8 @@ class BackgroundSampler:
     def take(self, version: WeightVersion) -> tuple[list[StoredSample], Scores, dict[str, float]]:
         """Wait for the groups of a step; return their samples, their scores and metrics.
 
-        Raises the error that ended the sampling, if it has ended, and RewardFailureError if more
-        rewards failed since the last step than the recipe bears.
+        Raises the error that ended the sampling, if any. Raises RewardFailureError if more rewards
+        failed since the last step than the recipe allows.
         """
         groups, metrics = self._watched(self._take(version))
         samples = [sample for group in groups for sample in group.samples]
@@ -134,7 +135,7 @@ class BackgroundSampler:
                         group = self._begin()
                         self._tasks[group] = tasks.create_task(self._complete(group))
                         self._num_sampling += 1
-                        await asyncio.sleep(0)  # its requests count from here on
+                        await asyncio.sleep(0)  # The group sends its requests, which then count.
                     await self._may_begin.wait()
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
@@ -239,7 +240,7 @@ class BackgroundSampler:
             self._notify()
 
     def _drop_lost(self) -> None:
-        """Sample again what was finished and is gone with its collector."""
+        """Requeue finished groups whose samples were lost with their collector."""
         if self._num_losses == self._client.num_losses:
             return
         self._num_losses = self._client.num_losses
@@ -253,10 +254,10 @@ class BackgroundSampler:
         self._requeue(group)
 
     async def _recover(self, error: RolloutError) -> None:
-        """Sample again after a failure.
+        """Let groups begin again after a failure.
 
-        From the second failure in a row on, an engine must return with the current weights first;
-        raises `error` if none does.
+        From the second failure in a row on, an engine must first return with the current weights.
+        Raises `error` if no engine does.
         """
         if self._failures.num_in_row > 1 and not await self._revive():
             raise error
@@ -273,7 +274,7 @@ class BackgroundSampler:
             await self._wait_for_change()
 
     def _is_sampling(self) -> bool:
-        """Return whether samples are under way, or may be, as scores decide on replacements."""
+        """Return whether samples are being drawn, or may be, as scores may ask for replacements."""
         return bool(self._tasks) if self._rollout.dynamic_sampling else self._num_sampling > 0
 
     async def _wait_for_change(self) -> None:

@@ -1,4 +1,4 @@
-"""GPUs shared by trainer ranks, critic ranks and engines: who has what in GPU memory in each phase.
+"""Moves models between GPU and host memory where trainer, critic and engines share GPUs.
 
 phase        engines of the policy      trainer, critic               judge, reward model, teacher
 rollout      weights and KV cache       -                             -
@@ -8,8 +8,8 @@ training     -                          the working one: weights,     -
 weight sync  weights                    the trainer's weights         -
 saving       as before                  -                             -
 
-An engine of the policy that releases its weights loses them; only a weight sync brings them back.
-All others offload to host memory: trainer and critic with cluster.offload, judges, reward models
+An engine of the policy loses the weights that it releases; only a weight sync brings them back. All
+other models offload to host memory: trainer and critic with cluster.offload, judges, reward models
 and teachers always. Where the engines have GPUs of their own, rollout offloads no model.
 Checkpoints and exports are written from host memory.
 """
@@ -47,9 +47,9 @@ class EngineMemory:
     def __init__(
         self, urls: Sequence[str], timeout_s: float, keys: ServerKeys | None = None
     ) -> None:
-        """`timeout_s` bounds each wait for the engines, including that for their last request.
+        """`timeout_s` bounds each wait for the engines, also the wait for their last requests.
 
-        `keys` open the engines; None if they were started without.
+        `keys`: the engines' keys; None if the engines have none.
         """
         self._urls = urls
         self._timeout_s = timeout_s
@@ -61,7 +61,7 @@ class EngineMemory:
         return bool(self._urls)
 
     async def for_training(self) -> None:
-        """Release weights and KV cache. Raises EngineUpdateError naming an engine that does not."""
+        """Release weights and KV cache. Raises EngineCallError, which names the engine."""
         await self._release({WEIGHTS, KV_CACHE} - self._released)
 
     async def for_scoring(self) -> None:
@@ -69,18 +69,18 @@ class EngineMemory:
         await self._release({KV_CACHE} - self._released)
 
     async def for_sync(self) -> None:
-        """Occupy the memory that a weight sync writes to."""
+        """Occupy the memory of the weights, which a weight sync writes."""
         await self._occupy({WEIGHTS} & self._released)
 
     async def for_rollout(self) -> None:
-        """Occupy the KV cache, so that engines that have their weights can generate."""
+        """Occupy the KV cache; the engines must have their weights."""
         assert WEIGHTS not in self._released, (
             "engines that gave up their weights generate after a sync only"
         )
         await self._occupy({KV_CACHE} & self._released)
 
     async def restore(self) -> None:
-        """Occupy all that was released, for engines that keep their weights in host memory."""
+        """Occupy all released memory; for engines that keep a copy of their weights on the host."""
         await self._occupy(set(self._released))
 
     async def _release(self, kinds: Collection[str]) -> None:
@@ -106,8 +106,9 @@ class Model(Protocol):
     """The ranks of a trainer or critic."""
 
     async def hold(self, parts: Collection[str]) -> None:
-        """Keep these of "weights" and "training" (gradients, optimizer) on the GPUs; offload the
-        rest.
+        """Keep `parts` on the GPUs and offload the rest.
+
+        parts   of "weights" and "training", which is gradients and optimizer state
         """
         ...
 
@@ -135,9 +136,9 @@ class SharedGpus:
 
     @contextmanager
     def hold_loaded(self, roles: Collection[str]) -> Iterator[None]:
-        """Have the colocated judge, reward model and teacher among `roles` loaded inside the block.
+        """Load the colocated judge, reward model and teacher among `roles` for the block.
 
-        Afterwards the engines can generate. Does nothing if none of them is colocated.
+        Afterwards the engines can generate. Does nothing if no such model is colocated.
         """
         colocated = [self._colocated[role] for role in roles if role in self._colocated]
         if not colocated:
@@ -156,15 +157,15 @@ class SharedGpus:
             self._watched(self._load(role, parts))
 
     def offload_models(self) -> None:
-        """Offload trainer and critic, for a checkpoint or an export, which need no GPU memory.
+        """Offload trainer and critic, since checkpoints and exports need no GPU memory.
 
-        The engines keep what they have: those that lost their weights would need a sync.
+        The engines are left alone: engines that lost their weights would need a sync.
         """
         if self._models:
             self._watched(self._load_only("", ()))
 
     def prepare_rollout(self) -> None:
-        """`for_rollout` for a caller without an event loop."""
+        """Call `for_rollout` from a thread without an event loop."""
         if self._are_shared:
             self._watched(self.for_rollout())
 
@@ -173,7 +174,7 @@ class SharedGpus:
         return self._engines.are_colocated or bool(self._models)
 
     async def for_sync(self) -> None:
-        """Load the trainer's weights, and occupy the engines' memory that they are sent to."""
+        """Load the trainer's weights, and occupy the memory of the engines' weights."""
         await self._load_only(TRAINER, WEIGHTS_ONLY)
         await self._engines.for_sync()
 
@@ -208,7 +209,7 @@ class SharedGpus:
 
 
 class SharingScorer(Generic[S]):
-    """Calls served models about samples while those of them that share GPUs are loaded."""
+    """Has served models score samples; loads those that share GPUs meanwhile."""
 
     def __init__(
         self, score: Callable[[Sequence[StoredSample]], S], roles: Collection[str], gpus: SharedGpus
@@ -223,7 +224,7 @@ class SharingScorer(Generic[S]):
 
 
 class SharingTrainer:
-    """A trainer on shared GPUs: each call first loads what it needs."""
+    """A trainer on shared GPUs: each call first loads the parts that it needs."""
 
     def __init__(self, trainer: StoredTrainer, gpus: SharedGpus) -> None:
         self._trainer = trainer
@@ -245,7 +246,7 @@ class SharingTrainer:
 
 
 class SharingCritic:
-    """A critic on shared GPUs: each call first loads what it needs."""
+    """A critic on shared GPUs: each call first loads the parts that it needs."""
 
     def __init__(self, critic: Critic, gpus: SharedGpus) -> None:
         self._critic = critic

@@ -1,6 +1,6 @@
-"""Keeps the finished groups in the order in which steps take them, so that no wake-up scans all.
+"""Keeps finished groups in the order in which steps take them, so that no wake-up scans all groups.
 
-The two orders have the same verbs: begin, finish, discard, count and take.
+The two orders have the same methods: begin, finish, discard, count and take.
 """
 
 import heapq
@@ -15,11 +15,11 @@ from mcore_rl.types.scores import Scores
 
 @dataclass(eq=False)
 class SampleGroup:
-    """The samples of one prompt, none of whose tokens is drawn from weights older than `born`.
+    """The samples of one prompt; no token is older than weights `born`.
 
     position   index of the prompt in its stream
-    oldest     the version of the oldest token; `born` while there is none
-    number     of the group in the log of episodes; rises from one that begins to the next
+    oldest     the version of the oldest token; `born` while there are no tokens
+    number     of the group in the log of episodes; groups that begin later have higher numbers
     """
 
     position: int
@@ -38,7 +38,7 @@ class SampleGroup:
 
 
 class OldestFirst:
-    """A step takes the groups with the oldest tokens; of equal ones those that were begun first."""
+    """A step takes the groups with the oldest tokens; among equally old groups, the first begun."""
 
     def __init__(self) -> None:
         self._by_version: dict[int, set[SampleGroup]] = {}
@@ -59,7 +59,7 @@ class OldestFirst:
             self._by_version.pop(group.oldest, None)
 
     def count(self, num: int) -> Counter[int] | None:
-        """Return how many groups of each version `take` would return; None if it cannot yet."""
+        """Return version -> number of groups that `take` would return; None if it cannot yet."""
         counts: Counter[int] = Counter()
         for version in sorted(self._by_version):
             if counts.total() == num:
@@ -68,7 +68,7 @@ class OldestFirst:
         return counts if counts.total() == num else None
 
     def take(self, num: int) -> list[SampleGroup]:
-        """Return the next `num` groups; they stay until they are discarded."""
+        """Return the next `num` groups; the groups stay here until they are discarded."""
         taken: list[SampleGroup] = []
         for version in sorted(self._by_version):
             if len(taken) == num:
@@ -108,14 +108,14 @@ class InOrder:
         self._kept.discard(group)
 
     def count(self, num: int) -> Counter[int] | None:
-        """Return how many groups of each version `take` would return; None if it cannot yet."""
+        """Return version -> number of groups that `take` would return; None if it cannot yet."""
         self._lead()
         if len(self._leading) < num:
             return None
         return Counter(group.oldest for group in self.take(num))
 
     def take(self, num: int) -> list[SampleGroup]:
-        """Return the next `num` groups; they stay until they are discarded."""
+        """Return the next `num` groups; the groups stay here until they are discarded."""
         return list(islice(self._leading, num))
 
     def _lead(self) -> None:

@@ -1,4 +1,4 @@
-"""Stands for the engines in the training loop: takes prompts and returns samples."""
+"""Generates samples of prompts on the engines, for the training loop and for evaluations."""
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineGenerator:
-    """Generates on the engines, sampling as the recipe says or greedily (roles.Generator)."""
+    """Implements roles.Generator on the engines of a run."""
 
     def __init__(
         self,
@@ -28,10 +28,10 @@ class EngineGenerator:
         episodes: EpisodeLog | None = None,
         evaluation: RolloutConfig | None = None,
     ) -> None:
-        """`revive` waits for an engine when none serves, and returns False if none will.
+        """`revive`: if no engine serves, waits for one; returns False if none is starting again.
 
-        episodes     learns which groups begin, and why their episodes end
-        evaluation   how responses are drawn for evaluations; None: as for training
+        episodes     logs which groups begin, and why their episodes end
+        evaluation   sampling options for evaluations; None: the options for training
         """
         self._episodes = episodes or EpisodeLog()
         self._client = client
@@ -67,7 +67,7 @@ class EngineGenerator:
         at_s = now_s()
         before_s, idle_before_s = self._idle_before
         self._idle_before = at_s, idle_s
-        # A collector that was started again counts from 0.
+        # The count of a restarted collector begins at 0.
         return max(idle_s - idle_before_s, 0.0) / (at_s - before_s)
 
     def note_lost(self, num_samples: int) -> None:
@@ -93,7 +93,7 @@ class EngineGenerator:
 
 
 def rollout_of_evaluations(training: RolloutConfig, evaluation: EvalConfig) -> RolloutConfig:
-    """Return how responses are drawn in evaluations: as in training, but for their own options."""
+    """Return the rollout options with those that the evaluation replaces."""
     return replace(
         training,
         temperature=evaluation.temperature or training.temperature,
@@ -103,7 +103,7 @@ def rollout_of_evaluations(training: RolloutConfig, evaluation: EvalConfig) -> R
 
 
 def make_sampling(config: RolloutConfig, *, greedy: bool, seed: int) -> Sampling:
-    """Return how to sample: as the recipe says, or greedily and then without routed experts."""
+    """Return the sampling options: the recipe's, or greedy ones without routed experts."""
     return Sampling(
         max_response_len=config.max_response_len,
         temperature=0.0 if greedy else config.temperature,

@@ -1,13 +1,13 @@
-"""Decides which groups of samples may begin, which a step takes and which are too stale.
+"""Decides which groups of samples may begin, which groups a step takes, and which are too stale.
 
 begun (prompt taken)  ->  finished (samples scored)  ->  taken by a step
      room() says how many      late(): dropped, begun again      choose() says which
 
-With P groups a step, a bound of S versions and engines at version v, no more than (S + v + 1) * P
-groups are begun since the start of training (the admission rule of AReaL, arXiv:2505.24298, section
-5.1). That rule alone does not bound staleness where groups that finish early overtake others. A
-step therefore also has to leave no more groups that must be trained on by version k than there are
-places in the steps up to k.
+With P groups a step, a bound of S versions and engines at version v, at most (S + v + 1) * P groups
+have begun since the start of training: the admission rule of AReaL (arXiv:2505.24298, section 5.1).
+The rule alone does not bound staleness, because groups that finish early overtake others. So a step
+also waits until every group that it leaves still has a place in a later step: for each version k,
+no more groups may have to be trained on by version k than the steps up to k have places.
 """
 
 from collections import Counter, OrderedDict
@@ -22,7 +22,7 @@ from mcore_rl.types.scores import Scores
 
 
 class OpenPrompts(Protocol):
-    """A stream of prompts; those that were begun and not ended are sampled again after a resume."""
+    """A stream of prompts. After a resume it repeats the prompts that were begun and not ended."""
 
     def begin(self) -> tuple[int, Prompt]:
         """Return the next prompt and its position in the stream."""
@@ -34,7 +34,7 @@ class OpenPrompts(Protocol):
 
 
 class GroupBuffer:
-    """The groups that were begun and not taken yet, oldest first."""
+    """The groups that have begun and that no step has taken, in the order of their beginning."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class GroupBuffer:
         group_size: int = 1,
     ) -> None:
         """`bound`: the most versions between a sample's oldest token and the weights that train on
-        it.
+        the sample.
 
-        in_order   a step takes the groups that were begun first, whatever else is finished
-        waits      a step waits for groups that would otherwise be too stale before they had a place
-        log        learns when groups of `group_size` samples begin, and how their samples end
+        in_order   a step takes the groups that began first, whatever else is finished
+        waits      a step waits for groups that otherwise would be too stale for any later step
+        log        logs when groups of `group_size` samples begin, and how their samples end
         """
         self._per_step = groups_per_step
         self._bound = bound
@@ -61,7 +61,7 @@ class GroupBuffer:
         self._log = log or EpisodeLog()
         self._group_size = group_size
         self.version = version
-        """The version of the engines' weights; the next step trains on the same."""
+        """The version of the engines' weights, which the next step trains."""
         self._num_taken = groups_per_step * version
         self._groups: OrderedDict[SampleGroup, None] = OrderedDict()
         self._num_by_oldest: Counter[int] = Counter()
@@ -86,7 +86,7 @@ class GroupBuffer:
         return group
 
     def finish(self, group: SampleGroup, samples: Sequence[StoredSample], scores: Scores) -> None:
-        """Keep the samples of a group, which has begun."""
+        """Keep the samples of a group that has begun."""
         group.samples = samples
         group.scores = scores
         versions = (span.version for sample in samples for span in sample.versions)
@@ -97,7 +97,10 @@ class GroupBuffer:
         self._order.finish(group)
 
     def remove(self, group: SampleGroup, ends: Sequence[str] | str = ABORTED) -> None:
-        """Forget a group that no step takes; `ends` says why its samples ended, all or each."""
+        """Forget a group that no step takes.
+
+        ends   why the samples ended: one reason for all, or a reason for each
+        """
         self._forget(group)
         if isinstance(ends, str):
             self._log.end_all(group.number, ends)
@@ -111,13 +114,13 @@ class GroupBuffer:
         self._order.discard(group)
 
     def _count(self, oldest: int, change: int) -> None:
-        """Keep `_num_by_oldest`, which has no version without a group."""
+        """Update `_num_by_oldest`, which has only versions with groups."""
         self._num_by_oldest[oldest] += change
         if not self._num_by_oldest[oldest]:
             del self._num_by_oldest[oldest]
 
     def close(self) -> None:
-        """Log why the samples of finished groups ended, which no step takes any more."""
+        """Log why the samples ended of finished groups that no step will take."""
         for group in self.list_finished():
             self.remove(group, list_reasons(group.samples))
 
@@ -125,17 +128,17 @@ class GroupBuffer:
         return [group for group in self._groups if group.is_finished]
 
     def late(self) -> list[SampleGroup]:
-        """Return the groups that are, or may be once they are finished, too stale for the next
-        step.
+        """Return the groups that are too stale for the next step, unfinished groups included.
 
-        Which ones they are changes with the version alone.
+        The answer changes with the version alone.
         """
         return [group for group in self._groups if group.oldest < self.version - self._bound]
 
     def choose(self) -> list[SampleGroup] | None:
-        """Take out and return the groups of the next step, or return None while it has to wait.
+        """Take out and return the groups of the next step, or return None while the step must wait.
 
-        To wait costs as many operations as versions are under way, whatever is finished.
+        A call that returns None takes time in proportion to the versions of the groups, however
+        many groups are finished.
         """
         if self.num_finished < self._per_step:
             return None
@@ -150,11 +153,10 @@ class GroupBuffer:
         return chosen
 
     def _leaves_places(self, by_oldest: Counter[int]) -> bool:
-        """Return whether each group can be trained on before it is too stale, without those that
-        the next step takes.
+        """Return whether each group that the next step leaves has a place before it is too stale.
 
-        `by_oldest` counts the latter by version. The next step's places are theirs, so the first
-        place is with the version after it.
+        by_oldest   how many groups the next step takes, by version. These groups fill the step, so
+                    the groups that are left have places from the version after the step's on
         """
         num_places = 0
         for version in range(self.version, self.version + self._bound + 1):

@@ -1,4 +1,4 @@
-"""Trains on stored samples where a trainer takes batches with their tokens: in one process."""
+"""Trains on stored samples in one process, by a trainer that takes batches with their tokens."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from mcore_rl.types import LogprobOptions, StepStats, StoredBatch, StoredColumn,
 
 
 class LocalTrainer:
-    """A trainer beside the stores, as training ranks are; implements roles.StoredTrainer."""
+    """A trainer in the process of its stores; implements roles.StoredTrainer."""
 
     def __init__(self, trainer: TokenTrainer, stores: LocalStores) -> None:
         self._trainer = trainer

@@ -1,7 +1,7 @@
-"""A check after each weight sync: trainer and engines score the same sequences and must agree.
+"""Checks after each weight sync that trainer and engines give the same sequences equal log-probs.
 
-The sequences are some of the step's own samples. At the first sync of a run there are none yet, so
-they come from the run's prompts (`make_probe`).
+The sequences are some of the step's own samples. The first sync of a run has no samples yet and
+takes the run's prompts (`make_probe`).
 """
 
 import asyncio
@@ -43,9 +43,9 @@ MOST_SEQUENCES = 64
 
 @dataclass(frozen=True)
 class ParityReport:
-    """How each engine differs from the trainer, by its url; the reason an engine failed, by url.
+    """The result of a check, by engine url: the difference from the trainer, or why it failed.
 
-    limits   kind of rounding -> (the usual one, the tolerance), as they were for these engines
+    limits   kind of difference -> (the usual value, the tolerance) at the time of the check
     """
 
     differences: dict[str, EngineDifference] = field(default_factory=dict)
@@ -68,9 +68,9 @@ class ParityReport:
 class ScoredProbe:
     """Token ids of each sequence and the trainer's log-probs of all its tokens but the first.
 
-    images        of each sequence; None if it has none
-    is_compared   bool, tokens but the first whose log-probs are compared. Engines give none that
-                  mean anything for placeholders, so sequences with images have their response alone
+    images        of each sequence; None for a sequence without images
+    is_compared   bool: whether the log-prob of each token but the first is compared. Engines return
+                  meaningless log-probs for placeholders, so with images only responses are compared
     """
 
     version: WeightVersion
@@ -127,10 +127,11 @@ class ParityCheck:
         fetch: Callable[[StoredBatch], TrainBatch],
         image_marks: Collection[int] = (),
     ) -> None:
-        """`ready` is awaited before the engines score; `keys` open them, if they have any.
+        """`ready` is awaited before the engines score.
 
-        `fetch` brings the tokens and images of samples from their stores.
-        `image_marks`: tokens by which engines find images in ids.
+        keys          the engines' keys; None if the engines have none
+        fetch         brings the tokens and images of samples from their stores
+        image_marks   tokens by which engines find images in ids
         """
         self._image_marks = list(image_marks)
         self._fetch = fetch
@@ -145,12 +146,12 @@ class ParityCheck:
     def score_samples(self, version: WeightVersion, batch: StoredBatch) -> None:
         """Score some sequences of `batch` on the trainer, whose weights are `version`.
 
-        Call it before the weights are sent: engines with GPUs of their own go on meanwhile.
+        Call it before the weights are sent: engines with GPUs of their own still generate then.
         """
         self._probe = self._score_probe(version, self._choose_samples(batch))
 
     def score_sequences(self, version: WeightVersion, batch: TrainBatch) -> None:
-        """Do as `score_samples` with sequences that have their tokens."""
+        """Score some sequences of `batch`, which has its tokens, as `score_samples` does."""
         chosen = self._choose(len(batch.lens_N), lambda indices: select(batch, indices))
         self._probe = self._score_probe(version, chosen)
 
@@ -188,8 +189,9 @@ class ParityCheck:
         return made
 
     def _first_sampled_mark(self, ids_T: Tensor, is_sampled_T: Tensor) -> int:
-        """Return where a sequence with images ends for an engine, to which a mark that the policy
-        sampled would be a piece or the beginning of an image.
+        """Return the index of the first image mark that the policy sampled, or the length.
+
+        An engine takes such a mark for part of an image, so it can score only the tokens before.
         """
         marks = torch.tensor(self._image_marks, dtype=ids_T.dtype)
         found = (torch.isin(ids_T, marks) & is_sampled_T).nonzero()
@@ -214,10 +216,10 @@ class ParityCheck:
     def _choose(
         self, num_sequences: int, read: Callable[[Sequence[int]], TrainBatch]
     ) -> TrainBatch | None:
-        """Return some of so many sequences, from all over the batch: neighbors share a prompt.
+        """Read parity_check.sequences of the sequences; return None if the batch has none.
 
-        These are parity_check.sequences, or more if they have fewer than MIN_TOKENS tokens to
-        compare. None if there is none.
+        If these have fewer than MIN_TOKENS tokens to compare, more are read. The sequences are
+        spread over the batch, because neighbors share a prompt.
         """
         most = min(MOST_SEQUENCES, num_sequences)
         num_chosen = min(self._config.sequences, num_sequences)
@@ -233,8 +235,8 @@ class ParityCheck:
     async def _score_on_engines(
         self, urls: Sequence[str], probe: ScoredProbe
     ) -> list[list[list[float]] | RolloutError]:
-        """Return, for each engine, the log-probs of each sequence or the error it failed with."""
-        # Images as bytes: the files of a node's patches may be gone by now.
+        """Return for each engine the log-probs of each sequence, or the engine's error."""
+        # Images travel as bytes: the files with a node's patches may be gone by now.
         has_images = any(images is not None for images in probe.images)
         images = probe.images if has_images else ()
         calls = (
@@ -270,7 +272,7 @@ class ParityCheck:
 
 
 def _count_compared(probe: TrainBatch) -> int:
-    """Return about how many log-probs are compared: with images, those of responses alone."""
+    """Return about how many log-probs are compared: with images, only those of responses."""
     if probe.images is not None:
         return int(probe.loss_mask_T.sum())
     return len(probe.token_ids_T) - len(probe.lens_N)

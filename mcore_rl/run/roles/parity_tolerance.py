@@ -1,10 +1,10 @@
-"""How far log-probs of trainer and engine may differ, learned from syncs known to be right.
+"""Learns from verified weight syncs how far log-probs of trainer and engine may differ.
 
     d log p(t) = dz_t - sum over j of p_j dz_j        z: logits, dz: their rounding
 
-So |d log p| of a token is about (1 - p) times the rounding of its logits. Divided by 1 - p,
-differences of prompts and of samples, and of sharp and flat policies, are of one size: the rounding
-of this model between this trainer and these engines.
+So |d log p| of a token is about (1 - p) times the rounding of its logits. Divided by 1 - p, the
+differences are of one size for prompts and samples, for sharp and flat policies. That size is the
+rounding of this model between this trainer and these engines.
 """
 
 import json
@@ -26,28 +26,29 @@ from mcore_rl.weight_sync.controller.linked_engine import VERIFIED_FIRST
 _log = logging.getLogger(__name__)
 
 MOST = {"float32": 1e-3, "bfloat16": 0.5, "fp8": 1.0}
-"""Rounding of logits in nats (`overall`), by what engines compute in, that is always a fault."""
+"""The engines' dtype -> the largest tolerated rounding of logits in nats (`overall`)."""
 LEAST = {"float32": 1e-4, "bfloat16": 5e-3, "fp8": 5e-3}
-"""Rounding of logits in nats, by what engines compute in, below which nothing is called a fault."""
+"""The engines' dtype -> the rounding of logits in nats that is always tolerated."""
 MIN_TOKENS = 1024
-"""Fewer compared tokens say too little to learn from, or to judge by what was learned: in bfloat16,
-the sums of 285 tokens of right weights lie between 0.6 and 2.5 times their median, of 1,045 between
-0.75 and 1.5.
+"""Differences of fewer compared tokens are neither learned nor judged by learned ones.
+
+In bfloat16 with right weights, sums over 285 tokens lie between 0.6 and 2.5 times their median, and
+sums over 1,045 tokens between 0.75 and 1.5 times.
 """
 NUM_LEARNED = 2
-"""Measurements before the first warning by them: one of prompts, one of samples."""
+"""Measurements before the first warning: one of prompts, one of samples."""
 NUM_TO_JUDGE = VERIFIED_FIRST
-"""Measurements before an engine may fail by them, as many as a run's first syncs bring; until then
-their spread is not known."""
+"""Measurements before an engine may fail by them: as many as the first syncs of a run bring. Fewer
+measurements do not show their spread."""
 MARGIN = 1.5
-"""An engine fails by them only if it is also above so many times the largest of them."""
+"""An engine fails only if its difference is also above so many times the largest measurement."""
 KEPT = 16
-"""Newest measurements of which the median counts."""
+"""Number of newest measurements that are kept."""
 WARN_SHARE = 0.75
-"""A warning comes from this share of parity_check.factor times the median on."""
+"""A warning comes above this share of parity_check.factor times the median."""
 _PER_LOGIT = "nats of rounding per logit"
 _LEAST_DOUBT = 0.01
-"""Least 1 - p that a difference is divided by: at p = 1 nothing is left but the cast of log p."""
+"""The least divisor 1 - p: at p = 1 only the cast of log p makes a difference."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class EngineDifference:
     def measure(
         expected: Sequence[Tensor], answer: Sequence[Sequence[float]], is_compared: Sequence[Tensor]
     ) -> "EngineDifference":
-        """Compare the trainer's log-probs with an engine's, by sequence; masks say which count."""
+        """Compare log-probs of trainer and engine, by sequence; masks say which tokens count."""
         parts = [
             (want.double()[mask], torch.tensor(got, dtype=torch.float64)[mask])
             for want, got, mask in zip(expected, answer, is_compared, strict=True)
@@ -90,14 +91,14 @@ class EngineDifference:
 
 
 def _divide_without_worst(differences: Sequence[Tensor], doubts: Sequence[Tensor]) -> float:
-    """Return the sum of differences over that of doubts, without the sequence that differs most.
+    """Return the sum of differences divided by the sum of doubts.
 
-    Each sequence has a token; one that is alone counts.
+    The sequence that differs most is left out, unless it is the only one. No sequence is empty.
 
-    Rounding alone sends a token to another expert where two are almost equally good; it and those
-    behind it then differ by as much as with a wrong weight: of 500 sequences of a small model whose
-    nearest tie was turned, one moved by 0.1 nats in all. That is rare enough in float32 not to
-    happen to two sequences at once.
+    Where two experts are almost equally good, rounding alone may send a token to the other expert.
+    That token and the tokens behind it then differ by as much as with a wrong weight: in one of 500
+    sequences of a small model, log-probs changed by 0.1 nats in all once its closest tie was
+    decided otherwise. In float32 this is too rare to happen to two sequences at once.
     """
     sums_N = torch.stack([each.sum() for each in differences])
     counts_N = torch.ones(len(sums_N), dtype=torch.bool)
@@ -110,10 +111,10 @@ def _divide_without_worst(differences: Sequence[Tensor], doubts: Sequence[Tensor
 class ParityTolerance:
     """Judges the differences between trainer and engines.
 
-    By hand (parity_check.tolerance), the tolerance is the mean in nats. Otherwise `overall` may be
-    at most MOST, and `typical` and `overall` are compared with what was measured in syncs whose
-    weights were read back. What is much more than their median is warned of. From NUM_TO_JUDGE
-    measurements on, it is a fault if it is much more than the largest of them, too: see `limits`.
+    With parity_check.tolerance, the mean in nats may be at most that. Otherwise `overall` may be at
+    most MOST, and `typical` and `overall` are compared with measurements of syncs whose weights
+    were read back: a value far above their median gives a warning. From NUM_TO_JUDGE measurements
+    on, a value that is also far above the largest measurement is a fault; see `limits`.
     """
 
     def __init__(
@@ -123,11 +124,11 @@ class ParityTolerance:
         file: Path | None = None,
         made_by: Mapping[str, object] | None = None,
     ) -> None:
-        """Learn anew, or go on with what `file` holds of a run `made_by` the same model.
+        """Read the measurements in `file`, if they were `made_by` the same model and devices.
 
-        precision   what engines compute in: model.dtype, or fp8
-        file        where measurements are kept for a run that continues; None: nowhere
-        made_by     what the rounding depends on; measurements made by something else are ignored
+        precision   the engines' dtype: model.dtype, or fp8
+        file        keeps measurements for a run that continues; None: they are not kept
+        made_by     everything that the rounding depends on
         """
         self._config = config
         self._precision = precision
@@ -152,7 +153,7 @@ class ParityTolerance:
         return fault or self._compare_with_usual(difference)
 
     def _compare_with_usual(self, difference: EngineDifference) -> str | None:
-        """Return how the difference is unlike what was learned; log a warning if it is nearly."""
+        """Return how the difference exceeds the learned limits; log a warning if it comes close."""
         for name, value in (("typical", difference.typical), ("overall", difference.overall)):
             what = f"{_PER_LOGIT} ({name})"
             if math.isnan(value):
@@ -177,7 +178,7 @@ class ParityTolerance:
         return None
 
     def learn(self, differences: Sequence[EngineDifference]) -> None:
-        """Take in the differences of engines whose parameters were read back and are right."""
+        """Learn from the differences of engines whose parameters were read back and are right."""
         enough = [each for each in differences if each.num_tokens >= MIN_TOKENS]
         if self._config.tolerance is not None or not enough:
             return
@@ -189,7 +190,9 @@ class ParityTolerance:
 
     @property
     def limits(self) -> dict[str, tuple[float, float]]:
-        """By kind of difference: (the usual one, the tolerance); empty until enough is learned.
+        """Kind of difference -> (the usual value, the tolerance).
+
+        Empty before NUM_TO_JUDGE measurements.
 
         The tolerance is parity_check.factor times the median and MARGIN times the largest
         measurement, whichever is more.
@@ -204,14 +207,14 @@ class ParityTolerance:
 
     @property
     def _usual(self) -> dict[str, float]:
-        """By kind of difference, the median of what was learned; empty until that means much."""
+        """Kind of difference -> the median measurement; empty before NUM_LEARNED measurements."""
         if len(self._learned) < NUM_LEARNED:
             return {}
         medians = (median(values) for values in zip(*self._learned, strict=True))
         return dict(zip(("typical", "overall"), medians, strict=True))
 
     def _much(self, usual: float) -> float:
-        """Return what is much more than usual, in nats."""
+        """Return the value, in nats, above which a difference is far from usual."""
         return max(LEAST[self._precision], self._config.factor * usual)
 
     def _read(self) -> list[tuple[float, float]]:

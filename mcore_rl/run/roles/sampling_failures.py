@@ -1,4 +1,4 @@
-"""Counts the failures of the engines as a background sampler meets them."""
+"""Counts the failures of engines during background sampling."""
 
 from mcore_rl.rollout.transport import RolloutError
 
@@ -6,8 +6,8 @@ from mcore_rl.rollout.transport import RolloutError
 class SamplingFailures:
     """Keeps the error since the last recovery and counts the failures in a row.
 
-    Many groups fail when an engine is lost, some of them late. All that began after the same
-    recovery count as one failure.
+    A lost engine makes many groups fail, some of them late. All failures of groups that began after
+    the same recovery count as one.
     """
 
     def __init__(self) -> None:
@@ -27,6 +27,6 @@ class SamplingFailures:
         self.num_in_row = 0
 
     def recover(self) -> None:
-        """Sampling begins anew."""
+        """Forget the error, and count the recovery."""
         self.error = None
         self.num_recoveries += 1

@@ -11,7 +11,7 @@ from mcore_rl.types.scores import Scores
 
 
 class SamplingStats:
-    """Counts what was sampled since the last step took its groups; each step starts a new one.
+    """Counts samples since the last step took its groups; each step starts with a new object.
 
     failures      samples whose reward failed
     num_silent    groups without signal, which dynamic sampling replaces
@@ -39,10 +39,9 @@ class SamplingStats:
         self.failures.note(scores)
 
     def is_replaced(self, scores: Scores, options: SamplingOptions) -> bool:
-        """Return whether to sample another group in place of one without signal.
+        """Return whether to sample another group because this group has no signal.
 
-        At most as many are replaced per step as dynamic sampling would resample in max_rounds
-        rounds.
+        A step replaces at most as many groups as dynamic sampling resamples in max_rounds rounds.
         """
         rollout = options.rollout
         if not rollout.dynamic_sampling or options.groups_with_signal(scores):
@@ -51,7 +50,7 @@ class SamplingStats:
         return self.num_silent <= (rollout.max_rounds - 1) * rollout.prompts_per_step
 
     def metrics(self, rollout: RolloutConfig) -> dict[str, float]:
-        """Return the metrics so far; those of dynamic sampling only where the recipe has it."""
+        """Return the metrics so far; metrics of dynamic sampling only if the recipe has it."""
         seconds = now_s() - self._began_s
         metrics = {
             "rollout/tokens_per_second": self._num_tokens / seconds,

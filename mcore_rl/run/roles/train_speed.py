@@ -8,10 +8,10 @@ from mcore_rl.weights.hf.flops import ModelFlops
 
 @dataclass(frozen=True)
 class TrainSpeed:
-    """How fast the ranks of a model train.
+    """Computes the speed at which the ranks of a model train.
 
-    peak_flops   the operations per second that a rank's GPU can do at most, in bfloat16; None where
-                 that is not known, as on a CPU
+    peak_flops   the peak operations per second of a rank's GPU in bfloat16; None if it is unknown,
+                 as on a CPU
     """
 
     flops: ModelFlops

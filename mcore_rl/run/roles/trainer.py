@@ -1,9 +1,9 @@
-"""Stands for the training ranks in the loop: takes whole batches, and gives micro-batches to ranks.
+"""Implements trainer and critic: cuts whole batches into micro-batches, and calls the ranks.
 
-Batches are cut here, so that the loop sees no parallel layout and the ranks see no whole batch.
+So the loop knows no parallel layout, and ranks get no whole batch.
 
 TrainBatch   -> micro-batches for each data-parallel coordinate; scores come back as tensors
-StoredBatch  -> a StoredBatch in parts for each; its ranks read tokens and leave scores in stores
+StoredBatch  -> a StoredBatch in parts for each; ranks read tokens from stores, write scores there
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +46,7 @@ class RankCalls(Protocol[ShareTaken, Values]):
     ) -> Sequence[Sequence[TokenScores[Values]]]:
         """Return scores by coordinate and micro-batch; `options.temperature` is never None here.
 
-        For StoredBatches, ranks bring the scores to the stores, and each coordinate returns their
+        For StoredBatches, ranks write the scores to the stores, and each coordinate returns the
         columns once.
         """
         ...
@@ -64,7 +64,7 @@ class CriticCalls(Protocol):
     """The critic's ranks; `per_dp` is as in RankCalls."""
 
     def compute_values(self, per_dp: Sequence[StoredBatch]) -> Sequence[Sequence[StoredColumn]]:
-        """Bring values to the stores; each coordinate returns their column."""
+        """Write values to the stores; each coordinate returns their column."""
         ...
 
     def train_step(self, per_dp: Sequence[StoredBatch], *, num_tokens: int) -> StepStats: ...
@@ -78,11 +78,11 @@ class CriticCalls(Protocol):
 class Packing:
     """How a batch is cut into micro-batches; see batches.packing.plan_microbatches.
 
-    dp_size       data-parallel coordinates, each of which gets as many micro-batches as the others
-    multiple_of   the number of micro-batches is a multiple of this; interleaved pipelines need one
+    dp_size       data-parallel coordinates, all of which get equally many micro-batches
+    multiple_of   divides the number of micro-batches, as interleaved pipelines need
     max_tokens    of one micro-batch
-    shares        beginnings that sequences of a micro-batch have in common count once
-    flops         models the work that is balanced; None: tokens are
+    shares        shared beginnings of a micro-batch's sequences count once
+    flops         models the work to balance; None: balance tokens
     """
 
     dp_size: int
@@ -104,7 +104,7 @@ class Packing:
         return self._plan(batch.lens_N, lambda: find_batch_sharing(batch))
 
     def plan_stored(self, batch: StoredBatch) -> Plan:
-        """Do as `plan`, by what is known of the sequences without their tokens."""
+        """Return the plan of a batch without its tokens, as `plan` does."""
         return self._plan(batch.lens_N, lambda: find_stored_sharing(batch))
 
     def _plan(self, lens_N: Sequence[int], find_sharing: Callable[[], Sharing]) -> Plan:
@@ -114,15 +114,16 @@ class Packing:
         return plan_shared_microbatches(lens_N, find_sharing(), *limits)
 
     def _work(self, num_tokens: int) -> float:
-        """Return the modeled work of a sequence: a n + b n^2, with windows where layers have them.
+        """Return the modeled work of a sequence of n tokens: a n + b n^2; layers may have windows.
 
-        a is the work of a token's products with weights, b of a query and a key in attention.
+        a   work of the products of a token with weights
+        b   work of a query and a key in attention
         """
         return float(num_tokens) if self.flops is None else self.flops.count_forward([num_tokens])
 
 
 class PackedTrainer(Generic[Batch, Share, Values]):
-    """Packs each batch for the policy's ranks; what all kinds of batches have in common."""
+    """Packs each batch for the policy's ranks; the base class for both kinds of batches."""
 
     def __init__(
         self,
@@ -159,9 +160,9 @@ class PackedTrainer(Generic[Batch, Share, Values]):
         return replace(stats, metrics={**stats.metrics, **speed})
 
     def save(self, step: int, state: Mapping[str, object]) -> None:
-        """Begin to save once the previous save is complete, then remove the oldest checkpoints.
+        """Wait for the previous save, start this one, then remove the oldest checkpoints.
 
-        Returns when the save is complete, unless checkpoint.asynchronous is set.
+        Returns once this save is complete, unless checkpoint.asynchronous is set.
         """
         self._ranks.save(str(self._folder.checkpoint(step)), dict(state))
         if not self._checkpoint.asynchronous:
@@ -179,7 +180,7 @@ class PackedTrainer(Generic[Batch, Share, Values]):
 
 
 class PackedTokenTrainer(PackedTrainer[TrainBatch, Sequence[TrainBatch], Tensor]):
-    """Returns the ranks' answers in the order of the batch; implements roles.TokenTrainer."""
+    """Trains on batches with their tokens; implements roles.TokenTrainer."""
 
     def compute_logprobs(
         self, batch: TrainBatch, options: LogprobOptions = LogprobOptions()
@@ -214,7 +215,7 @@ class PackedStoredTrainer(PackedTrainer[StoredBatch, StoredBatch, StoredColumn])
 
 
 class PackedCritic:
-    """Packs each batch for the critic's ranks, which get only the fields they read.
+    """Packs each batch for the critic's ranks, with only the fields that they read.
 
     Implements roles.Critic.
     """
@@ -240,9 +241,9 @@ class PackedCritic:
         return self._ranks.train_step(per_dp, num_tokens=sum(batch.lens_N))
 
     def save(self, step: int) -> None:
-        """Begin to save once the previous save is complete.
+        """Wait for the previous save, then start this one.
 
-        Old checkpoints are removed by the trainer's save, which comes after this one.
+        The trainer saves after the critic and removes old checkpoints.
         """
         self._ranks.save(str(self._folder.critic_checkpoint(step)), {})
         if not self._checkpoint.asynchronous:
@@ -250,7 +251,7 @@ class PackedCritic:
 
 
 def _for_critic(batch: StoredBatch) -> StoredBatch:
-    """Return the batch with nothing but the fields that a critic reads."""
+    """Return the batch with only the fields that a critic reads."""
     none = {name: None for name in vars(batch) if name.endswith(("_T", "_TLK"))}
     names = ("loss_mask_T", "values_T", "returns_T")
     kept = {name: getattr(batch, name) for name in names}
@@ -258,7 +259,7 @@ def _for_critic(batch: StoredBatch) -> StoredBatch:
 
 
 def _cut_tokens(batch: TrainBatch, plan: Plan) -> list[Sequence[TrainBatch]]:
-    """Return the micro-batches of each data-parallel coordinate; without a sequence, a filler."""
+    """Return the micro-batches of each data-parallel coordinate; empty ones become fillers."""
     selected = iter(select_each(batch, [indices for part in plan for indices in part if indices]))
     return [
         [next(selected) if indices else make_filler(batch) for indices in microbatches]
@@ -285,7 +286,7 @@ def _put_back(lens_N: Sequence[int], parts: Sequence[tuple[Sequence[int], Tensor
     `parts` has (sequence indices, values by token) of each micro-batch.
     """
     order = [i for indices, _ in parts for i in indices]
-    # A filler micro-batch has tokens but no sequence of the batch.
+    # A filler micro-batch has tokens, but no sequence of the batch.
     values = [values_T[: sum(lens_N[i] for i in indices)] for indices, values_T in parts]
     place_N = torch.tensor(order).argsort().tolist()
     return torch.cat(values)[tokens_of([lens_N[i] for i in order], place_N)]
@@ -296,7 +297,7 @@ def _put_back_optional(
     scored: Sequence[tuple[Sequence[int], TokenScores[Tensor]]],
     field: str,
 ) -> Tensor | None:
-    """`_put_back` for a field of TokenScores that the ranks may have left out."""
+    """Call `_put_back` for a field of TokenScores; return None if the ranks left the field out."""
     parts = [(i, getattr(scores, field)) for i, scores in scored]
     parts = [(i, values) for i, values in parts if values is not None]
     return _put_back(lens_N, parts) if parts else None

@@ -1,6 +1,6 @@
-"""Brings the trainer's weights to the engines that serve them, and links lost engines again.
+"""Syncs the trainer's weights to the engines, checks the engines, and relinks lost ones.
 
-The order of one sync: the trainer scores a few sequences -> link new engines -> send weights ->
+One sync: the trainer scores a few sequences -> new engines are linked -> weights are sent ->
 engines score the same sequences -> requests go to the engines that agree.
 """
 
@@ -21,9 +21,9 @@ from mcore_rl.weight_sync.controller.sync_report import SyncReport
 
 RESTART_POLL_S = 0.5
 DEATH_SHOWS_S = 3.0
-"""How long after its connections fail a server's death may take to show."""
+"""How long a server's death may take to show after its connections fail."""
 MOST_SAME = 8
-"""So many syncs in a row that bring an engine the bytes that it had end a run that trains."""
+"""After so many syncs in a row with unchanged bytes, a run that trains ends."""
 _log = logging.getLogger(__name__)
 
 
@@ -45,8 +45,8 @@ class WeightLinks(Protocol):
 class TakenWeights:
     """Weights that an engine took.
 
-    num_steps   the policy's optimizer steps until then, of those that should change weights
-    num_same    syncs in a row until then that brought the same bytes although there were such steps
+    num_steps   optimizer steps of the policy so far that should have changed weights
+    num_same    syncs in a row that brought the same bytes in spite of such steps
     """
 
     version: int
@@ -55,11 +55,11 @@ class TakenWeights:
 
 
 class EngineSync:
-    """Keeps the engines on the trainer's weights, and requests on the engines that hold them.
+    """Keeps engines on the trainer's weights; only engines with these weights get requests.
 
     An engine that was started again, or whose last sync failed, is linked by the first sync that
-    finds it healthy. A sync waits for such an engine only when there is no other. At the start
-    of a run, after a sync and after its return, an engine gets no requests until the parity check
+    finds it healthy. A sync waits for such an engine only if no other engine is left. At the start
+    of a run, after each sync and after a restart, an engine gets no requests until the parity check
     finds that it agrees with the trainer.
     """
 
@@ -73,7 +73,7 @@ class EngineSync:
         memory: SharedGpus,
         count_steps: Callable[[], int],
     ) -> None:
-        """`look` brings `health` up to date; it raises if an engine died for good.
+        """`look` brings `health` up to date, and raises if an engine died for good.
 
         count_steps   returns how many optimizer steps the policy has taken
         """
@@ -84,24 +84,24 @@ class EngineSync:
         self._watched = watched
         self._memory = memory
         self._linked: dict[str, int] = {}
-        """Engine url -> `restarts` of the process that was linked, also if it failed afterwards."""
+        """Engine url -> `restarts` of the linked process, even if the process failed afterwards."""
         self._version = WeightVersion(0)
         self._count_steps = count_steps
         self._taken: dict[str, TakenWeights] = {}
-        """Engine url -> what it took in its last sync."""
+        """Engine url -> the weights that the engine took in its last sync."""
 
     def sync(self, version: WeightVersion, probe: StoredBatch) -> Mapping[str, float]:
         """Bring the engines to `version` and compare their log-probs of `probe` with the trainer's.
 
-        Returns metrics of the sync. Raises SyncError if no engine took the weights, or none of
-        those that did agrees with the trainer.
+        Returns metrics of the sync. Raises SyncError if no engine took the weights, or if no engine
+        that took them agrees with the trainer.
         """
         self._memory.load(TRAINER, WEIGHTS_ONLY)
         self._parity_check.score_samples(version, probe)
         return self._sync(version)
 
     def sync_first(self, version: WeightVersion, probe: TrainBatch) -> Mapping[str, float]:
-        """Do as `sync` before there are samples, with sequences of make_probe."""
+        """Sync before there are samples; `probe` is made by make_probe."""
         self._memory.load(TRAINER, WEIGHTS_ONLY)
         self._parity_check.score_sequences(version, probe)
         return self._sync(version)
@@ -119,11 +119,10 @@ class EngineSync:
             self._watched(self._expect_another(checked))
 
     async def revive(self) -> bool:
-        """If no engine serves but one is starting again, wait for it and bring it the current
-        weights.
+        """If no engine serves, wait for an engine that is starting again, and sync it.
 
-        Returns whether an engine serves again because of this call. Raises SyncError if none of the
-        engines that returned agrees with the trainer.
+        Returns whether an engine serves again because of this call. Raises SyncError if no engine
+        that returned agrees with the trainer.
         """
         if not await self._is_any_coming() or self._health.serving:
             return False
@@ -139,21 +138,19 @@ class EngineSync:
     def _admit(
         self, holding: Sequence[str], reasons: Mapping[str, str], checked: ParityReport
     ) -> list[str]:
-        """Send requests to the engines in `holding` that passed the parity check, if any; return
-        these engines.
-        """
+        """Return the engines in `holding` that passed the parity check, and send them requests."""
         serving = [url for url in holding if url not in checked.failed]
         if serving:
             self._health.set_serving(serving, {**reasons, **checked.failed}, self._version)
         return serving
 
     async def _expect_another(self, checked: ParityReport) -> None:
-        """Return if an engine is starting again; raise SyncError if none is."""
+        """Raise SyncError unless an engine is starting again."""
         if not await self._is_any_coming():
             raise SyncError("; ".join(checked.failed.values()))
 
     async def _bring(self, version: WeightVersion) -> tuple[SyncReport, dict[str, str]]:
-        """Return the report of the sync, and why engines were left out or failed, by url."""
+        """Send the weights; return the report, and url -> why an engine was left out or failed."""
         self._version = version
         await self._memory.for_sync()
         while True:
@@ -169,9 +166,9 @@ class EngineSync:
                 return report, {**reasons, **report.failed}
 
     def _note_taken(self, report: SyncReport) -> None:
-        """Note what engines took. Warn if the policy was trained but its weights are as before.
+        """Keep which weights engines took; warn if they are unchanged although the policy trained.
 
-        Raises SyncError once that is so for MOST_SAME syncs in a row.
+        Raises SyncError after MOST_SAME such syncs in a row.
         """
         now = TakenWeights(report.version, self._count_steps())
         self._taken |= take_weights(report, self._taken, now)
@@ -198,12 +195,15 @@ class EngineSync:
             await asyncio.sleep(RESTART_POLL_S)
 
     def _is_due(self, state: EngineState, reasons: Mapping[str, str]) -> bool:
-        """Return whether the engine is healthy and not linked; `reasons` has those that failed."""
+        """Return whether to link the engine: it is healthy, not linked, and has not failed yet.
+
+        reasons   url of each engine that failed in this sync -> why
+        """
         is_unlinked = state.url not in self._links.linked and state.url not in reasons
         return state.healthy and (is_unlinked or self._is_new(state))
 
     async def _link_all(self, states: Sequence[EngineState]) -> Mapping[str, str]:
-        """Link engines at once; return why some could not be linked, by url."""
+        """Link engines at the same time; return url -> why an engine could not be linked."""
         if not states:
             return {}
         self._linked |= {state.url: state.restarts for state in states}
@@ -214,24 +214,24 @@ class EngineSync:
         return {}
 
     def _in_link(self) -> list[str]:
-        """Urls of the engines whose present process is linked."""
+        """Return the urls of engines whose current process is linked."""
         states = {state.url: state for state in self._health.states}
         linked = ((url, states[url]) for url in self._links.linked)
         return [url for url, state in linked if not self._is_new(state) and not state.lost]
 
     def _list_up_to_date(self) -> list[str]:
-        """Urls of the engines whose present process holds the newest version."""
+        """Return the urls of engines whose current process has the newest version."""
         return [url for url in self._in_link() if url in self._links.in_rotation]
 
     def _is_new(self, state: EngineState) -> bool:
-        """Return whether the engine's present process was never linked."""
+        """Return whether the engine's current process was never linked."""
         return self._linked.get(state.url) != state.restarts
 
     def _has_new(self) -> bool:
         return any(self._is_new(state) for state in self._health.states)
 
     async def _is_any_coming(self) -> bool:
-        """Return whether an engine is starting again, after giving a death time to show."""
+        """Return whether an engine is starting again, within DEATH_SHOWS_S."""
         deadline = now_s() + DEATH_SHOWS_S
         while not self._has_new() and now_s() < deadline:
             await asyncio.sleep(RESTART_POLL_S)
@@ -242,13 +242,12 @@ class EngineSync:
 def take_weights(
     report: SyncReport, taken: Mapping[str, TakenWeights], now: TakenWeights
 ) -> dict[str, TakenWeights]:
-    """Return what the engines took, by url; warn of those that were brought the bytes they had
-    although the policy took optimizer steps.
+    """Return engine url -> the weights that the engine took.
 
-    Without a step, as while the critic warms up or when a version is sent again, the bytes have to
-    be the same.
+    Warns of engines that got unchanged bytes although the policy took optimizer steps. Without a
+    step, as while the critic warms up or when a version is sent again, the bytes stay the same.
 
-    taken   by engine url, what each took in the sync before
+    taken   engine url -> the weights that the engine took in the sync before
     """
     took = {}
     old_versions = {}
