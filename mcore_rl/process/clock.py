@@ -1,4 +1,4 @@
-"""Reads the clock for durations and deadlines of a run; a simulation puts its own in its place."""
+"""Reads the clock for durations and deadlines of a run; a simulation replaces the clock."""
 
 import time
 from collections.abc import Callable, Iterator

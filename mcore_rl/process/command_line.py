@@ -10,7 +10,7 @@ def parse_arguments(
     """Parse a command line; append words key=value behind later options to `settings`, in order.
 
     argparse alone refuses such words: it ends a list of positional arguments at the next option,
-    and cannot mix arguments and options in a parser with subcommands.
+    and cannot mix positional arguments and options in a parser with subcommands.
     """
     args, left = parser.parse_known_args(argv)
     settings = getattr(args, "settings", None)

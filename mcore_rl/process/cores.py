@@ -1,4 +1,4 @@
-"""Sets the number of threads with which a process computes on a CPU, before it loads torch."""
+"""Sets the number of a process's CPU threads before the process loads torch."""
 
 import os
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ _LEAST_BOUND = 64
 _PER_CPU = 4
 _WAIT_POLICY = "OMP_WAIT_POLICY"
 _QUIET = {_WAIT_POLICY: "passive", "GOMP_SPINCOUNT": "1000"}
-"""Idle threads sleep after about 20 microseconds, within which the next loop of a forward pass
-begins; waking them takes longer. By default idle threads spin on cores that other processes need:
+"""Idle threads sleep after about 20 microseconds: the next loop of a forward pass begins sooner,
+and waking a thread takes longer. By default idle threads spin on cores that other processes need;
 beside busy processes, a decode step of a small model then took 50 times as long."""
 
 
 def take_cores(sharers: int, threads: str | None = None) -> None:
-    """Limit this process, which has not loaded torch, to its part of the machine's cores.
+    """Limit this process, which has not loaded torch, to its share of the machine's cores.
 
     sharers   processes that share the cores, including this one
     threads   threads of each process, if given

@@ -1,6 +1,6 @@
-"""Writes files whole, and turns a full disk or a refused file into one line with the remedy.
+"""Writes files whole, and explains a full disk or a refused file in one line with the remedy.
 
-A DiskFullError names the file, its filesystem and the free space. A refusal names the file and the
+A DiskFullError names the file, the filesystem and the free space. A refusal names the file and the
 user.
 """
 
@@ -25,7 +25,7 @@ def is_refused(error: OSError) -> bool:
 
 
 def explain_refusal(error: ValueError | OSError) -> str:
-    """Return which file this user may not use, and the remedy; for other errors their own text."""
+    """Return which file this user may not use, and the remedy; the text of any other error."""
     if not (isinstance(error, OSError) and is_refused(error)):
         return str(error)
     name = str(error) if error.filename is None else os.fsdecode(error.filename)
@@ -38,7 +38,7 @@ def explain_refusal(error: ValueError | OSError) -> str:
 
 
 def check_readable(path: Path) -> None:
-    """Raise the OSError of reading `path`, where a library would raise a less clear error."""
+    """Raise the OSError of opening `path` before a library raises a less clear error."""
     with path.open("rb"):
         pass
 
@@ -53,13 +53,13 @@ def _name_user() -> str:
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EINTR)
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Answers of filesystems that have no fsync, or none for folders."""
+"""Errors of filesystems without fsync, or without fsync of folders."""
 PART = ".part"
 """Suffix of a file that is not complete yet."""
 DELETED = ".deleted"
 """Suffix of a folder that no longer counts and is being deleted."""
 _FULL_BYTES = 1 << 20
-"""A filesystem with less free space counts as full, where the error names no file."""
+"""A filesystem with less free space counts as full if the error names no file."""
 _NO_SPACE_TEXT = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b")
 """How libraries without errno (safetensors, torch's file writer) report the same error."""
 
@@ -78,7 +78,7 @@ def report_full_disk(path: str | Path) -> Iterator[None]:
         yield
     except DiskFullError:
         raise
-    except Exception as error:  # only those that report a full disk are replaced
+    except Exception as error:  # Only errors that report a full disk are replaced.
         if not is_disk_full(error):
             raise
         raise DiskFullError(describe_full_disk(path, error)) from error
@@ -86,9 +86,9 @@ def report_full_disk(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def report_any_full_disk() -> Iterator[None]:
-    """Raise DiskFullError if the block fails because of a full disk that was not reported within.
+    """Raise DiskFullError if the block fails because of a full disk and has not said so itself.
 
-    The block is all that a process does. The message names the file if the error knows it, and
+    The block is all that a process does. The message names the file if the error names one, and
     otherwise a full filesystem. Buffered output is flushed before the block ends.
     """
     try:
@@ -96,7 +96,7 @@ def report_any_full_disk() -> Iterator[None]:
         _flush_output()
     except DiskFullError:
         raise
-    except Exception as error:  # only those that report a full disk are replaced
+    except Exception as error:  # Only errors that report a full disk are replaced.
         if not is_disk_full(error):
             raise
         raise name_full_disk(error) from error
@@ -111,9 +111,9 @@ def _flush_output() -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically; a missing folder is created.
+    """Write a file atomically; create its folder if it is missing.
 
-    Raises DiskFullError if the disk is full; an earlier file of that name then stays.
+    Raises DiskFullError if the disk is full; an earlier file of that name then remains.
     """
     part = path.with_name(path.name + PART)
     with report_full_disk(path):
@@ -144,8 +144,8 @@ def name_full_disk(error: BaseException) -> DiskFullError:
 def reserve_space(descriptor: int, num_bytes: int) -> None:
     """Set a file's length to `num_bytes` and reserve the space, if the filesystem can.
 
-    The file keeps its content. Raises OSError (ENOSPC, EDQUOT) if there is not enough space.
-    os.posix_fallocate would write to every block of a filesystem that cannot reserve.
+    The file keeps its content. Raises OSError (ENOSPC, EDQUOT) if there is too little space.
+    os.posix_fallocate would write every block on a filesystem that cannot reserve space.
     """
     os.truncate(descriptor, num_bytes)
     if num_bytes == 0:
@@ -210,7 +210,7 @@ def _read_text(error: BaseException) -> str:
 
 
 def _iter_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, then the error that it was raised from, and so on."""
+    """Yield the error, its cause, the cause of the cause, and so on."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

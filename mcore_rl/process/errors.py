@@ -10,7 +10,7 @@ from mcore_rl.process.disk import is_disk_full, name_full_disk
 
 
 class ProcessLostError(RuntimeError):
-    """A process that a worker looks after is gone; the message is complete without a traceback."""
+    """A process that a worker supervises is gone; the message is complete without a traceback."""
 
 
 def make_encodable(text: str, encoding: str = "utf-8") -> str:
@@ -31,10 +31,10 @@ def shorten(text: str, most_chars: int) -> str:
 def describe_error(error: BaseException, silent: str = "") -> str:
     """Return `ValueError: text`.
 
-    silent   text for an error without one, such as asyncio's TimeoutError; by default the error
-             that it was raised from, or the place that raised it
+    silent   the text if the error has none, as asyncio's TimeoutError; by default the error's
+             cause, or the place that raised the error
 
-    For a full disk the text names file, space and remedy.
+    For a full disk the text names file, free space and remedy.
     """
     name = type(error).__name__
     if isinstance(error, SystemExit):

@@ -28,13 +28,13 @@ def run_both(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
 
 
 CLOSE_S = 5.0
-"""Seconds that `close` gives canceled work to end."""
+"""Seconds within which canceled work must end after `close`."""
 
 
 class EventLoop:
-    """One event loop, in its own thread, for all calls of a run.
+    """One event loop for all calls of a run, in a thread of its own.
 
-    Connections outlive a call. Work goes on while the caller computes or waits for ranks.
+    Connections outlive a call. Coroutines run while the caller computes or waits for ranks.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class EventLoop:
         self._thread.start()
 
     def start(self, work: Awaitable[T]) -> "Future[T]":
-        """Begin `work` and return its future; canceling the future cancels the work."""
+        """Start `work` and return its future; canceling the future cancels `work`."""
 
         async def wait_for_work() -> T:  # run_coroutine_threadsafe takes only coroutines
             return await work
@@ -53,7 +53,7 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(wait_for_work(), self._loop)
 
     def run(self, work: Awaitable[T]) -> T:
-        """Return the result of `work`, which is canceled if the wait is interrupted."""
+        """Return the result of `work`; cancel `work` if the wait is interrupted."""
         future = self.start(work)
         try:
             return future.result()
@@ -62,7 +62,7 @@ class EventLoop:
             raise
 
     def close(self) -> None:
-        """Cancel all work and end the thread; a thread that hangs for CLOSE_S is left behind."""
+        """Cancel all work and end the thread; abandon the thread if it hangs for CLOSE_S."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         self._thread.join(CLOSE_S)
         if not self._thread.is_alive():

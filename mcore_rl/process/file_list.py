@@ -14,7 +14,7 @@ MANIFEST = "checksums.json"
 METADATA = ".metadata"
 """The only hidden file of a checkpoint."""
 MAX_JSON_BYTES = 256 << 20
-"""Size above which a JSON file is refused instead of read: an entry takes about 40 bytes."""
+"""A larger JSON file is refused, not read; an entry takes about 40 bytes."""
 
 
 def read_json(path: Path) -> Any:
@@ -32,10 +32,10 @@ def read_json(path: Path) -> Any:
 
 
 def find_fault(folder: Path) -> str:
-    """Return how a checkpoint's folder differs from its list of files; "" if it does not.
+    """Return how a checkpoint's folder differs from its list of files; "" if they agree.
 
-    The list names each file with its size. A folder without a list, as older versions wrote it,
-    needs the files that every checkpoint has.
+    The list names each file and its size. A folder without a list, from an older version, needs
+    the files that every checkpoint has.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -50,7 +50,7 @@ def find_fault(folder: Path) -> str:
 
 
 def find_difference(folder: Path, sizes: Mapping[str, int]) -> str:
-    """Return how the files of a folder differ from `sizes` (name -> bytes); "" if they do not."""
+    """Return how the files of a folder differ from `sizes` (name -> bytes); "" if they agree."""
     for name, num_bytes in sorted(sizes.items()):
         path = folder / name
         if not is_inside(name):
@@ -70,9 +70,9 @@ def is_inside(name: str) -> bool:
 
 
 def list_files(folder: Path) -> Iterator[str]:
-    """Yield the paths, relative to `folder`, of the files that its list has to name.
+    """Yield the paths, relative to `folder`, of the files that the folder's list must name.
 
-    The list itself, files under temporary names and hidden files are left out, such as .git and the
+    Left out are the list itself, files under temporary names, and hidden files, such as .git and
     files that NFS keeps open.
     """
     for path in sorted(folder.rglob("*")):

@@ -31,12 +31,12 @@ def hold_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
     """Create `path` and hold an exclusive lock on it until the block ends.
 
     Raises LockedError if another process, or another call in this process, still holds the lock
-    after `wait_s`. Raises ValueError if `path` is a link, as the file that the link names would be
+    after `wait_s`. Raises ValueError if `path` is a link, because the linked file would be
     overwritten. On a filesystem without flock, the block runs unlocked and a line on stderr says
     so.
 
     No child inherits the lock: exec closes the descriptor (O_CLOEXEC), and so does a fork. The file
-    is not deleted, as otherwise two processes could lock two files of the same name.
+    is never deleted: otherwise two processes could lock two files of the same name.
     """
     file = _LockFile(path)
     try:
@@ -66,7 +66,7 @@ class _LockFile:
             time.sleep(POLL_S)
 
     def _is_free(self) -> bool:
-        """Take the lock, or return False if another holds it."""
+        """Take the lock; return False if another process holds it."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

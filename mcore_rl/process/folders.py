@@ -1,7 +1,7 @@
 """Makes the folders that processes need: short for sockets, private in /tmp, writable as HOME.
 
 TMPDIR  /scratch/.../a/long/path  + /mcore_rl_forks_xxxxxxxx/socket  > 107 bytes: /tmp instead
-engine  a temporary folder each; those whose owners were killed are removed first
+engine  a temporary folder each; folders whose owners were killed are removed first
 caches  of compiled code below /tmp or HOME: only where no other user can write
 HOME    may be read-only where a container runs under any user id, but Ray, HuggingFace's
         libraries and compilers keep files there, and some ask for the user's name
@@ -62,11 +62,11 @@ _PREFIX = "mcore_rl_engine_"
 _BELOW = len(f"/{_PREFIX}xxxxxxxx/tmpxxxxxxxx") + 8
 """Length of the path of SGLang's sockets below the root, and a few bytes to spare."""
 _MIN_AGE_S = 60.0
-"""The owner of a younger folder may not have locked it yet."""
+"""The owner of a younger folder may not have locked the folder yet."""
 
 
 class TempDir:
-    """A temporary folder that this process keeps locked as long as it lives."""
+    """A temporary folder that this process keeps locked until the process ends."""
 
     def __init__(self, parent: str = "") -> None:
         """`parent`: by default the system's folder for temporary files, or a shorter one."""
@@ -77,7 +77,7 @@ class TempDir:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def remove(self) -> None:
-        """Remove the folder if it is still there."""
+        """Remove the folder if it still exists."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -129,10 +129,10 @@ def make_own_folder(path: Path) -> Path:
 
 
 def find_compile_caches() -> dict[str, str]:
-    """Return the variables that name this user's caches of compiled code, shared by all runs.
+    """Return the variables that name this user's caches of compiled code, which all runs share.
 
-    Caches in HOME stay where compilers put them, and get no variable, unless other users could
-    write there. Variables that are already set are left out.
+    Caches in HOME get no variable and stay where compilers put them, unless other users can write
+    there. Variables that are already set are left out.
     """
     folder = Path(tempfile.gettempdir()) / f"mcore_rl_inductor_{os.getuid()}"
     caches = {} if INDUCTOR in os.environ else {INDUCTOR: str(make_own_folder(folder))}
@@ -157,7 +157,7 @@ def _is_own(path: Path) -> bool:
 
 
 _NAMES = ("LOGNAME", "USER", "LNAME", "USERNAME")
-"""Where getpass.getuser looks before it asks for the user id."""
+"""Variables that getpass.getuser reads before it asks for the user id."""
 
 
 def keep_home_usable() -> None:

@@ -1,11 +1,11 @@
-"""Asks a process that has already imported what another process needs (fork_server.py) to fork it.
+"""Asks a fork server, a process with all imports done (fork_server.py), to fork a new process.
 
     this process  | request ->          | go ->            |                    <- exit status |
     fork server   |          <- ready   |       <- forked  | waits for the fork's end          |
 
 Only one of the two starts the new process, even if the fork server answers too late: this process
-starts it if no go was sent, or if the fork server hangs up instead of forking. This module imports
-the standard library only, so that a process which only asks starts at once.
+starts it if it sent no go, or if the fork server hangs up instead of forking. This module imports
+only the standard library, so that a process that only asks for a fork starts at once.
 """
 
 import json
@@ -24,7 +24,7 @@ STATUS_BYTES = 4
 
 
 class ForkedProcess:
-    """A process that was forked for this process, and is killed when this process ends."""
+    """A process that a fork server forked for this process; it is killed when this process ends."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self._connection = connection
@@ -46,9 +46,9 @@ def fork_child(
     streams: Sequence[int],
     descriptors: Sequence[int] = (),
 ) -> ForkedProcess | None:
-    """Fork a process that runs `command` and dies with this process; None if none was forked.
+    """Fork a process that runs `command` and dies with this process; return None on failure.
 
-    path         the fork server's socket; nobody may listen there
+    path         the fork server's socket; there may be no server
     streams      standard input, output and error of the new process
     descriptors  other open files that the new process inherits
     """
@@ -61,15 +61,15 @@ def fork_child(
     except OSError:
         answer = b""
     if not answer:
-        connection.close()  # a fork that comes too late is killed
+        connection.close()  # The server kills a fork that comes too late.
         return None
     return ForkedProcess(connection, int.from_bytes(answer[len(FORKED) :], "little"))
 
 
 def fork_detached(path: str, command: Sequence[str]) -> bool:
-    """Fork a process with this process's environment and streams, which may outlive this process.
+    """Fork a process that may outlive this process, with the same environment and streams.
 
-    Returns whether it was forked.
+    Returns whether the process was forked.
     """
     request = {"command": list(command), "environment": dict(os.environ), "is_child": False}
     connection = _ask(path, request, [0, 1, 2])
@@ -79,7 +79,7 @@ def fork_detached(path: str, command: Sequence[str]) -> bool:
         try:
             return connection.recv(len(FORKED)) == FORKED
         except TimeoutError:
-            return True  # the fork server got the go, and is still there
+            return True  # The fork server got the go and still runs.
         except OSError:
             return False
 
@@ -87,14 +87,14 @@ def fork_detached(path: str, command: Sequence[str]) -> bool:
 def _ask(
     path: str, request: Mapping[str, object], descriptors: Sequence[int]
 ) -> socket.socket | None:
-    """Return the connection after the go; None if there is no fork server or it refuses."""
+    """Send request and go; return the connection, or None if no fork server accepts the request."""
     data = json.dumps(
         {
             **request,
             "cwd": os.getcwd(),
             "python": sys.executable,
             "oom_score_adj": Path("/proc/self/oom_score_adj").read_text(),
-            # Ray's node blocks Ctrl-C, which a terminal sends to all processes of the run.
+            # Ray's node blocks SIGINT: Ctrl-C in a terminal reaches all processes of the run.
             "blocked_signals": [
                 int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())
             ],

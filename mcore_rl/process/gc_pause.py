@@ -1,6 +1,6 @@
-"""Pauses the garbage collector while a process creates many objects that stay.
+"""Pauses the garbage collector while a process creates many lasting objects.
 
-Imports of large packages, most of the time before the first step, are faster without it.
+Imports of large packages, most of the time before the first step, are faster without collections.
 """
 
 import gc
@@ -12,9 +12,9 @@ from contextlib import contextmanager
 def without_collector() -> Iterator[None]:
     """Turn the cyclic garbage collector off in the block and freeze all objects afterwards.
 
-    Modules create hundreds of thousands of objects that live as long as the process. Walking
-    through these objects repeatedly takes a quarter of an import's time, and seconds of each
-    collection that megatron-core forces.
+    Modules create hundreds of thousands of objects that live as long as the process. Collections
+    walk through them: repeatedly during an import, for a quarter of its time, and for seconds in
+    each collection that megatron-core forces.
     """
     gc.disable()
     try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import aiohttp
 
 _KEEPALIVE_S = 2.0
-"""Less than the 5 s after which SGLang closes an idle connection, so no request is cut off."""
+"""SGLang closes an idle connection after 5 s; this is less, so that no request is cut off."""
 
 
 _PROBES = {
@@ -14,7 +14,7 @@ _PROBES = {
     socket.TCP_KEEPINTVL: 10,
     socket.TCP_KEEPCNT: 3,
 }
-"""After 30 s of silence the other end is probed three times, 10 s apart."""
+"""After 30 s of silence TCP probes the other end three times, 10 s apart."""
 
 
 def open_session(

@@ -1,4 +1,4 @@
-"""Rotates logs and keeps their processes going; imports the standard library only.
+"""Rotates logs, and keeps processes running if their logs cannot be written. Standard library only.
 
     engine.log is full --> engine.000001.log, and a new engine.log
 
@@ -13,7 +13,7 @@ Output that comes between the two steps goes to the segment, and so does the out
 do not follow.
 
 A log that cannot be written:
-    write fails --> said once on the other of stdout and stderr; further output is counted and lost
+    write fails --> one line on the other of stdout and stderr; further output is counted and lost
     write works again --> a line tells how many bytes are lost, then output continues
 """
 
@@ -58,7 +58,7 @@ def name_segment(path: Path, number: int) -> Path:
 
 
 def rotate(path: Path) -> Path:
-    """Rename the log to its newest segment and return that; the caller opens a new file."""
+    """Rename the log to its newest segment and return the segment; the caller opens a new log."""
     number = max((read_number(segment) for segment in find_segments(path)), default=0) + 1
     segment = name_segment(path, number)
     path.rename(segment)
@@ -114,7 +114,7 @@ def rotate_output(look_every_s: float = _LOOK_EVERY_S) -> None:
 
     Does nothing if the output is no file, or if ROTATE_BYTES is not set.
     """
-    os.environ.pop(_PATH, None)  # of another log, that of the process which started this one
+    os.environ.pop(_PATH, None)  # The log of the process that started this one.
     rotate_bytes = int(os.environ.get(ROTATE_BYTES) or 0)
     if rotate_bytes and stat.S_ISREG(os.fstat(1).st_mode):
         path = Path(os.readlink("/proc/self/fd/1"))
@@ -228,7 +228,7 @@ class _LastingFile(io.FileIO):
 
 
 class LogThrottle:
-    """Limits repeated messages, as in an outage: the first, then one per `every_s` seconds."""
+    """Limits repeated messages, as in an outage: one at once, then one per `every_s` seconds."""
 
     def __init__(self, every_s: float = 30.0) -> None:
         self._every_s = every_s

@@ -1,13 +1,13 @@
-"""Says that stored samples are gone, because the process that kept them is."""
+"""Defines the error for stored samples that are lost with the process that kept them."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
 
 
 class SamplesLostError(RuntimeError):
-    """Samples in `stores` (numbers) are gone; the message names the process and says why.
+    """Samples in `stores` (numbers) are lost; the message names the process and the cause.
 
-    Whoever reads them samples them again, or goes on without them; nothing else was harmed.
+    The reader samples them again, or goes on without them; nothing else is lost.
     """
 
     def __init__(self, message: str, stores: Collection[int]) -> None:
@@ -20,7 +20,7 @@ class SamplesLostError(RuntimeError):
 
 
 def join_losses(losses: Sequence[SamplesLostError]) -> SamplesLostError:
-    """Return one error for all of them, with each message once."""
+    """Return one error for all losses, with each message once."""
     messages = dict.fromkeys(loss.message for loss in losses if loss.message)
     return SamplesLostError(
         "; ".join(messages), frozenset().union(*(loss.stores for loss in losses))
@@ -28,5 +28,5 @@ def join_losses(losses: Sequence[SamplesLostError]) -> SamplesLostError:
 
 
 def find_kept(samples: Sequence[Any], lost: SamplesLostError) -> list[int]:
-    """Return the places of the StoredSamples whose stores are not lost."""
+    """Return the indices of the StoredSamples whose stores are not lost."""
     return [i for i, sample in enumerate(samples) if sample.lease.store not in lost.stores]

@@ -1,9 +1,9 @@
-"""Chooses addresses and ports for a run's servers and collectives, and keeps strangers out.
+"""Chooses addresses and ports for a run's servers and collectives; keeps out other clients.
 
 A local run stays on loopback. Requests to a run's own servers bypass proxies, which cannot reach
 loopback; `HTTP_PROXY`, `HTTPS_PROXY` and `ALL_PROXY` stay set for downloads and user programs.
-The TCPStore of a process group listens on one interface only: torch lets a store listen on all
-interfaces, whatever address it is given, and asks for no key, so anyone could read and write it.
+The TCPStore of a process group listens on one interface only: torch would let it listen on all
+interfaces, whatever its address, without a key, so that anyone could read and write it.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def make_meeting_store(
 def bind_meetings_to_their_host() -> None:
     """Make torch's `tcp://host:port` rendezvous in this process listen at `host` only.
 
-    For processes whose groups another library creates.
+    This is for process groups that another library creates.
     """
     # torch.distributed has a function of the same name.
     rendezvous: Any = import_module("torch.distributed.rendezvous")
@@ -142,7 +142,7 @@ _reservations = _Reservations()
 
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 _EXCEPTIONS = ("no_proxy", "NO_PROXY")
-"""Libraries read one or the other; most prefer the first."""
+"""A library reads one of the two; most prefer the first."""
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -155,9 +155,9 @@ def open_directly(request: str | urllib.request.Request, timeout_s: float) -> HT
 def bypass_proxies(environ: Mapping[str, str], hosts: Collection[str] = ()) -> dict[str, str]:
     """Return variables with which programs reach this machine and `hosts` without a proxy.
 
-    They are for clients of other packages, such as SGLang's requests to itself (requests), SDKs of
-    agents (httpx) and Ray (gRPC). Exceptions in `environ` are kept. Empty if `environ` names no
-    proxy.
+    The variables are for clients of other packages: SGLang's requests to itself (requests), SDKs of
+    agents (httpx) and Ray (gRPC). Exceptions in `environ` are kept. Returns {} if `environ` names
+    no proxy.
     """
     if not any(name.lower() in _PROXIES and value for name, value in environ.items()):
         return {}
@@ -185,8 +185,8 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 def find_loopback_interfaces() -> dict[str, str]:
     """Return the environment variables that keep collectives' sockets on the loopback interface.
 
-    By default gloo listens on the interface of the host's name, and NCCL on the first that is not
-    loopback. Empty if there is no loopback interface.
+    By default gloo listens on the interface of the host's name, and NCCL on the first interface
+    that is not loopback. Returns {} if there is no loopback interface.
     """
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.family == socket.AF_INET and a.address == _LOOPBACK for a in addresses):
@@ -195,11 +195,10 @@ def find_loopback_interfaces() -> dict[str, str]:
 
 
 def restrict_zmq_peers(host: str, node_addresses: Collection[str]) -> dict[str, str]:
-    """Return the environment variables that let SGLang's zmq sockets accept messages only from the
-    machines of one engine. SGLang would unpickle messages from anyone. Empty unless all addresses
-    are IP addresses.
+    """Return the variables that let SGLang's zmq sockets accept only the machines of one engine.
 
-    `host` is this machine's address, which the engine's other machines see as the sender.
+    SGLang would unpickle messages from anyone. Returns {} unless all addresses are IP addresses.
+    `host` is the address from which the engine's other machines get this machine's messages.
     """
     peers = {_LOOPBACK, host, *node_addresses}
     if not all(map(_is_ip, peers)):

@@ -1,7 +1,6 @@
-"""Watches other processes: their state in /proc, their end after a kill, restarts within an hour.
+"""Reads the states of processes, waits for killed ones, and limits restarts per hour.
 
-The resource tracker of Python removes names of shared memory and semaphores, here also after
-SIGKILL:
+Python's resource tracker removes names of shared memory and semaphores, here even after SIGKILL:
 
     this process --+-- pipe --> resource tracker, in a session of its own
     its children --+              unlinks the names of processes that have ended
@@ -27,8 +26,8 @@ _MAIN = "from multiprocessing.resource_tracker import main; main({})"
 def start_resource_tracker() -> None:
     """Start the tracker for this process and its children; call this before there are children.
 
-    The tracker has an empty environment, so that it survives when all processes of a run are killed
-    by a variable in their environments.
+    The tracker has an empty environment. So it survives when a run's processes are found by a
+    variable in their environments and killed.
     """
     reading, writing = os.pipe()
     command = [sys.executable, "-I", "-S", "-c", _MAIN.format(reading)]
@@ -56,7 +55,7 @@ def wait_killed(
     name: str,
     timeout_s: float = KILLED_S,
 ) -> bool:
-    """Return whether a process that was sent SIGKILL ended in time; log a warning if not."""
+    """Wait for a process that got SIGKILL; return whether it ended in time, and warn if not."""
     if isinstance(process, BaseProcess):
         process.join(timeout_s)
         has_ended = process.exitcode is not None
@@ -85,7 +84,7 @@ class RestartBudget:
         self._taken_s: deque[float] = deque()
 
     def take(self, most: int) -> bool:
-        """Count a restart; return False, without counting, after `most` restarts within an hour."""
+        """Count a restart and return True; after `most` restarts within an hour return False."""
         if self.num_recent >= most:
             return False
         self._taken_s.append(time.monotonic())
@@ -93,7 +92,7 @@ class RestartBudget:
 
     @property
     def num_recent(self) -> int:
-        """Restarts within the last hour."""
+        """The number of restarts within the last hour."""
         while self._taken_s and time.monotonic() - self._taken_s[0] > HOUR_S:
             self._taken_s.popleft()
         return len(self._taken_s)
@@ -107,7 +106,7 @@ _WORDS = {
 
 
 def describe_state(pid: int) -> str:
-    """Return why a process of this machine does nothing; "" if it runs or is gone."""
+    """Return why a process of this machine stands still; "" if it runs or is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:  # it is gone, or this system has no /proc

@@ -1,4 +1,4 @@
-"""Removes secrets from text before it is written: credentials in URLs, and known secret values."""
+"""Removes secrets from text that is to be written: credentials in URLs, known secret values."""
 
 import logging
 import os
@@ -51,16 +51,19 @@ def remember_likely_secret(value: str) -> None:
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a name marks a secret: api_key, HF_TOKEN, authToken, but not num_tokens or
-    key_file.
+    """Return whether a name belongs to a secret.
+
+    api_key, HF_TOKEN and authToken do, num_tokens and key_file do not.
     """
     words = re.findall(r"[a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())
     return bool(words) and (words[-1] in _LAST_WORDS or not _WORDS.isdisjoint(words))
 
 
 def redact(text: str) -> str:
-    """Return the text with *** in place of secrets: userinfo and token-like parameters of URLs,
-    bearer tokens, and the values given to `remember_secret`.
+    """Return the text with *** in place of secrets.
+
+    Secrets are userinfo and token-like parameters of URLs, bearer tokens, and the values given to
+    `remember_secret`.
     """
     for value in sorted(_known, key=len, reverse=True):
         if value in text:

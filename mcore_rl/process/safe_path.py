@@ -2,7 +2,7 @@
 
     python -m module     working folder first    (never used here)
     python -P -m module  not at all              processes of this package
-    PYTHONSAFEPATH       not at all              what libraries start: multiprocessing, Ray
+    PYTHONSAFEPATH       not at all              processes that multiprocessing and Ray start
     start_module         last                    processes that import the user's modules
 
 The standard library must come before the user's files, which may have any name.
@@ -21,7 +21,7 @@ _START = (
     "import sys; sys.path[:1] == [''] and sys.path.append(sys.path.pop(0));"
     "from runpy import run_module; run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
-"""The first statement imports no file, so no file of the working folder is imported before it."""
+"""The first statement imports no file, so nothing is imported from the working folder."""
 
 
 def safe_module(module: str) -> list[str]:
@@ -40,7 +40,7 @@ def start_module(python: str, module: str) -> list[str]:
 def keep_path_safe() -> None:
     """Remove the working folder from the path of Python processes that libraries start from here.
 
-    A checkout that is not installed, and was found in the working folder, is put into PYTHONPATH.
+    If this package runs from the working folder, uninstalled, the folder goes into PYTHONPATH.
     """
     os.environ.setdefault(SAFE_PATH, _OURS)
     named = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
@@ -54,7 +54,7 @@ def without_safe_path(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def let_programs_be() -> None:
-    """Undo keep_path_safe for the processes that this process starts, as they run the user's code.
+    """Undo keep_path_safe for child processes, because these run the user's code.
 
     Processes that multiprocessing spawns still leave out the working folder if this process does.
     """

@@ -1,8 +1,8 @@
 """Makes, passes and checks the keys of a run's HTTP servers, and reads what their clients send.
 
 Keys travel in objects and through inherited file descriptors, never in command lines or environment
-variables, which other users of the machine can read. The exceptions are the addresses, with keys,
-of servers that a run starts beside its collectors:
+variables, which other users of the machine can read. Servers beside collectors are the exception;
+variables have their addresses with keys:
 
 collector --starts--> sandbox, search
     |  MCORE_RL_SANDBOX_URL, MCORE_RL_SEARCH_URL
@@ -37,7 +37,7 @@ def read_search_url() -> str:
 
 
 def publish(urls: Mapping[str, str]) -> None:
-    """Set the variables with the addresses, for this process and its later children."""
+    """Set each variable to its address, for this process and its later children."""
     os.environ.update(urls)
 
 
@@ -68,14 +68,14 @@ def parse_json(data: bytes) -> Any:
 def read_call_arguments(given: object) -> str:
     """Return the arguments of a tool call in a history, as the text of a JSON object.
 
-    Missing arguments give `{}`. Raises ValueError with the reason if the arguments are anything
-    else, as chat templates read an object.
+    Missing arguments give `{}`. Raises ValueError with the reason if the arguments are no JSON
+    object, because chat templates read one.
     """
     if given is None or (isinstance(given, str) and not given.strip()):
         return "{}"
     if not isinstance(given, str):
         raise ValueError(f"must be a string of JSON, not {type(given).__name__}")
-    import orjson  # late: an environment's worker has the standard library alone
+    import orjson  # Late: an environment's worker may lack it.
 
     try:
         value: Any = orjson.loads(given)
@@ -170,7 +170,7 @@ def pass_to_child(keys: ServerKeys | None) -> Iterator[int | None]:
 
 
 def read_keys(descriptor: int) -> ServerKeys:
-    """Read the keys from the parent, and close the descriptor, so that no child inherits it."""
+    """Read the keys from the parent, and close the descriptor before a child inherits it."""
     with os.fdopen(descriptor, "rb") as pipe:
         user, admin = json.loads(pipe.read())
     return ServerKeys(user, admin)
@@ -190,7 +190,8 @@ def read_key_file(path: Path) -> str:
 def read_secret(path: Path, option: str) -> str:
     """Return the text of a file that only its owner may read.
 
-    Raises ValueError, beginning with `option`, if it is missing, no text, or others may read it.
+    Raises ValueError, beginning with `option`, if the file is missing or no text, or if other users
+    may read it.
     """
     try:
         mode = path.stat().st_mode

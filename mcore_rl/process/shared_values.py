@@ -1,7 +1,7 @@
-"""Keeps values that processes of several nodes leave for one another, as JSON files in a folder.
+"""Exchanges values between processes of several nodes, as JSON files in a folder.
 
-A file is there whole or not at all. A listing makes clients of network file systems look at the
-server again, so each read lists the folder first.
+A file exists whole or not at all. Each read lists the folder first, because a listing makes clients
+of network file systems ask the server again.
 """
 
 import json
@@ -19,16 +19,16 @@ class SharedValues:
         self.folder = folder
 
     def put(self, name: str, value: Any) -> None:
-        """Write a value, which replaces an earlier one of this name."""
+        """Write a value; replace an earlier value of the same name."""
         write_whole(self.folder / f"{name}.json", json.dumps(value))
 
     def get(self, name: str) -> Any:
-        """Return the value, or None if it is not there, or not yet as this node sees the folder."""
+        """Return the value; None if this node does not see it, or not yet."""
         if f"{name}.json" not in self._list_files():
             return None
         try:
             return json.loads((self.folder / f"{name}.json").read_text())
-        except (OSError, ValueError):  # it went meanwhile, or a client has an old view of it
+        except (OSError, ValueError):  # The file is gone, or the client's view of it is old.
             return None
 
     def list_names(self) -> set[str]:

@@ -1,6 +1,6 @@
-"""Handles the signals of a run: stop requests, and signals that come in forks and destructors.
+"""Handles the signals of a run: stop requests, and signals during forks and destructors.
 
-SIGUSR1 is a scheduler's request to save and to make room. A loop asks `is_stop_requested` after
+By SIGUSR1 a scheduler asks a run to save and end. A loop asks `is_stop_requested` after
 each step, saves, and raises StoppedEarlyError. The command then exits with EXIT_STATUS; the same
 command continues the run.
 
@@ -22,7 +22,7 @@ from types import FrameType
 Handler = Callable[[int, FrameType | None], object]
 _AGAIN_S = 0.01
 _depth = 0
-"""Number of this module's after-callbacks that a fork of the main thread has yet to run."""
+"""How many of this module's after-callbacks a fork of the main thread still has to run."""
 
 
 def handle_outside_forks(number: signal.Signals, handler: Handler) -> None:
@@ -70,10 +70,10 @@ def _forget() -> None:
 
 
 def keep_interrupts() -> None:
-    """Raise Ctrl-C or SIGTERM again if it came in a destructor, whose exceptions Python drops."""
+    """Repeat a Ctrl-C or SIGTERM that came in a destructor, whose exceptions Python drops."""
 
     def raise_again(dropped: "sys.UnraisableHookArgs") -> None:
-        # Not from here: an exception of this hook would be dropped as well.
+        # A timer does so, because Python would drop an exception of this hook as well.
         if issubclass(dropped.exc_type, KeyboardInterrupt):
             threading.Timer(0.05, _thread.interrupt_main).start()
         elif getattr(dropped.exc_value, "code", None) == 128 + signal.SIGTERM:
@@ -96,9 +96,9 @@ class StoppedEarlyError(Exception):
 
 
 def watch_for_stop_requests() -> None:
-    """Note SIGUSR1 from now on, instead of ending the process. Only for the main thread.
+    """Have SIGUSR1 request a stop instead of ending the process. Only for the main thread.
 
-    A signal that came while SIGUSR1 was blocked is noted, too.
+    A SIGUSR1 that came while it was blocked counts, too.
     """
     global _requested
     _requested = False

@@ -1,4 +1,4 @@
-"""Starts an HTTP server as a child process, and restarts it at the same address if it dies.
+"""Supervises an HTTP server: starts a child process, and restarts it at the same address.
 
     thread: start --> healthy --> dead, or silent for long --> pause --> start --> ...
 
@@ -136,7 +136,7 @@ class SupervisedServer:
             self._stopping.wait(min(pause_s, _LONGEST_PAUSE_S))
 
     def _watch(self, process: "subprocess.Popen[bytes]") -> str:
-        """Return why the server must be restarted, or "" if it shall stop."""
+        """Return why the server must be restarted, or "" if it is to stop."""
         answered_s = time.monotonic()
         look_s = 0.0
         while not self._stopping.wait(_POLL_S):

@@ -1,4 +1,4 @@
-"""Imports Python files of users as modules whose names any process can import.
+"""Imports Python files of users as modules that any process can import by name.
 
 The name of such a module, `mcore_rl.process.user_files.mine_<path in hexadecimal>`, contains the
 path of the file. So the file's functions and classes can be pickled: a process that unpickles them,
@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-__path__: list[str] = []  # makes this module a package, whose modules _Finder finds
+__path__: list[str] = []  # Makes this module a package; _Finder finds its modules.
 
 
 def import_file(path: Path) -> ModuleType:

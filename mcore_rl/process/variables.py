@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def set_variables(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set the variables within the block, or unset them for None; restore them afterwards."""
+    """Set variables within the block, unset those that are None, and restore all afterwards."""
     before = {name: os.environ.get(name) for name in values}
     _apply(values)
     try:

@@ -10,7 +10,7 @@ CORE = ("torch", "sglang", "megatron-core", "transformer-engine", "ray", "transf
 
 
 def find_versions(names: Sequence[str] = CORE) -> dict[str, str]:
-    """Return normalized name -> version of those packages that are installed."""
+    """Return normalized name -> version of the installed packages among `names`."""
     found = {}
     for name in names:
         try:
