@@ -1,8 +1,8 @@
 """Waits until several ranks have answered a call, and returns their results or raises one error.
 
-The first failure ends the wait. If a rank died, the error reports the death. It leaves out the
-exceptions of the ranks that were communicating with the dead rank, as they follow from the death.
-The error also names the ranks without an answer whose processes are stopped.
+The first failure ends the wait. If a rank died, the error reports the death, and leaves out the
+exceptions that the death caused on other ranks. The error also names ranks without an answer whose
+processes are stopped.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from mcore_rl.process.lost_samples import SamplesLostError, join_losses
 from mcore_rl.process.process_state import describe_state
 
 _READ_S = 5.0
-"""Time for another node to tell the states of its processes."""
+"""Time for another node to report the states of its processes."""
 
 
 GRACE_S = 3.0
-"""How long a death may take to show after the exception that it caused on another rank."""
+"""How long a death may take to show after another rank raised because of it."""
 
 
 def find_states(places: Sequence[tuple[Any, str]]) -> list[str]:
-    """Return, for each (reference to a process id, node), `describe_state` of the process.
+    """Return `describe_state` of each process, given (reference to its id, node).
 
-    The text is empty as well for a process whose id or node does not answer.
+    The text is empty if the process does not tell its id, or its node does not answer.
     """
     own = ray.get_runtime_context().get_node_id()
     by_node: dict[str, dict[int, Any]] = defaultdict(dict)
@@ -86,7 +86,8 @@ class Rank:
 
     place     describes its coordinate; empty until known
     node      the name of its node; empty if the cluster has no other
-    node_id   Ray's, and `pid` a reference to its process id, to ask the node about the process
+    node_id   Ray's id of the node, which is asked about the process
+    pid       reference to the process id
     """
 
     role: str

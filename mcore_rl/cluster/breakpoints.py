@@ -45,7 +45,7 @@ from mcore_rl.process.variables import set_variables
 _log = logging.getLogger(__name__)
 
 NAMESPACE = "mcore_rl"
-"""In Ray's key-value store: holds, for each open breakpoint, how to attach."""
+"""Namespace in Ray's key-value store that says of each open breakpoint how to attach."""
 _VARIABLE = "PYTHONBREAKPOINT"
 _HOOK = f"{__name__}.stop"
 _HOST = "127.0.0.1"
@@ -60,16 +60,16 @@ class _Patience:
     """How long this process waits for a debugger."""
 
     wait_s: float | None = None
-    """None: until the call in which a rank stops is overdue, when its controller kills it."""
+    """Seconds; None: until the rank's call is overdue and the controller kills the rank."""
     is_over = False
-    """Nobody came to an earlier breakpoint, so the others are passed over."""
+    """Nobody attached at an earlier breakpoint, so all later ones are skipped."""
 
 
 _patience = _Patience()
 
 
 class _RemotePdb(rpdb._RemotePdb):
-    """Ray's pdb behind a port; a client that goes away lets the process go on."""
+    """Ray's pdb behind a port; the process goes on once its client disconnects."""
 
     def accept(self, wait_s: float | None) -> None:
         """Wait for a client. Raises TimeoutError after `wait_s`."""
@@ -78,7 +78,7 @@ class _RemotePdb(rpdb._RemotePdb):
             self.listen()
         finally:
             self._listen_socket.close()
-        self.nosigint = True  # else pdb would take Ctrl-C from the controller for good
+        self.nosigint = True  # Otherwise pdb takes Ctrl-C from the controller for good.
 
     @property
     def port(self) -> int:
@@ -103,7 +103,7 @@ class _RemotePdb(rpdb._RemotePdb):
 
 
 def answer_in_rank() -> None:
-    """Have breakpoint() stop this rank; Ray's own hook does not say how to attach."""
+    """Install `stop` as breakpoint() of this rank; Ray's hook does not say how to attach."""
     os.environ[_VARIABLE] = _HOOK
 
 
@@ -111,8 +111,8 @@ def answer_in_rank() -> None:
 def answer_in_controller(wait_s: float) -> Iterator[None]:
     """Have breakpoint() in the block stop this process, a Ray driver.
 
-    Without a terminal it waits `wait_s` for a debugger. If none comes, the process goes on and
-    ignores all further breakpoints: a run that nobody looks at must not stand still for ever.
+    Without a terminal, a breakpoint waits `wait_s` for a debugger. If no debugger attaches, the
+    process goes on and ignores all further breakpoints: an unattended run must not stop forever.
     """
     _patience.wait_s = wait_s
     _patience.is_over = False
@@ -183,7 +183,7 @@ def _stop_for_debugpy(frame: FrameType) -> None:
         return
     worker = ray._private.worker.global_worker
     ray.util.debugpy._ensure_debugger_port_open_thread_safe()
-    sys.breakpointhook = builtins.breakpoint = stop  # debugpy has put its own there
+    sys.breakpointhook = builtins.breakpoint = stop  # debugpy had installed its own hook.
     how = f"VS Code, or by debugpy's protocol at {worker.node_ip_address}:{worker.debugger_port}"
     is_late = threading.Event()
 
@@ -204,17 +204,17 @@ def _stop_for_debugpy(frame: FrameType) -> None:
 
 
 def _stop_in_pydevd(frame: FrameType) -> None:
-    importlib.import_module("pydevd").settrace(stop_at_frame=frame)  # debugpy has a copy of its own
+    importlib.import_module("pydevd").settrace(stop_at_frame=frame)  # debugpy's own copy of pydevd
 
 
 def open_prefix() -> str:
-    """Return how the keys of this run's breakpoints begin, as a Ray may have several runs."""
+    """Return the prefix of this run's keys, since several runs may share one Ray."""
     return f"breakpoint_{ray.get_runtime_context().get_job_id()}_"
 
 
 @contextmanager
 def _announce(frame: FrameType, how: str) -> Iterator[None]:
-    """Announce a breakpoint that waits, in the log and, while the block runs, in Ray's store."""
+    """Announce a waiting breakpoint in the log and, during the block, in Ray's store."""
     who = getproctitle() if not _is_controller() else "the controller"
     text = f"breakpoint() in {who} at {_place(frame)} waits for {how}"
     _log.warning(text)
@@ -241,7 +241,7 @@ def _give_up(frame: FrameType) -> None:
 
 
 def _describe_for_ray_debug(frame: FrameType, port: int) -> dict[str, Any]:
-    """Return what `ray debug` reads of a breakpoint (ray/util/rpdb.py)."""
+    """Return the fields that `ray debug` reads about a breakpoint (ray/util/rpdb.py)."""
     context = ray.get_runtime_context()
     return {
         "proctitle": getproctitle(),
@@ -260,7 +260,7 @@ def _describe_for_ray_debug(frame: FrameType, port: int) -> dict[str, Any]:
 
 def _ray_debug() -> str:
     """Return the command that attaches, with the variables that reach this Ray."""
-    # Without the last one `ray debug` replaces a loopback address by the machine's outward one.
+    # Without the last variable `ray debug` replaces a loopback address by the outward one.
     on_loopback = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", on_loopback)
     variables = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
@@ -273,7 +273,7 @@ def _is_controller() -> bool:
 
 
 def _has_terminal() -> bool:
-    """Return whether pdb could read from a terminal: a command in the background must not."""
+    """Return whether pdb can read from a terminal; a command in the background must not read."""
     try:
         return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
     except (OSError, ValueError, AttributeError):
@@ -298,7 +298,7 @@ def name_breakpoints() -> Iterator[None]:
 
 
 def _watch(is_over: threading.Event) -> None:
-    """Look for new breakpoints until `is_over`, or until Ray is gone, which others report."""
+    """Print new breakpoints until `is_over`, or until Ray is gone."""
     prefix = open_prefix()
     told: set[bytes] = set()
     while not is_over.wait(INTERVAL_S) and ray.is_initialized():

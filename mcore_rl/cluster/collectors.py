@@ -1,7 +1,7 @@
-"""Runs a collector on each node that has engines; the controller calls all of them through a group.
+"""Runs a collector on each node that has engines; the controller calls them as one group.
 
-A collector whose process dies costs its samples only: while its node is alive, Ray starts the
-process again and `restart` builds an empty collector in it; otherwise the others go on without it.
+If a collector's process dies, only its samples are lost. While the node is alive, Ray restarts the
+process and `restart` builds an empty collector there; otherwise the other collectors go on alone.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from mcore_rl.workers.collector_worker import CollectorSpec, CollectorWorker
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 THREADS = 64
-"""Calls that a collector answers at once; a long poll and each read take one."""
+"""Calls that a collector answers at the same time, long polls and reads included."""
 NODE_LOSS_SHOWS_S = 30.0
-"""How long after the death of its processes Ray may take to find that a node is gone."""
+"""How long Ray may take to find that a node is gone once its processes died."""
 NODE_POLL_S = 1.0
 
 
@@ -113,8 +113,8 @@ class CollectorGroup:
     async def restart(self, k: int, first_group: int) -> bool:
         """Build a lost collector anew, without samples; return False if its node is gone.
 
-        `first_group`: its groups with smaller numbers are lost. Raises RankError if that fails, or
-        if the collector has died too often.
+        Groups with numbers below `first_group` are lost. Raises RankError if the build fails, or if
+        the collector has died too often.
         """
         building = asyncio.create_task(self._build_anew(k, first_group))
         leaving = asyncio.create_task(self._wait_for_loss_of_node(k))
@@ -162,8 +162,9 @@ class CollectorGroup:
     ) -> list[tuple[StoredBatch, T]]:
         """Return the batches with the fields that their functions set, and the functions' results.
 
-        Each function is called where most tokens of its batch are. A collector calls one function
-        after the other, so that it holds the tokens of one batch. Raises SamplesLostError.
+        Each function runs in the collector that has most tokens of the function's batch. A
+        collector runs one function after the other, so it holds the tokens of one batch at a time.
+        Raises SamplesLostError.
         """
         places: dict[int, list[int]] = {}
         for place, (_, batch) in enumerate(works):
@@ -184,7 +185,7 @@ class CollectorGroup:
     async def call(
         self, k: int, method: str, *args: object, deadline_s: float | None = None
     ) -> Any:
-        """Return the answer of one collector. Raises RankDiedError if its process is gone."""
+        """Call collector `k` and return its answer. Raises RankDiedError if its process is gone."""
         if deadline_s is None:
             deadline_s = self._limits.call_timeout_s
         return await self._group.call_one_async(k, method, *args, deadline_s=deadline_s)

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 KEEP_WEIGHTS = ("--enable-weights-cpu-backup",)
-"""SGLang keeps weights in host memory while their GPU memory is released."""
+"""SGLang keeps a copy of the weights on the host while GPU memory is released."""
 ROLE_ARGUMENTS = {"judge": (), "reward_model": ("--is-embedding",), "teacher": ()}
 
 
@@ -36,8 +36,8 @@ class EngineGroup:
     """Several engines of one model, each with one worker per machine that it spans.
 
     `health` exists once the engines are built; `watch` and `look` keep it up to date. Calls raise
-    RankError when a worker raises or does not answer in time, when a server died and may not be
-    restarted, and when more engines are lost with their nodes than the limit allows.
+    RankError if a worker raises or does not answer in time, if a server died and may not be
+    restarted, or if more engines are lost with their nodes than `min_engines` allows.
     """
 
     health: EngineHealth
@@ -126,7 +126,7 @@ class EngineGroup:
         return self._group.first_of_nodes()
 
     async def watch(self) -> None:
-        """Never return; raise RankError as `look` does. A worker that is busy answers late."""
+        """Look again and again; never return, but raise RankError as `look` does."""
         while True:
             await self._look(WATCHED_CALLS * self._call_timeout_s)
             await asyncio.sleep(WATCH_INTERVAL_S)
@@ -152,7 +152,7 @@ class EngineGroup:
                 self.health.note([state])
 
     def _lose(self, engine: int, servers: Sequence[int], error: RankDiedError) -> None:
-        """Go on without an engine. Raises `error` if too few would be left."""
+        """Go on without an engine. Raises `error` if fewer than min_engines would be left."""
         self._lost.add(engine)
         self._group.kill_ranks(servers)
         num_left = len(self._nodes_per_engine) - len(self._lost)
@@ -229,7 +229,7 @@ def pick_first_of_each_engine(values: Sequence[T], nodes_per_engine: Sequence[in
 
 
 def _give_own_log(spec: EngineSpec) -> EngineSpec:
-    """Return the spec; on every node but the first, with a log path for this node."""
+    """Return the spec; on all nodes but the first, with the node in the log's name."""
     if spec.node_rank == 0:
         return spec
     log = Path(spec.log_path)
@@ -256,7 +256,7 @@ class ServedEngines:
         """Begin to start the engines of `configs` by role, each in its slots.
 
         remote      endpoints of servers that run elsewhere, by role
-        keys        what requests to the engines must bring
+        keys        keys that requests to the engines must have
         colocated   roles whose engines share the trainer ranks' GPUs; `start_colocated` starts them
         """
         self._configs = configs
@@ -288,7 +288,7 @@ class ServedEngines:
         return endpoints
 
     def watches(self) -> list[Awaitable[None]]:
-        """Return a watch for each role whose engines are up; `wait_built` reports failed starts."""
+        """Return a watch for each role with built engines; `wait_built` reports failed starts."""
         return [group.watch() for group in self._groups.values() if group.is_built]
 
     def server_pids(self, role: str) -> list[int]:

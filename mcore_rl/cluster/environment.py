@@ -14,14 +14,14 @@ from mcore_rl.process.safe_path import SAFE_PATH
 
 _log = logging.getLogger(__name__)
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""In which Ray describes the job to its command (ray/_private/runtime_env/constants.py)."""
+"""Variable with Ray's description of the job (ray/_private/runtime_env/constants.py)."""
 
 _BY_NODE = "MCORE_RL_SET_BY_NODE"
-"""Names the variables that each node has found for itself, separated by commas."""
+"""Variable with the names of variables that each node sets for itself, separated by commas."""
 
 RAY_DEFAULTS = {
     "RAY_DEBUG": "legacy",  # breakpoint() answers to `ray debug`; "1" is the VS Code extension's
-    "RAY_worker_niceness": "0",  # else ranks and engines run at nice 15
+    "RAY_worker_niceness": "0",  # Otherwise ranks and engines run at nice 15.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Ranks and engines see all GPUs of their machine: mcore_rl/device/environment.py.
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
@@ -30,15 +30,15 @@ RAY_DEFAULTS = {
 
 
 def set_defaults() -> None:
-    """Set the variables of a run in this process; those that the caller has set are kept."""
+    """Set the variables of a run in this process, except those that the caller has set."""
     for name, value in {**RAY_DEFAULTS, **AGREED}.items():
         os.environ.setdefault(name, value)
 
 
 def set_for_node(values: Mapping[str, str]) -> None:
-    """Set variables that hold on this machine alone, such as the name of its network interface.
+    """Set variables for this machine alone, such as the name of its network interface.
 
-    Those that the caller has set are kept, and reach the other machines.
+    Variables that the caller has set keep their values and reach the other machines.
     """
     own = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(own)
@@ -46,11 +46,11 @@ def set_for_node(values: Mapping[str, str]) -> None:
 
 
 def select_worker_variables() -> dict[str, str]:
-    """Return the variables of this process that processes on other machines get.
+    """Return the variables that processes on other machines get from this process.
 
-    Variables of a job that `ray job submit --runtime-env-json` began are left out: the job's
-    processes have all of them, and Ray refuses to be given a variable twice. Variables of
-    `set_for_node` are left out as well, as each node has values of its own.
+    Left out are variables of a job that `ray job submit --runtime-env-json` began: the job's
+    processes have them already, and Ray refuses a variable twice. Variables of `set_for_node` are
+    left out as well, because each node has its own values.
     """
     of_ray = {name: os.environ[name] for name in RAY_DEFAULTS}
     job = json.loads(os.environ.get(_JOB, "{}")).get("runtime_env") or {}
@@ -66,7 +66,7 @@ def _list_node_variables() -> set[str]:
 
 
 def compare_environments(environments: Mapping[str, Mapping[str, str]]) -> None:
-    """Warn of variables in which processes, by name, differ from this one.
+    """Warn of variables that differ between this process and other processes, given by name.
 
     Raises ValueError if all processes must agree on a variable that differs.
     """
@@ -87,7 +87,7 @@ def compare_environments(environments: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def make_nsys_environments(profile: ProfileConfig, folder: Path) -> dict[int, dict[str, Any]]:
-    """Return Ray's runtime environment of each rank that Nsight Systems is to run."""
+    """Return Ray's runtime environment of each rank that Nsight Systems profiles."""
     if not profile.steps or profile.tool != "nsys":
         return {}
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Calls all ranks of one role as one object, and returns all their answers or raises one error.
+"""Calls all ranks of one role as one object, and returns their answers or raises one error.
 
-RankGroup          the ranks wait for one another, so the failure of one ends all
-IndependentRanks   the death of one leaves the others as they are
+RankGroup          the ranks wait for one another, so if one rank fails, all ranks end
+IndependentRanks   if one rank dies, the others go on
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from mcore_rl.process.cores import THREADS
 from mcore_rl.process.lost_samples import SamplesLostError
 
 BULK = "bulk"
-"""Concurrency group of calls that move much; others need not wait for them."""
+"""Ray's concurrency group for calls that move much data, so that other calls need not wait."""
 BULK_THREADS = 8
 T = TypeVar("T")
 WATCH_INTERVAL_S = 1.0
 WATCHED_CALLS = 3
-"""A rank that is busy answers a health check late: after so many of its calls at most."""
+"""A busy rank answers a health check late: after at most so many of its calls."""
 _POLL_S = 0.2
 
 
@@ -42,8 +42,8 @@ def start_actor(
 ) -> Any:
     """Return the handle of a new RankActor, which answers up to `threads` calls at once.
 
-    An actor with several threads has further threads for calls of the group BULK. `returns`: Ray
-    starts the process again when it dies, without its worker; the handle stays valid.
+    An actor with several threads has additional threads for calls of the group BULK. `returns`: if
+    the process dies, Ray restarts it without its worker; the handle stays valid.
     """
     # Ray titles the process after the class: `ps` shows ray::trainer_rank0
     actor_cls: Any = type(f"{rank.role}_rank{rank.index}", (RankActor,), {})
@@ -59,7 +59,7 @@ def start_actor(
     make_remote: Any = ray.remote
     if threads > 1:
         make_remote = make_remote(concurrency_groups={BULK: BULK_THREADS})
-    # Whoever set the number of threads gets it in every process.
+    # A number of threads that the user has set applies to every process.
     cores = (slot.sharers, os.environ.get(THREADS)) if slot.sharers else None
     return make_remote(actor_cls).options(**options).remote(str(rank.log_path), cores, os.getcwd())
 
@@ -80,8 +80,8 @@ class Coordinate(Protocol):
 class RankGroup:
     """One actor process per slot, each around one worker object.
 
-    After any failure the whole group is killed, because the other ranks would hang in a collective.
-    Only a SamplesLostError, which all ranks raise before they begin, leaves them as they are.
+    After a failure the whole group is killed, because the other ranks would hang in a collective.
+    After a SamplesLostError, which all ranks raise before they begin, the ranks go on.
     """
 
     def __init__(
@@ -95,8 +95,9 @@ class RankGroup:
     ) -> None:
         """Start the processes, without waiting for them.
 
-        Rank k logs to <log_dir>/<role>_rank<k>.log. `runtime_envs` has Ray's, by rank. Each rank
-        answers up to `threads` calls at once. `returns`: Ray starts a process that died again.
+        Rank k logs to <log_dir>/<role>_rank<k>.log. `runtime_envs` has Ray's runtime environments
+        by rank. Each rank answers up to `threads` calls at once. `returns`: Ray restarts a process
+        that died.
         """
         envs = runtime_envs or {}
         self.role = role
@@ -121,7 +122,7 @@ class RankGroup:
     def start_build(
         self, worker_cls: type, args_per_rank: Sequence[tuple[Any, ...]], deadline_s: float
     ) -> Answers:
-        """Begin to make worker_cls(*args) on every rank; pass the returned answers to `finish`."""
+        """Start making worker_cls(*args) on every rank; pass the returned answers to `finish`."""
         pairs = zip(self._actors, args_per_rank, strict=True)
         refs = [actor.build.remote(deadline_s, worker_cls, *args) for actor, args in pairs]
         return self._expect("start-up", refs, deadline_s)
@@ -168,7 +169,7 @@ class RankGroup:
             raise
 
     def first_of_nodes(self) -> dict[str, Any]:
-        """Return an actor of each node by its name; none if the cluster has a single node."""
+        """Return node name -> an actor on the node; {} if the cluster has a single node."""
         firsts: dict[str, Any] = {}
         for rank, actor in zip(self.ranks, self._actors, strict=True):
             if rank.node:
@@ -220,9 +221,10 @@ class RankGroup:
     ) -> list[Any]:
         """Call method(per_dp_args[dp], *args, **kwargs) on every rank.
 
-        Returns the answers of the ranks that own an output, in order of dp. Each slice is put into
-        Ray's object store once, however many ranks of its data-parallel coordinate read it. Raises
-        ValueError if there are not as many slices as coordinates, and RankError as `call_all`.
+        Returns the answers of the ranks that own an output, in order of dp. Each argument is put
+        into Ray's object store once, however many ranks of its data-parallel coordinate read it.
+        Raises ValueError if there are more or fewer arguments than coordinates, and RankError as
+        `call_all` does.
         """
         if len(per_dp_args) != self.dp_size:
             raise ValueError(
@@ -247,8 +249,7 @@ class RankGroup:
         """Never return; raise RankError once a rank's process is gone or its `method` raises.
 
         Without `method` only the processes are watched. `note` gets the answers of each round. A
-        rank that is busy answers late, which is an error only after WATCHED_CALLS calls, each of
-        which takes up to `call_timeout_s`.
+        busy rank may answer late, by up to WATCHED_CALLS calls of `call_timeout_s` each.
         """
         deadline_s = WATCHED_CALLS * call_timeout_s
         while True:
@@ -259,7 +260,7 @@ class RankGroup:
             try:
                 answers = await self._expect("a health check", refs, deadline_s).wait_async()
             except RankError as error:
-                # An earlier failure killed the ranks that are missing here: report that one.
+                # An earlier failure killed the missing ranks: report that failure.
                 if isinstance(self._failed, RankError):
                     raise self._failed from None
                 self._fail(error)
@@ -286,15 +287,15 @@ class RankGroup:
     def check_environment(self, deadline_s: float) -> None:
         """Compare the ranks' environment variables with the controller's.
 
-        Logs a warning that names ranks and variables that differ. Raises ValueError if trainer and
-        engines could not exchange weights for it.
+        Logs a warning with the ranks and variables that differ. Raises ValueError if trainer and
+        engines could not exchange weights because of a difference.
         """
         refs = [actor.environment.remote() for actor in self._actors]
         environments = self.finish(self._expect("start-up", refs, deadline_s))
         compare_environments({str(r): e for r, e in zip(self.ranks, environments, strict=True)})
 
     def kill(self) -> None:
-        """Kill the processes; what they started dies with them. Safe to repeat."""
+        """Kill the processes and their children. Safe to repeat."""
         for actor in self._actors:
             ray.kill(actor)
 
@@ -310,17 +311,15 @@ class RankGroup:
         return Answers(method, refs, self.ranks, deadline_s)
 
     def _fail(self, error: BaseException) -> None:
-        if not isinstance(
-            error, SystemExit
-        ):  # on SystemExit, Ray ends as a whole or is dead already
+        if not isinstance(error, SystemExit):  # On SystemExit, Ray is ending or dead.
             self.kill()
         self._failed = error
 
 
 async def guard(work: Awaitable[T], *watches: Awaitable[None]) -> T:
-    """Return the result of `work`; if one of `watches` raises, cancel `work` and raise that error.
+    """Return the result of `work`; if one of `watches` raises, cancel `work` and raise its error.
 
-    A watch is awaited for GRACE_S seconds more when `work` raises first: a dead process explains a
+    If `work` raises first, watches get GRACE_S more seconds, because a dead process explains a
     lost connection.
     """
     task = asyncio.ensure_future(work)
@@ -351,15 +350,14 @@ class IndependentRanks(RankGroup):
     async def build_one(
         self, rank: int, worker_cls: type, args: Sequence[Any], deadline_s: float
     ) -> None:
-        """Make the worker of a process that was started again. Raises RankError."""
+        """Make the worker of a restarted process. Raises RankError."""
         ref = self._actors[rank].build.remote(deadline_s, worker_cls, *args)
         await Answers("start-up", [ref], [self.ranks[rank]], deadline_s).wait_async()
 
     async def wait_for_process(self, rank: int, deadline_s: float) -> None:
-        """Return once Ray has a process again for a rank that died.
+        """Return once Ray has restarted the process of a rank that died.
 
-        Calls that come earlier may go to the dead one. Raises RankDiedError if there is none in
-        time.
+        Earlier calls may go to the dead process. Raises RankDiedError if Ray takes too long.
         """
         until_s = time.monotonic() + deadline_s
         while True:
@@ -376,7 +374,7 @@ class IndependentRanks(RankGroup):
     async def gather_living(
         self, ranks: Sequence[int], method: str, *args: object, deadline_s: float
     ) -> dict[int, Any]:
-        """Make a call on some ranks; return answers by rank, a RankDiedError for one that is dead.
+        """Make a call on some ranks; return rank -> answer, or RankDiedError for a dead rank.
 
         Raises RankError if a rank raises or does not answer in time.
         """
@@ -397,12 +395,12 @@ class IndependentRanks(RankGroup):
         return results
 
     def kill_ranks(self, ranks: Sequence[int]) -> None:
-        """Kill the processes of some ranks; what they started dies with them."""
+        """Kill the processes of some ranks, and their children."""
         for rank in ranks:
             ray.kill(self._actors[rank])
 
     def call_living(self, ranks: Sequence[int], method: str, *, deadline_s: float) -> None:
-        """Make a call on some ranks; those that died meanwhile are left out. Raises RankError."""
+        """Make a call on some ranks; ignore ranks that died meanwhile. Raises RankError."""
         refs = [self._actors[rank].call.remote(deadline_s, method) for rank in ranks]
         for rank, ref in zip(ranks, refs, strict=True):
             with contextlib.suppress(RankDiedError):

@@ -1,14 +1,14 @@
-"""Starts Ray on this machine with the processes that a run uses, and with a token of its own.
+"""Starts Ray on this machine, with only the processes that a run uses and with its own token.
 
 started                              left out
-gcs_server, raylet                   dashboard        a page, the agents' modules for it
+gcs_server, raylet                   dashboard        a page, and the agents' modules for the page
 agent and runtime-env agent          log monitor      carries the ranks' output to the controller
 ranks                                monitor          starts and ends machines (autoscaler)
 
 A run writes the output of its ranks to files, and its machines are fixed.
 
-Ray itself writes the token to ~/.ray/auth_token with the mode that umask leaves, as a rule 0644:
-whoever reads it has Ray run what they like as this user. Where there is no home to write to, as
+Ray itself writes the token to ~/.ray/auth_token with the mode that umask leaves, usually 0644:
+anyone who can read the token can have Ray run any program as this user. Without a writable home, as
 under an arbitrary user id in a container, the token goes to the run's own folder.
 """
 
@@ -33,14 +33,14 @@ _PATH = "RAY_AUTH_TOKEN_PATH"
 
 
 LEFT_OUT = ("start_api_server", "start_log_monitor", "start_monitor")
-"""Methods of Ray's Node, each of which starts one process that only others of them need."""
+"""Methods of Ray's Node; each starts a process that only the other left-out processes need."""
 
 
 @contextmanager
 def keep_own_token(folder: Path) -> Iterator[None]:
     """Make ~/.ray/auth_token, or a file in `folder`, with mode 0600, unless the user names a token.
 
-    One that others can read is closed to them, and a warning says so.
+    A token that other users can read gets mode 0600, and a warning says so.
     """
     if any(os.environ.get(name) for name in _BY_USER) or _keep_at_home():
         yield
@@ -52,8 +52,8 @@ def keep_own_token(folder: Path) -> Iterator[None]:
 
 
 def _keep_at_home() -> bool:
-    """Return whether Ray finds a token in the home that only this user can read."""
-    home = os.environ.get("HOME")  # the only place where Ray looks it up
+    """Return whether Ray finds a token in HOME that only this user can read."""
+    home = os.environ.get("HOME")  # Ray looks there alone.
     if not home:
         return False
     path = Path(home, ".ray", "auth_token")
@@ -83,16 +83,16 @@ def _write(path: Path) -> None:
 
 @cache
 def _make_token() -> str:
-    """Return a token of 256 bits, one per process: Ray reads it once and keeps it."""
+    """Return the process's token of 256 bits, which Ray reads once and keeps."""
     return secrets.token_hex(32)
 
 
 @contextmanager
 def leave_processes_out() -> Iterator[None]:
-    """Start Ray in the body without the processes of `LEFT_OUT` and without a dashboard's agents.
+    """Have Ray start within the block without the processes of LEFT_OUT and dashboard modules.
 
-    The agents of `ray[default]` start two seconds later, and keep a core busy meanwhile; without
-    what serves the dashboard they are as small as if only `ray` were installed.
+    With the dashboard's modules, as `ray[default]` has them, the agents start two seconds later and
+    keep a core busy meanwhile.
     """
     replaced: list[tuple[Any, str, Any]] = [
         (ray._private.node.Node, name, _start_nothing) for name in LEFT_OUT
@@ -111,7 +111,7 @@ def leave_processes_out() -> Iterator[None]:
 
 
 def _use_quick_setup(start_raylet: Callable[..., None]) -> Callable[..., None]:
-    """Have workers set up by worker_setup.py: Ray's own file imports Ray twice for each."""
+    """Have worker_setup.py set up workers: Ray's own file imports Ray twice for each worker."""
 
     def start(node: Any, *args: object, **kwargs: object) -> None:
         parameters = node._ray_params

@@ -1,7 +1,7 @@
-"""Runs the Megatron ranks of the policy or of the critic as Ray actors, behind one object each.
+"""Runs the Megatron ranks of policy and critic as Ray actors, one object per model.
 
-A call passes one argument per data-parallel coordinate, and returns the answers of the ranks that
-own an output.
+A call passes one argument to each data-parallel coordinate, and returns the answers of the ranks
+that own an output.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -36,7 +36,10 @@ class ModelGroup:
         call_timeout_s: float,
         runtime_envs: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Start the processes, without waiting for them; `runtime_envs` has Ray's, by rank."""
+        """Start the processes, without waiting for them.
+
+        runtime_envs   Ray's runtime environments, by rank
+        """
         self._group = RankGroup(self.role, slots, log_dir, runtime_envs)
         self._call_timeout_s = call_timeout_s
         self._answer_s = answer_s(call_timeout_s)
@@ -44,15 +47,15 @@ class ModelGroup:
         self._files: RunFiles | None = None
 
     def keep_files_with(self, files: RunFiles) -> None:
-        """Have ranks that do not see the run folder bring their files; call it before the build."""
+        """Have ranks that do not see the run folder bring their files; call this first."""
         self._files = files
 
     def start_build(
         self, spec: ModelSpec, timeout_s: float, gpu_ids: Sequence[Sequence[str]] = ()
     ) -> None:
-        """Begin to build the model on every rank; `wait_built` waits for it.
+        """Start building the model on every rank; `wait_built` waits for it.
 
-        `gpu_ids` has the GPU of each rank; if empty, ranks use those that Ray assigned to them.
+        `gpu_ids` has the GPU of each rank; if empty, ranks use the GPUs that Ray assigned.
         """
         address, port = self._group.find_meeting_points(timeout_s)[0]
         self._group.check_environment(timeout_s)
@@ -87,17 +90,17 @@ class ModelGroup:
         await self._group.call_all_async("hold", tuple(parts), deadline_s=self._answer_s)
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
-        """Begin to save: the state is copied on return and written while training goes on."""
+        """Start a save: copy the state, and return; files are written while training goes on."""
         self._call("save", folder, extra)
 
     def finish_save(self) -> None:
-        """Wait until the save under way is complete, if there is one."""
+        """Wait until the save in progress is complete, if there is one."""
         self._call("finish_save", self._call_timeout_s)
 
     def load(self, folder: str, *, verify: bool = True) -> dict[str, Any]:
-        """Restore the checkpoint and return the `extra` that was saved with it.
+        """Load the checkpoint and return the `extra` that was saved with it.
 
-        `verify`: compare its files with the checksums beside them first.
+        `verify`: first compare the checkpoint's files with its checksums.
         """
         return self._call("load", folder, verify)[0]
 

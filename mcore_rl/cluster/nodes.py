@@ -1,4 +1,4 @@
-"""Reads which nodes the joined Ray cluster has, and waits until they are there."""
+"""Lists the nodes of the joined Ray cluster, and waits for nodes to join."""
 
 import time
 from collections.abc import Sequence
@@ -43,8 +43,8 @@ def list_alive_nodes() -> list[Node]:
 def wait_for_nodes(num_nodes: int, timeout_s: float, names: Sequence[str] = ()) -> list[Node]:
     """Return the live nodes once there are `num_nodes`.
 
-    Raises ValueError after `timeout_s`; it names the nodes that came and, where all `names` are
-    known, those that did not.
+    Raises ValueError after `timeout_s`. The error names the nodes that joined and, if all `names`
+    are known, the missing ones.
     """
     until = time.monotonic() + timeout_s
     while len(nodes := list_alive_nodes()) < num_nodes:

@@ -51,7 +51,7 @@ def _list_engines(role: str, engines: Sequence[Sequence[Slot]], node: str) -> It
 
 
 def _describe_ranks(indices: Sequence[int]) -> str:
-    """The ranks in words: as a range where they follow one another."""
+    """Return the ranks in words, consecutive ranks as a range."""
     first, last = indices[0], indices[-1]
     if first == last:
         return f"rank {first}"
@@ -68,7 +68,7 @@ def find_gpus_per_node() -> int:
 def reserve_in_ray(
     size: RunSize, rollout: RolloutConfig, cluster: ClusterConfig, timeout_s: float
 ) -> RunSlots:
-    """Reserve room for the processes of a run within `timeout_s`; see planning.slots."""
+    """Reserve slots for the processes of a run within `timeout_s`; see planning.slots."""
     in_ray = partial(reserve, timeout_s=timeout_s)
     return reserve_slots(size, rollout, cluster, find_gpus_per_node(), in_ray)
 
@@ -78,16 +78,15 @@ def reserve(
 ) -> list[list[Slot]]:
     """Reserve all bundles or none, packed on few nodes; return the slots of each plan.
 
-    Each bundle of the plans numbered in `spread` gets a node of its own, unless the cluster has
-    fewer nodes than such a plan has bundles: then servers of an engine share one, as in a rehearsal
-    on one machine. Neighbors in other plans share a node where possible, and nodes follow in their
-    order. Raises ValueError naming what is needed and what is free if that does not suffice within
-    `timeout_s`.
+    Each bundle of the plans numbered in `spread` gets a node of its own. If the cluster has fewer
+    nodes than such a plan has bundles, an engine's servers share a node, as in a rehearsal on one
+    machine. Neighbors in other plans share a node where possible, and nodes follow in their order.
+    Raises ValueError, which names needed and free resources, if these do not suffice in time.
     """
     nodes = list_alive_nodes()
     apart = [k for k in sorted(spread) if 1 < len(plans[k]) <= len(nodes)]
     together = [k for k in range(len(plans)) if k not in apart]
-    # Plans that are apart come first: the others would fill nodes that these need a part of.
+    # Plans in `spread` come first: other plans could fill the nodes of which these need a part.
     requests = [([k], "STRICT_SPREAD") for k in apart] + [(together, "PACK")]
     order = {node.id: position for position, node in enumerate(nodes)}
     until_s = time.monotonic() + timeout_s
@@ -110,7 +109,7 @@ def reserve(
 def _make_slots(
     group: PlacementGroup, plans: Mapping[int, Sequence[Bundle]], order: Mapping[str, int]
 ) -> dict[int, list[Slot]]:
-    """Return the slots of plans by number, whose bundles follow one another in the group."""
+    """Return plan number -> slots; the bundles of a plan follow one another in the group."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     slots = {}
     first = 0

@@ -1,4 +1,4 @@
-"""Tags the processes that a block starts, and ends all of them however the block is left."""
+"""Tags all processes that a block starts, and ends them however the block ends."""
 
 import os
 import shutil
@@ -17,11 +17,11 @@ from mcore_rl.process.process_state import wait_killed
 
 TEMP_PREFIX = "mcore_rl_ray_"
 OPEN = "r"
-"""The folder in it that Ray opens to all users (0777): they cannot pass the one above."""
+"""A subfolder that Ray opens to all users (0777); other users cannot pass its parent."""
 _SESSION_BYTES = 32 << 20
-"""Space that Ray's logs and what ranks and engines write to their TMPDIR need at least."""
+"""The least space for Ray's logs and for the temporary files of ranks and engines."""
 _BELOW = len(f"/{TEMP_PREFIX}xxxxxxxx/{OPEN}") + 64
-"""Bytes of a socket's path below the folder for temporary files; Ray appends 64 of them:
+"""Length of a socket's path below the folder for temporary files. Ray appends 64 bytes:
 /session_2026-01-31_12-00-00_123456_1234567/sockets/plasma_store (ray/_private/node.py)."""
 
 
@@ -30,7 +30,7 @@ def tag_processes(session: str) -> Iterator[None]:
     """Tag the processes that the block starts and end them afterwards.
 
     If this process dies first, a watchdog ends them. Their temporary files go to the session's
-    folder and are removed with it; compile caches are kept.
+    folder, which is removed; compile caches are kept.
     """
     arguments = [session, str(os.getpid()), str(watchdog.STOPPED_S)]
     command = [sys.executable, "-I", watchdog.__file__, *arguments]
@@ -51,7 +51,7 @@ def tag_processes(session: str) -> Iterator[None]:
 
 @contextmanager
 def ignore_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C during an orderly end of a few seconds: a second Ctrl-C would leave orphans."""
+    """Ignore Ctrl-C while processes end in order: a second Ctrl-C would leave orphans."""
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -61,7 +61,7 @@ def ignore_interrupts() -> Iterator[None]:
 
 @contextmanager
 def make_ray_temp_dir() -> Iterator[Path]:
-    """Make a folder of mode 0700 for Ray's folder OPEN; the paths of its sockets must be short.
+    """Make a folder of mode 0700 for Ray's folder OPEN, with a path short enough for sockets.
 
     Raises ValueError if there is no place for sockets, DiskFullError if there is no space.
     """

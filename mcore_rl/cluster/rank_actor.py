@@ -1,4 +1,4 @@
-"""Runs one worker object in a Ray actor, whose calls return results or a short traceback.
+"""Runs one worker object in a Ray actor; a call returns its result or a short traceback.
 
 The output of the process, including the stacks of a crash, goes to a log file of its own.
 """
@@ -33,7 +33,7 @@ from mcore_rl.process.safe_path import let_programs_be, put_last
 PACKAGE_DIR = str(Path(mcore_rl.__file__).parent)
 LIBRARY_DIRS = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 STACK_DUMP_SHARE = 0.95
-"""A call that has used this share of its deadline writes the stacks of its process to the log."""
+"""After this share of a call's deadline, the stacks of the process go to the log."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Raised:
 
 @dataclass(frozen=True)
 class NotBuilt:
-    """Answers a call of a worker that is not there: Ray has started the process again."""
+    """The answer to a call if the process has no worker, because Ray restarted it."""
 
 
 class RankActor:
     """Owns one worker object, such as a model's rank or an engine, in a process of its own.
 
-    Ray makes an actor of this class and not of the worker's class, so that output is redirected and
-    deadlines are kept before the worker's module is imported.
+    This class and not the worker's is the actor, so that output is redirected and deadlines apply
+    before the worker's module is imported.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RankActor:
     ) -> None:
         """Redirect the output to `log_path`; take_cores(*cores) where `cores` is given.
 
-        `folder`: the controller's, whose modules the user's code may import.
+        `folder`: the controller's working folder, whose modules the user's code may import.
         """
         let_programs_be()
         if folder:
@@ -70,7 +70,7 @@ class RankActor:
             take_cores(*cores)
         os.environ.update(bypass_proxies(os.environ))  # this machine's addresses
         self._environment = dict(os.environ)
-        gc.disable()  # until the worker is built: what Ray unpickles for it imports torch
+        gc.disable()  # Until the worker is built: unpickling its arguments imports torch.
         redirect_output(Path(log_path))
         rotate_output()
         answer_in_rank()
@@ -81,11 +81,11 @@ class RankActor:
     def build(
         self, deadline_s: float, worker_cls: type, *args: object, **kwargs: object
     ) -> Raised | None:
-        """Make the worker. Ray imports its module here, after the output was redirected."""
+        """Make the worker; its module is imported here, after the output was redirected."""
         return self._answer(deadline_s, self._build, worker_cls, *args, **kwargs)
 
     def call(self, deadline_s: float, method: str, *args: object, **kwargs: object) -> Any:
-        """Return what the worker's method returns, or a Raised if it raises.
+        """Return the result of the worker's method, or a Raised if the method raises.
 
         A SamplesLostError is returned as a value.
         """
@@ -110,9 +110,9 @@ class RankActor:
         return node_address(), find_free_port("")
 
     def answer_mark(self, path: str, wait_s: float) -> tuple[str, str] | None:
-        """Return what the file at `path` says, and the file that is written beside it in answer.
+        """Return the content of the file at `path`, and the path of an answer written beside it.
 
-        Returns None if there is no such file after `wait_s` seconds; see shared_folder.py.
+        Returns None if the file is missing after `wait_s` seconds; see shared_folder.py.
         """
         mark = Path(path)
         until_s = time.monotonic() + wait_s
@@ -127,7 +127,7 @@ class RankActor:
     def _build(self, worker_cls: type, *args: object, **kwargs: object) -> None:
         collect_from_here()
         torch, threads = sys.modules.get("torch"), os.environ.get(THREADS)
-        if torch is not None and threads:  # a fork's torch did not read it
+        if torch is not None and threads:  # A fork's torch did not read the variable.
             torch.set_num_threads(int(threads))
         self._worker = worker_cls(*args, **kwargs)
 
@@ -140,7 +140,7 @@ class RankActor:
         except ProcessLostError as error:
             return Raised(str(error), "")
         except Exception as error:
-            # The process boundary: the controller raises it again, naming the rank.
+            # The process boundary: the controller raises the error again and names the rank.
             sys.stderr.write(redact(traceback.format_exc()))
             if is_disk_full(error):
                 error = name_full_disk(error)
@@ -150,7 +150,10 @@ class RankActor:
 
 
 def node_address() -> str:
-    """Return this machine's address for the run's other processes; loopback if it is alone."""
+    """Return the address at which the run's other processes reach this machine.
+
+    It is loopback if the run has one machine.
+    """
     has_other_nodes = sum(node["Alive"] for node in ray.nodes()) > 1
     return ray.util.get_node_ip_address() if has_other_nodes else "127.0.0.1"
 
@@ -162,7 +165,7 @@ def redirect_output(path: Path) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
-    # Both stay open as long as the process lives.
+    # Both stay open until the process ends.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     keep_output_lasting()

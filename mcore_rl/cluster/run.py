@@ -1,6 +1,6 @@
 """Starts the training ranks and engines of a run from a checked Config, and watches them.
 
-All of them are gone when the block of `run_processes` ends.
+All processes are gone when the block of `run_processes` ends.
 """
 
 import json
@@ -53,7 +53,7 @@ Groups = tuple[TrainerGroup | None, CriticGroup | None, EngineGroup | None, Coll
 
 
 class RunProcesses:
-    """The ranks and engines of a run; those that the command does not need are None."""
+    """The ranks and engines of a run; a group that the command does not need is None."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class RunProcesses:
         served_engines: ServedEngines,
         keys: ServerKeys,
     ) -> None:
-        """`keys` are those of the run's servers; a resumed run makes new ones."""
+        """`keys`: the keys of the run's servers; a resumed run makes new keys."""
         self._config = config
         self._policy = policy
         self._log_dir = log_dir
@@ -75,7 +75,7 @@ class RunProcesses:
         self.keys = keys
 
     def start_trainer(self, optimizer: OptimizerConfig, num_steps: int, loss: Any) -> TrainerGroup:
-        """Begin to build the policy on its ranks; the group's `wait_built` waits for it."""
+        """Start building the policy on its ranks; the group's `wait_built` waits for it."""
         assert self._trainer is not None
         config = self._config
         spec = self._make_spec(
@@ -85,7 +85,7 @@ class RunProcesses:
         return self._trainer
 
     def start_critic(self, num_steps: int, loss: Any) -> CriticGroup | None:
-        """Begin to build the critic on its ranks; return None if the recipe has none."""
+        """Start building the critic on its ranks; return None if the recipe has no critic."""
         if self._critic is None:
             return None
         config = self._config
@@ -121,10 +121,9 @@ class RunProcesses:
         )
 
     def start_engines(self) -> EngineGroup:
-        """Begin to start the policy's engines; the group's `wait_built` waits for them.
+        """Start the policy's engines; the group's `wait_built` waits for them.
 
-        A server that dies is restarted only if there are trainer ranks to bring it the current
-        weights.
+        A server that dies is restarted only if trainer ranks can bring it the current weights.
         """
         config = self._config
         assert self._engines is not None
@@ -155,10 +154,10 @@ class RunProcesses:
         return [gpu for of_rank in self._trainer.gpu_ids() for gpu in of_rank]
 
     def run_watched(self, work: Awaitable[Any]) -> Any:
-        """Run `work` to its end and return its result.
+        """Run `work` to its end and return the result.
 
-        Raises RankError as soon as a rank or an engine is lost meanwhile. A lost collector shows
-        where its samples are missed.
+        Raises RankError as soon as a rank or an engine is lost. A lost collector shows only when
+        its samples are read.
         """
         watches = self.served_engines.watches()
         for group in (self._trainer, self._critic, self._engines):
@@ -167,7 +166,7 @@ class RunProcesses:
         return self.event_loop.run(guard(work, *watches))
 
     def start_watched(self, work: Awaitable[Any]) -> "Future[Any]":
-        """Begin `work` and return at once; it ends with RankError if an engine is lost."""
+        """Start `work` and return its future, which raises RankError if an engine is lost."""
         assert self._engines is not None
         watches = [self._engines.watch(), *self.served_engines.watches()]
         return self.event_loop.start(guard(work, *watches))
@@ -181,12 +180,12 @@ def run_processes(
     command: str,
     collector: CollectorSpec | None = None,
 ) -> Iterator[RunProcesses]:
-    """Start Ray and the processes of ranks and engines; end them with the block, whatever happened.
+    """Start Ray and the processes of ranks and engines; end all of them with the block.
 
     `collector`: how to build the collectors beside the engines; None if the command has no engines.
 
-    The served models that `command` needs and the recipe has begin to start here. Raises ValueError
-    if such a model cannot be started or found, or if the cluster is too small.
+    Starts the recipe's served models that `command` needs. Raises ValueError if such a model cannot
+    be started or found, or if the cluster is too small.
     """
     size = RunSize.make(config, command)
     models = size.served
@@ -262,14 +261,14 @@ def _start_collectors(
 
 
 def engine_spec(config: Config, policy: ModelFacts, log_path: Path, keys: ServerKeys) -> EngineSpec:
-    """Return how each of the policy's engines is started, with weights of version 0.
+    """Return the spec of the policy's engines, which start with weights of version 0.
 
-    Engines of random or quantized models start with dummy weights: the first weight sync brings the
-    real ones.
+    Engines of random or quantized models start with dummy weights; the first weight sync brings the
+    real weights.
     """
     rollout = config.rollout
     is_fp8 = rollout.quantization == "fp8"
-    # Fused into the routed experts, as on some GPUs, shared ones would lie elsewhere than planned.
+    # Some GPUs fuse shared experts into the routed ones, where the plan would not find them.
     extra_args = ["--weight-version", "0", "--disable-shared-experts-fusion"]
     if is_fp8 or config.model.init == "random":
         extra_args += ["--load-format", "dummy"]

@@ -35,9 +35,9 @@ _log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 10.0
 JOIN_TRIES = 2
 SHUTDOWN_S = 30.0
-"""Deadline of Ray's own shutdown, which waits for its GCS (global control service) for ever."""
+"""Deadline of Ray's own shutdown, which waits forever for its GCS (global control service)."""
 _TRIES = "RAY_gcs_server_port_wait_time_s"
-"""Also the number of Ray's tries to connect, a second each (ray/_private/node.py)."""
+"""Variable with the number of Ray's tries to connect, one a second (ray/_private/node.py)."""
 TOKEN_HINT = (
     "it wants another token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the"
     " cluster's (by default ~/.ray/auth_token)"
@@ -45,11 +45,11 @@ TOKEN_HINT = (
 
 
 class SafeJob(JobConfig):
-    """A job of Ray whose workers do not get the controller's folders first on their path.
+    """A job of Ray whose workers do not have the controller's folders first on their path.
 
-    Ray puts the working folder of the controller, and the folder of its script, before the standard
-    library, just before it serializes the job. A RankActor puts the working folder last; no other
-    worker runs the user's code.
+    Just before it serializes a job, Ray puts the controller's working folder and the folder of its
+    script before the standard library. A RankActor puts the working folder last; no other worker
+    runs the user's code.
     """
 
     def _serialize(self) -> str:
@@ -63,13 +63,13 @@ def open_ray_session(
 ) -> Iterator[None]:
     """Join Ray at `config.address`, or start it on this machine with room for `num_cpus`.
 
-    However the block is left (end, exception, Ctrl-C, SIGTERM), the ranks and the processes that
-    they started are ended; killing this process has the same effect. Call it in the main thread.
+    However the block ends (normally, by an exception, Ctrl-C or SIGTERM), the ranks and their child
+    processes end, too; they also end if this process is killed. Call this in the main thread.
     Raises ValueError if no Ray answers at the address, or if nodes are missing after
     `startup_timeout_s`.
     """
     set_defaults()
-    ray._private.worker._worker_logs_enabled = False  # RankError alone reports a rank's death
+    ray._private.worker._worker_logs_enabled = False  # Only RankError reports a rank's death.
     if config.address is not None:
         with _shut_down():
             _join(config.address)
@@ -90,9 +90,10 @@ def open_ray_session(
 
 
 class RayLostError(SystemExit):
-    """A process of the Ray that was started here died, and the ranks with it.
+    """A process of Ray died that this process had started, and with it the ranks.
 
-    It derives from SystemExit so that nothing catches it: any further call to Ray would hang.
+    The error derives from SystemExit so that nothing catches it: any further call to Ray would
+    hang.
     """
 
 
@@ -123,7 +124,7 @@ def _init(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> Any:
 
 
 def _refuse_open_dashboard() -> None:
-    """Raise ValueError if a dashboard needs no token: whoever reaches it can run any program."""
+    """Raise ValueError if a dashboard needs no token, since it lets anyone run any program."""
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
         raise ValueError(
             "cluster.dashboard=true with RAY_AUTH_MODE=disabled: every user of this machine could"
@@ -139,7 +140,7 @@ def _name_dashboard(url: str | None) -> None:
 
 
 def _choose_object_store_mib(config: ClusterConfig) -> int:
-    """Return the size in the recipe; by default 8192 MiB on a machine with GPUs, else 512 MiB."""
+    """Return the recipe's size; by default 8192 MiB on a machine with GPUs, else 512 MiB."""
     if config.object_store_mib is not None:
         return config.object_store_mib
     return 8192 if has_cuda() else 512
@@ -161,8 +162,8 @@ def _raise_if_ray_is_lost(*_: object) -> None:
 def _keep_ray_on_loopback() -> Iterator[None]:
     """Have a Ray that this process starts listen on loopback only, as on macOS and Windows.
 
-    On Linux Ray replaces 127.0.0.1 by the machine's outward address, and its servers then listen on
-    all interfaces.
+    On Linux, Ray replaces 127.0.0.1 by the machine's outward address, and Ray's servers then listen
+    on all interfaces.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -216,7 +217,7 @@ def _join(address: str) -> None:
 def _limit_tries() -> Iterator[None]:
     """Have Ray give up on a head after JOIN_TRIES seconds instead of 20.
 
-    The head's port answers by now, so another try would be refused as well.
+    The head's port answers already, so further tries would be refused as well.
     """
     with set_variables({_TRIES: os.environ.get(_TRIES) or str(JOIN_TRIES)}):
         yield
@@ -229,14 +230,14 @@ def _exit_on_sigterm() -> None:
         sys.exit(128 + signum)
 
     handle_outside_forks(signal.SIGTERM, exit_with_signal)
-    # Once more, as Ray and what it imports have registered callbacks of forks by now.
+    # Repeated, because Ray and its imports have registered callbacks of forks by now.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         handle_outside_forks(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
 def _shut_down(session: Path | None = None) -> Iterator[None]:
-    """Disconnect from Ray after the block; `session` is the folder of a Ray that was started."""
+    """Disconnect from Ray after the block; `session`: the folder of a Ray started here."""
     try:
         yield
     except RayLostError:
@@ -257,7 +258,7 @@ def _disconnect(session: Path | None) -> None:
 def _exit_after(seconds: float, session: Path | None) -> Iterator[None]:
     """Kill the session's processes and exit if the block takes longer than `seconds`.
 
-    It does when the GCS is gone.
+    The block does so when the GCS is gone.
     """
     timer = threading.Timer(seconds, _kill_all, [seconds, session])
     timer.daemon = True
@@ -277,7 +278,9 @@ def _kill_all(seconds: float, session: Path | None) -> None:
     print(f"mcore-rl: {told}", file=sys.stderr)
     if session is not None:
         for child in psutil.Process().children():
-            if watchdog.__file__ in child.cmdline():  # it would tell of the deaths that follow
+            if (
+                watchdog.__file__ in child.cmdline()
+            ):  # The watchdog would report the deaths that follow.
                 child.kill()
         watchdog.end_session(str(session))
         shutil.rmtree(session, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Finds the nodes that do not see the run folder, and brings their files into it.
+"""Finds nodes that do not see the run folder, and brings their files into the run folder.
 
-Such a node writes into a folder of its own first. From there, files go to the controller's node:
+Such a node first writes into a folder of its own. From there, files go to the controller's node:
 parts of checkpoints and exports as they are written, logs and profiles at the end of the run.
 Files travel in chunks with checksums, as calls of an actor on the controller's node.
 """
@@ -29,7 +29,7 @@ from mcore_rl.process.file_lock import hold_lock
 T = TypeVar("T")
 CHUNK_BYTES = 16 << 20
 CHUNKS_AHEAD = 4
-"""Chunks of a file under way at once."""
+"""Chunks of a file in flight at once."""
 THREADS = 8
 FETCHED = ".fetched_"
 
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 BROUGHT = ("logs", "profile")
 LOGS_TIMEOUT_S = 60.0
 CLOCKS_DIFFER_S = 600.0
-"""By how much the clocks of nodes may differ."""
+"""The most by which the clocks of nodes may differ."""
 VISIBLE_S = 20.0
 """How long a network filesystem may take to show a new file on another node."""
 POLL_S = 0.2
@@ -99,7 +99,7 @@ class FolderKeeper:
 
 
 def _list_offsets(num_bytes: int) -> range:
-    """Return where the chunks of a file begin; an empty file has a chunk as well."""
+    """Return the offsets of a file's chunks; an empty file has one chunk."""
     return range(0, max(num_bytes, 1), CHUNK_BYTES)
 
 
@@ -114,7 +114,7 @@ class _Answer:
 
 @contextmanager
 def _return_expected() -> Iterator[_Answer]:
-    """Keep an expected error of the block in the answer that is yielded."""
+    """Put an expected error of the block into the yielded answer."""
     answer = _Answer()
     try:
         yield answer
@@ -131,13 +131,13 @@ def start_keeper(root: Path) -> Any:
 
 
 class CarriedStorage:
-    """A run folder that lies on the controller's node alone; implements train.storage.Storage.
+    """A run folder that only the controller's node has; implements train.storage.Storage.
 
-    Files have the same paths here as on that node.
+    Files have the same paths here as on the controller's node.
     """
 
     def __init__(self, keeper: Any, timeout_s: float) -> None:
-        """`timeout_s` is for each chunk of a file, and for each function that is run."""
+        """`timeout_s` bounds the transfer of each chunk, and each call of `run`."""
         self._keeper = keeper
         self._timeout_s = timeout_s
         self._suffix = FETCHED + secrets.token_hex(4)
@@ -152,7 +152,7 @@ class CarriedStorage:
             file.unlink()
 
     def copy(self, file: Path) -> None:
-        """Bring a file, and keep it here as well."""
+        """Copy a file to the controller's node."""
         num_bytes = file.stat().st_size
         with file.open("rb") as source:
             chunks = (
@@ -177,7 +177,7 @@ class CarriedStorage:
                 folder.rmdir()
 
     def fetch(self, folder: Path) -> Path:
-        """Return a copy of the folder; the node's first rank fetches it, the others wait."""
+        """Return a copy of the folder, which one rank of the node fetches while the others wait."""
         here = folder.with_name(folder.name + self._suffix)
         here.parent.mkdir(parents=True, exist_ok=True)
         with hold_lock(here.with_name(folder.name + ".fetching"), self._timeout_s):
@@ -207,14 +207,14 @@ class CarriedStorage:
         return self._answer(self._keeper.run.remote(function, *args))
 
     def _answers(self, refs: Iterator[Any]) -> Iterator[Any]:
-        """Yield the answers of calls in their order; a few calls are made ahead."""
+        """Yield the answers of calls in order, with a few calls in flight."""
         under_way = deque(islice(refs, CHUNKS_AHEAD))
         while under_way:
             yield self._answer(under_way.popleft())
             under_way.extend(islice(refs, 1))
 
     def _answer(self, ref: Any) -> Any:
-        """Return what the keeper answers, or raise it. Raises TimeoutError after `timeout_s`."""
+        """Return the keeper's answer, or raise it if it is an error. TimeoutError after `timeout_s`."""
         try:
             answer = ray.get(ref, timeout=self._timeout_s)
         except GetTimeoutError:
@@ -231,7 +231,7 @@ class RunFiles:
     """The run folder and the nodes `apart`, by name, that do not see it."""
 
     def __init__(self, folder: Path, apart: Collection[str], timeout_s: float) -> None:
-        """`timeout_s` is for each part of a file that travels."""
+        """`timeout_s` bounds the transfer of each chunk."""
         self._folder = folder
         self._apart = apart
         self._began_s = time.time() - CLOCKS_DIFFER_S
@@ -243,9 +243,9 @@ class RunFiles:
         return self._storage if node in self._apart else None
 
     def bring_logs(self, timeout_s: float = LOGS_TIMEOUT_S) -> None:
-        """Bring the logs and profiles that were written on the nodes apart since the start.
+        """Bring the logs and profiles that the nodes apart wrote since the start.
 
-        The log names nodes that are lost or too slow.
+        A warning names nodes that are lost or too slow.
         """
         nodes = {node.name: node.id for node in list_alive_nodes() if node.name in self._apart}
         refs = {name: self._bring_from(node_id) for name, node_id in nodes.items()}
@@ -272,9 +272,9 @@ def bring_run_files(
 ) -> Iterator[RunFiles]:
     """Find the nodes that do not see the run folder; bring their logs when the block ends.
 
-    A rank of each node reads a file that is written here, and writes another, which must show here.
-    `actors` has a RankActor by node. `deadline_s` bounds the wait for the processes of the actors;
-    the wait for their start reports a process that does not come up. `timeout_s`: see RunFiles.
+    A rank of each node must read a file that this process writes, and this process must see the
+    answer. `actors` has a RankActor by node. `deadline_s` bounds the wait for the actors'
+    processes; later waits report a process that does not start. `timeout_s`: see RunFiles.
     """
     apart = find_apart(folder, actors, deadline_s)
     if apart:
@@ -288,7 +288,7 @@ def bring_run_files(
     try:
         yield files
     except SystemExit:
-        may_call_ray = False  # it may be lost, and calls would hang
+        may_call_ray = False  # Ray may be lost, and calls would hang.
         raise
     finally:
         if apart and may_call_ray:
@@ -332,7 +332,7 @@ def _find_apart(actors: Mapping[str, Any], mark: Path, token: str, deadline_s: f
 
 
 def _bring_written(storage: CarriedStorage, folder: Path, since_s: float) -> None:
-    """Bring the logs and profiles that were written to this node's `folder` since then."""
+    """Bring the logs and profiles in this node's `folder` that are newer than `since_s`."""
     for name in BROUGHT:
         for path in sorted((folder / name).rglob("*")):
             if path.is_file() and path.stat().st_mtime >= since_s:

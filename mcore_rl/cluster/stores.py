@@ -1,6 +1,6 @@
 """Reads and writes the sample stores of all collectors, from any process of the run.
 
-Every read and write raises SamplesLostError if a store lost its process, once the others have
+Every read and write raises SamplesLostError if a store lost its process, once all other stores have
 answered.
 """
 
@@ -32,14 +32,14 @@ from mcore_rl.types import Array, Patches, StoredBatch, TrainBatch
 
 
 def share_array(array: Array) -> ray.ObjectRef:
-    """Return a reference to a copy in Ray's store, which Ray brings to each node once."""
+    """Put a copy into Ray's object store, for one transfer to each node; return its reference."""
     return ray.put(array)
 
 
 class StoreHandles:
-    """The collectors as stores, by number; implements workers.stores.SampleStores.
+    """Calls the collectors as stores, by number; implements workers.stores.SampleStores.
 
-    The same object serves in controller and ranks.
+    Controller and ranks use the same object.
     """
 
     def __init__(self, actors: Sequence[Any], timeout_s: float) -> None:
@@ -104,20 +104,20 @@ class StoreHandles:
         return with_images(parts, batch, patches)
 
     def _fetch(self, rows: Mapping[int, Sequence[GroupRow]]) -> dict[int, dict[str, Tensor]]:
-        """Return the pixels of rows whose files cannot be mapped here, by store and digest."""
+        """Return store -> digest -> pixels of images whose files cannot be mapped here."""
         calls = {store: ("put_images", own) for store, own in rows.items()}
         fetched = {}
         for store, references in self._call(calls).items():
             arrays = ray.get(list(references.values()), timeout=self._timeout_s)
             fetched[store] = {
-                # A copy: Ray's arrays are read-only, which torch does not know.
+                # A copy, because Ray's arrays are read-only and torch has no read-only tensors.
                 digest: torch.from_numpy(array.copy())
                 for digest, array in zip(references, arrays, strict=True)
             }
         return fetched
 
     def scatter_parts(self, batch: StoredBatch, columns: Mapping[str, Sequence[Tensor]]) -> None:
-        """Bring the values of micro-batches' tokens, by column, to the stores of their samples."""
+        """Write columns of token values, by micro-batch, to the stores of their samples."""
         scatter_parts(batch, columns, self.write)
 
     def _call(self, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:

@@ -1,4 +1,4 @@
-"""Ends every process of a session, whatever its parent is by now.
+"""Ends every process of a session, whatever its parent is.
 
 A process belongs to the session if its environment has the session's tag, or if it has a file
 open in the session's folder: a process that sets its title overwrites its environment.
@@ -24,7 +24,7 @@ KILL_TIMEOUT_S = 5.0
 POLL_S = 0.05
 PARENT_POLL_S = 0.5
 STOPPED_S = 30.0
-"""How long a process of Ray may be stopped (SIGSTOP) before it is killed: calls wait for it."""
+"""How long a process of Ray may be stopped (SIGSTOP) before it is killed, as calls wait for it."""
 _PF_EXITING = 0x4
 """A bit of the flags in /proc/<pid>/stat (linux/sched.h)."""
 
@@ -50,7 +50,7 @@ def _belongs_to(session: str, proc_folder: Path) -> bool:
 def end_session(session: str) -> None:
     """Wait GRACE_S for the processes to end by themselves, then kill the rest.
 
-    Resource trackers, which remove semaphores and shared memory of others, end last by themselves.
+    Resource trackers remove the semaphores and shared memory of other processes, and end last.
     """
     if left := _wait_until_gone(session, GRACE_S):
         for pid in left:
@@ -80,7 +80,7 @@ def _kill(pid: int) -> None:
 
 
 def describe_lost_ray(name: str) -> str:
-    """Return the message for when one of RAY_PROCESSES is gone."""
+    """Return the message for the death of one of RAY_PROCESSES."""
     return (
         f"Ray's {name} process died (killed, crashed or out of memory), and every rank with it."
         f" {RESUME_HINT}"
@@ -88,10 +88,10 @@ def describe_lost_ray(name: str) -> str:
 
 
 def wait_for_parent(parent: int, stopped_s: float = STOPPED_S) -> str:
-    """Return when `parent` is gone, with a message that says who died first.
+    """Return a message that says who died first, once `parent` is gone.
 
-    A process that calls Ray after the raylet died exits silently, so the order of deaths is
-    watched. A killed process with many threads takes a while to end, and its children may end
+    The order of deaths is watched, because a process that calls Ray after the raylet's death exits
+    silently. A killed process with many threads takes a while to end, and its children may end
     first. A process of Ray that is stopped for `stopped_s` is killed.
     """
     killed = (
@@ -166,7 +166,7 @@ def is_ending(pid: int) -> bool:
 
 
 def describe_joint_death(parent: int, names: list[str]) -> str:
-    """Return the message for when nobody can tell which process died first."""
+    """Return the message for deaths whose order is unknown."""
     ray_processes = " and ".join(f"Ray's {name} process" for name in names)
     return (
         f"the controller (process {parent}) and {ray_processes} died together (killed or crashed)."

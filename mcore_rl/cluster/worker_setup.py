@@ -1,8 +1,8 @@
-"""Turns into a worker of Ray, in place of Ray's own setup_worker.py, which has to import Ray.
+"""Becomes a worker of Ray, in place of Ray's own setup_worker.py, which imports Ray.
 
-Ray's node starts this file as a script. It imports no package but this one. Ray's file sets up a
-worker with a runtime environment. Any other worker is forked from the process that has already
-imported what workers import (worker_forks.py), or executed here if there is no such process.
+Ray's node starts this file as a script, which imports no package but this one. For a worker with a
+runtime environment the script runs Ray's own file. Any other worker is forked from a process that
+has all imports of workers (worker_forks.py); without such a process the script becomes the worker.
 """
 
 import json
@@ -44,7 +44,7 @@ def _is_plain(context: str) -> bool:
 
 
 def _fork(command: list[str]) -> bool:
-    """Have the worker forked with this process's environment and output; return whether it was."""
+    """Ask for a fork with this process's environment and output; return whether it was made."""
     path = os.environ.get(FORKS, "")
     return bool(path) and not command[0].startswith("-") and fork_detached(path, command)
 

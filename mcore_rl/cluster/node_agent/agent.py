@@ -6,8 +6,8 @@ waits until all have joined
 the command --> done.json -----------> Ray ends
 Ray ends once the others have left
 
-A node that loses its Ray says so and waits for the end of the command, which may go on without it.
-The signals by which a scheduler asks the job to stop are handed on to the command.
+A node that loses its Ray says so and waits for the end of the command, which may go on without the
+node. Signals by which a scheduler asks the job to stop are passed to the command.
 """
 
 import os
@@ -37,7 +37,7 @@ from mcore_rl.process.signals import EXIT_STATUS, SIGNAL
 
 POLL_S = 0.5
 FAREWELL_S = 20.0
-"""How long node 0 waits for the others to leave, and for a command to end that lost Ray's head."""
+"""How long node 0 waits for other nodes to leave, and for a command that lost Ray's head to end."""
 HEAD_SILENCE_S = 30.0
 """How long Ray's head may be silent before a node that lost its own Ray gives the job up."""
 
@@ -46,7 +46,7 @@ class RunCommand:
     """`mcore-rl <arguments>` as a process in a session of its own."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        # Until the command handles the signal, one that comes is kept and not its end.
+        # A signal that comes before the command handles it stays pending and does not end it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
         try:
             self._process = subprocess.Popen(
@@ -74,9 +74,9 @@ class RunCommand:
 
 
 class StopSignals:
-    """From its making on SIGUSR1, SIGTERM and SIGINT are counted. Only for the main thread.
+    """Counts SIGUSR1, SIGTERM and SIGINT. Only for the main thread.
 
-    The first asks the run to save and to end, a second one to end at once.
+    The first signal asks the run to save and end, the second to end at once.
     """
 
     def __init__(self) -> None:
@@ -89,16 +89,17 @@ class StopSignals:
 
 
 class NodesMissingError(RuntimeError):
-    """The job's nodes did not come together; the message names the one that is missing."""
+    """Nodes of the job did not join; the message names them."""
 
 
 def run_node(job: Job) -> int:
     """Run this node's part of the job; return its exit status.
 
-    On node 0 that is the command's: 75 if the run saved and stopped on request. On the others it is
-    0 once the command ended, however it did. It is 1, with a message on stderr, if nodes are
-    missing or Ray's head is lost. All processes that this one started are gone when it returns.
-    Raises ValueError if this node has no address, or cannot write to the job's folder.
+    On node 0 it is the command's exit status: 75 if the run saved and stopped on request. On other
+    nodes it is 0 once the command has ended, with whatever status. It is 1, with a message on
+    stderr, if nodes are missing or Ray's head is lost. On return, all processes that this process
+    started are gone. Raises ValueError if this node has no address, or cannot write to the job's
+    folder.
     """
     stops = StopSignals()
     rendezvous = Rendezvous(job.folder)
@@ -136,7 +137,7 @@ def _find_facts(job: Job) -> RayNode:
 
 
 def _set_environment(rendezvous: Rendezvous, address: str, job: Job) -> None:
-    """Set what Ray's processes and all below them inherit, before Ray is imported."""
+    """Set the variables that Ray's processes and their children inherit, before Ray is imported."""
     set_defaults()
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(rendezvous.token)
@@ -170,10 +171,9 @@ def _lead(
 def _wait_for_nodes(
     job: Job, rendezvous: Rendezvous, ray: RayProcesses, stops: StopSignals
 ) -> bool:
-    """Wait until all nodes are in Ray; return False if the job is asked to stop before.
+    """Wait until all nodes have joined Ray; return False if the job is asked to stop before.
 
-    Raises NodesMissingError naming the nodes that are missing after the timeout, and what is known
-    of them.
+    Raises NodesMissingError after the timeout, with the missing nodes and their last notes.
     """
     until = time.monotonic() + job.timeout_s
     joined = JoinedNodes(ray.head_address, job.num_nodes, job.folder)
@@ -213,8 +213,8 @@ def _describe_missing(job: Job, rendezvous: Rendezvous, joined: Sequence[str]) -
 def _run_command(job: Job, rendezvous: Rendezvous, ray: RayProcesses, stops: StopSignals) -> int:
     """Run the job's command to its end and return its exit status.
 
-    The command decides whether it goes on without a node that is lost. If that is this one, with
-    Ray's head, it has FAREWELL_S to end by itself.
+    The command decides whether to go on without a lost node. If this node's Ray ends, which has the
+    head, the command has FAREWELL_S to end by itself.
     """
     joining = [f"cluster.address={ray.head_address}", f"cluster.num_nodes={job.num_nodes}"]
     command = RunCommand([*job.command, *joining])
@@ -239,7 +239,7 @@ def _run_command(job: Job, rendezvous: Rendezvous, ray: RayProcesses, stops: Sto
 
 
 def _name_lost_nodes(job: Job, rendezvous: Rendezvous, named: set[int]) -> None:
-    """Print which other nodes lost their Ray, and why; add them to `named`."""
+    """Print which other nodes lost their Ray, and why; add these nodes to `named`."""
     for rank in set(range(1, job.num_nodes)) - named:
         note = rendezvous.note_of(rank)
         if note and note.phase in (FAILED, LEFT):
@@ -249,7 +249,7 @@ def _name_lost_nodes(job: Job, rendezvous: Rendezvous, named: set[int]) -> None:
 
 
 def _wait_for_farewells(job: Job, rendezvous: Rendezvous) -> None:
-    """Wait until the other nodes have left: a scheduler may end a step with its first task."""
+    """Wait until the other nodes have left, as a scheduler may end all tasks with the first."""
 
     def all_left() -> bool:
         notes = [rendezvous.note_of(rank) for rank in range(1, job.num_nodes)]
@@ -331,7 +331,7 @@ def _describe_end(name: str, status: int, ray: RayProcesses) -> str:
 def _poll(
     is_done: Callable[[], bool], timeout_s: float, give_up: Callable[[], bool] = lambda: False
 ) -> None:
-    """Return once `is_done` or `give_up` says so, or after the timeout."""
+    """Wait until `is_done` or `give_up` returns True, or until the timeout."""
     until = time.monotonic() + timeout_s
     while not is_done() and not give_up() and time.monotonic() < until:
         time.sleep(POLL_S)

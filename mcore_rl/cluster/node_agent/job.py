@@ -1,10 +1,10 @@
-"""A job as each of its nodes is told of it, and the folder in which nodes leave notes for others.
+"""Describes a job to each of its nodes, and the folder in which nodes leave notes for one another.
 
 head.json      where Ray's head listens
 token          Ray's authentication token, readable by the owner alone
 node_<k>.json  how far node k is
 stop           made by the job's script to have the run save and end
-done.json      the exit status of the run; all nodes leave once it is there
+done.json      the exit status of the run; all nodes leave once the file exists
 """
 
 import os
@@ -17,7 +17,7 @@ from mcore_rl.process.shared_values import SharedValues
 NAME_LABEL = "mcore-rl/name"
 """The node's name in the job."""
 ORDER_LABEL = "mcore-rl/order"
-"""Its place in an order in which neighbors share switches."""
+"""The node's place in an order in which neighbors share switches."""
 
 
 STARTED = "started"
@@ -85,16 +85,16 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Job:
-    """A job and which of its nodes this one is.
+    """A job, as one of its nodes sees it.
 
     rank             of this node; node 0 starts Ray's head and the command
-    names            of all nodes, in the order of their ranks
+    names            of all nodes, in rank order
     addresses        names or addresses at which the nodes reach one another, in the same order
     folder           of this attempt, seen by all nodes
     command          arguments of `mcore-rl`, without cluster.address
-    interface        network interface to use; empty: the one that leads to the other nodes
+    interface        network interface to use; empty: the interface that reaches the other nodes
     topology         switches above this node and its name, as in s0.s3.node7; empty: unknown
-    trainer_nodes    the first nodes, which are kept for trainer and critic; 0: all share all
+    trainer_nodes    number of first nodes kept for trainer and critic; 0: all roles share all nodes
     timeout_s        how long nodes wait for one another
     """
 

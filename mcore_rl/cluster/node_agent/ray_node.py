@@ -1,4 +1,4 @@
-"""Runs Ray's processes on one node of a job: at which address, on which ports, with which nodes."""
+"""Runs Ray's processes on one node of a job, and finds the node's address."""
 
 import json
 import os
@@ -19,13 +19,13 @@ from mcore_rl.process.safe_path import safe_module
 STOP_TIMEOUT_S = 5.0
 _RAY_START = (*safe_module("ray.scripts.scripts"), "start", "--block")
 _NO_METRICS = {"DASHBOARD_METRIC_PORT": "-1"}
-"""No such port exists, so the server of the dashboard's metrics, which needs no token and listens
-on all interfaces, does not start (ray/dashboard/head.py)."""
+"""No such port exists. So the server of the dashboard's metrics does not start, which would listen
+on all interfaces without a token (ray/dashboard/head.py)."""
 KEPT_LOGS = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err")
 
 
 class JoinedNodes:
-    """The nodes in the Ray at `address`; `end` ends the process that asks it."""
+    """Asks the Ray at `address` for its nodes by another process, which `end` ends."""
 
     def __init__(self, address: str, num_nodes: int, folder: Path) -> None:
         self._path = folder / "joined.json"
@@ -43,7 +43,7 @@ class JoinedNodes:
             )
 
     def names(self) -> Sequence[str]:
-        """Return the names of the nodes that have joined; none while the head does not answer."""
+        """Return the names of the nodes that have joined; [] while the head does not answer."""
         return json.loads(self._path.read_text()) if self._path.exists() else []
 
     def end(self) -> None:
@@ -54,9 +54,9 @@ class JoinedNodes:
 def find_own_address(interface: str, own_name: str, peer_name: str | None) -> str:
     """Return this node's IPv4 address.
 
-    It is that of `interface` if one is given. Otherwise it is what `own_name` resolves to, if that
-    is an address of this machine, or else the one from which `peer_name` is reached. Raises
-    ValueError naming the interface, or the names that lead nowhere.
+    With `interface`, it is the interface's address. Otherwise it is the address to which `own_name`
+    resolves, if this machine has that address, or else the address from which this machine reaches
+    `peer_name`. Raises ValueError, which names the interface or the unresolved names.
     """
     if interface:
         return _find_address(interface)
@@ -66,7 +66,7 @@ def find_own_address(interface: str, own_name: str, peer_name: str | None) -> st
         return "127.0.0.1"
     if peer := _resolve(peer_name):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((peer, 9))  # sends nothing: the kernel picks the route
+            probe.connect((peer, 9))  # Sends nothing; the kernel picks the route.
             return probe.getsockname()[0]
     raise ValueError(
         f"neither this node's name {own_name!r} nor its peer's {peer_name!r} resolves to an"
@@ -75,7 +75,7 @@ def find_own_address(interface: str, own_name: str, peer_name: str | None) -> st
 
 
 def find_interface(address: str) -> str:
-    """Return the name of the interface that has `address`, empty if none has."""
+    """Return the name of the interface that has `address`; "" if no interface has it."""
     for name, addresses in _ipv4_addresses().items():
         if address in addresses:
             return name
@@ -119,7 +119,7 @@ def _is_here(address: str) -> bool:
 
 @dataclass(frozen=True)
 class RayNode:
-    """A node as Ray gets to know it.
+    """A node as Ray is started on it.
 
     order        place in an order in which neighbors share switches
     resources    Ray's custom resources
@@ -135,7 +135,7 @@ class RayNode:
 
 
 class RayProcesses:
-    """Ray's processes of this node; `head_address` is the head's, or None to be the head."""
+    """Ray's processes on this node; `head_address`: the head to join, or None to be the head."""
 
     def __init__(
         self, facts: RayNode, head_address: str | None, temp_dir: Path, log_path: Path
@@ -147,7 +147,7 @@ class RayProcesses:
             self.head_address = f"{facts.address}:{port}"
             client_port = find_free_port(facts.address)
             role = ["--head", f"--port={port}", f"--ray-client-server-port={client_port}"]
-            # The monitor scales clusters up and down, and tells everybody who asks how large it is.
+            # The monitor would scale the cluster, and tell its size to anyone.
             role += ["--include-dashboard=false", "--no-monitor"]
         else:
             self.head_address = head_address
@@ -158,16 +158,16 @@ class RayProcesses:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # signals to the agent's group are the agent's to handle
+                start_new_session=True,  # The agent handles signals to its process group.
                 env={**os.environ, **_NO_METRICS},
             )
 
     def exit_status(self) -> int | None:
-        """Return None while Ray runs on this node."""
+        """Ray's exit status on this node; None while Ray runs."""
         return self._process.poll()
 
     def stop(self) -> None:
-        """End Ray on this node: by itself, or by force after STOP_TIMEOUT_S."""
+        """Stop Ray on this node; kill it after STOP_TIMEOUT_S."""
         if self._process.poll() is None:
             self._process.terminate()
         try:
@@ -177,7 +177,7 @@ class RayProcesses:
             wait_killed(self._process, "Ray")
 
     def keep_logs(self) -> None:
-        """Copy the logs of Ray's own processes beside `log_path`; Ray's folder is removed."""
+        """Copy the logs of Ray's own processes beside `log_path`, before Ray's folder is removed."""
         folder = self.log_path.with_suffix("")
         for log in (self._temp_dir / "session_latest" / "logs").glob("*"):
             if log.name in KEPT_LOGS:
@@ -186,7 +186,7 @@ class RayProcesses:
 
 
 def _arguments(facts: RayNode, temp_dir: Path) -> list[str]:
-    """Ports that have fixed numbers by default are free ones here, as another job may run here."""
+    """Return Ray's arguments, with free ports, as the fixed ones may belong to another job."""
     labels = {NAME_LABEL: facts.name, ORDER_LABEL: facts.order}
     options = {
         "node-ip-address": facts.address,

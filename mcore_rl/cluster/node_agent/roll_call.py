@@ -1,8 +1,8 @@
-"""Asks a Ray head which nodes have joined, in a process of its own until all are there.
+"""Asks a Ray head which nodes have joined, in a process of its own, until all have.
 
 Run as `python -m mcore_rl.cluster.node_agent.roll_call <address> <number of nodes> <file>`; the
-file has the names as JSON. Ray ends a process that is connected to it when its raylet dies, and the
-agent has to outlive that.
+file has the names as JSON. Ray ends a connected process when its raylet dies, and the agent must
+survive that.
 """
 
 import json
