@@ -214,7 +214,7 @@ class CarriedStorage:
             under_way.extend(islice(refs, 1))
 
     def _answer(self, ref: Any) -> Any:
-        """Return the keeper's answer, or raise it if it is an error. TimeoutError after `timeout_s`."""
+        """Return the keeper's answer, or raise it if it is an error; TimeoutError if it is late."""
         try:
             answer = ray.get(ref, timeout=self._timeout_s)
         except GetTimeoutError:

@@ -21,10 +21,10 @@ from mcore_rl.weights.hf.fp8 import BLOCK, FP8
 from mcore_rl.weights.plan.shared_region import Slice
 
 HEADER_WORDS = 2
-"""Weight version and bucket index. One checksum per piece follows, up to a whole row."""
+"""Weight version and bucket index. A checksum per piece follows, padded to whole rows."""
 _ROW_BYTES = ROW_WORDS * WORD_BYTES
 _MOST_PADDING = 1 / 8
-"""As a share of bucket_bytes; otherwise two slices of half a bucket would need two buckets."""
+"""A share of bucket_bytes, so that two slices of half a bucket fit into one bucket."""
 
 _SizedSlice = tuple[Slice, int, int]
 """(slice, bytes of its values, rows of ROW_WORDS words that they take)"""
@@ -66,7 +66,7 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights in it, without header and padding."""
+        """Bytes of weights in the bucket, without header and padding."""
         return sum(piece.num_bytes for piece in self.pieces)
 
     def __str__(self) -> str:
@@ -77,10 +77,9 @@ class Bucket:
 
 
 def bound_message_bytes(bucket_bytes: int) -> int:
-    """Return the most memory that a bucket of `bucket_bytes` of weights takes: with padding and
-    header.
+    """Return the most bytes of a bucket with `bucket_bytes` of weights, its padding and header.
 
-    A single row or FP8 block that is larger than the bucket takes more.
+    Only a single row or FP8 block that is larger than `bucket_bytes` takes more.
     """
     padded_bytes = max(int(bucket_bytes * (1 + _MOST_PADDING)), bucket_bytes + _ROW_BYTES)
     most_pieces = padded_bytes // _ROW_BYTES
@@ -111,14 +110,12 @@ def split_box(box: Box, max_numel: int, multiple: int = 1) -> list[Box]:
 def plan_buckets(
     flows: Mapping[tuple[int, int], Iterable[Slice]], num_targets: int, bucket_bytes: int
 ) -> list[Bucket]:
-    """Return the messages of `flows`, (source rank, target rank) -> slices, in the order they
-    travel.
+    """Return the buckets of `flows`, (source rank, target rank) -> slices, in sending order.
 
-    Each has at most `bucket_bytes` of weights, or a single row or FP8 block of them.
+    A bucket has at most `bucket_bytes` of weights, or a single larger row or FP8 block.
 
-    Ranks that each work through their own buckets in this order cannot deadlock: both ends of a
-    pair have the same order, and the first unfinished message of all is first in line on both its
-    ends.
+    Ranks that send and receive their buckets in this order cannot deadlock: both ends of a pair
+    have the same order, and of all unfinished buckets, the first one is next on both of its ends.
     """
     buckets: list[Bucket] = []
     for pair, slices in flows.items():

@@ -1,10 +1,10 @@
-"""An engine rank's end of its link: receives versions, and compares what lies in its parameters.
+"""An engine rank's end of its link: receives versions, and verifies the rank's parameters.
 
     trainer rank's slices --sum--> kept by the engine rank while it receives a version
     live parameters, after the swap --packed again, bucket by bucket--> sum ------> compared
 
-Checksums in flight end where a bucket is placed. This one covers what comes after: the place, the
-swap, and whatever else wrote to the parameters.
+Checksums in flight are compared when a bucket arrives. This check covers everything after that: the
+place, the swap, and any other write to the parameters.
 """
 
 import time
@@ -27,9 +27,9 @@ _UNSIGNED = 2**64 - 1
 
 @dataclass(frozen=True)
 class SentSums:
-    """The checksums that senders took of the slices of one version.
+    """The senders' checksums of the slices of one version.
 
-    sums_P  int64 [slices], those of one bucket after another
+    sums_P  int64 [slices], bucket after bucket
     """
 
     version: int
@@ -42,15 +42,15 @@ class SentSums:
         return SentSums(version, joined_P)
 
     def count_changed(self, before: "SentSums") -> int:
-        """Return how many slices are other bytes than those of version `before`."""
+        """Return how many slices differ from those of version `before`."""
         return int((self.sums_P != before.sums_P).sum())
 
 
 class DestinationCheck:
-    """Reads an engine rank's slices back. Takes memory for one bucket on the rank's device."""
+    """Reads an engine rank's slices back, with memory for one bucket on the rank's device."""
 
     def __init__(self, end: LinkEnd, buckets: Sequence[RankBucket], sums: str) -> None:
-        """`buckets`: all that the rank receives; `sums`: the kind of their checksums."""
+        """`buckets`: all buckets of the rank; `sums`: the kind of their checksums."""
         self._end = end
         self._buckets = buckets
         self._kind = sums
@@ -64,10 +64,10 @@ class DestinationCheck:
         """Addresses of tensors, and the buckets bound to them: an engine's two sets take turns."""
 
     def check(self, version: int, tensors: Mapping[str, Tensor], sent: SentSums | None) -> None:
-        """Compare the slices in `tensors`, which are to be those of `version`.
+        """Check that the slices in `tensors` are those of `version`.
 
-        Raises TransferError naming the first slice that differs, or the version that was received
-        instead.
+        Raises TransferError, which names the first slice that differs, or the version that was
+        received instead.
         """
         if sent is None or sent.version != version:
             held = "none" if sent is None else str(sent.version)
@@ -91,7 +91,7 @@ class DestinationCheck:
             return SentSums.join(0, sums).sums_P
 
     def find_difference(self, version: int, found_P: Tensor, sent: SentSums) -> str | None:
-        """Name the first slice of `version` whose checksum is another; None if all are equal."""
+        """Describe the first slice of `version` with another checksum; None if all agree."""
         differs_P = (found_P != sent.sums_P).nonzero()
         if not len(differs_P):
             return None
@@ -119,7 +119,7 @@ class DestinationCheck:
         return placed
 
     def _describe(self, version: int, index: int, found: int, sent: int) -> str:
-        """Name slice number `index`, counted over all buckets, and its checksums."""
+        """Describe slice number `index`, counted over all buckets, and both checksums."""
         places = [(own, piece) for own in self._buckets for piece in range(len(own.bucket.pieces))]
         own, number = places[index]
         box = own.bucket.pieces[number].box
@@ -145,7 +145,7 @@ class EngineConnection:
 
     @property
     def digest(self) -> str:
-        """Digest of the plan to which all ranks of the link agreed."""
+        """The digest of the plan to which all ranks of the link agreed."""
         return self._executor.plan.digest
 
     def make_report(self) -> Report:
@@ -160,9 +160,9 @@ class EngineConnection:
         relay: PlanExecutor | None = None,
         verified: VerifiedBuckets | None = None,
     ) -> Report:
-        """Receive this engine rank's slices, from trainer ranks unless there is a `relay`.
+        """Receive this rank's slices from trainer ranks, or by `relay` from another engine.
 
-        Buckets are added to `verified`, if given, once they are placed.
+        Adds each bucket to `verified`, if given, once the bucket is placed.
         """
         began_s = time.monotonic()
         executor = relay or self._executor
@@ -184,7 +184,7 @@ class EngineConnection:
         self._get_destination_check().check(version, tensors, self._sent)
 
     def expect(self, tensors: Mapping[str, Tensor]) -> None:
-        """Have the version that is received first compared with what lies in `tensors` now."""
+        """Have the first received version compared with the current values of `tensors`."""
         self._loaded_P = self._get_destination_check().take_sums(tensors)
 
     def _get_destination_check(self) -> DestinationCheck:
@@ -194,7 +194,7 @@ class EngineConnection:
         return self._destination
 
     def _compare_with_loaded(self, sent: SentSums) -> None:
-        """Raise TransferError, which names a slice, if another was loaded than was sent."""
+        """Raise TransferError, which names a slice, if loaded weights differ from sent ones."""
         loaded_P = self._loaded_P
         self._loaded_P = None
         if loaded_P is None:
@@ -208,11 +208,10 @@ class EngineConnection:
             )
 
     def open_relay(self, link: Link) -> PlanExecutor:
-        """Connect to the same rank of another engine over relay link `link`, as its sender or
-        receiver.
+        """Connect to the same rank of another engine over `link`, as sender or receiver.
 
-        It carries the same slices as this rank's own link. Raises TransferError if the peer does
-        not come within link.timeout_s.
+        The relay link carries the same slices as this rank's own link. Raises TransferError if the
+        peer does not connect within link.timeout_s.
         """
         own = self.end.side_rank
         forwards = link.relay == self.end.link.engine
@@ -229,5 +228,5 @@ class EngineConnection:
         return PlanExecutor(end, relay_plan, self._executor.make_transport)
 
     def close(self) -> None:
-        """Leave; peers that wait for this rank fail at once."""
+        """Leave the link; peers that wait for this rank fail at once."""
         self._executor.close()

@@ -1,9 +1,9 @@
-"""Executes a rank's plan: one version after another moves by it, over one transport.
+"""Executes a rank's plan: moves one version after another over one transport.
 
     trainer ranks --- execute ---> engine A, rank r --- execute ---> engine B, rank r --- ...
 
 Each rank works through its buckets in an order that is the same on both ends of each pair. The
-transport is chosen once, in transports/select.py; nothing here depends on which it is.
+transport is selected once, in transports/select.py; this module does not depend on the choice.
 """
 
 import time
@@ -41,22 +41,21 @@ class VerifiedBuckets:
         self._changed = Condition()
 
     def add(self, sums_P: Tensor) -> None:
-        """Add the next bucket, with the checksums its sender took."""
+        """Add the next bucket's checksums, which its sender took."""
         with self._changed:
             self._sums.append(sums_P)
             self._changed.notify_all()
 
     def fail(self, failure: str) -> None:
-        """Announce that no more buckets will come."""
+        """Announce that no bucket follows, because of `failure`."""
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
 
     def wait(self, index: int, deadline_s: float) -> Tensor:
-        """Return the checksums of bucket `index` once it is verified.
+        """Return the checksums of bucket `index` once the bucket is verified.
 
-        Raises TransferError if it fails, or is not verified when time.monotonic() passes
-        `deadline_s`.
+        Raises TransferError after `fail`, or when time.monotonic() passes `deadline_s`.
         """
         with self._changed:
             self._changed.wait_for(
@@ -71,7 +70,7 @@ class VerifiedBuckets:
 
 @dataclass(frozen=True)
 class _Bound:
-    """The buckets bound to one set of tensors; sets are numbered as they come."""
+    """The buckets bound to one set of tensors; sets are numbered by their first use."""
 
     number: int
     addresses: list[int]
@@ -79,17 +78,17 @@ class _Bound:
 
 
 class PlanExecutor:
-    """One rank's buckets, the memory they travel in, and the transport that moves them.
+    """One rank's buckets, the memory of their messages, and the transport that moves them.
 
-    Memory: NUM_SLOTS buckets for each pair of ranks that share memory, and NUM_SLOTS for all other
-    peers together; one bucket for all peers of which one writes into the other's tensors. What is
-    not shared is taken with the first version, which may never come over this link. A bucket whose
-    message cannot lie on `end.device` is packed and verified in scratch memory there and takes one
-    more copy.
+    Memory: NUM_SLOTS buckets for each peer that shares memory with this rank, NUM_SLOTS for all
+    other peers together, and one bucket for all peers with direct writes. Memory that is not shared
+    is allocated for the first version, which may never come over this link. A bucket whose message
+    cannot lie on `end.device` is packed and verified in scratch memory there and takes one more
+    copy.
     """
 
     def __init__(self, end: LinkEnd, plan: RankPlan, make_transport: MakeTransport) -> None:
-        """Connect to all peers; TransferError names one that is not there by end.deadline_s."""
+        """Connect to all peers; TransferError names a peer that is missing at end.deadline_s."""
         self.end = end
         self.plan = plan
         self.make_transport = make_transport
@@ -105,24 +104,24 @@ class PlanExecutor:
 
     @staticmethod
     def open(end: LinkEnd, plan: RankPlan, make_transport: MakeTransport) -> "PlanExecutor":
-        """Connect to the peers of `plan`, to which all ranks agreed; if that fails, the link does.
+        """Connect to the peers of the agreed `plan`; mark the link as failed if that fails.
 
-        Raises TransferError, which names the rank, if one does not come by end.deadline_s.
+        Raises TransferError, which names a rank that does not connect by end.deadline_s.
         """
         try:
             with pause_collections():
                 return PlanExecutor(end, plan, make_transport)
         except Exception as error:
-            end.store.fail(f"{end.name}: {error}")  # no rank waits for this one any longer
+            end.store.fail(f"{end.name}: {error}")  # No rank waits for this one any longer.
             raise
 
     @staticmethod
     def meet(
         end: LinkEnd, make_shards: MakeShards, make_transport: MakeTransport
     ) -> "PlanExecutor":
-        """Meet the other ranks at the link's store, agree on the plan and connect.
+        """Meet the other ranks at the link's store, agree on the plan, and connect.
 
-        Raises TransferError, which names the rank, if one does not come, fails or disagrees.
+        Raises TransferError, which names a rank that is late, failed or disagrees.
         """
         handshake = PlanHandshake(end, make_shards)
         with pause_collections():
@@ -143,10 +142,11 @@ class PlanExecutor:
     ) -> list[Tensor]:
         """Send all slices of `tensors` as `version`, or receive them into `tensors`.
 
-        Returns the checksums that the sender of each received bucket took, int64 [slices].
-        `verified`: a relay adds each bucket once it is placed, and forwards each, with the
-        checksums it came with, once it is there. Raises TransferError when time.monotonic() passes
-        `deadline_s`, the link fails, or a checksum differs.
+        Returns the sender's checksums of each received bucket, int64 [slices]. Raises TransferError
+        when time.monotonic() passes `deadline_s`, when the link fails, or if a checksum differs.
+
+        verified  of a relay: its receiving end adds each bucket once the bucket is placed, and its
+                  sending end forwards the bucket with these checksums
         """
         with self._share_failures(), self._stream.running():
             bound = self._bind(tensors)
@@ -163,7 +163,7 @@ class PlanExecutor:
         return sums
 
     def make_report(self, began_s: float) -> Report:
-        """Return the report of a version that began to move at time.monotonic() `began_s`."""
+        """Return the report of a version whose transfer began at time.monotonic() `began_s`."""
         seconds = time.monotonic() - began_s
         saved = self._transport.take_saved()
         num_buckets = len(self._buckets)
@@ -171,11 +171,11 @@ class PlanExecutor:
         return Report(self.end.name, digest, self.num_bytes, num_buckets, seconds, saved)
 
     def take_saved(self) -> int:
-        """Return the bytes that did not travel because they were as before, since the last call."""
+        """Return the bytes since the last call that did not travel, because they were as before."""
         return self._transport.take_saved()
 
     def close(self) -> None:
-        """Leave; peers that wait for this rank fail at once."""
+        """Leave the link; peers that wait for this rank fail at once."""
         self._transport.close()
 
     def _pack_all(
@@ -217,7 +217,7 @@ class PlanExecutor:
 
     @contextmanager
     def _share_failures(self) -> Iterator[None]:
-        """Report a failure here to the other ranks of the link, which then stop waiting."""
+        """Report an error in the block to the other ranks of the link, which then stop waiting."""
         try:
             yield
         except Exception as error:
@@ -240,7 +240,7 @@ class PlanExecutor:
 
     @cached_property
     def _scratch_W(self) -> Tensor:
-        """Int64 words for the largest bucket that is not packed and verified in its message."""
+        """Int64 words for the largest bucket that is packed and verified outside of its message."""
         elsewhere = [
             own.bucket.num_words
             for own, words_W in zip(self._buckets, self._messages_W, strict=True)
@@ -250,7 +250,7 @@ class PlanExecutor:
 
     @cached_property
     def _messages_W(self) -> list[Tensor]:
-        """The int64 words in which each bucket travels, shared with its peer if possible."""
+        """The int64 words of each bucket's message, shared with the peer if possible."""
         messages: list[Tensor | None] = []
         own_by_device: dict[torch.device, list[int]] = defaultdict(list)
         for i, own in enumerate(self._buckets):

@@ -1,11 +1,11 @@
-"""Traces every tensor of an engine's loader in the background, after the link used a sampled trace.
+"""Traces every tensor of an engine's loader in the background, to check the link's sampled trace.
 
 connect: trace of examples and samples -> plan -> first sync -> every tensor, bit by bit
                      |                                              |
                      +---------------- the same? <------------------+  if not, the next sync fails
 
-The engine decodes meanwhile. The trace stands still whenever the parameters change. A trace that
-breaks off, such as for want of memory, has shown nothing: it is told, and syncs go on.
+The engine decodes meanwhile. The trace pauses whenever the parameters change. A trace that breaks
+off, as without enough memory, proves nothing: it is logged, and syncs go on.
 """
 
 import logging
@@ -26,19 +26,19 @@ from mcore_rl.weights.layouts.loader import LoaderFailedError
 _log = logging.getLogger(__name__)
 
 REST_PER_WORK = 3.0
-"""Seconds that the trace rests for each second that it works, for the sake of decoding."""
+"""Seconds that the trace rests for each second of work, so that the engine can decode."""
 _MOST_REST_S = 0.1
 
 
 class _CancelledError(Exception):
-    """The link that the trace belongs to has ended."""
+    """The trace's link has ended."""
 
 
 class FullTrace:
     """Compares a sampled trace with a trace of all tensors, in a thread of its own.
 
-    fault   what differs, or why the loader cannot be traced; None so far
-    done    whether the trace has ended, also by an error
+    fault   the difference, or why the loader cannot be traced; None if no fault is known
+    done    whether the trace has ended, normally or by an error
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class FullTrace:
     ) -> None:
         """Trace for the engine's rank `owner`, whose parameters are `tensors`.
 
-        Their memory may change in `let_parameters_change`.
+        Their memory may change within `let_parameters_change`.
         """
         self._owner = owner
         self.fault: str | None = None
@@ -69,13 +69,13 @@ class FullTrace:
         self._thread: Thread | None = None
 
     def start(self) -> None:
-        """Begin, unless it began before."""
+        """Start the trace, unless it was started before."""
         if self._thread is None:
             self._thread = Thread(target=self._run, name="full trace", daemon=True)
             self._thread.start()
 
     def cancel(self) -> None:
-        """End at the next tensor; no fault is found afterwards."""
+        """End the trace at the next tensor; it finds no fault afterwards."""
         self._is_cancelled = True
 
     def wait(self, timeout_s: float) -> bool:
@@ -86,7 +86,7 @@ class FullTrace:
 
     @contextmanager
     def let_parameters_change(self) -> Iterator[None]:
-        """Keep the trace at rest inside."""
+        """Pause the trace within the block."""
         with self._turn:
             self._has_changed = True
             yield
@@ -103,7 +103,7 @@ class FullTrace:
             fault = self._find_fault()
         except _CancelledError:
             return
-        except Exception as error:  # shows nothing about the weights, so syncs must go on
+        except Exception as error:  # Says nothing about the weights, so syncs must go on.
             if not self._is_cancelled:
                 _log.warning(
                     "%s: the trace of all tensors broke off, so only samples show where its weights"
@@ -120,11 +120,11 @@ class FullTrace:
         self.done = True
 
     def _find_fault(self) -> str | None:
-        """Return what differs, or why the loader cannot be traced, or None.
+        """Return the difference, or why the loader cannot be traced, or None.
 
         Raises LoaderFailedError for the loader's own error.
         """
-        # Loaders may make tensors on the current device, which each thread has for itself.
+        # Loaders may make tensors on the current device, and each thread has its own.
         stream = DeviceStream(common_device(self._tensors.values()))
         try:
             with self._turn, stream.running():
@@ -137,7 +137,7 @@ class FullTrace:
             return f"the trace of all tensors failed: {error}"
 
     def _rest(self) -> bool:
-        """Let others change the parameters, and decode, between two tensors of the loader.
+        """Let other threads decode and change the parameters, between two tensors of the loader.
 
         Returns whether the parameters may have changed.
         """

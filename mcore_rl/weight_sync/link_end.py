@@ -1,7 +1,7 @@
-"""One rank's end of a link: how the rank meets the others, at the link's store and on its machine.
+"""One rank's end of a link: meets the other ranks, at the link's store and on the rank's machine.
 
-Each rank publishes its facts at the store, and all get the roster. Ranks of one machine also meet
-at an abstract socket (`RankServer`), over which memory is shared.
+Each rank publishes its facts at the store, and all ranks get the roster. Ranks of one machine also
+meet at an abstract socket (`RankServer`), over which they share memory.
 """
 
 import os
@@ -29,13 +29,13 @@ _NUM_SETS = 2
 
 @dataclass(frozen=True)
 class LinkEnd:
-    """A rank of a link, and where and until when it meets the other ranks.
+    """A rank of a link, and the place and deadline of its meeting with the other ranks.
 
-    rank        counts over the whole link: senders first, then the engine's ranks
-    deadline_s  time.monotonic() by which all ranks must have connected; each transfer has its own
-    device      where this rank's tensors are
-    memory      an engine rank's, if it opens it to trainer ranks of its machine
-    roster      the link's; None until this rank has it
+    rank        number over the whole link: senders first, then the engine's ranks
+    deadline_s  time.monotonic() by which all ranks must have connected; transfers have their own
+    device      of this rank's tensors
+    memory      of an engine rank that opens its memory to trainer ranks of the same machine
+    roster      of the link; None until this rank has it
     """
 
     store: LinkStore
@@ -54,7 +54,7 @@ class LinkEnd:
         memory: "OpenMemory | None" = None,
         roster: Roster | None = None,
     ) -> "LinkEnd":
-        """Return an end whose ranks have link.timeout_s to meet from now on."""
+        """Return an end; from now on all ranks have link.timeout_s to meet."""
         deadline_s = time.monotonic() + link.timeout_s
         return LinkEnd(LinkStore.open(link), link, rank, deadline_s, device, memory, roster)
 
@@ -106,7 +106,7 @@ def describe_rank(
 
 
 def publish_facts(end: LinkEnd) -> None:
-    """Tell the other ranks of the link about this one, unless `end` came with the roster."""
+    """Publish this rank's facts to the other ranks, unless `end` has the roster already."""
     if end.roster is not None:
         return
     with end.store.publish_errors(FACTS, end.rank, end.name):
@@ -117,7 +117,7 @@ def publish_facts(end: LinkEnd) -> None:
 def await_roster(end: LinkEnd) -> LinkEnd:
     """Return `end` with the roster, once all ranks of the link have published their facts.
 
-    Raises TransferError, which names those that have not by end.deadline_s.
+    Raises TransferError, which names the ranks that have not by end.deadline_s.
     """
     if end.roster is not None:
         return end
@@ -125,7 +125,7 @@ def await_roster(end: LinkEnd) -> LinkEnd:
 
 
 class OpenMemory:
-    """An engine rank's two sets of tensors, and the abstract socket where access is asked for."""
+    """An engine rank's two sets of tensors, and the abstract socket for requests of access."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         assert len(segments) == _NUM_SETS, f"{len(segments)} segments"
@@ -137,7 +137,7 @@ class OpenMemory:
 class RankServer:
     """An abstract socket of one rank, to which ranks of the same machine connect once each.
 
-    It listens under `name`, which the other ranks must know; by default a random one.
+    The socket listens under `name`, by default a random one, which the other ranks must know.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -149,10 +149,10 @@ class RankServer:
     def accept(
         self, end: LinkEnd, ranks: Collection[int], purpose: str
     ) -> Iterator[tuple[int, socket.socket]]:
-        """Yield each of `ranks` and the socket to it, in the order in which they come.
+        """Yield each of `ranks` and the socket to it, in the order in which ranks connect.
 
-        Then nobody can connect any more. Raises TransferError, which names those that did not come
-        by end.deadline_s, or before the link failed, and the `purpose`.
+        Afterwards no rank can connect. Raises TransferError, which names the `purpose` and the
+        ranks that did not connect by end.deadline_s or before the link failed.
         """
         missing = set(ranks)
         accepted: list[socket.socket] = []
@@ -180,7 +180,7 @@ class RankServer:
 
 
 def connect(peer: socket.socket, end: LinkEnd, server: str, *, comes_later: bool = False) -> None:
-    """Connect `peer` to the RankServer named `server` by end.deadline_s, and say who comes.
+    """Connect `peer` to the RankServer named `server` by end.deadline_s; send this rank's number.
 
     With `comes_later` the server may not listen yet. Raises OSError.
     """
@@ -206,7 +206,7 @@ def connect(peer: socket.socket, end: LinkEnd, server: str, *, comes_later: bool
 
 
 def _check_user(peer: socket.socket) -> int:
-    """Return the rank that a peer says it is; only processes of the same user are let in."""
+    """Return the number that a peer sends; refuse processes of other users."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     user = struct.unpack("3i", credentials)[1]
     assert user == os.getuid(), f"a process of user {user} asked for shared memory"

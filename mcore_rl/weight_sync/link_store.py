@@ -1,4 +1,4 @@
-"""Serves one link's key-value store, and joins there what the ranks of the link publish.
+"""Serves one link's key-value store, and joins the values that the link's ranks publish.
 
 ranks publish              once all have          all ranks read one value
 facts of themselves   -->  make_roster       -->  the roster
@@ -6,11 +6,11 @@ answers to the plan   -->  join_answers      -->  agreed, or why ranks list thei
                                                   error that names two ranks
 
 Each rank publishes once and reads once per topic, whatever the number of ranks. The call that
-publishes the last value also joins all of them: nobody polls. The store also holds failures, stage
-requests and reports.
+publishes the last value also joins all values, so nobody polls. The store also holds failures,
+stage requests and reports.
 
-The controller serves the store on a port of its own for as long as the link lives; its contents end
-with the link. Only processes that got the link, and with it the store's random key, can connect.
+The controller serves each link's store on a port of its own. The store and its contents end with
+the link. Only processes with the link, and so with the store's random key, can connect.
 """
 
 import asyncio
@@ -54,10 +54,9 @@ RECORDED_PLAN = "recorded plan"
 LISTED_PLAN = "listed plan"
 DATA = b"D"
 ERROR = b"E"
-"""First byte of a published value: either data or the error that kept a rank from publishing data.
-"""
+"""First byte of a published value: it is data, or the error because of which a rank has no data."""
 _PAIR = np.dtype([("peer", "<u4"), ("digest", ">u8")])
-"""A rank tells this of each of its pairs: 64 bits of a digest tell plans apart."""
+"""A rank's peer and 64 bits of the digest of their slices, which tell plans apart."""
 _DIGEST_LEN = 16
 """Hex digits of these 64 bits."""
 
@@ -69,7 +68,7 @@ class PlanAnswer:
     """A rank's answer once it has planned its part.
 
     problem  why the recorded layouts don't hold for the rank; empty if they do
-    pairs    _PAIR [peers]: each peer, and digest of the slices that travel between it and the rank
+    pairs    _PAIR [peers]: each peer, and the digest of the slices between peer and rank
     """
 
     problem: str
@@ -83,7 +82,7 @@ class PlanAnswer:
 
     @property
     def digests(self) -> dict[int, str]:
-        """Peer -> the first hex digits of the digest."""
+        """Peer -> the digest's first hex digits."""
         pairs: list[tuple[int, int]] = np.frombuffer(self.pairs, _PAIR).tolist()
         return {peer: f"{digest:0{_DIGEST_LEN}x}" for peer, digest in pairs}
 
@@ -103,12 +102,12 @@ def make_rank_key(topic: str, rank: int) -> str:
 
 
 def make_joined_key(topic: str) -> str:
-    """Return the key of what was joined from the values of all ranks."""
+    """Return the key of the value that was joined from those of all ranks."""
     return f"{topic} of all"
 
 
 def keep_link(values: Values, link: Link) -> None:
-    """Join each topic of the link's ranks in `values` once the last of them has published."""
+    """Have `values` join each topic once the last rank of the link has published."""
     names = link.names
 
     def join_facts(encoded: Sequence[bytes]) -> bytes:
@@ -126,9 +125,9 @@ def keep_link(values: Values, link: Link) -> None:
 
 
 def join_answers(answers: Sequence[PlanAnswer], names: Sequence[str]) -> str:
-    """Return why ranks list their shards, or "" if all ranks made one plan.
+    """Return why ranks must list their shards, or "" if all ranks made one plan.
 
-    Raises TransferError, which names both ranks of a pair that planned different slices.
+    Raises TransferError, which names two ranks that planned different slices for their pair.
     """
     problems = [
         f"{names[rank]}: {answer.problem}" for rank, answer in enumerate(answers) if answer.problem
@@ -192,7 +191,7 @@ _FAILURE = "failure"
 _FAILURE_POLL_S = 5.0
 """How often a wait for keys checks whether the link has failed."""
 _MAX_NAMES = 16
-"""Ranks that an error names."""
+"""The most ranks that an error names."""
 
 
 class LinkStore:
@@ -207,14 +206,14 @@ class LinkStore:
     def serve(host: str, timeout_s: float) -> "LinkStore":
         """Start a store with a random key on a free port of `host`, and at that address only.
 
-        It ends with the object that is returned.
+        The store ends with the returned object.
         """
         server = StoreServer(host)
         return LinkStore(LocalClient(server), timeout_s, server)
 
     @staticmethod
     def open(link: Link) -> "LinkStore":
-        """Return a client of the store of `link`, which connects when it is first used."""
+        """Return a client of the link's store; it connects when it is first used."""
         client = RemoteClient(link.store_host, link.store_port, link.store_key)
         return LinkStore(client, link.timeout_s, None)
 
@@ -238,11 +237,11 @@ class LinkStore:
         return self.client.count()
 
     def make_torch_store(self) -> Any:
-        """Return this store as one at which a torch process group can meet."""
+        """Return this store as a torch store, at which a process group can meet."""
         return TorchStore(self.client, self._timeout_s)
 
     def keep(self, link: Link) -> None:
-        """Join what the ranks of `link` publish here, as the picture above says."""
+        """Join the values that the ranks of `link` publish; see the module's picture."""
         keep_link(self._served.values, link)
 
     def publish(self, topic: str, rank: int, data: bytes) -> None:
@@ -250,15 +249,15 @@ class LinkStore:
         self.client.set(make_rank_key(topic, rank), DATA + data)
 
     def publish_tagged(self, topic: str, values: Sequence[bytes]) -> None:
-        """Publish what the first ranks would: DATA and a rank's data each, or ERROR and a message.
+        """Publish for the first ranks; a value is DATA and data, or ERROR and a message.
 
-        For the process that serves.
+        Only in the process that serves the store.
         """
         keyed = {make_rank_key(topic, rank): value for rank, value in enumerate(values)}
         self._served.values.set_all(keyed)
 
     def publish_error(self, topic: str, rank: int, name: str, message: str) -> None:
-        """Publish that rank `name` failed, in place of its data; no rank waits for others then."""
+        """Publish that rank `name` failed, in place of its data; then no rank waits for others."""
         self.client.set(make_rank_key(topic, rank), ERROR + message.encode())
         self.client.compare_set(
             make_joined_key(topic), b"", ERROR + f"{name} failed: {message}".encode()
@@ -266,7 +265,7 @@ class LinkStore:
 
     @contextmanager
     def publish_errors(self, topic: str, rank: int, name: str) -> Iterator[None]:
-        """Publish an error raised inside in place of this rank's data, so that no rank waits."""
+        """Publish an error of the block in place of this rank's data, so that no rank waits."""
         try:
             yield
         except Exception as error:
@@ -281,11 +280,11 @@ class LinkStore:
         waiting: str,
         deadline_s: float,
     ) -> list[bytes]:
-        """Return what each of `ranks` published on `topic`, in order.
+        """Return the data that each of `ranks` published on `topic`, in order.
 
         Waits until time.monotonic() passes `deadline_s` or a rank of the link fails; `waiting` is
-        the name of the rank that waits. Raises TransferError if a rank has not published by then,
-        which names it by `names`, or if it published an error.
+        the name of the rank that waits. Raises TransferError if a rank published an error, or has
+        not published by then; `names` are the ranks' names for the message.
         """
         keys = [make_rank_key(topic, rank) for rank in ranks]
         began_s = time.monotonic()
@@ -300,9 +299,9 @@ class LinkStore:
     def wait_joined(
         self, topic: str, names: Sequence[str], waiting: str, deadline_s: float
     ) -> bytes:
-        """Return what was joined from the values of all ranks, whose names are `names`, on `topic`.
+        """Return the value that was joined from those of all ranks on `topic`.
 
-        Waits and fails as `collect` does, with one request instead of one for each rank.
+        `names` are the ranks' names. Waits and fails as `collect` does, but with a single request.
         """
         key = make_joined_key(topic)
         began_s = time.monotonic()
@@ -315,7 +314,10 @@ class LinkStore:
     async def wait_joined_async(
         self, topic: str, names: Sequence[str], waiting: str, deadline_s: float
     ) -> bytes:
-        """Do as `wait_joined`, without blocking the event loop; for the process that serves."""
+        """Wait as `wait_joined` does without blocking the event loop.
+
+        Only in the process that serves the store.
+        """
         key = make_joined_key(topic)
         began_s = time.monotonic()
         while not await self.wait_present([key], FAILURE_POLL_S):
@@ -324,15 +326,16 @@ class LinkStore:
         return _untag(value)
 
     async def wait_present(self, keys: Sequence[str], seconds: float) -> bool:
-        """Return whether all of `keys` are set within `seconds`; for the process that serves.
+        """Return whether all of `keys` are set within `seconds`.
 
-        The call that sets the last of them wakes the waiting coroutine.
+        Only in the process that serves the store. The call that sets the last key wakes the waiting
+        coroutine.
         """
         loop = asyncio.get_running_loop()
         present = asyncio.Event()
 
         def wake() -> None:
-            with suppress(RuntimeError):  # the loop has ended
+            with suppress(RuntimeError):  # The loop has ended.
                 loop.call_soon_threadsafe(present.set)
 
         values = self._served.values
@@ -357,7 +360,7 @@ class LinkStore:
         began_s: float,
         deadline_s: float,
     ) -> None:
-        """Return if a wait may go on; else raise a TransferError that names who is waited for."""
+        """Raise TransferError, which names the missing ranks, if a wait must end."""
         failure = self.failure()
         if failure is None and time.monotonic() < deadline_s:
             return
@@ -371,8 +374,7 @@ class LinkStore:
         raise TransferError(message + (f"; {failure}" if failure else ""), peer_lost=True)
 
     def fail(self, message: str) -> str:
-        """Mark the link as failed for all its ranks; return the first failure, which may be
-        another's.
+        """Mark the link as failed for all its ranks; return the first failure of any rank.
 
         Returns `message` if the store is gone.
         """
@@ -390,15 +392,15 @@ class LinkStore:
             return f"the controller's store is gone ({error})"
 
     def put_stage_request(self, number: int, request: StageRequest) -> None:
-        """Leave a request for the engine's ranks; requests are numbered from 0."""
+        """Put a request for the engine's ranks; requests are numbered from 0."""
         self.client.set(_make_request_key(number), encode_stage_request(request))
 
     def wait_stage_request(self, number: int, waiting: str) -> StageRequest:
         """Return request `number`, for which rank `waiting` waits while the trainer computes.
 
-        A step takes as long as it takes, but the store answers every few seconds. Raises
-        TransferError if it is silent for longer than a client waits for any answer. Blocks every
-        other use of this object.
+        The wait has no deadline, because steps may be long, but the store answers every few
+        seconds. Raises TransferError if the store is silent for longer than a client waits for an
+        answer. Blocks every other use of this object.
         """
         key = _make_request_key(number)
         began_s = time.monotonic()
@@ -422,12 +424,12 @@ class LinkStore:
         self.client.set(make_report_key(action, rank), encode_report(report))
 
     def has_error(self, action: Action, ranks: Sequence[int]) -> bool:
-        """Return whether any report that is there has an error."""
+        """Return whether a rank has reported an error."""
         found = (self.client.get(make_report_key(action, rank)) for rank in ranks)
         return any(decode_report(data).error for data in found if data is not None)
 
     def take_report(self, action: Action, rank: int) -> Report | None:
-        """Remove and return the report of a rank, or return None if there is none yet."""
+        """Remove and return the report of a rank; return None if the rank has not reported."""
         key = make_report_key(action, rank)
         report = self.client.get(key)
         if report is None:
@@ -437,7 +439,7 @@ class LinkStore:
 
 
 def _untag(value: bytes) -> bytes:
-    """Return the data that was joined; TransferError if a rank failed instead."""
+    """Return the joined data. Raises TransferError if a rank published an error."""
     if value[:1] == ERROR:
         raise TransferError(value[1:].decode(), peer_lost=True)
     return value[1:]
@@ -453,7 +455,7 @@ def make_report_key(action: Action, rank: int) -> str:
 
 @torch.no_grad()
 def report_outcome(name: str, act: Callable[[], Report]) -> Report:
-    """Return the report of `act`; an error is logged and becomes the report of rank `name`."""
+    """Call `act` and return its report; log an error and return it as the report of rank `name`."""
     began_s = time.monotonic()
     try:
         return act()
@@ -469,7 +471,7 @@ def report_outcome(name: str, act: Callable[[], Report]) -> Report:
 
 
 def publish_report(store: LinkStore, action: Action, rank: int, report: Report) -> bool:
-    """Leave `report` for the controller; return False if its store is gone."""
+    """Put `report` for the controller; return False if the store is gone."""
     try:
         store.put_report(action, rank, report)
     except RuntimeError:

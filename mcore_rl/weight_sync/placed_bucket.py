@@ -2,11 +2,11 @@
 
     own tensors --copy, sum--> bucket        bucket --sum, copy--> own tensors
 
-A slice is cast to the target's dtype while it is packed, and FP8 values are computed then, with the
-scales of their blocks. Each end knows only where a slice lies in its own memory, possibly in
-several parts. Slices that keep their bytes are copied and summed in one pass over memory where that
-is possible: on the host by compiled code (one_pass.py), on a GPU by a kernel (`GpuPass`). Torch
-moves all others in as few calls as possible (`Copies`).
+A slice is cast to the target's dtype while it is packed; FP8 values and the scales of their blocks
+are computed then, too. Each end knows only the place of a slice in its own memory, possibly in
+several parts. Slices that keep their bytes are copied and summed in one pass over memory if
+possible: on the host by compiled code (one_pass.py), on a GPU by a kernel (`GpuPass`). Torch moves
+all other slices in as few calls as possible (`Copies`).
 """
 
 from collections import defaultdict
@@ -31,9 +31,9 @@ from mcore_rl.weights.hf.quantize import quantize_into
 
 
 class GpuPass:
-    """The slices of one bucket, bound to memory.
+    """The slices of one bucket, bound to memory, for the kernel.
 
-    rest  the parts that others move
+    rest  parts that torch moves
     """
 
     def __init__(
@@ -63,20 +63,19 @@ class GpuPass:
     def maybe_make(
         words_W: Tensor, pieces: Sequence[BucketPiece], parts: Sequence[Part]
     ) -> "GpuPass | None":
-        """Return None where the kernel does not run."""
+        """Return a GpuPass, or None if the kernel does not run here."""
         return GpuPass(words_W, pieces, parts) if has_kernel(words_W) else None
 
     def pack(self) -> None:
-        """Fill the bucket and write checksums into it. `rest` and the padding must be there."""
+        """Fill the bucket and write checksums into it; `rest` and padding must be in it already."""
         self._sums_P.zero_()
         self._moved.pack(self._sums_P)
         self._summed.pack(self._sums_P)
 
     def place(self, version: int, index: int) -> Tensor:
-        """Fill this rank's tensors, but for `rest`; return the checksums of the received bytes,
-        int64 [pieces].
+        """Fill tensors except `rest`; return checksums of the received bytes, int64 [pieces].
 
-        Nothing is copied and all checksums are 0 if the bucket has another version or index.
+        If the bucket has another version or index, copy nothing and return zeros.
         """
         self._received_P.zero_()
         self._moved.place(self._received_P, version, index)
@@ -87,7 +86,7 @@ class GpuPass:
 def _find_runs(
     number: int, own: Tensor, in_bucket: Tensor, bucket_address: int
 ) -> list[Run] | None:
-    """Return the runs of a part of slice `number`, or None if others move it."""
+    """Return the runs of a part of slice `number`, or None if torch moves the part."""
     moves = find_moves(own, in_bucket, bucket_address)
     if moves is None or any(
         size % WORD_BYTES
@@ -107,9 +106,9 @@ def _make_whole_run(number: int, piece: BucketPiece) -> Run:
 _copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
 _LARGE_BYTES = 256 * 2**10
-"""From this size on, a pair of equal dtypes on the host is copied by memcpy, which is faster than
-torch's loop over elements. Smaller pairs take one call of torch together: each call gives up the
-interpreter's lock, and an engine that decodes may hold it for long.
+"""From this size on, memcpy copies a pair of equal dtypes on the host, faster than torch's loop
+over elements. Smaller pairs share one call of torch: each call releases the interpreter's lock,
+which an engine that decodes may then hold for long.
 """
 
 _Kind = tuple[torch.dtype, torch.dtype, bool]
@@ -165,7 +164,7 @@ _UNSIGNED = 2**64 - 1
 
 @dataclass(frozen=True)
 class Holding:
-    """A part of piece number `piece` of a bucket that lies in one of this rank's tensors."""
+    """A part of a bucket's piece number `piece` that lies in one of this rank's tensors."""
 
     piece: int
     within: tuple[slice, ...]
@@ -177,8 +176,8 @@ class Holding:
 class RankBucket:
     """A bucket as one of its two ranks sees it.
 
-    peer  the rank at the other end, counted over the link
-    held  where the bucket lies in this rank's tensors
+    peer  the rank at the other end, numbered over the link
+    held  places of the bucket in this rank's tensors
     """
 
     bucket: Bucket
@@ -187,10 +186,9 @@ class RankBucket:
 
 
 def find_holdings(bucket: Bucket, shards: Mapping[str, Sequence[Shard]]) -> list[Holding]:
-    """Return where the whole bucket lies in a rank's `shards` (by HF name), in as many parts as
-    that takes.
+    """Return all places of the bucket in a rank's `shards` (by HF name).
 
-    Scales that this rank computes while packing lie nowhere yet and are left out.
+    Scales that this rank computes while packing have no place yet and are left out.
     """
     computed = {make_scale_box(piece.box) for piece in bucket.pieces if piece.dtype == FP8}
     held = []
@@ -219,7 +217,7 @@ def find_holdings(bucket: Bucket, shards: Mapping[str, Sequence[Shard]]) -> list
 
 @lru_cache(maxsize=1024)
 def _cover_whole(start: tuple[int, ...], stop: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return all of a box from `start` to `stop`, counted from its own start."""
+    """Return slices that cover a box from `start` to `stop`, counted from the box's start."""
     return tuple(slice(0, last - first) for first, last in zip(start, stop, strict=True))
 
 
@@ -227,9 +225,9 @@ def _cover_whole(start: tuple[int, ...], stop: tuple[int, ...]) -> tuple[slice, 
 class _Matrix:
     """A matrix to be quantized while packing.
 
-    parts_NK   where its parts lie: (position in the matrix, tensor)
-    values_NK  where the FP8 values go
-    scales_nk  where the scales of its blocks go
+    parts_NK   the matrix's parts: (position in the matrix, tensor)
+    values_NK  output: FP8 values
+    scales_nk  output: scales of the blocks
     """
 
     parts_NK: Sequence[tuple[tuple[slice, ...], Tensor]]
@@ -237,7 +235,7 @@ class _Matrix:
     scales_nk: Tensor
 
     def quantize(self) -> None:
-        """Fill values and scales; several parts are joined first, because a block may span them."""
+        """Fill values and scales; first join the parts, because a block may span several."""
         weights_NK = self.parts_NK[0][1]
         if len(self.parts_NK) > 1:
             weights_NK = torch.empty_like(self.values_NK, dtype=weights_NK.dtype)
@@ -247,7 +245,7 @@ class _Matrix:
 
 
 class PlacedBucket:
-    """A bucket, the memory it travels in, and the parts of this rank's tensors it holds."""
+    """A bucket, the memory of its message, and its parts in this rank's tensors."""
 
     def __init__(
         self,
@@ -261,9 +259,9 @@ class PlacedBucket:
         """Bind `bucket` to memory.
 
         words_W    int64 [bucket.num_words] on the device of `tensors`: packed and verified there
-        held       where all of the bucket lies in `tensors`
-        message_W  where the bucket travels; by default in `words_W`, otherwise with one more copy
-        sums       kind of its checksums (verify.py), the same at both ends
+        held       all places of the bucket in `tensors`
+        message_W  memory of the message; by default `words_W`, otherwise with one more copy
+        sums       kind of the checksums (verify.py), the same at both ends
         """
         self.bucket = bucket
         self._words_W = words_W
@@ -284,7 +282,7 @@ class PlacedBucket:
         )
 
     def _bind(self, tensors: Mapping[str, Tensor], sums: str) -> None:
-        """Pair views of `tensors` with views of the bucket: to be copied, or to be quantized."""
+        """Pair views of `tensors` with views of the bucket, for copies or quantization."""
         pieces = self.bucket.pieces
         values = [piece.values(self._words_W) for piece in pieces]
         index_of = {piece.box: i for i, piece in enumerate(pieces)}
@@ -320,9 +318,9 @@ class PlacedBucket:
         return self._words_W[self._sums_at].clone()
 
     def pack(self, version: int, sums_P: Tensor | None = None) -> None:
-        """Fill the bucket from this rank's slices and take checksums while the bytes are in cache.
+        """Fill the bucket from this rank's slices, and take checksums while the bytes are in cache.
 
-        A relay passes `sums_P`, the checksums the slices came with, so that its own faults show.
+        A relay passes `sums_P`, the first sender's checksums, so that the relay's own faults show.
         """
         if self._one_pass is None:
             self._words_W.view(-1, ROW_WORDS).index_fill_(0, self._last_rows_P, 0)
@@ -341,7 +339,7 @@ class PlacedBucket:
             self._message_W.copy_(self._words_W)
 
     def _fill_words(self) -> None:
-        """Put what compiled code does not move, such as cast values, where it is in the bucket."""
+        """Put parts into the bucket that compiled code does not move, such as cast values."""
         self._copies.copy_right()
         for matrix in self._matrices:
             matrix.quantize()
@@ -349,9 +347,9 @@ class PlacedBucket:
     def place(self, version: int) -> None:
         """Copy the received slices into this rank's own tensors. Waits for the device once.
 
-        Raises TransferError, which names the slice, if a slice is not what the sender took the
-        checksum of: the tensors may have it by then. Raises TransferError, and copies nothing, if
-        this is another bucket or version.
+        Raises TransferError, which names the slice, if a checksum differs from the sender's: the
+        tensors may have the wrong slice by then. Raises TransferError, and copies nothing, if the
+        message has another bucket or version.
         """
         if self._message_W is not self._words_W:
             self._words_W.copy_(self._message_W)

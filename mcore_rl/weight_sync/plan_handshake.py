@@ -1,4 +1,4 @@
-"""Agrees with all ranks of a link on the plan, of which each rank computes its own part.
+"""Agrees with all ranks of a link on the plan; each rank computes its own part of the plan.
 
 trainer rank: facts -+             +-> its shards -+                    +-> what I send, to whom
                      +--> roster --+               +-> as recorded? ----+
@@ -6,9 +6,9 @@ engine rank:  facts -+             +-> its trace  -+   if not, listed   +-> what
                                                                                |
                      each pair's slices compared at the link's store  <--------+
 
-Recorded layouts are a few numbers, which each rank checks against its own shards. If they are wrong
-for any rank, all ranks list their shards for one another instead. Links of equal layouts, hosts and
-checksums share a rank's part of the plan (`Draft`).
+Recorded layouts are a few numbers, which each rank checks against its own shards. If the recorded
+layouts are wrong for any rank, all ranks list their shards for one another instead. Links of equal
+layouts, hosts and checksums share a rank's part of the plan (`Draft`).
 """
 
 import hashlib
@@ -51,12 +51,12 @@ class RankPlan:
     """One rank's part of the plan.
 
     digest   "recorded" or "listed", then a sha256 of layouts, hosts and the kind of checksums:
-             equal on all ranks of a link, and on the ranks of two engines exactly if they get the
-             same buckets
-    buckets  those this rank sends or receives, in order
-    sums     kind of their checksums (verify.py), the same on all ranks of a link
-    direct   peers that could write into this rank's memory or it into theirs; each peer's
-             OpenMemory.name, empty for a trainer rank
+             equal on all ranks of a link, and on the ranks of two engines exactly if both engines
+             get the same buckets
+    buckets  that this rank sends or receives, in order
+    sums     kind of the checksums (verify.py), the same on all ranks of a link
+    direct   peers with which direct writes are possible -> the peer's OpenMemory.name, empty for a
+             trainer rank
     """
 
     digest: str
@@ -66,7 +66,7 @@ class RankPlan:
 
 
 class Draft:
-    """A rank's part of the plan before its peers were heard."""
+    """A rank's part of the plan before the rank's peers have answered."""
 
     def __init__(self, end: LinkEnd, layouts: Layouts) -> None:
         assert end.roster is not None, "a rank plans with the roster"
@@ -112,7 +112,7 @@ class Draft:
         ]
 
     def finish(self, end: LinkEnd) -> RankPlan:
-        """Return the plan for the link of `end`, once its ranks agreed."""
+        """Return the plan for the link of `end`, once the link's ranks have agreed."""
         assert end.roster is not None, "a rank plans with the roster"
         direct: Mapping[int, str] = {}
         if self._sums == XXH3:
@@ -120,13 +120,13 @@ class Draft:
         return RankPlan(self.digest, self.buckets, self._sums, direct)
 
     def _make_pair(self, peer: int) -> tuple[int, int]:
-        """Return (source rank, target rank) of this rank and `peer`, each counted on its side."""
+        """Return (source rank, target rank) of this rank and `peer`, each numbered on its side."""
         if self._is_sender:
             return self._side_rank, peer - self._link.num_senders
         return peer, self._side_rank
 
     def _find_peer(self, bucket: Bucket) -> int:
-        """Return the bucket's other rank, counted over the link."""
+        """Return the bucket's other rank, numbered over the link."""
         if self._is_sender:
             return self._link.num_senders + bucket.target_rank
         return bucket.source_rank
@@ -160,10 +160,10 @@ DraftKey = tuple[str, int, str]
 
 
 class Drafts:
-    """Drafts of a rank that holds the same shards over many links, most of which are alike."""
+    """Drafts of a rank that holds the same shards over many links; most links are alike."""
 
     _MOST = 8
-    """Kept at a time; engines on hosts of trainer ranks differ by the host."""
+    """The most drafts that are kept; drafts for engines on trainer ranks' hosts differ by host."""
 
     def __init__(self) -> None:
         self._by_key: dict[DraftKey, Draft] = {}
@@ -181,14 +181,14 @@ class PlanHandshake:
     """One rank's part in the handshake of all ranks of a link."""
 
     def __init__(self, end: LinkEnd, make_shards: MakeShards, drafts: Drafts | None = None) -> None:
-        """A rank whose shards are the same over all links passes `drafts` to reuse."""
+        """`drafts`: earlier drafts to reuse, of a rank with the same shards over all links."""
         self.end = end
         self._make_shards = make_shards
         self._drafts = drafts
         self._draft: Draft | None = None
 
     def run(self) -> RankPlan:
-        """Agree with all ranks at the link's store.
+        """Agree with all ranks at the link's store; return the plan.
 
         Raises TransferError, which names ranks that are late, failed or disagree.
         """
@@ -282,7 +282,7 @@ class PlanHandshake:
 
 @lru_cache(maxsize=4)
 def _decode_layouts(recorded: str) -> tuple[MegatronLayout, Layout]:
-    """Return both sides' layouts, which remember the placements that they computed.
+    """Return both sides' layouts, which cache the placements that they compute.
 
     Raises ValueError if the sizes do not divide the model.
     """

@@ -1,10 +1,10 @@
-"""Runs in each SGLang rank: takes commands through the custom weight loader and receives slices.
+"""Runs in each SGLang rank: gets commands through the custom weight loader, and receives slices.
 
 SGLang runs with `--custom-weight-loader mcore_rl.weight_sync.receiver.load`. The controller sends
-commands through /update_weights_from_tensor. Over a staged link only `connect` and `swap` come that
-way. The controller requests each version through the link's store, and a thread receives it while
-the engine decodes. Outcomes are reported through the store, never raised: an exception would end
-SGLang's scheduler.
+commands through /update_weights_from_tensor. Over a staged link only `connect` and `swap` are such
+commands: the controller requests each version through the link's store, and a thread receives the
+version while the engine decodes. Outcomes are reported through the store, never raised: an
+exception would end SGLang's scheduler.
 """
 
 import logging
@@ -40,7 +40,7 @@ def _fill_no_padding() -> None: ...
 
 
 class WeightReceiver:
-    """One engine rank's end of the link to the trainer ranks; `connect` replaces the link."""
+    """Executes commands in one engine rank; the command `connect` replaces the rank's link."""
 
     def __init__(self, make_transport: MakeTransport = select_transport) -> None:
         self._make_transport = make_transport
@@ -60,7 +60,7 @@ class WeightReceiver:
         load_weights: LoadWeights,
         tensors: Mapping[str, Tensor],
     ) -> Report:
-        """Execute `command` on `tensors`; return and publish its outcome, errors included."""
+        """Execute `command` on `tensors`; publish and return a report, also of an error."""
         link = command.link
         rank = link.num_senders + receiver_rank
         if command.action == "connect":
@@ -105,7 +105,7 @@ class WeightReceiver:
             typed = {
                 name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in hf_tensors.items()
             }
-            # In place, parameters come and go with an engine's memory: no later trace can use them.
+            # In place, parameters come and go with the engine's memory: no later trace can use them.
             every = link.trace_all or not link.staged
             traced = trace_load_weights(load_weights, typed, tensors, every=every)
             self._full_trace = None
@@ -126,7 +126,7 @@ class WeightReceiver:
         return self._connection.make_report()
 
     def _move(self, command: Command, tensors: Mapping[str, Tensor]) -> Report:
-        """Receive a version into `tensors`, or swap in the staged one; read it back if asked."""
+        """Receive a version into `tensors`, or swap in the staged version; verify it if asked."""
         link = command.link
         version = command.version
         if self._connection is None or self._link != link:
@@ -141,7 +141,7 @@ class WeightReceiver:
             f"version {version}: a staged link receives by stage requests, not by commands"
         )
         report = self._connection.receive(version, tensors, link.timeout_s)
-        # A colocated engine that gave up its memory since the last sync has lost its padding, too.
+        # A colocated engine that released its memory since the last sync has lost its padding, too.
         self._fill_padding()
         if command.verify:
             self._connection.check_destination(version, tensors)
@@ -155,7 +155,7 @@ class WeightReceiver:
         *,
         verify: bool,
     ) -> None:
-        """Swap in the staged version; after the first one, begin to trace what was left out."""
+        """Swap in the staged version; after the first swap, start the trace of all tensors."""
         assert self._staging is not None, f"swap of version {version} over an unstaged link"
         full_trace = self._full_trace
         if full_trace is None:
@@ -171,8 +171,7 @@ class WeightReceiver:
 
 
 _RECEIVER = WeightReceiver()
-"""The process's only receiver. SGLang calls `load` anew for every command, so the link lives here.
-"""
+"""The process's only receiver. It keeps the link, because SGLang calls `load` for every command."""
 
 
 def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -206,7 +205,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 def list_loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters that a checkpoint fills.
 
-    SGLang marks the others, such as the scales of its KV cache, with `_skip_weight_check`.
+    SGLang marks all others, such as the scales of its KV cache, with `_skip_weight_check`.
     """
     return {
         name: tensor
@@ -216,9 +215,9 @@ def list_loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def forget_image_embeddings() -> None:
-    """Clear SGLang's cache of image embeddings, made by the vision tower's old weights.
+    """Clear SGLang's cache of image embeddings, which come from the vision tower's old weights.
 
-    SGLang clears neither this cache when it flushes the KV cache, nor when weights change.
+    SGLang clears this cache neither with the KV cache nor when weights change.
     """
     from sglang.srt.managers import mm_schedule
 
@@ -229,10 +228,10 @@ def forget_image_embeddings() -> None:
 def _connect_in_thread(
     command: Command, receiver_rank: int, load_weights: LoadWeights, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Return once the loader is traced; the other ranks are met in a thread.
+    """Return once the loader is traced; meet the other ranks in a thread.
 
-    A pipeline stage hears of a command only when the stage before it is done with it, so a stage
-    that waited here for the later ones would wait forever.
+    A pipeline stage gets a command only after the stage before it has executed the command. So a
+    stage that waited here for later stages would wait forever.
     """
     traced = Event()
 
@@ -253,9 +252,9 @@ def _connect_in_thread(
 
 
 def keep_on_calling_thread(load_weights: LoadWeights) -> LoadWeights:
-    """Keep SGLang's loaders from handing host tensors to other threads, where tracing can't follow.
+    """Keep SGLang's loaders from passing host tensors to other threads, which cannot be traced.
 
-    They don't do so for tensors marked as views of a buffer that is about to be reused.
+    Loaders do not pass on tensors that are marked as views of a buffer about to be reused.
     """
     from sglang.srt.model_loader.weight_utils import RUNAI_STREAMER_TENSOR_ATTR
 

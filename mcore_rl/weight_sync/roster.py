@@ -1,11 +1,11 @@
-"""Joins the facts that ranks of a link tell of themselves to one message for all of them.
+"""Joins the facts that the ranks of a link publish into one message for all ranks.
 
 rank 0  facts --+                                    +--> rank 0
 rank 1  facts --+--> roster: a host per rank,        +--> rank 1
   ...           |    facts where both sides meet   --+      ...
 
-So a rank reads one message, whose size grows with the hosts and not with the ranks' facts. Where
-two ranks run decides the route between them (`choose_route`).
+So a rank reads one message, whose size grows with the hosts, not with the ranks' facts. The places
+of two ranks decide the route between them (`choose_route`).
 """
 
 import hashlib
@@ -33,11 +33,11 @@ Route = Literal["shared memory", "shared GPU memory", "NCCL", "gloo"]
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where a rank runs.
+    """The place of a rank.
 
     machine        equal for ranks of one machine
-    gpu            id of the GPU that holds its tensors; empty for the host
-    readable_gpus  ids of the GPUs whose memory it can read
+    gpu            id of the GPU that holds the rank's tensors; empty for the host
+    readable_gpus  ids of the GPUs whose memory the rank can read
     """
 
     machine: str
@@ -48,7 +48,10 @@ class RankLocation:
 def choose_route(
     sender: RankLocation, receiver: RankLocation, *, through_hosts: bool = False
 ) -> Route:
-    """Return the best route; `through_hosts`: between machines, GPUs' messages go by hosts."""
+    """Return the best route.
+
+    through_hosts   between machines, messages of GPUs go from host to host
+    """
     same_machine = sender.machine == receiver.machine
     if not sender.gpu or not receiver.gpu:
         return "shared memory" if same_machine else "gloo"
@@ -65,7 +68,7 @@ def needs_gloo(
 ) -> bool:
     """Return whether any pair uses gloo, whose group all ranks of a link must make together.
 
-    Time grows with the product of both numbers: pass each place once, not each rank.
+    Pass each place once, not each rank: time grows with the product of both numbers.
     """
     return any(
         choose_route(sender, receiver, through_hosts=through_hosts) == "gloo"
@@ -75,10 +78,9 @@ def needs_gloo(
 
 
 def read_machine_id() -> str:
-    """Return an id that is equal for two processes exactly if they can share memory through a
-    channel.
+    """Return an id that is equal exactly for processes that can share memory through a channel.
 
-    They can if they run on one kernel and see one another's abstract sockets.
+    These processes run on one kernel and see one another's abstract sockets.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
@@ -86,12 +88,12 @@ def read_machine_id() -> str:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Where a rank runs and what it can do, as it tells the other ranks.
+    """The place and abilities of a rank, as the rank publishes them.
 
     machine         read_machine_id(): equal for processes that can share memory
-    sums            kinds of checksums that it computes
-    gpu             id of the GPU that holds its tensors; empty for the host
-    readable_gpus   ids of the GPUs whose memory it can read
+    sums            kinds of checksums that the rank computes
+    gpu             id of the GPU that holds the rank's tensors; empty for the host
+    readable_gpus   ids of the GPUs whose memory the rank can read
     memory          name of an engine rank's OpenMemory, empty without
     writes          whether a trainer rank can write into such memory
     """
@@ -109,14 +111,14 @@ class RankFacts:
     @staticmethod
     @lru_cache(maxsize=1 << 14)
     def decode(data: bytes) -> "RankFacts":
-        """Controllers decode the facts of the same trainer ranks for each engine."""
+        """Decode facts. Cached: controllers decode the same trainer ranks' facts for each engine."""
         machine, sums, gpu, readable, memory, writes = json.loads(data)
         return RankFacts(machine, tuple(sums), gpu, tuple(readable), memory, writes)
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Numbers by rank, mostly equal to their neighbors: ranks up to `ends[i]` have `values[i]`."""
+    """Run-length encoded numbers by rank: run i ends before rank `ends[i]`, with `values[i]`."""
 
     values: tuple[int, ...]
     ends: tuple[int, ...]
@@ -149,16 +151,16 @@ class Runs:
 
 @dataclass(frozen=True)
 class Roster:
-    """The ranks of a link, those of the sending side first.
+    """The ranks of a link, the sending side first.
 
     hosts   host of each rank, numbered over the link
     on_gpu  whether each rank's tensors are on a GPU
     sums    the kind of checksums of the link
     gloo    whether any pair of ranks uses gloo, whose group all ranks of a link make together
-    alike   digest of what a plan depends on besides the layouts: links with equal digests have
-            equal plans
-    met     facts of the ranks on hosts where ranks of both sides run, by rank; they alone can share
-            memory
+    alike   digest of all inputs of a plan except the layouts: with equal layouts, links with equal
+            digests have equal plans
+    met     facts, by rank, of the ranks on hosts where ranks of both sides run; only these ranks
+            can share memory
     """
 
     hosts: Runs
@@ -209,14 +211,14 @@ def make_roster(facts: Sequence[RankFacts], link: Link) -> Roster:
 
 
 def _list_locations(places: Iterable[tuple[int, bool]]) -> list[RankLocation]:
-    """Return the different ones of some ranks, given (host, whether on a GPU) of each."""
+    """Return the distinct places of ranks, given (host, whether on a GPU) of each."""
     return [RankLocation(str(host), SOME_GPU if gpu else "") for host, gpu in dict.fromkeys(places)]
 
 
 def _find_common_kind(names: Sequence[str], kinds: Sequence[Sequence[str]]) -> str:
     """Return the first kind of checksums that all ranks compute.
 
-    Raises TransferError, which names what ranks compute, if there is none.
+    Raises TransferError, which names the ranks' kinds, if no kind is common.
     """
     common = set(kinds[0]).intersection(*dict.fromkeys(map(tuple, kinds)))
     for kind in kinds[0]:

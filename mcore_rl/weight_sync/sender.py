@@ -1,4 +1,4 @@
-"""Runs in each trainer rank: sends slices of its parameters to every engine that needs them."""
+"""Runs in each trainer rank: sends slices of the rank's parameters to engines."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,18 +25,16 @@ from mcore_rl.weight_sync.wire import Link, Report
 from mcore_rl.weights.box import Shard
 
 _MOST_AT_ONCE = 4
-"""Links that a rank opens at a time if it waits for engines: one that does not come holds up no
-other.
-"""
+"""Links that a rank opens at a time, so that a missing engine does not delay other links."""
 SENDER_GRACE_S = 2.0
 """How much longer senders wait than the engine's ranks, so that a receiver's error comes first.
 
-A receiver knows which sender it waits for. To the other senders, that receiver itself seems late.
+A receiver knows for which sender it waits. To all other senders, the receiver itself seems late.
 """
 
 
 class WeightSender:
-    """Feeds any number of engines, each over its own link; a failure affects one link alone."""
+    """Sends to any number of engines, each over its own link; a failure affects only its link."""
 
     def __init__(
         self,
@@ -45,7 +43,7 @@ class WeightSender:
         rank: int,
         make_transport: MakeTransport = select_transport,
     ) -> None:
-        """`shards` says what `tensors`, the rank's parameters, hold; each send reads them anew."""
+        """`tensors`: the rank's parameters, which each send reads anew; `shards`: their contents."""
         self._shards = tuple(shards)
         self._tensors = tensors
         self._rank = rank
@@ -61,19 +59,20 @@ class WeightSender:
         return describe_rank(self._device, is_sender=True).encode()
 
     def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> list[bytes]:
-        """Plan this rank's part of each (link, encoded roster); return what it publishes of each.
+        """Plan this rank's part of each (link, encoded roster); return its encoded PlanAnswers.
 
-        Waits for no other rank. Drops earlier links to the same engines.
+        Does not wait for other ranks. Drops earlier links to the same engines.
         """
         with pause_collections():
-            decode = cache(Roster.decode)  # that of engines which share no host with trainers
+            # Engines that share no host with trainer ranks have equal rosters.
+            decode = cache(Roster.decode)
             return [self._plan(link, decode(encoded)) for link, encoded in offers]
 
     def open_links(self, verdicts: Sequence[tuple[str, str]]) -> list[str | Report]:
         """Connect by the plans of plan_links, given (engine, problems of the recorded layouts).
 
-        Returns the digest of the plan for each link that is open, else the report of its error,
-        which does not affect the other links.
+        Returns for each link the digest of its plan, or the report of an error, which does not
+        affect the other links.
         """
         opened: dict[str, str | Report] = {}
         waiting: list[tuple[str, str]] = []
@@ -89,9 +88,9 @@ class WeightSender:
         return [opened[engine] for engine, _ in verdicts]
 
     def connect(self, link: Link) -> Report:
-        """Join the link's other ranks at its store, without a controller that calls this rank.
+        """Meet the link's other ranks at the link's store, without calls of a controller.
 
-        Replaces an earlier link to the same engine. A failure is in the report's `error`.
+        Replaces an earlier link to the same engine. The report's `error` says of a failure.
         """
         self.disconnect(link.engine)
         end = LinkEnd.open(link, self._rank, self._device)
@@ -136,11 +135,10 @@ class WeightSender:
             executor.close()
 
     def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
-        """Send the current parameters as `version` to all `engines` at once; return a report for
-        each.
+        """Send the current parameters as `version` to all `engines`; return engine -> report.
 
-        A link whose transfer failed is dropped, because its messages are out of step: connect it
-        again. Raises ValueError if an engine is not connected.
+        A link whose transfer failed is dropped, because its messages are out of step; connect the
+        engine again. Raises ValueError if an engine is not connected.
         """
         unknown = set(engines) - set(self._executors)
         if unknown:

@@ -1,7 +1,7 @@
 """Holds a second set of a rank's parameters: filled while the engine decodes, then swapped in.
 
-A thread of the engine rank receives each version that the controller requests, and forwards it to
-the next engine of a chain.
+A thread of the engine rank receives each version that the controller requests, and forwards the
+version to the next engine of a chain.
 """
 
 import logging
@@ -28,13 +28,13 @@ from mcore_rl.weight_sync.wire import Link, Report, StageRequest
 class Staging:
     """Holds the next version in `tensors`; takes as much memory as the parameters themselves.
 
-    On the host both sets lie in memory that other processes can map, so parameters move there.
+    On the host, both sets lie in memory that other processes can map, so the parameters are moved.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], live: Segment | None = None) -> None:
-        """Allocate the second set. It gets the parameters' values, as no version brings padding.
+        """Allocate the second set and copy the parameters' values: versions bring no padding.
 
-        On the host a thread fills it; `finish` is to be called before it is used.
+        On the host a thread copies the values; call `finish` before the set is used.
         `live`: the segment of an earlier Staging in which the parameters lie now.
         """
         self.segments: tuple[Segment, Segment] | None = None
@@ -57,10 +57,9 @@ class Staging:
         """The version that `tensors` holds completely, or None."""
 
     def finish(self, parameters: Mapping[str, Tensor], changed: Iterable[str] = ()) -> None:
-        """Return once the second set has the values of the parameters, also of those `changed`
-        since.
+        """Wait until the second set has the parameters' values, and copy those `changed` since.
 
-        Raises OSError if there is no memory for it.
+        Raises OSError if there is no memory for the set.
         """
         if self._filling is not None:
             self._filling.result()
@@ -68,7 +67,7 @@ class Staging:
             self.tensors[name].copy_(parameters[name].detach())
 
     def find_live_segment(self, parameters: Mapping[str, Tensor]) -> Segment | None:
-        """Return the segment in which all parameters with memory of their own lie, if one does."""
+        """Return the segment that holds all parameters with memory of their own, if there is one."""
         own = [parameter for parameter in parameters.values() if _owns_memory(parameter)]
         for segment in self.segments or ():
             if all(map(segment.holds, own)):
@@ -78,8 +77,8 @@ class Staging:
     def swap(self, version: int, parameters: Mapping[str, Tensor]) -> None:
         """Give all parameters the staged values of `version`.
 
-        On the host, pointers are exchanged. On a device values are copied, because captured graphs
-        refer to the parameters' addresses; so are parameters that share their memory with others.
+        On the host, pointers are exchanged. On a device, values are copied, because captured graphs
+        refer to the parameters' addresses. Parameters that share memory are copied, too.
 
         Raises TransferError, and changes nothing, if `version` is not the staged version.
         """
@@ -99,7 +98,7 @@ class Staging:
 
 
 def _move_to_segment(parameters: Mapping[str, Tensor]) -> Segment:
-    """Move the parameters with memory of their own to a segment, and return it."""
+    """Move the parameters with memory of their own to a new segment; return the segment."""
     own = {name: p.detach() for name, p in parameters.items() if _owns_memory(p)}
     segment, offsets = allocate_like(own)
     segment.write(own, offsets)
@@ -153,7 +152,7 @@ class _BackgroundStager:
             try:
                 request = self._store.wait_stage_request(number, end.name)
             except TransferError as error:
-                _log.info("%s", error)  # also the way in which a dropped link ends
+                _log.info("%s", error)  # A dropped link ends this way, too.
                 break
             report = report_outcome(end.name, partial(self._stage, request))
             is_broken = report.error is not None and request.receive_link is None
@@ -198,9 +197,9 @@ class _BackgroundStager:
     def _forward(
         self, link: Link, version: int, tensors: Mapping[str, Tensor], verified: VerifiedBuckets
     ) -> None:
-        """Send verified buckets to the next engine.
+        """Forward verified buckets to the next engine.
 
-        A failure concerns that engine alone, which then gets its slices from the trainer ranks.
+        A failure affects only the next engine, which then gets its slices from the trainer ranks.
         """
         executor = self._forwarding
         self._forwarding = None

@@ -1,17 +1,17 @@
 """Computes a 64-bit checksum of each slice in flight, in one of two kinds.
 
 xxh3   XXH3 of the slice's bytes, taken by compiled code while it copies them (one_pass.py), or by
-       the xxhash library where no compiler is. Bytes that were just copied lie in the processor's
-       cache, and XXH3 reads them from there several times as fast as the copy wrote them.
+       the xxhash library without a compiler. Bytes that were just copied lie in the processor's
+       cache, from where XXH3 reads them several times as fast as the copy wrote them.
 rows   plain torch operations, for links with a GPU; many equal slices take one call. A slice is
        rows of ROW_WORDS 8-byte words, and its checksum is the sum over j of
        multiplier[j] * (sum over rows of word[row, j]) mod 2**64, with odd pseudo-random multipliers
 
-With `rows` a change confined to one word always changes the checksum, because an odd number has an
-inverse mod 2**64. Several changes, or stale bytes, escape with odds of about 2**-63. Exchanged
-words show unless they lie a multiple of 576 bytes apart. With `xxh3` every kind of change escapes
-with odds of about 2**-64. Checksums guard against faults of memory, transport and bookkeeping, not
-against adversaries.
+With `rows`, a change within one word always changes the checksum, because an odd number has an
+inverse mod 2**64. Several changed words, or stale bytes, go unnoticed with odds of about 2**-63.
+Exchanged words are noticed unless they lie a multiple of 576 bytes apart. With `xxh3`, any change
+goes unnoticed with odds of about 2**-64. Checksums protect against faults of memory, transport and
+bookkeeping, not against adversaries.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +26,11 @@ from xxhash import xxh3_64_intdigest
 
 XXH3 = "xxh3-1"
 ROWS = "rows72-1"
-"""Names of the kinds, as ranks tell them one another. A changed algorithm gets a new name."""
+"""The names of the kinds that ranks publish. A changed algorithm gets a new name."""
 
 WORD_BYTES = 8
 ROW_WORDS = 72
-"""576 bytes: whole cache lines, but no divisor of a page, so that exchanged pages show."""
+"""576 bytes: whole cache lines, but no divisor of a page, so that exchanged pages are noticed."""
 
 _HOST = torch.device("cpu")
 
@@ -46,7 +46,7 @@ def list_sum_kinds(device: torch.device) -> tuple[str, ...]:
 def make_sums(
     kind: str, first_word: int, num_rows: Sequence[int], device: torch.device = _HOST
 ) -> SumSlices:
-    """Return the checksums of slices that lie end to end, each padded to whole rows.
+    """Return a function that sums slices, which lie end to end and are padded to whole rows.
 
     num_rows  each slice's rows, in order
     """

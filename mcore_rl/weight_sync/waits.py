@@ -1,4 +1,4 @@
-"""Waits for other ranks of a link: each ends by a deadline, or once the link has failed."""
+"""Waits for other ranks of a link, until a deadline or until the link has failed."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ FAILURE_POLL_S = 0.5
 class TransferError(RuntimeError):
     """Bytes did not arrive, or arrived wrong; the message names who waited for whom, for what.
 
-    `peer_lost` is set if another rank went away or kept this one waiting; its own report says more.
+    `peer_lost` is set if a peer went away or kept this rank waiting; the peer's report says more.
     """
 
     def __init__(self, message: str, *, peer_lost: bool = False) -> None:
@@ -21,9 +21,9 @@ class TransferError(RuntimeError):
 def wait_until(
     is_done: Callable[[float], bool], deadline_s: float, failure: Callable[[], str | None]
 ) -> str | None:
-    """Return None when `is_done(timeout)` succeeds, otherwise the reason it did not.
+    """Wait until `is_done(timeout_s)` returns True; return None, or the reason why it did not.
 
-    `is_done` may block for at most the number of seconds it is given. `deadline_s` and `failure`
+    `is_done` may block for at most `timeout_s`. `deadline_s` and `failure`
     are as in Transport.run.
     """
     while True:

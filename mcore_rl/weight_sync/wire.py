@@ -23,8 +23,10 @@ MAX_LAYOUT_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class Link:
-    """Everything a rank must know to join a link: `num_senders` sending ranks, then `num_receivers`
-    ranks of the engine, all of which meet at one key-value store.
+    """All facts that a rank needs to join a link.
+
+    A link has `num_senders` sending ranks, then `num_receivers` ranks of the engine. All ranks meet
+    at one key-value store.
     """
 
     engine: str
@@ -36,24 +38,23 @@ class Link:
     bucket_bytes: int
     timeout_s: float
     staged: bool = False
-    """Slices are received into a second set of parameters and swapped in together. If False, they
-    are received into the parameters themselves.
+    """Whether slices are received into a second set of parameters, which is swapped in as a whole,
+    and not into the parameters themselves.
     """
     layouts: str = ""
-    """Encoded RecordedLayouts of both sides. If empty, the ranks list their shards for one another.
-    """
+    """Encoded RecordedLayouts of both sides; if empty, the ranks list their shards."""
     delta: str = "off"
-    """Whether only what changed since the last version travels between machines: off; auto, where
-    messages go from host to host; always, so that messages between GPUs go from host to host, too.
+    """Whether only changes since the last version travel between machines: off; auto: in messages
+    from host to host; always: messages between GPUs go from host to host, too.
     """
     trace_all: bool = False
     """Whether engine ranks trace every tensor of their loader before they link."""
     loaded: bool = False
-    """Whether the engine's ranks hold what the senders do, because both loaded one checkpoint. What
-    is received first is compared with it.
+    """Whether engine and senders loaded one checkpoint. Then the first received version is compared
+    with the loaded weights.
     """
     relay: str = ""
-    """The engine that sends: each of its ranks forwards what it received to the same rank of
+    """The engine that sends: each of its ranks forwards received slices to the same rank of
     `engine`. If empty, trainer ranks send.
     """
 
@@ -70,11 +71,11 @@ class Link:
 
     @property
     def names(self) -> Sequence[str]:
-        """A readable name for each rank, senders first; only an error makes them."""
+        """A readable name for each rank, senders first; only errors need names."""
         return _Names(self)
 
     def name_rank(self, rank: int) -> str:
-        """Return the readable name of a rank, counted over the link."""
+        """Return the readable name of a rank, numbered over the link."""
         if rank >= self.num_senders:
             return f"rank {rank - self.num_senders} of engine {self.engine}"
         return f"rank {rank} of engine {self.relay}" if self.relay else f"trainer rank {rank}"
@@ -109,12 +110,12 @@ class Report:
     """Bytes of num_bytes that did not travel."""
     num_slices: int = 0
     num_changed: int | None = None
-    """Slices that are other bytes than in the version received before; None if there was none."""
+    """Slices that differ from the version received before; None without such a version."""
     error: str | None = None
     peer_lost: bool = False
     """A peer went away or kept this rank waiting; the peer's own report says more."""
     missing: bool = False
-    """The rank sent no report; the controller made this one in its place."""
+    """The rank sent no report, so the controller made this one."""
 
 
 Action = Literal["connect", "receive", "swap"]
@@ -122,8 +123,9 @@ Action = Literal["connect", "receive", "swap"]
 
 @dataclass(frozen=True)
 class Command:
-    """A command to all ranks of an engine, sent through SGLang: join a link, receive a version into
-    the parameters, or swap in a staged version.
+    """A command to all ranks of an engine, sent through SGLang.
+
+    It is to join a link, receive a version into the parameters, or swap in a staged version.
     """
 
     link: Link
@@ -139,9 +141,9 @@ class StageRequest:
 
     version: int
     receive_link: Link | None = None
-    """The link to the relay that sends. If None, trainer ranks send over the engine's own link."""
+    """The link to the relay that sends; if None, trainer ranks send over the engine's own link."""
     forward_link: Link | None = None
-    """The link to the next engine, to which verified buckets are forwarded. If None, nothing is."""
+    """The link to the next engine, which gets verified buckets; None without a next engine."""
 
 
 def encode_stage_request(request: StageRequest) -> bytes:
@@ -201,7 +203,7 @@ def decode_shards(data: bytes) -> tuple[Shard, ...]:
 
 
 def _inflate(data: bytes) -> bytes:
-    """Return the inflated bytes; ValueError if they are more than a layout can have, or cut off."""
+    """Return the inflated bytes; ValueError if they are too many for a layout, or cut off."""
     inflater = zlib.decompressobj()
     inflated = inflater.decompress(data, MAX_LAYOUT_BYTES)
     if not inflater.eof:

@@ -177,7 +177,7 @@ class RayProcesses:
             wait_killed(self._process, "Ray")
 
     def keep_logs(self) -> None:
-        """Copy the logs of Ray's own processes beside `log_path`, before Ray's folder is removed."""
+        """Copy the logs of Ray's processes beside `log_path`, before Ray's folder is removed."""
         folder = self.log_path.with_suffix("")
         for log in (self._temp_dir / "session_latest" / "logs").glob("*"):
             if log.name in KEPT_LOGS:

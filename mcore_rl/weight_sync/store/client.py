@@ -25,7 +25,7 @@ from mcore_rl.weight_sync.store.server import LONGEST_WAIT_S, StoreServer
 
 _CONNECT_S = 30.0
 _SLOW_S = 120.0
-"""How much longer than asked for an answer may take: the server shares a process with others."""
+"""How late an answer may be: the server shares its process with other work."""
 
 
 class StoreLostError(RuntimeError):
@@ -56,11 +56,11 @@ class Client(Protocol):
     def count(self) -> int: ...
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Return whether all of `keys` are set within `seconds`."""
+        """Wait for up to `seconds`; return whether all of `keys` are set."""
         ...
 
     def fetch(self, key: str, seconds: float) -> bytes | None:
-        """Return the value of `key` once it is set, or None if it is not within `seconds`."""
+        """Return the value of `key` once the key is set; None if it is not set within `seconds`."""
         ...
 
 
@@ -96,10 +96,10 @@ class LocalClient:
 
 
 class RemoteClient:
-    """One connection to a store, made by the first call. Calls of several threads wait for one
-    another.
+    """One connection to a store, made by the first call.
 
-    All calls raise StoreLostError once the server is gone.
+    Calls of several threads wait for one another. All calls raise StoreLostError once the server is
+    gone.
     """
 
     def __init__(self, host: str, port: int, key: str) -> None:
@@ -184,7 +184,7 @@ class RemoteClient:
                 check_length(num_bytes)
                 return unpack(self._read(self._connected, num_bytes))
             except (OSError, StoreMessageError) as error:
-                self._connected.close()  # half an answer may be left in it
+                self._connected.close()  # It may still hold half an answer.
                 raise StoreLostError(f"the store at {self._where}: {error}") from error
 
     def _read(self, connected: socket.socket, num_bytes: int) -> bytes:
@@ -248,7 +248,7 @@ class TorchStore(distributed.Store):  # pyright: ignore[reportPrivateImportUsage
     def clone(self) -> "TorchStore":
         return self
 
-    # The names by which torch's C++ looks for these two.
+    # The names under which torch's C++ code calls these two.
     deleteKey = delete_key
     getNumKeys = num_keys
 

@@ -1,4 +1,4 @@
-"""The bytes between client and server of a store: a handshake by key, then lists of bytes.
+"""Encodes messages between a store's client and server: a handshake by key, then lists of bytes.
 
 server -> client   nonce_s, 32 random bytes
 client -> server   nonce_c, 32 random bytes, and HMAC-SHA256(key, "client" nonce_s nonce_c)
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 MAX_MESSAGE_BYTES = 64 * 2**20
-"""A longer message ends the connection before it is read. The layout of one rank, which is the
-largest, takes a few MiB."""
+"""A longer message ends the connection before it is read. The largest message, a rank's layout,
+takes a few MiB."""
 LENGTH = struct.Struct(">I")
 _MAX_FIELDS = 1 << 20
 
@@ -56,7 +56,7 @@ def check_length(num_bytes: int) -> None:
 
 
 def unpack(body: bytes) -> list[bytes]:
-    """Return the fields of a message's body; StoreMessageError if they don't fill it."""
+    """Return the fields of a message's body; StoreMessageError if they don't fill the body."""
     fields: list[bytes] = []
     position = 0
     while position < len(body):

@@ -1,6 +1,6 @@
 """Serves a store of keys and values at one address, to clients that prove to know its key.
 
-The values are safe for threads; whoever waits for keys is called once they are there.
+The values are thread-safe. A waiter for keys is called once all of the keys are set.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class _Waiter:
 class Values:
     """A dictionary in memory.
 
-    `set`, `get`, `add`, `compare_set` and the like do what torch's stores do.
+    `set`, `get`, `add`, `compare_set` and the like do the same as in torch's stores.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Values:
     def when_present(self, keys: Sequence[str], on_present: Callable[[], None]) -> _Waiter | None:
         """Call `on_present` once all of `keys` are set: at once, or in the thread that sets them.
 
-        Returns what `forget` takes, or None if it was called already.
+        Returns the waiter, which `forget` takes, or None if `on_present` was called already.
         """
         with self._lock:
             missing = {key for key in keys if key not in self._values}
@@ -129,7 +129,7 @@ class Values:
         return None
 
     def forget(self, waiter: _Waiter) -> None:
-        """Drop a call that is no longer waited for."""
+        """Drop a waiter."""
         with self._lock:
             for key in waiter.missing:
                 waiters = self._waiters.get(key, [])
@@ -139,7 +139,7 @@ class Values:
                     self._waiters.pop(key, None)
 
     def _put(self, key: str, value: bytes) -> list[_Waiter]:
-        """Set the value; return the waiters that miss nothing more."""
+        """Set the value; return the waiters whose keys are now all set."""
         self._values[key] = value
         waiters = self._waiters.pop(key, [])
         for waiter in waiters:
@@ -154,9 +154,9 @@ def _call_all(waiters: Sequence[_Waiter]) -> None:
 
 _log = logging.getLogger(__name__)
 _HANDSHAKE_S = 10.0
-"""A client that has not proved within this time to know the key is hung up on."""
+"""The server hangs up on a client that has not proved within this time to know the key."""
 _MAX_STRANGERS = 1024
-"""Connections that have not proved it yet; further ones are closed at once."""
+"""Connections without a proof yet; further ones are closed at once."""
 LONGEST_WAIT_S = 5.0
 """A client that waits longer asks again, so nothing of a lost client stays here."""
 _STOP_S = 5.0
@@ -172,7 +172,7 @@ class StoreServer:
         self.port: int = listener.getsockname()[1]
         self.key = secrets.token_hex(32)
         self.values = Values()
-        # The thread must not hold this object, whose end ends it.
+        # The thread must not hold this object, because the object's end ends the thread.
         serving = _Serving(listener, self.key, self.values)
         self._close = weakref.finalize(self, serving.stop)
 
@@ -224,7 +224,7 @@ class _Serving:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the client is gone
         except asyncio.CancelledError:
-            pass  # the server stops; asyncio logs a traceback for a task that ends by it
+            pass  # The server stops; asyncio would log a traceback of the canceled task.
         except StoreMessageError as error:
             _log.warning("hung up on a client: %s", error)
         finally:
