@@ -105,7 +105,7 @@ class WeightReceiver:
             typed = {
                 name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in hf_tensors.items()
             }
-            # In place, parameters come and go with the engine's memory: no later trace can use them.
+            # In place, parameters come and go with an engine's memory; no later trace can use them.
             every = link.trace_all or not link.staged
             traced = trace_load_weights(load_weights, typed, tensors, every=every)
             self._full_trace = None

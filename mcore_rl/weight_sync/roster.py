@@ -111,7 +111,7 @@ class RankFacts:
     @staticmethod
     @lru_cache(maxsize=1 << 14)
     def decode(data: bytes) -> "RankFacts":
-        """Decode facts. Cached: controllers decode the same trainer ranks' facts for each engine."""
+        """Decode facts; cached, as controllers decode the same facts for each engine."""
         machine, sums, gpu, readable, memory, writes = json.loads(data)
         return RankFacts(machine, tuple(sums), gpu, tuple(readable), memory, writes)
 

@@ -43,7 +43,7 @@ class WeightSender:
         rank: int,
         make_transport: MakeTransport = select_transport,
     ) -> None:
-        """`tensors`: the rank's parameters, which each send reads anew; `shards`: their contents."""
+        """`shards` describes `tensors`, the rank's parameters, which each send reads anew."""
         self._shards = tuple(shards)
         self._tensors = tensors
         self._rank = rank

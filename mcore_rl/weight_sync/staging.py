@@ -67,7 +67,7 @@ class Staging:
             self.tensors[name].copy_(parameters[name].detach())
 
     def find_live_segment(self, parameters: Mapping[str, Tensor]) -> Segment | None:
-        """Return the segment that holds all parameters with memory of their own, if there is one."""
+        """Return the segment that holds all parameters with memory of their own, if any does."""
         own = [parameter for parameter in parameters.values() if _owns_memory(parameter)]
         for segment in self.segments or ():
             if all(map(segment.holds, own)):

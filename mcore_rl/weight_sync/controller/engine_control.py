@@ -1,4 +1,4 @@
-"""SGLang's own HTTP calls for a weight sync, one method each; a failed call raises EngineCallError.
+"""Makes SGLang's HTTP calls for a weight sync; a failed call raises EngineCallError.
 
 SGLang calls a weight sync a weight update; methods and paths keep its names.
 """
@@ -16,14 +16,14 @@ from mcore_rl.weight_sync.wire import COMMAND_NAME
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 
 LOADER = "mcore_rl.weight_sync.receiver.load"
-"""The custom weight loader an engine must be started with (--custom-weight-loader)."""
+"""The custom weight loader that engines must be started with (--custom-weight-loader)."""
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
 """SGLang's names of the memory that an engine can release."""
 
 
 class EngineCallError(RuntimeError):
-    """An engine failed in a call, or could not be reached; the message names engine and call."""
+    """A call of an engine failed, or the engine could not be reached; the message names both."""
 
 
 class RefusedError(EngineCallError):
@@ -53,14 +53,14 @@ class EngineControl:
         )
 
     async def pause(self) -> None:
-        """Stop generating; keep requests in flight, but not the KV cache that old weights made."""
+        """Stop generating; keep requests in flight, but not the KV cache of the old weights."""
         await self._post("/pause_generation", mode="retract")
 
     async def resume(self) -> None:
         await self._post("/continue_generation")
 
     async def begin_update(self) -> None:
-        """Begin a weight update; one that was begun and never ended is ended first."""
+        """Begin a weight update; first end an earlier update that never ended."""
         try:
             await self._post("/begin_weight_update", selector="target")
         except RefusedError:
@@ -71,7 +71,7 @@ class EngineControl:
         await self._post("/end_weight_update")
 
     async def run_loader(self, command_u8: Tensor, tp_size: int, *, flush_cache: bool) -> None:
-        """Hand `command_u8` to the weight loader of every rank; returns when all are done."""
+        """Pass `command_u8` to the weight loader of every rank; return when all are done."""
         payload = base64.b64encode(pickle.dumps([(COMMAND_NAME, command_u8)])).decode()
         await self._post(
             "/update_weights_from_tensor",
@@ -82,7 +82,7 @@ class EngineControl:
         )
 
     async def commit(self, version: int) -> None:
-        """Label all tokens sampled from here on with `version`."""
+        """Label all tokens sampled from now on with `version`."""
         await self._post(
             "/update_weight_version", new_version=str(version), abort_all_requests=False
         )

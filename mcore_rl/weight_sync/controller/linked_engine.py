@@ -1,4 +1,4 @@
-"""Represents one engine to the controller, which sends it commands and reads its ranks' reports."""
+"""One engine as the controller sees it: sends commands to it, and reads its ranks' reports."""
 
 import time
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from mcore_rl.weight_sync.wire import Action, Command, Link, Report, StageReques
 _FAILURE_GRACE_S = 3.0
 """How long an engine's ranks may take to report once the transfer is known to have failed."""
 VERIFIED_FIRST = 4
-"""Syncs of a link that are read back in any case: both sets of parameters had their turn twice, and
-the parity check has what it needs to judge (run.roles.parity_tolerance.NUM_TO_JUDGE)."""
+"""The first syncs of a link, which are always read back: each set of parameters twice, and as often
+as the parity check needs to judge (run.roles.parity_tolerance.NUM_TO_JUDGE)."""
 _FAILURE_POLL_S = 0.1
-"""How often a wait for reports checks for failures; the last report itself wakes it."""
+"""How often a wait for reports checks for failures; the last report wakes the wait."""
 
 
 def is_read_back(num_syncs: int, every: int) -> bool:
-    """Return whether the sync that follows `num_syncs` others over a link is read back.
+    """Return whether the sync after `num_syncs` syncs of a link is read back.
 
-    `every`: how many syncs come to one that is, after the first ones; 0: none is.
+    `every`: after the first syncs, every so many are read back; 0: none are.
     """
     return every > 0 and (num_syncs < VERIFIED_FIRST or num_syncs % every == 0)
 
@@ -38,11 +38,11 @@ class RelayLink:
 class LinkedEngine:
     """An engine and its link to the trainer ranks, whose store lives as long as this object.
 
-    digest               of the plan that the engine's ranks and the trainer's agreed on
+    digest               of the plan on which engine ranks and trainer ranks agreed
     served_version       the version last committed on the engine
     num_stage_requests   stage requests put into the store so far
-    num_syncs            versions that came over the link and were committed
-    relay_link           the link to the engine it last forwarded to
+    num_syncs            committed versions that came over the link
+    relay_link           the link to the engine to which this engine forwarded last
     """
 
     link: Link
@@ -55,10 +55,7 @@ class LinkedEngine:
     relay_link: RelayLink | None = None
 
     def is_to_verify(self, every: int) -> bool:
-        """Return whether the next sync over the link is to be read back from the parameters.
-
-        `every`: as is_read_back has it.
-        """
+        """Return whether to read the next sync back from the parameters; see is_read_back."""
         return is_read_back(self.num_syncs, every)
 
     async def command(
@@ -69,7 +66,7 @@ class LinkedEngine:
         *,
         verify: bool = False,
     ) -> None:
-        """Have SGLang call the receiver in every rank; returns when all are done."""
+        """Have SGLang call the receiver in every rank; return when all ranks are done."""
         command_u8 = encode_command(Command(self.link, action, version, verify))
         await control.run_loader(command_u8, self.tp_size, flush_cache=action != "connect")
 
@@ -81,20 +78,20 @@ class LinkedEngine:
         ]
 
     async def wait_reports(self, action: Action, deadline_s: float) -> list[Report]:
-        """Return the ranks' reports; a rank without one at time.monotonic() `deadline_s` counts as
-        failed.
+        """Return the ranks' reports once all have come, at the latest at `deadline_s`.
 
-        A pipeline stage acts on a command some time after the engine has answered it.
+        A rank without a report at time.monotonic() `deadline_s` counts as failed. A pipeline stage
+        executes a command some time after the engine has answered the command.
         """
         return await self._wait_reports(action, lambda: False, deadline_s)
 
     async def stage(
         self, request: StageRequest, has_failed: Callable[[], bool], deadline_s: float
     ) -> list[Report]:
-        """Have the ranks receive while they decode; return their reports.
+        """Have the ranks receive a version while they decode; return their reports.
 
         A rank counts as failed if it has not reported when time.monotonic() passes `deadline_s`, or
-        a few seconds after another rank, or the transfer elsewhere (`has_failed`), has failed.
+        a few seconds after another rank or the sending side (`has_failed`) failed.
         """
         self.store.put_stage_request(self.num_stage_requests, request)
         reports = await self._wait_reports("receive", has_failed, deadline_s)
@@ -137,7 +134,7 @@ class LinkedEngine:
 
     @property
     def _ranks(self) -> range:
-        """The engine's ranks, counted over the link."""
+        """The engine's ranks, numbered over the link."""
         return range(self.link.num_senders, self.link.num_ranks)
 
     def _make_missing_report(self, rank: int) -> Report:

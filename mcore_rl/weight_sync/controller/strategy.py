@@ -1,4 +1,4 @@
-"""Brings linked engines to a version, in place or staged; each returns one result per engine.
+"""Brings linked engines to a version, in place or staged; returns one result per engine.
 
 in place   pause -> begin -> trainers send | engine ranks receive -> all agree? -> end -> commit
            -> resume
@@ -6,8 +6,9 @@ staged     trainers send | engine ranks receive -> all agree? -> pause -> begin 
            -> commit -> resume
 
 In place, paused engines receive slices straight into their parameters. Staged, engines receive
-while they decode, and pause only to swap. Engines of equal layouts then form a chain: each forwards
-slices to the next, bucket by bucket. The trainer ranks send one copy to the whole chain:
+slices while they decode, and pause only to swap. Then engines of equal layouts form a chain: each
+engine forwards slices to the next one, bucket by bucket. The trainer ranks send one copy to the
+whole chain:
 
 trainer ranks ---> engine 0 (relay) ---> engine 1 (relay) ---> ... ---> engine n
 
@@ -31,7 +32,7 @@ from mcore_rl.weight_sync.controller.sync_report import EngineSyncResult, find_r
 from mcore_rl.weight_sync.wire import Link, Report, StageRequest
 
 GRACE_S = 10.0
-"""How much longer than the ranks' own deadline the controller waits for their answers."""
+"""How much longer the controller waits for the ranks' answers than the ranks' own deadline."""
 
 
 class TrainerRanks(Protocol):
@@ -45,19 +46,19 @@ class TrainerRanks(Protocol):
         ...
 
     async def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> Sequence[Sequence[bytes]]:
-        """Return for each rank what it publishes of each link."""
+        """Return for each rank its encoded PlanAnswer for each link."""
         ...
 
     async def open_links(
         self, verdicts: Sequence[tuple[str, str]]
     ) -> Sequence[Sequence[str | Report]]:
-        """Return for each rank and each link what WeightSender.open_links returns."""
+        """Return for each rank the answers of WeightSender.open_links."""
         ...
 
     async def send(
         self, version: int, engines: Sequence[str], timeout_s: float
     ) -> Sequence[Mapping[str, Report]]:
-        """Return engine -> report for each rank, in rank order."""
+        """Return for each rank, in rank order, engine -> report."""
         ...
 
 
@@ -83,10 +84,10 @@ class SyncStrategy(ABC):
     def __init__(
         self, trainers: TrainerRanks, timeout_s: float, mixed: set[str], verify_every: int = 0
     ) -> None:
-        """Set what all syncs have in common.
+        """Keep the options that all syncs share.
 
-        mixed         kept up to date: urls of paused engines whose parameters may mix versions
-        verify_every  as LinkedEngine.is_to_verify
+        mixed         updated: urls of paused engines whose parameters may mix versions
+        verify_every  as in LinkedEngine.is_to_verify
         """
         self._trainers = trainers
         self._timeout_s = timeout_s
@@ -142,8 +143,8 @@ class SyncStrategy(ABC):
     ) -> EngineSyncResult:
         """Return the result of the transfer to one engine.
 
-        received  its ranks' reports
-        sent      the outcome of the trainer ranks; empty if they did not send to this engine
+        received  reports of the engine's ranks
+        sent      outcome of the trainer ranks; empty if they did not send to this engine
         answer    the engine's own error, if any
         """
         send_failed = isinstance(sent, BaseException)
@@ -161,7 +162,7 @@ async def wait_sent(sending: "asyncio.Future[Any]") -> SendOutcome:
 
 
 class InPlaceSync(SyncStrategy):
-    """Pauses engines for the whole transfer, which needs no memory but the buckets in flight."""
+    """Pauses engines for the whole transfer, which needs memory only for buckets in flight."""
 
     async def run(self, version: int, targets: Sequence[SyncTarget]) -> list[EngineSyncResult]:
         began_s = time.monotonic()
@@ -202,7 +203,7 @@ class InPlaceSync(SyncStrategy):
 
 
 def _read_call_error(answer: BaseException | None) -> str | None:
-    """Return the message of an EngineCallError; any other error is raised."""
+    """Return the message of an EngineCallError; raise any other error."""
     if answer is None:
         return None
     if not isinstance(answer, EngineCallError):
@@ -213,7 +214,7 @@ def _read_call_error(answer: BaseException | None) -> str | None:
 _log = logging.getLogger(__name__)
 
 _SWAP_S = 5.0
-"""The least time a swap gets, however long the transfer took."""
+"""The least time for a swap, however long the transfer took."""
 
 
 class StagedSync(SyncStrategy):
@@ -243,7 +244,7 @@ class StagedSync(SyncStrategy):
         return [results[target.url] for target in targets]
 
     def _group_in_chains(self, targets: Sequence[SyncTarget]) -> list[list[SyncTarget]]:
-        """Group engines whose ranks get equal buckets; without relays, each is a chain alone."""
+        """Group engines whose ranks get equal buckets; without relays, each engine is a chain."""
         if self._relay_host is None:
             return [[target] for target in targets]
         by_digest: dict[str, list[SyncTarget]] = defaultdict(list)
@@ -254,7 +255,7 @@ class StagedSync(SyncStrategy):
     async def _move(
         self, version: int, chains: Sequence[Sequence[SyncTarget]]
     ) -> dict[str, EngineSyncResult]:
-        """Move `version` down all chains and swap it in where it arrived; return url -> result."""
+        """Send `version` down all chains and swap it in where it arrived; return url -> result."""
         deadline_s = time.monotonic() + self._timeout_s + GRACE_S
         sending = self._start_send(version, [chain[0].url for chain in chains])
         staging = (self._stage_chain(version, chain, sending, deadline_s) for chain in chains)
@@ -298,7 +299,7 @@ class StagedSync(SyncStrategy):
             reports = await chain[i].engine.stage(request, has_failed, deadline_s)
             error = find_root_error(reports)
             if error is not None:
-                # Both neighbors stop waiting, and neither link is used again.
+                # Both neighbors stop waiting, and no one uses either link again.
                 for relay in relays[max(0, i - 1) : i + 1]:
                     relay.store.fail(error)
                 for target in chain[max(0, i - 1) : i + 1]:
@@ -350,5 +351,5 @@ def _relay_has_failed(relay: RelayLink) -> bool:
 
 
 def _has_lost_relay(result: EngineSyncResult) -> bool:
-    """Return whether the engine lives, but did not get what a relay was to forward."""
+    """Return whether the engine lives, but a relay failed to forward its slices."""
     return result.error is not None and result.relay is not None and not result.missing_reports

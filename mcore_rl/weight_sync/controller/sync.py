@@ -10,11 +10,11 @@ All engines are linked at once; each succeeds or fails by itself:
  agreed --------------------------> connect <-----------------> connect
  reports <------------------------- to the store                reports, by call
 
-A call goes to all trainer ranks, and carries every engine that is as far: so their number of calls
-does not grow with the engines, and no trainer rank ever waits for an engine that is late.
+A call goes to all trainer ranks and covers all engines that wait for it. So the number of calls
+does not grow with the engines, and no trainer rank waits for a late engine.
 
-An engine of which any rank failed is out of rotation until it is linked and synced again. If its
-parameters may mix versions, it also stays paused.
+If any rank of an engine fails, the engine is out of rotation until it is linked and synced again.
+If the engine's parameters may mix versions, the engine also stays paused.
 """
 
 import asyncio
@@ -54,11 +54,11 @@ Opened = str | Report
 
 
 class LinkError(RuntimeError):
-    """An engine could not be linked; the message names the rank and why."""
+    """An engine could not be linked; the message names the rank and the cause."""
 
 
 class EngineLinker:
-    """Has the ranks of engines meet the trainer ranks, whose published facts are `facts`."""
+    """Links engines to the trainer ranks, which published `facts`."""
 
     def __init__(self, trainers: TrainerRanks, facts: Sequence[bytes]) -> None:
         self._facts = [DATA + each for each in facts]
@@ -67,9 +67,9 @@ class EngineLinker:
         self._open = JoinedCalls(trainers.open_links, turn)
 
     async def link(self, control: EngineControl, engine: LinkedEngine, deadline_s: float) -> str:
-        """Have all ranks join the engine's link; return the digest of the plan they agreed on.
+        """Have all ranks join the engine's link; return the digest of the agreed plan.
 
-        Raises LinkError once a rank failed, or some seconds after time.monotonic() passes
+        Raises LinkError once a rank has failed, or some seconds after time.monotonic() passes
         `deadline_s`.
         """
         engine.store.keep(engine.link)
@@ -85,7 +85,7 @@ class EngineLinker:
         return _judge(sent, received, answer)
 
     async def _join_trainers(self, engine: LinkedEngine, deadline_s: float) -> Sequence[Opened]:
-        """Play the trainer ranks' part at the store; return what became of the link at each."""
+        """Act for the trainer ranks at the store; return each rank's digest, or its error."""
         link = engine.link
         store = engine.store
         store.publish_tagged(FACTS, self._facts)
@@ -99,9 +99,9 @@ class EngineLinker:
 
 
 class JoinedCalls(Generic[Item, Answer]):
-    """Joins calls for one engine each into calls of all trainer ranks for several engines.
+    """Joins calls for single engines into calls of all trainer ranks for several engines.
 
-    A call that comes while another is under way waits for its turn, with all that came meanwhile.
+    While a call is in flight, further calls wait and are joined into the next one.
     """
 
     def __init__(
@@ -109,15 +109,16 @@ class JoinedCalls(Generic[Item, Answer]):
         call: Callable[[Sequence[Item]], Awaitable[Sequence[Sequence[Answer]]]],
         turn: asyncio.Lock,
     ) -> None:
-        """`call` takes items and returns for each rank one answer per item; calls take `turn`s."""
+        """`call` takes items, and returns for each rank an answer per item; `turn` orders calls."""
         self._call = call
         self._turn = turn
         self._waiting: list[tuple[Item, asyncio.Future[list[Answer]]]] = []
 
     async def ask(self, item: Item) -> list[Answer]:
-        """Return each rank's answer to `item`; an error of the call is raised for all its items.
+        """Return each rank's answer to `item`.
 
-        If the asker that makes the call is canceled, the others get a RuntimeError.
+        An error of the joined call is raised for all its items. If the task that makes the joined
+        call is canceled, all other tasks get a RuntimeError.
         """
         answer: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, answer))
@@ -133,20 +134,20 @@ class JoinedCalls(Generic[Item, Answer]):
             answers = [[of_rank[i] for of_rank in by_rank] for i in range(len(batch))]
         except BaseException as error:
             told = error
-            if not isinstance(error, Exception):  # a cancellation is that of its asker alone
+            if not isinstance(error, Exception):  # A cancellation concerns only this task.
                 told = RuntimeError(f"the joined call was cut off: {type(error).__name__}")
             for _, answer in batch:
                 if not answer.done():
                     answer.set_exception(told)
-                    answer.exception()  # else the log would show it if its asker is gone
+                    answer.exception()  # Otherwise the log shows it if nobody awaits it any more.
             raise
         for (_, answer), of_item in zip(batch, answers, strict=True):
-            if not answer.done():  # its asker may be gone
+            if not answer.done():  # The waiting task may be canceled.
                 answer.set_result(of_item)
 
 
 async def _await_trainers(call: Awaitable[T]) -> T:
-    """Return the trainer ranks' answers; LinkError if the call failed."""
+    """Return the trainer ranks' answers; raise LinkError if the call failed."""
     try:
         return await call
     except (RuntimeError, OSError) as error:
@@ -154,7 +155,7 @@ async def _await_trainers(call: Awaitable[T]) -> T:
 
 
 async def _tell_failure(engine: LinkedEngine, work: Awaitable[T]) -> T:
-    """Return the result of `work`; mark the link as failed for all its ranks if it fails."""
+    """Return the result of `work`; if `work` fails, mark the link as failed for all its ranks."""
     try:
         return await work
     except Exception as error:
@@ -191,7 +192,7 @@ def _judge(
 _log = logging.getLogger(__name__)
 
 RecordLayouts = Callable[[SGLangSizes], RecordedLayouts]
-"""The sizes of an engine -> the recorded layouts of both sides of its link."""
+"""Sizes of an engine -> recorded layouts of both sides of its link."""
 
 
 class SyncError(RuntimeError):
@@ -225,20 +226,20 @@ class SyncController:
     ) -> None:
         """Make a controller without engines.
 
-        host       this process's address as all ranks reach it
+        host       this process's address for all ranks
         timeout_s  bounds each connect and each sync
         staged     engines receive while they decode, into memory of the size of their weights, and
                    pause only to swap; otherwise they pause for the whole transfer and need memory
                    for a few buckets per trainer rank
         relay      over staged links, engines with equal layouts forward slices to one another
         delta      as in wire.Link
-        record     recorded layouts spare ranks listing their shards for one another
-        keys       open the engines; None if they were started without
-        verify_every  a link's first syncs and every so many after are read back from the engine's
-                   live parameters and compared with the trainer's checksums; 0: none is
+        record     makes recorded layouts, so that ranks need not list their shards
+        keys       the engines' keys; None if the engines have none
+        verify_every  the first syncs of a link and then every so many are read back from the live
+                   parameters and compared with the trainer's checksums; 0: none are
         trace_all  as in wire.Link
-        loaded     engines and trainer ranks loaded one checkpoint: until a version was synced, what
-                   is sent is compared with what an engine loaded
+        loaded     engines and trainer ranks loaded one checkpoint: until a version was synced, sent
+                   weights are compared with the weights that an engine loaded
         """
         self._trainers = trainers
         self._host = host
@@ -271,7 +272,7 @@ class SyncController:
 
     @property
     def in_rotation(self) -> tuple[str, ...]:
-        """Urls of the engines that serve the newest version that any engine serves."""
+        """Urls of the engines that serve the newest of all served versions."""
         served = {url: engine.served_version for url, engine in self._engines.items()}
         newest = max((version for version in served.values() if version is not None), default=None)
         if newest is None:
@@ -279,7 +280,7 @@ class SyncController:
         return tuple(url for url, version in served.items() if version == newest)
 
     def get_agreed_layouts(self, url: str) -> str:
-        """Return how the ranks came to their layouts ("recorded" or "listed"), and the digest."""
+        """Return the origin of the layouts, "recorded" or "listed", and the plan's digest."""
         return self._engines[url].digest
 
     def find_version(self, url: str) -> int | None:
@@ -287,11 +288,11 @@ class SyncController:
         return self._engines[url].served_version
 
     async def connect(self, urls: Sequence[str]) -> None:
-        """Link engines to the trainer ranks at once: all at the start, later those that failed or
-        joined.
+        """Link engines to the trainer ranks at the same time.
 
-        Raises SyncError, which names each engine that could not be linked, the rank and why; the
-        other engines are linked.
+        At the start these are all engines, later engines that failed or joined. Raises SyncError,
+        which names each engine that could not be linked, the rank and the cause; all other engines
+        are linked.
         """
         for url in urls:
             self._engines.pop(url, None)
@@ -313,7 +314,7 @@ class SyncController:
             raise SyncError("; ".join(failed.values()), failed)
 
     async def _ask_facts(self, urls: Sequence[str]) -> Sequence[bytes]:
-        """Return the facts of the trainer ranks, which are asked for them once."""
+        """Return the facts of the trainer ranks; ask the ranks once."""
         if not self._facts:
             try:
                 self._facts = await self._trainers.describe()
@@ -324,11 +325,10 @@ class SyncController:
         return self._facts
 
     async def sync(self, version: int, urls: Sequence[str] | None = None) -> SyncReport:
-        """Bring the linked engines (or those given) to the trainer's current weights, named
-        `version`.
+        """Bring linked engines, by default all, to the trainer's current weights, named `version`.
 
-        Engines that fail are unlinked and are in `report.failed`. Raises SyncError if all fail, as
-        they do when the trainer ranks cannot be reached.
+        Engines that fail are unlinked and are in `report.failed`. Raises SyncError if all engines
+        fail, as when the trainer ranks cannot be reached.
         """
         began_s = time.monotonic()
         chosen = self.linked if urls is None else tuple(urls)
@@ -359,7 +359,7 @@ class SyncController:
         try:
             engine.digest = await linker.link(control, engine, deadline_s)
         except LinkError:
-            with suppress(EngineCallError):  # why it was not linked says more
+            with suppress(EngineCallError):  # The error of the link says more.
                 await self._release(control)
             raise
         await self._release(control)
@@ -373,7 +373,7 @@ class SyncController:
             await control.resume()
 
     def _make_engine(self, url: str, sizes: SGLangSizes) -> LinkedEngine:
-        """Start the store of a new link to the engine."""
+        """Return a new LinkedEngine, and start the store of its link."""
         store = LinkStore.serve(self._host, self._timeout_s)
         link = Link(
             engine=url,

@@ -10,15 +10,15 @@ from mcore_rl.weight_sync.wire import Report
 class EngineSyncResult:
     """The outcome of a sync on one engine; `error` is None if the engine serves the new version.
 
-    num_bytes         of weights, received by all its ranks
-    transfer_seconds  of its slowest rank
+    num_bytes         of weights that all ranks received
+    transfer_seconds  of the slowest rank
     pause_seconds     from before the engine was told to pause until after it was told to resume
-    saved_bytes       of num_bytes, what did not travel because it was as before
+    saved_bytes       of num_bytes, bytes that did not travel because they had not changed
     relay             the engine that forwarded the slices; None if trainer ranks sent them
     missing_reports   a rank sent no report
-    verified          the version was read back from the parameters and is what was sent
-    num_slices        of weights, received by all its ranks
-    num_changed       of num_slices, other bytes than in the last version; None for a link's first
+    verified          the version was read back from the parameters and equals the sent one
+    num_slices        of weights that all ranks received
+    num_changed       of num_slices, slices that differ from the link's last version, if any
     """
 
     url: str
@@ -37,7 +37,7 @@ class EngineSyncResult:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """The outcome of a sync; `seconds` is its whole duration, of which the transfer is a part."""
+    """The outcome of a sync; `seconds` is its whole duration, the transfer included."""
 
     version: int
     seconds: float
@@ -55,12 +55,12 @@ class SyncReport:
 
     @property
     def verified(self) -> frozenset[str]:
-        """Urls of the engines whose live parameters were read back and are what was sent."""
+        """Urls of the engines whose live parameters were read back and equal the sent weights."""
         return frozenset(engine.url for engine in self.engines if engine.verified)
 
     @property
     def unchanged(self) -> tuple[str, ...]:
-        """Urls of the engines that got the same bytes as in the version before."""
+        """Urls of the engines that got the same bytes as in the previous version."""
         return tuple(engine.url for engine in self.engines if engine.num_changed == 0)
 
     def metrics(self) -> dict[str, float]:
@@ -84,11 +84,10 @@ class SyncReport:
 def find_root_error(
     reports: Sequence[Report], answer: BaseException | None = None, digests: Collection[str] = ()
 ) -> str | None:
-    """Return None if all ranks and the engine succeeded with one plan, else the error nearest the
-    cause.
+    """Return the error closest to the cause; None if engine and ranks succeeded with one plan.
 
-    `answer` is the engine's own error, if any; `digests` are those of ranks without a report. A
-    rank that lost a peer is farther from the cause than one with an error of its own.
+    `answer` is the engine's own error, if any; `digests` are the plans' digests of ranks without a
+    report. A rank that lost a peer is farther from the cause than a rank with its own error.
     """
     failed = sorted((r for r in reports if r.error is not None), key=lambda r: r.peer_lost)
     if failed:
@@ -101,7 +100,7 @@ def find_root_error(
 
 
 def summarize(url: str, received: Sequence[Report], error: str | None) -> EngineSyncResult:
-    """Return the result of one engine from the receive reports of all its ranks."""
+    """Return the result of one engine, from the reports of all its ranks."""
     return EngineSyncResult(
         url,
         num_bytes=sum(report.num_bytes for report in received),
@@ -116,7 +115,7 @@ def summarize(url: str, received: Sequence[Report], error: str | None) -> Engine
 
 
 def _sum_changed(received: Sequence[Report]) -> int | None:
-    """Return how many slices changed over all ranks; None if a rank cannot say or got none."""
+    """Return how many slices changed over all ranks; None if a rank does not know."""
     changed = [report.num_changed for report in received if report.num_changed is not None]
     if len(changed) < len(received) or not sum(report.num_slices for report in received):
         return None

@@ -1,4 +1,4 @@
-"""Sends between hosts only how a message differs from the one of its number before.
+"""Sends between hosts only the difference of a message from the last message of its number.
 
     sender                                              receiver
     message now, kept: message before                   kept: message before
@@ -7,24 +7,24 @@
                                               <-----    yes, or no: send it whole
       whole message                           ----->    only after a no
 
-Both ends keep a copy of each message in host memory. They reserve for the first part what the last
-difference took and a quarter more, so that one message usually does. The first message of a number,
-and one of which most has changed, is sent whole. Checksums of slices are compared as without this.
+Both ends keep a copy of each message in host memory. For the first part they reserve a quarter more
+than the last difference took, so that one part is usually enough. The first message of a number and
+messages that changed for the most part are sent whole. Checksums of slices are compared as always.
 
 A difference is coded in elements of two bytes:
 
     before   a b c d e f g h        changed elements     C and G
     now      a b C d e f G h
 
-    gaps     2 3 | C G              elements that stay before each changed one, a byte each
+    gaps     2 3 | C G              unchanged elements before each changed one, a byte each
     bits     00100010 | C G         a bit per element
 
-Whichever is shorter is taken. A gap of more than 255 is cut by elements that are sent although they
-stay. After a step of reinforcement learning in bfloat16 most elements stay: an update is much
-smaller than the distance between neighboring numbers.
+The shorter form is sent. A gap of more than 255 is cut by sending unchanged elements. After a step
+of reinforcement learning in bfloat16 most elements are unchanged: an update is much smaller than
+the distance between neighboring numbers.
 
-Compiled code (device/native/changes.c) does it where there is a compiler, numpy elsewhere; both
-ends need not have the same.
+Compiled code (device/native/changes.c) computes differences if there is a compiler, numpy
+otherwise; the two ends need not agree.
 """
 
 import ctypes
@@ -83,7 +83,7 @@ def view_elements(message_u8: Any) -> Array:
 
 
 def take_changes(before: Array, now: Array) -> Changes:
-    """Return how uint16 `now` differs from `before`, which becomes equal to it."""
+    """Return the changes from `before` to `now`, both uint16; `before` becomes equal to `now`."""
     library = find_library()
     if library is not None:
         return _take_changes_compiled(library, before, now)
@@ -99,11 +99,11 @@ def take_changes(before: Array, now: Array) -> Changes:
 
 
 def apply(form: Form, places: Array, values_u8: Array, to: Array) -> None:
-    """Change the elements of `to`, which is as the message before, in place.
+    """Apply changes to `to`, the last message, in place.
 
     values_u8   bytes of the changed elements, at any address
 
-    Raises ValueError if the places lie beyond the message or are not as many as the values; then
+    Raises ValueError if places lie beyond the message, or are more or fewer than the values; then
     some elements may have changed.
     """
     num_values = len(values_u8) // ELEMENT_BYTES
@@ -158,7 +158,7 @@ def _take_changes_compiled(library: Any, before: Array, now: Array) -> Changes:
 
 
 def _are_gaps_shorter(num_gaps: int, num_extra: int, num_elements: int) -> bool:
-    """Return whether gaps take fewer bytes than bits; `num_extra` of them lead to what stays."""
+    """Return whether gaps take fewer bytes than bits; `num_extra` lead to unchanged elements."""
     return num_gaps + ELEMENT_BYTES * num_extra < -(-num_elements // 8)
 
 
@@ -171,7 +171,7 @@ def _make_int64(number: int) -> ctypes.c_int64:
 
 
 def _count_extra(index: Array) -> int:
-    """Return how many elements must be added so that no gap is too long."""
+    """Return how many unchanged elements must be sent so that no gap is too long."""
     gaps = np.diff(index, prepend=-1) - 1
     return int((gaps // (_LONGEST_GAP + 1)).sum())
 
@@ -195,31 +195,31 @@ _WHOLE = 0
 _FORMS: dict[int, Form] = {1: "gaps", 2: "bits"}
 _CODES = {form: code for code, form in _FORMS.items()}
 _LARGEST_SHARE = 0.75
-"""A difference that takes more of a message is not worth its coding."""
+"""A difference above this share of the message is not worth its coding."""
 _FIRST_GUESS = 1 / 16
 _RIGHT, _WRONG = 1, 0
 
 
 @dataclass
 class _Slot:
-    """Keeps what an end knows of the messages of one number with one peer.
+    """Keeps one end's state for the messages of one number with one peer.
 
-    kept         the last one; None before the first. A difference changes it in place
-    reserved     bytes of the next difference that travel with its header
+    kept         the last message, which differences change in place; None before the first message
+    reserved     bytes of the next difference that travel with the header
     """
 
     kept: Array | None = None
     reserved: int = 0
 
     def keep(self, message_u8: Tensor) -> None:
-        """Copy the message now."""
+        """Keep a copy of the message."""
         now = view_elements(message_u8)
         if self.kept is None:
             self.kept = np.empty_like(now)
         np.copyto(self.kept, now)
 
     def reserve(self, message_bytes: int, code: int, coded_bytes: int, *, is_first: bool) -> None:
-        """Reserve for the next difference, on both ends alike, by what this message took."""
+        """Set the reserved bytes from this message's difference, equally on both ends."""
         if is_first:
             self.reserved = int(message_bytes * _FIRST_GUESS)
         else:
@@ -292,7 +292,7 @@ class _Receiving:
         self.slot.reserve(len(self.message_u8), code, coded_bytes, is_first=False)
 
     def _apply(self, form: Form, coded: Array, num_values: int, checksum: int) -> bool:
-        """Fill the message, and what is kept, by the difference; return whether it is right."""
+        """Apply the difference to the kept message, and copy that; return whether it is right."""
         kept = self.slot.kept
         assert kept is not None
         num_places = count_places_bytes(form, num_values, len(kept))
@@ -348,7 +348,7 @@ class DeltaTransport(WholeBuckets):
     def _start_parts(
         self, slot: _Slot, message_u8: Tensor, peer: int, what: str
     ) -> tuple[list[GlooMessage], int]:
-        """Start to send a message, by its difference if that is shorter; return how, too."""
+        """Start to send a message or its difference; return the parts and the code of the form."""
         now = view_elements(message_u8)
         first_u8 = torch.zeros(_HEADER_BYTES + slot.reserved, dtype=torch.uint8)
         changes = None if slot.kept is None else take_changes(slot.kept, now)
@@ -373,6 +373,6 @@ class DeltaTransport(WholeBuckets):
 
 
 def _take_checksum(message_u8: Tensor) -> int:
-    """Return XXH3 of the message as a signed integer, as which it travels in the header."""
+    """Return XXH3 of the message as a signed integer for the header."""
     unsigned = xxh3_64_intdigest(message_u8.numpy().data)
     return unsigned - 2**64 if unsigned >= 2**63 else unsigned

@@ -1,4 +1,4 @@
-"""Sends bytes between hosts: TCP through gloo, one process group per link."""
+"""Sends bytes between hosts by TCP through gloo, with one process group per link."""
 
 import socket
 import time
@@ -31,15 +31,14 @@ class GlooMessage:
 
 
 class GlooTransport(WholeBuckets):
-    """TCP through a gloo process group of all ranks of a link, independent of the process's other
-    groups.
+    """TCP through a gloo process group of all ranks of a link, apart from other process groups.
 
-    All pairs of ranks connect at the start, because gloo's lazy connections lose messages now and
-    then.
+    All pairs of ranks connect at the start, because gloo's lazy connections sometimes lose
+    messages.
     """
 
     def __init__(self, end: LinkEnd) -> None:
-        """All ranks of the link do this; RuntimeError if one does not within link.timeout_s."""
+        """Join the group, as all ranks of the link must; RuntimeError after link.timeout_s."""
         link = end.link
         local_host = find_local_address(link.store_host, link.store_port)
         options = ProcessGroupGloo._Options()
@@ -70,21 +69,21 @@ class GlooTransport(WholeBuckets):
             del self._started[: len(due)]
 
     def start_send(self, tensor_u8: Tensor, peer: int, what: str, tag: int = 0) -> GlooMessage:
-        """Start a message for `wait`; those of one pair and tag arrive in their order."""
+        """Start to send a message, for `wait`; messages of one pair and tag arrive in order."""
         what = f"{self._name_of(peer)} to take {what}"
         return self._start(self._group.send, tensor_u8, peer, what, tag)
 
     def start_recv(self, tensor_u8: Tensor, peer: int, what: str, tag: int = 0) -> GlooMessage:
-        """Start to receive a message for `wait`."""
+        """Start to receive a message, for `wait`."""
         what = f"{what} from {self._name_of(peer)}"
         return self._start(self._group.recv, tensor_u8, peer, what, tag)
 
     def wait(
         self, due: Sequence[GlooMessage], deadline_s: float, failure: Callable[[], str | None]
     ) -> None:
-        """Wait until these messages have arrived; errors are those of `run`."""
-        # Gloo forgets some sends whose connection broke and then waits until its timeout. So it
-        # waits in a thread, while this one checks for failures.
+        """Wait until the messages `due` have arrived; raise errors as `run` does."""
+        # Gloo forgets some sends whose connection broke and then waits until its timeout. So a
+        # thread waits for gloo, while this thread checks for failures.
         outcome: SimpleQueue[TransferError | None] = SimpleQueue()
         arguments = (due, deadline_s, outcome)
         Thread(target=self._wait, args=arguments, name="gloo-wait", daemon=True).start()
@@ -95,8 +94,8 @@ class GlooTransport(WholeBuckets):
                 self._forget(due)
                 return
             reason = failure() or _describe_overdue(deadline_s)
-        # A timeout of ours closes our peers' connections, and they may report that before our own
-        # wait returns. Its error says more, so it gets a moment.
+        # A timeout of this rank closes the peers' connections, and the peers may report that before
+        # this rank's wait returns. The wait's error says more, so it gets a moment.
         with suppress(Empty):
             _raise_if(outcome.get(timeout=FAILURE_POLL_S))
             self._forget(due)
@@ -108,8 +107,8 @@ class GlooTransport(WholeBuckets):
         self._unfinished = [m for m in self._unfinished if id(m) not in done]
 
     def close(self) -> None:
-        # While bytes come in for a buffer that is gone, gloo's thread never ends: connections go
-        # before buffers. A wait that times out closes all connections of a group.
+        # While bytes arrive for a freed buffer, gloo's thread never ends: connections go before
+        # buffers. A wait that times out closes all connections of a group.
         for message in self._unfinished:
             with suppress(RuntimeError):
                 message.work.wait(timedelta(milliseconds=1))
@@ -167,7 +166,7 @@ def _shorten_reason(error: RuntimeError) -> str:
 
 
 def find_local_address(host: str, port: int) -> str:
-    """Return the local address from which `host` is reached, and other ranks reach this one."""
+    """Return this machine's address toward `host`, at which other ranks reach this rank."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))

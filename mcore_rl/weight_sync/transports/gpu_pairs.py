@@ -1,10 +1,10 @@
 """Sends bytes by NCCL between GPUs that cannot read each other's memory.
 
-There is one communicator for each pair of ranks. A pair's messages arrive in the order in which
-both ends start them. NCCL keeps a stream per communicator: an operation begins when the work queued
-before it on the caller's stream is done, and `run` has that stream wait for what arrived. An
-operation whose peer does not come blocks its GPU's queue until its communicator is aborted. So all
-waits here poll, and whoever stops waiting must call `close`.
+Each pair of ranks has a communicator. A pair's messages arrive in the order in which both ends
+start them. NCCL keeps a stream per communicator: an operation begins once the work queued before it
+on the caller's stream is done, and `run` has the caller's stream wait for arrived messages. An
+operation without its peer blocks the GPU's queue until the communicator is aborted. So all waits
+here poll, and a caller that stops waiting must call `close`.
 """
 
 import time
@@ -28,7 +28,7 @@ PrefixStore: Any = distributed.PrefixStore  # pyright: ignore[reportPrivateImpor
 
 _POLL_S = 0.0002
 _MAX_CTAS = 4
-"""Blocks of a pair's kernels: a network card needs few, and each block is one less for decoding."""
+"""Blocks of a pair's kernels: a network card needs few, and decoding loses each block."""
 _ABORT_S = 5.0
 """How long `close` waits for NCCL, whose abort may itself hang."""
 
@@ -62,14 +62,14 @@ class _Message:
 class GpuPairTransport(WholeBuckets):
     """Connects to all peers at once, so that no later operation blocks its caller.
 
-    Over a staged link it connects when the first message starts. Engines behind a relay get none
-    from the trainer ranks: their communicators would stay idle, and each takes GPU memory.
+    Over a staged link it connects when the first message starts: engines behind a relay get no
+    message from the trainer ranks, and their idle communicators would take GPU memory.
     """
 
     def __init__(self, end: LinkEnd, peers: Iterable[int]) -> None:
         """Connect to all `peers`, which do the same; all messages lie on end.device.
 
-        Raises TransferError, which names the peer that does not come by end.deadline_s. Over a
+        Raises TransferError, which names a peer that does not connect by end.deadline_s. Over a
         staged link the first `send` or `recv` raises it, after link.timeout_s.
         """
         self._end = end
@@ -84,7 +84,7 @@ class GpuPairTransport(WholeBuckets):
             self._meet_all(end.deadline_s)
 
     def _meet_all(self, deadline_s: float) -> None:
-        """Connect to the peers, unless that has been done."""
+        """Connect to the peers, unless they are connected already."""
         if not self._unmet:
             return
         peers, self._unmet = self._unmet, []
@@ -93,7 +93,7 @@ class GpuPairTransport(WholeBuckets):
         meeting_store = PrefixStore("pair", LinkStore.open(self._end.link).make_torch_store())
         try:
             # A rank meets one peer at a time: setting up a pair may wait for the GPU, where another
-            # pair's first message waits for its peer. Other ranks meet theirs meanwhile.
+            # pair's first message waits for its peer. Other ranks meet their peers meanwhile.
             for peer in peers:
                 self._connect(meeting_store, peer, deadline_s)
         except TransferError:
@@ -165,7 +165,7 @@ class GpuPairTransport(WholeBuckets):
             meeting.set_result(
                 _Message(work, token_u8, f"{self._name_of(peer)} to answer over NCCL")
             )
-            if self._is_closed:  # nobody waited for this group, so nobody else aborts it
+            if self._is_closed:  # `close` did not see this group, so it is aborted here.
                 _abort([group], [])
         except Exception as error:
             meeting.set_exception(error)

@@ -1,4 +1,4 @@
-"""Selects the transport between two ranks by where both run.
+"""Selects the transport between two ranks by their places.
 
                       one machine                                        two machines
 host to host          written straight to its place, if the engine rank  gloo
@@ -41,7 +41,7 @@ from mcore_rl.weight_sync.transports.shared_memory import (
 from mcore_rl.weight_sync.transports.transport import NUM_SLOTS, Failure, Transport
 
 MakeTransport = Callable[[LinkEnd, RankPlan, DeviceStream], Transport]
-"""(end, plan, stream) -> transport to the peers of the plan. All ranks of a link call it.
+"""(end, plan, stream) -> transport to the peers of the plan. All ranks of a link call this.
 
 stream  packs and places this rank's messages, on end.device
 """
@@ -97,8 +97,7 @@ class RoutedTransport:
         self._started[-1].recv(tensor_u8, peer, what, number)
 
     def run(self, deadline_s: float, failure: Failure, pending: int = 0) -> None:
-        # A run that waits for nothing tells peers at once that received messages may be
-        # overwritten.
+        # Even without a wait, `run` tells peers that received messages may be overwritten.
         for transport in self._transports:
             transport.run(deadline_s, failure, self._started.count(transport))
         while len(self._started) > pending:
@@ -116,7 +115,7 @@ class RoutedTransport:
 def select_transport(end: LinkEnd, plan: RankPlan, stream: DeviceStream) -> RoutedTransport:
     """Return the transport that takes the best route to each peer of the plan.
 
-    All ranks of the link call this. Raises TransferError, which names those that did not by
+    All ranks of the link call this. Raises TransferError, which names the ranks that did not by
     end.deadline_s.
     """
     end = _introduce(end)
@@ -175,7 +174,7 @@ def _introduce(end: LinkEnd) -> LinkEnd:
 
 
 def _find_routes(end: LinkEnd, peers: Iterable[int]) -> dict[int, Route]:
-    """Return peer -> route of the messages between it and this rank."""
+    """Return peer -> route of the messages between the peer and this rank."""
     assert end.roster is not None, "a rank connects with the roster"
     roster = end.roster
     own = _locate(roster, end.rank)
@@ -194,7 +193,7 @@ def _find_routes(end: LinkEnd, peers: Iterable[int]) -> dict[int, Route]:
 
 
 def _locate(roster: Roster, rank: int) -> RankLocation:
-    """Return where a rank runs; its GPU has a name only where ranks of both sides run."""
+    """Return the place of a rank; its GPU is known only on hosts of both sides."""
     host, on_gpu = roster.hosts[rank], roster.on_gpu[rank]
     facts = roster.met.get(rank)
     if facts is None:
@@ -209,7 +208,7 @@ def _list_peers(routes: Mapping[int, Route], route: Route) -> list[int]:
 def _plan_segments(
     routes: Mapping[int, Route], shared_words: Mapping[int, int], device: torch.device
 ) -> dict[int, SegmentSpec]:
-    """Return the segments to share, by peer."""
+    """Return peer -> the segment to share with the peer."""
     segments = {}
     for peer, route in routes.items():
         if route == "shared memory":
@@ -220,7 +219,7 @@ def _plan_segments(
 
 
 def _agree_on_writes(end: LinkEnd, plan: RankPlan, peers: Collection[int]) -> DirectWrites:
-    """Agree with each of `peers`, which share host memory with this rank, who writes into whose."""
+    """Agree on direct writes with each of `peers`, which share host memory with this rank."""
 
     def is_writable(peer: int) -> bool:
         theirs = (own for own in plan.buckets if own.peer == peer)
@@ -242,7 +241,7 @@ def _open_channels(end: LinkEnd, segments: Mapping[int, SegmentSpec]) -> dict[in
 def plan_slots(
     buckets: Sequence[RankBucket], direct: Collection[int] = ()
 ) -> tuple[list[slice], dict[int, int]]:
-    """Return each bucket's place in the memory shared with its peer, and peer -> size of that.
+    """Return each bucket's place in the memory shared with its peer, and peer -> its size.
 
     Both are in int64 words. A peer has up to NUM_SLOTS slots of its largest bucket, used in turns.
     With a peer in `direct`, only headers and checksums are shared, and each bucket has a slot.

@@ -8,9 +8,8 @@ rings the receiver's bell ----- eventfds, once per message -----> rings the send
              GPU memory
 
 The segment has no name, so it ends with the last of its two processes, however they end. The end of
-either process shows on the socket at once. A bell wakes its process on the core where that ran
-before; a byte through the socket would call it to the core of the process that sends, which has
-not yet finished its own work.
+either process shows on the socket at once. A bell wakes its process on the process's last core; a
+byte through the socket would move it to the core of the sending process, which is still busy.
 """
 
 import array
@@ -41,14 +40,14 @@ from mcore_rl.weight_sync.waits import TransferError, wait_until
 _COUNTERS_BYTES = mmap.PAGESIZE
 _WRITTEN = 0
 _READ = 8
-"""Indices of the two counters, each on a cache line of its own: messages the sender wrote, and
-messages the receiver is done with.
+"""Indices of the two counters, each on a cache line of its own: messages written by the sender, and
+messages done by the receiver.
 """
 
 
 @dataclass(frozen=True)
 class SegmentSpec:
-    """The memory a pair of ranks shares: `num_words` int64 words on the sender's `device`."""
+    """The memory that a pair of ranks shares: `num_words` int64 words on the sender's `device`."""
 
     num_words: int
     device: torch.device
@@ -72,12 +71,12 @@ class Channel:
         *,
         is_sender: bool,
     ) -> None:
-        """Take over `peer` and `bells`; `gpu_words_W` is where messages lie if not in `segment`."""
+        """Take over `peer` and `bells`; `gpu_words_W`: memory of messages, if not in `segment`."""
         peer.setblocking(False)
         self._peer = peer
         self._own_bell = bells.of_sender if is_sender else bells.of_receiver
         self._peer_bell = bells.of_receiver if is_sender else bells.of_sender
-        # Not in `close`: a thread that still waits must not find other files under these numbers.
+        # Not in `close`: a thread that still waits must not see other files under these numbers.
         weakref.finalize(self, bells.close)
         self._poll = select.poll()
         self._poll.register(peer, select.POLLIN)
@@ -98,7 +97,7 @@ class Channel:
         os.eventfd_write(self._peer_bell, 1)
 
     def wait(self, count: int, seconds: float) -> bool:
-        """Return whether the other end has come to message `count`, after at most `seconds`.
+        """Wait for up to `seconds`; return whether the other end has reached message `count`.
 
         Raises ConnectionError if it has not and its process is gone.
         """
@@ -108,7 +107,7 @@ class Channel:
             events = dict(self._poll.poll(max(1.0, 1000 * left_s)))
             if not events:
                 return self._counters[self._peer_counter] >= count
-            # A bell may tell of a message that was seen before: then it is no reason to stop.
+            # A bell may ring for a message that was seen before; then the wait goes on.
             if self._own_bell in events:
                 os.eventfd_read(self._own_bell)
             elif self._counters[self._peer_counter] < count:
@@ -116,14 +115,14 @@ class Channel:
         return True
 
     def close(self) -> None:
-        with suppress(OSError):  # the other end may have gone first
+        with suppress(OSError):  # The other end may be gone.
             self._peer.shutdown(socket.SHUT_RDWR)
         self._peer.close()
 
 
 @dataclass(frozen=True)
 class Bells:
-    """The eventfds of both ends: each is told by its own that the other has advanced."""
+    """The eventfds of both ends; an end's own eventfd signals that the other end has advanced."""
 
     of_receiver: int
     of_sender: int
@@ -141,7 +140,7 @@ class Bells:
 def serve_segments(end: LinkEnd, segments: Mapping[int, SegmentSpec]) -> dict[int, Channel]:
     """Return a channel to each receiver in `segments`, by rank; they may come in any order.
 
-    Raises TransferError, which names those that did not come by end.deadline_s.
+    Raises TransferError, which names the receivers that did not connect by end.deadline_s.
     """
     server = RankServer(_make_server_name(end, end.rank))
     peers = server.accept(end, segments, "fetch their shared memory")
@@ -149,15 +148,15 @@ def serve_segments(end: LinkEnd, segments: Mapping[int, SegmentSpec]) -> dict[in
 
 
 def _make_server_name(end: LinkEnd, sender: int) -> str:
-    """Return the name of a sender's server of segments, which only ranks of the link can tell."""
+    """Return the name of a sender's server of segments, known only to ranks of the link."""
     secret = f"{end.link.store_key} segments of rank {sender}"
     return f"mcore_rl-{hashlib.sha256(secret.encode()).hexdigest()[:32]}"
 
 
 def fetch_channel(end: LinkEnd, sender: int, segment: SegmentSpec) -> Channel:
-    """Return the receiver's end of the channel to rank `sender`, once that serves segments.
+    """Return the receiver's end of the channel to rank `sender`, once the sender serves segments.
 
-    Raises TransferError if it cannot be had by end.deadline_s.
+    Raises TransferError if the sender does not by end.deadline_s.
     """
     name = end.link.name_rank(sender)
     peer = socket.socket(socket.AF_UNIX)
@@ -226,7 +225,7 @@ class _Message:
 
 
 class SharedMemoryTransport(WholeBuckets):
-    """Messages lie in shared memory; to send is to give notice, to receive is to await it."""
+    """Messages lie in shared memory: the sender gives notice, and the receiver waits for notice."""
 
     def __init__(
         self,
@@ -237,8 +236,8 @@ class SharedMemoryTransport(WholeBuckets):
     ) -> None:
         """Take over `channels`, by peer.
 
-        stream  writes and reads this rank's messages; notice is given when its work is done
-        slots   place of each of the rank's buckets in the words of its peer's channel
+        stream  writes and reads this rank's messages; notice is given once its work is done
+        slots   place of each of the rank's buckets in the words of the peer's channel
         """
         self._slots = slots
         self._end = end

@@ -1,9 +1,9 @@
 """Defines a transport: buckets travel between ranks by the three verbs send, recv and run.
 
-Each link to an engine has its own transport. `bind` ties a bucket to a rank's tensors, `begin` gets
-ready for a version. `send` and `recv` start a message at once; `run` waits for started messages. A
-message's memory belongs to the transport until its wait is over. Received bytes are valid until the
-next `run`.
+Each link to an engine has its own transport. `bind` binds a bucket to a rank's tensors, `begin`
+prepares for a version. `send` and `recv` start a message at once; `run` waits for started messages.
+A message's memory belongs to the transport until the wait for the message is over. Received bytes
+are valid until the next `run`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ NUM_SLOTS = 4
 """Buckets in flight, at most: per pair of ranks on one machine, per rank between machines."""
 
 Failure = Callable[[], str | None]
-"""Returns why waiting is pointless, or None. A wait calls it about twice a second."""
+"""Returns why waiting is pointless, or None. A wait calls this about twice a second."""
 
 
 class Transport(Protocol):
@@ -30,8 +30,8 @@ class Transport(Protocol):
     def message(self, number: int, peer: int) -> Tensor | None:
         """Return the int64 words in which bucket `number` of the rank's plan must travel.
 
-        None if it shares no memory with `peer`, the bucket's other rank; the message may then lie
-        anywhere on `device(peer)`.
+        None if this rank shares no memory with `peer`, the bucket's other rank; then the message
+        may lie anywhere on `device(peer)`.
         """
         ...
 
@@ -47,11 +47,11 @@ class Transport(Protocol):
         scratch_W: Tensor,
         sums: str,
     ) -> PlacedBucket:
-        """Tie a bucket to this rank's `tensors` and to the words of its message.
+        """Bind a bucket to this rank's `tensors` and to the words of the bucket's message.
 
-        scratch_W  int64 words on the device of `tensors`: for a bucket that is not packed and
-                   verified in its message
-        sums       kind of its checksums
+        scratch_W  int64 words on the device of `tensors`, for a bucket that is packed and verified
+                   outside of its message
+        sums       kind of the checksums
         """
         ...
 
@@ -63,10 +63,10 @@ class Transport(Protocol):
         deadline_s: float,
         failure: Failure,
     ) -> None:
-        """Get ready to move `version` from or into a set of tensors.
+        """Prepare to move `version` from or into a set of tensors.
 
-        set_number  the number of the set, by which peers know it again
-        buckets     (peer, bucket bound to this set) of all that are moved
+        set_number  the number by which peers recognize the set
+        buckets     (peer, bucket bound to this set) for all buckets
 
         Raises TransferError as `run` does.
         """
@@ -75,8 +75,8 @@ class Transport(Protocol):
     def send(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
         """Start sending contiguous bytes to rank `peer`; `what` names them in errors.
 
-        A later message of the same `number` to the same peer has the same length and may be sent as
-        its difference.
+        A later message of the same `number` to the same peer has the same length, and may travel as
+        the difference from this message.
         """
         ...
 
@@ -93,7 +93,7 @@ class Transport(Protocol):
         ...
 
     def take_saved(self) -> int:
-        """Return the bytes that did not travel because they were as before, since the last call."""
+        """Return the bytes since the last call that did not travel, because they were as before."""
         ...
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class Transport(Protocol):
 
 
 class WholeBuckets:
-    """The parts that are alike in all transports whose messages are whole buckets."""
+    """The base class of transports whose messages are whole buckets."""
 
     @property
     def num_ahead(self) -> int:
@@ -119,7 +119,7 @@ class WholeBuckets:
         scratch_W: Tensor,
         sums: str,
     ) -> PlacedBucket:
-        # Packed and verified in the message if that is on this rank's device.
+        # Packed and verified in the message if the message is on this rank's device.
         is_near = message_W.device == scratch_W.device
         words_W = message_W if is_near else scratch_W[: own.bucket.num_words]
         return PlacedBucket(own.bucket, words_W, own.held, tensors, message_W, sums)
@@ -132,7 +132,7 @@ class WholeBuckets:
         deadline_s: float,
         failure: Failure,
     ) -> None:
-        """Nothing is to be done: a message says by itself what it is."""
+        """Do nothing: each message contains its version and index."""
 
     def take_saved(self) -> int:
         return 0

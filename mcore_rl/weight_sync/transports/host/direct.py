@@ -1,11 +1,11 @@
-"""Writes slices straight to where an engine rank of the same machine wants them.
+"""Writes slices straight to their places in the tensors of an engine rank on the same machine.
 
 trainer rank's tensors --sum--> , --copy--> engine rank's tensors --sum-->
               header and checksums --message-->                    compared
 
-So a byte is copied once, and the engine rank sums what lies in its tensors in the end. Both ranks
-agree once whether one writes into the other's memory (open_memory.py). For each version, the engine
-rank says where its slices go.
+So each byte is copied once, and the engine rank sums the final bytes in its tensors. Two ranks
+agree once on whether one writes into the other's memory (open_memory.py). For each version, the
+engine rank sends the targets of its slices.
 """
 
 import sys
@@ -60,11 +60,11 @@ def _is_in_rows(
 class DirectBucket(PlacedBucket):
     """Binds a bucket to this rank's tensors; the sender also needs `targets` to write to.
 
-    Its words are scratch memory: slices that lie in parts are joined there, others never are there.
+    The bucket's words are scratch memory, used only to join slices that lie in parts.
     """
 
     targets: Targets | None = None
-    """Where this bucket's slices belong on the receiver; set before the sender packs."""
+    """Places of this bucket's slices on the receiver; set before the sender packs."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class DirectBucket(PlacedBucket):
 
     @property
     def own_targets(self) -> Targets:
-        """Where the slices belong in this rank's tensors."""
+        """Places of the slices in this rank's tensors."""
         return self._own.targets
 
     @property
@@ -96,7 +96,7 @@ class DirectBucket(PlacedBucket):
         self._message_W[1] = self.bucket.index
 
     def place(self, version: int) -> None:
-        """Compare the checksums of the slices, which are in this rank's tensors, with the sender's.
+        """Compare the checksums of the slices in this rank's tensors with the sender's checksums.
 
         Raises TransferError as PlacedBucket.place does.
         """
@@ -110,18 +110,18 @@ def _check_compiled(one_pass: OnePass | None) -> OnePass:
 
 
 class DirectWrites:
-    """One rank's grants to its peers, or its access to theirs.
+    """One rank's grants to its peers, or its access to the peers' memory.
 
-    peers  ranks, counted over the link, whose buckets are DirectBuckets
+    peers  ranks, numbered over the link, whose buckets are DirectBuckets
     """
 
     def __init__(
         self, end: LinkEnd, servers: Mapping[int, str], writable: Callable[[int], bool]
     ) -> None:
-        """Agree with each peer in `servers`; TransferError names one that does not come.
+        """Agree with each peer in `servers`; TransferError names a peer that does not answer.
 
         servers   as RankPlan.direct, without peers that exchange nothing with this rank
-        writable  a receiver's peer -> whether it can write all of its slices
+        writable  a receiver's peer -> whether the peer can write all of its slices
         """
         self._grants: dict[int, WriteGrants] = {}
         self._access: dict[int, WriteAccess] = {}
@@ -138,7 +138,7 @@ class DirectWrites:
         return frozenset((*self._grants, *self._access))
 
     def grant(self, version: int, number: int, buckets: Iterable[tuple[int, DirectBucket]]) -> None:
-        """Have the peers write `version` to the tensors, numbered `number`, of their buckets."""
+        """Have the peers write `version` into their buckets' tensors, set number `number`."""
         for peer, theirs in _group_by_peer(buckets).items():
             targets = [bucket.own_targets for bucket in theirs]
             counts = np.concatenate([each.counts for each in targets])
@@ -167,7 +167,7 @@ class DirectWrites:
 
 
 class DirectTransport(SharedMemoryTransport):
-    """Slices do not travel: messages of header and checksums tell that they were written."""
+    """Writes slices directly; messages have only header and checksums."""
 
     def __init__(
         self,
@@ -177,13 +177,13 @@ class DirectTransport(SharedMemoryTransport):
         slots: Sequence[slice],
         writes: DirectWrites,
     ) -> None:
-        """Make the transport to `writes.peers`, which `channels` and `slots` are of."""
+        """Make the transport to `writes.peers`, over their `channels` and `slots`."""
         super().__init__(end, channels, stream, slots)
         self._writes = writes
 
     @property
     def num_ahead(self) -> int:
-        return sys.maxsize  # each message has a slot of its own
+        return sys.maxsize  # Each message has a slot of its own.
 
     def bind(
         self,
@@ -205,7 +205,7 @@ class DirectTransport(SharedMemoryTransport):
         deadline_s: float,
         failure: Failure,
     ) -> None:
-        """Tell the peers where `version` goes, or wait until they have told it."""
+        """Send the targets of `version` to the peers, or wait for the peers' targets."""
         direct = [(peer, each) for peer, each in buckets if isinstance(each, DirectBucket)]
         if self._end.is_sender:
             self._writes.wait(version, direct, deadline_s, failure)

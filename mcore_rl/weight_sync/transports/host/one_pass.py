@@ -2,11 +2,10 @@
 
     own tensors --copy--> bucket --sum-->        bucket --sum--> --copy--> own tensors
 
-It is for host memory, checksums of kind xxh3, and slices that keep their bytes. Slices that are
-cast or quantized are moved by others, and are summed here after they were packed.
+This module is for host memory, checksums of kind xxh3, and slices that keep their bytes. Torch
+moves slices that are cast or quantized; this module sums them once they are packed.
 
-Slices may also be written straight to where another rank wants them, which that rank tells by
-Targets, and summed there.
+Slices may also be written straight to Targets, places in another rank's tensors, and summed there.
 """
 
 import ctypes
@@ -28,7 +27,7 @@ from mcore_rl.weight_sync.verify import ROW_WORDS, WORD_BYTES
 _ROW_BYTES = ROW_WORDS * WORD_BYTES
 
 _LEAST_ROW_BYTES = 64
-"""The shortest row that compiled code moves where rows lie at more than one distance."""
+"""The shortest row that compiled code moves if rows lie at more than one distance."""
 
 Part = tuple[int, Tensor, Tensor]
 """Index of a piece, and a part of it: a view of an own tensor and the view of the bucket."""
@@ -38,9 +37,9 @@ Move = tuple[int, int, int, int, int, int]
 
 @dataclass(frozen=True)
 class Targets:
-    """Where the slices of a bucket, or of several, belong in host memory.
+    """Places in host memory for the slices of one or more buckets.
 
-    counts   int64 [slices], moves of each slice
+    counts   int64 [slices], number of moves of each slice
     moves    int64 [moves, 6], move_t of native/checked_copy.c
     """
 
@@ -55,9 +54,9 @@ def find_library() -> Any:
 
 
 class OnePass:
-    """The slices of one bucket, bound to memory.
+    """The slices of one bucket, bound to memory, for compiled code.
 
-    rest  the parts that others move
+    rest  parts that torch moves
     """
 
     def __init__(
@@ -92,14 +91,14 @@ class OnePass:
     def maybe_make(
         words_W: Tensor, pieces: Sequence[BucketPiece], parts: Sequence[Part]
     ) -> "OnePass | None":
-        """Return None if this machine has no compiler."""
+        """Return a OnePass, or None if this machine has no compiler."""
         library = find_library()
         return None if library is None else OnePass(library, words_W, pieces, parts)
 
     def pack(self, *, with_sums: bool) -> None:
         """Fill the bucket, padding included, and write checksums into it if `with_sums`.
 
-        The slices in `rest` must be there.
+        The slices in `rest` must be in the bucket already.
         """
         sums = self._words_W.data_ptr() + HEADER_WORDS * WORD_BYTES
         self._run(placing=False, sums=sums if with_sums else None)
@@ -111,18 +110,18 @@ class OnePass:
 
     @property
     def targets(self) -> Targets:
-        """Where the slices belong in own tensors."""
+        """Places of the slices in own tensors."""
         return Targets(self._slices[:, 3].copy(), self._moves)
 
     def write(self, targets: Targets) -> Tensor:
         """Copy the slices to `targets`; return their checksums, int64 [pieces].
 
-        The slices in `rest` must be in the bucket, which is used for slices in parts as well.
+        The slices in `rest` must be in the bucket, which also serves slices in parts as scratch.
         """
         return self._sum(targets)
 
     def sum_own(self) -> Tensor:
-        """Return the checksums of the slices as they lie in own tensors, int64 [pieces]."""
+        """Return the checksums of the slices in own tensors, int64 [pieces]."""
         assert not self.rest, f"{len(self.rest)} parts are not rows of bytes"
         return self._sum(None)
 
@@ -154,7 +153,7 @@ def are_rows(
 ) -> bool:
     """Return whether compiled code moves a part between memories with these strides.
 
-    It does not move parts of many short rows, which torch moves in one call.
+    It leaves parts of many short rows to torch, which moves them in one call.
     """
     axes = _find_axes(shape, own_strides, strides)
     return len(axes) <= 2 or axes[0][0] * itemsize >= _LEAST_ROW_BYTES
@@ -185,7 +184,7 @@ def _find_axes(
 
 
 def find_moves(own: Tensor, in_bucket: Tensor, bucket_address: int) -> list[Move] | None:
-    """Return the moves between two views of equal shape, or None if others move them."""
+    """Return the moves between two views of equal shape, or None if torch copies the views."""
     size = own.element_size()
     layout = own.shape, own.stride(), in_bucket.stride()
     if own.dtype != in_bucket.dtype or not are_rows(*layout, size):

@@ -1,4 +1,4 @@
-"""Lets trainer ranks write slices straight into the memory of an engine rank of their machine.
+"""Lets trainer ranks write slices straight into the memory of an engine rank on their machine.
 
 engine rank: OpenMemory                                   trainer rank: WriteAccess
 keeps its tensors in segments
@@ -6,9 +6,9 @@ opens them or declines  <---------- abstract socket ----> asks, once
 descriptors of the segments ----------------------------> maps them
 WriteGrant, once per version: where its slices go ------> writes, then tells by a message
 
-A rank writes only where a grant says, and a grant names tensors that the engine does not use. A
-link whose transfer failed is never used again, and the next one does not open the memory into
-which ranks of the failed one may still write.
+A rank writes only to the targets of a grant, and a grant names tensors that the engine does not
+use. A link whose transfer failed is never used again, and the next link does not open memory into
+which ranks of the failed link may still write.
 """
 
 import os
@@ -28,18 +28,18 @@ from mcore_rl.weight_sync.transports.host.segment import Segment, map_segment, p
 from mcore_rl.weight_sync.waits import TransferError, wait_until
 
 _OFFER = struct.Struct("qq")
-"""Bytes of the two segments; 0 of the first if there is no access"""
+"""Bytes of the two segments; 0 for the first means no access."""
 _GRANT = struct.Struct("qqq")
-"""Version, number of the set of tensors, slices of a table that comes along; 0 for none"""
+"""Version, number of the set of tensors, slices of the table that follows; 0: no table follows."""
 _NUM_SETS = 2
 _MOVE_FIELDS = 6
 _ADDRESS, _OWN_STRIDE, _AT, _STRIDE, _ROWS, _ROW_BYTES = range(_MOVE_FIELDS)
 
 
 def open_memory_to(end: LinkEnd, opens_to: Mapping[int, bool]) -> dict[int, "WriteGrants"]:
-    """Open this rank's memory to the trainer ranks for which `opens_to` is true, decline to others.
+    """Open this rank's memory to the trainer ranks with `opens_to` true; decline all others.
 
-    Raises TransferError, which names those that did not ask by end.deadline_s.
+    Raises TransferError, which names the ranks that did not ask by end.deadline_s.
     """
     assert end.memory is not None, "this rank offered its memory"
     segments = end.memory.segments
@@ -57,7 +57,7 @@ def open_memory_to(end: LinkEnd, opens_to: Mapping[int, bool]) -> dict[int, "Wri
 
 
 class WriteGrants:
-    """An engine rank's end: tells one trainer rank where the slices of a version go."""
+    """An engine rank's end: sends the targets of a version's slices to one trainer rank."""
 
     def __init__(self, peer: socket.socket, segments: Sequence[Segment]) -> None:
         self._peer = peer
@@ -72,7 +72,7 @@ class WriteGrants:
             table = self._encode(targets)
             self._known = [*self._known[1 - _NUM_SETS :], number]
         message = _GRANT.pack(version, number, len(targets.counts) if table else 0)
-        with suppress(BrokenPipeError, ConnectionResetError):  # the wait for messages names it
+        with suppress(BrokenPipeError, ConnectionResetError):  # A later wait reports the peer.
             if not table:
                 self._peer.sendall(message)
                 return
@@ -88,7 +88,7 @@ class WriteGrants:
         self._peer.close()
 
     def _encode(self, targets: Targets) -> bytes:
-        """Return counts and moves as bytes; addresses count through the segments, end to end."""
+        """Return counts and moves as bytes; addresses become offsets into the joined segments."""
         first, second = self._segments
         moves = targets.moves.copy()
         in_first = _are_inside(moves, first.address, first.num_bytes)
@@ -115,7 +115,8 @@ class WriteAccess:
     def ask(end: LinkEnd, receiver: int, server: str) -> "WriteAccess | None":
         """Return the access to the memory that rank `receiver` opens at `server`.
 
-        Returns None if it declines. Raises TransferError if it does not answer by end.deadline_s.
+        Returns None if the receiver declines. Raises TransferError if it does not answer by
+        end.deadline_s.
         """
         peer = socket.socket(socket.AF_UNIX)
         try:
@@ -138,7 +139,7 @@ class WriteAccess:
         return WriteAccess(end, receiver, peer, maps)
 
     def wait(self, version: int, deadline_s: float, failure: Callable[[], str | None]) -> Targets:
-        """Return where the slices of `version` go.
+        """Return the targets of the slices of `version`.
 
         Raises TransferError as Transport.run does, or if the grant is for another version.
         """
@@ -186,7 +187,7 @@ class WriteAccess:
 
 
 def _are_inside(moves: Array, start: int, num_bytes: int) -> Array:
-    """Return for each move whether all of it lies in `num_bytes` from address `start` on."""
+    """Return for each move whether it lies wholly in `num_bytes` from address `start` on."""
     return (moves[:, _ADDRESS] >= start) & (_find_stops(moves) <= start + num_bytes)
 
 

@@ -25,10 +25,10 @@ _POLICY = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 def map_segment(descriptor: int, num_bytes: int) -> mmap.mmap:
     """Map a segment, which lives as long as one of its mappings or descriptors.
 
-    Pages are large where the system allows it.
+    The mapping has large pages if the system allows them.
     """
     mapped = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED)
-    with suppress(OSError):  # a kernel without large pages
+    with suppress(OSError):  # A kernel without large pages.
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped
 
@@ -47,21 +47,21 @@ def populate(starts: Array, stops: Array) -> None:
     begins = np.flatnonzero(np.append(True, firsts[1:] > ends[:-1]))
     lasts = np.append(begins[1:] - 1, len(ends) - 1)
     for first, end in zip(firsts[begins].tolist(), ends[lasts].tolist(), strict=True):
-        # Before Linux 5.14 it fails, and each first write to a page populates it.
+        # Before Linux 5.14 the call fails; then each first write to a page populates the page.
         _load_libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _POPULATE_WRITE)
 
 
 @cache
 def _load_libc() -> ctypes.CDLL:
-    """Its calls let other threads run, those of the mmap module don't."""
+    """Return libc, whose calls let other threads run; calls of the mmap module don't."""
     return ctypes.CDLL(None)
 
 
 class Segment:
     """Memory without a name, which ends with the last process that maps it.
 
-    address     where it is mapped in this process
-    descriptor  closed with this object
+    address     of the mapping in this process
+    descriptor  of the memory; closed with this object
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -77,7 +77,7 @@ class Segment:
         return self.address <= tensor.data_ptr() < self.address + self.num_bytes
 
     def make_tensor_like(self, tensor: Tensor, offset: int) -> Tensor:
-        """Return a tensor at byte `offset`, which has a storage of its own."""
+        """Return a tensor at byte `offset`, with a storage of its own."""
         if tensor.nbytes == 0:
             return torch.empty_like(tensor)
         bytes_B = torch.frombuffer(
@@ -86,11 +86,11 @@ class Segment:
         return bytes_B.view(tensor.dtype).as_strided(tensor.shape, _find_dense_strides(tensor))
 
     def write(self, tensors: Mapping[str, Tensor], offsets: Mapping[str, int]) -> None:
-        """Give the tensors that `make_tensor_like` made, at rising `offsets`, these values.
+        """Write the values of `tensors` to rising `offsets`, where make_tensor_like made tensors.
 
-        The file is written, not the mapping: new pages are then not cleared first, which takes
-        half of the time. Large pages that have to be asked for come to mappings alone. Other
-        threads run meanwhile, because few calls write everything.
+        The file is written, not the mapping: so new pages are not cleared first, which would take
+        half of the time. Only mappings get large pages that must be asked for. Other threads run
+        meanwhile, because few calls write everything.
         """
         if _must_ask_for_large_pages():
             for name, tensor in tensors.items():
@@ -105,9 +105,7 @@ class Segment:
 
 
 def write_at(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Write all of the buffers, one behind the other; a call of the kernel takes 1,024 of them and
-    less than 2 GiB.
-    """
+    """Write all buffers one after the other, in calls of up to 1,024 buffers and below 2 GiB."""
     left = [buffer for buffer in buffers if len(buffer) > 0]
     while left:
         written = os.pwritev(descriptor, left[:_MAX_BUFFERS], offset)
@@ -122,7 +120,7 @@ def write_at(descriptor: int, buffers: Sequence[memoryview], offset: int) -> Non
 
 
 def allocate_like(tensors: Mapping[str, Tensor]) -> tuple[Segment, dict[str, int]]:
-    """Return a segment for tensors like these, and the byte at which each begins."""
+    """Return a segment for tensors like these, and the offset of each tensor."""
     offsets: dict[str, int] = {}
     num_bytes = 0
     for name, tensor in tensors.items():
@@ -132,7 +130,7 @@ def allocate_like(tensors: Mapping[str, Tensor]) -> tuple[Segment, dict[str, int
 
 
 def _view_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of the tensor, or of a copy without gaps, in the order of memory."""
+    """Return the bytes of the tensor, or of a dense copy, in memory order."""
     if tensor.stride() != _find_dense_strides(tensor):
         tensor = torch.empty_like(tensor).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
