@@ -120,7 +120,7 @@ async def _run_episodes(
 def format_episode(sample: Sample) -> str:
     """Return the conversation of an episode, its rewards and the reason of its end."""
     episode = sample.episode
-    assert episode is not None, "only episodes have a conversation to show"
+    assert episode is not None, "an episode is shown"
     prompt = sample.prompt
     lines = [f"=== prompt {prompt.index} of {prompt.data_source!r} ==="]
     for turn in episode.turns:

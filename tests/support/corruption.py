@@ -1,4 +1,4 @@
-"""Damage to a checkpoint, chosen by a seed, and the words of which its error must name one."""
+"""Damage to a checkpoint, chosen by a seed, and words; the error must contain one of them."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Looks at a run as a stranger does: what it listens on, and what it answers without a key."""
+"""Looks at a run as a stranger does: its open ports, and its answers without a key."""
 
 import contextlib
 import http.client

@@ -1,4 +1,4 @@
-"""Stand-ins for the recorder behind a gateway: deterministic policies that keep what was asked."""
+"""Stand-ins for the recorder behind a gateway: deterministic policies that keep all requests."""
 
 import asyncio
 from collections.abc import Callable, Sequence

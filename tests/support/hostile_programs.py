@@ -1,4 +1,4 @@
-"""Programs that mean harm: each prints BAD and what it got, if it got anything."""
+"""Programs that mean harm: each prints BAD and its loot, if it got any."""
 
 from dataclasses import dataclass
 
