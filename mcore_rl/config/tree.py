@@ -65,7 +65,7 @@ def with_settings(config: C, settings: Settings) -> C:
 
 
 def spell(value: object) -> str:
-    """A value as a recipe spells it."""
+    """Return the value as a recipe spells it."""
     if value is None:
         return "null"
     if value == "":
