@@ -12,8 +12,7 @@ from torch import Tensor
 
 from mcore_rl.algo.diagnostics import log_ratio
 from mcore_rl.algo.kl import KL_ESTIMATORS
-from mcore_rl.algo.loss_tokens import Metrics
-from mcore_rl.algo.registry import Needs, Registry
+from mcore_rl.algo.registry import Metrics, Needs, Registry
 from mcore_rl.algo.sequences import Sequences, sequence_sum
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig
 from mcore_rl.types import TrainBatch

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algo.kl import k3
-from mcore_rl.algo.loss_tokens import Metrics
+from mcore_rl.algo.registry import Metrics
 from mcore_rl.config import DriftConfig
 
 _log = logging.getLogger(__name__)

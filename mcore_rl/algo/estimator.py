@@ -21,11 +21,10 @@ from mcore_rl.algo.batch_outcomes import (
     with_tokens,
     with_turn_rewards,
 )
-from mcore_rl.algo.lookup import adopt_user_file, advantage_of, needs_of, user_file_of
+from mcore_rl.algo.lookup import UserFile, adopt_user_file, advantage_of, needs_of, user_file_of
 from mcore_rl.algo.moments import Moments, join_moments, standardize
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.registry import Sees, advantages
-from mcore_rl.algo.user_file import UserFile
 from mcore_rl.algo.values import estimate_gae, explained_variance
 from mcore_rl.config import AlgorithmConfig, KLConfig
 from mcore_rl.types import StoredSample, TrainBatch

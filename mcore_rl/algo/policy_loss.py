@@ -11,12 +11,10 @@ from mcore_rl.algo.aggregation import AGGREGATIONS
 from mcore_rl.algo.correction import correction_weights, old_policy
 from mcore_rl.algo.diagnostics import log_ratio, logprob_diff, policy_drift
 from mcore_rl.algo.kl import KL_ESTIMATORS
-from mcore_rl.algo.lookup import loss_of, user_file_of
-from mcore_rl.algo.loss_tokens import LossTokens, Metrics
+from mcore_rl.algo.lookup import UserFile, loss_of, user_file_of
 from mcore_rl.algo.preferences import PAIR_LOSSES
-from mcore_rl.algo.registry import PolicyLoss, losses
+from mcore_rl.algo.registry import LossTokens, Metrics, PolicyLoss, losses
 from mcore_rl.algo.sequences import Sequences, SequenceSum, sequence_sum
-from mcore_rl.algo.user_file import UserFile
 from mcore_rl.algo.values import value_loss
 from mcore_rl.config import AlgorithmConfig, CriticConfig
 from mcore_rl.process.errors import describe_error

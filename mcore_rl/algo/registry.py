@@ -1,4 +1,4 @@
-"""The functions that recipes choose by name, and what each advantage and loss needs from a run."""
+"""The functions that recipes choose by name: what they are given, and what they need from a run."""
 
 import difflib
 from collections.abc import Callable
@@ -7,12 +7,35 @@ from typing import Generic, Literal, TypeVar, get_args
 
 from torch import Tensor
 
-from mcore_rl.algo.loss_tokens import LossTokens, Metrics
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.config import AlgorithmConfig, CovarianceConfig
 
 Pick = Callable[[Tensor, CovarianceConfig, int], Tensor]
 """(covariance_R of the trained tokens, options, seed) -> indices of the tokens to hold back."""
+Metrics = dict[str, Tensor]
+"""Detached values of each token by metric name."""
+
+
+@dataclass(frozen=True)
+class LossTokens:
+    """The tokens of a micro-batch on one rank.
+
+    logprobs_T, log_ratio_T   with gradient; 0 off the loss mask
+    advantages_T              0 off the loss mask
+    sequence_mean, sequence_sum
+                              take values_T and return, at each token, their mean or sum over the
+                              trained tokens of the whole sample, whatever rows, micro-batches and
+                              ranks these lie in; without gradient; need Needs.whole_samples
+    held_back_T               bool, tokens chosen by algo/covariance.py; None unless the loss needs
+                              them
+    """
+
+    logprobs_T: Tensor
+    log_ratio_T: Tensor
+    advantages_T: Tensor
+    sequence_mean: Callable[[Tensor], Tensor]
+    sequence_sum: Callable[[Tensor], Tensor]
+    held_back_T: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +83,6 @@ class Needs:
 
 
 F = TypeVar("F", bound=Callable)
-
 Sees = Literal["samples", "groups", "step"]
 """The part of a step that an advantage must see at once.
 
@@ -178,12 +200,9 @@ class Registry(Generic[F]):
 
 Advantage = Callable[[Outcomes, AlgorithmConfig], Tensor]
 """Outcomes of a step's samples -> advantages_R, float32."""
-
 PolicyLoss = Callable[[LossTokens], tuple[Tensor, Metrics]]
 """Tokens -> (loss_T, metrics_T)."""
-
 PolicyLossMaker = Callable[[AlgorithmConfig], PolicyLoss]
 """Options -> the loss with its constants bound."""
-
 advantages: Registry[Advantage] = Registry("algorithm.advantage")
 losses: Registry[PolicyLossMaker] = Registry("algorithm.loss")

@@ -6,9 +6,9 @@ Axes: N samples, R response tokens of all samples end to end.
 import torch
 from torch import Tensor
 
-from mcore_rl.algo.loss_tokens import Metrics
 from mcore_rl.algo.moments import Moments
 from mcore_rl.algo.outcomes import Outcomes, discount_
+from mcore_rl.algo.registry import Metrics
 from mcore_rl.types import TrainBatch
 
 

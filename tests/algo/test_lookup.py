@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from mcore_rl.algo import advantages as built_in_advantages
-from mcore_rl.algo import lookup as choice
-from mcore_rl.algo import user_file
-from mcore_rl.algo.lookup import advantage_of, loss_of, needs_of, user_file_of
+from mcore_rl.algo import lookup
+from mcore_rl.algo.lookup import UserFile, advantage_of, loss_of, needs_of, user_file_of
 from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.algo.registry import Registry, advantages, losses
-from mcore_rl.algo.user_file import UserFile
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig, KLConfig, PreferenceConfig
 from tests.support.outcomes import outcomes_of
 
@@ -35,8 +33,8 @@ def own_file(tmp_path: Path) -> Iterator[Path]:
     yield path
     for registry, names in before:
         registry.keep_only(names)
-    choice._files.clear()
-    user_file.register_user_file.cache_clear()
+    lookup._files.clear()
+    lookup.register_user_file.cache_clear()
 
 
 def test_functions_are_found_by_the_names_in_the_recipe() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.algo.loss_tokens import LossTokens
-from mcore_rl.algo.sequence_losses import vespo as vespo_of_tokens
+from mcore_rl.algo.losses import vespo as vespo_of_tokens
+from mcore_rl.algo.registry import LossTokens
 from mcore_rl.config import AlgorithmConfig, VespoConfig
 from tests.support.loss_cases import (
     FAR,

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.algo import lookup as choice
-from mcore_rl.algo import user_file
+from mcore_rl.algo import lookup
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss
@@ -37,8 +36,8 @@ def built_in_only() -> Iterator[None]:
 
 def forget() -> None:
     """Make this process like one that has loaded no user's file."""
-    choice._files.clear()
-    user_file.register_user_file.cache_clear()
+    lookup._files.clear()
+    lookup.register_user_file.cache_clear()
 
 
 def config_of(tmp_path: Path, source: str, **options: Any) -> AlgorithmConfig:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_rl.algo.aggregation import loss_weights
 from mcore_rl.algo.lookup import losses
-from mcore_rl.algo.loss_tokens import LossTokens
+from mcore_rl.algo.registry import LossTokens
 from mcore_rl.algo.sequences import sequence_sum
 from mcore_rl.config import AlgorithmConfig
 

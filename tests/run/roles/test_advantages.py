@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.algo import lookup as choice
+from mcore_rl.algo import lookup
 from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.lookup import register_user_file
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.registry import advantages
-from mcore_rl.algo.user_file import register_user_file
 from mcore_rl.batches.assembly import assemble, scatter
 from mcore_rl.batches.kept_rows import TEACHER_LOGPROBS
 from mcore_rl.batches.stored_batch import make_stored_batch, without_truncated
@@ -65,7 +65,7 @@ def own_file_forgotten() -> Iterator[None]:
     names = advantages.names
     yield
     advantages.keep_only(names)
-    choice._files.clear()
+    lookup._files.clear()
     register_user_file.cache_clear()
 
 

@@ -14,10 +14,9 @@ from mcore_rl.algo.aggregation import constant, sequence_weights
 from mcore_rl.algo.covariance import covariance
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.lookup import advantages
-from mcore_rl.algo.loss_tokens import LossTokens
-from mcore_rl.algo.losses import binary_tv, cispo, clip_cov, dppo, kl_cov
+from mcore_rl.algo.losses import binary_tv, cispo, clip_cov, dppo, gmpo, kl_cov
 from mcore_rl.algo.preferences import Likelihoods, implicit_rewards, pairs_by_turns
-from mcore_rl.algo.sequence_losses import gmpo
+from mcore_rl.algo.registry import LossTokens
 from mcore_rl.algo.values import value_loss
 from mcore_rl.checks.algorithm import check_pairs, check_teacher
 from mcore_rl.config import (
