@@ -10,15 +10,19 @@ response, and is None where it was never written:
 A sample of one turn is one row of these columns; an episode has as many as it takes. Log-probs may
 be kept as bfloat16; they are read as float32 in any case.
 
-Where memory is bounded, samples beyond the bound go to files, and are read from there.
+Where memory is bounded, samples beyond the bound go to files, and are read from there. A file never
+has a name: the disk gets its blocks back once nobody refers to its arrays, also when the process is
+killed.
 """
 
 import logging
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -40,7 +44,7 @@ from mcore_rl.batches.kept_rows import (
     column_of,
     lay_out,
 )
-from mcore_rl.batches.spill import SpillFiles
+from mcore_rl.process.disk import report_full_disk
 from mcore_rl.types import Array, PromptImage, Sample, VersionSpan
 
 _log = logging.getLogger(__name__)
@@ -64,6 +68,38 @@ class UnknownSampleError(KeyError):
 
 class LostSampleError(KeyError):
     """A sample is read that the store had before it began anew; the message says which."""
+
+
+class SpillFiles:
+    """Files of arrays in one folder."""
+
+    def __init__(self, folder: str) -> None:
+        """`folder` empty: the system's for temporary files. Raises ValueError if that is none."""
+        self.folder = Path(folder or tempfile.gettempdir())
+        if not self.folder.is_dir():
+            raise ValueError(
+                f"rollout.spill_dir={folder}: there is no such folder on this node; make it, or"
+                " leave the option out to take the one for temporary files"
+            )
+        self.num_bytes = 0
+        """Bytes moved so far."""
+
+    def move(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return the arrays as they lie in one new file, read-only.
+
+        Raises DiskFullError, naming the folder, if there is no room for them.
+        """
+        with report_full_disk(self.folder), tempfile.TemporaryFile(dir=self.folder) as file:
+            places = []
+            for array in arrays:
+                places.append(file.tell())
+                file.write(np.ascontiguousarray(array).data)
+            file.flush()
+            self.num_bytes += file.tell()
+            return [
+                np.memmap(file, array.dtype, "r", place, array.shape) if array.size else array
+                for array, place in zip(arrays, places, strict=True)
+            ]
 
 
 class SampleStore:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mcore_rl.batches.step_parts import home_of
+from mcore_rl.batches.stored_batch import home_of
 from mcore_rl.cluster.answers import RankDiedError, RankError
 from mcore_rl.cluster.group import IndependentRanks
 from mcore_rl.cluster.nodes import list_alive_nodes

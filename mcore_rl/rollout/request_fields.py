@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.types.stops import MOST_STOP_LEN, MOST_STOPS
+from mcore_rl.types.samples import MOST_STOP_LEN, MOST_STOPS
 
 _SHOWN = 64
 

@@ -5,28 +5,34 @@ concatenated, P prompts, G samples of one prompt (its group), V vocabulary, L la
 token in a layer.
 """
 
-from mcore_rl.types.arrays import Array, WeightVersion
 from mcore_rl.types.batches import (
+    LogprobOptions,
     OwnExperts,
+    StepStats,
     StoredBatch,
     StoredColumn,
     SumsFrom,
+    TokenScores,
     TokenWork,
     TrainBatch,
 )
-from mcore_rl.types.episodes import (
+from mcore_rl.types.images import Clip, Images, Patches, PromptImage
+from mcore_rl.types.samples import (
     CUT_OFF,
     WITHOUT_OUTCOME,
+    Array,
     EpisodeRecord,
+    GroupLease,
+    Prompt,
     Row,
     RowFacts,
+    Sample,
+    StoredSample,
     TurnRecord,
     VersionSpan,
+    WeightVersion,
     has_outcome,
 )
-from mcore_rl.types.images import Clip, Images, Patches, PromptImage
-from mcore_rl.types.samples import GroupLease, Prompt, Sample, StoredSample
-from mcore_rl.types.training import LogprobOptions, StepStats, TokenScores
 
 __all__ = [
     "CUT_OFF",

@@ -1,13 +1,16 @@
-"""Batches: sequences of samples laid end to end, as tensors or by reference to their stores."""
+"""Batches: sequences of samples laid end to end, as tensors or by reference to their stores.
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+Training ranks score a batch or train on it, and report TokenScores or StepStats.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
 
 from torch import Tensor
 
-from mcore_rl.types.arrays import Array, WeightVersion
 from mcore_rl.types.images import Images
+from mcore_rl.types.samples import Array, WeightVersion
 
 T = TypeVar("T")
 SumsFrom = Literal["rows", "old", "current"]
@@ -117,6 +120,10 @@ class StoredColumn:
     name: str
 
 
+Values = TypeVar("Values", bound=Tensor | StoredColumn, covariant=True)
+"""A field of a batch's tokens: the tensor itself, or the column that keeps it."""
+
+
 @dataclass(frozen=True)
 class StoredBatch:
     """A TrainBatch whose tokens lie in stores; batches/assembly.py makes it of what they hold.
@@ -165,3 +172,38 @@ class StoredBatch:
 
 TokenWork = Callable[[TrainBatch], tuple[TrainBatch, T]]
 """Sets fields of a batch with its tokens, and returns something small beside it."""
+
+
+@dataclass(frozen=True)
+class LogprobOptions:
+    """How a forward pass scores the tokens of a batch.
+
+    reference     score with the reference policy's weights instead of the trained ones
+    temperature   divides the logits; None means the rollout's, which PackedTrainer fills in
+    sum_squares   also return TokenScores.sum_squares_T
+    """
+
+    reference: bool = False
+    temperature: float | None = None
+    sum_squares: bool = False
+
+
+@dataclass(frozen=True)
+class TokenScores(Generic[Values]):
+    """Results of a forward pass, as fields of a batch: tensors, or columns of a StoredBatch."""
+
+    logprobs_T: Values
+    router_flips_T: Values | None = None
+    sum_squares_T: Values | None = None
+    routed_experts_TLK: Values | None = None
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """The report of one optimizer step, equal on every rank that has one."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)

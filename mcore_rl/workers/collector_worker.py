@@ -20,8 +20,7 @@ import numpy as np
 from mcore_rl.batches.assembly import apply_to_stored
 from mcore_rl.batches.episodes import LOSS_MASK, TOKEN_IDS
 from mcore_rl.batches.kept_rows import TEACHER_LOGPROBS, ReadRequest, as_response
-from mcore_rl.batches.sample_store import LostSampleError, SampleStore
-from mcore_rl.batches.spill import SpillFiles
+from mcore_rl.batches.sample_store import LostSampleError, SampleStore, SpillFiles
 from mcore_rl.config import RolloutConfig
 from mcore_rl.data.decoding import Decode
 from mcore_rl.data.images.batch import GroupRow, PatchCache

@@ -10,8 +10,12 @@ import torch
 
 from mcore_rl.batches.episodes import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mcore_rl.batches.kept_rows import BFLOAT16, ROUTED_EXPERTS, STALE, ReadRequest
-from mcore_rl.batches.sample_store import LostSampleError, SampleStore, UnknownSampleError
-from mcore_rl.batches.spill import SpillFiles
+from mcore_rl.batches.sample_store import (
+    LostSampleError,
+    SampleStore,
+    SpillFiles,
+    UnknownSampleError,
+)
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.support.image_prompts import make_image
 from tests.support.stored import make_stored

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcore_rl.batches.spill import SpillFiles
+from mcore_rl.batches.sample_store import SpillFiles
 from mcore_rl.process.disk import DiskFullError
 
 

@@ -7,8 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.batches.step_parts import cut_by_prompts, home_of, take_whole
-from mcore_rl.batches.stored_batch import make_stored_batch
+from mcore_rl.batches.stored_batch import cut_by_prompts, home_of, make_stored_batch, take_whole
 from mcore_rl.types import GroupLease, Prompt, StoredSample, VersionSpan, WeightVersion
 
 SPANS = (VersionSpan(0, 1, WeightVersion(0)),)

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from mcore_rl.algo.estimator import Advantages
-from mcore_rl.batches.step_parts import PART_TOKENS, cut_by_prompts
-from mcore_rl.batches.stored_batch import make_stored_batch
+from mcore_rl.batches.stored_batch import PART_TOKENS, cut_by_prompts, make_stored_batch
 from mcore_rl.cluster import collectors
 from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
 from mcore_rl.cluster.group import RankError

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mcore_rl.types import VersionSpan, WeightVersion
-from mcore_rl.types.episodes import EpisodeRecord, Row, has_outcome
+from mcore_rl.types.samples import EpisodeRecord, Row, has_outcome
 
 
 def row(**changes: Any) -> Row:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import orjson
 
 from mcore_rl.agents.messages import ChatRequest, Completion, EpisodeEndedError, Message
-from mcore_rl.types.stops import MOST_STOP_LEN, MOST_STOPS
+from mcore_rl.types.samples import MOST_STOP_LEN, MOST_STOPS
 
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {

@@ -13,8 +13,13 @@ import numpy as np
 from mcore_rl.algo.batch_outcomes import SampleShapes
 from mcore_rl.algo.estimator import NO_SUMS, Advantages, PartSums, join_sums
 from mcore_rl.batches.kept_rows import TEACHER_LOGPROBS
-from mcore_rl.batches.step_parts import PART_TOKENS, StepPart, cut_by_prompts, take_whole
-from mcore_rl.batches.stored_batch import by_sequence
+from mcore_rl.batches.stored_batch import (
+    PART_TOKENS,
+    StepPart,
+    by_sequence,
+    cut_by_prompts,
+    take_whole,
+)
 from mcore_rl.loops.roles import OnTokens
 from mcore_rl.types import StoredBatch, StoredColumn, StoredSample
 from mcore_rl.types.scores import Scores
