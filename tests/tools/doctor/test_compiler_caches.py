@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mcore_rl.tools.doctor.gpu_checks import keep_compiled
+from mcore_rl.tools.doctor.command import keep_compiled
 
 
 def test_every_compiler_is_named_a_folder_below_the_one_that_is_carried(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from mcore_rl.cli import main as mcore_rl
 from mcore_rl.device import has_cuda
-from mcore_rl.tools.doctor.command import main
-from mcore_rl.tools.doctor.gpu_checks import add_gpu_checks, is_for_gpu_checks
+from mcore_rl.tools.doctor.command import add_gpu_checks, is_for_gpu_checks, main
 from mcore_rl.tools.doctor.run_checks import SETTINGS
 
 
