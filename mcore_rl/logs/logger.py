@@ -14,11 +14,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from mcore_rl.logs.console import make_console
 from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.logs.names import add_former_names
 from mcore_rl.logs.rows import RowFile
-from mcore_rl.logs.trackers import MLflow, TensorBoard, Tracker, WandB
+from mcore_rl.logs.sinks import MLflow, TensorBoard, Tracker, WandB, make_console
 from mcore_rl.process.clock import now_s
 from mcore_rl.process.disk import report_full_disk
 from mcore_rl.process.errors import shorten

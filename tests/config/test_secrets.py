@@ -13,7 +13,7 @@ from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.secrets import dump_config, remember_secrets
 from mcore_rl.logs import MetricsLogger
-from mcore_rl.logs import trackers as tracker_modules
+from mcore_rl.logs import sinks
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process import redaction
 
@@ -88,7 +88,7 @@ def test_folder_trackers_and_logs_have_none_of_them(
 
     class Listener:
         def __init__(self, run_dir: Path, last_step: int | None, target: str, config: Any) -> None:
-            told.append(tracker_modules._flatten(config))
+            told.append(sinks._flatten(config))
 
         def close(self, failed: bool) -> None: ...
 

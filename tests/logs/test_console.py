@@ -6,7 +6,7 @@ import re
 
 from rich.console import Console as RichConsole
 
-from mcore_rl.logs.console import LineConsole, LiveConsole, draw_sparkline, make_console
+from mcore_rl.logs.sinks import LineConsole, LiveConsole, draw_sparkline, make_console
 
 STEP = {
     "reward/mean": 0.5125,

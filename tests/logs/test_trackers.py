@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcore_rl.logs import MetricsLogger
-from mcore_rl.logs.trackers import TensorBoard
+from mcore_rl.logs.sinks import TensorBoard
 
 CONFIG = {"run": {"seed": 3}, "algorithm": {"loss": "ppo_clip"}}
 
