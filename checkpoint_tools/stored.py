@@ -6,8 +6,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
+from mcore_rl.weights.box import ITEMSIZE
 from mcore_rl.weights.hf.checksums import FileSums
-from mcore_rl.weights.hf.dtypes import ITEMSIZE
 from mcore_rl.weights.models.table import Shape
 
 DTYPES = (

@@ -9,9 +9,8 @@ Training ranks, engine ranks and checkpoint files all describe what they hold as
 and boxes always count in the HF tensor's own rows and columns. Loading, syncing, exporting and
 verifying are therefore one operation: intersect two lists of boxes and copy the intersections.
 
-Strides of contiguous tensors, and padding as a strided view of one; without numpy or torch.
-
-shape [2, 3]   strides (3, 1)   element 4 is at (1, 1)
+This module does without numpy and torch, because importing torch takes longer than a plan or a
+small merge.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,46 +19,35 @@ from math import prod
 from operator import lt, sub
 from typing import TYPE_CHECKING
 
-from mcore_rl.weights.hf.dtypes import ITEMSIZE
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Padding:
-    """Elements of the local tensor `tensor` that no HF tensor has: a strided view, in elements."""
-
-    tensor: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    def view(self, tensors: "Mapping[str, Tensor]") -> "Tensor":
-        """Return these elements of `tensors`, which maps names to contiguous tensors."""
-        tensor = tensors[self.tensor]
-        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
-
-
-def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
-    """Return the elements per step along each axis of a contiguous tensor of `shape`."""
-    sizes = tuple(shape)
-    return tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
-
-
-def unravel(element: int, shape: Iterable[int]) -> tuple[int, ...]:
-    """Return the index of element number `element` of a contiguous tensor of `shape`."""
-    index = []
-    for stride in contiguous_strides(shape):
-        index.append(element // stride)
-        element %= stride
-    return tuple(index)
-
-
 if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
+ITEMSIZE: Mapping[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "complex128": 16,
+    "complex64": 8,
+    "complex32": 4,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+}
+"""torch name of a dtype -> bytes per element."""
 
 
 @dataclass(frozen=True)
@@ -92,42 +80,6 @@ class Box:
             return self
         common = find_common(self.start, self.stop, other.start, other.stop)
         return None if common is None else Box(self.name, *common)
-
-
-def count_elements(start: Shape, stop: Shape) -> int:
-    """Return the number of elements in [start, stop)."""
-    return prod(map(sub, stop, start))
-
-
-def find_common(
-    start: Shape, stop: Shape, other_start: Shape, other_stop: Shape
-) -> tuple[Shape, Shape] | None:
-    """Return the start and stop of what [start, stop) shares with another box, None if nothing."""
-    latest = tuple(map(max, start, other_start))
-    first = tuple(map(min, stop, other_stop))
-    return (latest, first) if all(map(lt, latest, first)) else None
-
-
-def subtract(box: Box, hole: Box) -> list[Box]:
-    """Return `box` without `hole`, which must lie inside it, as disjoint boxes."""
-    rest = []
-    start = list(box.start)
-    stop = list(box.stop)
-    for axis in range(len(start)):
-        if start[axis] < hole.start[axis]:
-            before_stop = (*stop[:axis], hole.start[axis], *stop[axis + 1 :])
-            rest.append(Box(box.name, tuple(start), before_stop))
-        if hole.stop[axis] < stop[axis]:
-            after_start = (*start[:axis], hole.stop[axis], *start[axis + 1 :])
-            rest.append(Box(box.name, after_start, tuple(stop)))
-        start[axis] = hole.start[axis]
-        stop[axis] = hole.stop[axis]
-    return rest
-
-
-def itemsize(dtype: str) -> int:
-    """Return the bytes per element of the torch dtype named `dtype`."""
-    return ITEMSIZE[dtype]
 
 
 @dataclass(frozen=True)
@@ -170,3 +122,69 @@ class Shard:
         return tensor.as_strided(
             self.box.shape, self.strides, tensor.storage_offset() + self.offset
         )
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Elements of the local tensor `tensor` that no HF tensor has: a strided view, in elements."""
+
+    tensor: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def view(self, tensors: "Mapping[str, Tensor]") -> "Tensor":
+        """Return these elements of `tensors`, which maps names to contiguous tensors."""
+        tensor = tensors[self.tensor]
+        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
+
+
+def count_elements(start: Shape, stop: Shape) -> int:
+    """Return the number of elements in [start, stop)."""
+    return prod(map(sub, stop, start))
+
+
+def find_common(
+    start: Shape, stop: Shape, other_start: Shape, other_stop: Shape
+) -> tuple[Shape, Shape] | None:
+    """Return the start and stop of what [start, stop) shares with another box, None if nothing."""
+    latest = tuple(map(max, start, other_start))
+    first = tuple(map(min, stop, other_stop))
+    return (latest, first) if all(map(lt, latest, first)) else None
+
+
+def subtract(box: Box, hole: Box) -> list[Box]:
+    """Return `box` without `hole`, which must lie inside it, as disjoint boxes."""
+    rest = []
+    start = list(box.start)
+    stop = list(box.stop)
+    for axis in range(len(start)):
+        if start[axis] < hole.start[axis]:
+            before_stop = (*stop[:axis], hole.start[axis], *stop[axis + 1 :])
+            rest.append(Box(box.name, tuple(start), before_stop))
+        if hole.stop[axis] < stop[axis]:
+            after_start = (*start[:axis], hole.stop[axis], *start[axis + 1 :])
+            rest.append(Box(box.name, after_start, tuple(stop)))
+        start[axis] = hole.start[axis]
+        stop[axis] = hole.stop[axis]
+    return rest
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes per element of the torch dtype named `dtype`."""
+    return ITEMSIZE[dtype]
+
+
+def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
+    """Return the elements per step along each axis of a contiguous tensor of `shape`."""
+    sizes = tuple(shape)
+    return tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
+
+
+def unravel(element: int, shape: Iterable[int]) -> tuple[int, ...]:
+    """Return the index of element number `element` of a contiguous tensor of `shape`."""
+    index = []
+    for stride in contiguous_strides(shape):
+        index.append(element // stride)
+        element %= stride
+    return tuple(index)

@@ -2,7 +2,7 @@
 
 import torch
 
-from mcore_rl.weights.hf.dtypes import ITEMSIZE
+from mcore_rl.weights.box import ITEMSIZE
 
 
 def test_sizes_are_those_of_torch() -> None:

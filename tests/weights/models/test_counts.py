@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.weights.models import refuse_unsupported
-from mcore_rl.weights.models.refused import refuse_counts
+from mcore_rl.weights.models import refuse_counts, refuse_unsupported
 
 
 @pytest.mark.parametrize("part", [None, "text_config", "vision_config"])
