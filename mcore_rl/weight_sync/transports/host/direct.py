@@ -4,13 +4,28 @@ trainer rank's tensors --sum--> , --copy--> engine rank's tensors --sum-->
               header and checksums --message-->                    compared
 
 So each byte is copied once, and the engine rank sums the final bytes in its tensors. Two ranks
-agree once on whether one writes into the other's memory (open_memory.py). For each version, the
-engine rank sends the targets of its slices.
+agree once on whether one writes into the other's memory:
+
+engine rank: WriteGrants                                  trainer rank: WriteAccess
+keeps its tensors in segments
+opens them or declines  <---------- abstract socket ----> asks, once
+descriptors of the segments ----------------------------> maps them
+grant, once per version: where its slices go -----------> writes, then tells by a message
+
+A rank writes only to the targets of a grant, and a grant names tensors that the engine does not
+use. A link whose transfer failed is never used again, and the next link does not open memory into
+which ranks of the failed link may still write.
 """
 
+import os
+import select
+import socket
+import struct
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 
 import numpy as np
@@ -18,43 +33,24 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import DeviceStream
+from mcore_rl.types import Array
 from mcore_rl.weight_sync.buckets import HEADER_WORDS, Bucket, BucketPiece
-from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.link_end import LinkEnd, connect
 from mcore_rl.weight_sync.placed_bucket import Holding, PlacedBucket, RankBucket
 from mcore_rl.weight_sync.transports.host.one_pass import OnePass, Targets, are_rows
-from mcore_rl.weight_sync.transports.host.open_memory import (
-    WriteAccess,
-    WriteGrants,
-    open_memory_to,
-)
+from mcore_rl.weight_sync.transports.host.segment import Segment, map_segment, populate
 from mcore_rl.weight_sync.transports.shared_memory import Channel, SharedMemoryTransport
 from mcore_rl.weight_sync.transports.transport import Failure
 from mcore_rl.weight_sync.verify import XXH3
+from mcore_rl.weight_sync.waits import TransferError, wait_until
 
-
-def count_direct_words(bucket: Bucket) -> int:
-    """Return the int64 words of the message: header and checksums."""
-    return HEADER_WORDS + len(bucket.pieces)
-
-
-def can_be_written(bucket: Bucket, held: Sequence[Holding]) -> bool:
-    """Return whether a sender can write the bucket's slices to the receiver's `held`."""
-    return all(_is_writable(bucket.pieces[part.piece], part) for part in held)
-
-
-def _is_writable(piece: BucketPiece, part: Holding) -> bool:
-    shard = part.shard
-    return shard.dtype == piece.dtype and _is_in_rows(
-        piece.box.shape, piece.dtype, shard.box.shape, shard.strides
-    )
-
-
-@cache
-def _is_in_rows(
-    shape: tuple[int, ...], dtype: str, own_shape: tuple[int, ...], own_strides: tuple[int, ...]
-) -> bool:
-    in_piece = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-    return are_rows(own_shape, own_strides, in_piece.stride(), in_piece.element_size())
+_OFFER = struct.Struct("qq")
+"""Bytes of the two segments; 0 for the first means no access."""
+_GRANT = struct.Struct("qqq")
+"""Version, number of the set of tensors, slices of the table that follows; 0: no table follows."""
+_NUM_SETS = 2
+_MOVE_FIELDS = 6
+_ADDRESS, _OWN_STRIDE, _AT, _STRIDE, _ROWS, _ROW_BYTES = range(_MOVE_FIELDS)
 
 
 class DirectBucket(PlacedBucket):
@@ -102,11 +98,6 @@ class DirectBucket(PlacedBucket):
         """
         self._check_header(version, self._message_W[:HEADER_WORDS].tolist())
         self._check_sums(self._message_W[self._sums_at], self._own.sum_own())
-
-
-def _check_compiled(one_pass: OnePass | None) -> OnePass:
-    assert one_pass is not None, "ranks without a compiler do not write into other memory"
-    return one_pass
 
 
 class DirectWrites:
@@ -217,6 +208,166 @@ class DirectTransport(SharedMemoryTransport):
         super().close()
 
 
+class WriteGrants:
+    """An engine rank's end: sends the targets of a version's slices to one trainer rank."""
+
+    def __init__(self, peer: socket.socket, segments: Sequence[Segment]) -> None:
+        self._peer = peer
+        self._segments = segments
+        self._known: list[int] = []
+        """Sets whose tables the peer has."""
+
+    def grant(self, version: int, number: int, targets: Targets) -> None:
+        """Have the peer write `version` to `targets`, which lie in set `number` of tensors."""
+        table = b""
+        if number not in self._known:
+            table = self._encode(targets)
+            self._known = [*self._known[1 - _NUM_SETS :], number]
+        message = _GRANT.pack(version, number, len(targets.counts) if table else 0)
+        with suppress(BrokenPipeError, ConnectionResetError):  # A later wait reports the peer.
+            if not table:
+                self._peer.sendall(message)
+                return
+            descriptor = os.memfd_create("mcore_rl_targets")
+            try:
+                with open(descriptor, "wb", closefd=False) as file:
+                    file.write(table)
+                socket.send_fds(self._peer, [message], [descriptor])
+            finally:
+                os.close(descriptor)
+
+    def close(self) -> None:
+        self._peer.close()
+
+    def _encode(self, targets: Targets) -> bytes:
+        """Return counts and moves as bytes; addresses become offsets into the joined segments."""
+        first, second = self._segments
+        moves = targets.moves.copy()
+        in_first = _are_inside(moves, first.address, first.num_bytes)
+        in_second = _are_inside(moves, second.address, second.num_bytes)
+        assert (in_first | in_second).all(), "a slice belongs outside the shared memory"
+        moves[in_first, _ADDRESS] -= first.address
+        moves[in_second, _ADDRESS] -= second.address - first.num_bytes
+        return targets.counts.tobytes() + moves.tobytes()
+
+
+class WriteAccess:
+    """A trainer rank's end: the mapped memory of one engine rank."""
+
+    def __init__(self, end: LinkEnd, receiver: int, peer: socket.socket, maps: Sequence[Array]):
+        self._end = end
+        self._receiver = receiver
+        self._peer = peer
+        self._maps = maps
+        self._poll = select.poll()
+        self._poll.register(peer, select.POLLIN)
+        self._tables: dict[int, Targets] = {}
+
+    @staticmethod
+    def ask(end: LinkEnd, receiver: int, server: str) -> "WriteAccess | None":
+        """Return the access to the memory that rank `receiver` opens at `server`.
+
+        Returns None if the receiver declines. Raises TransferError if it does not answer by
+        end.deadline_s.
+        """
+        peer = socket.socket(socket.AF_UNIX)
+        try:
+            connect(peer, end, server)
+            data, descriptors, _, _ = socket.recv_fds(peer, _OFFER.size, _NUM_SETS)
+            if len(data) < _OFFER.size:
+                raise ConnectionResetError("the process is gone")
+        except OSError as error:
+            peer.close()
+            name = end.link.name_rank(receiver)
+            raise TransferError(f"no memory of {name}: {error}", peer_lost=True) from error
+        sizes = _OFFER.unpack(data)
+        if not descriptors:
+            peer.close()
+            return None
+        maps = []
+        for descriptor, num_bytes in zip(descriptors, sizes, strict=True):
+            maps.append(np.frombuffer(map_segment(descriptor, num_bytes), np.uint8))
+            os.close(descriptor)
+        return WriteAccess(end, receiver, peer, maps)
+
+    def wait(self, version: int, deadline_s: float, failure: Callable[[], str | None]) -> Targets:
+        """Return the targets of the slices of `version`.
+
+        Raises TransferError as Transport.run does, or if the grant is for another version.
+        """
+        name = self._end.link.name_rank(self._receiver)
+        what = f"{name} to say where version {version} goes"
+        began_s = time.monotonic()
+        reason = wait_until(self._is_ready, deadline_s, failure)
+        if reason is not None:
+            raise self._end.make_lost_error(what, reason, began_s)
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._peer, _GRANT.size, 1)
+        except OSError as error:
+            raise self._end.make_lost_error(what, "the process is gone", began_s) from error
+        if len(data) < _GRANT.size:
+            raise self._end.make_lost_error(what, "the process is gone", began_s)
+        granted, number, num_slices = _GRANT.unpack(data)
+        if num_slices:
+            table = _read(descriptors[0])
+            self._tables = dict([*self._tables.items()][1 - _NUM_SETS :])
+            self._tables[number] = self._decode(table, num_slices)
+        if granted != version:
+            raise TransferError(f"{name} waits for version {granted}, not for version {version}")
+        return self._tables[number]
+
+    def close(self) -> None:
+        self._peer.close()
+
+    def _is_ready(self, seconds: float) -> bool:
+        return bool(self._poll.poll(max(1.0, 1000 * seconds)))
+
+    def _decode(self, table: Array, num_slices: int) -> Targets:
+        counts = table[:num_slices]
+        moves = table[num_slices:].reshape(-1, _MOVE_FIELDS).copy()
+        first, second = self._maps
+        in_first = _are_inside(moves, 0, len(first))
+        in_second = _are_inside(moves, len(first), len(second))
+        if not (in_first | in_second).all():
+            raise TransferError(
+                f"{self._end.link.name_rank(self._receiver)} wants slices outside its shared memory"
+            )
+        moves[in_first, _ADDRESS] += first.ctypes.data
+        moves[in_second, _ADDRESS] += second.ctypes.data - len(first)
+        populate(moves[:, _ADDRESS], _find_stops(moves))
+        return Targets(counts, moves)
+
+
+def count_direct_words(bucket: Bucket) -> int:
+    """Return the int64 words of the message: header and checksums."""
+    return HEADER_WORDS + len(bucket.pieces)
+
+
+def can_be_written(bucket: Bucket, held: Sequence[Holding]) -> bool:
+    """Return whether a sender can write the bucket's slices to the receiver's `held`."""
+    return all(_is_writable(bucket.pieces[part.piece], part) for part in held)
+
+
+def _is_writable(piece: BucketPiece, part: Holding) -> bool:
+    shard = part.shard
+    return shard.dtype == piece.dtype and _is_in_rows(
+        piece.box.shape, piece.dtype, shard.box.shape, shard.strides
+    )
+
+
+@cache
+def _is_in_rows(
+    shape: tuple[int, ...], dtype: str, own_shape: tuple[int, ...], own_strides: tuple[int, ...]
+) -> bool:
+    in_piece = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+    return are_rows(own_shape, own_strides, in_piece.stride(), in_piece.element_size())
+
+
+def _check_compiled(one_pass: OnePass | None) -> OnePass:
+    assert one_pass is not None, "ranks without a compiler do not write into other memory"
+    return one_pass
+
+
 def _group_by_peer(buckets: Iterable[tuple[int, DirectBucket]]) -> dict[int, list[DirectBucket]]:
     by_peer: dict[int, list[DirectBucket]] = defaultdict(list)
     for peer, bucket in buckets:
@@ -235,3 +386,42 @@ def _split(targets: Targets, buckets: Sequence[DirectBucket]) -> Iterator[Target
         slice_at += len(counts)
         move_at += num_moves
     assert (slice_at, move_at) == (len(targets.counts), len(targets.moves)), "slices are left over"
+
+
+def open_memory_to(end: LinkEnd, opens_to: Mapping[int, bool]) -> dict[int, "WriteGrants"]:
+    """Open this rank's memory to the trainer ranks with `opens_to` true; decline all others.
+
+    Raises TransferError, which names the ranks that did not ask by end.deadline_s.
+    """
+    assert end.memory is not None, "this rank offered its memory"
+    segments = end.memory.segments
+    grants: dict[int, WriteGrants] = {}
+    for rank, peer in end.memory.server.accept(end, opens_to, "ask for its memory"):
+        if opens_to[rank]:
+            sizes = [segment.num_bytes for segment in segments]
+            descriptors = [segment.descriptor for segment in segments]
+            socket.send_fds(peer, [_OFFER.pack(*sizes)], descriptors)
+            grants[rank] = WriteGrants(peer, segments)
+        else:
+            peer.sendall(_OFFER.pack(0, 0))
+            peer.close()
+    return grants
+
+
+def _are_inside(moves: Array, start: int, num_bytes: int) -> Array:
+    """Return for each move whether it lies wholly in `num_bytes` from address `start` on."""
+    return (moves[:, _ADDRESS] >= start) & (_find_stops(moves) <= start + num_bytes)
+
+
+def _find_stops(moves: Array) -> Array:
+    """Return for each move the address behind its last byte."""
+    last_rows = moves[:, _ADDRESS] + (moves[:, _ROWS] - 1) * moves[:, _OWN_STRIDE]
+    return last_rows + moves[:, _ROW_BYTES]
+
+
+def _read(descriptor: int) -> Array:
+    """Return the int64 numbers in a file, and close it."""
+    try:
+        return np.frombuffer(os.pread(descriptor, os.fstat(descriptor).st_size, 0), np.int64)
+    finally:
+        os.close(descriptor)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mcore_rl.weight_sync.link_end import OpenMemory
+from mcore_rl.weight_sync.transports.host.direct import WriteAccess, open_memory_to
 from mcore_rl.weight_sync.transports.host.one_pass import Targets
-from mcore_rl.weight_sync.transports.host.open_memory import WriteAccess, open_memory_to
 from mcore_rl.weight_sync.transports.host.segment import Segment
 from mcore_rl.weight_sync.waits import TransferError
 from tests.support.link_ends import make_link, open_ends
