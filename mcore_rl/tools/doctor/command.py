@@ -140,8 +140,7 @@ def run_gpu_checks(args: argparse.Namespace) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks, here and in the checks
     from mcore_rl.device import has_cuda
     from mcore_rl.tools.doctor.run_checks import RUN, SETTINGS, WARM_START
-    from mcore_rl.tools.doctor.runner import run_stages
-    from mcore_rl.tools.doctor.stages import choose_stages, describe_checks
+    from mcore_rl.tools.doctor.runner import choose_stages, describe_checks, run_stages
 
     stages = choose_stages("" if args.stages == "all" else args.stages, args.checks)
     if args.list:

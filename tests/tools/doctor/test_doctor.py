@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.tools.doctor.stages import STAGES
+from mcore_rl.tools.doctor.runner import STAGES
 from tests.support.policy import ROOT
 
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]

@@ -11,8 +11,7 @@ import pytest
 
 from mcore_rl.tools.doctor.check import Check, Result, Stage
 from mcore_rl.tools.doctor.run_checks import SETTINGS
-from mcore_rl.tools.doctor.runner import run_check, run_stages, summarize
-from mcore_rl.tools.doctor.stages import choose_stages, find_check
+from mcore_rl.tools.doctor.runner import choose_stages, find_check, run_check, run_stages, summarize
 
 
 def never() -> dict[str, object]:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mcore_rl.tools.doctor.stages import STAGES, choose_stages, describe_checks, find_check
+from mcore_rl.tools.doctor.runner import STAGES, choose_stages, describe_checks, find_check
 
 
 def test_all_stages_are_chosen_by_default_and_named_ones_in_their_order() -> None:
@@ -63,7 +63,7 @@ class Missing(MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Missing())
-import mcore_rl.tools.doctor.runner, mcore_rl.tools.doctor.stages
+import mcore_rl.tools.doctor.runner
 """
 
 

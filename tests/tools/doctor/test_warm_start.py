@@ -8,8 +8,7 @@ from safetensors import safe_open
 
 from mcore_rl.tools.doctor import run_checks
 from mcore_rl.tools.doctor.check import Stage
-from mcore_rl.tools.doctor.runner import run_check
-from mcore_rl.tools.doctor.stages import find_check
+from mcore_rl.tools.doctor.runner import find_check, run_check
 from mcore_rl.tools.doctor.warm_start import SIZES, main
 
 
