@@ -16,7 +16,7 @@ from mcore_rl.cluster.group import WATCH_INTERVAL_S, WATCHED_CALLS, IndependentR
 from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.config import ServedModelConfig
 from mcore_rl.config.deadlines import STOPPED_S, answer_s
-from mcore_rl.config.upstream.arguments import server_arguments
+from mcore_rl.config.upstream.values import server_arguments
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState

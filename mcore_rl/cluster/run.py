@@ -31,7 +31,7 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.config.deadlines import Deadlines
-from mcore_rl.config.upstream.arguments import server_arguments
+from mcore_rl.config.upstream.values import server_arguments
 from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.recipe_models import make_critic_training
 from mcore_rl.planning.slots import RunSlots

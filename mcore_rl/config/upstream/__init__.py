@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.config.tree import spell
-from mcore_rl.config.upstream.arguments import problem_on_command_line
 from mcore_rl.config.upstream.fields import (
     DDP,
     OPTIMIZER,
@@ -30,7 +29,7 @@ from mcore_rl.config.upstream.fields import (
 from mcore_rl.config.upstream.owned_megatron import DDP_RULES, OPTIMIZER_RULES, TRANSFORMER_RULES
 from mcore_rl.config.upstream.owned_sglang import ROLLOUT_RULES, SERVED_RULES
 from mcore_rl.config.upstream.rules import Rules
-from mcore_rl.config.upstream.values import fits, is_code
+from mcore_rl.config.upstream.values import fits, is_code, problem_on_command_line
 
 Passed = Mapping[str, Any]
 """Options by upstream's names."""

@@ -1,7 +1,11 @@
-"""Tells whether a value from a recipe fits the type that an upstream field declares."""
+"""Tells whether a value of a recipe fits an upstream field, and spells it for SGLang's command line."""
 
 import ast
+import json
 from collections.abc import Callable, Mapping
+from typing import Any
+
+from mcore_rl.config.upstream.fields import SERVER, UpstreamField, read_fields
 
 DTYPES = ("float32", "bfloat16", "float16", "uint8")
 """Names of torch's dtypes that a recipe may give."""
@@ -54,3 +58,35 @@ def _fits_generic(name: str, parameters: list[ast.expr], value: object) -> bool:
 
 def _parameters(kind: ast.Subscript) -> list[ast.expr]:
     return kind.slice.elts if isinstance(kind.slice, ast.Tuple) else [kind.slice]
+
+
+def server_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Return checked options of ServerArgs as arguments of SGLang's command line."""
+    fields = read_fields(SERVER) if options else {}
+    return [part for name, value in options.items() for part in _argument(fields[name], value)]
+
+
+def problem_on_command_line(field: UpstreamField, value: object) -> str | None:
+    """Return why the command line cannot set a field to this value; None if it can."""
+    if not field.has_cli:
+        return "SGLang's command line has no such option"
+    default = _default(field)
+    if value is False and default not in (False, None):
+        return f"it is {default} by default, and SGLang's command line cannot switch it off"
+    return None
+
+
+def _argument(field: UpstreamField, value: Any) -> list[str]:
+    if value is None or value is False:
+        return []
+    if value is True and field.is_flag:
+        return [field.cli_name]
+    if field.is_json or isinstance(value, Mapping):
+        return [field.cli_name, json.dumps(value)]
+    if isinstance(value, list | tuple):
+        return [field.cli_name, *map(str, value)]
+    return [field.cli_name, str(value)]
+
+
+def _default(field: UpstreamField) -> object:
+    return field.default.value if isinstance(field.default, ast.Constant) else None

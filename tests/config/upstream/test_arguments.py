@@ -5,8 +5,8 @@ import subprocess
 import sys
 from typing import Any
 
-from mcore_rl.config.upstream.arguments import problem_on_command_line, server_arguments
 from mcore_rl.config.upstream.fields import SERVER, read_fields
+from mcore_rl.config.upstream.values import problem_on_command_line, server_arguments
 
 OPTIONS: dict[str, Any] = {
     "mem_fraction_static": 0.75,
