@@ -1,4 +1,4 @@
-"""The Triton kernels of checked_copy_kernel.py and fp8_kernel.py.
+"""The Triton kernels that gpu_kernels.py runs.
 
 They are in a module of their own because Triton is imported only where a kernel runs.
 """

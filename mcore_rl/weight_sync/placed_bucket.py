@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_rl.device.checked_copy_kernel import WORD_BYTES, ChunkTable, Run, has_kernel
+from mcore_rl.device.gpu_kernels import WORD_BYTES, ChunkTable, Run, has_kernel
 from mcore_rl.types import Array
 from mcore_rl.weight_sync.buckets import HEADER_WORDS, Bucket, BucketPiece
 from mcore_rl.weight_sync.transports.host.one_pass import OnePass, Part, find_moves

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.device import checked_copy_kernel
-from mcore_rl.device.checked_copy_kernel import CHUNK_WORDS, WORD_BYTES, ChunkTable, has_kernel
+from mcore_rl.device import gpu_kernels
+from mcore_rl.device.gpu_kernels import CHUNK_WORDS, WORD_BYTES, ChunkTable, has_kernel
 
 SHORT = st.tuples(st.integers(1, 40), st.integers(1, 300))
 LONG = st.tuples(st.integers(1, 3), st.integers(CHUNK_WORDS - 2, 2 * CHUNK_WORDS + 2))
@@ -20,7 +20,7 @@ def test_chunks_hold_each_word_once(rows: tuple[int, int], gaps: tuple[int, int]
     own_stride, stride = row_words + gaps[0], row_words + gaps[1]
     run = 8000, 8 * own_stride, 160, 8 * stride, num_rows, 8 * row_words, 7
     moved = {}
-    for own, own_step, at, step, width, num_words, number in checked_copy_kernel._chunks(run):
+    for own, own_step, at, step, width, num_words, number in gpu_kernels._chunks(run):
         assert 0 < num_words <= CHUNK_WORDS and number == 7
         for i in range(num_words):
             row, column = divmod(i, width)

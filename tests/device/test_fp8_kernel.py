@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mcore_rl.device.fp8_kernel import has_kernel, quantize_blocks
+from mcore_rl.device.gpu_kernels import has_kernel, quantize_blocks
 from mcore_rl.weights.hf import quantize
 
 

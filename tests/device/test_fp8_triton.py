@@ -8,7 +8,7 @@ from tests.support.triton_code import needs_triton, run_with_triton
 
 INTERPRET = """
 import torch
-from mcore_rl.device.fp8_kernel import quantize_blocks
+from mcore_rl.device.gpu_kernels import quantize_blocks
 from mcore_rl.weights.hf.quantize import _FP8_MAX, _MIN_AMAX, quantize_into
 
 torch.manual_seed(0)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mcore_rl.device.fp8_kernel import has_kernel, quantize_blocks
+from mcore_rl.device.gpu_kernels import has_kernel, quantize_blocks
 from mcore_rl.weights.hf.fp8 import BLOCK
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max

@@ -1,9 +1,11 @@
-"""Copies slices between a bucket and other GPU memory and sums their words, in one Triton kernel.
+"""Runs our Triton kernels, each of which reads every byte once.
 
     own tensors --copy, sum--> bucket        bucket --copy, sum--> own tensors
+    matrix --quantize--> 8-bit values and a scale per block
 
-Every byte is read once and written once. Torch reads a bucket again for its checksums, and takes
-some forty kernels for a bucket.
+For a bucket torch takes some forty kernels, and reads the bucket again for its checksums. To
+quantize a matrix, torch takes six passes over a band of blocks, each a kernel of its own;
+mcore_rl/weights/hf/fp8.py describes the format.
 """
 
 from collections.abc import Sequence
@@ -18,15 +20,9 @@ CHUNK_WORDS = 8192
 """The most words that one program of the kernel moves."""
 _FIELDS = 7
 _BLOCK = 1024
-
 Run = tuple[int, int, int, int, int, int, int]
 """Rows to move: (address of the first, bytes between rows there, byte in the bucket of the first,
 bytes between rows there, rows, bytes of a row, number of the slice). Bytes are multiples of 8."""
-
-
-def has_kernel(words_W: Tensor) -> bool:
-    """Return whether a `ChunkTable` can be made for a bucket in this memory."""
-    return words_W.is_cuda and find_spec("triton") is not None
 
 
 class ChunkTable:
@@ -82,6 +78,11 @@ class ChunkTable:
         )
 
 
+def has_kernel(tensor: Tensor) -> bool:
+    """Return whether the kernels can run where the tensor lies."""
+    return tensor.is_cuda and find_spec("triton") is not None
+
+
 def _chunks(run: Run) -> list[tuple[int, ...]]:
     """Cut a run: (address, stride there, word in the bucket, stride there, words of a row, words in
     all, slice), strides in words."""
@@ -101,3 +102,35 @@ def _chunks(run: Run) -> list[tuple[int, ...]]:
             place = own + begin * WORD_BYTES
             chunks.append((place, strides[0], first + begin, strides[1], width, words, number))
     return chunks
+
+
+def quantize_blocks(
+    weights_NK: Tensor,
+    values_NK: Tensor,
+    scales_nk: Tensor,
+    block: int,
+    fp8_max: float,
+    min_amax: float,
+) -> None:
+    """Fill `values_NK` (float8_e4m3fn) and `scales_nk` (float32) from `weights_NK`, block by block.
+
+    A scale is max(largest magnitude, min_amax) / fp8_max, and NaN for a block with a NaN. All three
+    may be strided views. Bit for bit what weights/hf/fp8.py computes with torch.
+    """
+    num_rows, num_columns = weights_NK.shape
+    from mcore_rl.device import triton_kernels
+
+    kernel: Any = triton_kernels.quantize
+    kernel[tuple(scales_nk.shape)](
+        weights_NK,
+        values_NK,
+        scales_nk,
+        num_rows,
+        num_columns,
+        *weights_NK.stride(),
+        *values_NK.stride(),
+        *scales_nk.stride(),
+        fp8_max,
+        min_amax,
+        BLOCK=block,
+    )
