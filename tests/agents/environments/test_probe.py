@@ -2,8 +2,8 @@
 
 import pytest
 
-from mcore_rl.agents.environments import probe
-from mcore_rl.agents.environments.probe import is_there, list_problems
+from mcore_rl.agents.environments import check
+from mcore_rl.agents.environments.check import is_there, list_problems
 from tests.agents.environments import episodes
 
 
@@ -17,7 +17,7 @@ def test_missing_modules_come_first():
 
 
 def test_a_python_that_is_too_old_is_named(monkeypatch):
-    monkeypatch.setattr(probe, "OLDEST_PYTHON", (9, 0))
+    monkeypatch.setattr(check, "OLDEST_PYTHON", (9, 0))
     (text,) = list_problems("tools", {}, [])
     assert text.startswith("it is Python 3.")
 

@@ -19,7 +19,7 @@ import pkgutil, sys
 before = set(sys.modules)
 import mcore_rl.agents.environments as package
 import mcore_rl.agents.environments.worker
-import mcore_rl.agents.environments.probe
+import mcore_rl.agents.environments.check
 from mcore_rl.agents.environments.adapters import ADAPTERS, load
 for kind in ADAPTERS:
     load(kind)
