@@ -22,7 +22,7 @@ from mcore_rl.algo.preferences import (
 )
 from mcore_rl.batches.summary import summarize_steps
 from mcore_rl.config import Config, PreferenceConfig
-from mcore_rl.logs import PhaseTimer
+from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.roles import BatchStream, Log, TokenTrainer
 from mcore_rl.loops.saving import is_due, save_if_due
 from mcore_rl.types import LogprobOptions, TrainBatch

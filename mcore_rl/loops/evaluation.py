@@ -3,13 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import comb
 from statistics import fmean
 
-from mcore_rl.algo.pass_at_k import pass_at_k
 from mcore_rl.config import EvalConfig, RewardConfig
-from mcore_rl.loops.outcomes import Rollout
+from mcore_rl.loops.outcomes import RewardFailures, Rollout
 from mcore_rl.loops.resampling import sample_and_score
-from mcore_rl.loops.reward_failures import RewardFailures
 from mcore_rl.loops.roles import Generator, Reward
 from mcore_rl.types import Prompt
 from mcore_rl.types.scores import Scores
@@ -149,3 +148,18 @@ def pass_metrics(
             estimates = [pass_at_k(len(group), sum(group), k) for group in known]
             metrics[f"eval/pass_at_{k}"] = fmean(estimates)
     return metrics
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """1 - C(n - c, k) / C(n, k): the chance that k of n samples, c of them right, include a right
+    one.
+
+    Unbiased; Chen et al., arXiv:2107.03374, eq. 1. Raises ValueError unless 0 <= c <= n and 1 <= k
+    <= n.
+    """
+    if not (0 <= num_correct <= num_samples and 1 <= k <= num_samples):
+        raise ValueError(
+            f"pass@{k} of {num_samples} samples, {num_correct} correct: need 0 <= c <= n, 1 <= k"
+            " <= n"
+        )
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)

@@ -9,8 +9,8 @@ from mcore_rl.algo.preferences import best_and_worst
 from mcore_rl.config import RewardConfig
 from mcore_rl.data.preferences import preference_row
 from mcore_rl.data.rows import write_parquet
+from mcore_rl.loops.outcomes import RewardFailures
 from mcore_rl.loops.resampling import sample_and_score
-from mcore_rl.loops.reward_failures import RewardFailures
 from mcore_rl.loops.roles import Generator, ReadSamples, Reward
 from mcore_rl.types import Prompt, Sample
 

@@ -13,7 +13,7 @@ from mcore_rl.algo.lookup import needs_of
 from mcore_rl.batches.stored_batch import make_stored_batch
 from mcore_rl.batches.summary import summarize_samples
 from mcore_rl.config import Config
-from mcore_rl.logs import PhaseTimer
+from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.evaluation import evaluate
 from mcore_rl.loops.outcomes import Rollout, leave_out_lost, with_outcome
 from mcore_rl.loops.roles import Roles

@@ -4,15 +4,14 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from mcore_rl.algo.registry import Needs
 from mcore_rl.config import Config, RewardConfig, RolloutConfig
-from mcore_rl.logs import PhaseTimer
-from mcore_rl.loops.outcomes import Rollout
+from mcore_rl.logs.logger import PhaseTimer
+from mcore_rl.loops.outcomes import RewardFailures, Rollout
 from mcore_rl.loops.resampling import score
-from mcore_rl.loops.reward_failures import RewardFailures
 from mcore_rl.loops.roles import Roles
-from mcore_rl.rollout.staleness import measure_staleness
 from mcore_rl.types import Prompt, StoredBatch, StoredSample, WeightVersion
 from mcore_rl.types.scores import Scores, join_scores
 
@@ -65,6 +64,31 @@ def draw_rollout(options: SamplingOptions, roles: Roles, timer: PhaseTimer, seed
     metrics["rollout/lost"] = metrics.get("rollout/lost", 0.0) + roles.generator.take_num_lost()
     metrics["idle/engines"] = roles.generator.idle_share()
     return replace(drawn, metrics=metrics)
+
+
+def measure_staleness(
+    samples: Sequence[StoredSample], version: WeightVersion, bound: int | None
+) -> dict[str, float]:
+    """Return the ages of non-empty `samples` when weights `version` train on them.
+
+    A sample is as old as its oldest token. Fails an assertion if one is older than `bound` (None:
+    no bound).
+    """
+    ages = []
+    num_partial = 0
+    for sample in samples:
+        versions = {span.version for span in sample.versions}
+        num_partial += len(versions) > 1
+        if sample.response_len:
+            ages.append(version - min(versions))
+    oldest = max(ages, default=0)
+    if bound is not None:
+        assert oldest <= bound, f"samples of age {ages} for version {version}, bound {bound}"
+    return {
+        "staleness/mean": fmean(ages) if ages else 0.0,
+        "staleness/max": float(oldest),
+        "staleness/partial": float(num_partial),
+    }
 
 
 def sync_weights(

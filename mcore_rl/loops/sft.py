@@ -4,7 +4,7 @@ from functools import partial
 
 from mcore_rl.batches.summary import summarize_steps
 from mcore_rl.config import CheckpointConfig, SftConfig
-from mcore_rl.logs import PhaseTimer
+from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.roles import BatchStream, Log, TokenTrainer
 from mcore_rl.loops.saving import save_if_due
 

@@ -17,7 +17,7 @@ from mcore_rl.batches.stored_batch import (
 )
 from mcore_rl.batches.summary import summarize_critic, summarize_steps
 from mcore_rl.config import AlgorithmConfig, Config, CriticConfig, TrainConfig
-from mcore_rl.logs import PhaseTimer
+from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.roles import Critic, OnTokens, Roles, StoredTrainer
 from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.types import LogprobOptions, StepStats, StoredBatch, StoredSample

@@ -10,8 +10,7 @@ import pytest
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import AlgorithmConfig, EvalConfig, JudgeConfig, RewardConfig
 from mcore_rl.loops.evaluation import Correctness, evaluate, pass_metrics
-from mcore_rl.loops.outcomes import Rollout
-from mcore_rl.loops.reward_failures import RewardFailureError
+from mcore_rl.loops.outcomes import RewardFailureError, Rollout
 from mcore_rl.types import Sample
 from mcore_rl.types.scores import Scores
 from tests.support.table_policy import TablePolicy, make_prompts, repeats_the_prompt

@@ -6,8 +6,7 @@ from math import nan
 import pytest
 
 from mcore_rl.config import AlgorithmConfig
-from mcore_rl.loops.outcomes import Rollout, with_outcome
-from mcore_rl.loops.reward_failures import RewardFailureError
+from mcore_rl.loops.outcomes import RewardFailureError, Rollout, with_outcome
 from mcore_rl.types.scores import Scores
 from tests.support.prepared import advantages_of, group_of, prepared
 

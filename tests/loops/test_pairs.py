@@ -11,8 +11,8 @@ import torch
 
 from mcore_rl.algo.policy_loss import sft_loss
 from mcore_rl.config import RewardConfig
+from mcore_rl.loops.outcomes import RewardFailureError
 from mcore_rl.loops.pairs import sample_pairs, write_pairs
-from mcore_rl.loops.reward_failures import RewardFailureError
 from mcore_rl.types import Prompt, Sample
 from mcore_rl.types.scores import Scores
 from tests.support.table_policy import TablePolicy, make_prompts, repeats_the_prompt

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config import RewardConfig
-from mcore_rl.loops.reward_failures import RewardFailureError, RewardFailures
+from mcore_rl.loops.outcomes import RewardFailureError, RewardFailures
 from mcore_rl.types.scores import Scores
 
 

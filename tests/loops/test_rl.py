@@ -23,7 +23,7 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.data.source import ShuffledStream
-from mcore_rl.loops.reward_failures import RewardFailureError
+from mcore_rl.loops.outcomes import RewardFailureError
 from mcore_rl.loops.rl import run_evaluation, train
 from mcore_rl.loops.roles import Roles
 from mcore_rl.run.roles.advantages import StoredAdvantages

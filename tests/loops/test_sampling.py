@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from mcore_rl.config import RewardConfig, RolloutConfig
-from mcore_rl.logs import PhaseTimer
-from mcore_rl.loops.reward_failures import RewardFailureError
+from mcore_rl.logs.logger import PhaseTimer
+from mcore_rl.loops.outcomes import RewardFailureError
 from mcore_rl.loops.roles import Roles
 from mcore_rl.loops.sampling import SamplingOptions, draw_rollout
 from mcore_rl.types import GroupLease, Prompt, StoredSample

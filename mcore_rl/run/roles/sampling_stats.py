@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from mcore_rl.config import RolloutConfig
-from mcore_rl.loops.reward_failures import RewardFailures
+from mcore_rl.loops.outcomes import RewardFailures
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.process.clock import now_s
 from mcore_rl.types import StoredSample

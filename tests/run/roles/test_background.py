@@ -11,7 +11,7 @@ import pytest
 
 from mcore_rl.config import RewardConfig
 from mcore_rl.logs.episode_log import EpisodeLog
-from mcore_rl.loops.reward_failures import RewardFailureError
+from mcore_rl.loops.outcomes import RewardFailureError
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.rollout import client as client_module

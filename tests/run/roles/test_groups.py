@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.rollout.staleness import measure_staleness
+from mcore_rl.loops.sampling import measure_staleness
 from mcore_rl.run.roles.finished_groups import SampleGroup
 from mcore_rl.run.roles.groups import GroupBuffer
 from mcore_rl.types import GroupLease, Prompt, StoredSample, VersionSpan, WeightVersion

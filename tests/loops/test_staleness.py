@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.rollout.staleness import measure_staleness
+from mcore_rl.loops.sampling import measure_staleness
 from mcore_rl.types import GroupLease, Prompt, StoredSample, VersionSpan, WeightVersion
 
 

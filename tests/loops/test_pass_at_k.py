@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from mcore_rl.algo.pass_at_k import pass_at_k
+from mcore_rl.loops.evaluation import pass_at_k
 
 
 @pytest.mark.parametrize("num_correct", range(6))
