@@ -13,12 +13,13 @@ from mcore_rl.config.recipe import list_recipes
 from mcore_rl.cpu.engine_forks import engine_forks
 from mcore_rl.cpu.worker_forks import worker_forks
 from mcore_rl.process.command_line import parse_arguments
-from mcore_rl.run import (
-    agent_command,
-    plan_command,
-    recipe_command,
-    report_command,
-    serve_command,
+from mcore_rl.run.command_arguments import (
+    ForkServers,
+    add_agent_arguments,
+    add_plan_arguments,
+    add_recipe_arguments,
+    add_report_arguments,
+    add_serve_arguments,
 )
 from mcore_rl.run.process_setup import run_command
 from mcore_rl.run.settings import load_settings
@@ -40,7 +41,7 @@ RECIPE_COMMANDS = {
 }
 WITH_ENGINES = ("pairs", "train", "eval")
 """Commands that start SGLang."""
-FORKS = recipe_command.ForkServers(worker_forks, engine_forks)
+FORKS = ForkServers(worker_forks, engine_forks)
 
 
 def merge(checkpoint: Path, source_hf: Path, out: Path) -> object:
@@ -56,7 +57,7 @@ AddArguments = Callable[[argparse.ArgumentParser], None]
 OTHER_COMMANDS: Mapping[str, tuple[str, AddArguments]] = {
     "plan": (
         "predict the memory of each rank and the traffic of a weight sync; start nothing",
-        plan_command.add_arguments,
+        add_plan_arguments,
     ),
     "simulate": (
         "predict how long the recipe's steps take: its real controller drives simulated GPUs",
@@ -64,11 +65,11 @@ OTHER_COMMANDS: Mapping[str, tuple[str, AddArguments]] = {
     ),
     "serve": (
         "serve a checkpoint by SGLang's OpenAI-compatible API until Ctrl-C",
-        partial(serve_command.add_arguments, merge=merge),
+        partial(add_serve_arguments, merge=merge),
     ),
     "report": (
         "report a run: accuracy before and after, samples, reward curve",
-        report_command.add_arguments,
+        add_report_arguments,
     ),
     "data": ("prepare prompts: those of a toy task, or published ones", prepare.add_arguments),
     "doctor": (
@@ -79,7 +80,7 @@ OTHER_COMMANDS: Mapping[str, tuple[str, AddArguments]] = {
     "search": ("index a corpus, and search it for agents", search_command.add_arguments),
     "agent": (
         "run episodes of an environment",
-        partial(agent_command.add_arguments, load_settings=load_settings),
+        partial(add_agent_arguments, load_settings=load_settings),
     ),
     "sandbox": ("run untrusted code for clients", sandbox_command.add_arguments),
     "translate": (
@@ -111,7 +112,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, text in RECIPE_COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, epilog=parser.epilog)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
-        recipe_command.add_arguments(command, name, FORKS, has_engines=name in WITH_ENGINES)
+        add_recipe_arguments(command, name, FORKS, has_engines=name in WITH_ENGINES)
     launch.cli.add_commands(commands, load_settings)
     for name, (text, add_arguments) in OTHER_COMMANDS.items():
         add_arguments(commands.add_parser(name, help=text, description=text))

@@ -24,9 +24,13 @@ from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import EngineAsker, HttpOptions
-from mcore_rl.run.episodes import check_episodes, episode_spec
+from mcore_rl.run.episodes import (
+    check_episodes,
+    check_node_servers,
+    episode_spec,
+    node_servers_spec,
+)
 from mcore_rl.run.inputs import list_prompt_options, open_policy
-from mcore_rl.run.node_servers import check_node_servers, node_servers_spec
 from mcore_rl.run.prompts import load_split
 from mcore_rl.run.roles.generator import make_sampling
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, TurnRecord

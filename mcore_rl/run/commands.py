@@ -51,12 +51,11 @@ from mcore_rl.run.parts import (
     share_teacher,
 )
 from mcore_rl.run.prompts import first_prompts, load_split
-from mcore_rl.run.resume import choose_checkpoint
 from mcore_rl.run.roles.advantages import StoredAdvantages
 from mcore_rl.run.roles.colocation import SharingScorer, SharingTrainer
 from mcore_rl.run.roles.generator import EngineGenerator
 from mcore_rl.run.rollouts import collector_spec, connect_rollouts
-from mcore_rl.run.startup import start_training
+from mcore_rl.run.startup import choose_checkpoint, start_training
 from mcore_rl.types import WeightVersion
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.workers.collector_worker import CollectorSpec

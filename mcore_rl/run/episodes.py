@@ -1,4 +1,7 @@
-"""Makes the specification of a recipe's episodes, and refuses unusable environments."""
+"""Makes the specifications of a recipe's episodes and of the servers beside its collectors.
+
+Refuses environments that cannot be used, and servers that would not start.
+"""
 
 import json
 import logging
@@ -12,16 +15,19 @@ from transformers import PreTrainedTokenizerBase
 from mcore_rl.agents.chat.setup import make_format_and_parser
 from mcore_rl.agents.environments.check import check as check_environment
 from mcore_rl.agents.images import ImageLimits
-from mcore_rl.config import Config
+from mcore_rl.config import Config, SandboxConfig, SearchConfig
 from mcore_rl.config.data import ImagesConfig
 from mcore_rl.logs.run_folder import RunFolder
+from mcore_rl.process.server_keys import SANDBOX_URL, SEARCH_URL
 from mcore_rl.run.images import image_marks, sees_images
-from mcore_rl.run.node_servers import stand_in_urls
+from mcore_rl.services.search.index import read_manifest
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.models.tower import read_placeholder
 from mcore_rl.workers.episodes import EpisodeSpec, make_environment_options
+from mcore_rl.workers.node_servers import NodeServersSpec
 
 _log = logging.getLogger(__name__)
+_NOWHERE = "http://127.0.0.1:1"
 
 
 def episode_spec(
@@ -87,3 +93,37 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> tuple
 
 async def _ask_nobody(path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
     raise AssertionError(f"no engine is there yet to ask {path}")
+
+
+def node_servers_spec(config: Config) -> NodeServersSpec | None:
+    """Return the servers that each collector starts; None if the recipe has none."""
+    if not (config.sandbox.is_used or config.search.is_used):
+        return None
+    search = config.search
+    if search.is_used:
+        search = replace(search, index=str(Path(search.index).absolute()))
+    start_s = config.run.startup_timeout_s
+    return NodeServersSpec(config.sandbox, search, RunFolder(config.run.dir).logs, start_s)
+
+
+def check_node_servers(config: Config) -> None:
+    """Raise ValueError if a server of the recipe would not start.
+
+    On a joined cluster, the nodes check an index that this machine lacks when they open it.
+    """
+    search = config.search
+    if search.is_used and (config.cluster.address is None or Path(search.index).exists()):
+        try:
+            read_manifest(Path(search.index))
+        except (ValueError, OSError) as error:
+            raise ValueError(f"search.index={search.index}: {error}") from None
+
+
+def stand_in_urls(sandbox: SandboxConfig, search: SearchConfig) -> Mapping[str, str]:
+    """Return placeholder addresses, by variable, so that options can be checked without servers."""
+    urls: dict[str, str] = {}
+    if sandbox.is_used:
+        urls[SANDBOX_URL] = f"{_NOWHERE}/run_code"
+    if search.is_used:
+        urls[SEARCH_URL] = f"{_NOWHERE}/retrieve"
+    return urls

@@ -13,8 +13,8 @@ from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.config import CheckpointConfig, Config
 from mcore_rl.config.secrets import dump_config
-from mcore_rl.logs import MetricsLogger
 from mcore_rl.logs.episode_log import EpisodeLog
+from mcore_rl.logs.logger import MetricsLogger
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.roles import AskTeacher, Critic, ReadSamples, Watched
 from mcore_rl.loops.sampling import SamplingOptions
@@ -22,7 +22,6 @@ from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.planning.recipe_models import read_critic
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.process.signals import StoppedEarlyError
-from mcore_rl.run.parity_check import make_parity_check
 from mcore_rl.run.roles.background import BackgroundSampler
 from mcore_rl.run.roles.colocation import (
     ALL,
@@ -34,16 +33,16 @@ from mcore_rl.run.roles.colocation import (
 )
 from mcore_rl.run.roles.generator import EngineGenerator, rollout_of_evaluations
 from mcore_rl.run.roles.groups import OpenPrompts
-from mcore_rl.run.roles.train_speed import TrainSpeed
 from mcore_rl.run.roles.trainer import (
     PackedCritic,
     PackedStoredTrainer,
     PackedTokenTrainer,
     Packing,
+    TrainSpeed,
 )
 from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.run.rollouts import Rollouts
-from mcore_rl.run.startup import Started
+from mcore_rl.run.startup import Started, make_parity_check
 from mcore_rl.types import WeightVersion
 from mcore_rl.weight_sync.controller.strategy import TrainerRanks
 from mcore_rl.weight_sync.controller.sync import SyncController

@@ -28,8 +28,7 @@ from mcore_rl.config import (
 )
 from mcore_rl.config.tree import mappings_under, value_of
 from mcore_rl.device.upstream import megatron_needs_gpu, server_needs_gpu
-from mcore_rl.run.rehearsal_inputs import with_tiny_sections, write_inputs
-from mcore_rl.run.rehearsal_servers import smallest_servers
+from mcore_rl.run.rehearsal_inputs import smallest_servers, with_tiny_sections, write_inputs
 from mcore_rl.tasks.arithmetic import vocabulary
 from mcore_rl.tasks.tiny_models import SPECIAL_TOKENS
 from mcore_rl.weights.hf.config import ModelFacts

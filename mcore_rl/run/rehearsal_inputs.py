@@ -1,11 +1,18 @@
-"""Writes a rehearsal's tiny model and prompts: arithmetic, or questions about pictures."""
+"""Writes what a rehearsal reads: a tiny model, prompts, and an index for a small search.
+
+The prompts are arithmetic, or questions about pictures.
+"""
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config import SandboxConfig, SearchConfig
 from mcore_rl.process.disk import write_whole
+from mcore_rl.services.search.build import build_index
+from mcore_rl.services.search.layout import IndexOptions
 from mcore_rl.tasks.arithmetic import prepare_arithmetic
 from mcore_rl.tasks.shapes import prepare_shapes, vocabulary
 from mcore_rl.tasks.tiny_models import (
@@ -54,6 +61,7 @@ PROCESSORS: Mapping[str, Mapping[str, Any]] = {
 }
 """Architecture -> its preprocessor_config.json, if it differs from the one of Qwen2.5-VL."""
 ROPE = ("rope_parameters", "rope_scaling")
+_PASSAGES = tuple(f"passage {i}\nthe number {i} follows {i - 1} ." for i in range(1, 101))
 
 
 def write_inputs(tiny: Mapping[str, Any], folder: Path) -> Path:
@@ -145,3 +153,26 @@ def _select_token(key: str) -> str:
     if key.startswith("video_") or key == "vision_token_id":
         return SPECIAL_TOKENS[0]
     return IMAGE_START if "start" in key else IMAGE_END
+
+
+def smallest_servers(
+    sandbox: SandboxConfig, search: SearchConfig, folder: Path
+) -> dict[str, SandboxConfig | SearchConfig]:
+    """Return the groups `sandbox` and `search` of a rehearsal; an index is written to `folder`."""
+    if sandbox.is_used:
+        sessions = min(sandbox.max_sessions, 1)
+        sandbox = replace(sandbox, workers=1, max_sessions=sessions)
+    if search.is_used:
+        search = replace(search, index=str(_write_index(folder)), method="bm25", threads=1)
+    return {"sandbox": sandbox, "search": search}
+
+
+def _write_index(folder: Path) -> Path:
+    """Write a small corpus and its index; return the index."""
+    corpus = folder / "passages.jsonl"
+    rows = (json.dumps({"id": i, "contents": text}) for i, text in enumerate(_PASSAGES))
+    text = "".join(f"{row}\n" for row in rows)
+    if not corpus.exists() or corpus.read_text() != text:
+        write_whole(corpus, text)
+    build_index(corpus, folder / "index", IndexOptions(), None)
+    return folder / "index"

@@ -19,9 +19,13 @@ from mcore_rl.process.redaction import list_secrets
 from mcore_rl.rewards.make import make_scorer
 from mcore_rl.rewards.scorer import LOGGED_ERRORS, log_failures
 from mcore_rl.rollout.collector_pool import CollectorPool
-from mcore_rl.run.episodes import check_episodes, episode_spec
+from mcore_rl.run.episodes import (
+    check_episodes,
+    check_node_servers,
+    episode_spec,
+    node_servers_spec,
+)
 from mcore_rl.run.images import patch_maker
-from mcore_rl.run.node_servers import check_node_servers, node_servers_spec
 from mcore_rl.types import Sample, StoredBatch, StoredSample, TokenWork, TrainBatch
 from mcore_rl.types.scores import Scores
 from mcore_rl.weights.hf.config import ModelFacts

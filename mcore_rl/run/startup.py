@@ -1,6 +1,14 @@
-"""Starts the processes of a training run, one after the other where they share GPUs."""
+"""Starts a training run: its processes, from the checkpoint to continue from, with a parity check.
 
+Processes that share GPUs start one after the other. The checkpoint is the newest, or with
+newest_whole the newest intact one. The parity check compares engines with the trainer after a sync.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import TokenLoss, make_value_loss
@@ -8,8 +16,25 @@ from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
 from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.config import Config
+from mcore_rl.logs.run_folder import DAMAGED, RunFolder
 from mcore_rl.loops.training import StepOptions
+from mcore_rl.process.file_list import MANIFEST, find_fault
+from mcore_rl.process.server_keys import ServerKeys
+from mcore_rl.process.versions import find_versions
+from mcore_rl.run.images import image_marks
 from mcore_rl.run.roles.colocation import CRITIC, TRAINER, EngineMemory, SharedGpus
+from mcore_rl.run.roles.parity_check import ParityCheck, ProbeScorer
+from mcore_rl.run.roles.parity_tolerance import ParityTolerance
+from mcore_rl.types import StoredBatch, TrainBatch
+from mcore_rl.weights.hf.checksums import ByteSpan, read_manifest
+from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.weights.megatron_files.integrity import find_damage
+
+NEWEST_WHOLE = "newest_whole"
+MAX_THREADS = 8
+SHARE_BYTES = 64 << 20
+"""Bytes of a file that a thread reads in one go."""
+_COMPUTING = ("torch", "sglang", "megatron-core", "transformer-engine")
 
 
 @dataclass(frozen=True)
@@ -61,3 +86,119 @@ def start_training(config: Config, processes: RunProcesses, loss: TokenLoss) -> 
         if config.cluster.offload and config.critic.colocated:
             gpus.add(CRITIC, critic)
     return Started(trainer, critic, engines, gpus)
+
+
+def choose_checkpoint(folder: RunFolder, newest: Path | None, how: bool | str) -> Path | None:
+    """Return the checkpoint to continue from, `newest` unless `how` is NEWEST_WHOLE.
+
+    With NEWEST_WHOLE, checkpoints are read from the newest on, until one agrees with its checksums.
+    Damaged checkpoints are renamed, their damage is printed, and they count no longer. Raises
+    ValueError with the damage of each checkpoint if none is whole.
+    """
+    if newest is None or how != NEWEST_WHOLE:
+        return newest
+    damaged: dict[int, str] = {}
+    for step in reversed(folder.complete_steps()):
+        faults = filter(None, map(find_damaged_file, folder.list_parts(step)))
+        damaged[step] = next(faults, "")
+        if not damaged[step]:
+            return _move_newer(folder, damaged)
+    raise ValueError(
+        f"run.resume={NEWEST_WHOLE}: no checkpoint in {folder.checkpoints} is whole:"
+        f" {'; '.join(damaged.values())}. run.resume=false moves them aside and starts over"
+    )
+
+
+def find_damaged_file(folder: Path) -> str:
+    """Return the damage of a checkpoint's folder and the damaged file; "" if the folder is whole.
+
+    Every byte is read once, by up to MAX_THREADS threads of 4 MiB each. A checkpoint without
+    checksums cannot prove that it is whole.
+    """
+    fault = find_fault(folder)
+    if fault:
+        return fault
+    try:
+        sums = read_manifest(folder)
+    except ValueError as error:
+        return str(error)
+    if sums is None:
+        return f"{folder} has no {MANIFEST}, so nothing proves that it is whole"
+    shares = [(name, share) for name, entry in sums.items() for share in _shares(entry.spans)]
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+        found = threads.map(lambda share: find_damage(folder, *share), shares)
+        for (name, _), span in zip(shares, found, strict=True):
+            if span is not None:
+                where = f"bytes {span.start} to {span.stop}"
+                return f"{folder / name}: {where} do not agree with {MANIFEST}"
+    return ""
+
+
+def _shares(spans: tuple[ByteSpan, ...]) -> Iterator[list[ByteSpan]]:
+    """Yield the spans of a file in shares of about SHARE_BYTES."""
+    share: list[ByteSpan] = []
+    for span in spans:
+        share.append(span)
+        if span.stop - share[0].start >= SHARE_BYTES:
+            yield share
+            share = []
+    if share:
+        yield share
+
+
+def _move_newer(folder: RunFolder, damaged: dict[int, str]) -> Path:
+    """Move all checkpoints but the last of `damaged` aside, print why, and return the last."""
+    *newer, whole = damaged
+    for step in newer:
+        folder.move_damaged(step)
+        print(
+            f"{damaged[step]}: the checkpoint of step {step} is damaged and now ends in {DAMAGED};"
+            f" the run continues from step {whole}"
+        )
+    return folder.checkpoint(whole)
+
+
+def make_parity_check(
+    config: Config,
+    policy: ModelFacts,
+    started: Started,
+    scorer: ProbeScorer,
+    keys: ServerKeys,
+    fetch: Callable[[StoredBatch], TrainBatch],
+    folder: RunFolder,
+) -> ParityCheck:
+    """Return the parity check; `fetch` brings the tokens of its sequences."""
+    return ParityCheck(
+        scorer,
+        config.parity_check,
+        make_parity_tolerance(config, folder, started.trainer.device_names()),
+        config.run.call_timeout_s,
+        started.gpus.for_rollout,
+        keys,
+        fetch,
+        image_marks(policy),
+    )
+
+
+def make_parity_tolerance(
+    config: Config, folder: RunFolder, devices: Sequence[str]
+) -> ParityTolerance:
+    """Return the tolerance of the parity check; a run that continues reads what it had learned.
+
+    devices   names of the trainer ranks' GPUs; other GPUs round otherwise
+    """
+    rollout = config.rollout
+    made_by = {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "quantization": rollout.quantization,
+        "engine_ranks": rollout.engine_ranks,
+        "compiled": rollout.compiled,
+        "sglang": {name: str(value) for name, value in sorted(rollout.sglang.items())},
+        "megatron": {name: str(value) for name, value in sorted(config.train.megatron.items())},
+        "versions": find_versions(_COMPUTING),
+        "devices": list(devices),
+    }
+    return ParityTolerance(
+        config.parity_check, config.engine_precision, folder.parity_check, made_by
+    )

@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from mcore_rl.config import Config
-from mcore_rl.run.agent_command import add_arguments
+from mcore_rl.run.command_arguments import add_agent_arguments
 
 
 def test_settings_and_flags_are_taken() -> None:
@@ -16,7 +16,7 @@ def test_settings_and_flags_are_taken() -> None:
         return Config()
 
     parser = argparse.ArgumentParser()
-    add_arguments(parser, load)
+    add_agent_arguments(parser, load)
     args = parser.parse_args(["run", "recipe=tiny_agent_calculator", "a=b", "--greedy"])
     assert (args.episodes, args.greedy) == (2, True)
     with pytest.raises(ValueError, match=r"agents\.environment is not set"):

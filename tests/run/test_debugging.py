@@ -2,7 +2,7 @@
 
 from mcore_rl.config import Config
 from mcore_rl.config.tree import with_settings
-from mcore_rl.run.debugging import LONG_S, for_debugger
+from mcore_rl.run.settings import LONG_S, for_debugger
 
 
 def test_only_debug_lifts_deadlines_and_calls_the_reward_in_the_controller() -> None:

@@ -7,7 +7,7 @@ import pytest
 from mcore_rl.config import Config, RunConfig, SandboxConfig, SearchConfig
 from mcore_rl.config.run import ClusterConfig
 from mcore_rl.process.server_keys import SANDBOX_URL, SEARCH_URL
-from mcore_rl.run.node_servers import check_node_servers, node_servers_spec, stand_in_urls
+from mcore_rl.run.episodes import check_node_servers, node_servers_spec, stand_in_urls
 from mcore_rl.services.search.build import build_index
 from mcore_rl.services.search.layout import IndexOptions
 from tests.services.search.corpora import write_corpus

@@ -11,9 +11,9 @@ import pytest
 from mcore_rl.config import Config
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process import versions
-from mcore_rl.run import parity_check
-from mcore_rl.run.parity_check import make_parity_tolerance
+from mcore_rl.run import startup
 from mcore_rl.run.roles.parity_tolerance import EngineDifference
+from mcore_rl.run.startup import make_parity_tolerance
 
 GPU = ["NVIDIA H100 80GB HBM3"]
 Change = Callable[[Config], None]
@@ -66,7 +66,7 @@ def test_rounding_is_learned_anew_with_another_sglang(
     folder = RunFolder(tmp_path)
     learn(folder)
     newer = {**versions.find_versions(), "sglang": "99.0"}
-    monkeypatch.setattr(parity_check, "find_versions", lambda names: newer)
+    monkeypatch.setattr(startup, "find_versions", lambda names: newer)
     assert make_parity_tolerance(Config(), folder, GPU).limits == {}
 
 

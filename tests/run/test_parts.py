@@ -35,8 +35,7 @@ from mcore_rl.run.parts import (
     share_teacher,
 )
 from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus, SharingCritic
-from mcore_rl.run.roles.train_speed import TrainSpeed
-from mcore_rl.run.roles.trainer import PackedCritic
+from mcore_rl.run.roles.trainer import PackedCritic, TrainSpeed
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
 from mcore_rl.weight_sync.controller.sync import SyncController

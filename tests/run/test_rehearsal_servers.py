@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mcore_rl.config import SandboxConfig, SearchConfig
-from mcore_rl.run.rehearsal_servers import smallest_servers
+from mcore_rl.run.rehearsal_inputs import smallest_servers
 from mcore_rl.services.search.index import PassageIndex
 
 

@@ -8,7 +8,7 @@ import pytest
 from mcore_rl.config import Config, RunConfig
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.logs.run_folder import RunFolder
-from mcore_rl.run.resume import choose_checkpoint, find_damaged_file
+from mcore_rl.run.startup import choose_checkpoint, find_damaged_file
 from tests.support.checkpoint_folders import flip_byte, write_checkpoint
 
 

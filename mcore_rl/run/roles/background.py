@@ -14,21 +14,22 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Self
 
+from mcore_rl.config import RolloutConfig
 from mcore_rl.logs.episode_log import ABORTED, DROPPED_STALE, EpisodeLog, list_reasons
+from mcore_rl.loops.outcomes import RewardFailures
 from mcore_rl.loops.roles import ScoreLater, Watched
 from mcore_rl.loops.sampling import SamplingOptions
+from mcore_rl.process.clock import now_s
 from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.rollout.sampling_client import SamplingClient, SamplingSession
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.run.roles.finished_groups import SampleGroup
 from mcore_rl.run.roles.generator import make_sampling
 from mcore_rl.run.roles.groups import OpenPrompts, make_buffer
-from mcore_rl.run.roles.sampling_failures import SamplingFailures
-from mcore_rl.run.roles.sampling_stats import SamplingStats
 from mcore_rl.types import Prompt, StoredSample, WeightVersion
 from mcore_rl.types.scores import Scores, join_scores
 
@@ -290,3 +291,89 @@ class BackgroundSampler:
     def _notify(self) -> None:
         self._may_begin.set()
         self._may_take.set()
+
+
+class SamplingStats:
+    """Counts samples since the last step took its groups; each step starts with a new object.
+
+    failures      samples whose reward failed
+    num_silent    groups without signal, which dynamic sampling replaces
+    num_dropped   samples that were dropped because they were too stale
+    num_lost      complete samples that were lost with their collector and are sampled again
+    """
+
+    def __init__(self) -> None:
+        self._began_s = now_s()
+        self._num_groups = 0
+        self._num_samples = 0
+        self._num_tokens = 0
+        self._rewards: list[float] = []
+        self.failures = RewardFailures()
+        self.num_silent = 0
+        self.num_dropped = 0
+        self.num_lost = 0
+
+    def note(self, samples: Sequence[StoredSample], scores: Scores) -> None:
+        """Count a finished group."""
+        self._num_groups += 1
+        self._num_samples += len(samples)
+        self._num_tokens += sum(sample.response_len for sample in samples)
+        self._rewards += scores.outcomes()
+        self.failures.note(scores)
+
+    def is_replaced(self, scores: Scores, options: SamplingOptions) -> bool:
+        """Return whether to sample another group because this group has no signal.
+
+        A step replaces at most as many groups as dynamic sampling resamples in max_rounds rounds.
+        """
+        rollout = options.rollout
+        if not rollout.dynamic_sampling or options.groups_with_signal(scores):
+            return False
+        self.num_silent += 1
+        return self.num_silent <= (rollout.max_rounds - 1) * rollout.prompts_per_step
+
+    def metrics(self, rollout: RolloutConfig) -> dict[str, float]:
+        """Return the metrics so far; metrics of dynamic sampling only if the recipe has it."""
+        seconds = now_s() - self._began_s
+        metrics = {
+            "rollout/tokens_per_second": self._num_tokens / seconds,
+            "staleness/dropped": float(self.num_dropped),
+            "rollout/lost": float(self.num_lost),
+            **self.failures.metrics(),
+        }
+        if rollout.dynamic_sampling:
+            metrics |= {
+                "sampling/samples": float(self._num_samples),
+                "sampling/kept_share": 1 - self.num_silent / max(self._num_groups, 1),
+                "sampling/reward_mean": sum(self._rewards) / max(len(self._rewards), 1),
+            }
+        return metrics
+
+
+class SamplingFailures:
+    """Keeps the error since the last recovery and counts the failures in a row.
+
+    A lost engine makes many groups fail, some of them late. All failures of groups that began after
+    the same recovery count as one.
+    """
+
+    def __init__(self) -> None:
+        self.error: RolloutError | None = None
+        """Why the engines could not sample; None from a recovery to the next failure."""
+        self.num_in_row = 0
+        """Failures without a group that was sampled in between."""
+        self.num_recoveries = 0
+
+    def note(self, error: RolloutError, begun_after: int) -> None:
+        """Keep the error of a group that began when `num_recoveries` was `begun_after`."""
+        if begun_after == self.num_recoveries:
+            self.num_in_row += self.error is None
+            self.error = error
+
+    def note_success(self) -> None:
+        self.num_in_row = 0
+
+    def recover(self) -> None:
+        """Forget the error, and count the recovery."""
+        self.error = None
+        self.num_recoveries += 1

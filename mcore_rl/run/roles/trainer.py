@@ -20,7 +20,6 @@ from mcore_rl.batches.stored_batch import find_stored_sharing, in_parts
 from mcore_rl.config import CheckpointConfig, ParallelConfig, TrainConfig
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.clock import now_s
-from mcore_rl.run.roles.train_speed import TrainSpeed
 from mcore_rl.types import (
     LogprobOptions,
     StepStats,
@@ -120,6 +119,36 @@ class Packing:
         b   work of a query and a key in attention
         """
         return float(num_tokens) if self.flops is None else self.flops.count_forward([num_tokens])
+
+
+@dataclass(frozen=True)
+class TrainSpeed:
+    """Computes the speed at which the ranks of a model train.
+
+    peak_flops   the peak operations per second of a rank's GPU in bfloat16; None if it is unknown,
+                 as on a CPU
+    """
+
+    flops: ModelFlops
+    num_ranks: int
+    peak_flops: float | None
+
+    def metrics(
+        self, lens_N: Sequence[int], seconds: float, tower_tflop: float = 0.0
+    ) -> dict[str, float]:
+        """Return the metrics of a step over sequences of these lengths.
+
+        tower_tflop   operations of a vision tower in the step, 10**12
+        """
+        operations = self.flops.count_training(lens_N) + 1e12 * tower_tflop
+        flops = operations / (seconds * self.num_ranks)
+        metrics = {
+            "train/tokens_per_second_per_gpu": sum(lens_N) / (seconds * self.num_ranks),
+            "train/tflops_per_gpu": flops / 1e12,
+        }
+        if self.peak_flops is not None:
+            metrics["train/mfu"] = flops / self.peak_flops
+        return metrics
 
 
 class PackedTrainer(Generic[Batch, Share, Values]):

@@ -21,7 +21,7 @@ from mcore_rl.device import (
     peak_flops,
     synchronize,
 )
-from mcore_rl.run.roles.train_speed import TrainSpeed
+from mcore_rl.run.roles.trainer import TrainSpeed
 from mcore_rl.tools.doctor.check import (
     Check,
     Figures,

@@ -1,7 +1,7 @@
 """Failures of engines: those of one time count once, late ones not at all."""
 
 from mcore_rl.rollout.transport import RolloutError
-from mcore_rl.run.roles.sampling_failures import SamplingFailures
+from mcore_rl.run.roles.background import SamplingFailures
 
 ERROR = RolloutError("HTTP 503: down")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from mcore_rl.config import RolloutConfig
-from mcore_rl.run.roles.sampling_stats import SamplingStats
+from mcore_rl.run.roles.background import SamplingStats
 from mcore_rl.types import GroupLease, Prompt, StoredSample
 from mcore_rl.types.scores import Scores
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.run.roles.train_speed import TrainSpeed
+from mcore_rl.run.roles.trainer import TrainSpeed
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
 

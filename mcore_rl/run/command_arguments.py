@@ -1,0 +1,181 @@
+"""Arguments of the commands that train, evaluate, plan, serve and report; imports nothing heavy."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mcore_rl.config import Config
+from mcore_rl.process.gc_pause import without_collector
+from mcore_rl.process.log_files import keep_output_lasting
+from mcore_rl.process.signals import watch_for_stop_requests
+from mcore_rl.run.settings import (
+    for_debugger,
+    load_settings,
+    read_recipe,
+    take_settings,
+    with_inputs,
+)
+
+Forks = Callable[[], AbstractContextManager[None]]
+"""Within its block, processes of one kind are forked from a process that has their imports."""
+Merge = Callable[[Path, Path, Path], object]
+"""See run.serving.Merge."""
+
+
+@dataclass(frozen=True)
+class ForkServers:
+    """Starts the two processes from which a run on one machine without CUDA forks its others."""
+
+    workers: Forks
+    engines: Forks
+
+
+def add_recipe_arguments(
+    command: argparse.ArgumentParser, name: str, forks: ForkServers, *, has_engines: bool
+) -> None:
+    """Add recipe and overrides to the command `name`; `has_engines`: the command starts SGLang."""
+    take_settings(command)
+    run = partial(_run_recipe, command=name, forks=forks, has_engines=has_engines)
+    command.set_defaults(run=run, command=name)
+
+
+def _run_recipe(
+    args: argparse.Namespace, command: str, forks: ForkServers, has_engines: bool
+) -> None:
+    keep_output_lasting()
+    watch_for_stop_requests()
+    recipe, overrides = read_recipe(args.settings)
+    with ExitStack() as open_forks:
+        if recipe.cluster.address is None:
+            open_forks.enter_context(forks.workers())
+            if has_engines:
+                open_forks.enter_context(forks.engines())
+        config = with_inputs(recipe, overrides, command)
+        with without_collector():  # Ray is imported here, which --help need not wait for
+            from mcore_rl.run.commands import COMMANDS
+        COMMANDS[command](for_debugger(config))
+
+
+def add_plan_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the settings and --json."""
+    take_settings(command)
+    command.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    command.set_defaults(run=_plan)
+
+
+def _plan(args: argparse.Namespace) -> None:
+    with without_collector():
+        from mcore_rl.planning.plan import print_plan  # imports torch
+
+    if not print_plan(load_settings(args.settings, "plan"), as_json=args.json):
+        raise RuntimeError("the recipe does not fit its GPUs")
+
+
+def add_agent_arguments(
+    command: argparse.ArgumentParser, load_settings: Callable[[Sequence[str], str], Config]
+) -> None:
+    """Add the subcommand `run`."""
+    kinds = command.add_subparsers(required=True, metavar="kind")
+    text = "run episodes of a recipe with model.path, and print the conversations"
+    run = kinds.add_parser("run", help=text, description=text)
+    run.add_argument("settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides")
+    run.add_argument("--episodes", type=int, default=2, help="one for each of the first prompts")
+    run.add_argument("--greedy", action="store_true", help="take the most likely tokens")
+
+    def run_episodes(args: argparse.Namespace) -> None:
+        if args.episodes < 1:
+            raise ValueError(f"--episodes {args.episodes}: at least 1")
+        config = load_settings(args.settings, "train")
+        with without_collector():
+            from mcore_rl.run.agent import run_agent
+
+        run_agent(config, args.episodes, greedy=args.greedy)
+
+    run.set_defaults(run=run_episodes)
+
+
+def add_serve_arguments(command: argparse.ArgumentParser, merge: Merge) -> None:
+    """Add the checkpoint and the options of the server.
+
+    merge   merges a Megatron checkpoint into a HuggingFace directory
+    """
+    command.add_argument(
+        "checkpoint", type=Path, help="HuggingFace directory, or a Megatron checkpoint"
+    )
+    command.add_argument(
+        "--source-hf",
+        type=Path,
+        help="for a Megatron checkpoint: the HuggingFace directory that its run began from",
+    )
+    for name in ("tp", "ep", "pp"):
+        command.add_argument(f"--{name}", type=int, default=1, help="size in SGLang (%(default)s)")
+    command.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="auto: as in config.json (%(default)s)",
+    )
+    command.add_argument(
+        "--grammar-backend",
+        choices=("none", "xgrammar"),
+        help="honor response_format and forced tool calls (on a GPU xgrammar, otherwise none)",
+    )
+    command.add_argument("--kv-cache-len", type=int, default=65536, help="tokens (%(default)s)")
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    command.add_argument("--port", type=int, default=30000, help="(%(default)s)")
+    command.add_argument(
+        "--key-file",
+        type=Path,
+        help="file of mode 600 with the key that requests must bring; without, they need none",
+    )
+    command.add_argument(
+        "--log", type=Path, default=Path("serve.log"), help="SGLang's log file (%(default)s)"
+    )
+    command.add_argument(
+        "--ask", default="", metavar="QUESTION", help="ask this once the server is up"
+    )
+    command.add_argument("--once", action="store_true", help="stop after the answer")
+    command.add_argument("--startup-timeout-s", type=float, default=1800.0, help="(%(default)s)")
+    command.set_defaults(run=partial(_serve, merge=merge))
+
+
+def _serve(args: argparse.Namespace, merge: Merge) -> None:
+    from mcore_rl.rollout.engine_spec import EngineSpec
+    from mcore_rl.rollout.served_models import find_dtype
+    from mcore_rl.run.serving import find_model, make_serving_keys, run_server
+
+    if args.once and not args.ask:
+        raise ValueError("--once ends after the answer to a question: give --ask")
+    keep_output_lasting()
+
+    model = find_model(args.checkpoint, args.source_hf, merge)
+    spec = EngineSpec(
+        model_path=str(model),
+        log_path=str(args.log),
+        dtype=find_dtype(args.dtype, model, "--dtype"),
+        tp=args.tp,
+        ep=args.ep,
+        pp=args.pp,
+        kv_cache_len=args.kv_cache_len,
+        tokenizer=True,
+        host=args.host,
+        port=args.port,
+        keys=make_serving_keys(args.key_file, args.host),
+        extra_args=("--grammar-backend", args.grammar_backend) if args.grammar_backend else (),
+    )
+    run_server(spec, args.ask, args.once, args.startup_timeout_s)
+
+
+def add_report_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the folder of a run."""
+    command.add_argument("run_dir", type=Path)
+    command.set_defaults(run=_report)
+
+
+def _report(args: argparse.Namespace) -> None:
+    from mcore_rl.logs.run_report import make_report
+
+    make_report(args.run_dir)
