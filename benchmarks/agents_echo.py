@@ -13,7 +13,7 @@ import orjson
 from aiohttp import web
 
 from agents_lag import Lag
-from mcore_rl.agents.gateway import collect_garbage_rarely
+from mcore_rl.agents.gateway.gateway import collect_garbage_rarely
 
 
 async def main() -> None:

@@ -14,7 +14,7 @@ import psutil
 
 from agents_lag import Lag
 from agents_recorder import check, open_recorders
-from mcore_rl.agents.gateway import Gateway, collect_garbage_rarely
+from mcore_rl.agents.gateway.gateway import Gateway, collect_garbage_rarely
 
 
 async def main() -> None:

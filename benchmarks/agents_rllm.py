@@ -19,7 +19,7 @@ import uvloop
 from rllm_model_gateway.models import GatewayConfig, WorkerConfig
 from rllm_model_gateway.server import create_app
 
-from mcore_rl.agents.gateway import collect_garbage_rarely
+from mcore_rl.agents.gateway.gateway import collect_garbage_rarely
 
 
 async def main() -> None:

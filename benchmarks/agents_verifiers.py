@@ -22,7 +22,7 @@ from verifiers.v1.session import RolloutSession
 from verifiers.v1.task import TaskData
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 
-from mcore_rl.agents.gateway import collect_garbage_rarely
+from mcore_rl.agents.gateway.gateway import collect_garbage_rarely
 
 
 def make_session(engine_url: str, number: int) -> RolloutSession:

@@ -5,7 +5,7 @@
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.logs import PhaseTimer
+from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.rl import make_step_options, run_evaluation, run_step, save_checkpoint
 from mcore_rl.loops.roles import Roles
 from mcore_rl.loops.sampling import SamplingOptions

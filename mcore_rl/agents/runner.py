@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from mcore_rl.agents.environments.adapters import is_program
 from mcore_rl.agents.environments.environment import EnvironmentLostError, EpisodeError, Step
 from mcore_rl.agents.environments.pool import EnvironmentPool, OpenEpisode, make_task_fields
-from mcore_rl.agents.gateway import Gateway
+from mcore_rl.agents.gateway.gateway import Gateway
 from mcore_rl.agents.images import MessageImages, SeeingFormat, Sight, make_prompt_messages
 from mcore_rl.agents.messages import (
     Answer,

@@ -13,13 +13,8 @@ from mcore_rl.agents.chat.setup import make_format_and_parser
 from mcore_rl.agents.environments.adapters import is_program
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.worker_process import EnvironmentOptions
-from mcore_rl.agents.gateway import (
-    AdmissionOptions,
-    FreeKv,
-    Gateway,
-    GatewayOptions,
-    collect_garbage_rarely,
-)
+from mcore_rl.agents.gateway.admission import AdmissionOptions, FreeKv, GatewayOptions
+from mcore_rl.agents.gateway.gateway import Gateway, collect_garbage_rarely
 from mcore_rl.agents.images import ImageLimits, Sight
 from mcore_rl.agents.messages import keep_last_answers
 from mcore_rl.agents.recorder import EpisodeLimits, SampleTurn, TurnRequest

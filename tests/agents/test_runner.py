@@ -10,7 +10,8 @@ import pytest
 from mcore_rl.agents.chat.chat_format import ChatFormat
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.worker_process import EnvironmentOptions
-from mcore_rl.agents.gateway import AdmissionOptions, Gateway, GatewayOptions
+from mcore_rl.agents.gateway.admission import AdmissionOptions, GatewayOptions
+from mcore_rl.agents.gateway.gateway import Gateway
 from mcore_rl.agents.messages import (
     Answer,
     CallAttempt,

@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.secrets import dump_config, remember_secrets
-from mcore_rl.logs import MetricsLogger, sinks
+from mcore_rl.logs import sinks
+from mcore_rl.logs.logger import MetricsLogger
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process import redaction
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from mcore_rl.logs import MetricsLogger
+from mcore_rl.logs.logger import MetricsLogger
 from mcore_rl.logs.run_report import make_report
 from mcore_rl.process.disk import DiskFullError
 from mcore_rl.types.scores import Scores

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mcore_rl.logs import MetricsLogger
+from mcore_rl.logs.logger import MetricsLogger
 from mcore_rl.logs.sinks import TensorBoard
 
 CONFIG = {"run": {"seed": 3}, "algorithm": {"loss": "ppo_clip"}}

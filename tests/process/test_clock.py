@@ -1,6 +1,6 @@
 """The clock that a simulation replaces."""
 
-from mcore_rl.logs import PhaseTimer
+from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.process.clock import now_s, replace_clock
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import aiohttp
 import openai
 
-from mcore_rl.agents.gateway import EpisodeChat, Gateway, GatewayOptions, Session
+from mcore_rl.agents.gateway.admission import GatewayOptions
+from mcore_rl.agents.gateway.gateway import Gateway
+from mcore_rl.agents.gateway.sessions import EpisodeChat, Session
 
 DEADLINE_S = 30.0
 

@@ -11,7 +11,7 @@ from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import AlgorithmConfig, Config
-from mcore_rl.logs import PhaseTimer
+from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.rl import run_step
 from mcore_rl.loops.roles import Roles
 from mcore_rl.loops.sampling import SamplingOptions

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.logs import MetricsLogger
+from mcore_rl.logs.logger import MetricsLogger
 from mcore_rl.types import Prompt, Sample, StoredSample, VersionSpan, WeightVersion
 from mcore_rl.types.scores import Scores
 from tests.support.laid_out import refer_to

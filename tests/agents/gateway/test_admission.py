@@ -8,8 +8,9 @@ import aiohttp
 import openai
 import pytest
 
-from mcore_rl.agents.gateway import Gateway, GatewayOptions, OverloadedError
-from mcore_rl.agents.gateway.admission import Admission, AdmissionOptions
+from mcore_rl.agents.gateway.admission import Admission, AdmissionOptions, GatewayOptions
+from mcore_rl.agents.gateway.gateway import Gateway
+from mcore_rl.agents.gateway.sessions import OverloadedError
 from tests.support.episode_chats import RecordingChat
 from tests.support.gateways import DEADLINE_S, in_session, openai_client, post, until
 

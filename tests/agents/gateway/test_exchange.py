@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 
-from mcore_rl.agents.gateway import OverloadedError
 from mcore_rl.agents.gateway.api import BadRequestError
 from mcore_rl.agents.gateway.exchange import parse_object
+from mcore_rl.agents.gateway.sessions import OverloadedError
 from tests.support.episode_chats import RecordingChat
 from tests.support.gateways import (
     CuttingProxy,

@@ -9,10 +9,9 @@ from typing import Any
 import openai
 import pytest
 
-from mcore_rl.agents.gateway import OverloadedError
 from mcore_rl.agents.gateway.admission import GatewayOptions
 from mcore_rl.agents.gateway.gateway import Gateway
-from mcore_rl.agents.gateway.sessions import OpenSession
+from mcore_rl.agents.gateway.sessions import OpenSession, OverloadedError
 from mcore_rl.agents.messages import ConversationError, EndReason, EpisodeEndedError
 from tests.support.episode_chats import RecordingChat
 from tests.support.gateways import in_session, open_gateway, openai_client, post
