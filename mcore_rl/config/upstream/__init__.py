@@ -26,9 +26,14 @@ from mcore_rl.config.upstream.fields import (
     is_installed,
     read_fields,
 )
-from mcore_rl.config.upstream.owned_megatron import DDP_RULES, OPTIMIZER_RULES, TRANSFORMER_RULES
-from mcore_rl.config.upstream.owned_sglang import ROLLOUT_RULES, SERVED_RULES
-from mcore_rl.config.upstream.rules import Rules
+from mcore_rl.config.upstream.owned import (
+    DDP_RULES,
+    OPTIMIZER_RULES,
+    ROLLOUT_RULES,
+    SERVED_RULES,
+    TRANSFORMER_RULES,
+    Rules,
+)
 from mcore_rl.config.upstream.values import fits, is_code, problem_on_command_line
 
 Passed = Mapping[str, Any]

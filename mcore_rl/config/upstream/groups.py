@@ -13,7 +13,7 @@ from mcore_rl.config.upstream import (
     Passed,
     check_passed,
 )
-from mcore_rl.config.upstream.owned_megatron import READ_WITH_FULL
+from mcore_rl.config.upstream.owned import READ_WITH_FULL
 
 
 def check_training(group: str, parallel: str, options: UpdatesConfig, policy: TrainConfig) -> None:

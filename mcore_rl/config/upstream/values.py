@@ -1,4 +1,4 @@
-"""Tells whether a value of a recipe fits an upstream field, and spells it for SGLang's command line."""
+"""Says whether a value fits an upstream field, and how SGLang's command line spells the value."""
 
 import ast
 import json

@@ -7,7 +7,7 @@ recipe does without, and why.
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_rl.config.upstream.owned_megatron import TRANSFORMER_RULES
+from mcore_rl.config.upstream.owned import TRANSFORMER_RULES
 from mcore_rl.tools.translate.slime_training import (
     first_given,
     translate_algorithm,

@@ -11,7 +11,7 @@ from mcore_rl.config.upstream import (
     OpenGroup,
 )
 from mcore_rl.config.upstream.fields import read_fields
-from mcore_rl.config.upstream.rules import Rules, with_reason
+from mcore_rl.config.upstream.owned import Rules, with_reason
 
 OWNERS = {"parallel": "parallel", "optimizer": "train.optimizer", "engine": "rollout"}
 
