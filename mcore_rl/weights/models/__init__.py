@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_VL
-from mcore_rl.weights.models.glm4 import GLM4_MOE, GLM4V_MOE
+from mcore_rl.weights.models.glm4_minimax import GLM4_MOE, GLM4V_MOE, MINIMAX_M2
 from mcore_rl.weights.models.gpt_oss import GPT_OSS
-from mcore_rl.weights.models.minimax_m2 import MINIMAX_M2
 from mcore_rl.weights.models.qwen_llama_mixtral import (
     LLAMA,
     MIXTRAL,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_rl.weights.layouts.strided import cut_view
+from mcore_rl.weights.layouts.copy_recorder import cut_view
 
 
 def copy_by_shards(whole: Tensor, view: Tensor) -> tuple[Tensor, int]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.weights.models.glm4 import GLM4_MOE
+from mcore_rl.weights.models.glm4_minimax import GLM4_MOE
 
 CONFIG = json.loads(Path("recipes/model/glm_4_5_air/config.json").read_text())
 

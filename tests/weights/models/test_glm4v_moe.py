@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.models import refuse_unsupported
-from mcore_rl.weights.models.glm4 import GLM4V_MOE, make_glm4v_options, read_glm4v_sizes
+from mcore_rl.weights.models.glm4_minimax import GLM4V_MOE, make_glm4v_options, read_glm4v_sizes
 from tests.support.tiny_glm4v import write_glm4v_model
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.weights.models.minimax_m2 import MINIMAX_M2
+from mcore_rl.weights.models.glm4_minimax import MINIMAX_M2
 from tests.support.layout_strategies import NORMALIZED
 from tests.support.megatron_layout import model_config
 

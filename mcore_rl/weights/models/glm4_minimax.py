@@ -1,6 +1,7 @@
-"""GLM-4.5 and GLM-4.6, and GLM-4.5V, which sees images.
+"""GLM-4.5, GLM-4.6 and MiniMax-M2, and GLM-4.5V, which sees images.
 
-The rotary embedding rotates half of each head, experts are chosen with a bias, some experts are
+The rotary embedding rotates a part of each head, half of it in GLM-4.5, and experts are chosen with
+a bias. MiniMax-M2 normalizes queries and keys over all heads together. In GLM-4.5 some experts are
 shared, and the first layers are dense. GLM-4.5V is the language model of GLM-4.5 with a rotary
 embedding of three axes, and a tower:
 
@@ -21,8 +22,11 @@ from mcore_rl.weights.models.settings import (
     BIASED_SIGMOID,
     PLAIN_SETTINGS,
     find_group_refusal,
+    find_rope_theta_refusal,
     is_after_dense_layers,
+    is_any_layer,
     make_base_options,
+    make_expert_options,
     make_grouped_query_options,
     make_shared_expert_options,
     match_mtp_names,
@@ -132,12 +136,12 @@ def make_glm4v_options(config: HfConfig) -> dict[str, Any]:
     }
 
 
-def _read_rotary_share(config: HfConfig) -> float:
+def _read_glm4_rotary_share(config: HfConfig) -> float:
     return read_rotary_share(config, default=0.5)
 
 
 def find_glm4v_refusal(config: HfConfig) -> str:
-    rotated = int(read_glm4v_sizes(config)["head"] * _read_rotary_share(config))
+    rotated = int(read_glm4v_sizes(config)["head"] * _read_glm4_rotary_share(config))
     return (
         find_group_refusal(config, scored_by=2)
         or tower.find_section_refusal(config, rotated)
@@ -154,7 +158,62 @@ GLM4V_MOE = Family(
     {**GLM4_MOE.supported, "use_qk_norm": (False,)},
     rope_types=("default", "mrope"),
     refusal=find_glm4v_refusal,
-    rotary_share=_read_rotary_share,
+    rotary_share=_read_glm4_rotary_share,
     explicit=GLM4_MOE.explicit,
     tied={"lm_head.weight": tower.LANGUAGE + "embed_tokens.weight"},
+)
+
+
+def read_minimax_sizes(config: HfConfig) -> Mapping[str, int]:
+    return {
+        **read_base_sizes(config),
+        **read_grouped_query_sizes(config, qk_norm="projection"),
+        "experts": need(config, "num_local_experts", "num_experts"),
+        "expert_ffn": need(config, "intermediate_size"),
+    }
+
+
+def make_minimax_options(config: HfConfig) -> dict[str, Any]:
+    return {
+        **make_base_options(config),
+        **make_grouped_query_options(read_minimax_sizes(config)),
+        **make_expert_options(config, read_minimax_sizes(config)),
+        **BIASED_SIGMOID,
+    }
+
+
+def _find_minimax_refusal(config: HfConfig) -> str:
+    if any(kind != 1 for kind in config.get("attn_type_list") or ()):
+        return "attn_type_list has kinds of attention other than 1, softmax attention"
+    return find_rope_theta_refusal(config)
+
+
+def _read_minimax_rotary_share(config: HfConfig) -> float:
+    head = read_minimax_sizes(config)["head"]
+    rotated = config.get("rotary_dim") or head
+    return read_rotary_share(config, default=rotated / head)
+
+
+MINIMAX_M2 = Family(
+    "MiniMaxM2ForCausalLM",
+    (
+        *rules.MODEL,
+        *rules.GROUPED_QUERY_ATTENTION,
+        *rules.NUMBERED_EXPERTS,
+        rules.make_expert_bias_rule("block_sparse_moe.e_score_correction_bias"),
+    ),
+    read_minimax_sizes,
+    is_any_layer,
+    make_minimax_options,
+    {
+        **PLAIN_SETTINGS,
+        "use_qk_norm": (True,),
+        "qk_norm_type": ("per_layer",),
+        "use_routing_bias": (True,),
+        "scoring_func": ("sigmoid",),
+        "shared_intermediate_size": (0,),
+    },
+    refusal=_find_minimax_refusal,
+    rotary_share=_read_minimax_rotary_share,
+    explicit=("num_key_value_heads", "head_dim"),
 )
