@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from mcore_rl.services.search.bm25 import words_of
 from mcore_rl.services.search.build import build_index
 from mcore_rl.services.search.index import PassageIndex
 from mcore_rl.services.search.layout import IndexOptions, read_lines
+from mcore_rl.services.search.methods import words_of
 from mcore_rl.tasks.search_questions import make_encyclopedia, query_of, split_questions
 from search_rivals import RIVALS, install_tantivy
 

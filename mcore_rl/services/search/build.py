@@ -17,7 +17,6 @@ import numpy as np
 
 from mcore_rl.process.disk import report_full_disk
 from mcore_rl.process.file_lock import LockedError, hold_lock
-from mcore_rl.services.search.bm25 import build_bm25
 from mcore_rl.services.search.layout import (
     MANIFEST,
     OFFSETS,
@@ -34,6 +33,7 @@ from mcore_rl.services.search.layout import (
     sync_folder,
     write_json,
 )
+from mcore_rl.services.search.methods import build_bm25
 
 Report = Callable[[int, int], None]
 """Gets the bytes of the corpus that are done, and how many there are."""

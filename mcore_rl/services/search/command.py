@@ -21,8 +21,8 @@ from mcore_rl.services.search.layout import (
 )
 
 if TYPE_CHECKING:
-    from mcore_rl.services.search.dense import DenseShards
     from mcore_rl.services.search.index import Retriever
+    from mcore_rl.services.search.methods import DenseShards
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -101,7 +101,7 @@ def _add_sources(command: argparse.ArgumentParser) -> None:
 
 def run_build(args: argparse.Namespace) -> None:
     from mcore_rl.services.search.build import Encode, build_index
-    from mcore_rl.services.search.dense import Encoder, build_dense, refuse_missing_faiss
+    from mcore_rl.services.search.methods import Encoder, build_dense, refuse_missing_faiss
 
     encoder = None
     encode: Encode | None = None
@@ -218,8 +218,8 @@ def _open_web(args: argparse.Namespace) -> "Retriever":
 
 
 def _open_vectors(index: Path, method: str) -> "DenseShards":
-    from mcore_rl.services.search.dense import DenseShards, Encoder, refuse_missing_faiss
     from mcore_rl.services.search.index import read_manifest, read_options
+    from mcore_rl.services.search.methods import DenseShards, Encoder, refuse_missing_faiss
 
     encoder = read_options(index).encoder
     if encoder is None:

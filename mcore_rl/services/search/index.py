@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mcore_rl.services.search.bm25 import Bm25Shard
 from mcore_rl.services.search.layout import (
     MANIFEST,
     OFFSETS,
@@ -27,6 +26,7 @@ from mcore_rl.services.search.layout import (
     compute_digest,
     name_shard_folder,
 )
+from mcore_rl.services.search.methods import Bm25Shard
 
 RANK_OFFSET = 60
 """Constant k of reciprocal rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009)."""

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.services.search.bm25 import (
+from mcore_rl.services.search.index import RANK_OFFSET, fuse
+from mcore_rl.services.search.methods import (
     K1,
     STOP_WORDS,
     B,
@@ -19,7 +20,6 @@ from mcore_rl.services.search.bm25 import (
     hash_words,
     words_of,
 )
-from mcore_rl.services.search.index import RANK_OFFSET, fuse
 from tests.services.search.corpora import random_texts
 
 

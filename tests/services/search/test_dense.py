@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mcore_rl.services.search.build import build_index
-from mcore_rl.services.search.dense import DenseShards, Encoder, build_dense, refuse_missing_faiss
 from mcore_rl.services.search.index import PassageIndex
 from mcore_rl.services.search.layout import EncoderOptions, IndexOptions, name_shard_folder
+from mcore_rl.services.search.methods import DenseShards, Encoder, build_dense, refuse_missing_faiss
 from mcore_rl.tasks.tiny_models import make_word_tokenizer
 from tests.services.search.corpora import random_texts, write_corpus
 
