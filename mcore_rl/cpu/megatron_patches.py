@@ -263,7 +263,7 @@ def use_fused_adam() -> None:
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
-    from mcore_rl.cpu.adam import FusedAdam
+    from mcore_rl.cpu.te_workalike import FusedAdam
     from mcore_rl.device.training_patches import step_in_parts
 
     optimizer.Adam = distrib_optimizer.Adam = step_in_parts(FusedAdam)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.cpu.adam import FusedAdam
+from mcore_rl.cpu.te_workalike import FusedAdam
 
 OPTIONS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.cpu.adam import FusedAdam
+from mcore_rl.cpu.te_workalike import FusedAdam
 from mcore_rl.device.training_patches import step_in_parts
 
 BFLOAT16 = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}

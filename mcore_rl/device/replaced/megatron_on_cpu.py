@@ -129,7 +129,7 @@ PATCHES: tuple[Patch, ...] = (
             f"{_CORE}.optimizer.distrib_optimizer.HAVE_APEX_OR_TE",
             f"{_CORE}.optimizer.distrib_optimizer.USING_APEX_OPTIMIZER",
         ),
-        by="Adam by `cpu/adam.py`",
+        by="Adam by `cpu/te_workalike.py`",
         reason="the distributed optimizer expects Transformer Engine's state layout",
         on_gpu="Transformer Engine's FusedAdam, same checkpoint layout",
         test=_FAILS,
