@@ -1,28 +1,45 @@
-"""Starts or joins Ray for the length of a run, and leaves no process behind."""
+"""Starts or joins Ray for the length of a run, and leaves no process behind.
+
+On this machine Ray starts with only the processes that a run uses, and with the run's own token:
+
+started                              left out
+gcs_server, raylet                   dashboard        a page, and the agents' modules for the page
+agent and runtime-env agent          log monitor      carries the ranks' output to the controller
+ranks                                monitor          starts and ends machines (autoscaler)
+
+A run writes the output of its ranks to files, and its machines are fixed.
+
+Ray itself writes the token to ~/.ray/auth_token with the mode that umask leaves, usually 0644:
+anyone who can read the token can have Ray run any program as this user. Without a writable home, as
+under an arbitrary user id in a container, the token goes to the run's own folder.
+"""
 
 import logging
 import math
 import os
+import secrets
 import shutil
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import psutil
 import ray
+import ray._private.node
+import ray._private.utils
 import ray._private.worker
 from ray._private import ray_constants
 from ray.job_config import JobConfig
 
-from mcore_rl.cluster import watchdog
+from mcore_rl.cluster import watchdog, worker_setup
 from mcore_rl.cluster.environment import select_worker_variables, set_defaults
-from mcore_rl.cluster.local_ray import keep_own_token, leave_processes_out
 from mcore_rl.cluster.nodes import wait_for_nodes
 from mcore_rl.cluster.process_tags import OPEN, ignore_interrupts, make_ray_temp_dir, tag_processes
 from mcore_rl.config import ClusterConfig
@@ -42,6 +59,10 @@ TOKEN_HINT = (
     "it wants another token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the"
     " cluster's (by default ~/.ray/auth_token)"
 )
+_BY_USER = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_PATH = "RAY_AUTH_TOKEN_PATH"
+LEFT_OUT = ("start_api_server", "start_log_monitor", "start_monitor")
+"""Methods of Ray's Node; each starts a process that only the other left-out processes need."""
 
 
 class SafeJob(JobConfig):
@@ -55,6 +76,14 @@ class SafeJob(JobConfig):
     def _serialize(self) -> str:
         self._py_driver_sys_path.clear()
         return super()._serialize()
+
+
+class RayLostError(SystemExit):
+    """A process of Ray died that this process had started, and with it the ranks.
+
+    The error derives from SystemExit so that nothing catches it: any further call to Ray would
+    hang.
+    """
 
 
 @contextmanager
@@ -87,14 +116,6 @@ def open_ray_session(
     ):
         _start(config, num_cpus, temp_dir)
         yield
-
-
-class RayLostError(SystemExit):
-    """A process of Ray died that this process had started, and with it the ranks.
-
-    The error derives from SystemExit so that nothing catches it: any further call to Ray would
-    hang.
-    """
 
 
 def _start(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> None:
@@ -287,3 +308,96 @@ def _kill_all(seconds: float, session: Path | None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+@contextmanager
+def keep_own_token(folder: Path) -> Iterator[None]:
+    """Make ~/.ray/auth_token, or a file in `folder`, with mode 0600, unless the user names a token.
+
+    A token that other users can read gets mode 0600, and a warning says so.
+    """
+    if any(os.environ.get(name) for name in _BY_USER) or _keep_at_home():
+        yield
+        return
+    path = folder / "token"
+    _write(path)
+    with set_variables({_PATH: str(path)}):
+        yield
+
+
+def _keep_at_home() -> bool:
+    """Return whether Ray finds a token in HOME that only this user can read."""
+    home = os.environ.get("HOME")  # Ray looks there alone.
+    if not home:
+        return False
+    path = Path(home, ".ray", "auth_token")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            _write(path)
+        found = path.stat()
+        if found.st_mode & 0o077:
+            path.chmod(0o600)
+            _log.warning(
+                "%s had mode %o, so that other users could read it, and has 600 now; if others use"
+                " this machine, remove it while no Ray runs, and the next run makes another",
+                path,
+                found.st_mode & 0o777,
+            )
+        return found.st_uid == os.geteuid() and os.access(path, os.R_OK)
+    except OSError:
+        return False
+
+
+def _write(path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w") as file:
+        file.write(_make_token())
+
+
+@cache
+def _make_token() -> str:
+    """Return the process's token of 256 bits, which Ray reads once and keeps."""
+    return secrets.token_hex(32)
+
+
+@contextmanager
+def leave_processes_out() -> Iterator[None]:
+    """Have Ray start within the block without the processes of LEFT_OUT and dashboard modules.
+
+    With the dashboard's modules, as `ray[default]` has them, the agents start two seconds later and
+    keep a core busy meanwhile.
+    """
+    replaced: list[tuple[Any, str, Any]] = [
+        (ray._private.node.Node, name, _start_nothing) for name in LEFT_OUT
+    ]
+    replaced.append((ray._private.utils, "get_dashboard_dependency_error", _refuse_dashboard))
+    node = ray._private.node.Node
+    replaced.append((node, "start_raylet", _use_quick_setup(node.start_raylet)))
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def _use_quick_setup(start_raylet: Callable[..., None]) -> Callable[..., None]:
+    """Have worker_setup.py set up workers: Ray's own file imports Ray twice for each worker."""
+
+    def start(node: Any, *args: object, **kwargs: object) -> None:
+        parameters = node._ray_params
+        os.environ[worker_setup.RAYS_OWN] = parameters.setup_worker_path
+        parameters.setup_worker_path = worker_setup.__file__
+        start_raylet(node, *args, **kwargs)
+
+    return start
+
+
+def _refuse_dashboard() -> ImportError:
+    return ImportError("no dashboard is wanted")
+
+
+def _start_nothing(*args: object, **kwargs: object) -> None: ...

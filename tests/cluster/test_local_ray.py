@@ -7,7 +7,7 @@ import pytest
 import ray._private.node
 import ray._private.utils
 
-from mcore_rl.cluster.local_ray import LEFT_OUT, leave_processes_out
+from mcore_rl.cluster.session import LEFT_OUT, leave_processes_out
 from mcore_rl.cluster.worker_setup import FORKS
 from tests.support.policy import ROOT
 
@@ -15,7 +15,7 @@ PROGRAM = """
 import sys
 import psutil, ray
 from contextlib import nullcontext
-from mcore_rl.cluster.local_ray import leave_processes_out
+from mcore_rl.cluster.session import leave_processes_out
 from mcore_rl.cpu.worker_forks import worker_forks
 
 @ray.remote(num_cpus=0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.cluster.local_ray import keep_own_token
+from mcore_rl.cluster.session import keep_own_token
 
 NAMES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 

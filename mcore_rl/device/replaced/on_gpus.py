@@ -213,7 +213,7 @@ EVERYWHERE: tuple[Patch, ...] = (
         test="tests/e2e/test_doors.py::test_nothing_of_a_run_on_one_machine_listens_beyond_it",
     ),
     Patch(
-        "mcore_rl.cluster.local_ray:leave_processes_out",
+        "mcore_rl.cluster.session:leave_processes_out",
         (
             "ray._private.node.Node.start_api_server",
             "ray._private.node.Node.start_log_monitor",
