@@ -30,7 +30,7 @@ def keep_write_results_in_process() -> None:
 
 
 def step_in_parts(adam: type[Any], most_elements: int = MOST_ELEMENTS) -> type[Any]:
-    """Return a subclass of an Adam, Transformer Engine's or adam.py's, whose step updates
+    """Return a subclass of an Adam, Transformer Engine's or our own, whose step updates
     `most_elements` elements at a time, or a single parameter. The values are the same.
     """
 
