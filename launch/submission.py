@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.options import LaunchOptions
-from mcore_rl.config import Config
-from mcore_rl.planning.bundles import NodeNeeds, NodeSize, plan_nodes
+from mcore_rl.config import ClusterConfig, PlanConfig, RolloutConfig
+from mcore_rl.planning.bundles import NodeNeeds, NodeSize, RunSize, plan_nodes
 
 DOCTOR = "doctor"
 """A command that runs on every node by itself, without Ray."""
@@ -54,13 +54,16 @@ class Submission:
         return self.command == DOCTOR
 
 
-def make_submission(
-    command: str, settings: Sequence[str], config: Config, options: LaunchOptions
-) -> Submission:
-    """The submission of a recipe. Raises ValueError if it needs more nodes than there are to be."""
-    gpus = config.plan.ranks_per_host if options.gpus_per_node is None else options.gpus_per_node
-    size = NodeSize(gpus, options.cpus_per_node)
-    needs = plan_nodes(config, "train" if command == DOCTOR else command, size)
+def find_needs(
+    size: RunSize,
+    rollout: RolloutConfig,
+    cluster: ClusterConfig,
+    plan: PlanConfig,
+    options: LaunchOptions,
+) -> NodeNeeds:
+    """The nodes of a job. Raises ValueError if the run needs more nodes than there are to be."""
+    gpus = plan.ranks_per_host if options.gpus_per_node is None else options.gpus_per_node
+    needs = plan_nodes(size, rollout, cluster, NodeSize(gpus, options.cpus_per_node))
     if options.nodes is not None and options.nodes < needs.nodes:
         raise ValueError(
             f"launch.nodes={options.nodes}, but the recipe needs {needs.nodes} nodes of"
@@ -69,8 +72,15 @@ def make_submission(
         )
     nodes = options.nodes or needs.nodes
     cpus = options.cpus_per_node or needs.cpus_per_node
-    needs = NodeNeeds(nodes, needs.trainer_nodes, gpus, cpus)
-    run_dir = Path(config.run.dir)
+    return NodeNeeds(nodes, needs.trainer_nodes, gpus, cpus)
+
+
+def make_submission(
+    command: str, settings: Sequence[str], run_dir: Path, needs: NodeNeeds, options: LaunchOptions
+) -> Submission:
+    """The submission of a run with its folder and nodes. Raises ValueError if the folder is
+    relative and the job runs on other machines.
+    """
     if not options.is_away:
         return Submission(command, list(settings), run_dir.absolute(), needs)
     if not run_dir.is_absolute():

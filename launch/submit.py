@@ -10,11 +10,11 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from launch.jobs import ENDED, State, SubmittedJob, find_job, remember
-from launch.submission import DOCTOR, FOLDER, Submission, make_submission
+from launch.submission import DOCTOR, FOLDER, Submission, find_needs, make_submission
 from launch.targets import TARGETS, load_launch
 from mcore_rl.config import Config
 from mcore_rl.config.secrets import dump_config
-from mcore_rl.planning.bundles import COMMANDS
+from mcore_rl.planning.bundles import COMMANDS, RunSize
 from mcore_rl.process.disk import write_whole
 from mcore_rl.process.redaction import is_secret_name, redact
 
@@ -35,7 +35,9 @@ def submit(
     command, launch, overrides, settings = split(words)
     options = load_launch(launch, overrides)
     config = load_settings([*settings, _ADDRESS], "submit")
-    submission = make_submission(command, settings, config, options)
+    size = RunSize.make(config, "train" if command == DOCTOR else command)
+    needs = find_needs(size, config.rollout, config.cluster, config.plan, options)
+    submission = make_submission(command, settings, Path(config.run.dir), needs, options)
     target = TARGETS[options.target]
     files = target.make_files(submission, options)
     for name, text in {**files, RECIPE: OmegaConf.to_yaml(dump_config(config))}.items():

@@ -80,18 +80,25 @@ class RunSize:
             if model.is_colocated and self.trainer
         }
 
+    @property
+    def trainer_gpus(self) -> int:
+        """GPUs of trainer and critic."""
+        return self.trainer + (0 if self.critic_colocated else self.critic)
+
+    def num_gpus(self, ranks_per_engine: int) -> int:
+        """GPUs of trainer, critic and the policy's engines."""
+        engine_ranks = 0 if self.engines_colocated else self.engines * ranks_per_engine
+        return self.trainer_gpus + engine_ranks
+
     def num_cpus(self, cpus_per_rank: float, ranks_per_engine: int) -> float:
         """CPUs that the command reserves in Ray."""
-        engine_ranks = 0 if self.engines_colocated else self.engines * ranks_per_engine
-        critic_ranks = 0 if self.critic_colocated else self.critic
         own = [
             model
             for role, model in self.served.items()
             if role not in self.colocated_served and model.path
         ]
         served = sum(model.engine_ranks * model.engines for model in own)
-        ranks = self.trainer + critic_ranks + engine_ranks + served
-        return cpus_per_rank * ranks
+        return cpus_per_rank * (self.num_gpus(ranks_per_engine) + served)
 
 
 Bundle = Mapping[str, float]
@@ -233,15 +240,17 @@ class NodeNeeds:
         return self.nodes - self.trainer_nodes if self.trainer_nodes else 0
 
 
-def plan_nodes(config: Config, command: str, node: NodeSize) -> NodeNeeds:
-    """The fewest nodes of that size that hold the processes of `command`.
+def plan_nodes(
+    size: RunSize, rollout: RolloutConfig, cluster: ClusterConfig, node: NodeSize
+) -> NodeNeeds:
+    """The fewest nodes of that size that hold the processes of a run.
 
     Raises ValueError naming the recipe's options and the node's size if a process fits no node.
     """
-    bundles = plan_run(RunSize.make(config, command), config.rollout, config.cluster, node.gpus)
+    bundles = plan_run(size, rollout, cluster, node.gpus)
     trainer = [*bundles.trainer, *bundles.critic]
     engines = [bundle for engine in bundles.engines + bundles.served_engines for bundle in engine]
-    if config.cluster.separate_nodes:
+    if cluster.separate_nodes:
         filled = [*_fill_nodes(trainer, node), *_fill_nodes(engines, node)]
         trainer_nodes = len(_fill_nodes(trainer, node))
     else:

@@ -3,10 +3,15 @@
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.bundles import NodeNeeds, NodeSize, plan_nodes
+from mcore_rl.planning.bundles import NodeNeeds, NodeSize, RunSize, plan_nodes
 
 JOINED = ["cluster.address=auto", "cluster.cpus_per_rank=1"]
 APART = "cluster.separate_nodes=true"
+
+
+def nodes_of(command: str, node: NodeSize, *settings: str) -> NodeNeeds:
+    config = load_recipe("tiny_moe_grpo", [*JOINED, *settings])
+    return plan_nodes(RunSize.make(config, command), config.rollout, config.cluster, node)
 
 
 @pytest.mark.parametrize(
@@ -22,18 +27,14 @@ APART = "cluster.separate_nodes=true"
     ],
 )
 def test_nodes_are_filled(settings: list[str], node: NodeSize, expected: NodeNeeds) -> None:
-    config = load_recipe("tiny_moe_grpo", [*JOINED, *settings])
-    assert plan_nodes(config, "train", node) == expected
+    assert nodes_of("train", node, *settings) == expected
 
 
 def test_a_command_counts_what_it_starts() -> None:
-    config = load_recipe("tiny_moe_grpo", [*JOINED, "rollout.engines=4"])
-    assert plan_nodes(config, "train", NodeSize(1)).nodes == 6
-    assert plan_nodes(config, "sft", NodeSize(1)).nodes == 2
-    assert plan_nodes(config, "eval", NodeSize(1)).nodes == 4
+    for command, nodes in (("train", 6), ("sft", 2), ("eval", 4)):
+        assert nodes_of(command, NodeSize(1), "rollout.engines=4").nodes == nodes
 
 
 def test_a_process_larger_than_a_node_is_refused() -> None:
-    config = load_recipe("tiny_moe_grpo", [*JOINED, "rollout.tp=4"])
     with pytest.raises(ValueError, match="needs 4 CPUs and 0 GPUs of one node, which has 2 CPUs"):
-        plan_nodes(config, "train", NodeSize(0, 2))
+        nodes_of("train", NodeSize(0, 2), "rollout.tp=4")

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.options import LaunchOptions
-from launch.submission import Submission, make_submission
+from launch.submission import DOCTOR, Submission, find_needs, make_submission
 from launch.submit import split
 from launch.targets import TARGETS, load_launch
 from mcore_rl.config.recipe import load_recipe
+from mcore_rl.planning.bundles import RunSize
 
 GOLDEN = Path(__file__).parents[1] / "launch" / "golden"
 
@@ -19,7 +20,10 @@ def prepare(words: Sequence[str]) -> tuple[Submission, LaunchOptions]:
     rest = [word for word in settings if not word.startswith("recipe=")]
     options = load_launch(launch, overrides)
     config = load_recipe(recipe, [*rest, "cluster.address=auto"])
-    return make_submission(command, settings, config, options), options
+    size = RunSize.make(config, "train" if command == DOCTOR else command)
+    needs = find_needs(size, config.rollout, config.cluster, config.plan, options)
+    run_dir = Path(config.run.dir)
+    return make_submission(command, settings, run_dir, needs, options), options
 
 
 def files_of(*words: str) -> dict[str, str]:
