@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.deployment import Deployment, make_deployment
-from mcore_rl.planning.recipe_models import read_policy
+from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.weights.plan.local import plan_recvs, plan_sends
 
 CASES: dict[str, list[str]] = {
@@ -92,7 +92,7 @@ def measure(settings: list[str], is_trainer: bool, i: int, num_samples: int) -> 
 
 def _deployment(settings: list[str]) -> Deployment:
     config = load_recipe(settings[0], settings[1:])
-    return make_deployment(config, read_policy(config.model.path))
+    return make_deployment(PlannedRun.make(config))
 
 
 def _plan(deployment: Deployment, rank: int, is_trainer: bool) -> int:

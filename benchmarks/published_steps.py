@@ -23,7 +23,7 @@ from statistics import fmean
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.recipe_models import read_models
+from mcore_rl.planning.recipe_models import read_policy
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.prediction import make_checked
 from mcore_rl.tools.simulate.simulate import simulate
@@ -203,7 +203,7 @@ def config_of(row: Published) -> Config:
 def stages(row: Published, pp: int) -> str:
     """Return layers of each pipeline stage, the larger ones in the middle; [] if all are equal."""
     recipe = load_recipe(row.recipe, [f"model.path={MODELS / row.model}"] if row.model else [])
-    num_layers = len(read_models(recipe).policy.moe_layers)
+    num_layers = len(read_policy(recipe.model.path).moe_layers)
     least, more = divmod(num_layers, pp)
     if not more:
         return "[]"
@@ -227,7 +227,7 @@ def simulate_row(row: Published) -> float:
     """Return the seconds of a step, the mean over all but the first."""
     config = config_of(row)
     config = replace(config, run=replace(config.run, steps=STEPS))
-    costs = RecipeCosts.make(config, read_models(config), ReachedShares())
+    costs = RecipeCosts.make(config, ReachedShares())
     summary = simulate(config, costs).summary
     assert summary["gpus"] == row.gpus, (summary["gpus"], row)
     return summary["step_s"]

@@ -26,7 +26,6 @@ from typing import Any
 from unittest.mock import patch
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.rollout.client import EngineSet
 from mcore_rl.rollout.collector_pool import LeastLoaded, LengthHistory
 from mcore_rl.rollout.engine_health import EngineLoad
@@ -143,7 +142,7 @@ def rollout_seconds(way: str, recipe: str, seed: int, steps: int) -> float:
     config = load_recipe(recipe, settings)
     config = make_checked(config)
     with routed(way):
-        result = simulate(config, RecipeCosts.make(config, read_models(config), ReachedShares()))
+        result = simulate(config, RecipeCosts.make(config, ReachedShares()))
     return fmean(m["time/rollout"] for step, m in result.steps.items() if step > EPOCH)
 
 

@@ -24,7 +24,6 @@ from typing import Any
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.logs.run_report import load_metrics
-from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.calibration import Calibration
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.prediction import make_checked
@@ -92,8 +91,9 @@ def predict(config: Config, calibration: Calibration, steps: int) -> dict[str, f
         run=replace(config.run, steps=steps),
         simulate=replace(config.simulate, steps=steps),
     )
-    costs = RecipeCosts.make(config, read_models(config), ReachedShares())
-    result = simulate(*calibration.apply(config, costs))
+    costs = RecipeCosts.make(config, ReachedShares())
+    simulated, costs = calibration.apply(config.simulate, costs)
+    result = simulate(replace(config, simulate=simulated), costs)
     return later_steps([{"step": step, **row} for step, row in result.steps.items()])
 
 
@@ -112,7 +112,7 @@ def main() -> None:
         for mode, settings in MODES.items():
             recipe = load_recipe("tiny_moe_grpo", [*COMMON, *layout, *settings])
             config = make_checked(recipe)
-            calibration = Calibration.measure(first, config)
+            calibration = Calibration.measure(first, config.plan, config.simulate)
             predicted = predict(config, calibration, args.steps)
             measured = later_steps(load_metrics(folders[mode]))
             found = {key: round(predicted[key] / measured[key], 3) for key in measured}

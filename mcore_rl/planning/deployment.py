@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from mcore_rl.config import ClusterConfig, Config, ParallelConfig, RolloutConfig, SyncConfig
+from mcore_rl.config import ClusterConfig, ParallelConfig, RolloutConfig, SyncConfig
+from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.layouts.layout import Layout
 from mcore_rl.weights.layouts.listed import RecordedLayouts
@@ -36,19 +37,19 @@ def record_layouts(
     return RecordedLayouts(policy.config, dtype, trainer, engines, fp8)
 
 
-def make_deployment(config: Config, policy: ModelFacts) -> Deployment:
+def make_deployment(run: PlannedRun) -> Deployment:
     """The recipe's deployment. Raises ValueError naming two sizes that do not divide."""
-    per_host = config.plan.ranks_per_host
-    rollout = config.rollout
+    per_host = run.plan.ranks_per_host
+    rollout = run.rollout
     fp8 = rollout.quantization == "fp8"
     engines = SGLangSizes.from_config(rollout)
-    recorded = record_layouts(policy, config.model.dtype, config.parallel, engines, fp8=fp8)
+    recorded = record_layouts(run.models.policy, run.dtype, run.parallel, engines, fp8=fp8)
     source = recorded.source()
     target = recorded.target()
-    first_host = 0 if config.cluster.colocated else -(-source.num_ranks // per_host)
+    first_host = 0 if run.cluster.colocated else -(-source.num_ranks // per_host)
     hosts = RegularHosts(per_host, per_host, first_host)
     engine_ranks = target.num_ranks // rollout.engines
-    relays = does_relay(config.sync, rollout, config.cluster)
+    relays = does_relay(run.sync, rollout, run.cluster)
     return Deployment(source, target, hosts, recorded.trainer.stage_ranks, engine_ranks, relays)
 
 

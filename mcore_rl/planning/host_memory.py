@@ -4,7 +4,16 @@ from dataclasses import dataclass
 
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.registry import Needs
-from mcore_rl.config import Config, PlanConfig, RolloutConfig, SandboxConfig, SearchConfig
+from mcore_rl.config import (
+    AlgorithmConfig,
+    DataConfig,
+    DriftConfig,
+    PlanConfig,
+    RolloutConfig,
+    SandboxConfig,
+    SearchConfig,
+)
+from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.weights.hf.config import ModelFacts
 
 _NUMBER = 4
@@ -32,20 +41,22 @@ class StoreMemory:
     cache_gib: float | None
 
     @staticmethod
-    def from_recipe(config: Config, policy: ModelFacts) -> "StoreMemory":
-        rollout = config.rollout
-        num_steps = config.train.epochs * config.train.mini_batches
-        experts = count_expert_bytes(policy) if config.drift.routed_experts else 0
+    def make(
+        run: PlannedRun, data: DataConfig, algorithm: AlgorithmConfig, drift: DriftConfig
+    ) -> "StoreMemory":
+        rollout = run.rollout
+        policy = run.models.policy
+        num_steps = run.train.epochs * run.train.mini_batches
+        experts = count_expert_bytes(policy) if drift.routed_experts else 0
         logprob_bytes = 2 if rollout.logprob_dtype == "bfloat16" else _NUMBER
         return StoreMemory(
             num_groups=count_groups(rollout),
             group_size=rollout.samples_per_prompt,
-            max_len=config.data.max_prompt_len + rollout.max_response_len,
-            token_bytes=count_token_bytes(needs_of(config.algorithm), num_steps, logprob_bytes)
-            + experts,
-            num_nodes=count_store_nodes(rollout, config.plan),
+            max_len=data.max_prompt_len + rollout.max_response_len,
+            token_bytes=count_token_bytes(needs_of(algorithm), num_steps, logprob_bytes) + experts,
+            num_nodes=count_store_nodes(rollout, run.plan),
             limit_gib=rollout.store_gib,
-            cache_gib=config.data.images.cache_gib if policy.family.has_tower else None,
+            cache_gib=data.images.cache_gib if policy.family.has_tower else None,
         )
 
     @property

@@ -10,14 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from mcore_rl.algo.lookup import needs_of
-from mcore_rl.config import (
-    Config,
-    ParallelConfig,
-    ServedModelConfig,
-    SyncConfig,
-    TrainConfig,
-)
+from mcore_rl.config import ParallelConfig, ServedModelConfig, SyncConfig, TrainConfig
 from mcore_rl.config.upstream import Passed
 from mcore_rl.planning.activations import (
     FLOAT32,
@@ -33,11 +26,10 @@ from mcore_rl.planning.deployment import (
     record_layouts,
 )
 from mcore_rl.planning.peak_memory import RankMemory, Side, Uses, find_peaks, name_stage
-from mcore_rl.planning.recipe_models import RecipeModels, make_critic_training
+from mcore_rl.planning.recipe_models import PlannedRun, make_critic_training
 from mcore_rl.weight_sync.buckets import bound_message_bytes
 from mcore_rl.weight_sync.transports.transport import NUM_SLOTS
 from mcore_rl.weights.box import itemsize
-from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
@@ -52,23 +44,21 @@ def count_sync_buffers(sync: SyncConfig) -> int:
     return NUM_SLOTS * bound_message_bytes(int(sync.bucket_mib * 2**20))
 
 
-def predict_engine(config: Config, policy: ModelFacts) -> list[Uses]:
+def predict_engine(run: PlannedRun) -> list[Uses]:
     """Bytes per purpose of a rank of each of an engine's pipeline stages."""
-    rollout = config.rollout
+    rollout = run.rollout
     one_engine = replace(SGLangSizes.from_config(rollout), engines=1)
-    dtype = config.model.dtype
+    policy = run.models.policy
     fp8 = rollout.quantization == "fp8"
-    target = record_layouts(policy, dtype, config.parallel, one_engine, fp8=fp8).target()
+    target = record_layouts(policy, run.dtype, run.parallel, one_engine, fp8=fp8).target()
     attention_tp = rollout.tp // rollout.attention_dp
-    size = itemsize(dtype)
+    size = itemsize(run.dtype)
     is_fp8 = str(rollout.sglang.get("kv_cache_dtype", "auto")).startswith("fp8")
     kv_size = 1 if is_fp8 else size
-    num_links = count_engine_links(
-        rollout.engines, does_relay(config.sync, rollout, config.cluster)
-    )
-    buffers = num_links * count_sync_buffers(config.sync)
-    if config.sync.verify == "destination":
-        buffers += bound_message_bytes(int(config.sync.bucket_mib * 2**20))
+    num_links = count_engine_links(rollout.engines, does_relay(run.sync, rollout, run.cluster))
+    buffers = num_links * count_sync_buffers(run.sync)
+    if run.sync.verify == "destination":
+        buffers += bound_message_bytes(int(run.sync.bucket_mib * 2**20))
     stages = []
     for stage in range(rollout.pp):
         first_rank = stage * rollout.tp
@@ -159,63 +149,57 @@ def count_parameters(
     return Parameters(dense=counts[False], expert=counts[True], frozen=frozen)
 
 
-def predict_memory(
-    config: Config, models: RecipeModels, side: Side | None = None
-) -> list[RankMemory]:
+def predict_memory(run: PlannedRun, side: Side | None = None) -> list[RankMemory]:
     """One entry per kind of rank, of one side or of all.
 
     Raises ValueError as MegatronLayout and SGLangLayout do.
     """
     ranks: list[RankMemory] = []
     if side in (None, "trainer"):
-        ranks += _predict_trainer_gpus(config, models)
-    has_critic = needs_of(config.algorithm).critic
-    if side in (None, "critic") and has_critic and not config.critic.colocated:
-        ranks += _list_own_gpus("critic", predict_critic(config, models), config.critic.parallel)
-    if side in (None, "engine") and not config.cluster.colocated:
-        ranks += _list_engine_ranks(predict_engine(config, models.policy))
+        ranks += _predict_trainer_gpus(run)
+    critic = run.critic
+    if side in (None, "critic") and critic is not None and not critic.colocated:
+        ranks += _list_own_gpus("critic", predict_critic(run), critic.parallel)
+    if side in (None, "engine") and not run.cluster.colocated:
+        ranks += _list_engine_ranks(predict_engine(run))
     return ranks
 
 
-def _predict_trainer_gpus(config: Config, models: RecipeModels) -> Iterable[RankMemory]:
-    parallel = config.parallel
-    trainer = predict_trainer(config, models)
-    shares_critic = needs_of(config.algorithm).critic and config.critic.colocated
-    critic = predict_critic(config, models) if shares_critic else []
-    engines = predict_engine(config, models.policy) if config.cluster.colocated else []
+def _predict_trainer_gpus(run: PlannedRun) -> Iterable[RankMemory]:
+    parallel = run.parallel
+    trainer = predict_trainer(run)
+    critic = predict_critic(run) if run.critic is not None and run.critic.colocated else []
+    engines = predict_engine(run) if run.cluster.colocated else []
     served = {
-        role: count_served_bytes(model)
-        for role, model in config.served_models.items()
-        if model.is_colocated
+        role: count_served_bytes(model) for role, model in run.served.items() if model.is_colocated
     }
     if critic or engines or served:
-        offload = config.cluster.offload
-        return find_peaks(parallel, offload, trainer, critic, engines, served)
+        return find_peaks(parallel, run.cluster.offload, trainer, critic, engines, served)
     return _list_own_gpus("trainer", trainer, parallel)
 
 
-def predict_trainer(config: Config, models: RecipeModels) -> list[Uses]:
+def predict_trainer(run: PlannedRun) -> list[Uses]:
     """Bytes per purpose of a trainer rank of each pipeline stage."""
     return _predict_training(
-        models.policy.config,
-        config.model.dtype,
-        config.parallel,
-        config.train,
-        expert_load=config.plan.expert_load,
-        sync_bytes=config.rollout.engines * count_sync_buffers(config.sync),
+        run.models.policy.config,
+        run.dtype,
+        run.parallel,
+        run.train,
+        expert_load=run.plan.expert_load,
+        sync_bytes=run.rollout.engines * count_sync_buffers(run.sync),
     )
 
 
-def predict_critic(config: Config, models: RecipeModels) -> list[Uses]:
+def predict_critic(run: PlannedRun) -> list[Uses]:
     """Bytes per purpose of a critic rank of each pipeline stage; the recipe has a critic."""
-    assert models.critic is not None, "a recipe with a critic was read without one"
-    train = make_critic_training(config.train, config.critic)
+    critic, model = run.critic, run.models.critic
+    assert critic is not None and model is not None, "the run has no critic"
     return _predict_training(
-        add_value_head(models.critic.config),
-        config.model.dtype,
-        config.critic.parallel,
-        replace(train, optimizer=config.critic.optimizer),
-        expert_load=config.plan.expert_load,
+        add_value_head(model.config),
+        run.dtype,
+        critic.parallel,
+        replace(make_critic_training(run.train, critic), optimizer=critic.optimizer),
+        expert_load=run.plan.expert_load,
     )
 
 

@@ -12,7 +12,6 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.algo.lookup import needs_of
 from mcore_rl.checks.algorithm import check_algorithm
 from mcore_rl.checks.sizes import check_engines, check_sizes
 from mcore_rl.config import (
@@ -30,7 +29,7 @@ from mcore_rl.planning.host_memory import StoreMemory, explain_servers
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.peak_memory import RankMemory
 from mcore_rl.planning.peak_memory import encode_ranks as memory_as_json
-from mcore_rl.planning.recipe_models import RecipeModels, read_models
+from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.planning.suggest import (
     GIB,
     Settings,
@@ -61,9 +60,8 @@ def make_memory_table(plan: PlanConfig, ranks: Sequence[RankMemory]) -> Table:
     return table
 
 
-def judge(config: Config, models: RecipeModels, ranks: Sequence[RankMemory]) -> tuple[bool, str]:
-    """Return whether all ranks fit, and a sentence that says so or names what to change."""
-    plan = config.plan
+def judge(plan: PlanConfig, ranks: Sequence[RankMemory]) -> tuple[bool, str]:
+    """Return whether all ranks fit, and a sentence that says so or what is too large."""
     large = find_too_large(plan, ranks)
     if not large:
         fullest = max(ranks, key=lambda rank: rank.num_bytes / count_available(plan, rank))
@@ -78,7 +76,7 @@ def judge(config: Config, models: RecipeModels, ranks: Sequence[RankMemory]) -> 
     return False, (
         f"does not fit: {worst.who} are {beyond:.1f} GiB beyond {plan.gpu_memory_gib:g} GiB"
         f" at their {worst.moment}; most is {worst.largest}, {worst.uses[worst.largest] / GIB:.1f}"
-        " GiB. " + _advise(suggest_settings(config, models))
+        " GiB."
     )
 
 
@@ -91,14 +89,12 @@ def _advise(settings: Settings | None) -> str:
     )
 
 
-def explain(config: Config, ranks: Sequence[RankMemory]) -> list[str]:
+def explain(run: PlannedRun, data: DataConfig, ranks: Sequence[RankMemory]) -> list[str]:
     """Three sentences with the recipe's arithmetic: layout, memory, batch."""
-    critic = config.critic if needs_of(config.algorithm).critic else None
-    batch = _explain_batch(config.data, config.rollout, config.train, config.parallel.dp_size)
     return [
-        _explain_layout(config.parallel, config.rollout, critic, config.cluster.colocated),
-        _explain_memory(config.plan, ranks),
-        batch,
+        _explain_layout(run.parallel, run.rollout, run.critic, run.cluster.colocated),
+        _explain_memory(run.plan, ranks),
+        _explain_batch(data, run.rollout, run.train, run.parallel.dp_size),
     ]
 
 
@@ -167,31 +163,34 @@ def print_plan(config: Config, as_json: bool = False) -> bool:
     """
     require(config, "model.path")
     check_algorithm(config)
-    models = read_models(config)
-    check_sizes(config, models.policy)
-    check_engines(config, models.policy)
-    deployment = make_deployment(config, models.policy)
-    summary, traffic = predict_sync(config, deployment)
-    ranks = predict_memory(config, models)
-    fits, sentence = judge(config, models, ranks)
-    stores = StoreMemory.from_recipe(config, models.policy)
+    run = PlannedRun.make(config)
+    check_sizes(config, run.models.policy)
+    check_engines(config, run.models.policy)
+    deployment = make_deployment(run)
+    summary, traffic = predict_sync(run, deployment)
+    ranks = predict_memory(run)
+    fits, sentence = judge(run.plan, ranks)
+    if not fits:
+        sentence += f" {_advise(suggest_settings(config, run))}"
+    explained = explain(run, config.data, ranks)
+    stores = StoreMemory.make(run, config.data, config.algorithm, config.drift)
+    servers = explain_servers(config.sandbox, config.search)
     if as_json:
         memory = {
             "memory": memory_as_json(ranks),
             "fits": fits,
             "verdict": sentence,
-            "explained": explain(config, ranks),
+            "explained": explained,
             "store_bytes": stores.num_bytes,
             "store_nodes": stores.num_nodes,
-            "servers": explain_servers(config.sandbox, config.search),
+            "servers": servers,
         }
         print(json.dumps(asdict(summary) | memory))
         return fits
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(make_flows_table(config.model.path, deployment, traffic, summary))
     console.print(make_comparison_table(summary))
-    console.print(make_memory_table(config.plan, ranks))
-    servers = explain_servers(config.sandbox, config.search)
-    for line in filter(None, (*explain(config, ranks), stores.explain(), servers, sentence)):
+    console.print(make_memory_table(run.plan, ranks))
+    for line in filter(None, (*explained, stores.explain(), servers, sentence)):
         console.print(line, soft_wrap=True, highlight=False)
     return fits

@@ -1,9 +1,25 @@
-"""Reads the facts about the models that a recipe trains, each model directory once."""
+"""Reads the models that a recipe trains, and picks the parts of the recipe that a plan needs.
 
+recipe, config.json  -->  PlannedRun  -->  memory of ranks, traffic of weight syncs, seconds
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mcore_rl.algo.lookup import needs_of
-from mcore_rl.config import Config, CriticConfig, TrainConfig
+from mcore_rl.config import (
+    AlgorithmConfig,
+    ClusterConfig,
+    Config,
+    CriticConfig,
+    ModelConfig,
+    ParallelConfig,
+    PlanConfig,
+    RolloutConfig,
+    ServedModelConfig,
+    SyncConfig,
+    TrainConfig,
+)
 from mcore_rl.weights.hf.config import ModelFacts
 
 
@@ -18,13 +34,13 @@ class RecipeModels:
     critic: ModelFacts | None
 
 
-def read_models(config: Config) -> RecipeModels:
-    """Raises ValueError naming the option and the file if a model is missing or not supported."""
-    policy = read_policy(config.model.path)
-    return RecipeModels(
-        policy,
-        read_critic(config.critic.path, policy) if needs_of(config.algorithm).critic else None,
-    )
+def _read_models(
+    model: ModelConfig, critic: CriticConfig, algorithm: AlgorithmConfig
+) -> RecipeModels:
+    """Return the models of a recipe, the critic only where the algorithm has one."""
+    policy = read_policy(model.path)
+    has_critic = needs_of(algorithm).critic
+    return RecipeModels(policy, read_critic(critic.path, policy) if has_critic else None)
 
 
 def read_policy(path: str) -> ModelFacts:
@@ -55,3 +71,43 @@ def make_critic_training(train: TrainConfig, critic: CriticConfig) -> TrainConfi
         megatron={**train.megatron, **critic.megatron},
         ddp={**train.ddp, **critic.ddp},
     )
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """The parts of a recipe that decide what its ranks hold and what a weight sync sends.
+
+    dtype    model.dtype
+    critic   None if the algorithm has none
+    served   models that are served beside the policy, by role
+    """
+
+    models: RecipeModels
+    dtype: str
+    parallel: ParallelConfig
+    train: TrainConfig
+    critic: CriticConfig | None
+    rollout: RolloutConfig
+    cluster: ClusterConfig
+    sync: SyncConfig
+    plan: PlanConfig
+    served: Mapping[str, ServedModelConfig]
+
+    @staticmethod
+    def make(config: Config, models: RecipeModels | None = None) -> "PlannedRun":
+        """Return the run of a recipe; without `models`, they are read.
+
+        Raises ValueError naming the option and the file if a model is missing or not supported.
+        """
+        return PlannedRun(
+            models or _read_models(config.model, config.critic, config.algorithm),
+            config.model.dtype,
+            config.parallel,
+            config.train,
+            config.critic if needs_of(config.algorithm).critic else None,
+            config.rollout,
+            config.cluster,
+            config.sync,
+            config.plan,
+            config.served_models,
+        )

@@ -5,12 +5,11 @@ from itertools import product
 from math import ceil, log2
 from typing import Any
 
-from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import Config, ParallelConfig, PlanConfig, RolloutConfig
 from mcore_rl.config.tree import Settings, value_of, with_settings
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.peak_memory import RankMemory, Side
-from mcore_rl.planning.recipe_models import RecipeModels
+from mcore_rl.planning.recipe_models import PlannedRun
 
 GIB = 2**30
 GROWTH = (1, 2, 4, 8)
@@ -35,35 +34,32 @@ def find_too_large(plan: PlanConfig, ranks: Sequence[RankMemory]) -> list[RankMe
     return [rank for rank in ranks if rank.num_bytes > count_available(plan, rank)]
 
 
-def suggest_settings(config: Config, models: RecipeModels) -> Settings | None:
-    """Options to change so that the recipe fits; None if nothing that was tried fits.
+def suggest_settings(config: Config, run: PlannedRun) -> Settings | None:
+    """Options to change so that the recipe, planned as `run`, fits; None if nothing does.
 
     Each side keeps its number of GPUs if one of its layouts fits on them, otherwise it takes the
     smallest multiple with one that does. The nearest layout has the fewest doublings and halvings.
     """
     settings: dict[str, Any] = {}
-    large = find_too_large(config.plan, predict_memory(config, models))
-    sides: list[Side] = [rank.side for rank in large]
+    sides: list[Side] = [rank.side for rank in find_too_large(run.plan, predict_memory(run))]
     for side in dict.fromkeys(sides):
         if side == "engine":
-            candidates = _list_engine_candidates(config.rollout)
+            candidates = _list_engine_candidates(run.rollout)
         else:
-            candidates = _list_trained_candidates(config, models.policy.sizes, side)
-        changes = (_select_changes(config, candidate) for candidate in candidates)
-        fitting = next((c for c in changes if _fits(config, models, c, side)), None)
-        if fitting is None:
+            candidates = _list_trained_candidates(run, side)
+        for candidate in candidates:
+            changes = _select_changes(run, candidate)
+            try:
+                changed = PlannedRun.make(with_settings(config, changes), run.models)
+                ranks = predict_memory(changed, side)
+            except ValueError:  # sizes that do not divide
+                continue
+            if not find_too_large(run.plan, ranks):
+                settings |= changes
+                break
+        else:
             return None
-        settings |= fitting
     return settings
-
-
-def _fits(config: Config, models: RecipeModels, settings: Settings, side: Side) -> bool:
-    try:
-        changed = with_settings(config, settings)
-        ranks = predict_memory(changed, models, side)
-    except ValueError:  # sizes that do not divide
-        return False
-    return not find_too_large(changed.plan, ranks)
 
 
 def _sort_by_distance(candidates: list[tuple[float, Settings]]) -> Iterator[Settings]:
@@ -90,30 +86,36 @@ def _list_engine_candidates(rollout: RolloutConfig) -> Iterator[Settings]:
         yield from _sort_by_distance(candidates)
 
 
-def _list_trained_candidates(
-    config: Config, sizes: Mapping[str, int], side: Side
-) -> Iterator[Settings]:
+def _list_trained_candidates(run: PlannedRun, side: Side) -> Iterator[Settings]:
     """Layouts of the trainer or of the critic, on as many GPUs or on a multiple of them.
 
     A critic on the trainer's GPUs gets the trainer's layout.
     """
-    now = config.parallel if side == "trainer" else config.critic.parallel
-    groups = ["parallel"] if side == "trainer" else ["critic.parallel"]
-    if side == "trainer" and needs_of(config.algorithm).critic and config.critic.colocated:
+    now = run.parallel
+    groups = ["parallel"]
+    shares = run.cluster.colocated
+    if side == "critic":
+        assert run.critic is not None, "only a critic has ranks of this side"
+        now = run.critic.parallel
+        groups = ["critic.parallel"]
+        shares = False
+    elif run.critic is not None and run.critic.colocated:
         groups.append("critic.parallel")
-    shares = side == "trainer" and (config.cluster.colocated or config.critic.colocated)
-    recomputes = list_recomputes(config.train.recompute)
+        shares = True
+    recompute_now = run.train.recompute
+    offload_now = run.cluster.offload
+    recomputes = list_recomputes(recompute_now)
+    sizes = run.models.policy.sizes
     for growth in GROWTH:
         candidates = []
-        for layout, distance in _list_layouts(
-            now, now.world_size * growth, sizes, config.plan.ranks_per_host
-        ):
+        num_ranks = now.world_size * growth
+        for layout, distance in _list_layouts(now, num_ranks, sizes, run.plan.ranks_per_host):
             settings = {
                 f"{group}.{name}": value for group in groups for name, value in layout.items()
             }
-            for recompute, offload in product(recomputes, {config.cluster.offload, shares}):
-                steps = recomputes.index(recompute) - recomputes.index(config.train.recompute)
-                away = distance + abs(steps) + (offload != config.cluster.offload)
+            for recompute, offload in product(recomputes, {offload_now, shares}):
+                steps = recomputes.index(recompute) - recomputes.index(recompute_now)
+                away = distance + abs(steps) + (offload != offload_now)
                 more = {"train.recompute": recompute, "cluster.offload": offload}
                 candidates.append((away, settings | more))
         yield from _sort_by_distance(candidates)
@@ -155,10 +157,11 @@ def _list_powers(largest: int) -> list[int]:
     return [2**n for n in range(largest.bit_length())]
 
 
-def _select_changes(config: Config, settings: Mapping[str, Any]) -> Settings:
+def _select_changes(run: PlannedRun, settings: Settings) -> Settings:
     """The settings that differ from the recipe's."""
-    sizes = {
-        "parallel.dp": config.parallel.dp_size,
-        "critic.parallel.dp": config.critic.parallel.dp_size,
-    }
-    return {k: value for k, value in settings.items() if sizes.get(k, value_of(config, k)) != value}
+
+    def read(option: str) -> Any:
+        """Return the value that the option has, even where it follows from others."""
+        return value_of(run, f"{option}_size" if option.endswith("parallel.dp") else option)
+
+    return {option: value for option, value in settings.items() if read(option) != value}

@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
-from mcore_rl.config import Config, PlanConfig, RolloutConfig, SyncConfig
 from mcore_rl.planning.deployment import Deployment, count_engine_links
 from mcore_rl.planning.memory import count_sync_buffers
+from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.weights.plan.cost import (
     GATHER_BUCKET_BYTES,
     GatherBroadcast,
@@ -68,7 +68,7 @@ class PlanSummary:
     gather_broadcast_seconds: float
 
 
-def predict_sync(config: Config, deployment: Deployment) -> tuple[PlanSummary, Traffic]:
+def predict_sync(run: PlannedRun, deployment: Deployment) -> tuple[PlanSummary, Traffic]:
     """The sync's summary, and who sends how much to whom."""
     sides = deployment.source, deployment.target, deployment.hosts
     direct = predict(*sides)
@@ -76,10 +76,7 @@ def predict_sync(config: Config, deployment: Deployment) -> tuple[PlanSummary, T
     if deployment.relays:
         traffic = predict(*sides, engine_ranks=deployment.engine_ranks)
     rival = predict_gather_broadcast(*sides, deployment.stage_ranks)
-    summary = _summarize(
-        deployment, traffic, direct, rival, config.plan, config.rollout, config.sync
-    )
-    return summary, traffic
+    return _summarize(run, deployment, traffic, direct, rival), traffic
 
 
 def find_busiest_copy(traffic: Traffic) -> int:
@@ -93,21 +90,19 @@ def predict_seconds(traffic: Traffic, link_gbps: float, memory_gbps: float) -> f
 
 
 def _summarize(
+    run: PlannedRun,
     deployment: Deployment,
     traffic: Traffic,
     direct: Traffic,
     rival: GatherBroadcast,
-    plan: PlanConfig,
-    rollout: RolloutConfig,
-    sync: SyncConfig,
 ) -> PlanSummary:
     hosts = deployment.hosts
-    link_gbps, memory_gbps = plan.link_gbps, plan.memory_gbps
-    links = count_engine_links(rollout.engines, deployment.relays)
-    buffers = _count_buffers(deployment, count_sync_buffers(sync), links)
+    link_gbps, memory_gbps = run.plan.link_gbps, run.plan.memory_gbps
+    links = count_engine_links(run.rollout.engines, deployment.relays)
+    buffers = _count_buffers(deployment, count_sync_buffers(run.sync), links)
     trainer_out = by_host(traffic.trainer.network_out, hosts.source_host)
     engine_in = by_host(traffic.engines.network_in, hosts.target_host)
-    kept = count_exchanged_bytes(traffic, hosts) if sync.delta == "always" else (0, 0)
+    kept = count_exchanged_bytes(traffic, hosts) if run.sync.delta == "always" else (0, 0)
     return PlanSummary(
         trainer_ranks=deployment.source.num_ranks,
         engine_ranks=deployment.target.num_ranks,
@@ -126,7 +121,7 @@ def _summarize(
         lower_bound_bytes=traffic.lower_bound,
         trainer_buffer_bytes=max(buffers[0]),
         engine_buffer_bytes=max(buffers[1]),
-        engine_staged_bytes=max(_count_into_engines(traffic)) if rollout.stage_weights else 0,
+        engine_staged_bytes=max(_count_into_engines(traffic)) if run.rollout.stage_weights else 0,
         trainer_kept_bytes=kept[0],
         engine_kept_bytes=kept[1],
         seconds=predict_seconds(traffic, link_gbps, memory_gbps),

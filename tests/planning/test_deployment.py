@@ -11,7 +11,7 @@ from mcore_rl.planning.deployment import (
     does_relay,
     make_deployment,
 )
-from mcore_rl.planning.recipe_models import read_policy
+from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 
 COLOCATED = {
@@ -42,7 +42,7 @@ def test_engines_of_their_own_with_staged_weights_relay(
 
 def deployment_of(recipe: str) -> Deployment:
     config = load_recipe(recipe, [])
-    return make_deployment(config, read_policy(config.model.path))
+    return make_deployment(PlannedRun.make(config))
 
 
 def test_engines_have_hosts_behind_the_trainers_unless_they_share_them() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.memory import count_sync_buffers, predict_engine
-from mcore_rl.planning.recipe_models import read_models
+from mcore_rl.planning.recipe_models import PlannedRun
 
 DEEPSEEK = "deepseek_v3_grpo_128"
 LAYERS, DENSE_LAYERS = 61, 3
@@ -14,7 +14,7 @@ LAYERS, DENSE_LAYERS = 61, 3
 
 def uses_of(*settings: str) -> dict[str, Any]:
     config = load_recipe(DEEPSEEK, list(settings))
-    (uses,) = predict_engine(config, read_models(config).policy)
+    (uses,) = predict_engine(PlannedRun.make(config))
     return uses
 
 

@@ -7,18 +7,22 @@ from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.host_memory import StoreMemory, count_groups
-from mcore_rl.planning.recipe_models import read_models
+from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
-from mcore_rl.weights.hf.config import ModelFacts
 
 
-def recipe(*overrides: str) -> tuple[Config, ModelFacts]:
-    config = load_recipe("qwen3_30b_a3b_grpo_32", list(overrides))
-    return config, read_models(config).policy
+def recipe(*overrides: str) -> Config:
+    return load_recipe("qwen3_30b_a3b_grpo_32", list(overrides))
+
+
+def plan_stores(config: Config) -> StoreMemory:
+    run = PlannedRun.make(config)
+    return StoreMemory.make(run, config.data, config.algorithm, config.drift)
 
 
 def test_a_store_keeps_as_many_bytes_as_planned() -> None:
-    config, policy = recipe("train.mini_batches=2")
+    config = recipe("train.mini_batches=2")
+    policy = PlannedRun.make(config).models.policy
     num_layers, per_token = sum(policy.moe_layers), policy.experts_per_token
     response = tuple(range(100))
     experts = torch.zeros(20 + 100 - 1, num_layers, per_token, dtype=torch.int16)
@@ -29,24 +33,19 @@ def test_a_store_keeps_as_many_bytes_as_planned() -> None:
     store.put(1, [Sample(prompt, 0, response, logprobs, "stop", spans, "", experts)])
     store.write(np.array([1]), np.array([0]), {"old_logprobs": np.zeros(120, np.float32)})
     without_last = num_layers * per_token  # experts of the last token are not known
-    assert (
-        store.num_bytes()
-        == 120 * StoreMemory.from_recipe(config, policy).token_bytes - without_last
-    )
+    assert store.num_bytes() == 120 * plan_stores(config).token_bytes - without_last
 
 
 def test_columns_are_those_that_the_algorithm_writes() -> None:
-    plain, policy = recipe("drift.routed_experts=false", "train.router_replay=none")
-    assert StoreMemory.from_recipe(plain, policy).token_bytes == 8
-    kl, _ = recipe(
-        "drift.routed_experts=false", "train.router_replay=none", "algorithm.kl.coef=0.1"
-    )
-    assert StoreMemory.from_recipe(kl, policy).token_bytes == 12
+    plain = recipe("drift.routed_experts=false", "train.router_replay=none")
+    assert plan_stores(plain).token_bytes == 8
+    kl = recipe("drift.routed_experts=false", "train.router_replay=none", "algorithm.kl.coef=0.1")
+    assert plan_stores(kl).token_bytes == 12
     kl.rollout.logprob_dtype = "bfloat16"
-    assert StoreMemory.from_recipe(kl, policy).token_bytes == 8
+    assert plan_stores(kl).token_bytes == 8
     ppo = load_recipe("mixtral_8x7b_ppo_16", [])
     experts = 32 * 2
-    memory = StoreMemory.from_recipe(ppo, read_models(ppo).policy)
+    memory = plan_stores(ppo)
     assert memory.token_bytes in (4 * 5 + experts, 4 * 6 + experts)
 
 
@@ -57,22 +56,17 @@ def test_steps_ahead_and_rounds_hold_more_groups() -> None:
         (("rollout.mode=async", "rollout.max_staleness=3"), 512),
         (("rollout.mode=sync", "rollout.dynamic_sampling=true", "rollout.oversampling=1.5"), 320),
     ):
-        assert count_groups(recipe(*overrides)[0].rollout) == groups
+        assert count_groups(recipe(*overrides).rollout) == groups
 
 
 def test_a_node_has_its_share() -> None:
-    config, policy = recipe()
-    memory = StoreMemory.from_recipe(config, policy)
+    memory = plan_stores(recipe())
     assert memory.num_nodes == 2, "four engines of four ranks"
-    assert StoreMemory.from_recipe(*recipe("rollout.tp=8", "rollout.ep=8")).num_nodes == 4
+    assert plan_stores(recipe("rollout.tp=8", "rollout.ep=8")).num_nodes == 4
     whole = 256 * 16 * (2048 + 8192) * memory.token_bytes
     assert memory.num_bytes == whole
     sentence = memory.explain()
     assert f"at most {whole / 2 / 2**30:.1f} GiB on each of 2 nodes" in sentence
     assert "files" not in sentence
-    bounded = recipe("rollout.store_gib=2.5")[0]
-    assert (
-        StoreMemory.from_recipe(bounded, policy)
-        .explain()
-        .endswith("a token). Beyond rollout.store_gib=2.5 they go to files.")
-    )
+    bounded = plan_stores(recipe("rollout.store_gib=2.5")).explain()
+    assert bounded.endswith("a token). Beyond rollout.store_gib=2.5 they go to files.")

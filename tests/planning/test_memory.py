@@ -8,7 +8,7 @@ from mcore_rl.cli import main
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.peak_memory import RankMemory
-from mcore_rl.planning.recipe_models import read_models
+from mcore_rl.planning.recipe_models import PlannedRun
 from tests.support.policy import read
 from tests.support.recipes import LARGE, plan_of
 
@@ -29,7 +29,7 @@ def test_every_recipe_fits_and_its_header_says_what_the_plan_says(recipe: str) -
 
 def predict(recipe: str, *settings: str) -> list[RankMemory]:
     config = load_recipe(recipe, list(settings))
-    return predict_memory(config, read_models(config))
+    return predict_memory(PlannedRun.make(config))
 
 
 def total(ranks: list[RankMemory], what: str, side: str = "trainer") -> float:
@@ -90,13 +90,13 @@ def test_a_reward_model_on_shared_gpus_counts_while_it_scores(tmp_path: Path) ->
 def test_a_critic_that_sees_images_counts_its_tower() -> None:
     ppo = ["algorithm.advantage=gae", "critic.parallel.pp=2"]
     config = load_recipe("qwen2_5_vl_7b_grpo_8", ppo)
-    ranks = [rank for rank in predict_memory(config, read_models(config)) if rank.side == "critic"]
+    ranks = [rank for rank in predict_memory(PlannedRun.make(config)) if rank.side == "critic"]
     first, last = ranks
     for what in ("tower's activations", "pixels"):
         assert first.uses[what] > 0 and what not in last.uses
     assert "logits and log-probs" not in last.uses
     frozen = load_recipe("qwen2_5_vl_7b_grpo_8", [*ppo, "train.vision=none"])
-    less, *_ = (r for r in predict_memory(frozen, read_models(frozen)) if r.side == "critic")
+    less, *_ = (r for r in predict_memory(PlannedRun.make(frozen)) if r.side == "critic")
     for what in ("gradients", "optimizer", "tower's activations"):
         assert less.uses[what] < first.uses[what], what
     assert less.uses["weights"] == first.uses["weights"]

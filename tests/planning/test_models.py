@@ -8,7 +8,7 @@ import pytest
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import Config, ModelConfig
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.recipe_models import read_critic, read_models, read_policy
+from mcore_rl.planning.recipe_models import PlannedRun, read_critic, read_policy
 
 QWEN = "recipes/model/qwen3_30b_a3b"
 
@@ -16,7 +16,7 @@ QWEN = "recipes/model/qwen3_30b_a3b"
 def test_a_critic_without_a_path_starts_from_the_policy() -> None:
     config = load_recipe("tiny_moe_ppo", [f"model.path={QWEN}"])
     assert needs_of(config.algorithm).critic
-    models = read_models(config)
+    models = PlannedRun.make(config).models
     assert models.critic is models.policy
     assert models.policy.path == Path(QWEN)
 
@@ -24,7 +24,7 @@ def test_a_critic_without_a_path_starts_from_the_policy() -> None:
 def test_a_critic_of_its_own_is_read_from_its_path() -> None:
     path = "recipes/model/deepseek_v3"
     config = load_recipe("tiny_moe_ppo", [f"model.path={QWEN}", f"critic.path={path}"])
-    critic = read_models(config).critic
+    critic = PlannedRun.make(config).models.critic
     assert critic is not None
     assert critic.architecture == "DeepseekV3ForCausalLM"
 
@@ -32,7 +32,7 @@ def test_a_critic_of_its_own_is_read_from_its_path() -> None:
 def test_a_recipe_without_a_critic_reads_the_policy_alone(tmp_path: Path) -> None:
     config = Config(model=ModelConfig(path=QWEN))
     config = replace(config, critic=replace(config.critic, path=str(tmp_path)))
-    assert read_models(config).critic is None
+    assert PlannedRun.make(config).models.critic is None
 
 
 def test_errors_name_the_option(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.tree import with_settings
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.peak_memory import RankMemory
-from mcore_rl.planning.recipe_models import read_models
+from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.planning.suggest import count_available, find_too_large, suggest_settings
 
 QWEN = "qwen3_30b_a3b_grpo_32"
@@ -30,12 +30,12 @@ def test_processes_take_memory_of_their_own() -> None:
 @pytest.mark.parametrize("gpu_gib", [55, 40, 30])
 def test_the_nearest_layout_fits_and_nothing_changes_without_need(gpu_gib: int) -> None:
     config = load_recipe(QWEN, [f"plan.gpu_memory_gib={gpu_gib}"])
-    models = read_models(config)
-    assert find_too_large(config.plan, predict_memory(config, models))
-    settings = suggest_settings(config, models)
+    run = PlannedRun.make(config)
+    assert find_too_large(config.plan, predict_memory(run))
+    settings = suggest_settings(config, run)
     assert settings
     changed = with_settings(config, settings)
-    assert not find_too_large(changed.plan, predict_memory(changed, read_models(changed)))
+    assert not find_too_large(changed.plan, predict_memory(PlannedRun.make(changed)))
     for key in settings.keys() - {"parallel.dp", "rollout.ep"}:  # which follow from the others
         fewer = {k: v for k, v in settings.items() if k != key}
         assert not _fits(config, fewer), f"{key} need not change"
@@ -46,7 +46,7 @@ def _fits(config: Config, settings: dict[str, Any]) -> bool:
         changed = with_settings(config, settings)
     except ValueError:
         return False
-    return not find_too_large(changed.plan, predict_memory(changed, read_models(changed)))
+    return not find_too_large(changed.plan, predict_memory(PlannedRun.make(changed)))
 
 
 def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:

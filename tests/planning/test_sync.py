@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.deployment import make_deployment
-from mcore_rl.planning.recipe_models import read_policy
+from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.planning.sync import (
     find_busiest_copy,
     make_comparison_table,
@@ -203,8 +203,9 @@ def test_a_sync_takes_as_long_as_its_busiest_link_or_copies(
 
 def test_the_summary_adds_up_and_the_tables_show_it() -> None:
     config = load_recipe("qwen3_30b_a3b_grpo_32", [])
-    deployment = make_deployment(config, read_policy(config.model.path))
-    summary, traffic = predict_sync(config, deployment)
+    run = PlannedRun.make(config)
+    deployment = make_deployment(run)
+    summary, traffic = predict_sync(run, deployment)
     assert summary.network_bytes == traffic.network_bytes
     assert summary.trainer_out_per_rank == (
         min(traffic.trainer.network_out),
@@ -233,16 +234,14 @@ def test_copies_for_differences_are_counted_per_host() -> None:
     assert without == (0, 0) and "differences" not in shown
     (trainer, engine), shown = kept("always")
     assert "kept in a host's memory for differences: trainer " in shown
-    config = load_recipe("qwen3_30b_a3b_grpo_32", [])
-    deployment = make_deployment(config, read_policy(config.model.path))
-    summary, traffic = predict_sync(config, deployment)
+    run = PlannedRun.make(load_recipe("qwen3_30b_a3b_grpo_32", []))
+    summary, traffic = predict_sync(run, make_deployment(run))
     assert trainer == summary.trainer_out_per_host[1] > 0
     assert engine * 2 >= sum(traffic.engines.network_in) > 0
 
 
 def kept(delta: str) -> tuple[tuple[int, int], str]:
-    config = load_recipe("qwen3_30b_a3b_grpo_32", [f"sync.delta={delta}"])
-    deployment = make_deployment(config, read_policy(config.model.path))
-    summary, _ = predict_sync(config, deployment)
+    run = PlannedRun.make(load_recipe("qwen3_30b_a3b_grpo_32", [f"sync.delta={delta}"]))
+    summary, _ = predict_sync(run, make_deployment(run))
     shown = str(make_comparison_table(summary).caption)
     return (summary.trainer_kept_bytes, summary.engine_kept_bytes), shown

@@ -279,9 +279,9 @@ def compare_with_plan(rank: LoneRank) -> Figures:
     Raises MissedTargetError if it is more than MEMORY_TOLERANCE away.
     """
     from mcore_rl.planning.memory import predict_memory
-    from mcore_rl.planning.recipe_models import read_models
+    from mcore_rl.planning.recipe_models import PlannedRun
 
-    [planned] = predict_memory(rank.recipe, read_models(rank.recipe), "trainer")
+    [planned] = predict_memory(PlannedRun.make(rank.recipe), "trainer")
     expected = planned.num_bytes - planned.uses.get("sync buffers", 0)  # no weights are sent
     figures: Figures = {
         "planned_gib": round(expected / 2**30, 3),

@@ -13,10 +13,9 @@ from statistics import NormalDist
 
 from omegaconf import DictConfig, OmegaConf
 
-from mcore_rl.config import Config
+from mcore_rl.config import Config, PlanConfig, SimulateConfig
 from mcore_rl.config.recipe import make_config
 from mcore_rl.logs.run_report import load_metrics
-from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.simulate import simulate
 from mcore_rl.tools.simulate.virtual_time import ReachedShares
@@ -47,8 +46,8 @@ class Calibration:
     response_spread: float
 
     @staticmethod
-    def measure(run_dir: Path, assumed: Config) -> "Calibration":
-        """Compare the last step of a run with its simulation on the hardware that is `assumed`.
+    def measure(run_dir: Path, plan: PlanConfig, simulated: SimulateConfig) -> "Calibration":
+        """Compare the last step of a run with its simulation on the hardware that is assumed.
 
         Raises ValueError if the folder has no finished step, or of another mode.
         """
@@ -60,9 +59,9 @@ class Calibration:
         config = replace(
             config,
             run=replace(config.run, steps=2),
-            plan=assumed.plan,
+            plan=plan,
             simulate=replace(
-                assumed.simulate,
+                simulated,
                 steps=2,
                 prompt_len=prompt_len,
                 response_len=lens[0],
@@ -73,7 +72,7 @@ class Calibration:
             eval=replace(config.eval, data=[], every_steps=0),
             checkpoint=replace(config.checkpoint, every_steps=0),
         )
-        costs = RecipeCosts.make(config, read_models(config), ReachedShares())
+        costs = RecipeCosts.make(config, ReachedShares())
         steps = simulate(config, costs).steps
         predicted = {name: steps[2].get(f"time/{name}", 0.0) for name in PHASES}
         corrected = measured["rollout"] + measured["reward"] + measured["train"] + measured["sync"]
@@ -88,9 +87,10 @@ class Calibration:
             response_spread=lens[1],
         )
 
-    def apply(self, config: Config, costs: RecipeCosts) -> tuple[Config, RecipeCosts]:
-        """Return configuration and costs as measured; lengths that the user gave stay."""
-        simulated = config.simulate
+    def apply(
+        self, simulated: SimulateConfig, costs: RecipeCosts
+    ) -> tuple[SimulateConfig, RecipeCosts]:
+        """Return what is simulated, and costs, as measured; lengths that the user gave stay."""
         if not simulated.response_len:
             simulated = replace(
                 simulated, response_len=self.response_len, response_spread=self.response_spread
@@ -112,7 +112,7 @@ class Calibration:
             other_s=self.other_s,
             of_idle=True,
         )
-        return replace(config, simulate=simulated), costs
+        return simulated, costs
 
 
 def _read_config(run_dir: Path) -> Config:

@@ -9,11 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mcore_rl.config import Config, ParallelConfig, PlanConfig, RolloutConfig, TrainConfig
+from mcore_rl.config import (
+    Config,
+    DataConfig,
+    ParallelConfig,
+    PlanConfig,
+    RolloutConfig,
+    SimulateConfig,
+    TrainConfig,
+)
 from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.memory import predict_critic, predict_engine, predict_trainer
 from mcore_rl.planning.peak_memory import Uses
-from mcore_rl.planning.recipe_models import RecipeModels
+from mcore_rl.planning.recipe_models import PlannedRun, RecipeModels
 from mcore_rl.planning.sync import predict_sync
 from mcore_rl.tools.simulate.kv_cache import EngineSpeed
 from mcore_rl.tools.simulate.virtual_time import GPUS, GpuRates, ReachedShares
@@ -78,24 +86,24 @@ Images = Sequence[Sequence[int]]
 
 
 def engine_speed(
-    config: Config, facts: ModelFacts, gpu: GpuRates, shares: ReachedShares
+    run: PlannedRun, simulate: SimulateConfig, data: DataConfig, shares: ReachedShares
 ) -> EngineSpeed:
     """Return the speed of one of the recipe's engines."""
-    rollout = config.rollout
-    dtype = config.model.dtype
-    uses = predict_engine(config, facts)
+    rollout = run.rollout
+    facts = run.models.policy
+    gpu = GPUS[simulate.gpu]
+    uses = predict_engine(run)
     weights = sum(stage["weights"] for stage in uses)
     per_token = sum(stage["KV cache"] for stage in uses) / rollout.kv_cache_len
     memory = gpu.memory * shares.memory
     rows = range(rollout.max_concurrency + 1)
     flops = ModelFlops.from_facts(facts)
-    model = facts, flops, dtype, weights
-    fixed = [_decode_s(num, *model, rollout, config.plan, gpu, shares) for num in rows]
+    model = facts, flops, run.dtype, weights
+    fixed = [_decode_s(num, *model, rollout, run.plan, gpu, shares) for num in rows]
     per_second = gpu.flops * shares.prefill * rollout.tp
     row_s = len(facts.moe_layers) * gpu.row_s
-    image_tokens = config.simulate.image_tokens
-    tower = TowerCosts.make(facts, image_tokens, config.train, rollout.tp, gpu, shares)
-    prompt_len = prompt_len_of(config.simulate, config.data)
+    tower = TowerCosts.make(facts, simulate.image_tokens, run.train, rollout.tp, gpu, shares)
+    prompt_len = prompt_len_of(simulate, data)
 
     def prefill_s(num_tokens: int) -> float:
         seconds = flops.count_forward((num_tokens,)) / per_second + row_s
@@ -108,7 +116,7 @@ def engine_speed(
     capacity = rollout.kv_cache_len * groups
     shares_prompts = rollout.share_prompts
     if shares_prompts is None:
-        shares_prompts = config.simulate.gpu == "cpu"
+        shares_prompts = simulate.gpu == "cpu"
     return EngineSpeed(fixed, per_context_s, prefill_s, capacity, shares_prompts)
 
 
@@ -374,12 +382,19 @@ class RecipeCosts:
     read_back_s: float = 0.0
 
     @staticmethod
-    def make(config: Config, models: RecipeModels, shares: ReachedShares) -> "RecipeCosts":
-        """Raises ValueError naming two sizes that do not divide."""
+    def make(
+        config: Config, shares: ReachedShares, models: RecipeModels | None = None
+    ) -> "RecipeCosts":
+        """Return the costs of a recipe; without `models`, they are read.
+
+        Raises ValueError naming two sizes that do not divide.
+        """
+        run = PlannedRun.make(config, models)
+        models = run.models
         gpu = GPUS[config.simulate.gpu]
         policy = models.policy
-        plan, _ = predict_sync(config, make_deployment(config, policy))
-        state = ModelState.make(predict_trainer(config, models))
+        plan, _ = predict_sync(run, make_deployment(run))
+        state = ModelState.make(predict_trainer(run))
         flops = ModelFlops.from_facts(policy)
         image_tokens = config.simulate.image_tokens
         images = image_tokens, config.train, config.rollout.tp, gpu, shares
@@ -390,15 +405,15 @@ class RecipeCosts:
         )
         critic = None
         if models.critic is not None:
-            state = ModelState.make(predict_critic(config, models))
+            state = ModelState.make(predict_critic(run))
             parallel = config.critic.parallel
             facts = ModelFacts(models.critic.path, add_value_head(models.critic.config))
             flops = ModelFlops.from_facts(facts)
             tower = TowerCosts.make(facts, *images)
             critic = TrainCosts(*recipe, facts, flops, parallel, gpu, shares, state, tower=tower)
-        weights = max(stage["weights"] for stage in predict_engine(config, policy))
+        weights = max(stage["weights"] for stage in predict_engine(run))
         return RecipeCosts(
-            engine_speed(config, policy, gpu, shares),
+            engine_speed(run, config.simulate, config.data, shares),
             trainer,
             critic,
             plan.seconds / shares.network,

@@ -18,13 +18,14 @@ from mcore_rl.checks.sizes import check_engines, check_sizes
 from mcore_rl.config import Config, ParallelConfig, RolloutConfig
 from mcore_rl.config.recipe import require
 from mcore_rl.config.tree import Settings, with_settings
+from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.memory import predict_memory
-from mcore_rl.planning.recipe_models import RecipeModels, read_models
+from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.planning.suggest import find_too_large
 from mcore_rl.process.disk import report_full_disk, write_whole
 from mcore_rl.tools.simulate.calibration import Calibration
 from mcore_rl.tools.simulate.costs import RecipeCosts
-from mcore_rl.tools.simulate.simulate import SimulationResult, gpus_of, simulate
+from mcore_rl.tools.simulate.simulate import SimulationResult, simulate
 from mcore_rl.tools.simulate.virtual_time import ReachedShares
 from mcore_rl.tools.simulate.workload import prompt_len_of
 
@@ -44,13 +45,14 @@ class SimulatedSplit:
     engines_busy: float
 
 
-def search(config: Config, models: RecipeModels, num_gpus: int) -> tuple[list[SimulatedSplit], int]:
+def search(config: Config, num_gpus: int) -> tuple[list[SimulatedSplit], int]:
     """Return the splits of `num_gpus` that fit, fastest first, and the number of those that don't.
 
     The trainer keeps its tensor, pipeline, context and expert parallelism and has as many replicas
     as a split says; engines take the remaining GPUs. On shared GPUs both have all of them. Raises
     ValueError if no split exists, or none fits.
     """
+    models = PlannedRun.make(config).models
     found = []
     num_refused = 0
     for settings in _list_splits(
@@ -60,12 +62,14 @@ def search(config: Config, models: RecipeModels, num_gpus: int) -> tuple[list[Si
             changed = with_settings(config, settings)
             check_sizes(changed, models.policy)
             check_engines(changed, models.policy)
-            if find_too_large(changed.plan, predict_memory(changed, models)):
+            if find_too_large(changed.plan, predict_memory(PlannedRun.make(changed, models))):
                 raise ValueError("it does not fit")
         except ValueError:
             num_refused += 1
             continue
-        found.append(_simulate_split(changed, models, settings))
+        costs = RecipeCosts.make(changed, ReachedShares(), models)
+        summary = simulate(changed, costs).summary
+        found.append(_make_split(settings, changed.parallel, changed.rollout, summary))
     if not found:
         raise ValueError(
             f"none of {num_refused} splits of {num_gpus} GPUs fits: give more GPUs, or change"
@@ -95,12 +99,16 @@ def _list_splits(
                 yield {**engine, "parallel.dp": dp, "rollout.engines": engines}
 
 
-def _simulate_split(config: Config, models: RecipeModels, settings: Settings) -> SimulatedSplit:
-    summary = simulate(config, RecipeCosts.make(config, models, ReachedShares())).summary
+def _make_split(
+    settings: Settings,
+    parallel: ParallelConfig,
+    rollout: RolloutConfig,
+    summary: Mapping[str, Any],
+) -> SimulatedSplit:
     return SimulatedSplit(
         settings,
-        config.parallel.world_size,
-        config.rollout.engines * config.rollout.engine_ranks,
+        parallel.world_size,
+        rollout.engines * rollout.engine_ranks,
         summary["step_s"],
         summary["trainer_busy"],
         summary["engines_busy"],
@@ -121,18 +129,20 @@ def print_simulation(
     """
     config = make_checked(config)
     if search_gpus is not None:
-        num_gpus = search_gpus or gpus_of(config)
-        splits, num_refused = search(config, read_models(config), num_gpus)
+        own_gpus = RunSize.make(config, "train").num_gpus(config.rollout.engine_ranks)
+        num_gpus = search_gpus or own_gpus
+        splits, num_refused = search(config, num_gpus)
         if as_json:
             print(json.dumps([asdict(split) for split in splits]))
             return
         title = f"{config.model.path}: splits of {num_gpus} x {config.simulate.gpu}, fastest first"
         _print_splits(splits, title, num_refused)
         return
-    costs = RecipeCosts.make(config, read_models(config), ReachedShares())
-    if config.simulate.calibration:
-        calibration = Calibration.measure(Path(config.simulate.calibration), config)
-        config, costs = calibration.apply(config, costs)
+    costs = RecipeCosts.make(config, ReachedShares())
+    if run_dir := config.simulate.calibration:
+        calibration = Calibration.measure(Path(run_dir), config.plan, config.simulate)
+        simulated, costs = calibration.apply(config.simulate, costs)
+        config = replace(config, simulate=simulated)
     result = simulate(config, costs)
     folder = out or Path(config.run.dir) / "simulation"
     title = (
@@ -177,7 +187,7 @@ def make_checked(config: Config) -> Config:
     """
     require(config, "model.path")
     check_algorithm(config)
-    policy = read_models(config).policy
+    policy = PlannedRun.make(config).models.policy
     check_sizes(config, policy)
     check_engines(config, policy)
     simulated = config.simulate

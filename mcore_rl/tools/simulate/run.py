@@ -24,6 +24,7 @@ from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.rl import train
 from mcore_rl.loops.roles import Critic, Roles, in_turn
 from mcore_rl.loops.sampling import SamplingOptions
+from mcore_rl.planning.bundles import RunSize
 from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
@@ -142,9 +143,6 @@ class SimulatedRun:
         self.collectors, self._pool = self._make_pool()
         homes = (nodes[0] for nodes in self._placement.engine_nodes)
         by_node = zip(dict.fromkeys(homes), self.collectors, strict=True)
-        num_trainer_gpus = config.parallel.world_size
-        if self._needs.critic and not config.critic.colocated:
-            num_trainer_gpus += config.critic.parallel.world_size
         self.failures = Failures(
             clock.loop,
             config.rollout,
@@ -153,7 +151,7 @@ class SimulatedRun:
             self._health,
             self._placement,
             dict(by_node),
-            num_trainer_gpus,
+            RunSize.make(config, "train").trainer_gpus,
             draw,
         )
         clock.lost = self.failures.lost

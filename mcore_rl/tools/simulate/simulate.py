@@ -17,10 +17,10 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import Config
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
+from mcore_rl.planning.bundles import RunSize
 from mcore_rl.process.clock import replace_clock
 from mcore_rl.process.disk import write_whole
 from mcore_rl.tools.simulate.costs import RecipeCosts
@@ -195,7 +195,8 @@ def simulate(config: Config, costs: RecipeCosts) -> SimulationResult:
     wall_s = time.perf_counter() - began
     simulating_s = clock.in_loop_s - loop.cpu_s[CONTROLLER] + clock.predicting_s
     controller_s = wall_s - simulating_s
-    summary = _summarize(gpus_of(config), log, totals, loop.time(), controller_s)
+    num_gpus = RunSize.make(config, "train").num_gpus(config.rollout.engine_ranks)
+    summary = _summarize(num_gpus, log, totals, loop.time(), controller_s)
     summary |= {
         "prompts_unaccounted": len(
             log.list_unaccounted(stream.state_dict(), config.rollout.samples_per_prompt)
@@ -204,16 +205,6 @@ def simulate(config: Config, costs: RecipeCosts) -> SimulationResult:
         "events": loop.num_events,
     }
     return SimulationResult(summary, log.steps, timeline)
-
-
-def gpus_of(config: Config) -> int:
-    """Return the GPUs of trainer, critic and engines."""
-    num_gpus = config.parallel.world_size
-    if needs_of(config.algorithm).critic and not config.critic.colocated:
-        num_gpus += config.critic.parallel.world_size
-    if not config.cluster.colocated:
-        num_gpus += config.rollout.engines * config.rollout.engine_ranks
-    return num_gpus
 
 
 def _run_to_end(

@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.secrets import dump_config
-from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.calibration import Calibration, _read_config
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.prediction import make_checked
@@ -26,7 +25,11 @@ def recipe(*overrides: str) -> Config:
 
 
 def costs_of(config: Config) -> RecipeCosts:
-    return RecipeCosts.make(config, read_models(config), ReachedShares())
+    return RecipeCosts.make(config, ReachedShares())
+
+
+def measure(run_dir: Path, config: Config) -> Calibration:
+    return Calibration.measure(run_dir, config.plan, config.simulate)
 
 
 def slower(costs: RecipeCosts) -> RecipeCosts:
@@ -56,7 +59,7 @@ def test_a_calibration_finds_how_much_slower_a_run_was(tmp_path: Path) -> None:
     lens = ("simulate.response_len=2000", "simulate.response_spread=0.4")
     config = recipe("rollout.mode=sync", "simulate.steps=2", *lens)
     steps = measured_run(tmp_path, config)
-    found = Calibration.measure(tmp_path, config)
+    found = measure(tmp_path, config)
     assert found.train == pytest.approx(3, rel=0.1)
     assert found.sync == pytest.approx(5, rel=0.01)
     assert found.rollout == pytest.approx(2, rel=0.25), "lengths are those of one step's extremes"
@@ -71,19 +74,20 @@ def test_predictions_of_another_mode_and_batch_are_near(tmp_path: Path) -> None:
     measured_run(tmp_path, recipe("rollout.mode=sync", "simulate.steps=2", *lens))
     other = recipe("rollout.mode=one_step_off", "rollout.prompts_per_step=24", *lens)
     truth = simulate(other, slower(costs_of(other))).summary
-    calibration = Calibration.measure(tmp_path, other)
-    predicted = simulate(*calibration.apply(other, costs_of(other))).summary
+    calibration = measure(tmp_path, other)
+    simulated, costs = calibration.apply(other.simulate, costs_of(other))
+    predicted = simulate(replace(other, simulate=simulated), costs).summary
     assert predicted["step_s"] == pytest.approx(truth["step_s"], rel=0.2)
 
 
 def test_lengths_that_the_user_gives_stay(tmp_path: Path) -> None:
     measured_run(tmp_path, recipe("rollout.mode=sync", "simulate.steps=2"))
     given = recipe("simulate.response_len=123")
-    config, _ = Calibration.measure(tmp_path, given).apply(given, costs_of(given))
-    assert config.simulate.response_len == 123
+    simulated, _ = measure(tmp_path, given).apply(given.simulate, costs_of(given))
+    assert simulated.response_len == 123
     free = recipe()
-    config, _ = Calibration.measure(tmp_path, free).apply(free, costs_of(free))
-    assert config.simulate.response_len > 2000
+    simulated, _ = measure(tmp_path, free).apply(free.simulate, costs_of(free))
+    assert simulated.response_len > 2000
 
 
 def test_lengths_before_the_cut_are_found_where_many_were_cut(tmp_path: Path) -> None:
@@ -92,7 +96,7 @@ def test_lengths_before_the_cut_are_found_where_many_were_cut(tmp_path: Path) ->
     config = recipe("rollout.mode=sync", "simulate.steps=2", *cut, *lens)
     steps = measured_run(tmp_path, config)
     assert steps[2]["rollout/truncated_share"] > 0.4
-    found = Calibration.measure(tmp_path, config)
+    found = measure(tmp_path, config)
     assert found.prompt_len == 100
     assert found.response_len == pytest.approx(900, rel=0.4)
     assert found.response_spread == pytest.approx(0.9, rel=0.3)
@@ -101,10 +105,10 @@ def test_lengths_before_the_cut_are_found_where_many_were_cut(tmp_path: Path) ->
 def test_runs_that_tell_nothing_are_refused(tmp_path: Path) -> None:
     config = recipe("rollout.mode=async", "simulate.steps=2")
     with pytest.raises(ValueError, match=r"calibration=.*: no config\.yaml there"):
-        Calibration.measure(tmp_path, config)
+        measure(tmp_path, config)
     measured_run(tmp_path, config)
     with pytest.raises(ValueError, match=r"mode=async, whose phases overlap; give one with"):
-        Calibration.measure(tmp_path, config)
+        measure(tmp_path, config)
 
 
 def test_a_run_of_an_older_version_is_read_with_its_name_of_the_parity_check(

@@ -7,7 +7,7 @@ import pytest
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.recipe_models import read_models
+from mcore_rl.planning.recipe_models import PlannedRun, read_policy
 from mcore_rl.tools.simulate.costs import (
     ModelState,
     RecipeCosts,
@@ -17,6 +17,7 @@ from mcore_rl.tools.simulate.costs import (
     read_back_s,
     swap_s,
 )
+from mcore_rl.tools.simulate.kv_cache import EngineSpeed
 from mcore_rl.tools.simulate.virtual_time import GPUS, ReachedShares
 from mcore_rl.weights.hf.flops import ModelFlops
 
@@ -28,8 +29,12 @@ def recipe(*overrides: str) -> Config:
     return load_recipe("qwen3_30b_a3b_grpo_32", list(overrides))
 
 
+def speed_of(config: Config) -> EngineSpeed:
+    return engine_speed(PlannedRun.make(config), config.simulate, config.data, SHARES)
+
+
 def train_costs(config: Config, **changes: Any) -> TrainCosts:
-    facts = read_models(config).policy
+    facts = read_policy(config.model.path)
     costs = TrainCosts(
         config.train,
         config.plan,
@@ -94,22 +99,19 @@ def test_replicas_reduce_gradients_and_read_only_their_layers_experts() -> None:
 
 def test_decode_is_bound_by_weights_and_its_context() -> None:
     config = recipe()
-    facts = read_models(config).policy
-    speed = engine_speed(config, facts, GPUS["h100"], SHARES)
+    speed = speed_of(config)
     assert speed.max_running == config.rollout.max_concurrency
     assert list(speed.fixed_s) == sorted(speed.fixed_s)
     assert speed.fixed_s[256] < 8 * speed.fixed_s[1], "a batch shares the weights"
-    faster = engine_speed(config, facts, GPUS["h200"], SHARES)
+    faster = speed_of(recipe("simulate.gpu=h200"))
     assert speed.per_context_s / faster.per_context_s == pytest.approx(4.8 / 3.35)
     assert faster.prefill_s(1000) == speed.prefill_s(1000), "the same operations per second"
     assert speed.prefill_s(2000) > 2 * speed.prefill_s(1000)
 
 
 def test_an_attention_group_reads_and_keeps_its_own_context() -> None:
-    facts = read_models(recipe()).policy
-    whole = engine_speed(recipe(), facts, GPUS["h100"], SHARES)
-    config = recipe("rollout.attention_dp=4")
-    grouped = engine_speed(config, facts, GPUS["h100"], SHARES)
+    whole = speed_of(recipe())
+    grouped = speed_of(recipe("rollout.attention_dp=4"))
     assert grouped.kv_capacity == 4 * whole.kv_capacity
     # Four key-value heads: a rank of a group holds them all, a rank of the whole engine one.
     assert grouped.per_context_s == pytest.approx(whole.per_context_s)
@@ -129,7 +131,7 @@ def test_a_read_back_copies_the_weights_of_a_rank_once() -> None:
 
 def test_the_weights_that_an_engine_swaps_are_those_of_its_fullest_rank() -> None:
     small, large = (
-        RecipeCosts.make(config, read_models(config), SHARES)
+        RecipeCosts.make(config, SHARES)
         for config in (recipe("rollout.tp=8", "rollout.ep=8"), recipe())
     )
     assert small.swap_s < large.swap_s and small.read_back_s < large.read_back_s
@@ -156,8 +158,8 @@ def test_an_engine_runs_its_tower_with_each_prompt() -> None:
     overrides = ("simulate.prompt_len=1000", "data.max_prompt_len=2048")
     text = load_recipe("qwen2_5_vl_7b_grpo_8", list(overrides))
     images = load_recipe("qwen2_5_vl_7b_grpo_8", [*overrides, "simulate.image_tokens=900"])
-    facts = read_models(text).policy
-    before, after = (engine_speed(c, facts, GPUS["h100"], SHARES) for c in (text, images))
+    facts = read_policy(text.model.path)
+    before, after = speed_of(text), speed_of(images)
     engine = images.train, images.rollout.tp, GPUS["h100"], SHARES
     tower = TowerCosts.make(facts, 900, *engine)
     assert tower is not None and TowerCosts.make(facts, 0, *engine) is None
@@ -174,6 +176,6 @@ def test_an_engine_computes_prompts_as_often_as_the_recipe_says() -> None:
     }
     for overrides, expected in cases.items():
         config = recipe(*overrides)
-        speed = engine_speed(config, read_models(config).policy, GPUS["h100"], SHARES)
+        speed = speed_of(config)
         assert speed.share_prompts is expected
         assert speed.slow_down(2.0).share_prompts is expected

@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.costs import RecipeCosts, TowerCosts
 from mcore_rl.tools.simulate.ranks import SimulatedRanks
 from mcore_rl.tools.simulate.virtual_time import ReachedShares
 from mcore_rl.types import LogprobOptions, StoredBatch, StoredColumn
 
 CONFIG = load_recipe("qwen3_30b_a3b_grpo_32", [])
-COSTS = RecipeCosts.make(CONFIG, read_models(CONFIG), ReachedShares())
+COSTS = RecipeCosts.make(CONFIG, ReachedShares())
 
 
 def share(lens: tuple[int, ...], parts: tuple[int, ...]) -> StoredBatch:

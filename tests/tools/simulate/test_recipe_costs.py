@@ -4,7 +4,7 @@ import pytest
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.deployment import make_deployment
-from mcore_rl.planning.recipe_models import read_models
+from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.planning.sync import predict_sync
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.virtual_time import ReachedShares
@@ -12,14 +12,14 @@ from mcore_rl.tools.simulate.virtual_time import ReachedShares
 
 def costs_of(recipe: str, *overrides: str) -> RecipeCosts:
     config = load_recipe(recipe, list(overrides))
-    return RecipeCosts.make(config, read_models(config), ReachedShares())
+    return RecipeCosts.make(config, ReachedShares())
 
 
 def test_a_sync_takes_what_its_plan_says_at_the_share_of_the_link_that_is_reached() -> None:
     config = load_recipe("qwen3_30b_a3b_grpo_32", [])
-    models = read_models(config)
-    plan, _ = predict_sync(config, make_deployment(config, models.policy))
-    costs = RecipeCosts.make(config, models, ReachedShares(network=0.5))
+    run = PlannedRun.make(config)
+    plan, _ = predict_sync(run, make_deployment(run))
+    costs = RecipeCosts.make(config, ReachedShares(network=0.5))
     assert costs.sync_s == pytest.approx(2 * plan.seconds)
     assert costs.sync_bytes == plan.model_bytes
     slower = costs_of("qwen3_30b_a3b_grpo_32", "plan.link_gbps=200", "plan.memory_gbps=200")

@@ -11,7 +11,6 @@ from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
-from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.process.clock import replace_clock
 from mcore_rl.run.roles.parity_check import make_probe
 from mcore_rl.tools.simulate.costs import RecipeCosts
@@ -32,7 +31,7 @@ def clock() -> Iterator[VirtualTime]:
 
 def run_of(clock: VirtualTime, folder: Path, start_step: int, *overrides: str) -> SimulatedRun:
     config = recipe(*overrides)
-    costs = RecipeCosts.make(config, read_models(config), ReachedShares())
+    costs = RecipeCosts.make(config, ReachedShares())
     return SimulatedRun(config, costs, clock, random.Random(0), start_step, RunFolder(folder))
 
 
@@ -84,6 +83,6 @@ def test_the_first_sync_of_each_run_is_read_back(clock: VirtualTime, tmp_path: P
         pauses[verify] = metrics["sync/pause_s"]
         run.end()
     config = recipe()
-    read_back_s = RecipeCosts.make(config, read_models(config), ReachedShares()).read_back_s
+    read_back_s = RecipeCosts.make(config, ReachedShares()).read_back_s
     assert read_back_s > 0
     assert pauses["destination"] == pytest.approx(pauses["transfer"] + read_back_s)

@@ -6,7 +6,6 @@ import pytest
 
 from mcore_rl.cli import main
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.prediction import SimulatedSplit, make_checked, search
 
 SMALL = ["rollout.prompts_per_step=8", "rollout.samples_per_prompt=4", "simulate.steps=2"]
@@ -14,7 +13,7 @@ SMALL = ["rollout.prompts_per_step=8", "rollout.samples_per_prompt=4", "simulate
 
 def splits_of(recipe: str, num_gpus: int, *overrides: str) -> tuple[list[SimulatedSplit], int]:
     config = make_checked(load_recipe(recipe, [*SMALL, *overrides]))
-    return search(config, read_models(config), num_gpus)
+    return search(config, num_gpus)
 
 
 def test_splits_use_all_gpus_and_the_fastest_comes_first() -> None:

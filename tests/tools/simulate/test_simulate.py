@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.recipe_models import read_models
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.prediction import make_checked
 from mcore_rl.tools.simulate.simulate import SimulationResult, simulate
@@ -19,7 +18,7 @@ RECIPE = "qwen3_30b_a3b_grpo_32"
 
 def run(*overrides: str, recipe: str = RECIPE) -> SimulationResult:
     config = make_checked(load_recipe(recipe, [*SMALL, *overrides]))
-    return simulate(config, RecipeCosts.make(config, read_models(config), ReachedShares()))
+    return simulate(config, RecipeCosts.make(config, ReachedShares()))
 
 
 @pytest.fixture(scope="module")

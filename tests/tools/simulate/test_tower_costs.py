@@ -3,7 +3,7 @@
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.recipe_models import read_models
+from mcore_rl.planning.recipe_models import read_policy
 from mcore_rl.tools.simulate.costs import TowerCosts
 from mcore_rl.tools.simulate.virtual_time import GPUS, ReachedShares
 from mcore_rl.weights.hf.flops import TowerFlops
@@ -13,7 +13,7 @@ SHARES = ReachedShares()
 
 def costs_of(*overrides: str) -> TowerCosts:
     config = load_recipe("qwen2_5_vl_7b_grpo_8", list(overrides))
-    facts = read_models(config).policy
+    facts = read_policy(config.model.path)
     costs = TowerCosts.make(facts, 400, config.train, config.rollout.tp, GPUS["h100"], SHARES)
     assert costs is not None
     return costs
@@ -42,7 +42,7 @@ def test_trained_blocks_are_computed_again() -> None:
 
 def test_seconds_are_operations_of_a_square_image() -> None:
     config = load_recipe("qwen2_5_vl_7b_grpo_8", [])
-    flops = TowerFlops.from_facts(read_models(config).policy)
+    flops = TowerFlops.from_facts(read_policy(config.model.path))
     assert flops is not None
     per_second = GPUS["h100"].flops * SHARES.train
     assert costs_of().forward_s == pytest.approx(flops.count_forward([(1, 40, 40)]) / per_second)
