@@ -16,7 +16,6 @@ import random
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -66,7 +65,8 @@ def step(batch: TrainBatch, microbatch: int, share: bool) -> dict[str, float]:
     """Take an optimizer step on this process's rank."""
     train = TrainConfig(max_tokens_per_microbatch=microbatch, share_prefixes=share)
     began_s = time.perf_counter()
-    [parts] = pack_as_a_run(replace(_rank.recipe, train=train)).plan(batch)
+    recipe = _rank.recipe
+    [parts] = pack_as_a_run(recipe.model.path, recipe.parallel, train).plan(batch)
     stats = _rank.actor.train_step(
         select_each(batch, parts),
         make_policy_loss(AlgorithmConfig(loss="policy_gradient")),

@@ -7,7 +7,7 @@ here (algo/preferences.py).
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
@@ -21,15 +21,28 @@ from mcore_rl.algo.preferences import (
     preference_weights,
 )
 from mcore_rl.batches.summary import summarize_steps
-from mcore_rl.config import Config, PreferenceConfig
+from mcore_rl.config import CheckpointConfig, DpoConfig, PreferenceConfig
 from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.roles import BatchStream, Log, TokenTrainer
 from mcore_rl.loops.saving import is_due, save_if_due
 from mcore_rl.types import LogprobOptions, TrainBatch
 
 
+@dataclass(frozen=True)
+class PreferenceOptions:
+    """The parts of a recipe that say how preferences are optimized.
+
+    eval_every_steps   eval.every_steps
+    """
+
+    dpo: DpoConfig
+    preference: PreferenceConfig
+    checkpoint: CheckpointConfig
+    eval_every_steps: int
+
+
 def optimize_preferences(
-    config: Config,
+    options: PreferenceOptions,
     pairs: BatchStream,
     held_out: Sequence[TrainBatch],
     trainer: TokenTrainer,
@@ -37,23 +50,22 @@ def optimize_preferences(
     start_step: int = 0,
 ) -> None:
     """Run steps start_step + 1 .. dpo.steps of dpo.batch_size pairs each."""
-    options = config.algorithm.preference
-    last_step = config.dpo.steps
+    last_step = options.dpo.steps
     for step in range(start_step + 1, last_step + 1):
         timer = PhaseTimer(step)
-        batch = pairs.next_batch(2 * config.dpo.batch_size)
+        batch = pairs.next_batch(2 * options.dpo.batch_size)
         with timer("logprobs"):
-            batch, metrics = with_pair_gradient(batch, trainer, options)
+            batch, metrics = with_pair_gradient(batch, trainer, options.preference)
         with timer("train"):
             stats = trainer.train_step(batch)
         # The trained loss has the gradient of the pairs' loss but not its value.
         loss = {"loss/total": metrics["preference/loss"]}
         speed = {"train/tokens_per_second": stats.num_tokens / timer.seconds["train"]}
         log.log(step, {**summarize_steps([stats]), **loss, **metrics, **speed, **timer.metrics()})
-        if held_out and is_due(step, config.eval.every_steps, last_step):
-            log.log(step, evaluate_pairs(held_out, trainer, options))
+        if held_out and is_due(step, options.eval_every_steps, last_step):
+            log.log(step, evaluate_pairs(held_out, trainer, options.preference))
         save = partial(trainer.save, step, {"step": step, "pairs": pairs.state_dict()})
-        save_if_due(step, config.checkpoint.every_steps, last_step, save)
+        save_if_due(step, options.checkpoint.every_steps, last_step, save)
 
 
 def evaluate_pairs(

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from functools import partial
 
 from mcore_rl.algo.diagnostics import check_drift
-from mcore_rl.algo.lookup import needs_of
 from mcore_rl.batches.stored_batch import make_stored_batch
 from mcore_rl.batches.summary import summarize_samples
 from mcore_rl.config import Config
@@ -52,8 +51,11 @@ def make_step_options(config: Config) -> tuple[SamplingOptions, StepOptions]:
 
     Raises ValueError naming the option if the recipe's algorithm is unknown.
     """
-    needs = needs_of(config.algorithm)
-    return SamplingOptions.from_config(config, needs), StepOptions.from_config(config, needs)
+    algorithm, rollout = config.algorithm, config.rollout
+    return (
+        SamplingOptions.make(rollout, config.reward, algorithm),
+        StepOptions(algorithm, config.train, config.critic, rollout.max_response_len),
+    )
 
 
 def run_step(

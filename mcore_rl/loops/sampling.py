@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from mcore_rl.algo.registry import Needs
-from mcore_rl.config import Config, RewardConfig, RolloutConfig
+from mcore_rl.algo.lookup import needs_of
+from mcore_rl.config import AlgorithmConfig, RewardConfig, RolloutConfig
 from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.outcomes import RewardFailures, Rollout
 from mcore_rl.loops.resampling import score
@@ -37,10 +37,11 @@ class SamplingOptions:
     with_greedy: bool = False
 
     @staticmethod
-    def from_config(config: Config, needs: Needs) -> "SamplingOptions":
-        return SamplingOptions(
-            config.rollout, config.reward, config.algorithm.role_part, needs.greedy_baseline
-        )
+    def make(
+        rollout: RolloutConfig, reward: RewardConfig, algorithm: AlgorithmConfig
+    ) -> "SamplingOptions":
+        with_greedy = needs_of(algorithm).greedy_baseline
+        return SamplingOptions(rollout, reward, algorithm.role_part, with_greedy)
 
     def groups_with_signal(self, scores: Scores) -> list[int]:
         """Return the indices of all samples in groups that differ."""

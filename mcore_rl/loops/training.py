@@ -3,9 +3,10 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from mcore_rl.algo.covariance import with_held_back
+from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.registry import Needs
 from mcore_rl.algo.sample_sums import with_sums
 from mcore_rl.batches.batch import plan_mini_batches, rows_of_samples
@@ -16,7 +17,7 @@ from mcore_rl.batches.stored_batch import (
     without_truncated,
 )
 from mcore_rl.batches.summary import summarize_critic, summarize_steps
-from mcore_rl.config import AlgorithmConfig, Config, CriticConfig, TrainConfig
+from mcore_rl.config import AlgorithmConfig, CriticConfig, TrainConfig
 from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.roles import Critic, OnTokens, Roles, StoredTrainer
 from mcore_rl.process.lost_samples import SamplesLostError
@@ -30,16 +31,14 @@ class StepOptions:
     """The parts of a recipe that say how a batch is trained on. max_response_len: tokens."""
 
     algorithm: AlgorithmConfig
-    needs: Needs
     train: TrainConfig
     critic: CriticConfig
     max_response_len: int
 
-    @staticmethod
-    def from_config(config: Config, needs: Needs) -> "StepOptions":
-        return StepOptions(
-            config.algorithm, needs, config.train, config.critic, config.rollout.max_response_len
-        )
+    @cached_property
+    def needs(self) -> Needs:
+        """The needs of the algorithm. Raises ValueError naming the option if it is unknown."""
+        return needs_of(self.algorithm)
 
     def policy_trains(self, step: int) -> bool:
         """Return whether the policy trains at `step`: not while its critic, if any, warms up."""

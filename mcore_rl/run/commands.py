@@ -17,7 +17,7 @@ from mcore_rl.data.sft import SftStream
 from mcore_rl.data.tokenization import token_cache_dir
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.logs.run_report import make_report
-from mcore_rl.loops.dpo import optimize_preferences
+from mcore_rl.loops.dpo import PreferenceOptions, optimize_preferences
 from mcore_rl.loops.evaluation import evaluate
 from mcore_rl.loops.pairs import sample_pairs, write_pairs
 from mcore_rl.loops.rl import train
@@ -167,7 +167,10 @@ def run_dpo(config: Config) -> None:
         packed = make_token_trainer(config, policy, trainer, folder)
         log = make_log(config, folder, options.steps, start_step)
         with log, complete_saves_if_stopped(trainer):
-            optimize_preferences(config, stream, batches, packed, log, start_step)
+            how = PreferenceOptions(
+                options, config.algorithm.preference, config.checkpoint, config.eval.every_steps
+            )
+            optimize_preferences(how, stream, batches, packed, log, start_step)
         finish_training(config.checkpoint, trainer, folder)
     print(folder.export)
 

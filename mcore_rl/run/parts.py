@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.algo.lookup import needs_of
 from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
 from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.cluster.run import RunProcesses
@@ -202,7 +201,7 @@ def sample_in_background(
     if config.rollout.mode == "sync":
         return nullcontext()
     return BackgroundSampler(
-        SamplingOptions.from_config(config, needs_of(config.algorithm)),
+        SamplingOptions.make(config.rollout, config.reward, config.algorithm),
         config.run.seed,
         WeightVersion(start_step),
         prompts,

@@ -10,14 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import TokenLoss, make_value_loss
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
 from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.config import Config
 from mcore_rl.logs.run_folder import DAMAGED, RunFolder
-from mcore_rl.loops.training import StepOptions
+from mcore_rl.loops.rl import make_step_options
 from mcore_rl.process.file_list import MANIFEST, find_fault
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.process.versions import find_versions
@@ -56,7 +55,7 @@ def start_training(config: Config, processes: RunProcesses, loss: TokenLoss) -> 
     Groups with GPUs of their own start at the same time. Groups that share GPUs start one after the
     other, and each gives up its memory before the next starts.
     """
-    options = StepOptions.from_config(config, needs_of(config.algorithm))
+    _, options = make_step_options(config)
     num_steps, num_critic_steps = options.count_optimizer_steps(config.run.steps)
     timeout_s = config.run.call_timeout_s
     watched = processes.run_watched

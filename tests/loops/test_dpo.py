@@ -7,13 +7,16 @@ from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import (
     AlgorithmConfig,
     CheckpointConfig,
-    Config,
     DpoConfig,
-    EvalConfig,
     PreferenceConfig,
 )
 from mcore_rl.data.preferences import Pair, PreferenceStream, batches_of
-from mcore_rl.loops.dpo import optimize_preferences, sum_over_responses, with_pair_gradient
+from mcore_rl.loops.dpo import (
+    PreferenceOptions,
+    optimize_preferences,
+    sum_over_responses,
+    with_pair_gradient,
+)
 from tests.support.table_policy import MemoryLog, TablePolicy
 
 
@@ -25,16 +28,16 @@ def make_pairs(number: int) -> list[Pair]:
 def run(loss: str, steps: int = 6) -> tuple[TablePolicy, MemoryLog]:
     preference = PreferenceConfig(loss, beta=0.5)
     algorithm = AlgorithmConfig(loss="policy_gradient", preference=preference)
-    config = Config(
-        algorithm=algorithm,
-        dpo=DpoConfig(steps=steps, batch_size=4),
-        eval=EvalConfig(every_steps=3),
-        checkpoint=CheckpointConfig(every_steps=4),
+    options = PreferenceOptions(
+        DpoConfig(steps=steps, batch_size=4),
+        preference,
+        CheckpointConfig(every_steps=4),
+        eval_every_steps=3,
     )
     learning_rate = 0.05 if loss == "ipo" else 2.0  # ipo's squares overshoot
     policy, log = TablePolicy(make_policy_loss(algorithm), learning_rate), MemoryLog()
     stream = PreferenceStream(make_pairs(12), seed=0)
-    optimize_preferences(config, stream, batches_of(make_pairs(5), 2), policy, log)
+    optimize_preferences(options, stream, batches_of(make_pairs(5), 2), policy, log)
     return policy, log
 
 

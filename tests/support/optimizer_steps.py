@@ -4,11 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rl.algo.estimator import Advantages
-from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.batches.local_stores import LocalStores
 from mcore_rl.batches.stored_batch import make_stored_batch
-from mcore_rl.config import AlgorithmConfig, Config
+from mcore_rl.config import AlgorithmConfig, CriticConfig, TrainConfig
 from mcore_rl.loops.roles import Roles, in_turn
 from mcore_rl.loops.training import StepOptions
 from mcore_rl.run.roles.advantages import StoredAdvantages
@@ -40,8 +39,10 @@ def _set_values(batch: TrainBatch) -> tuple[TrainBatch, None]:
     return replace(batch, values_T=batch.token_ids_T.float()), None
 
 
-def options_of(algorithm: AlgorithmConfig, **config: Any) -> StepOptions:
-    return StepOptions.from_config(Config(algorithm=algorithm, **config), needs_of(algorithm))
+def options_of(
+    algorithm: AlgorithmConfig, train: TrainConfig | None = None, critic: CriticConfig | None = None
+) -> StepOptions:
+    return StepOptions(algorithm, train or TrainConfig(), critic or CriticConfig(), 512)
 
 
 def sampled(algorithm: AlgorithmConfig) -> tuple[TablePolicy, StoredBatch, list[StoredSample]]:

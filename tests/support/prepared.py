@@ -8,14 +8,11 @@ import numpy as np
 import torch
 
 from mcore_rl.algo.estimator import Advantages
-from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.logs.logger import PhaseTimer
-from mcore_rl.loops.rl import run_step
+from mcore_rl.loops.rl import make_step_options, run_step
 from mcore_rl.loops.roles import Roles
-from mcore_rl.loops.sampling import SamplingOptions
-from mcore_rl.loops.training import StepOptions
 from mcore_rl.run.roles.advantages import StoredAdvantages
 from mcore_rl.types import StoredBatch, StoredSample, TrainBatch, WeightVersion
 from mcore_rl.types.scores import Scores
@@ -55,12 +52,7 @@ class KeepingAdvantages(StoredAdvantages):
 
 def take_step(roles: Roles, algorithm: AlgorithmConfig, **config: Any) -> dict[str, float]:
     """Take step 1 of the loop with these roles, and return its metrics."""
-    recipe = Config(algorithm=algorithm, **config)
-    needs = needs_of(algorithm)
-    drawing, options = (
-        SamplingOptions.from_config(recipe, needs),
-        StepOptions.from_config(recipe, needs),
-    )
+    drawing, options = make_step_options(Config(algorithm=algorithm, **config))
     return run_step(drawing, options, roles, PhaseTimer(1), seed=0)
 
 

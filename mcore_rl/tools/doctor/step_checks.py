@@ -23,13 +23,16 @@ from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.batches.local_stores import LocalStores
 from mcore_rl.config import (
+    AlgorithmConfig,
     CheckpointConfig,
     Config,
     DriftConfig,
     EvalConfig,
     OptimizerConfig,
+    ParallelConfig,
     RolloutConfig,
     RunConfig,
+    TrainConfig,
 )
 from mcore_rl.device import device, has_cuda, has_transformer_engine
 from mcore_rl.device.setup import use_torch_modules_on_cuda
@@ -249,9 +252,9 @@ LEAST_AGREEMENT: Mapping[bool, float] = {True: 0.1, False: 1e-4}
 class LocalRank:
     """The only rank of a trainer in this process; implements run.roles.trainer.RankCalls."""
 
-    def __init__(self, rank: LoneRank, config: Config) -> None:
+    def __init__(self, rank: LoneRank, algorithm: AlgorithmConfig) -> None:
         self._actor = rank.actor
-        self._loss = make_policy_loss(config.algorithm)
+        self._loss = make_policy_loss(algorithm)
 
     def compute_logprobs(
         self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions
@@ -374,12 +377,11 @@ def _prompts(vocab_size: int) -> list[Prompt]:
     return prompts
 
 
-def pack_as_a_run(config: Config) -> Any:
+def pack_as_a_run(model_path: str, parallel: ParallelConfig, train: TrainConfig) -> Any:
     """Return the run.roles.trainer.Packing of a run: by the work of sequences, not their tokens."""
     from mcore_rl.run.roles.trainer import Packing
 
-    flops = ModelFlops.from_facts(ModelFacts.read(config.model.path))
-    return Packing.from_config(config.parallel, config.train, flops)
+    return Packing.from_config(parallel, train, ModelFlops.from_facts(ModelFacts.read(model_path)))
 
 
 def _config(rank: LoneRank) -> Config:
@@ -414,9 +416,9 @@ def check_grpo() -> Figures:
     config = _config(rank)
     stores = LocalStores()
     trainer = PackedTokenTrainer(
-        LocalRank(rank, config),
+        LocalRank(rank, config.algorithm),
         RunFolder(folder / "run"),
-        packing=pack_as_a_run(config),
+        packing=pack_as_a_run(config.model.path, config.parallel, config.train),
         temperature=1.0,
         checkpoint=config.checkpoint,
     )

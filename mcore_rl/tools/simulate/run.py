@@ -313,7 +313,7 @@ class SimulatedRun:
         if config.rollout.mode == "sync":
             return nullcontext()
         return BackgroundSampler(
-            SamplingOptions.from_config(config, self._needs),
+            SamplingOptions.make(config.rollout, config.reward, config.algorithm),
             config.run.seed,
             WeightVersion(self._start_step),
             prompts,

@@ -24,8 +24,8 @@ from mcore_rl.batches.summary import summarize_steps
 from mcore_rl.config import (
     AlgorithmConfig,
     CheckpointConfig,
-    Config,
     CorrectionConfig,
+    CriticConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -159,8 +159,7 @@ def take_steps(
         )
         trainer = make_trainer(actor, case.algorithm, Packing.from_config(parallel, train))
         trainer.of_rows = of_rows
-        config = Config(algorithm=case.algorithm, train=train)
-        step_options = StepOptions.from_config(config, needs_of(case.algorithm))
+        step_options = StepOptions(case.algorithm, train, CriticConfig(), 512)
         batch = make_batch(cut)
         if cut is at_leaves:  # as a batch has it whose samples have one row each
             batch = replace(batch, sample_N=None)

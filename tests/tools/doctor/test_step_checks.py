@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import Config, ModelConfig
+from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.tools.doctor import step_checks
 from mcore_rl.tools.doctor.lone_rank import qwen3_moe
 from mcore_rl.tools.doctor.step_checks import STEPS, Rows, count_even_tokens, pack_as_a_run
@@ -24,9 +24,8 @@ def test_the_reward_is_the_share_of_even_tokens() -> None:
 
 def test_batches_are_packed_by_the_work_of_sequences_as_in_a_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(qwen3_moe()))
-    config = Config(model=ModelConfig(path=str(tmp_path)))
     flops = ModelFlops.from_facts(ModelFacts.read(str(tmp_path)))
-    packing = pack_as_a_run(config)
+    packing = pack_as_a_run(str(tmp_path), ParallelConfig(), TrainConfig())
     assert packing == replace(packing, flops=flops)
 
 
