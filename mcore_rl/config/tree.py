@@ -1,6 +1,6 @@
 """Lists, reads and replaces options by dotted name, in a configuration or its class."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, replace
 from functools import cache, reduce
 from typing import Any, TypeVar
@@ -62,6 +62,14 @@ def with_settings(config: C, settings: Settings) -> C:
     inner = {group: with_settings(getattr(config, group), own) for group, own in groups.items()}
     whole: Any = config
     return replace(whole, **values, **inner)
+
+
+def list_changes(before: C, after: C, names: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield those of the options that differ between two configurations, with both values."""
+    for name in names:
+        values = value_of(before, name), value_of(after, name)
+        if values[0] != values[1]:
+            yield name, *values
 
 
 def spell(value: object) -> str:

@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from mcore_rl.config import Config
+from mcore_rl.config.tree import with_settings
 from mcore_rl.process.gc_pause import without_collector
 from mcore_rl.process.log_files import keep_output_lasting
 from mcore_rl.process.signals import watch_for_stop_requests
 from mcore_rl.run.settings import (
-    for_debugger,
     load_settings,
+    make_debug_settings,
     read_recipe,
     take_settings,
     with_inputs,
@@ -56,7 +57,9 @@ def _run_recipe(
         config = with_inputs(recipe, overrides, command)
         with without_collector():  # Ray is imported here, which --help need not wait for
             from mcore_rl.run.commands import COMMANDS
-        COMMANDS[command](for_debugger(config))
+        if config.run.debug:
+            config = with_settings(config, make_debug_settings(config.served_models))
+        COMMANDS[command](config)
 
 
 def add_plan_arguments(command: argparse.ArgumentParser) -> None:

@@ -7,16 +7,16 @@ Downloads land in huggingface_hub's cache (HF_HOME) and are reused without a net
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from mcore_rl.algo.lookup import needs_of
-from mcore_rl.config import Config, SourceConfig
+from mcore_rl.config import AlgorithmConfig, Config, SourceConfig
 from mcore_rl.config.recipe import value_of
 from mcore_rl.config.tree import with_settings
 
@@ -39,25 +39,26 @@ OTHER_FORMATS = ("*/*", "consolidated*")
 """Patterns of files that are not downloaded: the same weights in other formats."""
 
 
-def fetch_config_json(config: Config) -> Config:
-    """Download only the config.json of each model: a plan or a rehearsal needs just sizes."""
-    return _fetch_models(config, ("model.path", "critic.path"), ("config.json",))
-
-
 def fetch_inputs(config: Config, command: str) -> Config:
     """Download everything that `command` reads; return the recipe with local paths.
+
+    A plan needs only the config.json of the models that are trained.
 
     Raises ValueError naming the option if something is neither here nor on the hub, or if the hub
     cannot be reached.
     """
+    of_plan = ("config.json",)
     weights = () if config.model.init == "random" else WEIGHTS
-    config = _fetch_models(config, ("model.path",), (*SETTINGS, *weights))
-    models = [f"{role}.path" for role in config.served_models] + ["reward.model_tokenizer"]
-    if command in ("sft", "dpo"):
-        models = []
-    if command == "train" and needs_of(config.algorithm).critic:
-        models.append("critic.path")
-    config = _fetch_models(config, models, (*SETTINGS, *WEIGHTS))
+    patterns = of_plan if command == "plan" else (*SETTINGS, *weights)
+    policy = _local_model("model.path", config.model.path, config.model.revision, patterns)
+    # The revision has been followed.
+    settings = {"model.path": policy, "model.revision": None}
+    patterns = of_plan if command == "plan" else (*SETTINGS, *WEIGHTS)
+    for option in _list_other_models(command, config.served_models, config.algorithm):
+        settings[option] = _local_model(option, value_of(config, option), None, patterns)
+    config = with_settings(config, settings)
+    if command == "plan":
+        return config
     for option in DATA_OF_COMMAND[command]:
         files = [_local_file(option, name) for name in value_of(config, option)]
         config = with_settings(config, {option: files})
@@ -73,15 +74,21 @@ def _local_sources(sources: Sequence[SourceConfig]) -> list[SourceConfig]:
     ]
 
 
-def _fetch_models(config: Config, options: Sequence[str], patterns: Sequence[str]) -> Config:
-    settings: dict[str, Any] = {}
-    for option in options:
-        path = value_of(config, option)
-        revision = config.model.revision if option == "model.path" else None
-        settings[option] = _local_model(option, path, revision, patterns)
-    if "model.path" in settings:
-        settings["model.revision"] = None  # The local path has this revision.
-    return with_settings(config, settings)
+def _list_other_models(
+    command: str, served: Iterable[str], algorithm: AlgorithmConfig
+) -> list[str]:
+    """Return the options with models that the command reads beside the policy.
+
+    served   roles of the models that the recipe serves
+    """
+    if command == "plan":
+        return ["critic.path"]
+    options = []
+    if command not in ("sft", "dpo"):
+        options = [f"{role}.path" for role in served] + ["reward.model_tokenizer"]
+    if command == "train" and needs_of(algorithm).critic:
+        options.append("critic.path")
+    return options
 
 
 def _local_model(option: str, path: str, revision: str | None, patterns: Sequence[str]) -> str:

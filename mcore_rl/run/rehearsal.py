@@ -8,7 +8,7 @@ with whom.
 """
 
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from mcore_rl.config import (
     ParallelConfig,
     RewardConfig,
     RolloutConfig,
+    RunConfig,
     ServedModelConfig,
     TrainConfig,
 )
-from mcore_rl.config.tree import mappings_under, value_of
+from mcore_rl.config.tree import list_changes, mappings_under
 from mcore_rl.device.upstream import megatron_needs_gpu, server_needs_gpu
 from mcore_rl.run.rehearsal_inputs import smallest_servers, with_tiny_sections, write_inputs
 from mcore_rl.tasks.arithmetic import vocabulary
@@ -78,13 +79,8 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
     <run.dir>_rehearsal/inputs.
 
     `given` names the options ("run.steps") set on the command line. run.steps and run.resume among
-    them are kept; `list_changes` lists those that are not.
+    them are kept; those that are not are printed.
     """
-    print(
-        f"in a rehearsal every reward gets a pseudo-random number below {REWARD_NOISE:g}, and"
-        f" optimizers step at {LEARNING_RATE:g}, so that a random model learns something",
-        file=sys.stderr,
-    )
     folder = Path(f"{config.run.dir}_rehearsal")
     parallel = _smallest_layout(config.parallel)
     critic = _smallest_critic(config.critic) if needs_of(config.algorithm).critic else config.critic
@@ -96,12 +92,7 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
     rehearsal = replace(
         config,
         rehearse=False,
-        run=replace(
-            config.run,
-            dir=str(folder),
-            steps=config.run.steps if "run.steps" in given else 1,
-            resume="run.resume" in given and config.run.resume,
-        ),
+        run=_smallest_run(config.run, folder, given),
         model=replace(config.model, path=str(inputs / "model"), init="random", dtype="float32"),
         parallel=parallel,
         train=_smallest_train(config.train),
@@ -118,30 +109,43 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
         sync=replace(config.sync, bucket_mib=min(config.sync.bucket_mib, 1.0)),
         **{role: _smallest_served(served) for role, served in config.served_models.items()},
     )
-    if names := _list_left_out(config, rehearsal):
-        print(f"a rehearsal leaves out what needs a GPU: {', '.join(names)}", file=sys.stderr)
+    _tell(
+        list_changes(config, rehearsal, mappings_under(Config)),
+        list_changes(config, rehearsal, sorted(set(given) - {"rehearse", "run.dir"})),
+    )
     return rehearsal
 
 
-def _list_left_out(config: Config, rehearsal: Config) -> list[str]:
-    """Return the upstream options that the rehearsal does not have."""
-    return [
+Changes = Iterable[tuple[str, Any, Any]]
+"""Options, with their values in the recipe and in its rehearsal."""
+
+
+def _tell(upstream: Changes, given: Changes) -> None:
+    """Print what the rehearsal does otherwise: `upstream` are options by free names, `given` those
+    of the command line.
+    """
+    print(
+        f"in a rehearsal every reward gets a pseudo-random number below {REWARD_NOISE:g}, and"
+        f" optimizers step at {LEARNING_RATE:g}, so that a random model learns something",
+        file=sys.stderr,
+    )
+    left_out = [
         f"{group}.{name}"
-        for group in mappings_under(Config)
-        for name in value_of(config, group)
-        if name not in value_of(rehearsal, group)
+        for group, before, after in upstream
+        for name in before
+        if name not in after
     ]
+    if left_out:
+        print(f"a rehearsal leaves out what needs a GPU: {', '.join(left_out)}", file=sys.stderr)
+    for name, before, after in given:
+        print(f"rehearsed with {name}={after}, not {before}", file=sys.stderr)
 
 
-def list_changes(config: Config, rehearsal: Config, given: Collection[str]) -> list[str]:
-    """Return a line with both values for each of the options `given` that the rehearsal changes."""
-    lines = []
-    for name in sorted(set(given) - {"rehearse", "run.dir"}):
-        before = value_of(config, name)
-        after = value_of(rehearsal, name)
-        if before != after:
-            lines.append(f"{name}={after}, not {before}")
-    return lines
+def _smallest_run(run: RunConfig, folder: Path, given: Collection[str]) -> RunConfig:
+    """Take one step; steps and resumption that are `given` on the command line stay."""
+    steps = run.steps if "run.steps" in given else 1
+    resume = run.resume and "run.resume" in given
+    return replace(run, dir=str(folder), steps=steps, resume=resume)
 
 
 def _set_learning_rate(optimizer: OptimizerConfig) -> OptimizerConfig:

@@ -4,12 +4,11 @@ For a debugger, it extends the deadlines of the recipe to a week.
 """
 
 import argparse
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import leaves_of, list_recipes, load_recipe
-from mcore_rl.config.tree import with_settings
+from mcore_rl.config.tree import Settings
 
 LONG_S = 7 * 24 * 3600.0
 """Replaces each deadline that a stopped process would miss or make other processes miss."""
@@ -38,36 +37,26 @@ def read_recipe(settings: Sequence[str]) -> tuple[Config, list[str]]:
 
 
 def with_inputs(config: Config, overrides: Sequence[str], command: str) -> Config:
-    from mcore_rl.run.hub import fetch_config_json, fetch_inputs
+    """Return the recipe, or its rehearsal, with local paths for what `command` reads."""
+    from mcore_rl.run.hub import fetch_inputs
 
     if config.rehearse:
-        config = _rehearse(fetch_config_json(config), leaves_of(overrides))
+        from mcore_rl.run.rehearsal import rehearse
+
+        config = rehearse(fetch_inputs(config, "plan"), leaves_of(overrides))
     if command == "submit":
         return config  # The nodes of the job download the inputs.
-    if command == "plan":
-        return fetch_config_json(config)
     return fetch_inputs(config, command)
 
 
-def _rehearse(config: Config, given: Sequence[str]) -> Config:
-    """Return the recipe's rehearsal; print the options `given` that it changes."""
-    from mcore_rl.run.rehearsal import list_changes, rehearse
+def make_debug_settings(served: Iterable[str]) -> Settings:
+    """Return options for deadlines of a week, and for the reward function in the collectors.
 
-    rehearsal = rehearse(config, given)
-    for line in list_changes(config, rehearsal, given):
-        print(f"rehearsed with {line}", file=sys.stderr)
-    return rehearsal
+    Ray does not know the worker processes of reward.workers, so no debugger would find them.
 
-
-def for_debugger(config: Config) -> Config:
-    """Return the recipe with deadlines of a week, and its reward function in the collectors.
-
-    Without run.debug the recipe is returned as it is. Ray does not know the worker processes of
-    reward.workers, so no debugger would find them.
+    served   roles of the models that the recipe serves; unread options would be refused
     """
-    if not config.run.debug:
-        return config
     options = ["run.call_timeout_s", "run.startup_timeout_s", "rollout.request_timeout_s"]
     options.append("reward.timeout_s")
-    options += [f"{role}.request_timeout_s" for role in config.served_models]
-    return with_settings(config, {**dict.fromkeys(options, LONG_S), "reward.workers": 0})
+    options += [f"{role}.request_timeout_s" for role in served]
+    return {**dict.fromkeys(options, LONG_S), "reward.workers": 0}

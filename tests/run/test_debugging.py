@@ -2,13 +2,12 @@
 
 from mcore_rl.config import Config
 from mcore_rl.config.tree import with_settings
-from mcore_rl.run.settings import LONG_S, for_debugger
+from mcore_rl.run.settings import LONG_S, make_debug_settings
 
 
-def test_only_debug_lifts_deadlines_and_calls_the_reward_in_the_controller() -> None:
+def test_no_deadline_ends_a_run_and_the_reward_is_called_in_the_collectors() -> None:
     config = with_settings(Config(), {"reward.workers": 4, "judge.url": "http://judge"})
-    assert for_debugger(config) is config
-    lifted = for_debugger(with_settings(config, {"run.debug": True}))
+    lifted = with_settings(config, make_debug_settings(config.served_models))
     deadlines = (
         lifted.run.call_timeout_s,
         lifted.run.startup_timeout_s,

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from mcore_rl.config import Config
 from mcore_rl.config.tree import with_settings
-from mcore_rl.run.hub import fetch_config_json, fetch_inputs
+from mcore_rl.run.hub import fetch_inputs
 from tests.support.fake_hub import COMMITS, fake_hub
 
 MODEL = {
@@ -27,9 +27,9 @@ FETCH = """
 import json, sys
 from mcore_rl.config import Config
 from mcore_rl.config.tree import with_settings
-from mcore_rl.run.hub import fetch_config_json, fetch_inputs
+from mcore_rl.run.hub import fetch_inputs
 config = with_settings(Config(), json.loads(sys.argv[2]))
-config = fetch_inputs(config, sys.argv[1]) if sys.argv[1] else fetch_config_json(config)
+config = fetch_inputs(config, sys.argv[1])
 print(json.dumps([config.model.path, config.model.revision, config.data.train]))
 """
 
@@ -57,7 +57,7 @@ def test_a_hub_gives_what_a_command_reads_and_the_cache_gives_it_again(tmp_path:
         "data.train": ["local.jsonl", "hf://datasets/me/sums@v2/data/train.jsonl"],
     }
     with fake_hub({"me/tiny": MODEL}, {"me/sums": DATA}) as endpoint:
-        planned, _, _ = fetch(tmp_path, endpoint, "", {"model.path": "me/tiny"})
+        planned, _, _ = fetch(tmp_path, endpoint, "plan", {"model.path": "me/tiny"})
         assert [path.name for path in planned.iterdir()] == ["config.json"]
         path, revision, data = fetch(tmp_path, endpoint, "train", settings)
         with pytest.raises(ValueError, match=r"model.path=me/other: .* does not give it"):
@@ -93,9 +93,9 @@ def test_a_filled_cache_needs_no_network(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     config = with_settings(Config(), {"model.path": "me/tiny"})
-    assert fetch_config_json(config).model.path == str(repo / "snapshots" / commit)
+    assert fetch_inputs(config, "plan").model.path == str(repo / "snapshots" / commit)
     critic = {"algorithm.advantage": "gae", "critic.path": "me/tiny@main"}
-    assert fetch_config_json(with_settings(config, critic)).critic.path.endswith(commit)
+    assert fetch_inputs(with_settings(config, critic), "plan").critic.path.endswith(commit)
 
 
 def test_a_local_folder_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
