@@ -78,10 +78,7 @@ OTHER_COMMANDS: Mapping[str, tuple[str, AddArguments]] = {
     ),
     "options": ("list all options, or search them by words", options_command.add_arguments),
     "search": ("index a corpus, and search it for agents", search_command.add_arguments),
-    "agent": (
-        "run episodes of an environment",
-        partial(add_agent_arguments, load_settings=load_settings),
-    ),
+    "agent": ("run episodes of an environment", add_agent_arguments),
     "sandbox": ("run untrusted code for clients", sandbox_command.add_arguments),
     "translate": (
         "convert verl, slime or NeMo-RL options into a recipe",

@@ -1,13 +1,12 @@
 """Arguments of the commands that train, evaluate, plan, serve and report; imports nothing heavy."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mcore_rl.config import Config
 from mcore_rl.config.tree import with_settings
 from mcore_rl.process.gc_pause import without_collector
 from mcore_rl.process.log_files import keep_output_lasting
@@ -77,14 +76,12 @@ def _plan(args: argparse.Namespace) -> None:
         raise RuntimeError("the recipe does not fit its GPUs")
 
 
-def add_agent_arguments(
-    command: argparse.ArgumentParser, load_settings: Callable[[Sequence[str], str], Config]
-) -> None:
+def add_agent_arguments(command: argparse.ArgumentParser) -> None:
     """Add the subcommand `run`."""
     kinds = command.add_subparsers(required=True, metavar="kind")
     text = "run episodes of a recipe with model.path, and print the conversations"
     run = kinds.add_parser("run", help=text, description=text)
-    run.add_argument("settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides")
+    take_settings(run)
     run.add_argument("--episodes", type=int, default=2, help="one for each of the first prompts")
     run.add_argument("--greedy", action="store_true", help="take the most likely tokens")
 
