@@ -40,7 +40,7 @@ from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.image_request import pack_request, refer_request
 from mcore_rl.rollout.request import EngineAffinity, Request, Sampling, make_body
 from mcore_rl.rollout.transport import HttpOptions
-from mcore_rl.run.prompts import load_split
+from mcore_rl.run.prompts import PromptReader
 from mcore_rl.tasks.tiny_models import write_tiny_vision_model
 from mcore_rl.types import Prompt
 
@@ -114,7 +114,7 @@ def load(folder: Path, path: Path) -> list[Prompt]:
     data = DataConfig(train=[str(path)], max_prompt_len=1024)
     config = Config(model=ModelConfig(path=str(folder)), data=data)
     tokenizer = load_tokenizer(folder, "model.path")
-    return load_split(config, config.data.train, tokenizer)
+    return PromptReader.make(config, tokenizer).load(config.data.train)
 
 
 def request_bytes(prompt: Prompt, patches: SharedPatches, way: str) -> int:

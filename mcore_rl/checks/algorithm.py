@@ -17,6 +17,7 @@ from mcore_rl.config import (
     ClusterConfig,
     Config,
     ParallelConfig,
+    PreferenceConfig,
     RolloutConfig,
     ServedModelConfig,
     TrainConfig,
@@ -37,7 +38,7 @@ def check_algorithm(config: Config) -> None:
     needs = needs_of(config.algorithm)
     check_options(config.algorithm, needs)
     check_truncated(config.algorithm)
-    check_preference(config)
+    refuse(config, find_unread_in_preference(config.algorithm.preference))
     refuse(config, _unread(config.algorithm, needs))
     check_pairs(config.algorithm, config.train, needs)
     check_teacher(config.algorithm, config.teacher, config.rollout, needs)
@@ -48,9 +49,9 @@ def check_algorithm(config: Config) -> None:
     check_offload(config.cluster, config.served_models, shares_critic)
 
 
-def check_preference(config: Config) -> None:
-    """Raise ValueError if the loss of pairs is unknown, or an option is set that it ignores."""
-    refuse(config, _unread_by(PAIR_LOSSES, config.algorithm.preference.loss))
+def find_unread_in_preference(preference: PreferenceConfig) -> Iterator[Unread]:
+    """Yield the options that the loss of pairs ignores. Raises ValueError if it is unknown."""
+    yield from _unread_by(PAIR_LOSSES, preference.loss)
 
 
 def _unread_by(registry: Registry[Any], name: str) -> Iterator[Unread]:

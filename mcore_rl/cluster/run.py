@@ -5,7 +5,7 @@ All processes are gone when the block of `run_processes` ends.
 
 import json
 import logging
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -24,22 +24,25 @@ from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.cluster.shared_folder import bring_run_files
 from mcore_rl.config import (
     Config,
+    DriftConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    RewardConfig,
+    RolloutConfig,
     RunConfig,
+    ServedModelConfig,
     TrainConfig,
 )
 from mcore_rl.config.deadlines import Deadlines
 from mcore_rl.config.upstream.values import server_arguments
 from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.recipe_models import make_critic_training
-from mcore_rl.planning.slots import RunSlots
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.request import RoutedExpertsShape
-from mcore_rl.rollout.served_models import check_served_path, find_endpoint
+from mcore_rl.rollout.served_models import ServedEndpoint, check_served_path, find_endpoint
 from mcore_rl.weight_sync.controller.engine_control import LOADER
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.fp8 import QUANTIZATION_CONFIG
@@ -188,11 +191,7 @@ def run_processes(
     be started or found, or if the cluster is too small.
     """
     size = RunSize.make(config, command)
-    models = size.served
-    for role, model in models.items():
-        if model.path:
-            check_served_path(role, model)
-    remote = {role: find_endpoint(role, model) for role, model in models.items() if model.url}
+    remote = _find_remote(size.served)
     timeout_s = config.run.call_timeout_s
     num_cpus = size.num_cpus(config.cluster.cpus_per_rank, config.rollout.engine_ranks)
     startup_s = config.run.startup_timeout_s
@@ -213,9 +212,14 @@ def run_processes(
         if size.engines:
             least = config.rollout.min_engines
             engines = EngineGroup(slots.engines, log_dir, timeout_s, min_engines=least)
-        collectors = _start_collectors(config, collector, slots, log_dir)
+        collectors = None
+        if collector is not None:
+            served = config.served_groups.values()
+            limits = _limit_collectors(config.run, config.rollout, config.reward, served)
+            collectors = CollectorGroup(slots.engines, log_dir, limits)
+            collectors.start_build(collector)
         served_engines = ServedEngines(
-            models, slots.served, log_dir, timeout_s, remote, keys, size.colocated_served
+            size.served, slots.served, log_dir, timeout_s, remote, keys, size.colocated_served
         )
         started = (trainer, critic, engines, collectors)
         with _run_files(config.run, log_dir, started), closing(EventLoop()) as event_loop:
@@ -240,24 +244,30 @@ def _run_files(run: RunConfig, log_dir: Path, groups: Groups) -> Iterator[None]:
         yield
 
 
-def _start_collectors(
-    config: Config, spec: CollectorSpec | None, slots: RunSlots, log_dir: Path
-) -> CollectorGroup | None:
-    if spec is None:
-        return None
-    deadlines = Deadlines.from_options(
-        config.run, config.rollout, config.reward, config.served_groups.values()
-    )
-    limits = CollectorLimits(
-        call_timeout_s=config.run.call_timeout_s,
+def _find_remote(models: Mapping[str, ServedModelConfig]) -> dict[str, ServedEndpoint]:
+    """Return by role the models that run elsewhere. Raises ValueError if one cannot be found, or if
+    another cannot be started.
+    """
+    for role, model in models.items():
+        if model.path:
+            check_served_path(role, model)
+    return {role: find_endpoint(role, model) for role, model in models.items() if model.url}
+
+
+def _limit_collectors(
+    run: RunConfig,
+    rollout: RolloutConfig,
+    reward: RewardConfig,
+    served: Iterable[ServedModelConfig],
+) -> CollectorLimits:
+    deadlines = Deadlines.from_options(run, rollout, reward, served)
+    return CollectorLimits(
+        call_timeout_s=run.call_timeout_s,
         hold_timeout_s=deadlines.hold,
         score_timeout_s=deadlines.score,
-        startup_timeout_s=config.run.startup_timeout_s,
-        restarts=config.rollout.restarts,
+        startup_timeout_s=run.startup_timeout_s,
+        restarts=rollout.restarts,
     )
-    collectors = CollectorGroup(slots.engines, log_dir, limits)
-    collectors.start_build(spec)
-    return collectors
 
 
 def engine_spec(config: Config, policy: ModelFacts, log_path: Path, keys: ServerKeys) -> EngineSpec:
@@ -286,7 +296,7 @@ def engine_spec(config: Config, policy: ModelFacts, log_path: Path, keys: Server
         kv_cache_len=rollout.kv_cache_len,
         max_running=rollout.max_concurrency,
         deterministic=rollout.deterministic,
-        routed_experts=experts_shape(config, policy) is not None,
+        routed_experts=experts_shape(config.drift, policy) is not None,
         trust_remote_code=config.model.trust_remote_code,
         custom_weight_loaders=(LOADER,),
         keys=keys,
@@ -298,8 +308,8 @@ def engine_spec(config: Config, policy: ModelFacts, log_path: Path, keys: Server
     )
 
 
-def experts_shape(config: Config, policy: ModelFacts) -> RoutedExpertsShape | None:
+def experts_shape(drift: DriftConfig, policy: ModelFacts) -> RoutedExpertsShape | None:
     """Return the shape of the experts that engines report, or None if they report none."""
-    if not config.drift.routed_experts or not policy.has_experts:
+    if not drift.routed_experts or not policy.has_experts:
         return None
     return RoutedExpertsShape(policy.moe_layers, policy.experts_per_token, policy.num_experts)

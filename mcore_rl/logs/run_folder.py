@@ -19,15 +19,13 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from mcore_rl.config import Config
-from mcore_rl.config.secrets import dump_config
 from mcore_rl.process.disk import (
     DELETED,
     explain_loss,
@@ -76,26 +74,31 @@ class RunFolder:
                 ) from None
             yield
 
-    def prepare(self, config: Config) -> Path | None:
+    def prepare(
+        self, written: Mapping[str, Any], *, resume: bool, rotate_bytes: int = 0
+    ) -> Path | None:
         """Create the folder, write the configuration, and send this process's log to its file.
 
-        Returns the checkpoint to continue from. With run.resume=false there is none: an earlier
-        run's checkpoints are moved aside, so that a later resume does not take them for this run's,
-        and its parity_check.json is deleted.
+        Returns the checkpoint to continue from. Without `resume` there is none: an earlier run's
+        checkpoints are moved aside, so that a later resume does not take them for this run's, and
+        its parity_check.json is deleted.
+
+        written        the configuration as plain values, without secrets
+        rotate_bytes   size at which the log becomes a segment; 0: never
         """
         with _refuse_run_dir(self.path):
-            if self.checkpoints.exists() and not config.run.resume:
+            if self.checkpoints.exists() and not resume:
                 self.checkpoints.rename(
                     self.path / f"checkpoints.before_{time.strftime('%Y%m%d_%H%M%S')}"
                 )
             earlier = self.path / _EARLIER_PARITY_CHECK
             if earlier.exists() and not self.parity_check.exists():
                 earlier.rename(self.parity_check)
-            if not config.run.resume:
+            if not resume:
                 self.parity_check.unlink(missing_ok=True)
             self.logs.mkdir(parents=True, exist_ok=True)
-            OmegaConf.save(OmegaConf.create(dump_config(config)), self.path / "config.yaml")
-            handler = _LogFile(self.logs / "controller.log", config.log.rotate_bytes)
+            OmegaConf.save(OmegaConf.create(dict(written)), self.path / "config.yaml")
+            handler = _LogFile(self.logs / "controller.log", rotate_bytes)
         handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         package = logging.getLogger("mcore_rl")
         package.setLevel(logging.INFO)

@@ -26,12 +26,13 @@ from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import EngineAsker, HttpOptions
 from mcore_rl.run.episodes import (
     check_episodes,
-    check_node_servers,
+    check_search,
     episode_spec,
     node_servers_spec,
+    stand_in_urls,
 )
 from mcore_rl.run.inputs import list_prompt_options, open_policy
-from mcore_rl.run.prompts import load_split
+from mcore_rl.run.prompts import PromptReader
 from mcore_rl.run.roles.generator import make_sampling
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, TurnRecord
 from mcore_rl.workers.episodes import EpisodeSampler, EpisodeSpec
@@ -48,19 +49,21 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
     """
     if not config.agents.is_used:
         raise ValueError("agents.environment is not set: give what the policy talks with")
-    policy, tokenizer = open_policy(config, *list_prompt_options(config))
-    check_node_servers(config)
-    check_episodes(config, policy, tokenizer)
-    files = config.eval.data or config.data.train
-    prompts = load_split(config, files, tokenizer)[:num_episodes]
+    policy, tokenizer = open_policy(config, *list_prompt_options(config.data))
+    check_search(config.search, config.cluster)
     episodes = episode_spec(config, policy, tokenizer)
+    urls = stand_in_urls(config.sandbox, config.search)
+    check_episodes(episodes, tokenizer, config.teacher, urls)
+    files = config.eval.data or config.data.train
+    prompts = PromptReader.make(config, tokenizer).load(files)[:num_episodes]
     sampling = make_sampling(config.rollout, greedy=greedy, seed=config.run.seed)
     with TemporaryDirectory(prefix="mcore_rl_agent_") as folder:
         spec = engine_spec(config, policy, Path(folder) / "sglang.log", ServerKeys.make())
         engine = EngineProcess(spec)
         loop = EventLoop()
         nothing = NodeServersSpec(config.sandbox, config.search, Path(folder), 0.0)
-        beside = replace(node_servers_spec(config) or nothing, log_dir=Path(folder))
+        spec_of_servers = node_servers_spec(config.run, config.sandbox, config.search)
+        beside = replace(spec_of_servers or nothing, log_dir=Path(folder))
         servers = NodeServers(beside, "agent")
         try:
             engine.start()

@@ -3,15 +3,18 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss, sft_loss
 from mcore_rl.algo.preferences import needs_reference
-from mcore_rl.checks.algorithm import check_preference
+from mcore_rl.checks.algorithm import find_unread_in_preference
 from mcore_rl.checks.sizes import check_engines
 from mcore_rl.cluster.run import RunProcesses, run_processes
 from mcore_rl.config import AlgorithmConfig, Config
+from mcore_rl.config.secrets import dump_config
+from mcore_rl.config.tree_checks import refuse
 from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
 from mcore_rl.data.sft import SftStream
 from mcore_rl.data.tokenization import token_cache_dir
@@ -24,6 +27,7 @@ from mcore_rl.loops.rl import train
 from mcore_rl.loops.roles import Roles, in_turn
 from mcore_rl.loops.sft import fine_tune
 from mcore_rl.planning.bundles import RunSize
+from mcore_rl.planning.host_memory import explain_servers
 from mcore_rl.process.event_loop import run_both
 from mcore_rl.process.log_files import rotate_logs
 from mcore_rl.run.images import sft_images
@@ -35,6 +39,7 @@ from mcore_rl.run.inputs import (
     without_replay,
 )
 from mcore_rl.run.parts import (
+    StartedRun,
     complete_saves_if_stopped,
     connect_stores,
     finish_run,
@@ -42,7 +47,6 @@ from mcore_rl.run.parts import (
     load_checkpoint,
     load_models,
     make_critic,
-    make_generator,
     make_log,
     make_stored_trainer,
     make_sync,
@@ -50,14 +54,16 @@ from mcore_rl.run.parts import (
     sample_in_background,
     share_teacher,
 )
-from mcore_rl.run.prompts import first_prompts, load_split
+from mcore_rl.run.prompts import PromptReader
 from mcore_rl.run.roles.advantages import StoredAdvantages
 from mcore_rl.run.roles.colocation import SharingScorer, SharingTrainer
 from mcore_rl.run.roles.generator import EngineGenerator
+from mcore_rl.run.roles.trainer import Packing
 from mcore_rl.run.rollouts import collector_spec, connect_rollouts
 from mcore_rl.run.startup import choose_checkpoint, start_training
 from mcore_rl.types import WeightVersion
 from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.weights.hf.flops import ModelFlops
 from mcore_rl.workers.collector_worker import CollectorSpec
 
 _log = logging.getLogger(__name__)
@@ -78,29 +84,32 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
     inputs = read_train_inputs(config)
     prompts = inputs.prompts
     needs = needs_of(config.algorithm)
-    collector = inputs.collector
-    running = _run(config, inputs.policy, "train", collector)
+    running = _run(config, inputs.policy, "train", inputs.collector)
     with closing(prompts), running as (folder, newest, processes):
         started = start_training(config, processes, inputs.loss)
         gpus = started.gpus
-        rollouts = connect_rollouts(config, processes, started.engines)
+        rollouts = connect_rollouts(processes, started.engines, config.rollout, config.reward)
+        run = StartedRun(inputs.policy, folder, processes, started, rollouts)
         connect_stores(started, processes)
         parts = {"prompts": prompts, "advantages": inputs.advantages}
-        start_step = load_models(config, started, folder, parts, newest, needs.reference)
-        trainer = make_stored_trainer(config, inputs.policy, started.trainer, folder)
-        watched = processes.run_watched
-        made = started, trainer, processes, rollouts, folder
-        weights = make_sync(config, inputs.policy, *made, start_step)
+        start_step = load_models(config.checkpoint, started, folder, parts, newest, needs.reference)
+        flops = ModelFlops.from_facts(inputs.policy)
+        packing = Packing.from_config(config.parallel, config.train, flops)
+        how = packing, config.checkpoint, config.rollout.temperature
+        trainer = make_stored_trainer(started.trainer, folder, *how)
+        weights = make_sync(config, run, trainer, start_step)
         weights.sync_first(WeightVersion(start_step), inputs.parity_probe)
         log = make_log(config, folder, config.run.steps, start_step, rollouts.read)
         background_sampler = sample_in_background(
-            config, start_step, prompts, rollouts, processes, weights, log.episodes
+            config, run, start_step, prompts, weights, log.episodes
         )
         with log, background_sampler as background:
             roles = Roles(
                 prompts=prompts,
                 held_out=inputs.held_out,
-                generator=make_generator(config, rollouts, watched, log.episodes, weights.revive),
+                generator=rollouts.make_generator(
+                    config.rollout, config.eval, log.episodes, weights.revive
+                ),
                 reward=SharingScorer(rollouts.reward, ("judge", "reward_model"), gpus),
                 advantages=StoredAdvantages(
                     inputs.advantages, rollouts.apply, has_teacher=needs.teacher
@@ -111,22 +120,22 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
                 background=background,
                 teacher=share_teacher(rollouts, gpus),
                 on_tokens=rollouts.apply,
-                critic=make_critic(config, inputs.policy, started, folder),
+                critic=make_critic(config.critic, config.train, config.checkpoint, run),
                 both=in_turn if config.critic.colocated else run_both,
             )
             with complete_saves_if_stopped(started.trainer, started.critic):
                 yield roles, start_step
-        finish_run(config, started, folder)
+        finish_run(config.checkpoint, started, folder)
     make_report(folder.path)
 
 
 def run_sft(config: Config) -> None:
     """Run `mcore-rl sft`: fine-tune model.path, or random weights; write <run.dir>/hf."""
     policy, tokenizer = open_policy(config, "sft.data")
-    config = without_replay(config, policy)
+    config = replace(config, train=without_replay(config.train, policy))
     options = config.sft
     cache_dir = token_cache_dir(config.data.cache_dir)
-    images = sft_images(config, tokenizer)
+    images = sft_images(config.model.path, config.data, tokenizer, options.max_len)
     batches = SftStream(
         options.data, tokenizer, options.max_len, config.run.seed, cache_dir, images
     )
@@ -134,7 +143,8 @@ def run_sft(config: Config) -> None:
         trainer = processes.start_trainer(options.optimizer, options.steps, sft_loss)
         trainer.wait_built()
         start_step = load_checkpoint(trainer, config.checkpoint, {"prompts": batches}, newest)
-        packed = make_token_trainer(config, policy, trainer, folder)
+        packing = Packing.from_config(config.parallel, config.train, ModelFlops.from_facts(policy))
+        packed = make_token_trainer(trainer, folder, packing, config.checkpoint)
         log = make_log(config, folder, options.steps, start_step)
         with log, complete_saves_if_stopped(trainer):
             fine_tune(options, config.checkpoint, batches, packed, log, start_step)
@@ -144,9 +154,9 @@ def run_sft(config: Config) -> None:
 
 def run_dpo(config: Config) -> None:
     """Run `mcore-rl dpo`: train model.path on preferences; write <run.dir>/hf."""
-    check_preference(config)
+    refuse(config, find_unread_in_preference(config.algorithm.preference))
     policy, tokenizer = open_policy(config, "dpo.data")
-    config = without_replay(config, policy)
+    config = replace(config, train=without_replay(config.train, policy))
     options = config.dpo
     cache_dir = token_cache_dir(config.data.cache_dir)
     pairs = load_pairs(options.data, tokenizer, options.max_len, cache_dir)
@@ -164,7 +174,8 @@ def run_dpo(config: Config) -> None:
         if needs_reference(config.algorithm.preference):
             trainer.snapshot_reference()
         start_step = load_checkpoint(trainer, config.checkpoint, {"pairs": stream}, newest)
-        packed = make_token_trainer(config, policy, trainer, folder)
+        packing = Packing.from_config(config.parallel, config.train, ModelFlops.from_facts(policy))
+        packed = make_token_trainer(trainer, folder, packing, config.checkpoint)
         log = make_log(config, folder, options.steps, start_step)
         with log, complete_saves_if_stopped(trainer):
             how = PreferenceOptions(
@@ -180,17 +191,19 @@ def run_pairs(config: Config) -> None:
 
     Preferences among the responses are written to <run.dir>/pairs.
     """
-    check_no_trainer(config)
-    policy, tokenizer = open_policy(config, *list_prompt_options(config))
+    check_no_trainer(config.rollout)
+    policy, tokenizer = open_policy(config, *list_prompt_options(config.data))
     collector = collector_spec(config, policy, tokenizer)
+    reader = PromptReader.make(config, tokenizer)
     splits = {
-        "train": first_prompts(config, tokenizer, config.dpo.prompts),
-        "heldout": load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts],
+        "train": reader.take_first(config.dpo.prompts),
+        "heldout": reader.load_held_out(),
     }
     num_samples = config.rollout.samples_per_prompt
     num_pairs = config.dpo.pairs_per_prompt
     with _run(config, policy, "pairs", collector) as (folder, _, processes):
-        rollouts = connect_rollouts(config, processes, processes.start_engines())
+        engines = processes.start_engines()
+        rollouts = connect_rollouts(processes, engines, config.rollout, config.reward)
         generator = EngineGenerator(rollouts.client, config.rollout, processes.run_watched)
         for name, prompts in splits.items():
             if prompts:
@@ -209,14 +222,15 @@ def run_pairs(config: Config) -> None:
 
 def run_eval(config: Config) -> None:
     """Run `mcore-rl eval`: evaluate model.path without a trainer; write <run.dir>/eval."""
-    check_no_trainer(config)
+    check_no_trainer(config.rollout)
     policy, tokenizer = open_policy(config, "eval.data")
     collector = collector_spec(config, policy, tokenizer)
-    held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
+    held_out = PromptReader.make(config, tokenizer).load_held_out()
     with _run(config, policy, "eval", collector) as (folder, _, processes):
-        rollouts = connect_rollouts(config, processes, processes.start_engines())
+        engines = processes.start_engines()
+        rollouts = connect_rollouts(processes, engines, config.rollout, config.reward)
         with make_log(config, folder, None, 0, rollouts.read) as log:
-            generator = make_generator(config, rollouts, processes.run_watched, log.episodes)
+            generator = rollouts.make_generator(config.rollout, config.eval, log.episodes)
             metrics, greedy = evaluate(
                 generator,
                 held_out,
@@ -244,7 +258,13 @@ def _run(
     path = Path(config.run.dir)
     folder = RunFolder(path if size.trainer else path / command, has_critic=size.critic > 0)
     with folder.lock():
-        newest = choose_checkpoint(folder, folder.prepare(config), config.run.resume)
+        resume_run = config.run.resume
+        found = folder.prepare(
+            dump_config(config), resume=resume_run, rotate_bytes=config.log.rotate_bytes
+        )
+        newest = choose_checkpoint(folder, found, resume_run)
+        if collector is not None and (line := explain_servers(config.sandbox, config.search)):
+            _log.info(line)
         _log.info("start-up")
         with (
             rotate_logs(config.log.rotate_bytes),

@@ -15,8 +15,15 @@ from transformers import PreTrainedTokenizerBase
 from mcore_rl.agents.chat.setup import make_format_and_parser
 from mcore_rl.agents.environments.check import check as check_environment
 from mcore_rl.agents.images import ImageLimits
-from mcore_rl.config import Config, SandboxConfig, SearchConfig
-from mcore_rl.config.data import ImagesConfig
+from mcore_rl.config import (
+    ClusterConfig,
+    Config,
+    ImagesConfig,
+    RunConfig,
+    SandboxConfig,
+    SearchConfig,
+    ServedModelConfig,
+)
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.server_keys import SANDBOX_URL, SEARCH_URL
 from mcore_rl.run.images import image_marks, sees_images
@@ -55,21 +62,25 @@ def _image_limits(images: ImagesConfig) -> ImageLimits:
     return ImageLimits(images.max_pixels, images.max_mib << 20, images.max_tokens)
 
 
-def check_episodes(config: Config, policy: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Log how the chat template splits episodes into rows.
+def check_episodes(
+    spec: EpisodeSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    teacher: ServedModelConfig,
+    urls: Mapping[str, str],
+) -> None:
+    """Log what the chat template does to rows of episodes.
 
-    Raises ValueError if the environment, the template or the parsers cannot be used.
+    `urls` are the addresses of the recipe's servers, by variable. Raises ValueError if the
+    environment, the template or the parsers cannot be used.
     """
-    spec = episode_spec(config, policy, tokenizer)
-    if spec.images is not None and config.teacher.is_used:
+    if spec.images is not None and teacher.is_used:
         raise ValueError(
-            f"teacher.path={config.teacher.path or config.teacher.url} with"
-            f" agents.environment={config.agents.environment} and a model that sees images: the"
+            f"teacher.path={teacher.path or teacher.url} with"
+            f" agents.environment={spec.agents.environment} and a model that sees images: the"
             " teacher would read their placeholders alone; leave it out"
         )
     options = make_environment_options(spec, "check")
-    variables = {**stand_in_urls(config.sandbox, config.search), **options.variables}
-    check_environment(replace(options, variables=variables))
+    check_environment(replace(options, variables={**urls, **options.variables}))
     chat_format, _ = make_format_and_parser(
         tokenizer, spec.stop_token_ids, spec.architecture, spec.agents, _ask_nobody
     )
@@ -95,24 +106,23 @@ async def _ask_nobody(path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
     raise AssertionError(f"no engine is there yet to ask {path}")
 
 
-def node_servers_spec(config: Config) -> NodeServersSpec | None:
+def node_servers_spec(
+    run: RunConfig, sandbox: SandboxConfig, search: SearchConfig
+) -> NodeServersSpec | None:
     """Return the servers that each collector starts; None if the recipe has none."""
-    if not (config.sandbox.is_used or config.search.is_used):
+    if not (sandbox.is_used or search.is_used):
         return None
-    search = config.search
     if search.is_used:
         search = replace(search, index=str(Path(search.index).absolute()))
-    start_s = config.run.startup_timeout_s
-    return NodeServersSpec(config.sandbox, search, RunFolder(config.run.dir).logs, start_s)
+    return NodeServersSpec(sandbox, search, RunFolder(run.dir).logs, run.startup_timeout_s)
 
 
-def check_node_servers(config: Config) -> None:
-    """Raise ValueError if a server of the recipe would not start.
+def check_search(search: SearchConfig, cluster: ClusterConfig) -> None:
+    """Raise ValueError if the recipe has a search that would not start.
 
     On a joined cluster, the nodes check an index that this machine lacks when they open it.
     """
-    search = config.search
-    if search.is_used and (config.cluster.address is None or Path(search.index).exists()):
+    if search.is_used and (cluster.address is None or Path(search.index).exists()):
         try:
             read_manifest(Path(search.index))
         except (ValueError, OSError) as error:

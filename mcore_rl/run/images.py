@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.agents.environments.adapters import is_program
-from mcore_rl.config import Config, DataConfig, ImagesConfig, ServedModelConfig
+from mcore_rl.config import DataConfig, ImagesConfig, ServedModelConfig
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.images.prompts import ImagePrompts, ImageRules
 from mcore_rl.data.sft import MESSAGES, SftImages
@@ -87,17 +87,17 @@ def image_prompts(
     return ImagePrompts(processor, encode, placeholder_id, rules, column)
 
 
-def sft_images(config: Config, tokenizer: PreTrainedTokenizerBase) -> SftImages | None:
+def sft_images(
+    model_path: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_len: int
+) -> SftImages | None:
     """Return the reader of conversations with images; None if the model sees text alone.
 
     Raises ValueError as `image_prompts` does.
     """
-    max_len = config.sft.max_len
-    prompts = image_prompts(config.model.path, config.data, tokenizer, max_len, MESSAGES)
+    prompts = image_prompts(model_path, data, tokenizer, max_len, MESSAGES)
     if prompts is None:
         return None
-    cache_bytes = int(config.data.images.cache_gib * 2**30)
-    processor = ImageProcessor(config.model.path, cache_bytes)
+    processor = ImageProcessor(model_path, int(data.images.cache_gib * 2**30))
     return SftImages(prompts, partial(_encode, tokenizer), processor.patches_of)
 
 

@@ -12,7 +12,7 @@ from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
 from mcore_rl.checks.algorithm import check_algorithm, check_names
 from mcore_rl.checks.sizes import check_sizes
-from mcore_rl.config import Config, ModelConfig, RolloutConfig
+from mcore_rl.config import Config, DataConfig, ModelConfig, RolloutConfig, TrainConfig
 from mcore_rl.config.recipe import require
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.data.streamed.mixed import MixedPrompts
@@ -20,7 +20,7 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.planning.recipe_models import read_critic, read_policy
 from mcore_rl.rollout.scoring import check_same_vocabulary
 from mcore_rl.run.images import check_critic_images
-from mcore_rl.run.prompts import load_split, train_prompts
+from mcore_rl.run.prompts import PromptReader
 from mcore_rl.run.roles.parity_check import MOST_SEQUENCES, make_probe
 from mcore_rl.run.rollouts import collector_spec
 from mcore_rl.types import Prompt, TrainBatch
@@ -55,13 +55,14 @@ def read_train_inputs(config: Config) -> TrainInputs:
     fit the rest.
     """
     check_algorithm(config)
-    policy, tokenizer = open_policy(config, *list_prompt_options(config))
+    policy, tokenizer = open_policy(config, *list_prompt_options(config.data))
     check_routing(config.train, policy.config)
     warn_of_cut_distribution(config.rollout)
     collector = collector_spec(config, policy, tokenizer)
     loss = make_policy_loss(config.algorithm)
-    prompts = train_prompts(config, tokenizer, max(config.parity_check.sequences, MOST_SEQUENCES))
-    held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
+    reader = PromptReader.make(config, tokenizer)
+    prompts = reader.open_train(max(config.parity_check.sequences, MOST_SEQUENCES))
+    held_out = reader.load_held_out()
     inputs = TrainInputs(
         policy=policy,
         tokenizer=tokenizer,
@@ -82,9 +83,9 @@ def read_train_inputs(config: Config) -> TrainInputs:
     return inputs
 
 
-def list_prompt_options(config: Config) -> tuple[str, ...]:
+def list_prompt_options(data: DataConfig) -> tuple[str, ...]:
     """Return ("data.train",), the option that must name prompts; () if data.sources names them."""
-    return () if config.data.sources else ("data.train",)
+    return () if data.sources else ("data.train",)
 
 
 def open_policy(config: Config, *needed: str) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
@@ -147,14 +148,14 @@ def _open_model(model: ModelConfig) -> tuple[ModelFacts, PreTrainedTokenizerBase
     return policy, load_tokenizer(policy.path, "model.path", model.trust_remote_code)
 
 
-def without_replay(config: Config, policy: ModelFacts) -> Config:
-    """Return the configuration without router replay, for sequences that no engine sampled.
+def without_replay(train: TrainConfig, policy: ModelFacts) -> TrainConfig:
+    """Return the options of training without router replay, for sequences that no engine sampled.
 
     Raises ValueError as check_routing does.
     """
-    train = replace(config.train, router_replay="none")
+    train = replace(train, router_replay="none")
     check_routing(train, policy.config)
-    return replace(config, train=train)
+    return train
 
 
 def check_critic(path: str, policy_path: str, policy: ModelFacts) -> None:
@@ -178,10 +179,10 @@ def check_teacher(path: str, model: ModelConfig, tokenizer: PreTrainedTokenizerB
     check_same_vocabulary(tokenizer, teacher, model.path, path)
 
 
-def check_no_trainer(config: Config) -> None:
-    """Raise ValueError if the recipe needs trainer ranks, for a command that has none."""
-    if config.rollout.quantization != "none":
+def check_no_trainer(rollout: RolloutConfig) -> None:
+    """Raise ValueError if the engines need trainer ranks, for a command that has none."""
+    if rollout.quantization != "none":
         raise ValueError(
-            f"rollout.quantization={config.rollout.quantization}: trainer ranks quantize, and an"
+            f"rollout.quantization={rollout.quantization}: trainer ranks quantize, and an"
             " evaluation has none; use rollout.quantization=none"
         )

@@ -1,8 +1,9 @@
 """Makes the roles of loops from a recipe and the processes of its run."""
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,23 @@ from typing import Any
 from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
 from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.cluster.run import RunProcesses
-from mcore_rl.config import CheckpointConfig, Config
+from mcore_rl.config import (
+    CheckpointConfig,
+    Config,
+    CriticConfig,
+    TrainConfig,
+)
 from mcore_rl.config.secrets import dump_config
 from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.logs.logger import MetricsLogger
 from mcore_rl.logs.run_folder import RunFolder
-from mcore_rl.loops.roles import AskTeacher, Critic, ReadSamples, Watched
+from mcore_rl.loops.roles import AskTeacher, Critic, ReadSamples
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.planning.recipe_models import read_critic
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.process.signals import StoppedEarlyError
+from mcore_rl.run.images import image_marks
 from mcore_rl.run.roles.background import BackgroundSampler
 from mcore_rl.run.roles.colocation import (
     ALL,
@@ -30,8 +37,9 @@ from mcore_rl.run.roles.colocation import (
     SharingCritic,
     SharingScorer,
 )
-from mcore_rl.run.roles.generator import EngineGenerator, rollout_of_evaluations
 from mcore_rl.run.roles.groups import OpenPrompts
+from mcore_rl.run.roles.parity_check import ParityCheck
+from mcore_rl.run.roles.parity_tolerance import ParityTolerance, describe_kernels
 from mcore_rl.run.roles.trainer import (
     PackedCritic,
     PackedStoredTrainer,
@@ -41,7 +49,7 @@ from mcore_rl.run.roles.trainer import (
 )
 from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.run.rollouts import Rollouts
-from mcore_rl.run.startup import Started, make_parity_check
+from mcore_rl.run.startup import Started
 from mcore_rl.types import WeightVersion
 from mcore_rl.weight_sync.controller.strategy import TrainerRanks
 from mcore_rl.weight_sync.controller.sync import SyncController
@@ -52,49 +60,66 @@ from mcore_rl.weights.models.value_head import add_value_head
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class StartedRun:
+    """A training run whose processes have started, and where it writes."""
+
+    policy: ModelFacts
+    folder: RunFolder
+    processes: RunProcesses
+    started: Started
+    rollouts: Rollouts
+
+
 def make_token_trainer(
-    config: Config,
-    policy: ModelFacts,
-    trainer: TrainerGroup,
-    folder: RunFolder,
-    temperature: float = 1.0,
+    trainer: TrainerGroup, folder: RunFolder, packing: Packing, checkpoint: CheckpointConfig
 ) -> PackedTokenTrainer:
     """Return a trainer of TrainBatches that measures its speed; the ranks must be built."""
-    options = _make_trainer_options(config, policy, trainer, temperature)
-    return PackedTokenTrainer(trainer, folder, **options)
+    speed = _time_steps(trainer, packing)
+    return PackedTokenTrainer(
+        trainer, folder, packing=packing, temperature=1.0, checkpoint=checkpoint, speed=speed
+    )
 
 
 def make_stored_trainer(
-    config: Config, policy: ModelFacts, trainer: TrainerGroup, folder: RunFolder
+    trainer: TrainerGroup,
+    folder: RunFolder,
+    packing: Packing,
+    checkpoint: CheckpointConfig,
+    temperature: float,
 ) -> PackedStoredTrainer:
     """Return a trainer of StoredBatches, which computes log-probs at the rollout's temperature."""
-    options = _make_trainer_options(config, policy, trainer, config.rollout.temperature)
-    return PackedStoredTrainer(trainer, folder, **options)
+    speed = _time_steps(trainer, packing)
+    return PackedStoredTrainer(
+        trainer,
+        folder,
+        packing=packing,
+        temperature=temperature,
+        checkpoint=checkpoint,
+        speed=speed,
+    )
 
 
-def _make_trainer_options(
-    config: Config, policy: ModelFacts, trainer: TrainerGroup, temperature: float
-) -> dict[str, Any]:
-    flops = ModelFlops.from_facts(policy)
-    return {
-        "packing": Packing.from_config(config.parallel, config.train, flops),
-        "temperature": temperature,
-        "checkpoint": config.checkpoint,
-        "speed": TrainSpeed(flops, config.parallel.world_size, trainer.peak_flops()),
-    }
+def _time_steps(trainer: TrainerGroup, packing: Packing) -> TrainSpeed:
+    assert packing.flops is not None, "a run packs by the work of its sequences"
+    return TrainSpeed(packing.flops, trainer.world_size, trainer.peak_flops())
 
 
 def make_critic(
-    config: Config, policy: ModelFacts, started: Started, folder: RunFolder
+    options: CriticConfig,
+    train: TrainConfig,
+    checkpoint: CheckpointConfig,
+    run: StartedRun,
 ) -> Critic | None:
     """Return the critic of the loop; None if the run has none."""
+    started = run.started
     if started.critic is None:
         return None
-    model = read_critic(config.critic.path, policy)
+    model = read_critic(options.path, run.policy)
     flops = ModelFlops.from_facts(ModelFacts(model.path, add_value_head(model.config)))
-    packing = Packing.from_config(config.critic.parallel, config.train, flops)
-    critic = PackedCritic(started.critic, folder, packing=packing, checkpoint=config.checkpoint)
-    return SharingCritic(critic, started.gpus) if config.critic.colocated else critic
+    packing = Packing.from_config(options.parallel, train, flops)
+    critic = PackedCritic(started.critic, run.folder, packing=packing, checkpoint=checkpoint)
+    return SharingCritic(critic, started.gpus) if options.colocated else critic
 
 
 def share_teacher(rollouts: Rollouts, gpus: SharedGpus) -> AskTeacher | None:
@@ -111,30 +136,36 @@ def connect_stores(started: Started, processes: RunProcesses) -> None:
 
 
 def make_sync(
-    config: Config,
-    policy: ModelFacts,
-    started: Started,
-    trainer: PackedStoredTrainer,
-    processes: RunProcesses,
-    rollouts: Rollouts,
-    folder: RunFolder,
-    start_step: int,
+    config: Config, run: StartedRun, trainer: PackedStoredTrainer, start_step: int
 ) -> EngineSync:
     """Return the weight sync to the engines, with its parity check.
 
     start_step   as load_models returned it
     """
-    packing = Packing.from_config(config.parallel, config.train, ModelFlops.from_facts(policy))
-    scorer = PackedTokenTrainer(
-        started.trainer, folder, packing=packing, temperature=1.0, checkpoint=config.checkpoint
+    started, folder, keys = run.started, run.folder, run.processes.keys
+    engines, gpus = started.engines, started.gpus
+    links = make_links(config, run.policy, started.trainer, keys, node_address(), start_step)
+    devices = started.trainer.device_names()
+    made_by = describe_kernels(config.model, config.rollout, config.train, devices)
+    flops = ModelFlops.from_facts(run.policy)
+    parity_check = ParityCheck(
+        PackedTokenTrainer(
+            started.trainer,
+            folder,
+            packing=Packing.from_config(config.parallel, config.train, flops),
+            temperature=1.0,
+            checkpoint=config.checkpoint,
+        ),
+        config.parity_check,
+        ParityTolerance(config.parity_check, config.engine_precision, folder.parity_check, made_by),
+        config.run.call_timeout_s,
+        gpus.for_rollout,
+        keys,
+        run.rollouts.fetch,
+        image_marks(run.policy),
     )
-    engines = started.engines
-    keys = processes.keys
-    links = make_links(config, policy, started.trainer, keys, node_address(), start_step)
-    parity_check = make_parity_check(config, policy, started, scorer, keys, rollouts.fetch, folder)
-    watched = processes.run_watched
     return EngineSync(
-        *(links, parity_check, engines.health, engines.look, watched, started.gpus),
+        *(links, parity_check, engines.health, engines.look, run.processes.watched, gpus),
         count_steps=lambda: trainer.num_steps,
     )
 
@@ -173,24 +204,11 @@ def make_links(
     )
 
 
-def make_generator(
-    config: Config,
-    rollouts: Rollouts,
-    watched: Watched,
-    episodes: EpisodeLog,
-    revive: Callable[[], Awaitable[bool]] | None = None,
-) -> EngineGenerator:
-    """Return the generator of samples for training and evaluations; see EngineGenerator."""
-    evaluation = rollout_of_evaluations(config.rollout, config.eval)
-    return EngineGenerator(rollouts.client, config.rollout, watched, revive, episodes, evaluation)
-
-
 def sample_in_background(
     config: Config,
+    run: StartedRun,
     start_step: int,
     prompts: OpenPrompts,
-    rollouts: Rollouts,
-    processes: RunProcesses,
     weights: EngineSync,
     episodes: EpisodeLog,
 ) -> AbstractContextManager[BackgroundSampler | None]:
@@ -205,17 +223,17 @@ def sample_in_background(
         config.run.seed,
         WeightVersion(start_step),
         prompts,
-        rollouts.client,
-        rollouts.score,
-        processes.run_watched,
-        processes.start_watched,
+        run.rollouts.client,
+        run.rollouts.score,
+        run.processes.run_watched,
+        run.processes.start_watched,
         weights.revive,
         episodes,
     )
 
 
 def load_models(
-    config: Config,
+    checkpoint: CheckpointConfig,
     started: Started,
     folder: RunFolder,
     parts: Mapping[str, Any],
@@ -230,11 +248,11 @@ def load_models(
     started.gpus.load(TRAINER, ALL)
     if with_reference:
         started.trainer.snapshot_reference()
-    start_step = load_checkpoint(started.trainer, config.checkpoint, parts, newest)
+    start_step = load_checkpoint(started.trainer, checkpoint, parts, newest)
     if started.critic is not None and start_step:
         started.gpus.load(CRITIC, ALL)
         saved = str(folder.critic_checkpoint(start_step))
-        started.critic.load(saved, verify=config.checkpoint.verify)
+        started.critic.load(saved, verify=checkpoint.verify)
     return start_step
 
 
@@ -310,11 +328,11 @@ def finish_training(checkpoint: CheckpointConfig, trainer: TrainerGroup, folder:
         trainer.export_hf(str(folder.export))
 
 
-def finish_run(config: Config, started: Started, folder: RunFolder) -> None:
+def finish_run(checkpoint: CheckpointConfig, started: Started, folder: RunFolder) -> None:
     """Complete the saves in progress; export critic and trainer if the recipe says so."""
     started.gpus.offload_models()
     if started.critic is not None:
         started.critic.finish_save()
-        if config.checkpoint.export_hf:
+        if checkpoint.export_hf:
             started.critic.export_hf(str(folder.critic_export))
-    finish_training(config.checkpoint, started.trainer, folder)
+    finish_training(checkpoint, started.trainer, folder)

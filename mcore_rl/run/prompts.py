@@ -7,7 +7,14 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.config import Config
+from mcore_rl.config import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    RewardConfig,
+    ServedModelConfig,
+)
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.data.streamed.mixed import MixedPrompts
@@ -27,66 +34,88 @@ class TrainPrompts:
     first: Sequence[Prompt]
 
 
-def train_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, num_first: int
-) -> TrainPrompts:
-    """Return the prompts that the recipe trains on.
+@dataclass(frozen=True)
+class PromptReader:
+    """Reads the prompts of a recipe.
 
-    Raises ValueError naming the option or the file if one cannot be used.
+    environment, teacher   agents.environment and the teacher, which may not see images
     """
-    if is_streamed(config.data):
-        stream = _open(config)
-        return TrainPrompts(stream, stream.first(num_first))
-    prompts = load_split(config, config.data.train, tokenizer)
-    stream = ShuffledStream(prompts, config.run.seed, config.data.shuffle)
-    return TrainPrompts(stream, prompts)
 
+    model: ModelConfig
+    data: DataConfig
+    evaluation: EvalConfig
+    reward: RewardConfig
+    environment: str
+    teacher: ServedModelConfig
+    seed: int
+    tokenizer: PreTrainedTokenizerBase
 
-def first_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Prompt]:
-    """Return the first `count` prompts of the recipe; 0: all prompts.
-
-    Raises ValueError as train_prompts does, and if all prompts of a stream are wanted.
-    """
-    if not is_streamed(config.data):
-        prompts = load_split(config, config.data.train, tokenizer)
-        return prompts[: count or None]
-    if not count:
-        raise ValueError(
-            "dpo.prompts=0 asks for all prompts, but they are streamed (data.stream_above): set"
-            " dpo.prompts to a number"
+    @staticmethod
+    def make(config: Config, tokenizer: PreTrainedTokenizerBase) -> "PromptReader":
+        return PromptReader(
+            config.model,
+            config.data,
+            config.eval,
+            config.reward,
+            config.agents.environment,
+            config.teacher,
+            config.run.seed,
+            tokenizer,
         )
-    stream = _open(config)
-    with closing(stream):
-        return stream.take(count)
 
+    def open_train(self, num_first: int) -> TrainPrompts:
+        """Return the prompts that the recipe trains on.
 
-def load_split(
-    config: Config, paths: Sequence[str], tokenizer: PreTrainedTokenizerBase
-) -> list[Prompt]:
-    """Return the prompts of files, folders and globs; none without paths.
+        Raises ValueError naming the option or the file if one cannot be used.
+        """
+        if is_streamed(self.data):
+            stream = self._open_stream()
+            return TrainPrompts(stream, stream.first(num_first))
+        prompts = self.load(self.data.train)
+        return TrainPrompts(ShuffledStream(prompts, self.seed, self.data.shuffle), prompts)
 
-    Raises ValueError as data_files and load_prompts do.
-    """
-    if not paths:
-        return []
-    data = config.data
-    cache_dir = token_cache_dir(data.cache_dir)
-    images = image_prompts(config.model.path, data, tokenizer, data.max_prompt_len)
-    files = data_files(paths)
-    prompts = load_prompts(files, tokenizer, data.max_prompt_len, data.overlong, cache_dir, images)
-    check_seen(config.agents.environment, config.teacher, prompts)
-    return prompts
+    def take_first(self, count: int) -> list[Prompt]:
+        """Return `count` prompts of the recipe, 0: all. Raises ValueError as `open_train` does, and
+        if all are wanted of prompts that are streamed.
+        """
+        if not is_streamed(self.data):
+            return self.load(self.data.train)[: count or None]
+        if not count:
+            raise ValueError(
+                "dpo.prompts=0 asks for all prompts, but they are streamed (data.stream_above): set"
+                " dpo.prompts to a number"
+            )
+        stream = self._open_stream()
+        with closing(stream):
+            return stream.take(count)
 
+    def load_held_out(self) -> list[Prompt]:
+        """Return the prompts of evaluations, if any. Raises ValueError as `load` does."""
+        return self.load(self.evaluation.data)[: self.evaluation.max_prompts]
 
-def _open(config: Config) -> MixedPrompts:
-    make_tokenizer = partial(
-        load_tokenizer, config.model.path, "model.path", config.model.trust_remote_code
-    )
-    if model_with_images(config.model.path) is not None:
-        raise ValueError(
-            "prompts are streamed (data.sources, data.curriculum or data.stream_above="
-            f"{config.data.stream_above}), and model.path={config.model.path} sees images, which"
-            " are not streamed: name all prompts in data.train, and raise data.stream_above"
-        )
-    are_right = Correctness.from_config(config.eval, config.reward).are_correct
-    return open_prompts(config.data, config.run.seed, make_tokenizer, are_right)
+    def load(self, paths: Sequence[str]) -> list[Prompt]:
+        """Return the prompts of files, folders and globs, if any. Raises ValueError as data_files
+        and load_prompts do.
+        """
+        if not paths:
+            return []
+        data = self.data
+        max_len = data.max_prompt_len
+        cache_dir = token_cache_dir(data.cache_dir)
+        images = image_prompts(self.model.path, data, self.tokenizer, max_len)
+        files = data_files(paths)
+        prompts = load_prompts(files, self.tokenizer, max_len, data.overlong, cache_dir, images)
+        check_seen(self.environment, self.teacher, prompts)
+        return prompts
+
+    def _open_stream(self) -> MixedPrompts:
+        path = self.model.path
+        make_tokenizer = partial(load_tokenizer, path, "model.path", self.model.trust_remote_code)
+        if model_with_images(path) is not None:
+            raise ValueError(
+                "prompts are streamed (data.sources, data.curriculum or data.stream_above="
+                f"{self.data.stream_above}), and model.path={path} sees images, which are not"
+                " streamed: name all prompts in data.train, and raise data.stream_above"
+            )
+        are_right = Correctness.of(self.evaluation, self.reward).are_correct
+        return open_prompts(self.data, self.seed, make_tokenizer, are_right)

@@ -1,7 +1,7 @@
 """Connects the collectors of a run, which draw, score and store the loop's samples."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from mcore_rl.cluster.collectors import CollectorGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.run import RunProcesses, experts_shape
-from mcore_rl.config import Config, RewardConfig
+from mcore_rl.config import Config, EvalConfig, RewardConfig, RolloutConfig
 from mcore_rl.data.decoding import make_decode
+from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.loops.roles import Watched
-from mcore_rl.planning.host_memory import explain_servers
 from mcore_rl.process.log_files import LogThrottle
 from mcore_rl.process.redaction import list_secrets
 from mcore_rl.rewards.make import make_scorer
@@ -21,11 +21,13 @@ from mcore_rl.rewards.scorer import LOGGED_ERRORS, log_failures
 from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.run.episodes import (
     check_episodes,
-    check_node_servers,
+    check_search,
     episode_spec,
     node_servers_spec,
+    stand_in_urls,
 )
 from mcore_rl.run.images import patch_maker
+from mcore_rl.run.roles.generator import EngineGenerator, rollout_of_evaluations
 from mcore_rl.types import Sample, StoredBatch, StoredSample, TokenWork, TrainBatch
 from mcore_rl.types.scores import Scores
 from mcore_rl.weights.hf.config import ModelFacts
@@ -58,6 +60,17 @@ class Rollouts:
         self._config = config
         self._throttle = LogThrottle()
         """Scores come group by group where sampling goes on beside training."""
+
+    def make_generator(
+        self,
+        rollout: RolloutConfig,
+        evaluation: EvalConfig,
+        episodes: EpisodeLog,
+        revive: Callable[[], Awaitable[bool]] | None = None,
+    ) -> EngineGenerator:
+        """Return what draws samples of training and of evaluations; see EngineGenerator."""
+        own = rollout_of_evaluations(rollout, evaluation)
+        return EngineGenerator(self.client, rollout, self._watched, revive, episodes, own)
 
     def reward(self, samples: Sequence[StoredSample]) -> Scores:
         """Return the scores of samples; implements roles.Reward."""
@@ -100,10 +113,21 @@ def collector_spec(
     Raises ValueError if the tokenizer has no end-of-sequence token, or if rewards, environments or
     servers of the recipe cannot be used: their code is imported here, before a process starts.
     """
-    check_node_servers(config)
-    make_scorer(config)
+    check_search(config.search, config.cluster)
+    make_run_scorer = partial(
+        make_scorer,
+        config.reward,
+        config.rollout.max_response_len,
+        config.served_models,
+        trust_remote_code=config.model.trust_remote_code,
+        has_environment=config.agents.is_used,
+    )
+    make_run_scorer()
+    episodes = None
     if config.agents.is_used:
-        check_episodes(config, policy, tokenizer)
+        episodes = episode_spec(config, policy, tokenizer)
+        urls = stand_in_urls(config.sandbox, config.search)
+        check_episodes(episodes, tokenizer, config.teacher, urls)
     stop = tokenizer.eos_token_id
     if not isinstance(stop, int):
         raise ValueError(
@@ -113,16 +137,18 @@ def collector_spec(
         config.rollout,
         (stop,),
         make_decode(tokenizer),
-        experts_shape(config, policy),
-        partial(make_scorer, config),
-        episode_spec(config, policy, tokenizer) if config.agents.is_used else None,
-        node_servers_spec(config),
+        experts_shape(config.drift, policy),
+        make_run_scorer,
+        episodes,
+        node_servers_spec(config.run, config.sandbox, config.search),
         list_secrets(),
         patch_maker(config.data.images, policy),
     )
 
 
-def connect_rollouts(config: Config, processes: RunProcesses, engines: EngineGroup) -> Rollouts:
+def connect_rollouts(
+    processes: RunProcesses, engines: EngineGroup, rollout: RolloutConfig, reward: RewardConfig
+) -> Rollouts:
     """Wait for engines, served models and collectors; tell collectors the addresses of both."""
     collectors = processes.collectors
     assert collectors is not None, "the command has no engines"
@@ -130,18 +156,16 @@ def connect_rollouts(config: Config, processes: RunProcesses, engines: EngineGro
     for role, model in served.items():
         _log.info("%s: %s at %s", role, model.model, ", ".join(map(str, model.engines)))
     collectors.connect(engines.wait_built(), served)
-    if line := explain_servers(config.sandbox, config.search):
-        _log.info(line)
     client = CollectorPool(
         collectors.list_calls(),
         collectors.engines_per_collector,
         engines.health,
-        config.rollout.max_concurrency,
+        rollout.max_concurrency,
     )
     return Rollouts(
         client,
         collectors,
         processes.run_watched,
-        config.reward,
+        reward,
         has_teacher="teacher" in served,
     )

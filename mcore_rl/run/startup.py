@@ -1,11 +1,11 @@
-"""Starts a training run: its processes, from the checkpoint to continue from, with a parity check.
+"""Starts a training run: its processes, and the checkpoint to continue from.
 
 Processes that share GPUs start one after the other. The checkpoint is the newest, or with
-newest_whole the newest intact one. The parity check compares engines with the trainer after a sync.
+newest_whole the newest intact one.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,22 +18,14 @@ from mcore_rl.config import Config
 from mcore_rl.logs.run_folder import DAMAGED, RunFolder
 from mcore_rl.loops.rl import make_step_options
 from mcore_rl.process.file_list import MANIFEST, find_fault
-from mcore_rl.process.server_keys import ServerKeys
-from mcore_rl.process.versions import find_versions
-from mcore_rl.run.images import image_marks
 from mcore_rl.run.roles.colocation import CRITIC, TRAINER, EngineMemory, SharedGpus
-from mcore_rl.run.roles.parity_check import ParityCheck, ProbeScorer
-from mcore_rl.run.roles.parity_tolerance import ParityTolerance
-from mcore_rl.types import StoredBatch, TrainBatch
 from mcore_rl.weights.hf.checksums import ByteSpan, read_manifest
-from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.megatron_files.integrity import find_damage
 
 NEWEST_WHOLE = "newest_whole"
 MAX_THREADS = 8
 SHARE_BYTES = 64 << 20
 """Bytes of a file that a thread reads in one go."""
-_COMPUTING = ("torch", "sglang", "megatron-core", "transformer-engine")
 
 
 @dataclass(frozen=True)
@@ -155,49 +147,3 @@ def _move_newer(folder: RunFolder, damaged: dict[int, str]) -> Path:
             f" the run continues from step {whole}"
         )
     return folder.checkpoint(whole)
-
-
-def make_parity_check(
-    config: Config,
-    policy: ModelFacts,
-    started: Started,
-    scorer: ProbeScorer,
-    keys: ServerKeys,
-    fetch: Callable[[StoredBatch], TrainBatch],
-    folder: RunFolder,
-) -> ParityCheck:
-    """Return the parity check; `fetch` brings the tokens of its sequences."""
-    return ParityCheck(
-        scorer,
-        config.parity_check,
-        make_parity_tolerance(config, folder, started.trainer.device_names()),
-        config.run.call_timeout_s,
-        started.gpus.for_rollout,
-        keys,
-        fetch,
-        image_marks(policy),
-    )
-
-
-def make_parity_tolerance(
-    config: Config, folder: RunFolder, devices: Sequence[str]
-) -> ParityTolerance:
-    """Return the tolerance of the parity check; a run that continues reads what it had learned.
-
-    devices   names of the trainer ranks' GPUs; other GPUs round otherwise
-    """
-    rollout = config.rollout
-    made_by = {
-        "model": config.model.path,
-        "dtype": config.model.dtype,
-        "quantization": rollout.quantization,
-        "engine_ranks": rollout.engine_ranks,
-        "compiled": rollout.compiled,
-        "sglang": {name: str(value) for name, value in sorted(rollout.sglang.items())},
-        "megatron": {name: str(value) for name, value in sorted(config.train.megatron.items())},
-        "versions": find_versions(_COMPUTING),
-        "devices": list(devices),
-    }
-    return ParityTolerance(
-        config.parity_check, config.engine_precision, folder.parity_check, made_by
-    )

@@ -91,10 +91,10 @@ def test_engines_without_weights_of_their_own_start_with_dummy_ones(config: Conf
 def test_experts_are_reported_where_there_are_any_and_the_recipe_wants_them(
     config: Config, tmp_path: Path
 ) -> None:
-    unasked = replace(config, drift=DriftConfig(routed_experts=False))
-    shape = experts_shape(config, facts_of(config))
+    asked, unasked = DriftConfig(), DriftConfig(routed_experts=False)
+    shape = experts_shape(asked, facts_of(config))
     assert isinstance(shape, RoutedExpertsShape)
     assert any(shape.moe_layers) and 0 < shape.top_k < shape.num_experts
     assert experts_shape(unasked, facts_of(config)) is None
     dense = ModelFacts.read(write_model("qwen3", tmp_path))
-    assert experts_shape(config, dense) is None
+    assert experts_shape(asked, dense) is None

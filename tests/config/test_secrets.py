@@ -67,7 +67,7 @@ def test_the_run_itself_has_the_values(config: Config) -> None:
     assert [secret for secret in PLANTED if secret not in text] == []
 
 
-def test_the_written_configuration_has_none_of_them_and_all_else(config: Config) -> None:
+def test_the_dump_configuration_has_none_of_them_and_all_else(config: Config) -> None:
     written = dump_config(config)
     refuse_planted(json.dumps(written))
     assert written["judge"]["url"] == "${oc.env:JUDGE_ADDRESS}"
@@ -98,7 +98,7 @@ def test_folder_trackers_and_logs_have_none_of_them(
     package = logging.getLogger("mcore_rl")
     before = list(package.handlers)
     try:
-        folder.prepare(config)
+        folder.prepare(dump_config(config), resume=True)
         log = logging.getLogger("mcore_rl.tests")
         log.warning("judge at %s does not answer", config.judge.url)
         log.warning("%s", config)
@@ -127,7 +127,7 @@ def test_folder_trackers_and_logs_have_none_of_them(
 
 
 def test_the_written_file_can_be_run_again(config: Config, tmp_path: Path) -> None:
-    RunFolder(tmp_path / "run").prepare(config)
+    RunFolder(tmp_path / "run").prepare(dump_config(config), resume=True)
     text = (tmp_path / "run" / "config.yaml").read_text()
     assert yaml.safe_load(text)["run"]["steps"] == config.run.steps
     again = OmegaConf.load(tmp_path / "run" / "config.yaml")

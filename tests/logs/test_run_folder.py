@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from mcore_rl.config import Config, LogConfig
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.disk import DiskFullError
 from mcore_rl.process.log_files import find_segments
@@ -71,13 +70,12 @@ def test_a_checkpoint_of_an_older_version_counts_without_a_list(tmp_path: Path) 
 
 
 def test_starting_over_moves_old_checkpoints_aside(tmp_path: Path) -> None:
-    folder, config = RunFolder(tmp_path), Config()
+    folder = RunFolder(tmp_path)
     write_checkpoint(folder.checkpoint(5))
     folder.parity_check.write_text("{}")
-    assert folder.prepare(config) == folder.checkpoint(5)
+    assert folder.prepare({}, resume=True) == folder.checkpoint(5)
     assert folder.parity_check.exists()
-    config.run.resume = False
-    assert folder.prepare(config) is None
+    assert folder.prepare({}, resume=False) is None
     assert folder.newest_checkpoint() is None
     assert len(list(tmp_path.glob("checkpoints.before_*/step_000005"))) == 1
     assert not folder.parity_check.exists(), "what the parity check of an earlier run has learned"
@@ -86,18 +84,16 @@ def test_starting_over_moves_old_checkpoints_aside(tmp_path: Path) -> None:
 def test_a_run_that_continues_takes_over_what_an_older_version_learned(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     (tmp_path / "canary.json").write_text("learned")
-    folder.prepare(Config())
+    folder.prepare({}, resume=True)
     assert folder.parity_check.read_text() == "learned"
     (tmp_path / "canary.json").write_text("older")
-    folder.prepare(Config())
+    folder.prepare({}, resume=True)
     assert folder.parity_check.read_text() == "learned"
 
 
 def test_configuration_and_log_are_kept(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    config = Config()
-    config.run.steps = 7
-    folder.prepare(config)
+    folder.prepare({"run": {"steps": 7}}, resume=True)
     logging.getLogger("mcore_rl.unit").info("step 1: rollout")
     assert OmegaConf.load(folder.path / "config.yaml").run.steps == 7
     assert "step 1: rollout" in (folder.logs / "controller.log").read_text()
@@ -109,7 +105,7 @@ def test_a_folder_that_the_kernel_refuses_is_named() -> None:
     with pytest.raises(ValueError, match=message), RunFolder("/proc/run").lock():
         pass
     with pytest.raises(ValueError, match=message):
-        RunFolder("/proc/run").prepare(Config())
+        RunFolder("/proc/run").prepare({}, resume=True)
 
 
 def test_an_error_of_the_run_itself_is_not_taken_for_one_of_its_folder(tmp_path: Path) -> None:
@@ -159,7 +155,7 @@ def test_a_subfolder_is_locked_on_its_own(tmp_path: Path) -> None:
 def test_a_full_disk_stops_the_preparation_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").symlink_to("/dev/full")
     with pytest.raises(DiskFullError, match=r"cannot write .*: no space left on device"):
-        RunFolder(tmp_path).prepare(Config())
+        RunFolder(tmp_path).prepare({}, resume=True)
 
 
 def test_the_log_takes_any_text_and_reports_a_full_disk_once(
@@ -169,13 +165,13 @@ def test_the_log_takes_any_text_and_reports_a_full_disk_once(
     monkeypatch.setattr(logging.getLogger("mcore_rl"), "propagate", False)
     logger = logging.getLogger("mcore_rl.unit")
     folder = RunFolder(tmp_path)
-    folder.prepare(Config())
+    folder.prepare({}, resume=True)
     logger.warning("lone surrogate: %s", "\ud83d")
     assert "lone surrogate: \\ud83d" in (folder.logs / "controller.log").read_text()
     full = RunFolder(tmp_path / "full")
     full.logs.mkdir(parents=True)
     (full.logs / "controller.log").symlink_to("/dev/full")
-    full.prepare(Config())
+    full.prepare({}, resume=True)
     logger.warning("first")
     logger.warning("second")
     printed = capsys.readouterr().err
@@ -186,9 +182,8 @@ def test_the_log_is_rotated_and_no_line_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("mcore_rl"), "propagate", False)
-    config = Config(log=LogConfig(rotate_mib=1))
     folder = RunFolder(tmp_path)
-    folder.prepare(config)
+    folder.prepare({}, resume=True, rotate_bytes=1 << 20)
     for number in range(300):
         logging.getLogger("mcore_rl.unit").warning("%d %s", number, "y" * 10_000)
     log = folder.logs / "controller.log"

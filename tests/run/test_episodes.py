@@ -36,6 +36,12 @@ def make_config(model: Path, **agents: Any) -> Config:
     )
 
 
+def check(config: Config) -> None:
+    tokenizer = make_tokenizer("qwen3")
+    spec = episode_spec(config, ModelFacts.read(config.model.path), tokenizer)
+    check_episodes(spec, tokenizer, config.teacher, {})
+
+
 def test_rows_hold_the_prompt_and_what_follows(model: Path) -> None:
     policy = ModelFacts.read(model)
     spec = episode_spec(make_config(model, max_turn_len=9), policy, make_tokenizer("qwen3"))
@@ -59,7 +65,7 @@ def test_engines_stop_at_what_the_files_of_a_model_name(model: Path) -> None:
 
 def test_the_ways_of_the_template_are_logged(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    check_episodes(make_config(model), ModelFacts.read(model), make_tokenizer("qwen3"))
+    check(make_config(model))
     assert "chat template: " in caplog.text and "new row" in caplog.text
 
 
@@ -76,6 +82,4 @@ def test_what_cannot_be_played_is_refused(
     model: Path, agents: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        check_episodes(
-            make_config(model, **agents), ModelFacts.read(model), make_tokenizer("qwen3")
-        )
+        check(make_config(model, **agents))

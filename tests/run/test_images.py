@@ -13,7 +13,7 @@ from mcore_rl.run.images import (
     patch_maker,
     sft_images,
 )
-from mcore_rl.run.prompts import load_split, train_prompts
+from mcore_rl.run.prompts import PromptReader
 from mcore_rl.tasks.arithmetic import prepare_arithmetic
 from mcore_rl.tasks.shapes import prepare_shapes
 from mcore_rl.weights.hf.config import ModelFacts
@@ -38,7 +38,7 @@ def make_config(folder: Path, max_prompt_len: int = 64, **images: object) -> Con
 def test_prompts_carry_their_images(shapes: Path) -> None:
     config = make_config(shapes)
     tokenizer = load_tokenizer(shapes / "model", "model.path")
-    prompts = load_split(config, config.data.train, tokenizer)
+    prompts = PromptReader.make(config, tokenizer).load(config.data.train)
     assert len(prompts) == 256
     placeholder = ModelFacts.read(shapes / "model").config["image_token_id"]
     for prompt in prompts:
@@ -49,17 +49,21 @@ def test_prompts_carry_their_images(shapes: Path) -> None:
 
 def test_images_are_limited_and_shrunk_as_the_recipe_says(shapes: Path) -> None:
     tokenizer = load_tokenizer(shapes / "model", "model.path")
-    small = load_split(make_config(shapes, max_tokens=4), [_file(shapes)], tokenizer)
+    small = PromptReader.make(make_config(shapes, max_tokens=4), tokenizer).load([_file(shapes)])
     assert {prompt.images[0].num_tokens for prompt in small} == {4}
-    shrunk = load_split(make_config(shapes, 16, shrink=True), [_file(shapes)], tokenizer)
+    shrunk = PromptReader.make(make_config(shapes, 16, shrink=True), tokenizer).load(
+        [_file(shapes)]
+    )
     assert {prompt.images[0].num_tokens for prompt in shrunk} == {4}
     with pytest.raises(ValueError, match=r"none of 256 rows can be used: \{'overlong': 256\}"):
-        load_split(make_config(shapes, 16), [_file(shapes)], tokenizer)
+        PromptReader.make(make_config(shapes, 16), tokenizer).load([_file(shapes)])
     with pytest.raises(ValueError, match=r"heldout.parquet row 0, image 0 has 84 x 84 pixels"):
-        load_split(make_config(shapes, max_pixels=84 * 84 - 1), [_file(shapes)], tokenizer)
+        PromptReader.make(make_config(shapes, max_pixels=84 * 84 - 1), tokenizer).load(
+            [_file(shapes)]
+        )
     with pytest.raises(ValueError, match=r"\{'bad': 256\}"):
-        load_split(
-            make_config(shapes, bad="skip", max_pixels=84 * 84 - 1), [_file(shapes)], tokenizer
+        PromptReader.make(make_config(shapes, bad="skip", max_pixels=84 * 84 - 1), tokenizer).load(
+            [_file(shapes)]
         )
 
 
@@ -75,9 +79,9 @@ def test_a_model_of_text_has_no_use_for_images(shapes: Path, tmp_path: Path) -> 
     assert model_with_images(config.model.path) is None
     assert patch_maker(config.data.images, policy) is None
     assert image_prompts(config.model.path, config.data, tokenizer, 64) is None
-    assert sft_images(config, tokenizer) is None
+    assert sft_images(config.model.path, config.data, tokenizer, 64) is None
     with pytest.raises(ValueError, match=r"heldout.parquet row 0 has 1 `images`, but"):
-        load_split(config, [_file(shapes)], tokenizer)
+        PromptReader.make(config, tokenizer).load([_file(shapes)])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,7 @@ def test_images_are_not_streamed(shapes: Path) -> None:
     config.data.stream_above = 10
     tokenizer = load_tokenizer(shapes / "model", "model.path")
     with pytest.raises(ValueError, match=r"stream_above=10\), and model.path=.* sees images"):
-        train_prompts(config, tokenizer, 1)
+        PromptReader.make(config, tokenizer).open_train(1)
 
 
 def test_parts_that_see_no_images_refuse_them(shapes: Path) -> None:
@@ -112,15 +116,17 @@ def test_parts_that_see_no_images_refuse_them(shapes: Path) -> None:
     config = make_config(shapes)
     config.teacher.path = "teacher"
     with pytest.raises(ValueError, match=r"teacher.path=teacher with prompts that have images"):
-        load_split(config, [_file(shapes)], tokenizer)
+        PromptReader.make(config, tokenizer).load([_file(shapes)])
     config = make_config(shapes)
     config.agents.environment = "command"
     with pytest.raises(ValueError, match=r"agents.environment=command with prompts that"):
-        load_split(config, [_file(shapes)], tokenizer)
+        PromptReader.make(config, tokenizer).load([_file(shapes)])
 
 
 def test_environments_get_the_images_of_prompts(shapes: Path) -> None:
     config = make_config(shapes)
     config.agents.environment = "tools"
-    prompts = load_split(config, [_file(shapes)], load_tokenizer(shapes / "model", "model.path"))
+    prompts = PromptReader.make(config, load_tokenizer(shapes / "model", "model.path")).load(
+        [_file(shapes)]
+    )
     assert all(len(prompt.images) == 1 for prompt in prompts)

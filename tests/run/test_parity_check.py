@@ -2,7 +2,7 @@
 much.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,9 +11,12 @@ import pytest
 from mcore_rl.config import Config
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process import versions
-from mcore_rl.run import startup
-from mcore_rl.run.roles.parity_tolerance import EngineDifference
-from mcore_rl.run.startup import make_parity_tolerance
+from mcore_rl.run.roles import parity_tolerance
+from mcore_rl.run.roles.parity_tolerance import (
+    EngineDifference,
+    ParityTolerance,
+    describe_kernels,
+)
 
 GPU = ["NVIDIA H100 80GB HBM3"]
 Change = Callable[[Config], None]
@@ -29,6 +32,14 @@ def change_ranks(config: Config) -> None:
 
 def change_kernels(config: Config) -> None:
     config.train.megatron["bias_activation_fusion"] = False
+
+
+def make_parity_tolerance(
+    config: Config, folder: RunFolder, devices: Sequence[str]
+) -> ParityTolerance:
+    made_by = describe_kernels(config.model, config.rollout, config.train, devices)
+    precision = config.engine_precision
+    return ParityTolerance(config.parity_check, precision, folder.parity_check, made_by)
 
 
 def learn(folder: RunFolder) -> None:
@@ -66,7 +77,7 @@ def test_rounding_is_learned_anew_with_another_sglang(
     folder = RunFolder(tmp_path)
     learn(folder)
     newer = {**versions.find_versions(), "sglang": "99.0"}
-    monkeypatch.setattr(startup, "find_versions", lambda names: newer)
+    monkeypatch.setattr(parity_tolerance, "find_versions", lambda names: newer)
     assert make_parity_tolerance(Config(), folder, GPU).limits == {}
 
 

@@ -23,6 +23,7 @@ from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.log_files import find_segments
 from mcore_rl.run.parts import (
+    StartedRun,
     finish_run,
     load_checkpoint,
     load_models,
@@ -35,7 +36,7 @@ from mcore_rl.run.parts import (
     share_teacher,
 )
 from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus, SharingCritic
-from mcore_rl.run.roles.trainer import PackedCritic, TrainSpeed
+from mcore_rl.run.roles.trainer import PackedCritic, Packing, TrainSpeed
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
 from mcore_rl.weight_sync.controller.sync import SyncController
@@ -51,6 +52,7 @@ class Ranks:
     role: str
     log: list[tuple[str, ...]]
     state: Mapping[str, Any] = field(default_factory=dict)
+    world_size: int = 3
 
     def snapshot_reference(self) -> None:
         self.log.append((self.role, "snapshot_reference"))
@@ -86,13 +88,13 @@ def fail(_: object) -> None:
 
 def test_a_run_continues_after_the_step_that_was_saved(tmp_path: Path) -> None:
     folder, log = RunFolder(tmp_path), Log()
-    config = Config(checkpoint=CheckpointConfig(verify=False))
+    checkpoint = CheckpointConfig(verify=False)
     stream = ShuffledStream(list("abcd"), seed=0)
     taken = stream.take(3)
     started = start(log, {"step": 4, "data": stream.state_dict()})
     again = ShuffledStream(list("abcd"), seed=0)
     parts, newest = {"data": again}, folder.checkpoint(4)
-    assert load_models(config, started, folder, parts, newest, with_reference=True) == 4
+    assert load_models(checkpoint, started, folder, parts, newest, with_reference=True) == 4
     assert log == [
         ("trainer", "snapshot_reference"),
         ("trainer", "load", str(newest), "verify=False"),
@@ -105,7 +107,8 @@ def test_without_a_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:
     log = Log()
     started = start(log, {"step": 4})
     folder = RunFolder(tmp_path)
-    assert load_models(Config(), started, folder, {}, None, with_reference=False) == 0
+    checkpoint = CheckpointConfig()
+    assert load_models(checkpoint, started, folder, {}, None, with_reference=False) == 0
     assert log == []
 
 
@@ -123,8 +126,7 @@ def test_the_end_completes_saves_and_exports_what_the_recipe_wants(
     for step in (1, 2, 3):
         write_checkpoint(folder.checkpoint(step))
         write_checkpoint(folder.critic_checkpoint(step))
-    config = Config(checkpoint=CheckpointConfig(keep=1, export_hf=export))
-    finish_run(config, start(log, {}), folder)
+    finish_run(CheckpointConfig(keep=1, export_hf=export), start(log, {}), folder)
     exports = [("critic", str(folder.critic_export)), ("trainer", str(folder.export))]
     exported = [(role, what[1]) for role, *what in log if what[0] == "export_hf"]
     assert exported == (exports if export else [])
@@ -135,27 +137,28 @@ def test_the_end_completes_saves_and_exports_what_the_recipe_wants(
 
 def test_trainer_and_critic_are_packed_by_their_own_layouts(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    config = Config(
-        parallel=ParallelConfig(dp=3),
-        train=TrainConfig(max_tokens_per_microbatch=100),
-    )
-    started = start(Log(), {})
+    train, checkpoint = TrainConfig(max_tokens_per_microbatch=100), CheckpointConfig()
+    nobody: Any = None
     policy = ModelFacts.read("recipes/model/qwen3_30b_a3b")
-    trainer = make_token_trainer(config, policy, started.trainer, folder, temperature=0.5)
-    stored = make_stored_trainer(config, policy, started.trainer, folder)
-    assert stored._packing == trainer._packing and stored._speed == trainer._speed
-    assert trainer._packing.dp_size == 3 and trainer._packing.max_tokens == 100
-    assert trainer._speed == TrainSpeed(ModelFlops.from_facts(policy), num_ranks=3, peak_flops=1e15)
-    apart = make_critic(config, policy, started, folder)
+    flops = ModelFlops.from_facts(policy)
+    run = StartedRun(policy, folder, nobody, start(Log(), {}), nobody)
+    packing = Packing.from_config(ParallelConfig(dp=3), train, flops)
+    trainer = make_token_trainer(run.started.trainer, folder, packing, checkpoint)
+    stored = make_stored_trainer(run.started.trainer, folder, packing, checkpoint, temperature=0.5)
+    assert stored._packing == trainer._packing == packing
+    assert stored._speed == trainer._speed == TrainSpeed(flops, num_ranks=3, peak_flops=1e15)
+    apart = make_critic(CriticConfig(), train, checkpoint, run)
     assert isinstance(apart, PackedCritic) and apart._packing.dp_size == 1
-    flops = apart._packing.flops
-    assert trainer._packing.flops == ModelFlops.from_facts(policy) and flops is not None
+    assert apart._packing.max_tokens == 100
+    values = apart._packing.flops
+    assert values is not None
     vocabulary = 2.0 * 2048 * (151936 - 1)
-    assert flops == replace(ModelFlops.from_facts(policy), per_token=flops.per_token)
-    assert ModelFlops.from_facts(policy).per_token - flops.per_token == vocabulary, "the value head"
-    config.critic = CriticConfig(colocated=True)
-    assert isinstance(make_critic(config, policy, started, folder), SharingCritic)
-    assert make_critic(config, policy, start(Log(), {}, with_critic=False), folder) is None
+    assert values == replace(flops, per_token=values.per_token)
+    assert flops.per_token - values.per_token == vocabulary, "the value head"
+    colocated = make_critic(CriticConfig(colocated=True), train, checkpoint, run)
+    assert isinstance(colocated, SharingCritic)
+    without = replace(run, started=start(Log(), {}, with_critic=False))
+    assert make_critic(CriticConfig(), train, checkpoint, without) is None
 
 
 def test_a_recipe_without_a_teacher_has_none() -> None:
@@ -166,7 +169,7 @@ def test_a_recipe_without_a_teacher_has_none() -> None:
 
 def test_a_synchronous_run_samples_nothing_in_the_background() -> None:
     unused: Any = None
-    context = sample_in_background(Config(), 0, unused, unused, unused, unused, unused)
+    context = sample_in_background(Config(), unused, 0, unused, unused, unused)
     assert isinstance(context, nullcontext)
 
 

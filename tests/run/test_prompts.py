@@ -8,7 +8,7 @@ import pytest
 from mcore_rl.config import Config, DataConfig, ModelConfig, SourceConfig
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.data.streamed.mixed import MixedPrompts
-from mcore_rl.run.prompts import first_prompts, load_split, train_prompts
+from mcore_rl.run.prompts import PromptReader
 from mcore_rl.tasks.arithmetic import make_tokenizer
 from tests.support.prompt_sets import write_rows
 
@@ -24,14 +24,17 @@ def config(tmp_path: Path) -> Config:
     return Config(model=ModelConfig(str(tmp_path / "model")), data=data)
 
 
-def streamed(config: Config) -> Config:
-    return replace(config, data=replace(config.data, stream_above=10))
+def reader_of(config: Config) -> PromptReader:
+    return PromptReader.make(config, make_tokenizer())
+
+
+def streamed(config: Config) -> PromptReader:
+    return reader_of(replace(config, data=replace(config.data, stream_above=10)))
 
 
 def test_few_prompts_are_loaded_whole_and_many_are_streamed(config: Config) -> None:
-    tokenizer = make_tokenizer()
-    whole = train_prompts(config, tokenizer, num_first=3)
-    many = train_prompts(streamed(config), tokenizer, num_first=3)
+    whole = reader_of(config).open_train(num_first=3)
+    many = streamed(config).open_train(num_first=3)
     assert isinstance(whole.stream, ShuffledStream) and isinstance(many.stream, MixedPrompts)
     assert len(whole.first) == 49 and len(many.first) == 3
     epochs = [sorted(s.take(49), key=lambda p: p.index) for s in (whole.stream, many.stream)]
@@ -41,22 +44,23 @@ def test_few_prompts_are_loaded_whole_and_many_are_streamed(config: Config) -> N
 
 
 def test_pairs_are_made_of_a_number_of_prompts(config: Config) -> None:
-    tokenizer = make_tokenizer()
-    assert len(first_prompts(config, tokenizer, 0)) == 49
-    assert [p.index for p in first_prompts(config, tokenizer, 5)] == [0, 1, 2, 3, 5]
-    assert len(first_prompts(streamed(config), tokenizer, 20)) == 20
+    reader = reader_of(config)
+    assert len(reader.take_first(0)) == 49
+    assert [p.index for p in reader.take_first(5)] == [0, 1, 2, 3, 5]
+    assert len(streamed(config).take_first(20)) == 20
     with pytest.raises(ValueError, match=r"dpo.prompts=0 asks for all prompts, but they are str"):
-        first_prompts(streamed(config), tokenizer, 0)
+        streamed(config).take_first(0)
 
 
 def test_held_out_prompts_may_be_a_folder_or_none(config: Config) -> None:
-    assert len(load_split(config, config.data.train, make_tokenizer())) == 49
-    assert load_split(config, [], make_tokenizer()) == []
+    reader = reader_of(config)
+    assert len(reader.load(config.data.train)) == 49
+    assert reader.load_held_out() == []
     with pytest.raises(ValueError, match=r"data file none.jsonl does not exist"):
-        load_split(config, ["none.jsonl"], make_tokenizer())
+        reader.load(["none.jsonl"])
 
 
 def test_a_missing_source_is_named(config: Config) -> None:
     missing = replace(config, data=DataConfig(sources=[SourceConfig("none/*.parquet")]))
     with pytest.raises(ValueError, match=r"data files none/\*.parquet: the pattern matches no"):
-        train_prompts(missing, make_tokenizer(), 3)
+        reader_of(missing).open_train(3)

@@ -224,7 +224,7 @@ class MegatronRun:
             [engine.address for engine in self._engines],
             self.config.rollout,
             HttpOptions.make(
-                self.config.rollout, [], str, experts_shape(self.config, self._policy)
+                self.config.rollout, [], str, experts_shape(self.config.drift, self._policy)
             ).open,
             self.health,
         )

@@ -15,12 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcore_rl.config import ParityCheckConfig
+from mcore_rl.config import ModelConfig, ParityCheckConfig, RolloutConfig, TrainConfig
 from mcore_rl.process.disk import write_whole
+from mcore_rl.process.versions import find_versions
 from mcore_rl.weight_sync.controller.linked_engine import VERIFIED_FIRST
 
 _log = logging.getLogger(__name__)
@@ -232,3 +234,27 @@ def _exceeds(value: float, limit: float, what: str, why: str) -> str | None:
     if value <= limit:
         return None
     return f"{value:.2e} {what}, more than {limit:.3g} ({why})"
+
+
+_COMPUTING = ("torch", "sglang", "megatron-core", "transformer-engine")
+
+
+def describe_kernels(
+    model: ModelConfig, rollout: RolloutConfig, train: TrainConfig, devices: Sequence[str]
+) -> dict[str, Any]:
+    """Return what decides how engines and trainer round; a run that continues with the same knows
+    its rounding.
+
+    devices   names of the trainer ranks' GPUs; on others, the same kernels round otherwise
+    """
+    return {
+        "model": model.path,
+        "dtype": model.dtype,
+        "quantization": rollout.quantization,
+        "engine_ranks": rollout.engine_ranks,
+        "compiled": rollout.compiled,
+        "sglang": {name: str(value) for name, value in sorted(rollout.sglang.items())},
+        "megatron": {name: str(value) for name, value in sorted(train.megatron.items())},
+        "versions": find_versions(_COMPUTING),
+        "devices": list(devices),
+    }
