@@ -165,23 +165,20 @@ def run_dpo(config: Config) -> None:
     if options.held_out:
         held_out = load_pairs(options.held_out, tokenizer, options.max_len, cache_dir)
     batches = batches_of(held_out, options.batch_size)
-    loss = make_policy_loss(
-        AlgorithmConfig(loss="policy_gradient", preference=config.algorithm.preference)
-    )
+    preference = config.algorithm.preference
+    preferences = PreferenceOptions(options, preference, config.checkpoint, config.eval.every_steps)
+    loss = make_policy_loss(AlgorithmConfig(loss="policy_gradient", preference=preference))
     with _run(config, policy, "dpo") as (folder, newest, processes):
         trainer = processes.start_trainer(options.optimizer, options.steps, loss)
         trainer.wait_built()
-        if needs_reference(config.algorithm.preference):
+        if needs_reference(preference):
             trainer.snapshot_reference()
         start_step = load_checkpoint(trainer, config.checkpoint, {"pairs": stream}, newest)
         packing = Packing.from_config(config.parallel, config.train, ModelFlops.from_facts(policy))
         packed = make_token_trainer(trainer, folder, packing, config.checkpoint)
         log = make_log(config, folder, options.steps, start_step)
         with log, complete_saves_if_stopped(trainer):
-            how = PreferenceOptions(
-                options, config.algorithm.preference, config.checkpoint, config.eval.every_steps
-            )
-            optimize_preferences(how, stream, batches, packed, log, start_step)
+            optimize_preferences(preferences, stream, batches, packed, log, start_step)
         finish_training(config.checkpoint, trainer, folder)
     print(folder.export)
 
@@ -258,16 +255,16 @@ def _run(
     path = Path(config.run.dir)
     folder = RunFolder(path if size.trainer else path / command, has_critic=size.critic > 0)
     with folder.lock():
-        resume_run = config.run.resume
-        found = folder.prepare(
-            dump_config(config), resume=resume_run, rotate_bytes=config.log.rotate_bytes
-        )
-        newest = choose_checkpoint(folder, found, resume_run)
+        written = dump_config(config)
+        rotate_bytes = config.log.rotate_bytes
+        resumes = bool(config.run.resume)
+        found = folder.prepare(written, resume=resumes, rotate_bytes=rotate_bytes)
+        newest = choose_checkpoint(folder, found, config.run.resume)
         if collector is not None and (line := explain_servers(config.sandbox, config.search)):
             _log.info(line)
         _log.info("start-up")
         with (
-            rotate_logs(config.log.rotate_bytes),
+            rotate_logs(rotate_bytes),
             run_processes(config, policy, folder.logs, command, collector) as processes,
         ):
             yield folder, newest, processes

@@ -38,7 +38,6 @@ class TrainInputs:
     """All parts of a training run except its processes."""
 
     policy: ModelFacts
-    tokenizer: PreTrainedTokenizerBase
     prompts: ShuffledStream[Prompt] | MixedPrompts
     held_out: list[Prompt]
     collector: CollectorSpec
@@ -65,7 +64,6 @@ def read_train_inputs(config: Config) -> TrainInputs:
     held_out = reader.load_held_out()
     inputs = TrainInputs(
         policy=policy,
-        tokenizer=tokenizer,
         prompts=prompts.stream,
         held_out=held_out,
         collector=collector,
