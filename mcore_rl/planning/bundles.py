@@ -49,7 +49,9 @@ class RunSize:
     engines_colocated: bool
     critic_colocated: bool
     trainer_tp: int = 1
+    trainer_pp: int = 1
     critic_tp: int = 1
+    critic_pp: int = 1
 
     @staticmethod
     def make(config: Config, command: str) -> "RunSize":
@@ -64,7 +66,9 @@ class RunSize:
             engines_colocated=config.cluster.colocated and parts.engines and parts.trainer,
             critic_colocated=config.critic.colocated and has_critic,
             trainer_tp=config.parallel.tp,
+            trainer_pp=config.parallel.pp,
             critic_tp=config.critic.parallel.tp,
+            critic_pp=config.critic.parallel.pp,
         )
 
     @property

@@ -10,7 +10,7 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mcore_rl.config import Config, ParallelConfig, RolloutConfig, SimulateConfig
+from mcore_rl.config import ClusterConfig, RolloutConfig, SimulateConfig
 from mcore_rl.planning.bundles import Bundle, RunSize
 from mcore_rl.planning.slots import Slot, reserve_slots
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
@@ -132,17 +132,21 @@ class ProcessPlacement:
     engine_nodes: Sequence[tuple[str, ...]]
 
     @staticmethod
-    def make(config: Config, loop: VirtualLoop) -> "ProcessPlacement":
-        """Place processes as a run does, on nodes of simulate.cores or of plan.ranks_per_host.
+    def make(
+        loop: VirtualLoop,
+        size: RunSize,
+        rollout: RolloutConfig,
+        cluster: ClusterConfig,
+        cores: int,
+        ranks_per_host: int,
+    ) -> "ProcessPlacement":
+        """Place processes as a run does, on nodes of so many cores or, with 0, GPUs.
 
         Raises ValueError if they fit no node, or if a tensor-parallel group would lie on two.
         """
-        cores = config.simulate.cores
-        engine_ranks = config.rollout.engine_ranks
-        gpus_per_node = 0 if cores else config.plan.ranks_per_host
+        gpus_per_node = 0 if cores else ranks_per_host
         nodes = ImaginedNodes(cores or math.inf, gpus_per_node)
-        size = RunSize.make(config, "train")
-        slots = reserve_slots(size, config.rollout, config.cluster, gpus_per_node, nodes.reserve)
+        slots = reserve_slots(size, rollout, cluster, gpus_per_node, nodes.reserve)
         machines = {name: Machine(cores) for name in nodes.names} if cores else {}
 
         def clock(places: Sequence[str], of_rank: float, beside: Sequence[float] = ()) -> WorkClock:
@@ -154,12 +158,12 @@ class ProcessPlacement:
 
         # An engine has one slot for all its ranks of a node.
         ranks_of_engines = [
-            nodes_of([slot for slot in engine for _ in range(engine_ranks // len(engine))])
+            nodes_of([slot for slot in engine for _ in range(rollout.engine_ranks // len(engine))])
             for engine in slots.engines
         ]
         return ProcessPlacement(
-            clock(nodes_of(slots.trainer), _count_rank_cores(config.parallel)),
-            clock(nodes_of(slots.critic), _count_rank_cores(config.critic.parallel)),
+            clock(nodes_of(slots.trainer), _count_rank_cores(size.trainer, size.trainer_pp)),
+            clock(nodes_of(slots.critic), _count_rank_cores(size.critic, size.critic_pp)),
             [clock(places, 1.0, BESIDE_ENGINE_CORES) for places in ranks_of_engines],
             frozenset(nodes_of([*slots.trainer, *slots.critic])),
             [tuple(dict.fromkeys(nodes_of(engine))) for engine in slots.engines],
@@ -191,11 +195,11 @@ def _cores(
     return cores
 
 
-def _count_rank_cores(parallel: ParallelConfig) -> float:
-    """Return the share of a core that a trainer rank needs."""
-    if parallel.world_size == 1:
+def _count_rank_cores(num_ranks: int, pp: int) -> float:
+    """Return the share of a core that each of `num_ranks` ranks in `pp` stages needs."""
+    if num_ranks == 1:
         return 1.0
-    return PIPELINE_RANK_CORES if parallel.pp > 1 else RANK_CORES
+    return PIPELINE_RANK_CORES if pp > 1 else RANK_CORES
 
 
 class RunLostError(RuntimeError):

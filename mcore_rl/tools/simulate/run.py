@@ -137,7 +137,15 @@ class SimulatedRun:
         self._folder = folder
         self._needs = needs_of(config.algorithm)
         self.workload = Workload(config.simulate, config.rollout.max_response_len, config.run.seed)
-        self._placement = ProcessPlacement.make(config, clock.loop)
+        size = RunSize.make(config, "train")
+        self._placement = ProcessPlacement.make(
+            clock.loop,
+            size,
+            config.rollout,
+            config.cluster,
+            config.simulate.cores,
+            config.plan.ranks_per_host,
+        )
         self.engines = self._make_engines()
         self._health = EngineHealth(list(self.engines))
         self.collectors, self._pool = self._make_pool()
@@ -151,7 +159,7 @@ class SimulatedRun:
             self._health,
             self._placement,
             dict(by_node),
-            RunSize.make(config, "train").trainer_gpus,
+            size.trainer_gpus,
             draw,
         )
         clock.lost = self.failures.lost

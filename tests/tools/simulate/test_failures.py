@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
+from mcore_rl.planning.bundles import RunSize
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.tools.simulate.engine import SimulatedCollector, SimulatedEngine, SimulatedTransport
@@ -35,7 +36,9 @@ def failures_of(
     urls = [f"http://e-{k}" for k in range(config.rollout.engines)]
     engines = {url: SimulatedEngine(loop, url, SPEED, WeightVersion(0)) for url in urls}
     health = EngineHealth(urls)
-    placement = ProcessPlacement.make(config, loop)
+    size = RunSize.make(config, "train")
+    hardware = config.simulate.cores, config.plan.ranks_per_host
+    placement = ProcessPlacement.make(loop, size, config.rollout, config.cluster, *hardware)
     transport = SimulatedTransport(
         engines, Workload(config.simulate, config.rollout.max_response_len, config.run.seed)
     )

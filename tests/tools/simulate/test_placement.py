@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
+from mcore_rl.planning.bundles import RunSize
 from mcore_rl.tools.simulate.placement import (
     BESIDE_ENGINE_CORES,
     PIPELINE_RANK_CORES,
@@ -23,7 +24,10 @@ def loop() -> Iterator[VirtualLoop]:
 
 def place(loop: VirtualLoop, *overrides: str) -> ProcessPlacement:
     settings = ("simulate.gpu=cpu", "cluster.cpus_per_rank=1", *overrides)
-    return ProcessPlacement.make(load_recipe("tiny_moe_grpo", list(settings)), loop)
+    config = load_recipe("tiny_moe_grpo", list(settings))
+    size = RunSize.make(config, "train")
+    hardware = config.simulate.cores, config.plan.ranks_per_host
+    return ProcessPlacement.make(loop, size, config.rollout, config.cluster, *hardware)
 
 
 def seconds_of(loop: VirtualLoop, clock: WorkClock, beside: WorkClock) -> float:
