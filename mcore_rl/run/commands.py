@@ -48,6 +48,7 @@ from mcore_rl.run.parts import (
     load_models,
     make_critic,
     make_log,
+    make_packing,
     make_stored_trainer,
     make_sync,
     make_token_trainer,
@@ -58,12 +59,10 @@ from mcore_rl.run.prompts import PromptReader
 from mcore_rl.run.roles.advantages import StoredAdvantages
 from mcore_rl.run.roles.colocation import SharingScorer, SharingTrainer
 from mcore_rl.run.roles.generator import EngineGenerator
-from mcore_rl.run.roles.trainer import Packing
 from mcore_rl.run.rollouts import collector_spec, connect_rollouts
 from mcore_rl.run.startup import choose_checkpoint, start_training
 from mcore_rl.types import WeightVersion
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.hf.flops import ModelFlops
 from mcore_rl.workers.collector_worker import CollectorSpec
 
 _log = logging.getLogger(__name__)
@@ -93,8 +92,7 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
         connect_stores(started, processes)
         parts = {"prompts": prompts, "advantages": inputs.advantages}
         start_step = load_models(config.checkpoint, started, folder, parts, newest, needs.reference)
-        flops = ModelFlops.from_facts(inputs.policy)
-        packing = Packing.from_config(config.parallel, config.train, flops)
+        packing = make_packing(config.parallel, config.train, inputs.policy)
         how = packing, config.checkpoint, config.rollout.temperature
         trainer = make_stored_trainer(started.trainer, folder, *how)
         weights = make_sync(config, run, trainer, start_step)
@@ -143,7 +141,7 @@ def run_sft(config: Config) -> None:
         trainer = processes.start_trainer(options.optimizer, options.steps, sft_loss)
         trainer.wait_built()
         start_step = load_checkpoint(trainer, config.checkpoint, {"prompts": batches}, newest)
-        packing = Packing.from_config(config.parallel, config.train, ModelFlops.from_facts(policy))
+        packing = make_packing(config.parallel, config.train, policy)
         packed = make_token_trainer(trainer, folder, packing, config.checkpoint)
         log = make_log(config, folder, options.steps, start_step)
         with log, complete_saves_if_stopped(trainer):
@@ -174,7 +172,7 @@ def run_dpo(config: Config) -> None:
         if needs_reference(preference):
             trainer.snapshot_reference()
         start_step = load_checkpoint(trainer, config.checkpoint, {"pairs": stream}, newest)
-        packing = Packing.from_config(config.parallel, config.train, ModelFlops.from_facts(policy))
+        packing = make_packing(config.parallel, config.train, policy)
         packed = make_token_trainer(trainer, folder, packing, config.checkpoint)
         log = make_log(config, folder, options.steps, start_step)
         with log, complete_saves_if_stopped(trainer):

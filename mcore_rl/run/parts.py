@@ -15,6 +15,7 @@ from mcore_rl.config import (
     CheckpointConfig,
     Config,
     CriticConfig,
+    ParallelConfig,
     TrainConfig,
 )
 from mcore_rl.config.secrets import dump_config
@@ -79,6 +80,11 @@ def make_token_trainer(
     return PackedTokenTrainer(
         trainer, folder, packing=packing, temperature=1.0, checkpoint=checkpoint, speed=speed
     )
+
+
+def make_packing(parallel: ParallelConfig, train: TrainConfig, policy: ModelFacts) -> Packing:
+    """Return how sequences are dealt out: by the work that they are for the policy."""
+    return Packing.from_config(parallel, train, ModelFlops.from_facts(policy))
 
 
 def make_stored_trainer(
@@ -147,12 +153,11 @@ def make_sync(
     links = make_links(config, run.policy, started.trainer, keys, node_address(), start_step)
     devices = started.trainer.device_names()
     made_by = describe_kernels(config.model, config.rollout, config.train, devices)
-    flops = ModelFlops.from_facts(run.policy)
     parity_check = ParityCheck(
         PackedTokenTrainer(
             started.trainer,
             folder,
-            packing=Packing.from_config(config.parallel, config.train, flops),
+            packing=make_packing(config.parallel, config.train, run.policy),
             temperature=1.0,
             checkpoint=config.checkpoint,
         ),
@@ -165,7 +170,7 @@ def make_sync(
         image_marks(run.policy),
     )
     return EngineSync(
-        *(links, parity_check, engines.health, engines.look, run.processes.watched, gpus),
+        *(links, parity_check, engines.health, engines.look, run.processes.run_watched, gpus),
         count_steps=lambda: trainer.num_steps,
     )
 

@@ -117,5 +117,5 @@ class PromptReader:
                 f"{self.data.stream_above}), and model.path={path} sees images, which are not"
                 " streamed: name all prompts in data.train, and raise data.stream_above"
             )
-        are_right = Correctness.of(self.evaluation, self.reward).are_correct
+        are_right = Correctness.from_config(self.evaluation, self.reward).are_correct
         return open_prompts(self.data, self.seed, make_tokenizer, are_right)
