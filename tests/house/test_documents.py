@@ -98,9 +98,16 @@ def test_every_family_is_in_the_table_of_models_with_what_was_measured() -> None
     assert not [architecture for architecture in REFUSED if architecture not in refused]
 
 
+def mentioned_targets(text: str) -> Iterator[list[str]]:
+    """Yield each `make target` that prose names, with its variables."""
+    yield from (["make", *words.split()] for words in re.findall(r"`make ([^`\n]+)`", text))
+
+
 @pytest.mark.parametrize("path", documents(), ids=str)
 def test_documented_commands_exist(path: Path) -> None:
-    for words in commands(read(path)):
+    text = read(path)
+    told = [] if path.name == "CHANGELOG.md" else mentioned_targets(text)  # it names former ones
+    for words in [*commands(text), *told]:
         try:
             check(words)
         except (AssertionError, ValueError) as error:
@@ -157,3 +164,10 @@ def test_a_wrong_command_is_found(line: str) -> None:
     with pytest.raises((AssertionError, ValueError)):
         for words in commands(f"```bash\n{line}  # comment\n```\n"):
             check(words)
+
+
+def test_a_wrong_target_in_prose_is_found() -> None:
+    assert list(mentioned_targets("run `make nonsense A=1` or `make test`")) == [
+        ["make", "nonsense", "A=1"],
+        ["make", "test"],
+    ]
