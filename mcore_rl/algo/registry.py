@@ -1,4 +1,4 @@
-"""The functions that recipes choose by name: what they are given, and what they need from a run."""
+"""Registers the functions that recipes choose by name, with their arguments and their needs."""
 
 import difflib
 from collections.abc import Callable

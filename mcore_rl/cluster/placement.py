@@ -86,7 +86,7 @@ def reserve(
     nodes = list_alive_nodes()
     apart = [k for k in sorted(spread) if 1 < len(plans[k]) <= len(nodes)]
     together = [k for k in range(len(plans)) if k not in apart]
-    # Plans in `spread` come first: other plans could fill the nodes of which these need a part.
+    # Plans in `spread` come first: they need room on several nodes, which other plans could fill.
     requests = [([k], "STRICT_SPREAD") for k in apart] + [(together, "PACK")]
     order = {node.id: position for position, node in enumerate(nodes)}
     until_s = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""Runs our Triton kernels, each of which reads every byte once.
+"""Runs our Triton kernels. Each kernel reads every byte once.
 
     own tensors --copy, sum--> bucket        bucket --copy, sum--> own tensors
     matrix --quantize--> 8-bit values and a scale per block

@@ -82,9 +82,9 @@ def make_token_trainer(
     )
 
 
-def make_packing(parallel: ParallelConfig, train: TrainConfig, policy: ModelFacts) -> Packing:
-    """Return how sequences are dealt out: by the work that they are for the policy."""
-    return Packing.from_config(parallel, train, ModelFlops.from_facts(policy))
+def make_packing(parallel: ParallelConfig, train: TrainConfig, model: ModelFacts) -> Packing:
+    """Return how sequences become micro-batches: by the work that each gives the model."""
+    return Packing.from_config(parallel, train, ModelFlops.from_facts(model))
 
 
 def make_stored_trainer(
@@ -122,8 +122,8 @@ def make_critic(
     if started.critic is None:
         return None
     model = read_critic(options.path, run.policy)
-    flops = ModelFlops.from_facts(ModelFacts(model.path, add_value_head(model.config)))
-    packing = Packing.from_config(options.parallel, train, flops)
+    facts = ModelFacts(model.path, add_value_head(model.config))
+    packing = make_packing(options.parallel, train, facts)
     critic = PackedCritic(started.critic, run.folder, packing=packing, checkpoint=checkpoint)
     return SharingCritic(critic, started.gpus) if options.colocated else critic
 

@@ -37,7 +37,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A sequence of an episode's tokens, T of them, some of which it trains.
+    """A sequence of T tokens of an episode; it trains some of these tokens.
 
     token_ids        int32 [T], what the engine was given and what it sampled
     is_trained       bool [T], tokens that were sampled and that no other row trains
@@ -119,7 +119,7 @@ class EpisodeRecord:
 
     end       why it is over, an agents.messages.EndReason
     detail    the error that ended it, if one did
-    reward    of the whole episode, that of its turns included
+    reward    of the whole episode; includes the rewards of its turns
     metrics   numbers of the environment, by name
     images    those that its rows show, each once; () until it is read from a store, for logs
     """

@@ -54,7 +54,7 @@ RECORDED_PLAN = "recorded plan"
 LISTED_PLAN = "listed plan"
 DATA = b"D"
 ERROR = b"E"
-"""First byte of a published value: it is data, or the error because of which a rank has no data."""
+"""First byte of a published value: data follows, or the error that kept a rank from its data."""
 _PAIR = np.dtype([("peer", "<u4"), ("digest", ">u8")])
 """A rank's peer and 64 bits of the digest of their slices, which tell plans apart."""
 _DIGEST_LEN = 16

@@ -98,7 +98,7 @@ def test_every_family_is_in_the_table_of_models_with_what_was_measured() -> None
     assert not [architecture for architecture in REFUSED if architecture not in refused]
 
 
-def mentioned_targets(text: str) -> Iterator[list[str]]:
+def find_targets_in_prose(text: str) -> Iterator[list[str]]:
     """Yield each `make target` that prose names, with its variables."""
     yield from (["make", *words.split()] for words in re.findall(r"`make ([^`\n]+)`", text))
 
@@ -106,7 +106,9 @@ def mentioned_targets(text: str) -> Iterator[list[str]]:
 @pytest.mark.parametrize("path", documents(), ids=str)
 def test_documented_commands_exist(path: Path) -> None:
     text = read(path)
-    told = [] if path.name == "CHANGELOG.md" else mentioned_targets(text)  # it names former ones
+    told = (
+        [] if path.name == "CHANGELOG.md" else find_targets_in_prose(text)
+    )  # it names former ones
     for words in [*commands(text), *told]:
         try:
             check(words)
@@ -167,7 +169,7 @@ def test_a_wrong_command_is_found(line: str) -> None:
 
 
 def test_a_wrong_target_in_prose_is_found() -> None:
-    assert list(mentioned_targets("run `make nonsense A=1` or `make test`")) == [
+    assert list(find_targets_in_prose("run `make nonsense A=1` or `make test`")) == [
         ["make", "nonsense", "A=1"],
         ["make", "test"],
     ]

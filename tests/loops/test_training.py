@@ -191,7 +191,7 @@ class RewardsAsAdvantages:
         raise NotImplementedError
 
 
-def losing(
+def make_losing_step(
     lost: int, num_stores: int = 2
 ) -> tuple[LosingTrainer, RewardsAsAdvantages, Roles, list[StoredSample]]:
     """Return roles of a step; a sample's score is its number."""
@@ -214,7 +214,7 @@ TWO_STEPS = options_of(AlgorithmConfig(), train=TrainConfig(mini_batches=2))
 
 
 def test_samples_lost_before_training_are_left_out_with_their_scores() -> None:
-    trainer, advantages, roles, samples = losing(lost=1)
+    trainer, advantages, roles, samples = make_losing_step(lost=1)
     take_step(roles, AlgorithmConfig(), train=TrainConfig(mini_batches=2))
     kept = [i for i, sample in enumerate(samples) if sample.lease.store == 0]
     assert advantages.samples == [samples[i] for i in kept] and len(kept) == 6
@@ -229,13 +229,13 @@ def test_samples_lost_before_training_are_left_out_with_their_scores() -> None:
 
 
 def test_nothing_left_of_a_step_is_an_error() -> None:
-    _, _, roles, _ = losing(lost=0, num_stores=1)
+    _, _, roles, _ = make_losing_step(lost=0, num_stores=1)
     with pytest.raises(SamplesLostError, match="collector 0 died"):
         take_step(roles, AlgorithmConfig(), train=TrainConfig(mini_batches=2))
 
 
 def test_sequences_lost_while_training_are_left_out_and_weights_are_of_the_others() -> None:
-    trainer, _, roles, samples = losing(lost=1)
+    trainer, _, roles, samples = make_losing_step(lost=1)
     batch = make_stored_batch(samples)
     train_policy(TWO_STEPS, roles, batch, seed=1)
     assert len(trainer.steps) == 2

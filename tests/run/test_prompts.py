@@ -28,13 +28,13 @@ def reader_of(config: Config) -> PromptReader:
     return PromptReader.make(config, make_tokenizer())
 
 
-def streamed(config: Config) -> PromptReader:
+def make_streaming_reader(config: Config) -> PromptReader:
     return reader_of(replace(config, data=replace(config.data, stream_above=10)))
 
 
 def test_few_prompts_are_loaded_whole_and_many_are_streamed(config: Config) -> None:
     whole = reader_of(config).open_train(num_first=3)
-    many = streamed(config).open_train(num_first=3)
+    many = make_streaming_reader(config).open_train(num_first=3)
     assert isinstance(whole.stream, ShuffledStream) and isinstance(many.stream, MixedPrompts)
     assert len(whole.first) == 49 and len(many.first) == 3
     epochs = [sorted(s.take(49), key=lambda p: p.index) for s in (whole.stream, many.stream)]
@@ -47,9 +47,9 @@ def test_pairs_are_made_of_a_number_of_prompts(config: Config) -> None:
     reader = reader_of(config)
     assert len(reader.take_first(0)) == 49
     assert [p.index for p in reader.take_first(5)] == [0, 1, 2, 3, 5]
-    assert len(streamed(config).take_first(20)) == 20
+    assert len(make_streaming_reader(config).take_first(20)) == 20
     with pytest.raises(ValueError, match=r"dpo.prompts=0 asks for all prompts, but they are str"):
-        streamed(config).take_first(0)
+        make_streaming_reader(config).take_first(0)
 
 
 def test_held_out_prompts_may_be_a_folder_or_none(config: Config) -> None:

@@ -59,7 +59,7 @@ def sampled(algorithm: AlgorithmConfig) -> tuple[TablePolicy, StoredBatch, list[
 
 
 def roles_of(policy: TablePolicy, **roles: Any) -> Roles:
-    """Return roles of which there are the trainer, the tokens and those that are given."""
+    """Return roles with a trainer and a place for tokens, beside those that are given."""
     fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
     own: dict[str, Any] = {
         "trainer": LocalTrainer(policy, policy.stores),

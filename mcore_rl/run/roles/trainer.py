@@ -77,7 +77,7 @@ class CriticCalls(Protocol):
 class Packing:
     """How a batch is cut into micro-batches; see batches.packing.plan_microbatches.
 
-    dp_size       data-parallel coordinates, all of which get equally many micro-batches
+    dp_size       data-parallel coordinates; each gets as many micro-batches as any other
     multiple_of   divides the number of micro-batches, as interleaved pipelines need
     max_tokens    of one micro-batch
     shares        shared beginnings of a micro-batch's sequences count once
