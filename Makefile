@@ -1,7 +1,8 @@
-# Every target does its own set-up: a Python 3.11 or 3.12 with the venv module is all that has to be there.
+# Every target does its own set-up: a Python 3.12, 3.13 or 3.11 with pip and the venv module is all that has to be there.
 # uv is used where it is installed, pip otherwise; both install the same pinned versions.
 
-PYTHON ?= python3.11
+# PYTHON=python3.13 names the Python of all environments. Otherwise it is asked once, when an environment is made.
+python = $(eval python := $(or $(PYTHON),$(shell requirements/find_python '$(TORCH:torch==%=%)' '$(TORCH_INDEX)'),$(error no Python)))$(python)
 VENV := .venv
 DOCS_VENV := .venv-docs
 AGENTS_VENV := .venv-agents
@@ -12,11 +13,13 @@ NEWEST := megatron-core ray transformers
 NEWEST_TESTS ?= tests/house/test_patches.py tests/device tests/scenarios/device tests/config tests/weights tests/train tests/rollout tests/data
 BIN := $(VENV)/bin
 UV ?= $(shell command -v uv 2>/dev/null)
-MAKE_VENV = $(if $(UV),$(UV) venv -q --clear --python $(PYTHON),$(PYTHON) -m venv)
+MAKE_VENV = $(if $(UV),$(UV) venv -q --clear --seed --python $(python),$(python) -m venv)
 # $(call install,<folder of the environment>) <arguments of pip install>
 install = $(if $(UV),$(UV) pip install -q --python $(1)/bin/python,$(1)/bin/python -m pip --disable-pip-version-check -qq install)
 INSTALL = $(call install,$(VENV))
 TORCH := $(shell sed -n 's/^torch==/&/p' requirements/cpu.txt)
+MEGATRON := $(shell sed -n 's/^megatron-core==/&/p' requirements/cpu.txt)
+BUILDERS := $(shell sed -n 's/^setuptools==/&/p' requirements/cpu.txt) $(shell sed -n 's/^pybind11==/&/p' requirements/dev.txt)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SEED ?= 0
 MINUTES ?= 60
@@ -32,7 +35,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint check changed-tests test test-all quickstart gpu-check warm-start gpu-lock docs agents-venv bench clean layers patches options-doc published-steps mutants-venv mutants newest
+.PHONY: help venv lint check changed-tests test test-all quickstart gpu-check warm-start gpu-lock docs agents-venv bench clean layers patches options-doc published-steps versions mutants-venv mutants newest
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -40,14 +43,16 @@ help: ## what can be made
 venv: $(VENV)/.installed ## .venv with pinned versions, for a machine without CUDA
 
 # torch goes first and alone, from the index of CPU builds where that can be reached: what asks for a plain torch later
-# then finds it instead of gigabytes of CUDA.
+# then finds it instead of gigabytes of CUDA. megatron-core declares Python 3.12, and runs on 3.11 when it is built there.
 $(VENV)/.installed: pyproject.toml requirements/cpu.txt requirements/dev.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v not in ((3, 11), (3, 12)) and "the pinned wheels exist for Python 3.11 and 3.12, $(PYTHON) is %d.%d: make PYTHON=<one of them>" % v)'
+	@$(python) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 11) <= v <= (3, 13) and "the pinned wheels exist for Python 3.11, 3.12 and 3.13, $(python) is %d.%d: make PYTHON=<one of them>" % v)'
 	@echo "installing into $(VENV) with $(if $(UV),uv,pip) (1 to 4 minutes)"
 	@$(MAKE_VENV) $(VENV)
 	@$(INSTALL) --no-deps --index-url $(TORCH_INDEX) $(if $(UV),,--retries 0) '$(TORCH)' 2>/dev/null || $(INSTALL) --no-deps '$(TORCH)'
-	@$(INSTALL) --no-deps 'setuptools==$(shell sed -n 's/^setuptools==//p' requirements/cpu.txt)'
-	@$(INSTALL) --no-deps --no-build-isolation -r requirements/cpu.txt -r requirements/dev.txt
+	@$(INSTALL) --no-deps $(BUILDERS:%='%')
+	@grep -v '^megatron-core==' requirements/cpu.txt > $(VENV)/others.txt
+	@$(INSTALL) --no-deps --no-build-isolation -r $(VENV)/others.txt -r requirements/dev.txt
+	@$(BIN)/python -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation --ignore-requires-python '$(MEGATRON)'
 	@$(INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -88,7 +93,7 @@ quickstart: venv ## train a small mixture-of-experts model with GRPO and show it
 	$(BIN)/mcore-rl train recipe=tiny_moe_grpo model.path=$(RUN)/warm_start/hf run.seed=$(SEED) run.dir=$(RUN)
 
 gpu-check: ## what a run needs from this machine's GPU, checked without a network: STAGES=sync,probes or CHECKS=te:speed
-	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m mcore_rl.tools.doctor --gpu $(if $(STAGES),--stages $(STAGES)) $(if $(CHECKS),--checks '$(CHECKS)')
+	$(or $(wildcard $(BIN)/python),$(PYTHON),python3) -m mcore_rl.tools.doctor --gpu $(if $(STAGES),--stages $(STAGES)) $(if $(CHECKS),--checks '$(CHECKS)')
 
 warm-start: venv ## data/warm_start: a small model that learns within 40 steps, made here for gpu-check elsewhere
 	$(BIN)/python -m mcore_rl.tools.doctor.warm_start
@@ -98,6 +103,9 @@ patches: venv ## docs/patches.md: every name of other packages that is replaced
 
 options-doc: venv ## docs/options.md: every option of a recipe, with its bounds, default and meaning
 	$(BIN)/mcore-rl options --markdown > docs/options.md
+
+versions: venv ## docs/versions.md: what is pinned, the newest that the package index knows, and what binds it
+	$(BIN)/python -m tests.support.versions_page
 
 layers: venv ## the picture of layers in docs/, from pyproject.toml
 	$(BIN)/python -m tests.support.layers
