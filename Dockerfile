@@ -1,22 +1,21 @@
-# A GPU node: CUDA 13, Transformer Engine, apex, SGLang with its CUDA kernels, megatron-core, this package.
+# A GPU node: CUDA 13, SGLang with its kernels, Transformer Engine, megatron-core, Ray, this package.
 #
 #   docker build -t mcore_rl . && docker run --gpus all --ipc host --network host -v $PWD/runs:/opt/mcore_rl/runs mcore_rl
 #
 # Without a command it checks the machine (mcore-rl doctor). --build-arg RUN_AS=mcore makes an image that does not run as
-# root; SkyPilot wants root, Kubernetes takes either.
+# root; SkyPilot wants root, Kubernetes takes either. --build-arg WITH_APEX=1 adds apex, which nothing needs.
 #
-# Versions hang together: SGLang 0.5.23 and its kernel wheels are built for torch 2.14.1 and CUDA 13 (a machine without
-# CUDA keeps torch 2.13.0, see requirements/cpu.txt); megatron-core 0.16.1 supports Transformer Engine from 2.9 up to,
-# not including, 2.12; Transformer Engine's PyTorch half and apex compile against the torch that is installed, so torch
-# comes first and both are built without isolation; apex refuses an nvcc whose version differs from torch.version.cuda,
-# so a new torch may mean a new base image. cuDNN and NCCL come from torch's own wheels; the devel image brings nvcc and
-# the cuDNN headers. The second stage has the environment that the first one built and, of CUDA, what kernels that are
-# compiled while a run goes on need (DeepGEMM, FlashInfer: nvcc and the headers of its runtime). This image has not been built yet (docs/status.md).
+# requirements/gpu.txt has every version, and they hang together: SGLang 0.5.23 and its kernel wheels are built for torch
+# 2.14.1 and CUDA 13 (a machine without CUDA keeps torch 2.13.0, see requirements/cpu.txt). All but one come as wheels,
+# DeepEP among them (sgl-deep-ep). Transformer Engine's PyTorch half comes as source and has no code for GPUs: g++ compiles
+# it in minutes against the torch that is installed. cuDNN and NCCL come from torch's own wheels. The second stage has the
+# environment that the first one built and, of CUDA, what kernels that are compiled while a run goes on need (DeepGEMM,
+# FlashInfer: nvcc and the headers of its runtime). This image has not been built yet (docs/status.md).
 FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04 AS build
 
-ARG TORCH_CUDA_ARCH_LIST="9.0;10.0"
+ARG WITH_APEX=0
 ARG APEX_REF=25.09
-ARG DEEPEP_REF=v1.2.1
+ARG TORCH_CUDA_ARCH_LIST="9.0;10.0"
 ARG MAX_JOBS=16
 
 ENV DEBIAN_FRONTEND=noninteractive \
@@ -25,36 +24,31 @@ ENV DEBIAN_FRONTEND=noninteractive \
     VIRTUAL_ENV=/opt/venv \
     PATH=/opt/venv/bin:$PATH
 
-# Ubuntu 24.04 has Python 3.12, which the package supports.
+# Ubuntu 24.04 has Python 3.12.
 RUN apt-get update && apt-get install --yes --no-install-recommends \
         python3 python3-dev python3-venv git build-essential ninja-build cmake libibverbs1 && \
     rm -rf /var/lib/apt/lists/* && \
     python3 -m venv $VIRTUAL_ENV
 
-RUN pip install "torch==2.14.1" "setuptools==84.2.1" packaging ninja wheel "pybind11[global]"
-
-RUN NVTE_FRAMEWORK=pytorch MAX_JOBS=$MAX_JOBS TORCH_CUDA_ARCH_LIST=$TORCH_CUDA_ARCH_LIST \
-    pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]==2.11.0"
-
-# Megatron takes apex's fused gradient accumulation and multi-tensor kernels where they are there.
-RUN git clone --depth 1 --branch $APEX_REF https://github.com/NVIDIA/apex /tmp/apex && \
-    APEX_CPP_EXT=1 APEX_CUDA_EXT=1 MAX_JOBS=$MAX_JOBS TORCH_CUDA_ARCH_LIST=$TORCH_CUDA_ARCH_LIST \
-    pip install --no-build-isolation /tmp/apex && \
-    rm -rf /tmp/apex
-
-# The recipes for several hosts send tokens to experts by DeepEP, in training and in engines. It finds NVSHMEM in torch's wheels.
-RUN git clone --depth 1 --branch $DEEPEP_REF https://github.com/deepseek-ai/DeepEP /tmp/deepep && \
-    MAX_JOBS=$MAX_JOBS TORCH_CUDA_ARCH_LIST=$TORCH_CUDA_ARCH_LIST pip install --no-build-isolation /tmp/deepep && \
-    rm -rf /tmp/deepep
-
 WORKDIR /opt/mcore_rl
+COPY requirements/gpu.txt requirements/gpu.txt
+RUN pip install "torch==2.14.1" "setuptools==84.2.1" packaging ninja wheel "pybind11[global]" && \
+    NVTE_FRAMEWORK=pytorch MAX_JOBS=$MAX_JOBS pip install --no-deps --no-build-isolation -r requirements/gpu.txt
+
+# Megatron takes apex's multi-tensor kernels where they are there. apex refuses an nvcc of another CUDA than torch's.
+RUN if [ "$WITH_APEX" = 1 ]; then \
+        git clone --depth 1 --branch $APEX_REF https://github.com/NVIDIA/apex /tmp/apex && \
+        APEX_CPP_EXT=1 APEX_CUDA_EXT=1 MAX_JOBS=$MAX_JOBS TORCH_CUDA_ARCH_LIST=$TORCH_CUDA_ARCH_LIST \
+        pip install --no-build-isolation /tmp/apex && \
+        rm -rf /tmp/apex; \
+    fi
+
 COPY pyproject.toml setup.py README.md LICENSE NOTICE ./
 COPY mcore_rl mcore_rl
 COPY checkpoint_tools checkpoint_tools
 COPY launch launch
 COPY recipes recipes
-COPY requirements/gpu.txt requirements/gpu.txt
-RUN pip install --no-build-isolation --constraint requirements/gpu.txt ".[gpu,tracking]"
+RUN pip install --no-deps --no-build-isolation . && pip check
 
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04
 
