@@ -34,7 +34,8 @@ from checkpoint_tools.options import Effort
 from checkpoint_tools.output import OutputFile, Task, compute_share
 from checkpoint_tools.produce import ConversionReport, produce
 from checkpoint_tools.staging import refuse_existing
-from checkpoint_tools.torch_dist import BACKEND, COMMON, METADATA, open_torch_dist
+from checkpoint_tools.torch_dist import BACKEND, METADATA, open_torch_dist
+from mcore_rl.weights.megatron_files.metadata import COMMON_OBJECT
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import Shape
 
@@ -74,44 +75,60 @@ def from_hf(
         boxes += state_boxes
         common |= state_common
     total_bytes = sum(assembly.num_bytes for _, _, assembly in boxes)
-    files, stored = _lay_out(boxes, objects, compute_share(total_bytes, max_file_bytes))
+    # No layout is recorded: there are no states of its ranks' random generators to continue with.
+    head = _encode_objects(objects, {**common, "layout": {}})
+    files, stored = _lay_out(boxes, head, compute_share(total_bytes, max_file_bytes))
     tensors = list({tensor.key: tensor for tensor, _, _ in boxes}.values())
-    describe = partial(
-        _write_small_files, tensors=tensors, objects=objects, stored=stored, common=common
-    )
+    describe = partial(_write_small_files, tensors=tensors, objects=[*head], stored=stored)
     expected = {tensor.key: (tensor.dtype, tensor.shape) for tensor in tensors}
     return produce(out, sources, files, effort, describe, open_torch_dist, expected)
 
 
+def _encode_objects(empty: Sequence[str], common: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the objects by key as megatron-core stores them: an archive of a list of one."""
+    nothing = _encode([None])
+    return {COMMON_OBJECT: _encode([common]), **dict.fromkeys(empty, nothing)}
+
+
+def _encode(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
 def _lay_out(
-    boxes: Sequence[tuple[Wanted, Shape, Assembly]], objects: Sequence[str], max_file_bytes: int
+    boxes: Sequence[tuple[Wanted, Shape, Assembly]],
+    objects: Mapping[str, bytes],
+    max_file_bytes: int,
 ) -> tuple[list[OutputFile], dict[tuple[str, Shape | None], _StorageInfo]]:
     """Deal out boxes and objects to files of about `max_file_bytes`, one after the other.
 
-    Returns the files, and where each box (key, offset) and object (key, None) is stored. The
-    objects are all empty and share one place, the first bytes of the first file.
+    Returns the files, and where each box (key, offset) and object (key, None) is stored. Objects
+    lie at the beginning of the first file; equal ones share one place.
     """
-    buffer = io.BytesIO()
-    torch.save([None], buffer)  # megatron-core stores an object as a list of one
-    nothing = buffer.getvalue()
     stored: dict[tuple[str, Shape | None], _StorageInfo] = {}
     files: list[OutputFile] = []
     name = _filename(0)
-    at = len(nothing)
+    starts: dict[bytes, int] = {}
+    at = 0
+    for key, content in objects.items():
+        if content not in starts:
+            starts[content] = at
+            at += len(content)
+        stored[key, None] = _StorageInfo(name, starts[content], len(content))
+    head = b"".join(starts)
     tasks: list[Task] = []
-    for key in objects:
-        stored[key, None] = _StorageInfo(name, 0, len(nothing))
     for tensor, offset, assembly in boxes:
         num_bytes = make_archive(assembly.dtype, assembly.shape).num_bytes
-        if tasks and at + num_bytes > max_file_bytes:
-            files.append(OutputFile(name, at, b"" if files else nothing, tuple(tasks)))
+        if at and at + num_bytes > max_file_bytes:
+            files.append(OutputFile(name, at, b"" if files else head, tuple(tasks)))
             name = _filename(len(files))
             at = 0
             tasks = []
         tasks.append(Task(name, at, assembly, is_archive=True))
         stored[tensor.key, offset] = _StorageInfo(name, at, num_bytes)
         at += num_bytes
-    files.append(OutputFile(name, at, b"" if files else nothing, tuple(tasks)))
+    files.append(OutputFile(name, at, b"" if files else head, tuple(tasks)))
     return files, stored
 
 
@@ -120,16 +137,9 @@ def _filename(number: int) -> str:
 
 
 def _write_small_files(
-    folder: Path,
-    tensors: Sequence[Wanted],
-    objects: Sequence[str],
-    stored: Stored,
-    common: Mapping[str, Any],
+    folder: Path, tensors: Sequence[Wanted], objects: Sequence[str], stored: Stored
 ) -> None:
-    """Write .metadata, common.pt and metadata.json.
-
-    No layout is recorded: there are no states of its ranks' random generators to continue with.
-    """
+    """Write .metadata and metadata.json."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         tensor.key: TensorStorageMetadata(
             TensorProperties(getattr(torch, tensor.dtype)),
@@ -142,6 +152,4 @@ def _write_small_files(
     storage = {MetadataIndex(key, offset): info for (key, offset), info in stored.items()}
     with (folder / METADATA).open("wb") as file:
         pickle.dump(Metadata(entries, storage_data=storage), file)
-    torch.save({**common, "layout": {}}, folder / COMMON)
-    backend = BACKEND | {"common_backend": "torch", "common_backend_version": 1}
-    (folder / "metadata.json").write_text(json.dumps(backend))
+    (folder / "metadata.json").write_text(json.dumps(BACKEND))

@@ -3,7 +3,7 @@
 optimizer.state.exp_avg.decoder.layers....  <-->  exp_avg.model.layers....
 """
 
-import shutil
+import io
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from checkpoint_tools.megatron_model import Wanted, hf_assemblies, megatron_asse
 from checkpoint_tools.options import Effort
 from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.stored import Checkpoint, Chunk, StoredTensor
-from checkpoint_tools.torch_dist import COMMON, OPTIMIZER, read_common
+from checkpoint_tools.torch_dist import COMMON, OPTIMIZER, copy_common, parse_common
 from mcore_rl.weights.hf.folder import write_index
 from mcore_rl.weights.models.table import HfConfig, Shape
 
@@ -28,7 +28,7 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 def optimizer_to_hf(
     source: Checkpoint, config: HfConfig, out: Path, max_file_bytes: int, effort: Effort
 ) -> ConversionReport:
-    """Write the optimizer's state to `out`; steps and learning rates stay in a copy of common.pt.
+    """Write the optimizer's state to `out`; steps and learning rates go to common.pt.
 
     Raises ValueError if the checkpoint has no Adam state, or with the tensor that is wrong.
     """
@@ -42,6 +42,7 @@ def optimizer_to_hf(
             f"{source.folder} has optimizer state {sorted(by_state)}, only that of Adam, "
             f"{sorted(STATES)}, can be carried"
         )
+    common, _ = copy_common(source.folder)
     assemblies: dict[str, Assembly] = {}
     for state, tensors in sorted(by_state.items()):
         where = f"{source.folder}: optimizer state {state!r}"
@@ -50,7 +51,7 @@ def optimizer_to_hf(
             assemblies[f"{state}.{name}"] = replace(assembly, name=f"{state}.{name}")
 
     def describe(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
-        shutil.copy(source.folder / COMMON, folder / COMMON)
+        (folder / COMMON).write_bytes(common.getvalue())
         write_index(folder, weight_map, total_bytes)
 
     return make_hf(out, [source], assemblies, frozenset(), describe, max_file_bytes, effort)
@@ -65,9 +66,10 @@ def optimizer_from_hf(
     content of common.pt. Raises ValueError with the file or tensor that is wrong.
     """
     source = open_hf(folder)
-    common = read_common(folder)
+    path = folder / COMMON
+    common = parse_common(io.BytesIO(path.read_bytes()), path)
     if "optimizer" not in common:
-        raise ValueError(f"{folder / COMMON} has no state of an optimizer")
+        raise ValueError(f"{path} has no state of an optimizer")
     trained = [replace(tensor, dtype="float32") for tensor in wanted if not tensor.is_buffer]
     boxes: list[tuple[Wanted, Shape, Assembly]] = []
     for state in STATES:

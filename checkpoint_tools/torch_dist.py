@@ -3,6 +3,7 @@
 Reads only .metadata and the small files, without torch.distributed, Megatron or a process group.
 """
 
+import io
 import re
 import zipfile
 from collections import defaultdict
@@ -22,7 +23,8 @@ from mcore_rl.weights.megatron_files.metadata import (
     Record,
     check_archive,
     check_bounded,
-    read_metadata,
+    find_common,
+    read_metadata_of,
     read_places,
     read_shape,
 )
@@ -54,19 +56,20 @@ def open_torch_dist(folder: Path, use_sums: bool = True) -> Checkpoint:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: the checkpoint was not written to its end")
     check_bounded(folder)
-    metadata = read_metadata(path.read_bytes(), path)
+    metadata = read_metadata_of(folder)
     try:
         places = read_places(metadata)
+        common = find_common(folder, places)
         tensors, items = _read_tensors(folder, metadata.get("state_dict_metadata"), places)
     except READ_ERRORS as error:
         raise ValueError(f"{path} is damaged: {error or type(error).__name__}") from error
-    _check_common(folder)
     for tensor in tensors.values():
         check_boxes(tensor.key, tensor.shape, [(c.offset, c.shape) for c in tensor.chunks], path)
     chunks = [chunk for tensor in tensors.values() for chunk in tensor.chunks]
     stored = [Place(chunk.key, chunk.file, chunk.start, chunk.num_bytes) for chunk in chunks]
     stored += [Place(item.key, item.file, item.start, item.num_bytes) for item in items]
     files = _check_files(folder, stored)
+    _check_common(folder, common)
     sums = check_manifest(folder, files) if use_sums else None
     if sums is not None:
         _check_spans(folder, chunks, sums)
@@ -214,37 +217,57 @@ def _check_spans(folder: Path, chunks: Sequence[Chunk], sums: Mapping[str, FileS
             )
 
 
-def _check_common(folder: Path) -> None:
-    """Raise ValueError unless common.pt is an archive whose members have its own checksums."""
-    path = folder / COMMON
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: the checkpoint was not written to its end")
+def _check_common(folder: Path, place: Place | None) -> None:
+    """Raise ValueError unless what is not sharded is an archive that agrees with its checksums."""
+    where = folder / COMMON if place is None else f"{folder / place.file}: {place.key!r}"
+    content = _open_common(folder, place)
     try:
-        check_archive(path, path.stat().st_size)
-        with zipfile.ZipFile(path) as archive:
+        check_archive(content, len(content.getbuffer()))
+        with zipfile.ZipFile(content) as archive:
             damaged = archive.testzip()
     except READ_ERRORS as error:
-        raise ValueError(f"{path} is damaged: {error or type(error).__name__}") from error
+        raise ValueError(f"{where} is damaged: {error or type(error).__name__}") from error
     if damaged is not None:
-        raise ValueError(f"{path} is damaged: {damaged!r} in it does not agree with its checksum")
+        raise ValueError(f"{where} is damaged: {damaged!r} in it does not agree with its checksum")
+
+
+def _open_common(folder: Path, place: Place | None) -> io.BytesIO:
+    """Return the bytes of common.pt, or of the object at `place`."""
+    if place is None:
+        return io.BytesIO((folder / COMMON).read_bytes())
+    with (folder / place.file).open("rb") as file:
+        file.seek(place.start)
+        return io.BytesIO(file.read(place.num_bytes))
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """Return the unsharded part of the state, or {} if it needs classes that are not loaded here.
+    """Return what is not sharded of the state, or {} if it needs classes that are not loaded here.
 
     Raises ValueError with the file if it is damaged.
     """
+    return parse_common(*copy_common(folder))
+
+
+def copy_common(folder: Path) -> tuple[io.BytesIO, Path]:
+    """Return the archive of what is not sharded of the state, and the file that it lies in."""
+    place = find_common(folder, read_places(read_metadata_of(folder)))
+    return _open_common(folder, place), folder / (COMMON if place is None else place.file)
+
+
+def parse_common(archive: io.BytesIO, path: Path) -> dict[str, Any]:
+    """Return the content of what `copy_common` returned; as `read_common`."""
     import torch  # imported here, because that takes longer than all other functions do
 
-    path = folder / COMMON
     try:
-        common = torch.load(path, weights_only=True)
+        common = torch.load(archive, weights_only=True)
     except (*READ_ERRORS, OSError) as error:
         if "GLOBAL" in str(error):
             return {}
         raise ValueError(
             f"{path} is damaged: {(str(error) or repr(error)).splitlines()[0]}"
         ) from error
+    if isinstance(common, list) and common:  # megatron-core stores an object as a list of one
+        common = common[0]
     return common if isinstance(common, dict) else {}
 
 

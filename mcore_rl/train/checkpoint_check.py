@@ -33,9 +33,11 @@ from mcore_rl.weights.megatron_files.metadata import (
     Place,
     check_archive,
     check_bounded,
-    read_metadata,
+    find_common,
+    read_metadata_of,
     read_places,
 )
+from mcore_rl.weights.models.table import Shape
 
 EXTRA_STATE = "_extra_state"
 _FORCE_SAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -123,15 +125,17 @@ def _describe(folder: Path, name: str, span: ByteSpan) -> str:
 def _check_pickles(folder: Path) -> None:
     """Read every pickle that loading will read, and refuse what is not on the allow-lists.
 
-    All ranks read `.metadata`, rank 0 reads the common file, and the objects are divided among
-    ranks.
+    All ranks read `.metadata`, rank 0 reads common.pt, if there is one, and the objects are divided
+    among ranks.
     """
     places = read_places_of(folder)
     rank = dist.get_rank()
     if rank == 0:
-        _check_listed(folder, {place.file for place in places.values()})
-        path = folder / COMMON
-        load_safely(path, str(path))
+        files = {METADATA, *(place.file for place in places.values())}
+        if find_common(folder, places) is None:
+            files.add(COMMON)
+            load_safely(folder / COMMON, str(folder / COMMON))
+        _check_listed(folder, files)
     objects = {
         (place.file, place.start): place
         for (_, offset), place in sorted(places.items(), key=lambda entry: entry[0][0])
@@ -144,18 +148,18 @@ def _check_pickles(folder: Path) -> None:
 def _check_listed(folder: Path, files: Collection[str]) -> None:
     """Raise ValueError for a file that would be loaded although checksums.json lacks it."""
     sums = read_manifest(folder)
-    unlisted = [] if sums is None else sorted({*files, COMMON, METADATA} - sums.keys())
+    unlisted = [] if sums is None else sorted(set(files) - sums.keys())
     if unlisted:
         raise ValueError(f"{folder / unlisted[0]} is not in {MANIFEST}: {REMEDY}")
 
 
-def read_places_of(folder: Path) -> Mapping[Any, Place]:
+def read_places_of(folder: Path) -> Mapping[tuple[str, Shape | None], Place]:
     """Return where everything is stored, as `read_places`. Raises ValueError with the file."""
-    path = folder / METADATA
-    metadata = read_metadata(path.read_bytes(), path)
+    metadata = read_metadata_of(folder)
     try:
         return read_places(metadata)
     except READ_ERRORS as error:
+        path = folder / METADATA
         raise ValueError(f"{path} is damaged: {error or type(error).__name__}") from error
 
 

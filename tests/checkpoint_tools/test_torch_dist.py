@@ -1,5 +1,6 @@
 """The structure of a Megatron checkpoint is checked when it is opened; what is wrong is named."""
 
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ from checkpoint_tools.torch_dist import (
     read_common,
 )
 from mcore_rl.weights.megatron_files import metadata
+from mcore_rl.weights.megatron_files.metadata import COMMON_OBJECT
 from tests.support.hostile_files import dict_with_nested_key, write_zip_bomb
+from tests.support.old_checkpoint import unpack_old_checkpoints
 from tests.support.tiny_models import write_model
 
 DATA = "__0_0.distcp"
@@ -33,7 +36,8 @@ def test_tensors_objects_and_common_state_are_read(original: Path) -> None:
     assert is_torch_dist(original)
     checkpoint = open_torch_dist(original)
     assert {tensor.key for tensor in model_tensors(checkpoint)} == checkpoint.tensors.keys()
-    assert all("_extra_state/shard_" in item.key for item in checkpoint.items)
+    others = [item.key for item in checkpoint.items if "_extra_state/shard_" not in item.key]
+    assert others == [COMMON_OBJECT]
     assert checkpoint.sums is not None and DATA in checkpoint.sums
     assert read_common(original) == {"step": 0, "extra": {}, "layout": {}}
     assert open_torch_dist(original, use_sums=False).sums is None
@@ -50,8 +54,21 @@ def lengthen(folder: Path) -> None:
 
 
 def damage_common(folder: Path) -> None:
-    path = folder / "common.pt"
-    path.write_bytes(path.read_bytes()[:-30])
+    """Change a byte in the middle of the object that holds what is not sharded."""
+    [item] = [i for i in open_torch_dist(folder).items if i.key == COMMON_OBJECT]
+    content = bytearray((folder / item.file).read_bytes())
+    content[item.start + content[item.start :].index(b"extra")] ^= 1
+    (folder / item.file).write_bytes(content)
+
+
+def drop_common(folder: Path) -> None:
+    """Take that object out of .metadata, as if it had never been written."""
+    path = folder / ".metadata"
+    content = pickle.loads(path.read_bytes())
+    del content.state_dict_metadata[COMMON_OBJECT]
+    kept = {key: info for key, info in content.storage_data.items() if key.fqn != COMMON_OBJECT}
+    content.storage_data = kept
+    path.write_bytes(pickle.dumps(content))
 
 
 @pytest.mark.parametrize(
@@ -59,8 +76,9 @@ def damage_common(folder: Path) -> None:
     [
         (cut, rf"{DATA} has .* bytes, .* should end at byte .* it was truncated"),
         (lengthen, rf"{DATA} has .* bytes, but its items end at byte"),
-        (damage_common, r"common\.pt is damaged"),
-        (lambda f: (f / "common.pt").unlink(), r"common\.pt does not exist"),
+        (damage_common, rf"{DATA}: 'common_state/shard_0_1' is damaged"),
+        (drop_common, r"step has neither common\.pt nor an object 'common_state/shard_0_1'"),
+        (lambda f: (f / "common.pt").touch(), "the folder mixes two checkpoints"),
         (lambda f: (f / ".metadata").unlink(), r"\.metadata does not exist"),
         (lambda f: (f / DATA).unlink(), rf"{DATA} does not exist: it should hold"),
         (
@@ -79,10 +97,31 @@ def test_a_wrong_structure_is_refused(
         open_torch_dist(folder, use_sums=False)
 
 
-def test_a_damaged_common_state_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "common.pt").write_bytes(b"junk")
-    with pytest.raises(ValueError, match=r"common\.pt is damaged"):
-        read_common(tmp_path)
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A checkpoint of megatron-core 0.16, with a common.pt."""
+    return unpack_old_checkpoints(tmp_path) / "plain"
+
+
+def test_an_old_common_file_is_read(old: Path) -> None:
+    assert open_torch_dist(old).items and read_common(old)["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: path.write_bytes(b"junk"), r"common\.pt is damaged"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-30]), r"common\.pt is damaged"),
+        (lambda path: write_zip_bomb(path, 50 << 20), r"common\.pt is damaged: .* is compressed"),
+        (Path.unlink, r"plain has neither common\.pt nor an object"),
+    ],
+)
+def test_a_damaged_old_common_file_is_refused(
+    old: Path, change: Callable[[Path], object], message: str
+) -> None:
+    change(old / "common.pt")
+    with pytest.raises(ValueError, match=message):
+        open_torch_dist(old, use_sums=False)
 
 
 @pytest.mark.parametrize(
@@ -96,13 +135,6 @@ def test_a_damaged_common_state_is_refused(tmp_path: Path) -> None:
 )
 def test_keys_of_the_optimizer_are_told_apart(key: str, expected: bool) -> None:
     assert is_of_optimizer(key) is expected
-
-
-def test_a_common_file_that_unpacks_without_end_is_refused(original: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(original, tmp_path / "step")
-    write_zip_bomb(folder / "common.pt", 50 << 20)
-    with pytest.raises(ValueError, match=r"common\.pt is damaged: .* is compressed"):
-        open_torch_dist(folder, use_sums=False)
 
 
 def test_a_key_whose_hash_takes_for_ever_is_refused(

@@ -8,7 +8,7 @@ can hold tuples whose hash takes 2^n steps, and an archive of a few kilobytes ca
 terabytes. Archives are bounded by their directory. Pickles are read first by a process with a
 deadline and a limit of memory, which imports nothing that they name:
 
-    .metadata, common.pt, objects --> process: inert objects --> in time? --> read here
+    .metadata, objects (common.pt) --> process: inert objects --> in time? --> read here
 """
 
 import io
@@ -22,6 +22,7 @@ import sys
 import zipfile
 import zlib
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,9 @@ from mcore_rl.weights.models.table import Shape
 
 METADATA = ".metadata"
 COMMON = "common.pt"
+"""File of what is not sharded (steps, learning rates), as megatron-core wrote it until 0.16."""
+COMMON_OBJECT = "common_state/shard_0_1"
+"""Key of the object that holds the same since megatron-core 0.17: a list of one dictionary."""
 READ_ERRORS = (
     pickle.UnpicklingError,
     zipfile.BadZipFile,
@@ -162,6 +166,12 @@ def read_metadata(content: bytes, path: object) -> Record:
         ) from error
 
 
+def read_metadata_of(folder: Path) -> Record:
+    """Return the Metadata object of a checkpoint's folder; as `read_metadata`."""
+    path = folder / METADATA
+    return read_metadata(path.read_bytes(), path)
+
+
 def read_places(metadata: Record) -> dict[tuple[str, Shape | None], Place]:
     """Return where everything is stored: (key, offset of the chunk) -> place.
 
@@ -183,6 +193,26 @@ def read_places(metadata: Record) -> dict[tuple[str, Shape | None], Place]:
             raise ValueError(f"tensor {key!r} is stored transformed, which cannot be read")
         places[key, offset] = _read_place(key, info)
     return places
+
+
+def find_common(folder: Path, places: Mapping[tuple[str, Shape | None], Place]) -> Place | None:
+    """Return the place of the object that holds what is not sharded; None if common.pt does.
+
+    `places`: as of `read_places`. Raises ValueError unless it is exactly one of both.
+    """
+    place = places.get((COMMON_OBJECT, None))
+    has_file = (folder / COMMON).is_file()
+    if place is None and not has_file:
+        raise ValueError(
+            f"{folder} has neither {COMMON} nor an object {COMMON_OBJECT!r}: the checkpoint was not"
+            " written to its end"
+        )
+    if place is not None and has_file:
+        raise ValueError(
+            f"{folder} has {COMMON} and an object {COMMON_OBJECT!r}, written by two versions of"
+            " megatron-core: the folder mixes two checkpoints"
+        )
+    return place
 
 
 def _read_place(key: str, info: Record) -> Place:
