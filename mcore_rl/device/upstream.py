@@ -4,10 +4,10 @@ A rehearsal leaves them out, and a run without CUDA refuses them.
 """
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 
 from mcore_rl.device import has_cuda
+from mcore_rl.device.deep_ep import find_deep_ep_fault
 
 _MEGATRON = frozenset(
     {
@@ -58,18 +58,29 @@ def server_needs_gpu(name: str, value: object) -> bool:
     return name in _SERVER or name.startswith(_SERVER_PREFIXES)
 
 
-def refuse_unavailable(options: Mapping[str, Any]) -> None:
-    """Raise ValueError naming the first field that needs a GPU, or a package, that is not here."""
+def refuse_unavailable(options: Mapping[str, Any], cp_of_sinks: int = 1) -> None:
+    """Raise ValueError naming the first field that needs a GPU, or a package, that is not here.
+
+    cp_of_sinks   context-parallel ranks of a model whose attention has sinks. Transformer Engine
+                  exchanges heads between them (a2a), not keys and values in a ring; the torch
+                  modules of a CPU take any number.
+    """
     for name, value in options.items():
         if megatron_needs_gpu(name, value) and value and not has_cuda():
             raise ValueError(
                 f"train.megatron.{name}={value}: there is no GPU here, and only its kernels have"
                 " it; leave it out, or run the recipe with rehearse=true, which does"
             )
-    if options.get("moe_token_dispatcher_type") == "flex" and find_spec("deep_ep") is None:
+    is_flex = options.get("moe_token_dispatcher_type") == "flex"
+    if is_flex and (fault := find_deep_ep_fault()):
         raise ValueError(
-            "train.megatron.moe_token_dispatcher_type=flex: its kernels come from DeepEP, which is"
-            " not installed here (see the Dockerfile); install it, or set"
-            " train.megatron.moe_token_dispatcher_type=alltoall and"
+            "train.megatron.moe_token_dispatcher_type=flex: its kernels come from DeepEP, and"
+            f" {fault}; mend that, or set train.megatron.moe_token_dispatcher_type=alltoall and"
             " train.megatron.moe_flex_dispatcher_backend=null"
+        )
+    if cp_of_sinks > 1 and has_cuda() and options.get("cp_comm_type") != "a2a":
+        raise ValueError(
+            f"parallel.cp={cp_of_sinks} with a model whose attention has sinks (gpt-oss):"
+            " Transformer Engine computes it with train.megatron.cp_comm_type=a2a alone; set that,"
+            " or parallel.cp=1"
         )
