@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from mcore_rl.cpu.engine_forks import engine_forks
 from mcore_rl.cpu.worker_forks import worker_forks
+from mcore_rl.device.setup import let_megatron_import
 from mcore_rl.process.gc_pause import without_collector
 from tests.support import models_table
 from tests.support.policy import ROOT
@@ -22,6 +23,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.g
 settings.register_profile("patient", deadline=None)
 settings.register_profile("quick", deadline=None, max_examples=25)
 settings.load_profile("patient")
+let_megatron_import()
 
 LONG = ("e2e", "gloo")
 """Markers of tests that take seconds each."""

@@ -1,4 +1,4 @@
-"""Patches that put compiled code where megatron-core 0.16.1 has operations of torch on a CPU.
+"""Patches that put compiled code where megatron-core 0.19.2 has operations of torch on a CPU.
 
 On a GPU these places have fused kernels of Transformer Engine or of megatron-core. What compiled
 code does not take (other precisions, context parallelism, machines without a compiler) goes to
@@ -6,6 +6,7 @@ megatron-core's own function, as before.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,18 +28,18 @@ def fuse_rotary() -> None:
         cu_seqlens: Tensor,
         freqs: Tensor,
         rotary_interleaved: bool = False,
-        multi_latent_attention: bool = False,
+        mla_rotary_interleaved: bool = False,
         mscale: float = 1.0,
         cp_group: Any = None,
     ) -> Tensor:
-        is_plain = not (rotary_interleaved or multi_latent_attention)
+        is_plain = not (rotary_interleaved or mla_rotary_interleaved)
         if is_plain and cp_group is not None and cp_group.size() == 1 and usable(t):
             lens_N = tuple(cu_seqlens.diff().tolist())
             turned = rotary(t, freqs, lens_N, mscale, by_token=len(freqs) == sum(lens_N))
             if turned is not None:
                 return turned
         return original(
-            t, cu_seqlens, freqs, rotary_interleaved, multi_latent_attention, mscale, cp_group
+            t, cu_seqlens, freqs, rotary_interleaved, mla_rotary_interleaved, mscale, cp_group
         )
 
     rope_utils._apply_rotary_pos_emb_thd = apply
@@ -70,7 +71,6 @@ def fuse_permutation() -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
     permute, unpermute = token_dispatcher.permute, token_dispatcher.unpermute
-    sort_chunks = token_dispatcher.sort_chunks_by_idxs
 
     def permute_rows(
         tokens: Tensor,
@@ -79,13 +79,14 @@ def fuse_permutation() -> None:
         num_out_tokens: int | None = None,
         fused: bool = False,
         drop_and_pad: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        **pads: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
         if fused or drop_and_pad or not usable(tokens):
-            return permute(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
+            return permute(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad, **pads)
         chosen_ET = routing_map.bool().T.contiguous()
         rows = chosen_ET.nonzero()[:, 1].contiguous()
         own_probs = None if probs is None else probs.T.contiguous().masked_select(chosen_ET)
-        return take_rows(tokens, rows), own_probs, rows
+        return take_rows(tokens, rows), own_probs, rows, None, pads.get("tokens_per_expert")
 
     def unpermute_rows(
         permuted_tokens: Tensor,
@@ -95,11 +96,19 @@ def fuse_permutation() -> None:
         routing_map: Tensor | None = None,
         fused: bool = False,
         drop_and_pad: bool = False,
+        **pads: Any,
     ) -> Tensor:
         if probs is None and not (fused or drop_and_pad) and usable(permuted_tokens):
             return add_rows(permuted_tokens, sorted_indices, restore_shape[0])
-        options = (probs, routing_map, fused, drop_and_pad)
-        return unpermute(permuted_tokens, sorted_indices, restore_shape, *options)
+        how = (probs, routing_map, fused, drop_and_pad)
+        return unpermute(permuted_tokens, sorted_indices, restore_shape, *how, **pads)
+
+    token_dispatcher.permute, token_dispatcher.unpermute = permute_rows, unpermute_rows
+    token_dispatcher.sort_chunks_by_idxs = _leave_sorted(token_dispatcher.sort_chunks_by_idxs)
+
+
+def _leave_sorted(sort_chunks: Callable[..., Any]) -> Callable[..., Any]:
+    """Return megatron-core's sort of chunks, which leaves alone what is in order."""
 
     def sort_rows(
         input: Tensor,
@@ -112,8 +121,7 @@ def fuse_permutation() -> None:
             return input, probs
         return sort_chunks(input, split_sizes, sorted_idxs, probs, fused)
 
-    token_dispatcher.permute, token_dispatcher.unpermute = permute_rows, unpermute_rows
-    token_dispatcher.sort_chunks_by_idxs = sort_rows
+    return sort_rows
 
 
 def use_faster_library() -> None:

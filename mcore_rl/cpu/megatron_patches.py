@@ -1,4 +1,4 @@
-"""Patches that let megatron-core 0.16.1 run without CUDA; each is applied once per process.
+"""Patches that let megatron-core 0.19.2 run without CUDA; each is applied once per process.
 
 torch.cpu implements the interface of torch.cuda (streams, events, synchronize) as no-ops. Every
 torch.cuda entry point that megatron-core reaches is replaced by its torch.cpu or default-generator
@@ -212,24 +212,15 @@ def alias_tensor_type() -> None:
     torch.Tensor.type = tensor_type
 
 
-def define_router_gemm() -> None:
-    """Define moe_utils.te_general_gemm, which is read but undefined without Transformer Engine."""
-    from megatron.core.transformer.moe import moe_utils
+def know_linear_in_latent_attention() -> None:
+    """Let latent attention take the linear of te_workalike.SpecProvider for what is not sharded.
 
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
-
-def report_missing_te_to_latent_attention() -> None:
-    """Set HAVE_TE to False in multi_latent_attention.
-
-    The import of TELinear succeeds without Transformer Engine, but gives a mock, for which
-    isinstance raises TypeError.
+    megatron-core imports that class there only together with Transformer Engine.
     """
+    from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer import multi_latent_attention
 
-    if not isinstance(multi_latent_attention.TELinear, type):
-        multi_latent_attention.HAVE_TE = False
+    multi_latent_attention.Linear = Linear
 
 
 def recompute_without_fp8() -> None:
@@ -242,6 +233,22 @@ def recompute_without_fp8() -> None:
 
     original = CheckpointWithoutOutput.__init__
     CheckpointWithoutOutput.__init__ = lambda self, fp8=False: original(self, fp8 or None)
+
+
+def recompute_by_copy() -> None:
+    """Copy what a recomputation computed into the outputs whose memory had been released.
+
+    megatron-core compiles C++ code that shares the memory instead. That takes half a minute, and a
+    lock that a killed rank left behind would let all later ranks wait for ever.
+    """
+    from megatron.core.tensor_parallel import random as tp_random
+
+    def copy_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+        target, source = output.untyped_storage(), recomputed.untyped_storage()
+        target.resize_(source.nbytes())
+        target.copy_(source)
+
+    tp_random._get_share_storage = lambda: copy_storage
 
 
 def convert_alltoall_splits() -> None:
@@ -274,12 +281,10 @@ def use_fused_adam() -> None:
 def allow_precision_aware_adam() -> None:
     """Let OptimizerConfig have the precision-aware optimizer without Transformer Engine.
 
-    It asks for Transformer Engine's version, which is None, and last looks for its FusedAdam.
+    The last that it asks for is Transformer Engine's FusedAdam.
     """
-    from megatron.core import optimizer
-    from megatron.core.optimizer import OptimizerConfig, optimizer_config
+    from megatron.core.optimizer import OptimizerConfig
 
-    optimizer.is_te_min_version = optimizer_config.is_te_min_version = lambda version: False
     check = OptimizerConfig.__post_init__
 
     def check_but_te(self: Any) -> None:
@@ -294,12 +299,14 @@ def allow_precision_aware_adam() -> None:
 
 def use_te_workalike() -> None:
     """Build layers from torch modules with the tree and names of Transformer Engine's."""
+    from megatron.core.extensions import transformer_engine_spec_provider as providers
     from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
     from megatron.core.transformer import transformer_block
 
     from mcore_rl.cpu import te_workalike
 
-    gpt_layer_specs.TESpecProvider = moe_module_specs.TESpecProvider = te_workalike.SpecProvider
+    for module in (providers, gpt_layer_specs, moe_module_specs):
+        module.TESpecProvider = te_workalike.SpecProvider
     gpt_layer_specs.TENorm = transformer_block.LayerNormImpl = te_workalike.Norm
 
 
@@ -314,8 +321,7 @@ def run_eagerly() -> None:
 
 
 WITHOUT_TRANSFORMER_ENGINE: tuple[Callable[[], None], ...] = (
-    define_router_gemm,
-    report_missing_te_to_latent_attention,
+    know_linear_in_latent_attention,
     recompute_without_fp8,
     use_fused_adam,
     allow_precision_aware_adam,
@@ -328,6 +334,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     alias_rng,
     alias_factories,
     alias_tensor_type,
+    recompute_by_copy,
     convert_alltoall_splits,
     uneven_collectives,
     contiguous_collectives,

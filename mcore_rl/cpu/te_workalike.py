@@ -7,6 +7,7 @@ state as Transformer Engine does, and updates in place.
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from megatron.core.tensor_parallel.random import (
 )
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.utils import (
     is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
@@ -293,7 +294,9 @@ class SpecProvider(BackendSpecProvider):
     def column_parallel_layer_norm_linear(self) -> type:
         return LayerNormColumnParallelLinear
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+    def layer_norm(
+        self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
+    ) -> Any:
         return Norm
 
     def core_attention(self) -> type:
@@ -302,17 +305,16 @@ class SpecProvider(BackendSpecProvider):
     def activation_func(self) -> Any:
         return None
 
-    def grouped_mlp_modules(
-        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
-    ) -> tuple[type, MLPSubmodules]:
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
         if moe_use_grouped_gemm:
-            linears = MLPSubmodules(
-                linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear
+            return partial(
+                TEGroupedMLP,
+                submodules=GroupedMLPSubmodules(
+                    linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear
+                ),
             )
-            return TEGroupedMLP, linears
-        return SequentialMLP, MLPSubmodules(
-            linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
-        )
+        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        return partial(SequentialMLP, submodules=linears)
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -338,6 +340,7 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
+        capturable: bool = False,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
         master_weights: bool = False,
@@ -347,6 +350,8 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         if not bias_correction:
             raise ValueError("bias_correction=False: torch's fused Adam always corrects the bias")
+        if capturable:
+            raise ValueError("capturable=True: there is no CUDA graph without CUDA")
         if store_param_remainders or master_weight_dtype != torch.float32:
             raise ValueError("main weights are whole, in float32; there is nothing else here")
         super().__init__(

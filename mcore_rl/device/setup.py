@@ -1,31 +1,34 @@
 """Prepares a process for megatron-core, with CUDA or without."""
 
 import os
+import sys
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 
 import torch
 
-from mcore_rl.device import IN_PLACE, has_cuda, has_transformer_engine
+from mcore_rl.device import IN_PLACE, has_transformer_engine
+from mcore_rl.device.deep_ep import give_megatron_deep_ep
+from mcore_rl.process.folders import INDUCTOR, find_compile_caches
+
+_PAGED_STASH = ("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel")
+"""What megatron-core imports from its module of kernels."""
 
 
-def attention_with_sinks(cp_size: int) -> type | None:
-    """Return the module for attention with sinks in Transformer Engine's place, or None.
+def let_megatron_import() -> None:
+    """Let megatron-core be imported as it is; call it before that.
 
-    Transformer Engine before 2.12 has no kernel for sinks over packed sequences, and megatron-core
-    0.16.1 takes none later. Raises ValueError if context parallelism cuts sequences: the module
-    would keep the scores of all pairs of tokens.
+    Its module of Triton kernels for the paged stash of experts' activations is imported by all of
+    megatron-core. Without Triton an empty module takes its place. For DeepEP see deep_ep.py.
     """
-    if not has_cuda():
-        return None  # the torch modules of the CPU are in place already
-    if cp_size > 1:
-        raise ValueError(
-            f"parallel.cp={cp_size} with a model whose attention has sinks (gpt-oss): on GPUs that"
-            " needs Transformer Engine 2.12, which megatron-core 0.16.1 does not take; set"
-            " parallel.cp=1"
-        )
-    from mcore_rl.cpu.te_workalike import DotProductAttention
-
-    return DotProductAttention
+    give_megatron_deep_ep()
+    name = "megatron.core.transformer.moe.ops.paged_stash"
+    if name not in sys.modules and find_spec("triton") is None:
+        kernels = ModuleType(name, "megatron-core's kernels of the paged stash, without Triton.")
+        vars(kernels).update(dict.fromkeys(_PAGED_STASH))
+        sys.modules["megatron.core.transformer.moe.ops.paged_stash"] = kernels
 
 
 def use_torch_modules_on_cuda() -> None:
@@ -42,6 +45,7 @@ def setup_device() -> None:
 
     Raises ValueError if CUDA is present but Transformer Engine is not.
     """
+    let_megatron_import()
     if torch.cuda.is_available() and not IN_PLACE.cpu_patches:
         if IN_PLACE.torch_modules:
             _install_torch_modules()
@@ -50,6 +54,11 @@ def setup_device() -> None:
         # With a single hardware queue no collective overtakes the kernel queued before it; tensor
         # parallelism relies on that order.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        # A killed rank leaves torch's lock on what it was compiling, for which others would wait
+        # without end. So the ranks of a node, which have one parent, share a folder with nobody.
+        caches = find_compile_caches()
+        cache = Path(caches.get(INDUCTOR) or os.environ[INDUCTOR])
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(cache / f"extensions_{os.getppid()}")
     else:
         _install_cpu_patches()
     from mcore_rl.device.training_patches import keep_write_results_in_process

@@ -19,7 +19,7 @@ MOST_ELEMENTS = 64 * 2**20
 def keep_write_results_in_process() -> None:
     """Collect the results of checkpoint writes in a queue of this process.
 
-    megatron-core 0.16.1 starts a manager process at the first save to carry results from forked
+    megatron-core 0.19.2 starts a manager process at the first save to carry results from forked
     writers. The manager takes seconds to start and outlives a killed rank. Our saves are written by
     a thread of this process, so a plain queue is enough.
     """
@@ -36,7 +36,7 @@ def step_in_parts(adam: type[Any], most_elements: int = MOST_ELEMENTS) -> type[A
 
     class AdamInParts(adam):
         def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
-            # megatron-core 0.16.1 leaves the argument out, and Transformer Engine 2.11 wants it.
+            # megatron-core 0.19.2 leaves the argument out, and Transformer Engine 2.11 wants it.
             super().initialize_state(param, store_param_remainders)
 
         def state_dict(self) -> dict[str, Any]:

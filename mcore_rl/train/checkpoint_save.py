@@ -41,6 +41,10 @@ from mcore_rl.train.storage import (
 from mcore_rl.weights.hf.checksums import sum_file, write_manifest
 
 INCOMPLETE = ".incomplete"
+ASYNC = "mcore"
+"""megatron-core's own planning of files; its default asks for nvidia-resiliency-ext's processes."""
+NUM_FILES = 2
+"""Files that a rank writes its part to."""
 
 
 def start_save(
@@ -62,7 +66,9 @@ def start_save(
         storage.prepare(staging)
         dist.barrier()
         strategy = _ThreadedStrategy(in_use, storage)
-        request = dist_checkpointing.save(sharded, str(staging), strategy, async_sharded_save=True)
+        request = dist_checkpointing.save(
+            sharded, str(staging), strategy, async_sharded_save=True, async_strategy=ASYNC
+        )
     assert request is not None
     return Save(request, staging, folder, storage)
 
@@ -136,14 +142,16 @@ class _ThreadedStrategy(TorchDistSaveShardedStrategy):
 
     def __init__(self, in_use: Collection[int], storage: Storage) -> None:
         """in_use   addresses of the tensors' memory that training goes on writing to"""
-        super().__init__("torch_dist", 1)
+        super().__init__(thread_count=NUM_FILES)
         self._in_use = in_use
         self._storage = storage
 
     def _get_save_and_finalize_callbacks(
-        self, writer: Any, save_state_dict_ret: Any
+        self, writer: Any, save_state_dict_ret: Any, async_strategy: str
     ) -> AsyncRequest:
-        request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+        request = super()._get_save_and_finalize_callbacks(
+            writer, save_state_dict_ret, async_strategy
+        )
         if request.async_fn is None:  # nothing to write on this rank
             return request
         transforms = [writer.transforms] if hasattr(writer, "transforms") else []
@@ -240,19 +248,9 @@ def _write_buckets(
 
 
 def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> Sequence[WriteResult]:
-    """Write one file by megatron-core's function, which answers through queues."""
-    answers: queue.Queue[tuple[int, Any]] = queue.Queue()
-    running: queue.Queue[int] = queue.Queue()
-    running.put(number)
-    FileSystemWriterAsync.write_preloaded_data(
-        transforms,
-        number,
-        bucket,
-        answers,
-        running,
-        use_fsync=True,  # type: ignore[arg-type]
-    )
-    _, answer = answers.get_nowait()
+    """Write one file by megatron-core's function, which returns its error or what was written."""
+    write: Any = FileSystemWriterAsync.write_preloaded_data
+    _, answer = write(transforms, number, bucket, None, None, use_fsync=True)
     if isinstance(answer, Exception):
         raise answer
     return answer

@@ -23,11 +23,11 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from mcore_rl.device.setup import attention_with_sinks
 from mcore_rl.train.router import TokenWeightedRouter
 from mcore_rl.train.transformer_config import rotary_options
 from mcore_rl.train.vision.model import DeepstackLayer, VisionLanguageModel
@@ -144,6 +144,17 @@ class ValueHead(MegatronModule):
         return values_T11, None
 
 
+class PlainQueries(MLASelfAttention):
+    """Latent attention that projects queries at once, without a norm (DeepSeek-V2-Lite, Moonlight).
+
+    megatron-core 0.19.2 puts a norm before that projection if keys and values have one.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        resolved = super()._resolve_qk_norm_config(submodules)
+        return {**resolved, "linear_q_proj": submodules.linear_q_proj}
+
+
 def make_chunks(config: TransformerConfig, hf_config: HfConfig) -> list[GPTModel]:
     """Return one GPTModel per virtual pipeline stage of this rank, parameters uninitialized."""
     stages = range(config.virtual_pipeline_model_parallel_size or 1)
@@ -182,25 +193,22 @@ def _make_spec(
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     family = family_of(hf_config)
     sizes = family.sizes(hf_config)
-    with_sinks = None
-    if config.softmax_type != "vanilla":
-        with_sinks = attention_with_sinks(config.context_parallel_size)
     for layer in spec.layer_specs or ():
         if sizes.get("deepstack_mergers"):
             layer.module = DeepstackLayer
+        if config.multi_latent_attention and config.q_lora_rank is None:  # type: ignore[attr-defined]
+            layer.submodules.self_attention.module = PlainQueries
         if sizes.get("q_norm", 0) > sizes.get("head", 0):
             attention = layer.submodules.self_attention.submodules
             attention.q_layernorm, attention.k_layernorm = (
                 ModuleSpec(ProjectionNorm, params={"num_heads": num_heads})
                 for num_heads in (config.num_attention_heads, config.num_query_groups)
             )
-        if with_sinks is not None:
-            layer.submodules.self_attention.submodules.core_attention = with_sinks
-        experts = layer.submodules.mlp.submodules
+        experts: Any = layer.submodules.mlp.keywords["submodules"]  # its builder is a partial
         if isinstance(experts, MoESubmodules):
             experts.router = TokenWeightedRouter
             if family.alternating:
-                linears = experts.experts.submodules  # type: ignore[union-attr]
+                linears = experts.experts.keywords["submodules"]  # type: ignore[attr-defined]
                 linears.linear_fc1 = with_halves(linears.linear_fc1)
     return spec
 

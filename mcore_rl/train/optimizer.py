@@ -83,7 +83,7 @@ class _Updated:
 def write_whole_parameters(optimizer: DistributedOptimizer) -> None:
     """Replace the function behind `optimizer.sharded_state_dict` by this module's.
 
-    A patch of megatron-core 0.16.1; see the module's docstring for the reasons.
+    A patch of megatron-core 0.19.2; see the module's docstring for the reasons.
     """
     optimizer.sharded_param_state_fully_reshardable = partial(_make_sharded_state, optimizer)
 

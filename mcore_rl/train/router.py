@@ -176,10 +176,9 @@ class TokenWeightedRouter(TopKRouter):
 
     The loss of an optimizer step is the token-weighted mean over its micro-batches (aux_loss) or
     its sequences (seq_aux_loss). With calculate_per_token_loss, gradients are divided by the tokens
-    of the step. megatron-core 0.16.1 multiplies each rank's share of the loss by that rank's
-    tokens. The shares of the TP x CP ranks add up to the loss, so the product is too small by TP *
-    CP, and uneven if some ranks have padding. Its sequence loss takes a packed micro-batch for one
-    sequence.
+    of the step. megatron-core 0.19.2 multiplies each rank's share of the loss by TP * CP and by
+    that rank's tokens, which is uneven if some ranks have padding. Its sequence loss takes a packed
+    micro-batch for one sequence.
     """
 
     routing_pass: RoutingPass
@@ -205,7 +204,7 @@ class TokenWeightedRouter(TopKRouter):
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Do nothing: Routing.move_bias steers the bias by the load of the whole step.
 
-        megatron-core 0.16.1 counts tokens per expert here. It fails with a padding mask and counts
+        megatron-core 0.19.2 counts tokens per expert here. It fails with a padding mask and counts
         recomputations twice.
         """
 

@@ -92,7 +92,9 @@ def stage_groups() -> ProcessGroupCollection:
     groups.pp = ps.get_pipeline_model_parallel_group()
     groups.embd = ps.get_embedding_group(check_initialized=False)
     groups.pos_embd = ps.get_position_embedding_group(check_initialized=False)
+    groups.dp = ps.get_data_parallel_group()
     groups.dp_cp = ps.get_data_parallel_group(with_context_parallel=True)
+    groups.tp_dp_cp = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups
 
 
@@ -229,7 +231,7 @@ def _make_packed_seq_params(batch: RankBatch) -> PackedSeqParams:
 def _make_padding_mask(batch: RankBatch, model: torch.nn.Module) -> Tensor | None:
     """Return the mask for the router's statistics, [1, T], True on padding; None without padding.
 
-    Under sequence parallelism megatron-core 0.16.1 cuts the mask for its TP rank on the first stage
+    Under sequence parallelism megatron-core 0.19.2 cuts the mask for its TP rank on the first stage
     only; on the other stages it is cut here.
     """
     if batch.padding_T is None:

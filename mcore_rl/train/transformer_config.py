@@ -44,8 +44,8 @@ def make_transformer_config(
     cannot do what `train.megatron` asks for.
     """
     check_layout(config, parallel)
-    refuse_unavailable(train.megatron)
     options = family_of(config).options(config)
+    refuse_unavailable(train.megatron, parallel.cp if "softmax_type" in options else 1)
     kind = MLATransformerConfig if options.get("multi_latent_attention") else TransformerConfig
     settings = {
         "normalization": "RMSNorm",

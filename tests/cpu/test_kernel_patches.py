@@ -92,9 +92,12 @@ def test_permutation() -> None:
     torch.manual_seed(0)
     tokens, probs = torch.randn(6, 4), torch.rand(6, 3)
     chosen = torch.rand(6, 3) > 0.4
-    ours = token_dispatcher.permute(tokens, chosen, probs)
-    for mine, theirs in zip(ours, permute(tokens, chosen, probs), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    num_out = int(chosen.sum())
+    *ours, pad_offsets, counts = token_dispatcher.permute(tokens, chosen, probs, num_out)
+    theirs = permute(tokens, chosen, probs, num_out)
+    assert pad_offsets is counts is None and theirs[3:] == (None, None)
+    for mine, other in zip(ours, theirs[:3], strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
     rows, _, index = ours
     back = token_dispatcher.unpermute(rows, index, tokens.shape, routing_map=chosen)
     torch.testing.assert_close(back, unpermute(rows, index, tokens.shape))

@@ -3,6 +3,7 @@
 A test that fails here means that upstream made its patch unnecessary: remove the patch.
 """
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ NEEDED_BY = {
 }
 """Patch -> a layout in which a training step fails without it."""
 CHECKED_ALONE = {
-    "define_router_gemm",
-    "report_missing_te_to_latent_attention",
+    "know_linear_in_latent_attention",
+    "recompute_by_copy",
     "recompute_without_fp8",
     "contiguous_collectives",
     "buckets_in_place",
@@ -139,22 +140,16 @@ def in_fresh_process(rank: int, world_size: int, port: int, patch: str) -> dict[
 def _outcome(probe: Any) -> Any:
     try:
         return probe()
-    except (NameError, TypeError) as error:
+    except RuntimeError as error:
         return type(error).__name__
 
 
-def _route() -> list[float]:
-    from megatron.core.transformer.moe.moe_utils import router_gating_linear
-
-    out = router_gating_linear(torch.ones(1, 2), torch.ones(3, 2), None, torch.float32)
-    return out.flatten().tolist()
-
-
-def _is_te_linear() -> bool:
-    """The condition of MLASelfAttention.__init__ on its output projection."""
+def _takes_linear() -> bool:
+    """The condition of MLASelfAttention.__init__ on its projections down."""
+    from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer import multi_latent_attention as module
 
-    return module.HAVE_TE and isinstance(torch.nn.Linear(1, 1), module.TELinear)
+    return Linear in (module.Linear, module.TELinear)
 
 
 def _recomputes_in_fp8() -> bool:
@@ -176,8 +171,7 @@ def _moments_dtype() -> str:
 
 PROBES = {
     "allow_precision_aware_adam": _moments_dtype,
-    "define_router_gemm": _route,
-    "report_missing_te_to_latent_attention": _is_te_linear,
+    "know_linear_in_latent_attention": _takes_linear,
     "recompute_without_fp8": _recomputes_in_fp8,
 }
 
@@ -188,12 +182,8 @@ def check_outcomes(patch: str, defect: Any, wanted: Any) -> None:
     assert outcomes["after"] == wanted
 
 
-def test_define_router_gemm() -> None:
-    check_outcomes("define_router_gemm", "NameError", [2.0, 2.0, 2.0])
-
-
-def test_report_missing_te_to_latent_attention() -> None:
-    check_outcomes("report_missing_te_to_latent_attention", "TypeError", False)
+def test_know_linear_in_latent_attention() -> None:
+    check_outcomes("know_linear_in_latent_attention", False, True)
 
 
 def test_recompute_without_fp8() -> None:
@@ -201,7 +191,14 @@ def test_recompute_without_fp8() -> None:
 
 
 def test_allow_precision_aware_adam() -> None:
-    check_outcomes("allow_precision_aware_adam", "TypeError", "torch.bfloat16")
+    check_outcomes("allow_precision_aware_adam", "RuntimeError", "torch.bfloat16")
+
+
+def test_recompute_by_copy() -> None:
+    from megatron.core.tensor_parallel import random as tp_random
+
+    source = inspect.getsource(tp_random._get_share_storage)
+    assert_defect("megatron_patches.recompute_by_copy", "load_inline" in source)
 
 
 def test_run_eagerly() -> None:

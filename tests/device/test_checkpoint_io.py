@@ -10,10 +10,10 @@ from tests.support.upstream import assert_defect
 
 
 def test_results_stay_in_the_process() -> None:
-    source = inspect.getsource(filesystem_async._get_write_results_queue)
+    source = inspect.getsource(filesystem_async.get_write_results_queue)
     assert_defect("checkpoint_io.keep_write_results_in_process", ".Manager()" in source)
     keep_write_results_in_process()
-    first = filesystem_async._get_write_results_queue()
+    first = filesystem_async.get_write_results_queue()
     assert isinstance(first, queue.Queue)
     keep_write_results_in_process()
-    assert filesystem_async._get_write_results_queue() is first
+    assert filesystem_async.get_write_results_queue() is first

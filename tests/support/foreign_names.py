@@ -199,12 +199,12 @@ def _callables(tree: ast.Module) -> set[str]:
 
 
 def _wrappers(tree: ast.Module) -> set[str]:
-    """Return the functions that return a function of their own."""
+    """Return the functions that return a function or a class of their own."""
     return {
         node.name
         for node in walk(tree)
         if isinstance(node, ast.FunctionDef)
-        and {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+        and {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef | ast.ClassDef)}
         & {
             inner.value.id
             for inner in node.body

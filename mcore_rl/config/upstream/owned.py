@@ -46,6 +46,9 @@ _INFERENCE = "it is for inference, and engines generate here; see rollout.sglang
 _UNREAD = "nothing here reads it; leave it out"
 _GROUPS = "its process groups are not made here; leave it out"
 _BFLOAT16 = "weight sync and checkpoints read bfloat16 or float32 weights; leave it out"
+_SHARDED_WEIGHTS = (
+    "weight sync and checkpoints do not read weights that are sharded so; leave it out"
+)
 _STAGES = "set {parallel}.stage_layers"
 _FSDP = "it belongs to Megatron FSDP, whose shards weight sync does not read; leave it out"
 _GATHER = (
@@ -88,6 +91,12 @@ TRANSFORMER_RULES = Rules(
             *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast"),
             *("beta_slow", "mscale", "mscale_all_dim", "heterogeneous_block_specs"),
             *("hetereogenous_dist_checkpoint", "apply_query_key_layer_scaling"),
+            *("mtp_use_repeated_layer", "mtp_hybrid_override_pattern", "dsa_indexer_topk_freq"),
+            *("dsa_indexer_skip_topk_offset", "dsa_indexer_rope_interleaved"),
+            *("dsa_indexer_rotate_activation", "dsa_indexer_scoring_relu"),
+            *("dsa_indexer_k_norm_epsilon", "dsa_indexer_k_norm_fp32", "use_mup", "mup_width_mult"),
+            *("mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult"),
+            *("mup_base_head_dim", "mup_attn_scale_power"),
         ),
         **with_reason(
             _LOADED,
@@ -100,6 +109,11 @@ TRANSFORMER_RULES = Rules(
             "autocast_dtype",
         ),
         **with_reason("set {parallel}.tp", "tensor_model_parallel_size", "sequence_parallel"),
+        **with_reason(
+            _SHARDED_WEIGHTS,
+            *("tensor_parallel_num_weight_shards", "gtp_weight_remat_size"),
+            *("expert_tensor_parallel_num_weight_shards", "expert_gtp_weight_remat_size"),
+        ),
         **with_reason("set {parallel}.pp", "pipeline_model_parallel_size"),
         **with_reason(
             "set {parallel}.vpp",
@@ -107,7 +121,7 @@ TRANSFORMER_RULES = Rules(
         ),
         **with_reason("set {parallel}.cp", "context_parallel_size"),
         **with_reason("set {parallel}.ep", "expert_model_parallel_size"),
-        **with_reason("set {parallel}.etp", "expert_tensor_parallel_size", "moe_extended_tp"),
+        **with_reason("set {parallel}.etp", "expert_tensor_parallel_size"),
         **with_reason(
             _STAGES,
             *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
@@ -128,12 +142,12 @@ TRANSFORMER_RULES = Rules(
         **with_reason(_RANDOM, "hidden_dropout", "attention_dropout", "moe_input_jitter_eps"),
         **with_reason(
             "experts would be drawn at random; there is no option for it",
-            "moe_router_force_load_balancing",
+            *("moe_router_force_load_balancing", "moe_router_force_biased"),
         ),
         **with_reason(
             _DROPS,
             *("moe_token_dropping", "moe_expert_capacity_factor", "moe_token_drop_policy"),
-            "moe_pad_expert_input_to_capacity",
+            *("moe_pad_expert_input_to_capacity", "moe_expert_rank_capacity_factor"),
         ),
         **with_reason("set train.router_replay", "moe_enable_routing_replay"),
         **with_reason(
@@ -149,11 +163,16 @@ TRANSFORMER_RULES = Rules(
         **with_reason(
             "set train.router_aux_loss_coef and train.router_sequence_aux_loss_coef",
             *("moe_router_load_balancing_type", "moe_aux_loss_coeff"),
+            "moe_router_quantile_balancing_ema",
         ),
         **with_reason("set train.router_bias_rate", "moe_router_bias_update_rate"),
         **with_reason(
-            "the mapping of weights knows the experts of grouped GEMM, which is always on",
-            *("moe_grouped_gemm", "moe_use_legacy_grouped_gemm"),
+            "the mapping of weights knows the experts of grouped GEMM, which is always on, with a"
+            " parameter for each expert and gates before linear units; leave it out",
+            *("moe_grouped_gemm", "moe_single_grouped_weight", "moe_single_grouped_bias"),
+            *("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),
+            *("use_grouped_gemm_for_shared_expert", "use_grouped_gemm_for_dense_mlp"),
+            *("use_transformer_engine_op_fuser", "mla_down_proj_fusion"),
         ),
         **with_reason("set moe_flex_dispatcher_backend=deepep", "moe_enable_deepep"),
         **with_reason(
@@ -165,6 +184,7 @@ TRANSFORMER_RULES = Rules(
             _LENGTHS,
             *("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "cuda_graph_scope"),
             *("cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph"),
+            *("cuda_graph_modules", "delay_offload_until_cuda_graph"),
             *("cuda_graph_warmup_steps", "tp_comm_overlap", "tp_comm_bulk_wgrad"),
             *("tp_comm_bulk_dgrad", "tp_comm_overlap_ag", "tp_comm_overlap_rs"),
             *("tp_comm_overlap_rs_dgrad", "tp_comm_split_ag", "tp_comm_atomic_ag"),
@@ -176,12 +196,13 @@ TRANSFORMER_RULES = Rules(
             *("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
             *("ep_overlap_early_attn_memory_release", "defer_embedding_wgrad_compute"),
             *("wgrad_deferral_limit", "overlap_p2p_comm_warmup_flush"),
+            "high_priority_a2a_comm_stream",
         ),
         **with_reason(
             _UNREAD,
             *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "moe_per_layer_logging"),
             *("qk_clip", "qk_clip_alpha", "qk_clip_threshold", "log_max_attention_logit"),
-            *("test_mode", "async_tensor_model_parallel_allreduce", "barrier_with_L1_time"),
+            *("test_mode", "barrier_with_L1_time", "mamba_training_ssm_states_dtype"),
         ),
         **with_reason(
             "layers are Transformer Engine's; there is no option for it",
@@ -192,8 +213,15 @@ TRANSFORMER_RULES = Rules(
             _INFERENCE,
             *("flash_decode", "use_inference_optimized_layers", "inference_rng_tracker"),
             *("inference_fuse_tp_communication", "inference_sampling_seed", "symmetric_ar_type"),
-            *("mlp_chunks_for_prefill", "cache_mla_latents"),
+            *("mlp_chunks_for_prefill", "cache_mla_latents", "inference_cuda_graph_scope"),
+            *("inference_disable_triton_nvls_kernels", "inference_grouped_gemm_backend"),
+            *("inference_moe_disable_fused_quant_kernels", "nccl_all_reduce_for_prefill"),
+            *("inference_moe_token_dispatcher_type", "moe_pad_experts_for_cuda_graph_inference"),
         ),
+        **with_reason(
+            "layers that predict several tokens are not trained; leave it out", "mtp_detach_heads"
+        ),
+        **with_reason(_FSDP, "overlap_dispatch_backward_with_experts_wgrad"),
     },
     values={
         "moe_token_dispatcher_type": (
@@ -221,7 +249,11 @@ OPTIMIZER_RULES = Rules(
         **with_reason(
             _ADAM,
             *("optimizer", "sgd_momentum", "muon_momentum", "muon_split_qkv"),
-            *("muon_use_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec", "muon_num_ns_steps"),
+            *("muon_nesterov", "muon_coefficient_type", "muon_scalar_optimizer", "lion_beta1"),
+            *("lion_beta2", "soap_precondition_frequency", "soap_shampoo_beta"),
+            *("soap_use_kl_shampoo", "adaptive_muon_beta2", "adaptive_muon_eps"),
+            *("adaptive_muon_moment2_method", "use_layer_wise_distributed_optimizer"),
+            *("muon_scale_mode", "muon_fp32_matmul_prec", "muon_num_ns_steps"),
             *("muon_tp_mode", "muon_extra_scale_factor"),
         ),
         **with_reason("it is always on", "use_distributed_optimizer"),
@@ -237,6 +269,10 @@ OPTIMIZER_RULES = Rules(
             *("store_param_remainders", "main_params_dtype"),
         ),
         **with_reason(_BFLOAT16, "fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"),
+        **with_reason(
+            "Adam's step is taken in parts, which a graph cannot replay; leave it out",
+            "optimizer_cuda_graph",
+        ),
         **with_reason(_UNREAD, "log_num_zeros_in_grad", "barrier_with_L1_time"),
     },
     values=dict.fromkeys(
@@ -250,13 +286,17 @@ DDP_RULES = Rules(
         **with_reason("it is always on", "use_distributed_optimizer"),
         **with_reason(_GATHER, "overlap_param_gather", "align_param_gather"),
         **with_reason(_GROUPS, "num_distributed_optimizer_instances"),
-        **with_reason(_BFLOAT16, "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"),
+        **with_reason(
+            _BFLOAT16,
+            *("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"),
+        ),
         **with_reason(
             _FSDP,
             *("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy"),
             *("outer_dp_sharding_strategy", "fsdp_double_buffer", "fsdp_manual_registration"),
-            *("preserve_fp32_weights", "keep_fp8_transpose_cache", "gradient_reduce_div_fusion"),
-            "suggested_communication_unit_size",
+            *("keep_fp8_transpose_cache", "gradient_reduce_div_fusion"),
+            *("suggested_communication_unit_size", "fsdp_all_gather_in_start_param_sync"),
+            "fsdp_db_use_persist_buf_on_alloc_fail",
         ),
         **with_reason(
             "cluster.offload frees and resizes the buffers that it registers; leave it out",
@@ -267,7 +307,8 @@ DDP_RULES = Rules(
             "gradients are summed over ranks and divided by the step's tokens; leave it out",
             "average_in_collective",
         ),
-    }
+    },
+    prefixes={"megatron_fsdp_": _FSDP},
 )
 
 READ_WITH_FULL = ("recompute_method", "recompute_num_layers")

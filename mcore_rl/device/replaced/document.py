@@ -29,8 +29,8 @@ _TITLES = {
     "all processes": on_gpus.EVERYWHERE,
 }
 APPLIED_BY_CHECKS = (
-    *("define_router_gemm", "report_missing_te_to_latent_attention", "recompute_without_fp8"),
-    *("use_fused_adam", "allow_precision_aware_adam", "use_te_workalike"),
+    *("know_linear_in_latent_attention", "recompute_without_fp8", "use_fused_adam"),
+    *("allow_precision_aware_adam", "use_te_workalike"),
 )
 """The patches that `use_torch_modules_on_cuda` has `setup_device` apply."""
 _GPU_COLUMNS = ("patch", "replaces", "why", "runs on a GPU", "off with", "needed, shown by")

@@ -29,12 +29,12 @@ TRAINING: tuple[Patch, ...] = (
             f"{_CORE}.transformer.spec_utils.ModuleSpec.module",
             f"{_CORE}.transformer.attention.SelfAttentionSubmodules.q_layernorm",
             f"{_CORE}.transformer.attention.SelfAttentionSubmodules.k_layernorm",
-            f"{_CORE}.transformer.attention.SelfAttentionSubmodules.core_attention",
-            f"{_CORE}.transformer.mlp.MLPSubmodules.linear_fc1",
+            f"{_CORE}.transformer.moe.experts.GroupedMLPSubmodules.linear_fc1",
         ),
         by="in megatron-core's layer specification, the router by one that takes given experts and"
         " weights tokens; for families that need it, the layer (Qwen3-VL), the norms of queries and"
-        " keys (OLMoE, MiniMax-M2), attention with sinks and the experts' first product (gpt-oss)."
+        " keys (OLMoE, MiniMax-M2), latent attention by one without a norm of its queries"
+        " (DeepSeek-V2-Lite, Moonlight) and the experts' first product (gpt-oss)."
         " The router alone ran in a model on a GPU",
         reason="replay of routing and balance losses over trained tokens have no option upstream,"
         " and neither have these families",
@@ -161,6 +161,29 @@ ENGINES: tuple[Patch, ...] = (
 )
 
 EVERYWHERE: tuple[Patch, ...] = (
+    Patch(
+        "mcore_rl.device.setup:let_megatron_import",
+        ("sys.modules.megatron.core.transformer.moe.ops.paged_stash",),
+        by="megatron-core's kernels of the paged stash by an empty module, without Triton",
+        reason="all of megatron-core imports them, and they import Triton",
+        scope=Scope.BOTH,
+        runs=Times.APART,
+        switch="Triton, which every torch with CUDA brings",
+        opt_in=True,
+        test="tests/device/test_setup.py::test_megatron_is_imported_without_triton",
+    ),
+    Patch(
+        "mcore_rl.device.deep_ep:give_megatron_deep_ep",
+        ("sys.modules.deep_ep",),
+        by="a DeepEP that cannot be imported by none",
+        reason="its checks assert, which would end each rank that imports megatron-core",
+        scope=Scope.BOTH,
+        runs=Times.APART,
+        switch="a DeepEP that can be imported, or none",
+        opt_in=True,
+        test="tests/device/test_upstream.py"
+        "::test_a_deepep_that_cannot_be_imported_is_told_where_it_is_wanted",
+    ),
     Patch(
         "mcore_rl.process.network:bind_meetings_to_their_host",
         ("torch.distributed.rendezvous._create_c10d_store",),

@@ -16,7 +16,7 @@ these models do not have. Between pipeline stages the features are rows below th
     [t, 1, H] features of the next layer
     [t, 1, H] features of the layer behind it ...
 
-In Qwen3-VL the three rotary axes take turns over the frequencies of a head; megatron-core 0.16.1
+In Qwen3-VL the three rotary axes take turns over the frequencies of a head; megatron-core 0.19.2
 has only axes whose frequencies lie in a row (T T T T H H W W):
 
     frequency    0 1 2 3 4 5 6 7

@@ -20,11 +20,12 @@ from mcore_rl.tools.doctor.machine.finding import Finding, fail, ok, warn
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 
 PACKAGE = "mcore_rl"
-EXTRAS_OF = {"megatron-core": "dev"}
-"""A package that names versions it works with in an extra, as megatron-core does of
-Transformer Engine."""
+_HIDDEN = (
+    "; pip of Python 3.11 shows megatron-core up to 0.16.1 alone, as later ones declare Python"
+    " 3.12: take Python 3.12, or add --no-deps --ignore-requires-python, which builds its source"
+)
 PROJECT = Path(mcore_rl.__file__).resolve().parents[1] / "pyproject.toml"
-PYTHON = ">=3.11,<3.13"
+PYTHON = ">=3.11,<3.14"
 """For a copy of the package without metadata; else its own Requires-Python counts."""
 
 
@@ -149,7 +150,9 @@ def judge_builds(built: str, newest: str, engine: str, nccl: str, remedy: str) -
 def _install(pins: Sequence[Requirement], extra: str) -> str:
     # On a CPU without dependencies: SGLang's name CUDA wheels by the gigabyte.
     flags = " --no-deps" if extra == "cpu" else ""
-    return f"pip install{flags} " + " ".join(f"'{pin}'" for pin in pins)
+    command = f"pip install{flags} " + " ".join(f"'{pin}'" for pin in pins)
+    is_hidden = sys.version_info < (3, 12) and any(pin.name == "megatron-core" for pin in pins)
+    return command + _HIDDEN if is_hidden else command
 
 
 def _read_pins(extra: str) -> dict[str, Requirement]:
@@ -186,10 +189,9 @@ def _read_wanted_python() -> str:
 
 
 def _parse_requirements(name: str) -> list[Requirement]:
-    """Return what an installed package asks for here, its extra in EXTRAS_OF included."""
+    """Return what an installed package asks for here."""
     lines = [Requirement(line) for line in metadata.requires(name) or ()]
-    extras = ("", EXTRAS_OF[name]) if name in EXTRAS_OF else ("",)
-    return [_strip_local(line) for line in lines if any(_applies(line, extra) for extra in extras)]
+    return [_strip_local(line) for line in lines if _applies(line, "")]
 
 
 def _applies(line: Requirement, extra: str) -> bool:

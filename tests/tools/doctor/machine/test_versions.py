@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.tools.doctor.machine import versions
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 from mcore_rl.tools.doctor.machine.versions import (
     check_python,
@@ -43,13 +44,25 @@ def test_a_wrong_pair_is_named_with_the_command_that_mends_it(tmp_path: Path) ->
     assert f"'sglang==0.5.23' 'transformers=={here}'" in pair.remedy
 
 
-def test_a_transformer_engine_that_megatron_core_does_not_take_is_a_wrong_pair(
-    tmp_path: Path,
+def test_another_transformer_engine_than_the_locked_one_is_a_wrong_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plant(tmp_path, "transformer-engine", "2.12.0")
-    texts = [finding.text for finding in run_with(tmp_path).outcome("packages")]
-    wanted = "megatron-core 0.16.1 x transformer-engine 2.12.0: megatron-core needs "
+    plant(tmp_path, "transformer-engine", "2.11.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    texts = [finding.text for finding in compare_packages("gpu")]
+    wanted = "transformer-engine 2.11.0 x mcore_rl "
     assert [text for text in texts if text.startswith(wanted)], texts
+
+
+@pytest.mark.parametrize("python", [(3, 11), (3, 12)])
+def test_a_megatron_that_pip_hides_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: tuple[int, int]
+) -> None:
+    plant(tmp_path, "megatron-core", "0.16.1")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(versions.sys, "version_info", python)
+    [finding] = [f for f in compare_packages("cpu") if f.text.startswith("megatron-core 0.16.1 x ")]
+    assert ("declare Python 3.12: take Python 3.12" in finding.remedy) == (python == (3, 11))
 
 
 def test_the_environment_of_the_tests_fits() -> None:

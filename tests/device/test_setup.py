@@ -1,0 +1,22 @@
+"""megatron-core can be imported here, and only because its kernels for Triton are left out."""
+
+import subprocess
+import sys
+
+from tests.support.upstream import assert_defect
+
+IMPORT = "import megatron.core.pipeline_parallel.schedules"
+PREPARED = "from mcore_rl.device.setup import let_megatron_import as go; go(); " + IMPORT
+WITHOUT_TRITON = "import sys; sys.modules['triton'] = None; "
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True
+    )
+
+
+def test_megatron_is_imported_without_triton() -> None:
+    assert_defect("device.setup.let_megatron_import", run(WITHOUT_TRITON + IMPORT).returncode != 0)
+    done = run(PREPARED)
+    assert done.returncode == 0, done.stderr
