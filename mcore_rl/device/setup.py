@@ -17,6 +17,18 @@ _PAGED_STASH = ("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop
 """What megatron-core imports from its module of kernels."""
 
 
+_load_from_bytes = torch.storage._load_from_bytes
+
+
+def keep_torch_pickles() -> None:
+    """Let tensors be pickled as torch does; call it once megatron-core is imported.
+
+    megatron-core puts a function of its own into torch, whose name then stands in each pickle of a
+    tensor. Who reads one would have to import megatron-core, and SGLang refuses the name.
+    """
+    torch.storage._load_from_bytes = _load_from_bytes
+
+
 def let_megatron_import() -> None:
     """Let megatron-core be imported as it is; call it before that.
 

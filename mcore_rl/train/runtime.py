@@ -18,12 +18,13 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.device import default_generators, dist_backend, set_local_device
-from mcore_rl.device.setup import setup_device
+from mcore_rl.device.setup import keep_torch_pickles, setup_device
 from mcore_rl.process.network import is_loopback, make_meeting_store, stay_on_loopback
 
 Generators = Mapping[str, torch.Generator]
 """torch's default generators by name, as device.default_generators returns them."""
 _log = logging.getLogger(__name__)
+keep_torch_pickles()
 
 
 def seed_generators(generators: Generators, seed: int) -> None:

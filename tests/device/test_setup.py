@@ -20,3 +20,10 @@ def test_megatron_is_imported_without_triton() -> None:
     assert_defect("device.setup.let_megatron_import", run(WITHOUT_TRITON + IMPORT).returncode != 0)
     done = run(PREPARED)
     assert done.returncode == 0, done.stderr
+
+
+def test_tensors_are_pickled_as_torch_does() -> None:
+    pickled = "import pickle, torch; print(b'megatron' in pickle.dumps(torch.ones(1)))"
+    first = run(f"{PREPARED}; {pickled}")
+    assert_defect("device.setup.keep_torch_pickles", first.stdout.strip() == "True")
+    assert run(f"import mcore_rl.train.runtime; {pickled}").stdout.strip() == "False"

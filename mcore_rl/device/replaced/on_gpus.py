@@ -173,6 +173,16 @@ EVERYWHERE: tuple[Patch, ...] = (
         test="tests/device/test_setup.py::test_megatron_is_imported_without_triton",
     ),
     Patch(
+        "mcore_rl.device.setup:keep_torch_pickles",
+        ("torch.storage._load_from_bytes",),
+        by="megatron-core's function in torch by torch's own",
+        reason="its name would stand in each pickle of a tensor, and SGLang refuses it",
+        scope=Scope.BOTH,
+        runs=Times.APART,
+        required="no command would reach an engine",
+        test="tests/device/test_setup.py::test_tensors_are_pickled_as_torch_does",
+    ),
+    Patch(
         "mcore_rl.device.deep_ep:give_megatron_deep_ep",
         ("sys.modules.deep_ep",),
         by="a DeepEP that cannot be imported by none",
