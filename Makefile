@@ -2,7 +2,7 @@
 # uv is used where it is installed, pip otherwise; both install the same pinned versions.
 
 # PYTHON=python3.13 names the Python of all environments. Otherwise it is asked once, when an environment is made.
-python = $(eval python := $(or $(PYTHON),$(shell requirements/find_python '$(TORCH:torch==%=%)' '$(TORCH_INDEX)'),$(error no Python)))$(python)
+python = $(eval python := $(or $(PYTHON),$(shell requirements/find_python '$(patsubst torch==%,%,$(TORCH))' '$(TORCH_INDEX)'),$(error no Python)))$(python)
 VENV := .venv
 DOCS_VENV := .venv-docs
 AGENTS_VENV := .venv-agents
