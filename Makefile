@@ -18,7 +18,8 @@ MAKE_VENV = $(if $(UV),$(UV) venv -q --clear --seed --python $(python),$(python)
 install = $(if $(UV),$(UV) pip install -q --python $(1)/bin/python,$(1)/bin/python -m pip --disable-pip-version-check -qq install)
 INSTALL = $(call install,$(VENV))
 TORCH := $(shell sed -n 's/^torch==/&/p' requirements/cpu.txt)
-MEGATRON := $(shell sed -n 's/^megatron-core==/&/p' requirements/cpu.txt)
+# These declare Python 3.12 and run on 3.11 as well.
+MEGATRON := $(shell sed -n 's/^megatron-core==/&/p; s/^emerging-optimizers==/&/p' requirements/cpu.txt)
 BUILDERS := $(shell sed -n 's/^setuptools==/&/p' requirements/cpu.txt) $(shell sed -n 's/^pybind11==/&/p' requirements/dev.txt)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SEED ?= 0
@@ -43,16 +44,16 @@ help: ## what can be made
 venv: $(VENV)/.installed ## .venv with pinned versions, for a machine without CUDA
 
 # torch goes first and alone, from the index of CPU builds where that can be reached: what asks for a plain torch later
-# then finds it instead of gigabytes of CUDA. megatron-core declares Python 3.12, and runs on 3.11 when it is built there.
+# then finds it instead of gigabytes of CUDA. megatron-core and its optimizers declare Python 3.12, and run on 3.11.
 $(VENV)/.installed: pyproject.toml requirements/cpu.txt requirements/dev.txt
 	@$(python) -c 'import sys; v = sys.version_info[:2]; sys.exit(not (3, 11) <= v <= (3, 13) and "the pinned wheels exist for Python 3.11, 3.12 and 3.13, $(python) is %d.%d: make PYTHON=<one of them>" % v)'
 	@echo "installing into $(VENV) with $(if $(UV),uv,pip) (1 to 4 minutes)"
 	@$(MAKE_VENV) $(VENV)
 	@$(INSTALL) --no-deps --index-url $(TORCH_INDEX) $(if $(UV),,--retries 0) '$(TORCH)' 2>/dev/null || $(INSTALL) --no-deps '$(TORCH)'
 	@$(INSTALL) --no-deps $(BUILDERS:%='%')
-	@grep -v '^megatron-core==' requirements/cpu.txt > $(VENV)/others.txt
+	@grep -v '^megatron-core==\|^emerging-optimizers==' requirements/cpu.txt > $(VENV)/others.txt
 	@$(INSTALL) --no-deps --no-build-isolation -r $(VENV)/others.txt -r requirements/dev.txt
-	@$(BIN)/python -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation --ignore-requires-python '$(MEGATRON)'
+	@$(BIN)/python -m pip --disable-pip-version-check -qq install --no-deps --no-build-isolation --ignore-requires-python $(MEGATRON:%='%')
 	@$(INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 

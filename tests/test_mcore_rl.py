@@ -17,7 +17,7 @@ def test_the_version_is_the_same_everywhere() -> None:
     changes = read(ROOT / "CHANGELOG.md")
     assert project["version"] == mcore_rl.__version__
     assert set(re.findall(r"(?im)^(?:app)?version: (\S+)", chart)) == {mcore_rl.__version__}
-    assert re.findall(r"(?m)^## (\S+)", changes)[0] == mcore_rl.__version__
+    assert re.findall(r"(?m)^## (\d\S+)", changes)[0] == mcore_rl.__version__
 
 
 def test_any_other_name_is_unknown() -> None:

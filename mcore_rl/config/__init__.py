@@ -218,7 +218,7 @@ class Config(Options, group=""):
         check_training("train", "parallel", self.train, self.train)
         check_training("critic", "critic.parallel", self.critic, self.train)
         for group, optimizer in self.optimizers.items():
-            check_optimizer(group, optimizer.megatron)
+            check_optimizer(group, optimizer)
         for role, model in self.served_groups.items():
             check_passed(f"{role}.sglang", model.sglang, TO_SERVED, {"engine": role})
         check_engines(self.rollout, self.drift)

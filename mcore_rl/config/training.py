@@ -97,6 +97,9 @@ class ParallelConfig(Options):
 
 @dataclass
 class OptimizerConfig(Options):
+    name: Literal["adam", "muon"] = "adam"
+    """adam; muon: makes the update of each weight matrix orthogonal, and leaves embeddings, the
+    output layer, routers, norms, biases and vision towers to Adam."""
     lr: float = bounded(1e-6, gt=0)
     """Learning rate at the end of the warm-up."""
     min_lr: float = bounded(0.0, ge=0)

@@ -2,19 +2,28 @@
 
 import os
 import sys
+import typing
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 import torch
+import typing_extensions
 
 from mcore_rl.device import IN_PLACE, has_transformer_engine
 from mcore_rl.device.deep_ep import give_megatron_deep_ep
 from mcore_rl.process.folders import INDUCTOR, find_compile_caches
 
-_PAGED_STASH = ("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel")
-"""What megatron-core imports from its module of kernels."""
+_TRITON_KERNELS = {
+    "megatron.core.transformer.moe.ops.paged_stash": (
+        *("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel"),
+    ),
+    "emerging_optimizers.triton_kernels.syrk": (
+        *("tsyrk_ex", "tsyrk_ex_small_matrix", "HAS_TRITON_340"),
+    ),
+}
+"""Modules of Triton kernels, and the names that are imported from them."""
 
 
 _load_from_bytes = torch.storage._load_from_bytes
@@ -32,15 +41,18 @@ def keep_torch_pickles() -> None:
 def let_megatron_import() -> None:
     """Let megatron-core be imported as it is; call it before that.
 
-    Its module of Triton kernels for the paged stash of experts' activations is imported by all of
-    megatron-core. Without Triton an empty module takes its place. For DeepEP see deep_ep.py.
+    All of megatron-core imports Triton kernels for the paged stash of experts' activations and for
+    Muon. Without Triton, empty modules take the place of theirs. Its optimizers import a decorator
+    that Python has since 3.12. For DeepEP see deep_ep.py.
     """
     give_megatron_deep_ep()
-    name = "megatron.core.transformer.moe.ops.paged_stash"
-    if name not in sys.modules and find_spec("triton") is None:
-        kernels = ModuleType(name, "megatron-core's kernels of the paged stash, without Triton.")
-        vars(kernels).update(dict.fromkeys(_PAGED_STASH))
-        sys.modules["megatron.core.transformer.moe.ops.paged_stash"] = kernels
+    if sys.version_info < (3, 12):
+        typing.override = typing_extensions.override  # type: ignore[attr-defined]
+    if find_spec("triton") is None:
+        for name, kernels in _TRITON_KERNELS.items():
+            module = ModuleType(name, "Kernels that are missing, as Triton is.")
+            vars(module).update(dict.fromkeys(kernels))
+            sys.modules.setdefault(name, module)
 
 
 def use_torch_modules_on_cuda() -> None:

@@ -33,9 +33,10 @@ from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
+from mcore_rl.weights.layouts.tensors import Entry
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig
-from mcore_rl.weights.models.tower import is_frozen
+from mcore_rl.weights.models.tower import PREFIX, is_frozen
 from mcore_rl.weights.models.value_head import add_value_head, has_value_head
 
 
@@ -107,6 +108,7 @@ def _count_kv(sizes: Mapping[str, int], attention_tp: int) -> int:
     return 2 * max(sizes["kv_heads"] // attention_tp, 1) * sizes["head"]
 
 
+_NO_MATRICES = ("word_embeddings", "output_layer", "router", "gate_weight", PREFIX)
 MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 """Options of Adam's two moments per parameter; by default they are float32."""
 
@@ -116,12 +118,14 @@ class Parameters:
     """Numbers of parameters of one rank.
 
     `expert` are those of routed experts, whose optimizer state is divided over other ranks than the
-    state of the rest. `frozen` of the others are not trained.
+    state of the rest. `frozen` of the others are not trained. `matrices` of the dense and of the
+    expert ones are what Muon would update.
     """
 
     dense: int
     expert: int
     frozen: int = 0
+    matrices: tuple[int, int] = (0, 0)
 
     @property
     def total(self) -> int:
@@ -136,6 +140,7 @@ def count_parameters(
     `vision` is train.vision, the part of a vision tower that is trained.
     """
     counts = {False: 0, True: 0}
+    matrices = {False: 0, True: 0}
     frozen = 0
     rank = stage * sizes.stage_ranks
     for entry, numel in layout.count_held(rank):
@@ -144,9 +149,21 @@ def count_parameters(
         if entry.rule.padded and numel:
             numel = sizes.padded_vocab // sizes.tp * prod(entry.shape[1:])
         counts[entry.rule.has_expert_axis] += numel
+        if _is_matrix(entry):
+            matrices[entry.rule.has_expert_axis] += numel
         if is_frozen(entry.rule.key, vision):
             frozen += numel
-    return Parameters(dense=counts[False], expert=counts[True], frozen=frozen)
+    return Parameters(counts[False], counts[True], frozen, (matrices[False], matrices[True]))
+
+
+def _is_matrix(entry: Entry) -> bool:
+    """Return whether Muon updates a parameter, as train/muon.py's function of this name."""
+    shape = entry.shape[1:] if entry.rule.stacked else entry.shape
+    return (
+        len(shape) == 2
+        and min(shape) > 1
+        and not any(part in entry.rule.key for part in _NO_MATRICES)
+    )
 
 
 def predict_memory(run: PlannedRun, side: Side | None = None) -> list[RankMemory]:
@@ -225,7 +242,7 @@ def _predict_training(
     stages = []
     for stage in range(parallel.pp):
         count = count_parameters(layout, sizes, stage, train.vision)
-        uses = _count_states(count, parallel, sizes, per_parameter)
+        uses = _count_states(count, parallel, sizes, per_parameter, train.optimizer.name)
         runs = layout.stage_layers(stage)
         uses["activations"] = _count_passes(activations, parallel, runs, stage)
         in_flight = _count_in_flight(parallel, stage) / len(runs)
@@ -260,16 +277,25 @@ def _count_parameter_bytes(dtype: str, optimizer: Passed, ddp: Passed) -> Uses:
 
 
 def _count_states(
-    count: Parameters, parallel: ParallelConfig, sizes: MegatronSizes, per_parameter: Uses
+    count: Parameters,
+    parallel: ParallelConfig,
+    sizes: MegatronSizes,
+    per_parameter: Uses,
+    optimizer: str,
 ) -> Uses:
-    """Weights, gradients and share of the optimizer of one rank with `count` parameters."""
+    """Weights, gradients and share of the optimizer of one rank with `count` parameters.
+
+    Of a matrix, Muon keeps one moment where Adam keeps two.
+    """
     replicas = parallel.dp_size * parallel.cp
     expert_replicas = sizes.stage_ranks // (parallel.ep * parallel.etp)
     shared = (count.dense - count.frozen) / replicas + count.expert / expert_replicas
+    dense, expert = count.matrices
+    second_moments = dense / replicas + expert / expert_replicas if optimizer == "muon" else 0.0
     return {
         "weights": count.total * per_parameter["weights"],
         "gradients": (count.total - count.frozen) * per_parameter["gradients"],
-        "optimizer": shared * per_parameter["optimizer"],
+        "optimizer": shared * per_parameter["optimizer"] - second_moments * FLOAT32,
     }
 
 

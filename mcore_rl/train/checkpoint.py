@@ -33,7 +33,8 @@ from mcore_rl.train.checkpoint_check import (
     read_places_of,
 )
 from mcore_rl.train.checkpoint_save import Save, start_save
-from mcore_rl.train.optimizer import READABLE, Readable
+from mcore_rl.train.muon import MOMENTUM, MuonBesideAdam
+from mcore_rl.train.optimizer import READABLE, STATE, Readable, parts_of
 from mcore_rl.train.runtime import rng_state, set_rng_state
 from mcore_rl.train.storage import SHARED, Storage
 from mcore_rl.weights.hf.files import count_not_finite
@@ -186,12 +187,13 @@ class Checkpointer:
 
         verify   first compare every byte with checksums.json
         Raises ValueError if `folder` is not a complete checkpoint, is damaged, names code to run,
-        or has NaN in it.
+        has NaN in it, or has the state of another optimizer.
         """
         here = self.storage.fetch(folder)
         if not (here / "metadata.json").is_file():
             raise ValueError(f"{folder} is not a complete checkpoint: choose another step's folder")
         check_checkpoint(here, verify=verify)
+        _check_optimizer(folder, here, self._state.optimizer)
         with only_safe_pickles(), name_damage(here):
             loaded = self._load(here)
         refuse_not_finite(tensors_in(loaded), here, loaded["step"])
@@ -220,6 +222,22 @@ class Checkpointer:
         if same_layout:
             set_rng_state(loaded["rng"], default_generators())
         return loaded
+
+
+def _check_optimizer(folder: Path, here: Path, optimizer: MegatronOptimizer) -> None:
+    """Raise ValueError if the checkpoint `folder`, of which `here` is a copy, is of another one."""
+    keys = {key for key, _ in read_places_of(here)}
+    if not any(key.startswith(STATE) for key in keys):
+        return
+    saved = "muon" if any(key.startswith(f"{STATE}{MOMENTUM}.") for key in keys) else "adam"
+    parts = parts_of(optimizer)
+    own = "muon" if any(isinstance(part.optimizer, MuonBesideAdam) for part in parts) else "adam"
+    if saved != own:
+        raise ValueError(
+            f"{folder} has the state of optimizer.name={saved}, and this run's is {own}: the state"
+            f" of one is of no use to the other; set the model's optimizer.name={saved}, or start a"
+            " run with model.path of an exported model"
+        )
 
 
 def tensors_in(loaded: dict[str, Any]) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ such buckets. Names and shapes are megatron-core's, and so is the code that puts
 place.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import cos, pi
@@ -39,9 +39,10 @@ from torch import Tensor
 
 from mcore_rl.config import OptimizerConfig
 from mcore_rl.device import device
+from mcore_rl.train.muon import MUON_DEFAULTS, forget_buffers, lay_out_matrices, use_muon
 from mcore_rl.weights.models.tower import PREFIX
 
-KINDS = ("param", "exp_avg", "exp_avg_sq")
+STATE = "optimizer.state."
 READABLE = "readable"
 Readable = Callable[[Tensor], Tensor]
 _PIECE_NUMEL = 1 << 24
@@ -124,7 +125,8 @@ def _make_sharded_state(
         if mine is None:
             continue
         sharded = model_entries[updated.parameter]
-        values = _empty(updated) if is_loading else _gather(optimizer, updated, mine, readable)
+        states = _states(optimizer, updated.parameter)
+        values = _empty(updated, states) if is_loading else _gather(states, updated, mine, readable)
         if values:
             replica = 0 if mine == updated.owner else 1 + mine.rank
             state[number] = {
@@ -144,8 +146,8 @@ def _parameters(optimizer: DistributedOptimizer) -> Iterator[_Updated]:
             yield _Updated(parameter, parts, group)
 
 
-def _empty(updated: _Updated) -> dict[str, Tensor]:
-    return {kind: torch.empty(updated.parameter.shape, dtype=torch.float32) for kind in KINDS}
+def _empty(updated: _Updated, kinds: Iterable[str]) -> dict[str, Tensor]:
+    return {kind: torch.empty(updated.parameter.shape, dtype=torch.float32) for kind in kinds}
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
@@ -154,14 +156,13 @@ def as_it_is(tensor: Tensor) -> Tensor:
 
 
 def _gather(
-    optimizer: DistributedOptimizer, updated: _Updated, mine: Part, readable: Readable
+    states: Mapping[str, Tensor], updated: _Updated, mine: Part, readable: Readable
 ) -> dict[str, Tensor]:
     """Return the whole state of a parameter on its owner, {} elsewhere.
 
     The state is not copied if one rank updates the whole parameter.
     """
-    states = _states(optimizer, updated.parameter)
-    owned = {kind: states[kind].detach() for kind in KINDS}
+    owned = {kind: state.detach() for kind, state in states.items()}
     for kind, part in owned.items():
         if part.dtype != torch.float32:
             owned[kind] = readable(part).to("cpu", torch.float32)
@@ -173,7 +174,7 @@ def _gather(
 
 
 def _states(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> Mapping[str, Tensor]:
-    """Return this rank's main weight and moments of a parameter where they lie, by KINDS.
+    """Return this rank's main weight ("param") and moments of a parameter where they lie.
 
     megatron-core copies those of the precision-aware optimizer to float32, but they may have been
     moved to host memory meanwhile.
@@ -183,7 +184,11 @@ def _states(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> M
     group, place = optimizer.model_param_group_index_map[parameter]
     shard = optimizer.optimizer.param_groups[group]["params"][place]
     state = optimizer.optimizer.state[shard]
-    return {"param": state["master_param"], **state}
+    return {
+        "param": state["master_param"],
+        "exp_avg": state["exp_avg"],
+        "exp_avg_sq": state["exp_avg_sq"],
+    }
 
 
 def _gather_one(part: Tensor, updated: _Updated, mine: Part) -> Tensor:
@@ -216,7 +221,7 @@ def _like(
     """Return the model's sharded entry with a state of its parameter in place of the parameter."""
     model_replica = sharded.replica_id[:-1]  # type: ignore[index]
     changes: dict[str, Any] = {
-        "key": f"optimizer.state.{kind}.{sharded.key}",
+        "key": f"{STATE}{kind}.{sharded.key}",
         "data": value,
         "replica_id": (*model_replica, replica),
     }
@@ -237,20 +242,35 @@ class ModelPrecision(Float16Module):
 
 
 def wrap_chunks(
-    config: TransformerConfig, chunks: Sequence[torch.nn.Module], ddp: Mapping[str, Any]
+    config: TransformerConfig,
+    chunks: Sequence[torch.nn.Module],
+    ddp: Mapping[str, Any],
+    optimizer: str = "adam",
 ) -> list[DistributedDataParallel]:
     """Wrap each chunk in Megatron's DDP; its parameters become views of DDP's buffers.
 
     `ddp`: further fields of DistributedDataParallelConfig. With overlap_grad_reduce, a bucket of
     gradients is reduced while the last micro-batch's backward pass still computes others.
+    `optimizer`: OptimizerConfig.name, since Muon needs whole matrices.
     """
     ddp_config = DistributedDataParallelConfig(**{**DDP_DEFAULTS, **ddp})
     config.finalize_model_grads_func = finalize_model_grads
     inner = [ModelPrecision(config, c) for c in chunks] if config.bf16 else chunks
-    wrapped = [
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0)  # type: ignore[arg-type]
-        for i, chunk in enumerate(inner)
-    ]
+    wrapped = []
+    for i, chunk in enumerate(inner):
+        layout = None
+        if optimizer == "muon":
+            layout = lay_out_matrices(chunk, ddp_config, in_buckets=i == 0)
+        wrapped.append(
+            DistributedDataParallel(
+                config,
+                ddp_config,
+                chunk,  # type: ignore[arg-type]
+                disable_bucketing=i > 0,
+                full_param_layout=layout,
+            )
+        )
+        forget_buffers(chunk)
     if ddp_config.overlap_grad_reduce:
         waits = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = waits if len(waits) > 1 else waits[0]  # type: ignore[assignment]
@@ -260,7 +280,7 @@ def wrap_chunks(
 def make_optimizer(
     config: OptimizerConfig, dtype: torch.dtype, chunks: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Return the distributed Adam: float32 main weights, decoupled decay, global norm clipping.
+    """Return a distributed optimizer: float32 main weights, decoupled decay, global norm clipping.
 
     Its moments are allocated at once, so a checkpoint can be saved before the first step.
     `config.megatron` holds further fields of megatron-core's OptimizerConfig.
@@ -284,10 +304,12 @@ def make_optimizer(
         use_distributed_optimizer=True,
         # The remainders of float32 weights would be all that a checkpoint holds of them.
         store_param_remainders=False,
-        **{**config.megatron, **dtypes},
+        **{**MUON_DEFAULTS, **config.megatron, **dtypes},
     )
     optimizer = get_megatron_optimizer(options, list(chunks), _overrides(config, options))
     for part in parts_of(optimizer):
+        if config.name == "muon":
+            use_muon(part, options, chunks)
         part.init_state_fn(part.optimizer, options)
         for group in part.optimizer.param_groups:
             group.setdefault("step", 0)

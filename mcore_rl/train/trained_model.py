@@ -90,7 +90,7 @@ class TrainedModel:
             train_only(chunks, train.vision)
         self._shared = SharedAttention(chunks) if train.share_prefixes else None
         self._output_rows = OutputRows(chunks)
-        self.chunks = wrap_chunks(self._config, chunks, train.ddp)
+        self.chunks = wrap_chunks(self._config, chunks, train.ddp, optimizer.name)
         self.optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._shards, _ = weight_layout(self.chunks, self.hf_config)
         self._memory = DeviceMemory(self.chunks, self.optimizer)

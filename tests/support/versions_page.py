@@ -43,6 +43,11 @@ ROWS = (
         NEWEST,
         "each release has more model families and renames what patches name",
     ),
+    Row(
+        "emerging-optimizers",
+        "exact: before 1.0, and a subclass of its Muon is here",
+        "other optimizers of matrices",
+    ),
     Row("sglang", NEWEST, "models and kernels of the month"),
     Row(
         "torch",

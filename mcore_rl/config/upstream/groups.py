@@ -3,7 +3,7 @@
 from typing import Any
 
 from mcore_rl.config.rollout import DriftConfig, RolloutConfig
-from mcore_rl.config.training import TrainConfig, UpdatesConfig
+from mcore_rl.config.training import OptimizerConfig, TrainConfig, UpdatesConfig
 from mcore_rl.config.tree import spell
 from mcore_rl.config.upstream import (
     TO_DDP,
@@ -29,10 +29,12 @@ def check_training(group: str, parallel: str, options: UpdatesConfig, policy: Tr
     _check_experts(f"{group}.megatron", {**policy.megatron, **options.megatron})
 
 
-def check_optimizer(group: str, options: Passed) -> None:
+def check_optimizer(group: str, optimizer: OptimizerConfig) -> None:
     """Raise ValueError naming the first option for Megatron's optimizer that is wrong or unread."""
+    options = optimizer.megatron
     check_passed(f"{group}.megatron", options, TO_OPTIMIZER, {"optimizer": group})
     _check_moments(f"{group}.megatron", options)
+    _check_muon(group, optimizer)
 
 
 def _check_recompute(group: str, options: Passed, recompute: str) -> None:
@@ -70,6 +72,29 @@ def _check_moments(group: str, options: Passed) -> None:
                 f" and gradients in other precisions; set"
                 f" {group}.use_precision_aware_optimizer=true"
             )
+
+
+def _check_muon(group: str, optimizer: OptimizerConfig) -> None:
+    options = optimizer.megatron
+    if optimizer.name != "muon":
+        for name in options:
+            if name.startswith("muon_"):
+                raise ValueError(
+                    f"{group}.megatron.{name}={options[name]} with {group}.name={optimizer.name}:"
+                    f" only Muon reads it; set {group}.name=muon, or leave it out"
+                )
+        return
+    if options.get("use_precision_aware_optimizer"):
+        raise ValueError(
+            f"{group}.megatron.use_precision_aware_optimizer=true with {group}.name=muon: main"
+            " weights lie inside Adam then, where Muon cannot update them; set it, exp_avg_dtype"
+            " and exp_avg_sq_dtype there to null"
+        )
+    if options.get("muon_num_ns_steps", 5) < 1:
+        raise ValueError(
+            f"{group}.megatron.muon_num_ns_steps={options['muon_num_ns_steps']}: Muon iterates at"
+            " least once; raise it to 1 or more (5 is usual)"
+        )
 
 
 def check_engines(rollout: RolloutConfig, drift: DriftConfig) -> None:

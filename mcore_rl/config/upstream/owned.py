@@ -60,7 +60,7 @@ _CPU_ADAM = (
     " host; set {optimizer}.megatron.use_precision_aware_optimizer=true with exp_avg_dtype and"
     " exp_avg_sq_dtype=bfloat16, or use more ranks"
 )
-_ADAM = "the optimizer is Adam; leave it out"
+_ADAM = "the optimizer is Adam or Muon; leave it out"
 _FLOAT16 = "it scales losses for float16, and model.dtype is float32 or bfloat16; leave it out"
 
 TRANSFORMER_RULES = Rules(
@@ -248,13 +248,18 @@ OPTIMIZER_RULES = Rules(
         ),
         **with_reason(
             _ADAM,
-            *("optimizer", "sgd_momentum", "muon_momentum", "muon_split_qkv"),
-            *("muon_nesterov", "muon_coefficient_type", "muon_scalar_optimizer", "lion_beta1"),
-            *("lion_beta2", "soap_precondition_frequency", "soap_shampoo_beta"),
-            *("soap_use_kl_shampoo", "adaptive_muon_beta2", "adaptive_muon_eps"),
-            *("adaptive_muon_moment2_method", "use_layer_wise_distributed_optimizer"),
-            *("muon_scale_mode", "muon_fp32_matmul_prec", "muon_num_ns_steps"),
-            *("muon_tp_mode", "muon_extra_scale_factor"),
+            *("sgd_momentum", "lion_beta1", "lion_beta2", "soap_precondition_frequency"),
+            *("soap_shampoo_beta", "soap_use_kl_shampoo", "adaptive_muon_beta2"),
+            *("adaptive_muon_eps", "adaptive_muon_moment2_method"),
+        ),
+        **with_reason("set {optimizer}.name", "optimizer"),
+        **with_reason(
+            "embeddings, norms and the like are Adam's; leave it out", "muon_scalar_optimizer"
+        ),
+        **with_reason(
+            "its checkpoints belong to one layout; {optimizer}.name=muon divides matrices over"
+            " data-parallel ranks without it",
+            "use_layer_wise_distributed_optimizer",
         ),
         **with_reason("it is always on", "use_distributed_optimizer"),
         **with_reason(_GATHER, "overlap_param_gather", "overlap_param_gather_with_optimizer_step"),
@@ -275,10 +280,28 @@ OPTIMIZER_RULES = Rules(
         ),
         **with_reason(_UNREAD, "log_num_zeros_in_grad", "barrier_with_L1_time"),
     },
-    values=dict.fromkeys(
-        ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype"),
-        (("float32", "bfloat16"), "checkpoints do not read scaled moments"),
-    ),
+    values={
+        **dict.fromkeys(
+            ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype"),
+            (("float32", "bfloat16"), "checkpoints do not read scaled moments"),
+        ),
+        "muon_tp_mode": (
+            ("duplicated", "distributed"),
+            "with blockwise a step would depend on the model's tp",
+        ),
+        "muon_coefficient_type": (
+            ("simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"),
+            "the package emerging-optimizers has no others",
+        ),
+        "muon_scale_mode": (
+            ("spectral", "shape_scaling", "unit_rms_norm"),
+            "the package emerging-optimizers has no others",
+        ),
+        "muon_fp32_matmul_prec": (
+            ("highest", "high", "medium"),
+            "these are torch's precisions of float32 products",
+        ),
+    },
 )
 
 DDP_RULES = Rules(

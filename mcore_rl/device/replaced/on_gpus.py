@@ -163,9 +163,14 @@ ENGINES: tuple[Patch, ...] = (
 EVERYWHERE: tuple[Patch, ...] = (
     Patch(
         "mcore_rl.device.setup:let_megatron_import",
-        ("sys.modules.megatron.core.transformer.moe.ops.paged_stash",),
-        by="megatron-core's kernels of the paged stash by an empty module, without Triton",
-        reason="all of megatron-core imports them, and they import Triton",
+        (
+            "sys.modules.megatron.core.transformer.moe.ops.paged_stash",
+            "sys.modules.emerging_optimizers.triton_kernels.syrk",
+            "typing.override",
+        ),
+        by="the kernels of the paged stash and of Muon by empty modules, without Triton; before"
+        " Python 3.12, a decorator by that of typing_extensions",
+        reason="all of megatron-core imports them",
         scope=Scope.BOTH,
         runs=Times.APART,
         switch="Triton, which every torch with CUDA brings",

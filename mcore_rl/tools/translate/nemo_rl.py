@@ -38,6 +38,7 @@ from mcore_rl.tools.translate.translation import (
     Translation,
     account,
     list_differing,
+    translate_muon,
     translate_renamed,
     translate_switched,
 )
@@ -226,6 +227,7 @@ def _trackers(options: ForeignOptions) -> Found:
 
 
 SCHEDULES = ("constant", "linear", "cosine")
+MUON = ("momentum", "nesterov", "scale_mode", "num_ns_steps", "extra_scale_factor")
 
 
 def translate_optimizer(options: ForeignOptions, role: str, ours: str) -> Found:
@@ -255,7 +257,8 @@ def translate_optimizer(options: ForeignOptions, role: str, ours: str) -> Found:
         ),
     }
     yield from translate_renamed(options, table)
-    yield from list_differing(options, {f"{theirs}.optimizer": ("adam", "the optimizer is Adam")})
+    fields = {field: f"{theirs}.muon_{field}" for field in MUON}
+    yield from translate_muon(options, f"{theirs}.optimizer", ours, fields)
     name = f"{theirs}.optimizer_cpu_offload"
     if options.take(name, False):
         yield RecipeLine(f"{ours}.megatron.optimizer_cpu_offload", True, (name,))

@@ -10,6 +10,7 @@ from mcore_rl.tools.translate.translation import (
     Found,
     RecipeLine,
     list_differing,
+    translate_muon,
     translate_renamed,
 )
 
@@ -203,7 +204,6 @@ LOSSES = {"gspo": "gspo", "cispo": "cispo"}
 ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 OWN_ADVANTAGE = "register an advantage of your own (docs/algorithms.md)"
 WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
-    "--optimizer": ("adam", "the optimizer is Adam"),
     "--use-opsm": (False, "algorithm.correction.reject=sequence leaves out whole sequences"),
     "--custom-advantage-function-path": (None, OWN_ADVANTAGE),
     "--custom-tis-function-path": (None, "algorithm.correction has weights and rejection"),
@@ -225,6 +225,16 @@ WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
 }
 
 
+MUON = {
+    "momentum": "--muon-momentum",
+    "nesterov": "--muon-use-nesterov",
+    "scale_mode": "--muon-scale-mode",
+    "fp32_matmul_prec": "--muon-fp32-matmul-prec",
+    "num_ns_steps": "--muon-num-ns-steps",
+    "extra_scale_factor": "--muon-extra-scale-factor",
+}
+
+
 def translate_optimizer(options: ForeignOptions) -> Found:
     """Yield the policy's optimizer, and the critic's, which has the same options."""
     for ours in ["train.optimizer", *(["critic.optimizer"] if has_critic(options) else [])]:
@@ -238,6 +248,7 @@ def translate_optimizer(options: ForeignOptions) -> Found:
             "--min-lr": (f"{ours}.min_lr", None),
         }
         yield from translate_renamed(options, table)
+        yield from translate_muon(options, "--optimizer", ours, MUON)
         yield from _schedule(options, ours)
 
 

@@ -123,6 +123,28 @@ def translate_renamed(options: ForeignOptions, table: Mapping[str, tuple[str, An
             yield RecipeLine(ours, value, (theirs,))
 
 
+def translate_muon(
+    options: ForeignOptions, name: str, ours: str, fields: Mapping[str, str]
+) -> Found:
+    """Yield that Muon is the optimizer, with megatron-core's options of it, where it is.
+
+    name     their option that names the optimizer
+    fields   megatron-core's field, without "muon_" -> their option
+    """
+    kind = options.take(name, "adam")
+    if kind.removeprefix("dist_") != "muon":
+        if kind != "adam":
+            yield Decision(name, kind, f"{ours}.name is adam or muon")
+        return
+    yield RecipeLine(f"{ours}.name", "muon", (name,))
+    defaults: dict[str, Any] = {"extra_scale_factor": 1.0}
+    table = {
+        theirs: (f"{ours}.megatron.muon_{field}", defaults.get(field))
+        for field, theirs in fields.items()
+    }
+    yield from translate_renamed(options, table)
+
+
 def translate_switched(
     options: ForeignOptions, switch: str, theirs: str, ours: str, default: Any
 ) -> Found:

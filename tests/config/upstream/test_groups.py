@@ -43,6 +43,17 @@ DEEPSEEK = "deepseek_v3_grpo_128"
             "train.optimizer.megatron.use_precision_aware_optimizer=false",
             "only the precision-aware optimizer has moments",
         ),
+        (DEEPSEEK, "train.optimizer.name=muon", "use_precision_aware_optimizer=true with .*muon"),
+        (
+            "tiny_moe_grpo",
+            "train.optimizer.megatron.muon_momentum=0.9",
+            "muon_momentum=0.9 with train.optimizer.name=adam: only Muon reads it",
+        ),
+        (
+            "tiny_moe_grpo",
+            "train.optimizer.name=muon train.optimizer.megatron.muon_num_ns_steps=0",
+            "train.optimizer.megatron.muon_num_ns_steps=0: Muon iterates at least once",
+        ),
         (DEEPSEEK, "rollout.attention_dp=1", "SGLang has it for DP attention only"),
         (DEEPSEEK, "rollout.ep=16", "set rollout.ep=32"),
         (

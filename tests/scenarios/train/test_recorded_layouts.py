@@ -10,6 +10,7 @@ import torch
 from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.planning.memory import count_parameters
 from mcore_rl.train.model import make_chunks
+from mcore_rl.train.muon import is_matrix
 from mcore_rl.train.runtime import init_distributed
 from mcore_rl.train.transformer_config import make_transformer_config
 from mcore_rl.train.weights import weight_layout
@@ -92,6 +93,9 @@ def check_case(
     )
     assert predicted.expert == sum(
         p.numel() for chunk in chunks for name, p in chunk.named_parameters() if ".experts." in name
+    )
+    assert sum(predicted.matrices) == sum(
+        p.numel() for chunk in chunks for n, p in chunk.named_parameters() if is_matrix(n, p)
     )
     try:
         check_rank(layout, rank, shards)

@@ -1,0 +1,185 @@
+"""Muon's steps are those of its definition in every layout, and its state goes to any other."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from mcore_rl.train.actor import Actor
+from mcore_rl.types import StepStats
+from tests.support.distributed import run_each, run_ranks
+from tests.support.gradients import boxed_gradients, whole_gradients
+from tests.support.tiny_training import (
+    NUM_TOKENS,
+    make_actor,
+    my_batches,
+    token_loss,
+    write_hf_model,
+)
+
+LR = 1e-3
+MUON = OptimizerConfig(
+    name="muon", lr=LR, clip_grad=0.0, megatron={"muon_fp32_matmul_prec": "highest"}
+)
+LAYOUTS: list[dict[str, Any]] = [
+    {"dp": 2, "ep": 1},
+    {"tp": 2},
+    {"tp": 2, "ep": 2},
+    {"tp": 2, "etp": 2},
+    {"ep": 2},
+    {"pp": 2, "vpp": 2},
+]
+QUINTIC = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+"""Coefficients of the five iterations, as published with https://github.com/KellerJordan/modded-nanogpt."""
+
+
+def step(actor: Actor) -> StepStats | None:
+    return actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
+
+
+def name_of(layout: dict[str, Any]) -> str:
+    return "_".join(f"{name}{size}" for name, size in layout.items()) or "one"
+
+
+def take_steps(
+    rank: int, world_size: int, port: int, model: ModelConfig, root: Path, layout: dict[str, Any]
+) -> Any:
+    """Take a step, save, and take two more; weights lie in `root` after the first and the last."""
+    overlap = {"ddp": {"overlap_grad_reduce": True}} if layout.get("dp") else {}
+    actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout), MUON, **overlap)
+    stats = [step(actor)]
+    gradients = boxed_gradients(actor)
+    folder = root / name_of(layout)
+    actor.export_hf(folder / "first")
+    actor.save(folder / "checkpoint", {})
+    stats += [step(actor), step(actor)]
+    actor.finish_save()
+    actor.export_hf(folder / "last")
+    return gradients, stats
+
+
+def resume(
+    rank: int, world_size: int, port: int, model: ModelConfig, layout: Any, saved: str, root: Path
+) -> None:
+    """Take the last two steps from a checkpoint of another layout."""
+    actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout), MUON)
+    actor.load(root / saved / "checkpoint")
+    for _ in range(2):
+        step(actor)
+    actor.export_hf(root / f"{saved}_in_{name_of(layout)}")
+
+
+def refuse(rank: int, world_size: int, port: int, model: ModelConfig, saved: Path) -> str:
+    """Return what an Adam says to a checkpoint of Muon."""
+    actor = make_actor(rank, world_size, port, model, ParallelConfig())
+    with pytest.raises(ValueError) as raised:
+        actor.load(saved)
+    return str(raised.value)
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}
+
+
+def check_equal(got: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        difference = (got[name] - value).abs().max()
+        assert difference <= 2e-6, f"{where}, {name}: {difference}"
+
+
+def make_orthogonal(gradient: Tensor) -> Tensor:
+    """Five Newton-Schulz iterations, in float64."""
+    x = gradient.double()
+    tall = x.shape[0] > x.shape[1]
+    x = (x.T if tall else x) / x.norm()
+    for a, b, c in QUINTIC:
+        square = x @ x.T
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.T if tall else x
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return ModelConfig(path=str(write_hf_model(tmp_path_factory.mktemp("muon") / "model")))
+
+
+@pytest.fixture(scope="module")
+def one_process(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    root = tmp_path_factory.mktemp("steps")
+    return root, run_ranks(take_steps, 1, model, root, {})[0]
+
+
+def test_a_first_step_is_that_of_the_definition(
+    model: ModelConfig, one_process: tuple[Path, Any]
+) -> None:
+    root, (boxed, _) = one_process
+    gradients = whole_gradients(boxed)
+    before, after = read(Path(model.path)), read(root / "one" / "first")
+    attention, expert = "model.layers.0.self_attn", "model.layers.2.mlp.experts.3"
+    fused = [f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"]
+    singles = [f"{attention}.{name}_proj.weight" for name in "qkvo"]
+    for names in (*([name] for name in singles), fused, [f"{expert}.down_proj.weight"]):
+        gradient = torch.cat([gradients[name] for name in names])
+        update = make_orthogonal(gradient) * max(gradient.shape) ** 0.5 * 0.2
+        change = torch.cat([after[name] - before[name] for name in names])
+        torch.testing.assert_close(change.double(), -LR * update, rtol=0, atol=1e-6, msg=str(names))
+
+
+def test_embeddings_norms_routers_and_the_output_layer_are_adams(
+    model: ModelConfig, one_process: tuple[Path, Any]
+) -> None:
+    root, (boxed, _) = one_process
+    gradients = whole_gradients(boxed)
+    before, after = read(Path(model.path)), read(root / "one" / "first")
+    for name in (
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.norm.weight",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.mlp.gate.weight",
+    ):
+        # Adam's first step has the size of the learning rate wherever there is a gradient.
+        seen = gradients[name].abs() > 1e-5
+        assert seen.any(), name
+        change = (after[name] - before[name])[seen]
+        wanted = -LR * gradients[name][seen].sign()
+        torch.testing.assert_close(change, wanted, rtol=0, atol=2e-6, msg=name)
+
+
+def test_a_run_does_not_go_on_with_another_optimizer(
+    model: ModelConfig, one_process: tuple[Path, Any]
+) -> None:
+    saved = one_process[0] / "one" / "checkpoint"
+    [error] = run_ranks(refuse, 1, model, saved)
+    assert error.startswith(f"{saved} has the state of optimizer.name=muon, and this run's is adam")
+
+
+@pytest.mark.gloo
+def test_layouts_agree_with_one_process_and_resume_in_each_other(
+    model: ModelConfig, one_process: tuple[Path, Any]
+) -> None:
+    root, (_, wanted) = one_process
+    last = read(root / "one" / "last")
+    per_layout = run_each(take_steps, 2, LAYOUTS, model, root)
+    for layout, results in zip(LAYOUTS, per_layout, strict=True):
+        check_equal(read(root / name_of(layout) / "last"), last, name_of(layout))
+        stats = next(stats for _, stats in results if stats[0] is not None)
+        for got, want in zip(stats, wanted, strict=True):
+            assert got.loss == pytest.approx(want.loss, abs=1e-6), layout
+            assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-5), layout
+    run_ranks(resume, 1, model, {}, "tp2_ep2", root)
+    check_equal(read(root / "tp2_ep2_in_one"), last, "tp2_ep2 resumed by one process")
+    run_ranks(resume, 2, model, {"dp": 2, "ep": 1}, "pp2_vpp2", root)
+    check_equal(read(root / "pp2_vpp2_in_dp2_ep1"), last, "pp2_vpp2 resumed by two replicas")
