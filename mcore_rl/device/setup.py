@@ -3,6 +3,7 @@
 import os
 import sys
 import typing
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,16 +16,10 @@ from mcore_rl.device import IN_PLACE, has_transformer_engine
 from mcore_rl.device.deep_ep import give_megatron_deep_ep
 from mcore_rl.process.folders import INDUCTOR, find_compile_caches
 
-_TRITON_KERNELS = {
-    "megatron.core.transformer.moe.ops.paged_stash": (
-        *("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel"),
-    ),
-    "emerging_optimizers.triton_kernels.syrk": (
-        *("tsyrk_ex", "tsyrk_ex_small_matrix", "HAS_TRITON_340"),
-    ),
-}
-"""Modules of Triton kernels, and the names that are imported from them."""
-
+_PAGED_STASH = ("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel")
+"""Names that megatron-core imports from its module of kernels."""
+_SYRK = ("tsyrk_ex", "tsyrk_ex_small_matrix", "HAS_TRITON_340")
+"""Names that megatron-core's Muon imports from its module of kernels."""
 
 _load_from_bytes = torch.storage._load_from_bytes
 
@@ -48,11 +43,19 @@ def let_megatron_import() -> None:
     give_megatron_deep_ep()
     if sys.version_info < (3, 12):
         typing.override = typing_extensions.override  # type: ignore[attr-defined]
-    if find_spec("triton") is None:
-        for name, kernels in _TRITON_KERNELS.items():
-            module = ModuleType(name, "Kernels that are missing, as Triton is.")
-            vars(module).update(dict.fromkeys(kernels))
-            sys.modules.setdefault(name, module)
+    name = "megatron.core.transformer.moe.ops.paged_stash"
+    if name not in sys.modules and find_spec("triton") is None:
+        sys.modules["megatron.core.transformer.moe.ops.paged_stash"] = _make_module(
+            name, _PAGED_STASH
+        )
+        syrk = "emerging_optimizers.triton_kernels.syrk"
+        sys.modules["emerging_optimizers.triton_kernels.syrk"] = _make_module(syrk, _SYRK)
+
+
+def _make_module(name: str, kernels: Sequence[str]) -> ModuleType:
+    module = ModuleType(name, "Kernels that are missing, as Triton is.")
+    vars(module).update(dict.fromkeys(kernels))
+    return module
 
 
 def use_torch_modules_on_cuda() -> None:

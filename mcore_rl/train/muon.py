@@ -72,7 +72,7 @@ def lay_out_matrices(
         )
     named = [(n, p) for n, p in chunk.named_parameters() if p.requires_grad]
     for name, parameter in named:
-        setattr(parameter, _IN_BUFFERS_OF_MATRICES, is_matrix(name, parameter))
+        vars(parameter)[_IN_BUFFERS_OF_MATRICES] = is_matrix(name, parameter)
     return LayerWiseDistributedOptimizer.compute_full_param_layout(
         [parameter for _, parameter in named],
         bucket_size,
@@ -88,8 +88,7 @@ def forget_buffers(chunk: torch.nn.Module) -> None:
     By them the distributed optimizer would leave the matrices to megatron-core's layer-wise one.
     """
     for parameter in chunk.parameters():
-        if hasattr(parameter, _IN_BUFFERS_OF_MATRICES):
-            delattr(parameter, _IN_BUFFERS_OF_MATRICES)
+        vars(parameter).pop(_IN_BUFFERS_OF_MATRICES, None)
 
 
 class WholeMatrices(TensorParallelMuon):
@@ -130,13 +129,10 @@ class MuonBesideAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
 
-    def make_state(self, config: MegatronOptimizerConfig, init_adam: Callable[..., None]) -> None:
-        """Allocate the state of all parameters; `init_adam` does it for an Adam."""
-        self._adam.state = self.state
-        self._adam.param_groups = self._split(False)
-        init_adam(self._adam, config)
+    def make_momentum(self) -> None:
+        """Allocate the state of all matrices."""
         for parameter in self._muon.matrices:
-            self.state[parameter].setdefault(MOMENTUM, torch.zeros_like(parameter.data))
+            self.state[parameter][MOMENTUM] = torch.zeros_like(parameter.data)
 
     def _split(self, matrices: bool) -> list[dict[str, Any]]:
         """Return the groups with only those of their parameters that are matrices, or are not."""
@@ -159,12 +155,9 @@ def use_muon(
     """Put Muon beside the Adam of a distributed optimizer over the layout of `lay_out_matrices`."""
     for chunk in chunks:
         _mark_fused(chunk, chunk.config)
-    matrices = dict(_find_matrices(part, chunks))
-    muon = _make_muon(options)
-    both = MuonBesideAdam(part.optimizer, muon, matrices)
-    init_adam = part.init_state_fn
+    both = MuonBesideAdam(part.optimizer, _make_muon(options), dict(_find_matrices(part, chunks)))
+    both.make_momentum()
     part.optimizer = both
-    part.init_state_fn = lambda optimizer, config: optimizer.make_state(config, init_adam)
 
 
 def _find_matrices(
