@@ -4,6 +4,7 @@ It is the common base of actor and critic, which differ in what they compute fro
 output.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ class TrainedModel:
         stored = ModelFacts.read(model.path)
         self.hf_config = self._make_config(stored)
         self.step = 0
-        """Optimizer steps taken."""
+        """Optimizer steps taken or skipped."""
         self._hf_path = stored.path
         self._optimizer_config = optimizer
         self._total_steps = total_steps
@@ -218,10 +219,9 @@ class TrainedModel:
         rate = compute_learning_rate(self._optimizer_config, self.step, self._total_steps)
         set_learning_rate(self.optimizer, rate)
         reports, records = self._run(batches, output, forward_only=False, replay=replay)
-        succeeded, grad_norm, _ = self.optimizer.step()
-        assert succeeded, f"optimizer step {self.step} was skipped: gradient norm {grad_norm}"
+        grad_norm, is_skipped = self._update()
         self.step += 1
-        router = self._balance(num_tokens)
+        router = self._balance(num_tokens, 0.0 if is_skipped else self._bias_rate)
         memory = peak_memory()
         work = self._work(batches)
         if not is_on_last_stage():
@@ -233,9 +233,29 @@ class TrainedModel:
         loss, metrics = reduce_sums(sums, num_tokens)
         if not rank_coordinate().owns_output:
             return None
-        return StepStats(
-            loss, float(grad_norm or 0.0), rate, num_tokens, metrics | router | memory | work
+        skipped = self._report_skipped(is_skipped)
+        of_step = {**metrics, **router, **memory, **work, **skipped}
+        return StepStats(loss, grad_norm, rate, num_tokens, of_step)
+
+    def _update(self) -> tuple[float, bool]:
+        """Update the weights; return the gradient's norm, and whether it was too large for that."""
+        succeeded, grad_norm, _ = self.optimizer.step()
+        norm = float(grad_norm or 0.0)
+        is_skipped = norm > self._skip_threshold
+        assert succeeded or is_skipped, (
+            f"optimizer step {self.step} was skipped: gradient norm {grad_norm}"
         )
+        return norm, is_skipped
+
+    @property
+    def _skip_threshold(self) -> float:
+        return float(self._optimizer_config.megatron.get("grad_norm_skip_threshold", math.inf))
+
+    def _report_skipped(self, is_skipped: bool) -> dict[str, float]:
+        """Return whether a step was skipped as a metric; {} if no threshold is set."""
+        if math.isinf(self._skip_threshold):
+            return {}
+        return {"train/skipped_share": float(is_skipped)}
 
     def _sum_routing(
         self, report: Report, batch: RankBatch, record: RoutingRecord
@@ -285,13 +305,13 @@ class TrainedModel:
         cp_size = ps.get_context_parallel_world_size()
         return ps.get_context_parallel_rank(), cp_size, tp_size, token_multiple(self._config)
 
-    def _balance(self, num_tokens: int) -> dict[str, float]:
+    def _balance(self, num_tokens: int, bias_rate: float) -> dict[str, float]:
         """Steer the experts' bias by the step's load; return metrics of load and balance losses."""
         layers = moe_layers(self.hf_config)
         if not any(layers):
             return {}
         load_LE, losses = self._routing.load.reduce(balance_losses(self._config))
-        self._routing.move_bias(load_LE, self._bias_rate)
+        self._routing.move_bias(load_LE, bias_rate)
         means = {
             f"router/{name}": loss / (num_tokens * sum(layers)) for name, loss in losses.items()
         }

@@ -6,6 +6,7 @@ TrainBatch   -> micro-batches for each data-parallel coordinate; scores come bac
 StoredBatch  -> a StoredBatch in parts for each; ranks read tokens from stores, write scores there
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -30,6 +31,7 @@ from mcore_rl.types import (
 )
 from mcore_rl.weights.hf.flops import ModelFlops
 
+_log = logging.getLogger(__name__)
 S = TypeVar("S")
 Batch = TypeVar("Batch", bound=TrainBatch | StoredBatch)
 Share = TypeVar("Share", bound=Sequence[TrainBatch] | StoredBatch)
@@ -151,6 +153,18 @@ class TrainSpeed:
         return metrics
 
 
+def _warn_if_skipped(model: str, stats: StepStats) -> bool:
+    """Return whether an optimizer step of `model` was skipped; log it then."""
+    is_skipped = bool(stats.metrics.get("train/skipped_share"))
+    if is_skipped:
+        _log.warning(
+            "an optimizer step of the %s was skipped: its gradient norm %g is above the optimizer's"
+            " grad_norm_skip_threshold",
+            *(model, stats.grad_norm),
+        )
+    return is_skipped
+
+
 class PackedTrainer(Generic[Batch, Share, Values]):
     """Packs each batch for the policy's ranks; the base class for both kinds of batches."""
 
@@ -172,8 +186,8 @@ class PackedTrainer(Generic[Batch, Share, Values]):
         self._temperature = temperature
         self._checkpoint = checkpoint
         self.num_steps = 0
-        """Optimizer steps since this process began that should have changed the policy: their
-        learning rate and their gradient were not 0.
+        """Optimizer steps since this process began that should have changed the policy: they were
+        not skipped, and their learning rate and their gradient were not 0.
         """
 
     def train_step(self, batch: Batch) -> StepStats:
@@ -181,7 +195,8 @@ class PackedTrainer(Generic[Batch, Share, Values]):
         num_tokens = sum(batch.lens_N)
         began_s = now_s()
         stats = self._ranks.train_step(per_dp, temperature=self._temperature, num_tokens=num_tokens)
-        self.num_steps += stats.learning_rate > 0 and stats.grad_norm > 0
+        is_taken = not _warn_if_skipped("policy", stats)
+        self.num_steps += is_taken and stats.learning_rate > 0 and stats.grad_norm > 0
         if self._speed is None:
             return stats
         tower_tflop = stats.metrics.get("train/tower_tflop", 0.0)
@@ -267,7 +282,9 @@ class PackedCritic:
 
     def train_step(self, batch: StoredBatch) -> StepStats:
         per_dp = _cut_stored(_for_critic(batch), self._packing)
-        return self._ranks.train_step(per_dp, num_tokens=sum(batch.lens_N))
+        stats = self._ranks.train_step(per_dp, num_tokens=sum(batch.lens_N))
+        _warn_if_skipped("critic", stats)
+        return stats
 
     def save(self, step: int) -> None:
         """Wait for the previous save, then start this one.

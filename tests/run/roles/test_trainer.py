@@ -60,6 +60,7 @@ class EchoRanks:
         self.temperatures: list[float | None] = []
         self.grad_norm = 1.0
         self.learning_rate = 1e-5
+        self.metrics: dict[str, float] = {}
 
     def compute_logprobs(
         self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions
@@ -77,7 +78,7 @@ class EchoRanks:
         batches = [batch for rank in per_dp for batch in rank]
         assert num_tokens == sum(len(b.token_ids_T) for b in batches if not b.is_filler)
         loss = sum(float(b.loss_weights_T.sum()) for b in batches if b.loss_weights_T is not None)
-        return StepStats(loss, self.grad_norm, self.learning_rate, num_tokens)
+        return StepStats(loss, self.grad_norm, self.learning_rate, num_tokens, self.metrics)
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
         write_checkpoint(folder)
@@ -151,7 +152,11 @@ def test_ranks_get_shares_of_a_stored_batch_and_return_columns(tmp_path: Path) -
     ("grad_norm", "learning_rate", "num_steps"), [(1.0, 1e-9, 1), (0.0, 1e-5, 0), (1.0, 0.0, 0)]
 )
 def test_steps_that_cannot_change_the_policy_do_not_count(
-    tmp_path: Path, grad_norm: float, learning_rate: float, num_steps: int
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    grad_norm: float,
+    learning_rate: float,
+    num_steps: int,
 ) -> None:
     trainer = make_trainer(tmp_path, 1, 1)
     ranks: Any = trainer._ranks
@@ -159,6 +164,12 @@ def test_steps_that_cannot_change_the_policy_do_not_count(
     ranks.learning_rate = learning_rate
     trainer.train_step(make_batch((5, 3)))
     assert trainer.num_steps == num_steps
+    assert not caplog.messages
+    ranks.metrics = {"train/skipped_share": 1.0}
+    trainer.train_step(make_batch((5, 3)))
+    assert trainer.num_steps == num_steps, "a skipped step changes nothing"
+    [message] = caplog.messages
+    assert message.startswith("an optimizer step of the policy was skipped: its gradient norm ")
 
 
 def test_rows_that_share_a_beginning_count_it_once_in_a_micro_batch() -> None:
