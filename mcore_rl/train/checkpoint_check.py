@@ -8,6 +8,7 @@ both are read by restricted unpicklers first, and the load runs with the restric
 import io
 import logging
 import re
+import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from mcore_rl.weights.megatron_files.integrity import (
 )
 from mcore_rl.weights.megatron_files.metadata import (
     COMMON,
+    COMMON_OBJECT,
     METADATA,
     READ_ERRORS,
     Place,
@@ -40,6 +42,7 @@ from mcore_rl.weights.megatron_files.metadata import (
 from mcore_rl.weights.models.table import Shape
 
 EXTRA_STATE = "_extra_state"
+_OF_RUN: Mapping[str, type] = {"step": int, "extra": dict, "layout": dict}
 _FORCE_SAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _FORCE_UNSAFE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _log = logging.getLogger(__name__)
@@ -133,12 +136,13 @@ def _check_pickles(folder: Path) -> None:
     if rank == 0:
         files = {METADATA, *(place.file for place in places.values())}
         if find_common(folder, places) is None:
+            path = folder / COMMON
             files.add(COMMON)
-            load_safely(folder / COMMON, str(folder / COMMON))
+            _check_common(load_safely(path, str(path)), str(path))
         _check_listed(folder, files)
     objects = {
-        (place.file, place.start): place
-        for (_, offset), place in sorted(places.items(), key=lambda entry: entry[0][0])
+        (place.file, place.start, place.num_bytes, key == COMMON_OBJECT): place
+        for (key, offset), place in sorted(places.items(), key=lambda entry: entry[0][0])
         if offset is None
     }
     for place in list(objects.values())[rank :: dist.get_world_size()]:
@@ -168,7 +172,11 @@ def _check_object(folder: Path, place: Place) -> None:
     with path.open("rb") as file:
         file.seek(place.start)
         content = io.BytesIO(file.read(place.num_bytes))
-    value = load_safely(content, f"{path}: object {place.key!r}")
+    where = f"{path}: object {place.key!r}"
+    value = load_safely(content, where)
+    if place.key == COMMON_OBJECT:
+        is_wrapped = isinstance(value, list) and len(value) == 1
+        _check_common(value[0] if is_wrapped else None, where)
     if EXTRA_STATE in place.key and _has_bytes(value):
         raise ValueError(
             f"{path}: object {place.key!r} holds a state of Transformer Engine's FP8 modules, which"
@@ -176,13 +184,30 @@ def _check_object(folder: Path, place: Place) -> None:
         )
 
 
+def _check_common(state: object, where: str) -> None:
+    """Raise ValueError with `where` unless `state` is what a run keeps beside its tensors."""
+    found = state if isinstance(state, dict) else {}
+    wrong = [name for name, kind in _OF_RUN.items() if not isinstance(found.get(name), kind)]
+    if wrong:
+        raise ValueError(
+            f"{where} holds no run's {' and '.join(wrong)}: it is damaged, or another system wrote"
+            " it (mcore-rl-ckpt to-hf reads its weights)"
+        )
+
+
 def load_safely(file: Path | io.BytesIO, where: str) -> Any:
-    """Load a file of torch.save by the restricted unpickler. Raises ValueError with `where`."""
+    """Load a file of torch.save by the restricted unpickler. Raises ValueError with `where`.
+
+    The archive's own checksums are compared first, which torch does not do.
+    """
     try:
-        if isinstance(file, Path):
-            check_archive(file, file.stat().st_size)
-        else:
-            check_archive(file, len(file.getbuffer()))
+        is_path = isinstance(file, Path)
+        check_archive(file, file.stat().st_size if is_path else len(file.getbuffer()))
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"{damaged!r} in it does not agree with its checksum")
+        if not is_path:
             file.seek(0)
         with only_safe_pickles():
             return torch.load(file, map_location="cpu", weights_only=True)

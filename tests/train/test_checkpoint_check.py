@@ -25,20 +25,11 @@ from torch.distributed.checkpoint.metadata import (
 from mcore_rl.train.checkpoint_check import check_checkpoint, only_safe_pickles
 from mcore_rl.weights.hf.checksums import MANIFEST, sum_file, write_manifest
 from mcore_rl.weights.megatron_files import metadata
+from tests.support.common_state import Hostile
 from tests.support.hostile_files import dict_with_nested_key, write_zip_bomb
 
 assert megatron.core
 FILE = "__0_0.distcp"
-
-
-class Hostile:
-    """An object whose pickle makes a folder when it is loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self._path),)
 
 
 @pytest.fixture(scope="module", autouse=True)

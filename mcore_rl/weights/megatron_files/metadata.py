@@ -23,7 +23,7 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -322,8 +322,8 @@ def read_all(folder: str, limit_bytes: int) -> None:
         if path.is_file():
             print(path, flush=True)
             _read_archive(path.read_bytes())
-        objects = {(p.file, p.start): p for (_, offset), p in places.items() if offset is None}
-        for place in objects.values():
+        objects = {replace(p, key="") for (_, offset), p in places.items() if offset is None}
+        for place in sorted(objects, key=lambda place: (place.file, place.start)):
             path = Path(folder) / place.file
             print(path, flush=True)
             with path.open("rb") as file:
