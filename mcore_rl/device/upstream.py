@@ -11,7 +11,7 @@ from mcore_rl.device.deep_ep import find_deep_ep_fault
 
 _MEGATRON = frozenset(
     {
-        *("moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"),
+        *("moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_flex_dispatcher_num_sms"),
         *("moe_permute_fusion", "apply_rope_fusion", "fused_single_qkv_rope"),
         *("bias_dropout_fusion", "masked_softmax_fusion"),
         *("persist_layer_norm", "memory_efficient_layer_norm", "gradient_accumulation_fusion"),
@@ -21,12 +21,15 @@ _MEGATRON = frozenset(
         *("cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations"),
         *("cpu_offloading_double_buffering", "fine_grained_activation_offloading"),
         *("offload_modules", "min_offloaded_tensor_size", "disable_parameter_transpose_cache"),
+        *("activation_offload_fraction", "delta_offload_bytes_across_pp_ranks"),
+        *("fine_grained_offloading_max_inflight_offloads", "fused_residual_rmsnorm"),
+        *("cpu_offloading_retain_pinned_cpu_buffers", "flash_attention_version"),
         *("activation_func_fp8_input_store", "tp_only_amax_red", "first_last_layers_bf16"),
         *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
         "disable_bf16_reduced_precision_matmul",
     }
 )
-_MEGATRON_PREFIXES = ("fp8", "fp4")
+_MEGATRON_PREFIXES = ("fp8", "fp4", "moe_hybridep_", "moe_ncclep_")
 _MEGATRON_VALUES: Mapping[str, Any] = {"moe_token_dispatcher_type": "flex"}
 _SERVER = frozenset(
     {

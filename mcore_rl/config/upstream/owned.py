@@ -223,6 +223,10 @@ TRANSFORMER_RULES = Rules(
         ),
         **with_reason(_FSDP, "overlap_dispatch_backward_with_experts_wgrad"),
     },
+    prefixes=with_reason(
+        "it needs moe_expert_rank_capacity_factor, which drops tokens; leave it out",
+        "moe_paged_stash",
+    ),
     values={
         "moe_token_dispatcher_type": (
             ("alltoall", "flex"),

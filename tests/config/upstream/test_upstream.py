@@ -27,7 +27,12 @@ OWNERS = {
     [
         (TO_TRANSFORMER, {"moe_permute_fusion": True, "fp8": "hybrid", "cp_comm_type": "a2a"}),
         (TO_TRANSFORMER, {"moe_token_dispatcher_type": "flex"}),
+        (
+            TO_TRANSFORMER,
+            {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]},
+        ),
         (TO_OPTIMIZER, {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16"}),
+        (TO_OPTIMIZER, {"grad_norm_skip_threshold": 10.0}),
         (TO_DDP, {"overlap_grad_reduce": True, "bucket_size": 40_000_000}),
         (TO_ENGINES, {"kv_cache_dtype": "fp8_e4m3", "enable_hierarchical_cache": True}),
         (TO_SERVED, {"quantization": "fp8", "load_format": "auto"}),
@@ -53,6 +58,7 @@ def test_without_sglang_only_owners_are_checked(monkeypatch: pytest.MonkeyPatch)
         (TO_TRANSFORMER, "expert_model_parallel_size", 8, "set critic.parallel.ep$"),
         (TO_TRANSFORMER, "hidden_size", 8, "config.json decides it; change model.path"),
         (TO_TRANSFORMER, "moe_router_fusion", True, "neither replays experts nor reports"),
+        (TO_TRANSFORMER, "moe_paged_stash", True, "needs moe_expert_rank_capacity_factor"),
         (TO_TRANSFORMER, "moe_permute_fusion", 1, "moe_permute_fusion is declared as bool"),
         (TO_TRANSFORMER, "grad_scale_func", "f", "takes a Python object"),
         (TO_TRANSFORMER, "moe_token_dispatcher_type", "allgather", "only alltoall or flex here"),
