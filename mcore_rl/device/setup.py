@@ -3,6 +3,7 @@
 import os
 import sys
 import typing
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -39,7 +40,12 @@ def let_megatron_import() -> None:
     All of megatron-core imports Triton kernels for the paged stash of experts' activations and for
     Muon. Without Triton, empty modules take the place of theirs. Its optimizers import a decorator
     that Python has since 3.12. For DeepEP see deep_ep.py.
+    Nobody is warned that Transformer Engine and apex are missing: `setup_device` refuses a GPU
+    without the first, and the second is never needed.
     """
+    warnings.filterwarnings(
+        "ignore", r"(Transformer Engine and )?Apex (is|are) not installed", module=r"megatron\."
+    )
     give_megatron_deep_ep()
     if sys.version_info < (3, 12):
         typing.override = typing_extensions.override  # type: ignore[attr-defined]

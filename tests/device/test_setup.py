@@ -6,20 +6,26 @@ import sys
 from tests.support.upstream import assert_defect
 
 IMPORT = "import megatron.core.pipeline_parallel.schedules"
-PREPARED = "from mcore_rl.device.setup import let_megatron_import as go; go(); " + IMPORT
+PREPARE = "from mcore_rl.device.setup import let_megatron_import as go; go()"
+PREPARED = f"{PREPARE}; {IMPORT}"
 WITHOUT_TRITON = "import sys; sys.modules['triton'] = None; "
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True
-    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
 def test_megatron_is_imported_without_triton() -> None:
     assert_defect("device.setup.let_megatron_import", run(WITHOUT_TRITON + IMPORT).returncode != 0)
     done = run(PREPARED)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_terminal_shows_what_megatron_does_without() -> None:
+    imports = "; import megatron.core.models.backends"
+    told = run(f"{PREPARE}; import warnings; warnings.resetwarnings(); {IMPORT}{imports}")
+    assert "Transformer Engine and Apex are not installed" in told.stderr
+    assert run(PREPARED + imports).stderr == ""
 
 
 def test_tensors_are_pickled_as_torch_does() -> None:
