@@ -36,7 +36,7 @@ OPTIMIZER = OptimizerConfig(
     lr=1e-3, schedule="cosine", warmup_steps=1, weight_decay=0.1, clip_grad=0.5
 )
 FOLDER = "megatron_core_0_16"
-LAYOUT = {"tp": 2, "ep": 2}
+LAYOUT: dict[str, Any] = {"tp": 2, "ep": 2}
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "head_dim": 8, "intermediate_size": 24}
 SIZES |= {"moe_intermediate_size": 8, "num_experts": 4, "num_attention_heads": 2}
 EXTRA = {"prompts": {"position": 7}, "step": 2}
@@ -55,7 +55,8 @@ def train_and_save(rank: int, world_size: int, port: int, path: str, out: Path) 
 
     model = ModelConfig(path=path)
     actor = make_actor(rank, world_size, port, model, ParallelConfig(**LAYOUT), OPTIMIZER)
-    take_step(actor), take_step(actor)
+    take_step(actor)
+    take_step(actor)
     actor.save(out / "run", EXTRA)
     actor.finish_save()
     state = actor._checkpointer._state
@@ -65,7 +66,8 @@ def train_and_save(rank: int, world_size: int, port: int, path: str, out: Path) 
     if rank == 0:
         (out / "plain").mkdir()
     dist.barrier()
-    multiprocessing.current_process()._config["daemon"] = False  # megatron-core forks its writers
+    process: Any = multiprocessing.current_process()
+    process._config["daemon"] = False  # megatron-core forks its writers
     dist_checkpointing.save(sharded, str(out / "plain"))
     stats = [take_step(actor), take_step(actor)]
     return [stat and (stat.loss, stat.grad_norm) for stat in stats]
