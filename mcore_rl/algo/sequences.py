@@ -5,11 +5,13 @@ The tokens of a sample may lie in several rows, and those of a row on several ra
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mcore_rl.device import on_device
 from mcore_rl.types import TrainBatch
 
 
@@ -39,13 +41,18 @@ def sequence_sum(
     is_whole_batch   False if the optimizer step has other sequences, too; a sum over the batch is
                      then refused
     """
-    lens = torch.tensor(lens_N, device=device)
     numbers = range(len(lens_N)) if sample_N is None else sample_N
-    _, place_N = torch.tensor(numbers, device=device).unique(return_inverse=True)
-    index_T = place_N.repeat_interleave(lens)
+    places = {number: place for place, number in enumerate(dict.fromkeys(numbers))}
+    place_N = [places[number] for number in numbers]
+
+    @cache
+    def make_index() -> Tensor:
+        """Return the place of each token's sample; most losses take no sum and need none."""
+        return _spread(place_N, lens_N, device)
 
     def add_up(values_T: Tensor, *, whole_batch: bool = False) -> Tensor:
         assert is_whole_batch or not whole_batch, "a sum over the batch is taken before the step"
+        index_T = make_index()
         sums_N = torch.zeros(len(lens_N), dtype=torch.float64, device=device)
         sums_N.index_add_(0, index_T, values_T.detach().double())
         if reduce is not None:
@@ -63,9 +70,13 @@ def sums_at(sample_T: Tensor, sums_S: Tensor, whole_batch: bool) -> Tensor:
 def samples_of_tokens(batch: TrainBatch) -> Tensor:
     """Return int64 [T], the number of each token's sample."""
     assert batch.sample_N is not None, "a batch whose sequences are samples of their own"
-    device = batch.loss_mask_T.device
-    lens_N = torch.tensor(batch.lens_N, device=device)
-    return torch.tensor(batch.sample_N, device=device).repeat_interleave(lens_N)
+    return _spread(batch.sample_N, batch.lens_N, batch.loss_mask_T.device)
+
+
+def _spread(value_N: Sequence[int], lens_N: Sequence[int], device: torch.device) -> Tensor:
+    """Return each sequence's value at its tokens, int64 [T], without waiting for the device."""
+    value_T = torch.tensor(value_N, dtype=torch.int64).repeat_interleave(torch.tensor(lens_N))
+    return value_T if device.type == "cpu" else on_device(value_T)
 
 
 def order_trained_tokens(batch: TrainBatch) -> Tensor:

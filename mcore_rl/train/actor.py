@@ -115,7 +115,8 @@ class Actor(TrainedModel):
             assert batch.batch.loss_weights_T is not None
             loss = (loss_T * batch.batch.loss_weights_T).sum()
             sums = token_sums(loss, metrics_T, batch.batch.loss_mask_T, batch.num_tokens)
-            return loss * num_tokens, {"sums": sums, "logprobs": logprobs_T.detach()}
+            report = {"sums": sums, "logprobs": logprobs_T.detach(), "fields": batch.batch}
+            return loss * num_tokens, report
 
         return self._optimizer_step(batches, output, num_tokens, replay=replay)
 
@@ -169,7 +170,7 @@ class Actor(TrainedModel):
         self, report: Report, batch: RankBatch, record: RoutingRecord
     ) -> dict[str, Tensor]:
         """Return what makes log-probs differ from the engine's, and the effect of a replay."""
-        fields = fields_on_device(batch.batch)
+        fields: TrainBatch = report["fields"]
         flips_T = record.flips_T
         metrics_T: dict[str, Tensor] = {}
         if self._train.router_replay != "none" and record.replaced_T is not None:

@@ -44,6 +44,16 @@ def select_scored_rows(targets: TrainBatch) -> Tensor:
     return rows_R if len(rows_R) else rows_R.new_zeros(1)
 
 
+def name_scored_rows(batch: RankBatch) -> RankBatch:
+    """Return a micro-batch in host memory with the tokens that get logits.
+
+    They are all tokens where nothing is trained. The host knows them, so that no device is asked.
+    """
+    if not torch.is_grad_enabled():
+        return batch
+    return replace(batch, scored_R=select_scored_rows(batch.batch))
+
+
 def place_at_tokens(values_R: Tensor, rows_R: Tensor, num_tokens: int) -> Tensor:
     """Return [num_tokens] with the values of `rows_R` at their tokens, and 0 elsewhere."""
     return values_R.new_zeros(num_tokens).index_copy(0, rows_R, values_R)
@@ -61,12 +71,7 @@ class OutputRows:
                 layer.register_forward_hook(self._restore, always_call=True)
 
     def enter(self, placed: RankBatch) -> RankBatch:
-        """Return the micro-batch that a chunk runs on next, with the tokens that get logits.
-
-        They are all tokens where nothing is trained.
-        """
-        if torch.is_grad_enabled():
-            placed = replace(placed, scored_R=select_scored_rows(placed.batch))
+        """Return the micro-batch that a chunk runs on next, which names the tokens with logits."""
         self._rows_R = placed.scored_R
         return placed
 

@@ -50,7 +50,8 @@ _PIECE_NUMEL = 1 << 24
 DDP_DEFAULTS: Mapping[str, Any] = {
     "grad_reduce_in_fp32": True,
     "use_distributed_optimizer": True,
-    "check_for_nan_in_grad": True,
+    # It would read all gradients and wait for the device; a norm that is not finite is refused.
+    "check_for_nan_in_grad": False,
 }
 _DTYPE_FIELDS = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")
 

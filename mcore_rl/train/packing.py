@@ -171,7 +171,7 @@ class RankBatch:
         `images`: the first stage reads them. The copies are asynchronous. sources_T, targets_T and
         `named` stay on the host.
         """
-        read = ("tokens_T", "positions_T", "sequences_T", "padding_T", "cu_seqlens_N1")
+        read = ("tokens_T", "positions_T", "sequences_T", "padding_T", "cu_seqlens_N1", "scored_R")
         moved: dict[str, Any] = {name: _move(getattr(self, name)) for name in read}
         if self.vision is not None:
             moved["vision"] = self.vision.on_device(images=images)

@@ -212,7 +212,7 @@ def _report(
     It divides gradients by the number of tokens of all ranks.
     """
     loss, report = output_fn(batch, logits_1TV[0])
-    num_tokens = torch.tensor(batch.num_tokens, dtype=torch.int, device=loss.device)
+    num_tokens = torch.full((), batch.num_tokens, dtype=torch.int, device=loss.device)
     return loss, num_tokens, report
 
 

@@ -81,7 +81,7 @@ def token_sums(
     return {
         "loss": loss.detach().clone(),
         "num_masked": mask_T.sum(),
-        "num_tokens": torch.tensor(num_tokens, device=loss.device),
+        "num_tokens": torch.full((), num_tokens, device=loss.device),
         **sum_masked(metrics_T, mask_T),
     }
 

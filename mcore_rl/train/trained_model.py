@@ -19,7 +19,7 @@ from mcore_rl.data.images.places import ImageTokens
 from mcore_rl.device import forget_peak
 from mcore_rl.train.checkpoint import Checkpointer, TrainState
 from mcore_rl.train.export import export_hf
-from mcore_rl.train.logprobs import OutputRows
+from mcore_rl.train.logprobs import OutputRows, name_scored_rows
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.offload import DeviceMemory
 from mcore_rl.train.optimizer import (
@@ -34,7 +34,7 @@ from mcore_rl.train.routing import Routing, load_metrics
 from mcore_rl.train.runtime import is_on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
 from mcore_rl.train.shared_attention import SharedAttention
-from mcore_rl.train.stats import peak_memory, reduce_sums
+from mcore_rl.train.stats import NotFiniteError, peak_memory, reduce_sums
 from mcore_rl.train.storage import Storage
 from mcore_rl.train.transformer_config import make_transformer_config, token_multiple
 from mcore_rl.train.vision.tower import train_only
@@ -245,6 +245,12 @@ class TrainedModel:
         assert succeeded or is_skipped, (
             f"optimizer step {self.step} was skipped: gradient norm {grad_norm}"
         )
+        if not is_skipped and not math.isfinite(norm):
+            raise NotFiniteError(
+                f"the gradient of optimizer step {self.step} has norm {norm}: the loss or the"
+                " backward pass overflows. The weights in memory are lost with it; those of the"
+                " last checkpoint are not (docs/debugging.md#weights)"
+            )
         return norm, is_skipped
 
     @property
@@ -286,7 +292,8 @@ class TrainedModel:
     def _enter(self, batch: RankBatch, model: torch.nn.Module) -> RankBatch:
         """Bring to the device what a chunk needs of a micro-batch, and tell its routers."""
         chunk = unwrap_model(model)
-        placed = batch.on_device(targets=chunk.post_process, images=chunk.pre_process)
+        named = name_scored_rows(batch)
+        placed = named.on_device(targets=chunk.post_process, images=chunk.pre_process)
         self._routing.enter(batch, placed, chunk)
         if self._shared is not None:
             self._shared.enter(placed)
