@@ -221,16 +221,15 @@ def _return_unchanged(model: Any = None, *_: Any, **__: Any) -> Any:
 def megatron_options() -> dict[str, Any]:
     """Return the TransformerConfig options that choose fused CUDA kernels or plain torch.
 
-    With apex, gradients of weights are added to the float32 buffer by the kernel that computes
-    them: megatron-core's output layer has it from apex, and Transformer Engine's layers follow.
+    With fused kernels, gradients of weights are added to the float32 buffer by the product that
+    computes them; see fused_gradients.py for megatron-core's own layers.
     """
     fused = has_cuda() and not IN_PLACE.torch_modules
-    has_apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
     return {
         "apply_rope_fusion": fused,
         "moe_permute_fusion": fused,
         "bias_activation_fusion": not IN_PLACE.torch_modules,
         "persist_layer_norm": fused,
         "bias_dropout_fusion": False,
-        "gradient_accumulation_fusion": fused and has_apex,
+        "gradient_accumulation_fusion": fused,
     }

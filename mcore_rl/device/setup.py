@@ -15,6 +15,7 @@ import typing_extensions
 
 from mcore_rl.device import IN_PLACE, has_transformer_engine
 from mcore_rl.device.deep_ep import give_megatron_deep_ep
+from mcore_rl.device.fused_gradients import give_megatron_fused_gradients
 from mcore_rl.process.folders import INDUCTOR, find_compile_caches
 
 _PAGED_STASH = ("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel")
@@ -47,6 +48,7 @@ def let_megatron_import() -> None:
         "ignore", r"(Transformer Engine and )?Apex (is|are) not installed", module=r"megatron\."
     )
     give_megatron_deep_ep()
+    give_megatron_fused_gradients()
     if sys.version_info < (3, 12):
         typing.override = typing_extensions.override  # type: ignore[attr-defined]
     name = "megatron.core.transformer.moe.ops.paged_stash"

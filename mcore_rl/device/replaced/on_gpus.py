@@ -188,6 +188,20 @@ EVERYWHERE: tuple[Patch, ...] = (
         test="tests/device/test_setup.py::test_tensors_are_pickled_as_torch_does",
     ),
     Patch(
+        "mcore_rl.device.fused_gradients:give_megatron_fused_gradients",
+        ("sys.modules.fused_weight_gradient_mlp_cuda",),
+        by="apex's kernel that adds a weight's gradient to its sum by Transformer Engine's product,"
+        " where apex is not installed",
+        reason="megatron-core's own layers take it from apex, which nothing else here needs",
+        scope=Scope.GPU,
+        runs=Times.IN_STEPS,
+        switch="apex, where it is installed",
+        opt_in=True,
+        required="each gradient would be written, read and added apart",
+        test="tests/device/test_fused_gradients.py"
+        "::test_megatrons_layers_add_their_gradients_by_it",
+    ),
+    Patch(
         "mcore_rl.device.deep_ep:give_megatron_deep_ep",
         ("sys.modules.deep_ep",),
         by="a DeepEP that cannot be imported by none",
