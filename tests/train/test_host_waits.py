@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
+from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import AlgorithmConfig, ModelConfig, ParallelConfig
 from mcore_rl.device import on_device
 from mcore_rl.train import packing, routing
-from mcore_rl.train.actor import Actor
+from mcore_rl.train.actor import Actor, TokenLoss
 from mcore_rl.types import TrainBatch
 from tests.support.distributed import run_ranks
 from tests.support.tiny_training import (
@@ -58,11 +59,11 @@ class Waits(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **kwargs or {})
-        if any(map(self._is_placed, torch.utils._pytree.tree_leaves((args, kwargs)))):
+        if any(map(self._is_placed, tree_leaves((args, kwargs)))):
             name = func._schema.name.removeprefix("aten::")
             if name in READERS or (name == "index" and _is_by_mask(args[1])):
                 self._note(name)
-            for value in torch.utils._pytree.tree_leaves(out):
+            for value in tree_leaves(out):
                 if isinstance(value, Tensor):
                     self._add(value)
         return out
