@@ -221,7 +221,8 @@ class CollectorGroup:
         budget = self._budgets[k]
         if not budget.take(limits.restarts):
             await asyncio.sleep(NODE_LOSS_SHOWS_S)
-            times = f"{budget.num_recent + 1} times within an hour"
+            deaths = budget.num_recent + 1
+            times = "once" if deaths == 1 else f"{deaths} times within an hour"
             raise RankError(f"{rank} died {times}; see the end of its log")
         counts = (budget.num_recent, limits.restarts)
         _log.warning("%s died; started again, %d of %d in an hour", rank, *counts)

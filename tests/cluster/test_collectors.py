@@ -210,5 +210,5 @@ def test_a_collector_that_dies_again_and_again_ends_the_run(
     monkeypatch.setattr(scene.group, "_limits", replace(scene.group._limits, restarts=0))
     [pid] = scene.group._group.pids()
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(RankError, match=r"rank 0 \(collector, .*died 2 times within an hour; see"):
+    with pytest.raises(RankError, match=r"rank 0 \(collector, .*died (once|\d times .*); see"):
         scene.sample()
