@@ -7,10 +7,10 @@
 #
 # requirements/gpu.txt has every version, and they hang together: SGLang 0.5.23 and its kernel wheels are built for torch
 # 2.14.1 and CUDA 13 (a machine without CUDA keeps torch 2.13.0, see requirements/cpu.txt). All but one come as wheels,
-# DeepEP among them (sgl-deep-ep). Transformer Engine's PyTorch half comes as source and has no code for GPUs: g++ compiles
-# it in minutes against the torch that is installed. cuDNN and NCCL come from torch's own wheels. The second stage has the
-# environment that the first one built and, of CUDA, what kernels that are compiled while a run goes on need (DeepGEMM,
-# FlashInfer: nvcc and the headers of its runtime). This image has not been built yet (docs/status.md).
+# DeepEP among them (sgl-deep-ep). Transformer Engine's PyTorch half comes as source: requirements/te_wheel has g++ compile
+# it. cuDNN and NCCL come from torch's own wheels. The second stage has the environment that the first one built and, of
+# CUDA, what kernels that are compiled while a run goes on need (DeepGEMM, FlashInfer: nvcc and the headers of its
+# runtime). docs/status.md says what of this image was tried.
 FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04 AS build
 
 ARG WITH_APEX=0
@@ -31,9 +31,9 @@ RUN apt-get update && apt-get install --yes --no-install-recommends \
     python3 -m venv $VIRTUAL_ENV
 
 WORKDIR /opt/mcore_rl
-COPY requirements/gpu.txt requirements/gpu.txt
-RUN pip install "torch==2.14.1" "setuptools==84.2.1" packaging ninja wheel "pybind11[global]" && \
-    NVTE_FRAMEWORK=pytorch MAX_JOBS=$MAX_JOBS pip install --no-deps --no-build-isolation -r requirements/gpu.txt
+COPY requirements/gpu.txt requirements/te_wheel requirements/
+RUN MAX_JOBS=$MAX_JOBS requirements/te_wheel python /tmp/wheels && \
+    pip install --no-deps --no-build-isolation --find-links /tmp/wheels -r requirements/gpu.txt
 
 # Megatron takes apex's multi-tensor kernels where they are there. apex refuses an nvcc of another CUDA than torch's.
 RUN if [ "$WITH_APEX" = 1 ]; then \

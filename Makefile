@@ -8,6 +8,7 @@ DOCS_VENV := .venv-docs
 AGENTS_VENV := .venv-agents
 MUTANTS_VENV := .venv-mutants
 NEWEST_VENV := .venv-newest
+TE_VENV := .venv-te
 NEWEST := megatron-core ray transformers
 # What meets upstream's names and files first: patches and stand-ins, options, layouts, loaders, training.
 NEWEST_TESTS ?= tests/house/test_patches.py tests/device tests/scenarios/device tests/config tests/weights tests/train tests/rollout tests/data
@@ -36,7 +37,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint check changed-tests test test-all quickstart gpu-check warm-start gpu-lock docs agents-venv bench clean layers patches options-doc published-steps versions mutants-venv mutants newest
+.PHONY: help venv lint check changed-tests test test-all quickstart gpu-check warm-start gpu-lock te-wheel docs agents-venv bench clean layers patches options-doc published-steps versions mutants-venv mutants newest
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -121,6 +122,11 @@ gpu-lock: venv ## requirements/gpu.txt: every version that a GPU node installs; 
 	@(sed -n '/^#/p' requirements/gpu.txt; sed '/^#/d' requirements/gpu.txt.new) > requirements/gpu.txt.made
 	@mv requirements/gpu.txt.made requirements/gpu.txt && rm requirements/gpu.txt.new
 
+# GPU nodes and the image have Python 3.12. The environment takes 6 GiB, and each compiler 1.5 GiB of memory.
+te-wheel: ## dist/: Transformer Engine's PyTorch half, which has no wheel elsewhere, for torch of requirements/gpu.txt; MAX_JOBS=2
+	@$(or $(PYTHON),python3.12) -m venv $(TE_VENV)
+	MAX_JOBS=$(or $(MAX_JOBS),2) requirements/te_wheel $(TE_VENV)/bin/python dist
+
 # The locked environment with the newest of the packages that are pinned exactly. SGLang comes without its requirements,
 # which name CUDA wheels; of the others, only what they need is upgraded.
 newest: ## the newest sglang, megatron-core, ray and transformers in .venv-newest, and the tests that fail with them
@@ -163,5 +169,5 @@ bench: venv ## tokens per second of a GRPO step, beside TRL's
 	$(BIN)/python benchmarks/grpo_step.py
 
 clean: ## remove what make and the runs made, .venv included
-	rm -rf $(VENV) $(DOCS_VENV) $(AGENTS_VENV) $(MUTANTS_VENV) .mutants $(NEWEST_VENV) site benchmarks/.trl runs data .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(DOCS_VENV) $(AGENTS_VENV) $(MUTANTS_VENV) .mutants $(NEWEST_VENV) $(TE_VENV) site benchmarks/.trl runs data .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -85,9 +86,33 @@ def test_a_lost_folder_is_noticed() -> None:
     assert is_ignored("launch/cli.py", without)
 
 
-def test_versions_of_the_image_are_the_locked_ones() -> None:
-    locked = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", read("requirements/gpu.txt"), re.MULTILINE))
+LOCKED = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", read("requirements/gpu.txt"), re.MULTILINE))
+RECORDER = """#!/bin/sh
+echo "$NVTE_PYTORCH_FORCE_BUILD $CPATH $@" >> "$(dirname "$0")/calls"
+case $1 in -c) echo /site/nvidia ;; esac
+"""
+
+
+def test_the_image_names_no_version_but_the_locked_ones() -> None:
     named = re.findall(r'"?([a-z][\w-]*)(?:\[[\w,]+\])?==([\w.]+)"?', read("Dockerfile"))
-    assert named
-    wrong = {name: version for name, version in named if locked.get(name) != version}
+    wrong = {name: version for name, version in named if LOCKED.get(name) != version}
     assert not wrong, f"Dockerfile and requirements/gpu.txt differ: {wrong}"
+    assert "requirements/te_wheel" in list_copied(read("Dockerfile"))
+
+
+def test_transformer_engine_is_built_for_the_locked_torch(tmp_path: Path) -> None:
+    """The script's Python only writes down what it is asked, as the build takes minutes."""
+    python = tmp_path / "python"
+    python.write_text(RECORDER)
+    python.chmod(0o755)
+    subprocess.run([ROOT / "requirements/te_wheel", python, "out"], check=True, timeout=60)
+    *installs, _, build = (tmp_path / "calls").read_text().splitlines()
+    assert f"torch=={LOCKED['torch']}" in installs[0]
+    cuda = LOCKED["nvidia-cuda-runtime"].rpartition(".")[0]
+    assert f"nvidia-cuda-crt=={cuda}.*" in installs[1]
+    assert build.startswith(f"TRUE /site/nvidia/cu{cuda.partition('.')[0]}/include/cccl -m pip")
+    assert build.endswith(f"out transformer-engine-torch=={LOCKED['transformer-engine-torch']}")
+    named = re.findall(r"([a-z][\w-]*)==([\w.]+)(?= |$)", " ".join([*installs, build]))
+    assert named
+    wrong = {name: version for name, version in named if LOCKED.get(name) != version}
+    assert not wrong, f"other versions than those of requirements/gpu.txt: {wrong}"
