@@ -6,7 +6,7 @@ No CUDA context is made: a machine whose driver does not fit torch can still be 
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,37 @@ def nccl_version() -> str:
         return ""
     cuda: Any = torch.cuda  # the stubs lack its submodules
     return ".".join(map(str, cuda.nccl.version()))
+
+
+def find_loaded_nccl() -> list[str]:
+    """Return the files of NCCL in this process; torch of a CUDA build loads one when imported."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split()[-1] for line in lines if "/libnccl.so" in line})
+
+
+def find_two_nccls(
+    names: Mapping[str, str], loaded: Sequence[str], major: str
+) -> tuple[str, str] | None:
+    """Return what is wrong and its remedy if torch loads one NCCL and DeepEP wants another.
+
+    names    normalized package name -> version
+    loaded   files of NCCL that torch loaded
+    major    major version of the CUDA that torch was built for ("13")
+    """
+    packages = {name: names[name] for name in sorted(names) if name.startswith("nvidia-nccl-cu")}
+    named = [f"{name} {version}" for name, version in packages.items()]
+    if len(packages) > 1:
+        wanted = f"nvidia-nccl-cu{major}"
+        others = " ".join(name for name in packages if name != wanted)
+        pin = f"{wanted}=={packages[wanted]}" if wanted in packages else wanted
+        text = f"two NCCLs, {' x '.join(named)}: the one installed last replaced the other's files"
+        remedy = f"pip uninstall --yes {others} && pip install --force-reinstall --no-deps {pin}"
+        return text, remedy
+    outside = [file for file in loaded if "/nvidia/nccl/" not in file]
+    if packages and outside:
+        text = f"two NCCLs: torch loads {outside[0]}, not that of {named[0]}, and DeepEP refuses it"
+        return text, "take its folder out of LD_LIBRARY_PATH, and the file out of LD_PRELOAD"
+    return None
 
 
 def core_package_cuda(names: Mapping[str, str]) -> str:

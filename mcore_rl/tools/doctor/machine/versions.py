@@ -123,7 +123,9 @@ def check_torch_build(needs: MachineNeeds) -> list[Finding]:
         str(canonicalize_name(found.name)): found.version for found in metadata.distributions()
     }
     engine = inventory.core_package_cuda(names)
-    return [judge_builds(built, newest, engine, inventory.nccl_version(), remedy)]
+    two = inventory.find_two_nccls(names, inventory.find_loaded_nccl(), built.partition(".")[0])
+    findings = [judge_builds(built, newest, engine, inventory.nccl_version(), remedy)]
+    return [*findings, fail("torch build", *two)] if two else findings
 
 
 def judge_builds(built: str, newest: str, engine: str, nccl: str, remedy: str) -> Finding:

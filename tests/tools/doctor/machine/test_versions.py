@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.device.inventory import find_two_nccls
 from mcore_rl.tools.doctor.machine import versions
 from mcore_rl.tools.doctor.machine.needs import MachineNeeds
 from mcore_rl.tools.doctor.machine.versions import (
@@ -120,3 +121,41 @@ def test_torch_driver_and_transformer_engine_are_for_the_same_cuda(
     finding = judge_builds("13.0", newest, engine, "2.28.9", "pip install it")
     assert finding.outcome == outcome
     assert text in finding.text
+
+
+INSIDE = "/opt/venv/lib/python3.12/site-packages/nvidia/nccl/lib/libnccl.so.2"
+OUTSIDE = "/usr/lib/x86_64-linux-gnu/libnccl.so.2.28.3"
+
+
+@pytest.mark.parametrize(
+    ("packages", "loaded", "text", "remedy"),
+    [
+        (
+            {"nvidia-nccl-cu12": "2.27.5", "nvidia-nccl-cu13": "2.30.7"},
+            [INSIDE],
+            "two NCCLs, nvidia-nccl-cu12 2.27.5 x nvidia-nccl-cu13 2.30.7",
+            "pip uninstall --yes nvidia-nccl-cu12 && pip install --force-reinstall --no-deps"
+            " nvidia-nccl-cu13==2.30.7",
+        ),
+        (
+            {"nvidia-nccl-cu13": "2.30.7"},
+            [OUTSIDE],
+            f"two NCCLs: torch loads {OUTSIDE}, not that of nvidia-nccl-cu13 2.30.7",
+            "LD_LIBRARY_PATH",
+        ),
+    ],
+)
+def test_two_nccls_are_told_with_what_leaves_one(
+    packages: dict[str, str], loaded: list[str], text: str, remedy: str
+) -> None:
+    told = find_two_nccls(packages | {"torch": "2.14.1"}, loaded, major="13")
+    assert told is not None
+    assert told[0].startswith(text)
+    assert remedy in told[1]
+
+
+@pytest.mark.parametrize(
+    ("packages", "loaded"), [({"nvidia-nccl-cu13": "2.30.7"}, [INSIDE]), ({}, [OUTSIDE])]
+)
+def test_one_nccl_is_no_finding(packages: dict[str, str], loaded: list[str]) -> None:
+    assert find_two_nccls(packages, loaded, major="13") is None
