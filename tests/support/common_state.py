@@ -155,7 +155,7 @@ def put_code_in_old_form(folder: Path, rng: random.Random) -> Damage:
 
 
 def put_other_value(folder: Path, rng: random.Random) -> Damage:
-    """What is no state of a run, or lacks a part of one."""
+    """Put a value there that is no state of a run, or lacks a part of one."""
     import torch
 
     state = {"step": 3, "extra": {}, "layout": {"tp": 1}}
