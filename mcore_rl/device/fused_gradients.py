@@ -34,7 +34,9 @@ def give_megatron_fused_gradients() -> None:
 
 def add_product(inputs_TK: Tensor, grad_TN: Tensor, sum_NK: Tensor) -> None:
     """Add the gradient of a weight [N, K] to `sum_NK`, in the precision of the sum."""
-    from transformer_engine.pytorch.cpp_extensions import general_gemm
+    from transformer_engine.pytorch.cpp_extensions import (  # type: ignore[import-not-found]
+        general_gemm,
+    )
 
     general_gemm(
         inputs_TK,

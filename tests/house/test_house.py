@@ -214,7 +214,7 @@ def test_pins_in_pyproject_agree_with_the_requirements_files() -> None:
 
 
 def test_ranges_begin_at_a_version_that_is_tested_and_end() -> None:
-    """Exact are packages whose names are replaced or extended, and those that SGLang asks for so."""
+    """Exact are packages whose names are replaced or extended, or that SGLang asks for exactly."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     locked = {name: _pins(_lines(f"requirements/{name}.txt")) for name in ("cpu", "dev", "gpu")}
