@@ -177,6 +177,9 @@ READ_BY_CHECKS = frozenset(
     {
         *("train.recompute", "rollout.attention_dp", "rollout.tp", "rollout.ep"),
         "train.megatron.moe_token_dispatcher_type",
+        *("train.optimizer.name", "critic.optimizer.name"),
+        "train.optimizer.megatron.use_precision_aware_optimizer",
+        "critic.optimizer.megatron.use_precision_aware_optimizer",
     }
 )
 """Options of a recipe on which it depends whether an option of those groups has any effect."""

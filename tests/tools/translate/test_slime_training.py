@@ -85,3 +85,9 @@ def test_corrections_critics_and_distillation() -> None:
 def test_experts_are_replayed() -> None:
     assert of(use_routing_replay=True)["train.router_replay"] == "old_pass"
     assert of(use_rollout_routing_replay=True)["train.router_replay"] == "engine"
+
+
+def test_muon_has_its_options() -> None:
+    found = of(optimizer="muon", muon_momentum=0.9)
+    assert found["train.optimizer.name"] == "muon"
+    assert found["train.optimizer.megatron.muon_momentum"] == 0.9
