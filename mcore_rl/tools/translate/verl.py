@@ -1,4 +1,4 @@
-"""Converts options of verl 0.7 (ppo_trainer.yaml, ppo_megatron_trainer.yaml) into a recipe.
+"""Converts options of verl 0.9 (ppo_trainer.yaml, ppo_megatron_trainer.yaml) into a recipe.
 
 Data, rewards and the run itself are converted here. The last table lists options that a recipe does
 without, and why.
@@ -24,6 +24,7 @@ from mcore_rl.tools.translate.verl_algorithm import (
     translate_advantage,
     translate_correction,
     translate_critic,
+    translate_distillation,
     translate_kl,
     translate_loss,
 )
@@ -33,6 +34,7 @@ from mcore_rl.tools.translate.verl_training import (
     take_shared,
     translate_engines,
     translate_layout,
+    translate_mode,
     translate_model,
     translate_optimizer,
     translate_sampling,
@@ -40,6 +42,7 @@ from mcore_rl.tools.translate.verl_training import (
     translate_turns,
 )
 
+PRECISION_AWARE = "read with use_precision_aware_optimizer only"
 UNNEEDED: Mapping[str, str] = {
     "actor_rollout_ref.actor._target_": "classes are not chosen by name",
     "actor_rollout_ref.actor.checkpoint": "a checkpoint has everything that a run continues from",
@@ -58,6 +61,15 @@ UNNEEDED: Mapping[str, str] = {
     "actor_rollout_ref.actor.qat": "Megatron trains",
     "actor_rollout_ref.actor.megatron": "it is how Megatron ranks always run here",
     "actor_rollout_ref.actor.optim": "it is how Megatron's optimizer always runs here",
+    "actor_rollout_ref.actor.optim.muon_": "read with optimizer=muon only",
+    "actor_rollout_ref.actor.optim.main_grads_dtype": PRECISION_AWARE,
+    "actor_rollout_ref.actor.optim.exp_avg_": PRECISION_AWARE,
+    "actor_rollout_ref.actor.megatron.max_seqlen_per_dp_cp_rank": (
+        "read with dynamic_context_parallel only"
+    ),
+    "actor_rollout_ref.actor.megatron.qat": "read with qat.enable only",
+    "actor_rollout_ref.actor.megatron.router_replay": "experts to replay come with the samples",
+    "actor_rollout_ref.actor.pad_to_length": "sequences are always packed",
     "actor_rollout_ref.actor.router_replay": "experts to replay come with the samples",
     "actor_rollout_ref.actor.load_weight": "weights are always loaded",
     "actor_rollout_ref.actor.tau_": "read by sapo only",
@@ -102,6 +114,8 @@ UNNEEDED: Mapping[str, str] = {
     "actor_rollout_ref.rollout._target_": "classes are not chosen by name",
     "actor_rollout_ref.rollout.cudagraph_capture_sizes": "rollout.sglang.cuda_graph_bs",
     "actor_rollout_ref.rollout.ignore_eos": "a response ends with its stop token",
+    "actor_rollout_ref.rollout.seed": "run.seed seeds all",
+    "actor_rollout_ref.rollout.disaggregation": "an engine prefills and decodes in one server",
     "actor_rollout_ref.rollout.multi_turn": "read with multi_turn.enable only",
     "actor_rollout_ref.rollout.quantization_config_file": "rollout.quantization",
     "actor_rollout_ref.rollout.qat": "rollout.quantization",
@@ -120,6 +134,8 @@ UNNEEDED: Mapping[str, str] = {
     "actor_rollout_ref.nccl_timeout": "run.call_timeout_s",
     "critic": "without adv_estimator=gae there is none; else it is as the policy's",
     "data.tool_config_path": "read with multi_turn.enable only",
+    "data.function_tool_path": "read with multi_turn.enable only",
+    "data.gen_batch_size": "read with filter_groups.enable only",
     "data.validation_shuffle": "held-out prompts keep their order",
     "data.custom_cls.name": "read with custom_cls.path only",
     "data.sampler.class_name": "read with sampler.class_path only",
@@ -150,6 +166,14 @@ UNNEEDED: Mapping[str, str] = {
     "trainer.critic_warmup": "read with adv_estimator=gae only",
     "trainer.ray_wait_register_center_timeout": "run.startup_timeout_s",
     "trainer.use_legacy_worker_impl": "there is one implementation",
+    "trainer.use_v1": "there is one implementation",
+    "trainer.v1.sync": "it has no options",
+    "trainer.v1.colocate_async": "read with trainer_mode=colocate_async only",
+    "trainer.v1.separate_async": "rollout.max_in_flight bounds what is sampled ahead",
+    "trainer.v1.separate_async.parameter_sync_step": "weights are synced after each step",
+    "trainer.v1.separate_async.hybrid_rollout": "read with enable_switch only",
+    "trainer.v1.sampler": "read with an asynchronous trainer only",
+    "trainer.v1.sampler.sync_refill_failed_groups": "failed requests are sent again",
     "trainer.max_critic_ckpt_to_keep": "a checkpoint has both parts",
     "trainer.esi_redundant_time": "a job that is told to end saves first (docs/launch.md)",
     "reward.num_workers": "the reward is computed where samples are: reward.workers",
@@ -163,7 +187,9 @@ UNNEEDED: Mapping[str, str] = {
     "algorithm.pf_ppo": "read with use_pf_ppo only",
     "algorithm.lam": "read with adv_estimator=gae only",
     "algorithm._target_": "classes are not chosen by name",
+    "distillation": "read with distillation.enabled; the teacher's engines are set by teacher.*",
     "global_profiler": "profile.*",
+    "skip": "read with enable only",
     "ray_kwargs": "cluster.*",
     "transfer_queue": "samples stay where they were drawn",
 }
@@ -206,6 +232,26 @@ WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
     "data.tokenizer": (None, "the tokenizer is that of model.path"),
     "trainer.val_only": (False, "`mcore-rl eval` evaluates model.path"),
     "trainer.default_hdfs_dir": (None, "checkpoints go to run.dir, which may be a mount"),
+    "data.audio_key": ("audios", "prompts have images and frames of videos, and no audio"),
+    "data.mm_processor_kwargs": ({}, "change the processor's options in model.path"),
+    **{
+        f"skip.{name}.enable": (False, "each step samples: no rollout is read from a folder")
+        for name in ("rollout", "rollout_tq", "async_rollout")
+    },
+    "trainer.checkpoint_callback_class": (None, "nothing of one's own is called after a save"),
+    "trainer.v1.sampler.custom_sampler.path": (None, "data.curriculum orders prompts"),
+    "actor_rollout_ref.rollout.router_config_path": (
+        None,
+        "rollout.migration_gap and rollout.min_free_kv bound what an engine is given",
+    ),
+    "actor_rollout_ref.rollout.moe_load_balance_metrics_interval": (
+        0,
+        "the load of experts is measured in the trainer alone (docs/metrics.md)",
+    ),
+    "actor_rollout_ref.rollout.disaggregation.enabled": (
+        False,
+        "an engine prefills and decodes in one server",
+    ),
     "data.sampler.class_path": (None, "data.curriculum orders prompts (docs/data.md)"),
     "data.datagen.path": (None, "write its rows to a file (docs/data.md)"),
 }
@@ -349,9 +395,11 @@ def _translate(options: ForeignOptions) -> Found:
     yield from translate_data(options)
     yield from translate_engines(options)
     yield from translate_sampling(options)
+    yield from translate_mode(options)
     yield from translate_turns(options)
     yield from translate_advantage(options)
     yield from translate_loss(options)
+    yield from translate_distillation(options)
     yield from translate_kl(options)
     yield from translate_correction(options)
     yield from translate_critic(options)

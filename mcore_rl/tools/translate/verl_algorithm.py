@@ -1,4 +1,4 @@
-"""Converts advantages, losses, KL and the critic of verl 0.7 into options of a recipe."""
+"""Converts advantages, losses, KL and the critic of verl 0.9 into options of a recipe."""
 
 import math
 
@@ -153,6 +153,30 @@ def _aggregation(options: ForeignOptions) -> Found:
         scale = options.take(source, longest)
         if scale != longest:
             yield Decision(source, scale, f"{advice} over {scale} from verl's")
+
+
+def translate_distillation(options: ForeignOptions) -> Found:
+    """Yield that a teacher's log-probs are the signal; nothing without a teacher."""
+    if not options.take("distillation.enabled", False):
+        return
+    group = "distillation.distillation_loss"
+    if options.take(f"{group}.use_task_rewards", True):
+        coef = options.take(f"{group}.distillation_loss_coef", 1.0)
+        sources = (f"{group}.use_task_rewards", f"{group}.distillation_loss_coef")
+        yield RecipeLine("algorithm.reward_coef", 1 / coef if coef else 1.0, sources)
+    models = [name for name in options.given if name.startswith("distillation.teacher_models.")]
+    paths = [options.take(name, None) for name in models if name.endswith(".model_path")]
+    advice = "set algorithm.advantage=distillation, algorithm.loss=policy_gradient and"
+    advice += " teacher.path, of one teacher (docs/algorithms.md)"
+    yield Decision(
+        "distillation.enabled", [path for path in paths if path is not None] or True, advice
+    )
+    kind = options.take(f"{group}.loss_mode", "k3")
+    if kind != "k1" or not options.take(f"{group}.use_policy_gradient", False):
+        advice = (
+            "the teacher's signal is an advantage: its log-prob of each token less the policy's"
+        )
+        yield Decision(f"{group}.loss_mode", kind, advice)
 
 
 def translate_kl(options: ForeignOptions) -> Found:

@@ -1,4 +1,4 @@
-"""Converts model, layout, optimizer, engines, sampling and turns of verl 0.7 into options."""
+"""Converts model, layout, optimizer, engines, sampling and turns of verl 0.9 into options."""
 
 import math
 import os
@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.config.training import RECOMPUTABLE
-from mcore_rl.tools.translate.translation import Decision, ForeignOptions, Found, RecipeLine
+from mcore_rl.tools.translate.translation import (
+    Decision,
+    ForeignOptions,
+    Found,
+    RecipeLine,
+    translate_muon,
+)
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
@@ -23,6 +29,12 @@ SHARED = {
 """Options that several rules read, and verl's defaults of them."""
 SCHEDULES = ("constant", "linear", "cosine")
 OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
+MUON = (
+    *("momentum", "nesterov", "split_qkv", "scale_mode", "coefficient_type", "num_ns_steps"),
+    *("tp_mode", "fp32_matmul_prec", "extra_scale_factor", "scalar_optimizer"),
+)
+"""Options of Muon, without the "muon_" with which their names begin."""
+ASYNCHRONOUS = "trainer.v1.trainer_mode"
 OWN_TRANSFORMER = ("recompute_", "attention_backend")
 """Fields of the transformer's configuration that are not handed on as they are."""
 
@@ -35,6 +47,7 @@ def take_shared(options: ForeignOptions, name: str) -> Any:
 def is_megatron(options: ForeignOptions) -> bool:
     """Return whether Megatron trains, and not FSDP."""
     own = "megatron" in options.config_name
+    own |= options.take("model_engine", "dp") == "megatron"
     own |= any(name.startswith(f"{ACTOR}.megatron.") for name in options.given)
     return options.take(f"{ACTOR}.strategy", "megatron" if own else "fsdp") == "megatron"
 
@@ -55,9 +68,10 @@ def translate_model(options: ForeignOptions) -> Found:
     tower = f"{ACTOR}.freeze_vision_tower"
     if options.take(tower, False):
         yield RecipeLine("train.vision", "none", (tower,))
-    for name, value in options.below(f"{MODEL}.override_config.model_config.").items():
+    override = f"{MODEL}.override_config."
+    for name, value in options.below(override, but=("attn_implementation", "moe_config.")).items():
         advice = "the model is what its config.json says: change it in a copy of model.path"
-        yield Decision(f"{MODEL}.override_config.model_config.{name}", value, advice)
+        yield Decision(f"{override}{name}", value, advice)
     for name in ("lora_rank", "lora.rank"):
         rank = options.take(f"{MODEL}.{name}", 0)
         if rank:
@@ -83,9 +97,10 @@ def translate_layout(options: ForeignOptions) -> Found:
         yield from layout_of(options, f"{ACTOR}.megatron", "parallel")
     else:
         yield from layout_of_fsdp(options, "parallel")
+        engine = options.take("model_engine", "dp")
         yield Decision(
-            f"{ACTOR}.strategy",
-            "fsdp",
+            f"{ACTOR}.strategy" if engine == "dp" else "model_engine",
+            "fsdp" if engine == "dp" else engine,
             "Megatron trains here: choose parallel.tp, pp and ep by `mcore-rl plan`, and"
             " train.optimizer.megatron for the precision of its moments",
         )
@@ -156,6 +171,15 @@ def _megatron_overrides(options: ForeignOptions, group: str, ours: str) -> Found
     passed = options.below(f"{config}.", but=OWN_TRANSFORMER)
     for name, value in passed.items():
         yield RecipeLine(f"{ours}.megatron.{name}", value, (f"{config}.{name}",))
+    for name, advice in {
+        "use_megatron_fsdp": "weights are sharded by parallel.* alone, as weight sync reads them",
+        "dynamic_context_parallel": "each sequence is divided among parallel.cp ranks",
+    }.items():
+        if options.take(f"{group}.{name}", False):
+            yield Decision(f"{group}.{name}", True, advice)
+    if options.take(f"{group}.qat.enable", False):
+        advice = "weights are rounded by train.megatron.fp8 and fp4 alone, whose engines have"
+        yield Decision(f"{group}.qat.enable", True, f"{advice} rollout.quantization")
     for name, value in options.below(f"{group}.override_ddp_config.").items():
         yield RecipeLine(f"{ours}.ddp.{name}", value, (f"{group}.override_ddp_config.{name}",))
 
@@ -171,10 +195,35 @@ def translate_optimizer(options: ForeignOptions, theirs: str, ours: str, lr: flo
     names = (f"{theirs}.clip_grad", f"{theirs}.grad_clip", f"{theirs[: -len('.optim')]}.grad_clip")
     clips = [name for name in names if options.take(name, None) is not None]
     yield RecipeLine(f"{ours}.clip_grad", options.given[clips[0]] if clips else 1.0, tuple(clips))
+    if is_megatron(options):
+        yield from _choose_optimizer(options, theirs, ours, betas[0])
     yield from _schedule(options, theirs, ours)
     override = f"{theirs}.override_optimizer_config."
     for name, value in options.below(override).items():
         yield RecipeLine(f"{ours}.megatron.{name}", value, (f"{override}{name}",))
+
+
+def _choose_optimizer(options: ForeignOptions, theirs: str, ours: str, beta1: float) -> Found:
+    """Yield Muon or the precision-aware Adam, each with its own options, where it is chosen."""
+    fields = {field: f"{theirs}.muon_{field}" for field in MUON}
+    yield from translate_muon(options, f"{theirs}.optimizer", ours, fields)
+    matches = f"{theirs}.muon_match_adamw_update_rms"
+    if options.take(matches, False):
+        factor = math.sqrt((1 - beta1) / (1 + beta1))
+        advice = f"set {ours}.megatron.muon_extra_scale_factor to {factor:.4f}"
+        yield Decision(matches, True, advice)
+    layer_wise = f"{theirs}.use_layer_wise_distributed_optimizer"
+    if options.take(layer_wise, False):
+        key = f"{ours}.megatron.use_layer_wise_distributed_optimizer"
+        yield RecipeLine(key, True, (layer_wise,))
+    switch = f"{theirs}.use_precision_aware_optimizer"
+    if not options.take(switch, False):
+        return
+    yield RecipeLine(f"{ours}.megatron.use_precision_aware_optimizer", True, (switch,))
+    for name in ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        kind = options.take(f"{theirs}.{name}", "fp32")
+        dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(kind, kind)
+        yield RecipeLine(f"{ours}.megatron.{name}", dtype, (f"{theirs}.{name}",))
 
 
 def _schedule(options: ForeignOptions, theirs: str, ours: str) -> Found:
@@ -216,8 +265,9 @@ def translate_step(options: ForeignOptions) -> Found:
 
 
 def _router_replay(options: ForeignOptions) -> Found:
-    name = f"{ACTOR}.router_replay.mode"
-    mode = options.take(name, "disabled")
+    group = "megatron.router_replay" if is_megatron(options) else "router_replay"
+    name = f"{ACTOR}.{group}.mode"
+    mode = options.take(name, options.take(f"{ACTOR}.router_replay.mode", "disabled"))
     reported = f"{ROLLOUT}.enable_rollout_routing_replay"
     if options.take(reported, False) or mode == "R3":
         yield RecipeLine("train.router_replay", "engine", (name, reported))
@@ -290,7 +340,7 @@ def translate_engines(options: ForeignOptions) -> Found:
         share,
         "set rollout.kv_cache_len, in tokens per engine, by what `mcore-rl plan` says is free",
     )
-    requests = options.take(f"{ROLLOUT}.max_num_seqs", 1024)
+    requests = options.take(f"{ROLLOUT}.max_num_seqs", 256)
     yield RecipeLine("rollout.max_concurrency", requests, (f"{ROLLOUT}.max_num_seqs",))
     kind = options.take(f"{ROLLOUT}.quantization", None)
     if kind == "fp8":
@@ -311,8 +361,9 @@ def _placement(options: ForeignOptions, ranks: int) -> Found:
         per_node = options.take(f"{ROLLOUT}.n_gpus_per_node", gpus)
         sources = (f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node")
         yield RecipeLine("rollout.engines", max(apart * per_node // ranks, 1), sources)
-        advice = "rollout.mode is sync, one_step_off or async here (docs/async.md)"
-        yield Decision(f"{ROLLOUT}.nnodes", apart, advice)
+        if options.take(ASYNCHRONOUS, "sync") != "separate_async":
+            advice = "rollout.mode is sync, one_step_off or async here (docs/async.md)"
+            yield Decision(f"{ROLLOUT}.nnodes", apart, advice)
         yield from _several_nodes(nodes + apart)
         return
     sources = ("trainer.nnodes", "trainer.n_gpus_per_node", f"{ROLLOUT}.tensor_model_parallel_size")
@@ -344,10 +395,37 @@ def translate_sampling(options: ForeignOptions) -> Found:
         if value != default:
             yield RecipeLine(f"rollout.{name}", value, (f"{ROLLOUT}.{name}",))
     yield from _evaluation(options)
+    if options.take(f"{ROLLOUT}.full_determinism", False):
+        yield RecipeLine("rollout.deterministic", True, (f"{ROLLOUT}.full_determinism",))
     over = options.take(f"{ROLLOUT}.over_sample_rate", 0)
     if over:
         advice = "rollout.mode=async goes on without waiting for the last responses"
         yield Decision(f"{ROLLOUT}.over_sample_rate", over, advice)
+
+
+def translate_mode(options: ForeignOptions) -> Found:
+    """Yield whether engines wait for the trainer, and how old samples may be."""
+    mode = options.take(ASYNCHRONOUS, "sync")
+    if mode == "sync":
+        return
+    if mode != "separate_async" or not options.take(f"{ROLLOUT}.nnodes", 0):
+        advice = "engines on the trainer's GPUs take turns with it: rollout.mode is sync"
+        yield Decision(ASYNCHRONOUS, mode, advice)
+        return
+    yield RecipeLine("rollout.mode", "async", (ASYNCHRONOUS,))
+    yield RecipeLine("rollout.partial", "continue", (ASYNCHRONOUS,))
+    oldest = "trainer.v1.sampler.max_off_policy_threshold"
+    strategy = "trainer.v1.sampler.max_off_policy_strategy"
+    if oldest in options.given and options.given[oldest] is None:
+        yield RecipeLine("rollout.stale", "correct", (oldest,))
+    else:
+        # verl counts the versions that a sample spans, the newest included.
+        versions = options.take(oldest, 8)
+        yield RecipeLine("rollout.max_staleness", max(versions - 1, 1), (oldest,))
+        yield RecipeLine("rollout.stale", options.take(strategy, "drop"), (strategy,))
+    lends = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
+    if options.take(lends, False):
+        yield Decision(lends, True, "GPUs of the trainer are lent to no engines")
 
 
 def _evaluation(options: ForeignOptions) -> Found:
@@ -384,7 +462,12 @@ def translate_turns(options: ForeignOptions) -> Found:
             yield RecipeLine("agents.environment", kind, (name, f"{TURNS}.enable"))
             yield RecipeLine("agents.options.config", path, (name,))
             break
-    if tools is None and interaction is None:
+    names = (f"{TURNS}.function_tool_path", "data.function_tool_path")
+    functions = [name for name in names if options.take(name, None) is not None]
+    if functions:
+        advice = "make the functions methods of an environment (docs/agents.md)"
+        yield Decision(functions[0], options.given[functions[0]], advice)
+    elif tools is None and interaction is None:
         advice = "neither tools nor an interaction are given: set agents.environment"
         yield Decision(f"{TURNS}.enable", True, advice)
     if tools is not None and interaction is not None:

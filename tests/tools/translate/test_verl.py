@@ -1,6 +1,8 @@
 """A recipe is made of verl's configuration, and no option is lost on the way."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,14 +14,17 @@ from mcore_rl.tools.translate.translation import ForeignOptions
 from mcore_rl.tools.translate.verl import translate_verl
 from tests.agents.environments.foreign import needs_verl
 from tests.tools.translate.accounts import changed, decided, told, values
-from tests.tools.translate.verl_options import KINDS, defaults_of, translate
+from tests.tools.translate.verl_options import (
+    KINDS,
+    defaults_of,
+    former_defaults_of,
+    translate,
+)
 
 
-@needs_verl()
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_change_of_any_option_of_verl_is_accounted_for(kind: str) -> None:
+def check_all_accounted_for(defaults: Mapping[str, Any]) -> None:
     lost, unknown = [], []
-    for name, default in defaults_of(kind).items():
+    for name, default in defaults.items():
         translation = translate_verl(ForeignOptions({name: changed(default)}, is_whole=False))
         if name not in told(translation) and changed(default) is not False:
             lost.append(name)
@@ -27,7 +32,19 @@ def test_a_change_of_any_option_of_verl_is_accounted_for(kind: str) -> None:
     assert not lost and not unknown
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change_of_any_option_of_verl_is_accounted_for(kind: str) -> None:
+    check_all_accounted_for(defaults_of(kind))
+
+
 @needs_verl()
+@pytest.mark.parametrize("kind", KINDS)
+def test_options_that_verl_no_longer_has_are_accounted_for(kind: str) -> None:
+    former = former_defaults_of(kind)
+    assert former.keys() - defaults_of(kind).keys()
+    check_all_accounted_for(former)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_verls_defaults_are_those_of_an_option_that_is_left_out(kind: str) -> None:
     whole = defaults_of(kind)
@@ -40,7 +57,6 @@ def test_verls_defaults_are_those_of_an_option_that_is_left_out(kind: str) -> No
     assert of_nothing == of_file
 
 
-@needs_verl()
 @given(data=st.data())
 @settings(max_examples=30)
 def test_any_changes_together_make_a_recipe_and_lose_nothing(data: st.DataObject) -> None:
@@ -52,7 +68,6 @@ def test_any_changes_together_make_a_recipe_and_lose_nothing(data: st.DataObject
     assert {name for name, value in given_options.items() if value} <= told(translation)
 
 
-@needs_verl()
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_recipe_is_one_that_can_be_loaded(tmp_path: Path, kind: str) -> None:
     options = ForeignOptions(defaults_of(kind), is_whole=True)

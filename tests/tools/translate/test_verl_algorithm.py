@@ -147,3 +147,15 @@ def test_the_critic_belongs_to_gae() -> None:
     without = translate(**given, algorithm__adv_estimator="grpo")
     assert not any(key.startswith("critic.") for key in values(without))
     assert {name.replace("__", ".") for name in given} <= {u.source for u in without.unneeded}
+
+
+def test_a_teacher_is_named_by_the_user() -> None:
+    teacher = "distillation__teacher_models__teacher_model__model_path"
+    given: dict[str, Any] = {"distillation__enabled": True, teacher: "org/teacher"}
+    coef = {"distillation__distillation_loss__distillation_loss_coef": 4.0}
+    translation = translate(**given, **coef)
+    assert values(translation)["algorithm.reward_coef"] == 0.25
+    [named] = [d.value for d in translation.decisions if d.source == "distillation.enabled"]
+    assert named == ["org/teacher"]
+    assert "distillation.distillation_loss.loss_mode" in decided(translation)
+    assert "algorithm.reward_coef" not in of(**{teacher: "org/teacher"})

@@ -61,3 +61,30 @@ def test_tools_and_interactions_are_environments() -> None:
     assert f"{TURNS}.tool_config_path" in decided(both)
     assert "agents.environment" not in of(**tools)
     assert f"{TURNS}.enable" in decided(translate(**enabled))
+
+
+def test_functions_as_tools_are_left_to_the_user() -> None:
+    name = f"{T}__function_tool_path"
+    given = {name: "f.py", f"{T}__enable": True}
+    assert f"{TURNS}.function_tool_path" in decided(translate(**given))
+
+
+def test_the_asynchronous_trainer_has_engines_of_its_own() -> None:
+    mode: dict[str, Any] = {"trainer__v1__trainer_mode": "separate_async"}
+    apart: dict[str, Any] = {**mode, f"{R}__nnodes": 1}
+    translation = translate(**apart)
+    found = values(translation)
+    assert found["rollout.mode"] == "async" and found["rollout.stale"] == "drop"
+    assert found["rollout.max_staleness"] == 7  # eight versions, the newest included
+    assert f"{ROLLOUT}.nnodes" not in decided(translation)
+    sampler = "trainer__v1__sampler__max_off_policy_"
+    waits = of(**apart, **{f"{sampler}threshold": 3, f"{sampler}strategy": "wait"})
+    assert (waits["rollout.max_staleness"], waits["rollout.stale"]) == (2, "wait")
+    assert of(**apart, **{f"{sampler}threshold": None})["rollout.stale"] == "correct"
+    for given in (mode, {"trainer__v1__trainer_mode": "colocate_async"}):
+        assert "trainer.v1.trainer_mode" in decided(translate(**given))
+        assert "rollout.mode" not in of(**given)
+
+
+def test_requests_are_seeded_where_runs_have_to_be_equal() -> None:
+    assert of(**{f"{R}__full_determinism": True})["rollout.deterministic"] is True

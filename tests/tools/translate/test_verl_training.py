@@ -96,7 +96,43 @@ def test_replay_offloading_and_frozen_parts() -> None:
     found = of(**given)
     assert found["train.router_replay"] == "engine" and found["train.vision"] == "none"
     assert found["cluster.offload"] and found["train.freeze_router"]
+    moved = of(**{f"{MEGATRON}__router_replay__mode": "R2"})
+    assert moved["train.router_replay"] == "old_pass"
     assert of(**{f"{A}__router_replay__mode": "R2"})["train.router_replay"] == "old_pass"
+
+
+def test_muon_has_its_options() -> None:
+    optim = f"{A}__optim"
+    given: dict[str, Any] = {f"{A}__strategy": "megatron", f"{optim}__optimizer": "muon"}
+    found = of(**given, **{f"{optim}__muon_momentum": 0.9})
+    assert found["train.optimizer.name"] == "muon"
+    assert found["train.optimizer.megatron.muon_momentum"] == 0.9
+    matching = translate(**given, **{f"{optim}__muon_match_adamw_update_rms": True})
+    [advice] = [d.advice for d in matching.decisions if "update_rms" in d.source]
+    assert "muon_extra_scale_factor to 0.2294" in advice
+    other = translate(**{**given, f"{optim}__optimizer": "sgd"})
+    assert f"{ACTOR}.optim.optimizer" in decided(other)
+
+
+def test_moments_have_the_precision_that_is_asked_for() -> None:
+    given: dict[str, Any] = {f"{A}__strategy": "megatron", f"{A}__optim__exp_avg_dtype": "bf16"}
+    assert "train.optimizer.megatron.exp_avg_dtype" not in of(**given)
+    found = of(**given, **{f"{A}__optim__use_precision_aware_optimizer": True})
+    assert found["train.optimizer.megatron.exp_avg_dtype"] == "bfloat16"
+    assert found["train.optimizer.megatron.exp_avg_sq_dtype"] == "float32"
+
+
+@pytest.mark.parametrize("name", ["use_megatron_fsdp", "dynamic_context_parallel", "qat__enable"])
+def test_ways_to_shard_and_round_that_are_not_here_are_left_to_the_user(name: str) -> None:
+    given = {f"{MEGATRON}__{name}": True}
+    assert f"{ACTOR}.megatron.{name.replace('__', '.')}" in decided(translate(**given))
+
+
+def test_the_engine_that_trains_has_a_name() -> None:
+    assert f"{ACTOR}.strategy" not in decided(translate(model_engine="megatron"))
+    assert "model_engine" in decided(translate(model_engine="veomni"))
+    changed = translate(**{f"{M}__override_config__num_hidden_layers": 4})
+    assert f"{MODEL}.override_config.num_hidden_layers" in decided(changed)
 
 
 def test_adapters_and_fsdp_are_left_to_the_user() -> None:
