@@ -89,3 +89,78 @@ def copy_and_sum(
                 tl.store(in_own, word, mask=inside)
         total += word * tl.load(multipliers + (in_bucket.to(tl.int32) % ROW_WORDS))
     tl.atomic_add(sums + tl.load(chunk + 6), tl.sum(total, axis=0))
+
+
+@triton.jit
+def sum_rows(
+    logits,
+    columns,
+    sums,
+    num_rows,
+    num_real,
+    row_stride,
+    temperature,
+    SQUARES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Read a row of logits once; arguments are those of `row_softmax.sum_rows`."""
+    row = tl.program_id(0)
+    start = logits + row.to(tl.int64) * row_stride
+    peak = -1e30
+    total = 0.0
+    weighted = 0.0
+    squares = 0.0
+    for first in range(0, num_real, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < num_real
+        values = tl.load(start + column, mask=inside, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(peak, tl.max(values, axis=0))
+        shift = (peak - higher) / temperature
+        scale = tl.exp(shift)
+        x = tl.where(inside, (values - higher) / temperature, 0.0)
+        exp = tl.where(inside, tl.exp(x), 0.0)
+        weighted = scale * (weighted + shift * total) + tl.sum(exp * x, axis=0)
+        total = scale * total + tl.sum(exp, axis=0)
+        if SQUARES:
+            squares = scale * scale * squares + tl.sum(exp * exp, axis=0)
+        peak = higher
+    own = tl.load(columns + row)
+    target = tl.load(start + tl.maximum(own, 0)).to(tl.float32)
+    tl.store(sums + row, peak)
+    tl.store(sums + num_rows + row, tl.where(own < 0, peak, target))
+    tl.store(sums + 2 * num_rows + row, total)
+    tl.store(sums + 3 * num_rows + row, weighted)
+    if SQUARES:
+        tl.store(sums + 4 * num_rows + row, squares)
+
+
+@triton.jit
+def differentiate_rows(
+    logits,
+    grads,
+    columns,
+    peaks,
+    log_totals,
+    entropies,
+    grads_logprob,
+    grads_entropy,
+    num_columns,
+    num_real,
+    row_stride,
+    temperature,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write one block of a row's gradient; arguments as in `row_softmax.differentiate_rows`."""
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < num_real
+    start = row.to(tl.int64)
+    values = tl.load(logits + start * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    log_p = (values - tl.load(peaks + row)) / temperature - tl.load(log_totals + row)
+    p = tl.where(inside, tl.exp(log_p), 0.0)
+    grad_logprob = tl.load(grads_logprob + row)
+    factor = tl.load(grads_entropy + row) * (log_p + tl.load(entropies + row))
+    grad = -p * (tl.where(inside, factor, 0.0) + grad_logprob)
+    grad += tl.where(column == tl.load(columns + row), grad_logprob, 0.0)
+    write = grads + start * num_columns + column
+    tl.store(write, (grad / temperature).to(grads.dtype.element_ty), mask=column < num_columns)

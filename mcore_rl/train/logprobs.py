@@ -15,6 +15,8 @@ precision; float32 copies are made of a few tokens at a time:
 
     logits_TV   bfloat16, kept for the backward pass
     x_CV        float32, of `chunk` tokens: (logits - their maximum) / temperature
+
+On a GPU Triton kernels read the logits as they are instead (device/row_softmax.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,6 +29,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 
+from mcore_rl.device.gpu_kernels import has_kernel
+from mcore_rl.device.row_softmax import differentiate_rows, sum_rows
 from mcore_rl.train.packing import RankBatch
 from mcore_rl.types import TrainBatch
 
@@ -161,31 +165,66 @@ def vocab_parallel_scores(
 
     The sum is 1 where one token is certain. Has no gradient, and computes no entropy.
     """
-    peak_T = softmax.peaks(logits_TV)
-    index_T1, is_local_T = _local_index(targets_T, logits_TV.shape[-1], softmax)
-    sums_ST = logits_TV.new_zeros(3 if sum_squares else 2, len(targets_T), dtype=torch.float32)
-    for rows, x_CV in softmax.chunks(logits_TV, peak_T):
-        sums_ST[0, rows] = _take_targets(x_CV, index_T1[rows], is_local_T[rows])
-        x_CV.exp_()
-        sums_ST[1, rows] = x_CV.sum(-1)
-        if sum_squares:
-            sums_ST[2, rows] = x_CV.square_().sum(-1)
-    softmax.reduce(sums_ST, dist.ReduceOp.SUM)
-    logprobs_T = sums_ST[0] - sums_ST[1].log()
-    return logprobs_T, sums_ST[2] / sums_ST[1].square() if sum_squares else None
+    columns_T = _find_columns(targets_T, logits_TV.shape[-1], softmax)
+    _, (target_x_T, total_T, _, *squares) = _sum_up(logits_TV, columns_T, softmax, sum_squares)
+    return target_x_T - total_T.log(), squares[0] / total_T.square() if sum_squares else None
 
 
-def _local_index(
-    targets_T: Tensor, width: int, softmax: VocabParallelSoftmax
-) -> tuple[Tensor, Tensor]:
-    """Return (column of each target in this rank's slice [T, 1], whether it lies there [T])."""
+def _find_columns(targets_T: Tensor, width: int, softmax: VocabParallelSoftmax) -> Tensor:
+    """Return each target's column in this rank's slice; -1 where it lies in another."""
     local_T = targets_T - softmax.group.rank() * width
-    is_local_T = (local_T >= 0) & (local_T < width)
-    return local_T.clamp(0, width - 1)[:, None], is_local_T
+    return torch.where((local_T >= 0) & (local_T < width), local_T, -1)
 
 
-def _take_targets(x_CV: Tensor, index_C1: Tensor, is_local_C: Tensor) -> Tensor:
-    return x_CV.gather(-1, index_C1)[:, 0].masked_fill(~is_local_C, 0.0)
+def _sum_up(
+    logits_TV: Tensor, columns_T: Tensor, softmax: VocabParallelSoftmax, squares: bool
+) -> tuple[Tensor, Tensor]:
+    """Return (peak [T], sums [3 or 4, T]) over the vocabulary of all ranks; collective.
+
+    With x = (logit - peak) / temperature: the target's x, the sums of exp x, of x exp x and, with
+    `squares`, of exp 2x.
+    """
+    if has_kernel(logits_TV):
+        peak_T, sums_ST = _sum_by_kernel(logits_TV, columns_T, softmax, squares)
+    else:
+        peak_T, sums_ST = _sum_by_torch(logits_TV, columns_T, softmax, squares)
+    return peak_T, softmax.reduce(sums_ST, dist.ReduceOp.SUM)
+
+
+def _sum_by_kernel(
+    logits_TV: Tensor, columns_T: Tensor, softmax: VocabParallelSoftmax, squares: bool
+) -> tuple[Tensor, Tensor]:
+    """Return (peak over all ranks, this rank's sums), from one pass over the logits."""
+    num_real, temperature = softmax.num_real(logits_TV.shape[-1]), softmax.temperature
+    own = sum_rows(logits_TV, columns_T, num_real, temperature, squares=squares)
+    own_peak_T, target_T, total_T, weighted_T, *more = own
+    peak_T = softmax.reduce(own_peak_T.clone(), dist.ReduceOp.MAX)
+    shift_T = (own_peak_T - peak_T) / temperature
+    scale_T = shift_T.exp()
+    sums = (
+        ((target_T - peak_T) / temperature).masked_fill(columns_T < 0, 0.0),
+        total_T * scale_T,
+        (weighted_T + shift_T * total_T) * scale_T,
+        *(square_T * scale_T.square() for square_T in more),
+    )
+    return peak_T, torch.stack(sums)
+
+
+def _sum_by_torch(
+    logits_TV: Tensor, columns_T: Tensor, softmax: VocabParallelSoftmax, squares: bool
+) -> tuple[Tensor, Tensor]:
+    """Return (peak over all ranks, this rank's sums), from float32 copies of a few tokens each."""
+    peak_T = softmax.peaks(logits_TV)
+    sums_ST = logits_TV.new_zeros(4 if squares else 3, len(logits_TV), dtype=torch.float32)
+    for rows, x_CV in softmax.chunks(logits_TV, peak_T):
+        target_C = x_CV.gather(-1, columns_T[rows, None].clamp(min=0))[:, 0]
+        sums_ST[0, rows] = target_C.masked_fill(columns_T[rows] < 0, 0.0)
+        exp_CV = x_CV.exp()
+        sums_ST[1, rows] = exp_CV.sum(-1)
+        sums_ST[2, rows] = torch.linalg.vecdot(exp_CV, x_CV)
+        if squares:
+            sums_ST[3, rows] = exp_CV.square_().sum(-1)
+    return peak_T, sums_ST
 
 
 class _LogprobEntropy(torch.autograd.Function):
@@ -193,18 +232,11 @@ class _LogprobEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, softmax: VocabParallelSoftmax
     ) -> tuple[Tensor, Tensor]:
-        peak = softmax.peaks(logits)
-        index, is_local = _local_index(targets, logits.shape[-1], softmax)
-        sums = logits.new_zeros(3, len(targets), dtype=torch.float32)
-        for rows, x in softmax.chunks(logits, peak):
-            exp = x.exp()
-            sums[0, rows] = _take_targets(x, index[rows], is_local[rows])
-            sums[1, rows] = exp.sum(-1)
-            sums[2, rows] = torch.linalg.vecdot(exp, x)
-        target_x, total, weighted = softmax.reduce(sums, dist.ReduceOp.SUM)
+        columns = _find_columns(targets, logits.shape[-1], softmax)
+        peak, (target_x, total, weighted) = _sum_up(logits, columns, softmax, False)
         log_total = total.log()
         entropy = log_total - weighted / total
-        ctx.save_for_backward(logits, peak, index, is_local, log_total, entropy)
+        ctx.save_for_backward(logits, columns, peak, log_total, entropy)
         ctx.softmax = softmax
         ctx.set_materialize_grads(False)
         return target_x - log_total, entropy
@@ -212,19 +244,26 @@ class _LogprobEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> Any:  # type: ignore
         """Return the logits' gradient: d logprob / dx = onehot - p, dH / dx = -p (log p + H)."""
-        logits, peak, index, is_local, log_total, entropy = ctx.saved_tensors
+        logits, columns, *totals = ctx.saved_tensors
+        softmax = ctx.softmax
+        zeros = torch.zeros_like(totals[0])
+        by_logprob = zeros if grad_logprob is None else grad_logprob.contiguous()
+        by_entropy = zeros if grad_entropy is None else grad_entropy.contiguous()
+        if has_kernel(logits):
+            num_real = softmax.num_real(logits.shape[-1])
+            inputs = (logits, columns, num_real, softmax.temperature)
+            return differentiate_rows(*inputs, tuple(totals), by_logprob, by_entropy), None, None
+        peak, log_total, entropy = totals
         grads = torch.empty_like(logits)
-        for rows, x in ctx.softmax.chunks(logits, peak):
+        for rows, x in softmax.chunks(logits, peak):
             log_p = x.sub_(log_total[rows, None])
             grad = log_p.exp()
             if grad_entropy is None:
-                assert grad_logprob is not None
-                grad *= -grad_logprob[rows, None]
+                grad *= -by_logprob[rows, None]
             else:
-                factor = log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None])
-                grad *= factor if grad_logprob is None else factor.sub_(grad_logprob[rows, None])
-            if grad_logprob is not None:
-                own = (grad_logprob[rows] * is_local[rows])[:, None]
-                grad.scatter_add_(-1, index[rows], own)
-            grads[rows] = grad.div_(ctx.softmax.temperature)
+                factor = log_p.add_(entropy[rows, None]).mul_(-by_entropy[rows, None])
+                grad *= factor.sub_(by_logprob[rows, None])
+            own = by_logprob[rows].masked_fill(columns[rows] < 0, 0.0)
+            grad.scatter_add_(-1, columns[rows, None].clamp(min=0), own[:, None])
+            grads[rows] = grad.div_(softmax.temperature)
         return grads, None, None

@@ -8,12 +8,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mcore_rl.device import row_softmax
+from mcore_rl.train import logprobs as module
 from mcore_rl.train.logprobs import (
     VocabParallelSoftmax,
     vocab_parallel_logprobs,
     vocab_parallel_scores,
 )
 from tests.support.distributed import join_gloo, run_alone, run_ranks
+from tests.support.triton_code import needs_triton, run_with_triton
 
 CASES = [(7, 8, 1.0, 1024), (10, 16, 0.7, 4), (3, 16, 1.3, 1)]
 """(vocabulary, padded vocabulary, temperature, chunk); in the last, rank 1 of 2 holds only padding.
@@ -51,10 +54,15 @@ def parallel(rank: int, world_size: int, port: int) -> list[tuple[Tensor, Tensor
     return results
 
 
-@pytest.mark.gloo
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_against_log_softmax(world_size: int) -> None:
-    ranks = run_ranks(parallel, world_size)
+def parallel_by_kernels(rank: int, world_size: int, port: int) -> Any:
+    """Do the same by the kernels of a GPU; Triton interprets them if it is told so."""
+    module.has_kernel = lambda tensor: True
+    row_softmax._BLOCK = 4
+    return parallel(rank, world_size, port)
+
+
+def check_parallel(ranks: list[Any]) -> None:
+    """Compare what all ranks computed with log_softmax."""
     for i, (vocab, padded, temperature, _) in enumerate(CASES):
         logits_TV, targets_T, w_logprob, w_entropy = make_case(vocab, padded)
         logits_TV.requires_grad_()
@@ -70,6 +78,24 @@ def test_against_log_softmax(world_size: int) -> None:
             )
         gradient = torch.cat([rank[i][2] for rank in ranks], -1)
         torch.testing.assert_close(gradient, logits_TV.grad, rtol=0, atol=2e-6)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_against_log_softmax(world_size: int) -> None:
+    check_parallel(run_ranks(parallel, world_size))
+
+
+@needs_triton
+@pytest.mark.gloo
+def test_kernels_against_log_softmax() -> None:
+    run_with_triton(
+        "from tests.train import test_logprobs as ours\n"
+        "if __name__ == '__main__':\n"
+        "    for world_size in (1, 2):\n"
+        "        ours.check_parallel(ours.run_ranks(ours.parallel_by_kernels, world_size))\n",
+        TRITON_INTERPRET="1",
+    )
 
 
 def chunked(chunk: int, case: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
