@@ -9,6 +9,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 import typing_extensions
@@ -35,6 +36,21 @@ def keep_torch_pickles() -> None:
     torch.storage._load_from_bytes = _load_from_bytes
 
 
+def keep_absl_from_the_root_logger() -> None:
+    """Let absl log as others do; megatron-core's optimizers log by it, when they are imported.
+
+    absl would give the root logger a handler, which prints all messages as they are: those of a run
+    are to be read in its log, without secrets.
+    """
+    from absl import logging as absl_logging
+    from absl.logging.converter import absl_to_standard
+
+    def log(level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        absl_logging.get_absl_logger().log(absl_to_standard(level), msg, *args, **kwargs)
+
+    absl_logging.log = log
+
+
 def let_megatron_import() -> None:
     """Let megatron-core be imported as it is; call it before that.
 
@@ -47,6 +63,7 @@ def let_megatron_import() -> None:
     warnings.filterwarnings(
         "ignore", r"(Transformer Engine and )?Apex (is|are) not installed", module=r"megatron\."
     )
+    keep_absl_from_the_root_logger()
     give_megatron_deep_ep()
     give_megatron_fused_gradients()
     if sys.version_info < (3, 12):

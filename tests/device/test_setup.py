@@ -33,3 +33,17 @@ def test_tensors_are_pickled_as_torch_does() -> None:
     first = run(f"{PREPARED}; {pickled}")
     assert_defect("device.setup.keep_torch_pickles", first.stdout.strip() == "True")
     assert run(f"import mcore_rl.train.runtime; {pickled}").stdout.strip() == "False"
+
+
+def test_the_root_logger_is_left_alone() -> None:
+    without = (
+        "import sys, typing, typing_extensions; typing.override = typing_extensions.override; "
+    )
+    stand_in = "from types import ModuleType as M; n = 'emerging_optimizers.triton_kernels.syrk'; "
+    modules = "m = sys.modules[n] = M(n); m.tsyrk_ex = m.HAS_TRITON_340 = None; "
+    optimizers = "import emerging_optimizers.registry as r; r.get_optimizer_cls('muon')"
+    handlers = "; import logging; print(len(logging.root.handlers))"
+    muon = "import emerging_optimizers.orthogonalized_optimizers; "
+    told = run(f"{without}{stand_in}{modules}{muon}{optimizers}{handlers}")
+    assert_defect("device.setup.keep_absl_from_the_root_logger", told.stdout.strip() == "1")
+    assert run(f"import mcore_rl.train.actor{handlers}").stdout.strip() == "0"

@@ -178,6 +178,17 @@ EVERYWHERE: tuple[Patch, ...] = (
         test="tests/device/test_setup.py::test_megatron_is_imported_without_triton",
     ),
     Patch(
+        "mcore_rl.device.setup:keep_absl_from_the_root_logger",
+        ("absl.logging.log",),
+        by="absl's function that logs by one that leaves the root logger alone",
+        reason="megatron-core's optimizers log when they are imported, and absl would let the root"
+        " logger print all messages of the process",
+        scope=Scope.BOTH,
+        runs=Times.APART,
+        required="messages would appear on the terminal as they are, secrets included",
+        test="tests/device/test_setup.py::test_the_root_logger_is_left_alone",
+    ),
+    Patch(
         "mcore_rl.device.setup:keep_torch_pickles",
         ("torch.storage._load_from_bytes",),
         by="megatron-core's function in torch by torch's own",
