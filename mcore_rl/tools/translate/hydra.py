@@ -13,17 +13,22 @@ from yaml import YAMLError
 
 from mcore_rl.tools.translate.translation import ForeignOptions
 
+OWN_CONFIGS = frozenset({"ppo_trainer", "ppo_megatron_trainer"})
+"""Configurations of verl, whose values are its defaults here."""
+
 
 def read_options(arguments: Sequence[str]) -> ForeignOptions:
     """Return the options of YAML files and of overrides `key=value`; later ones win.
 
     A file is a configuration, or a list of overrides as Hydra leaves it in .hydra/overrides.yaml.
-    A whole command line also has what Hydra and Python read: -m <module>, --config-name=<name>.
+    A whole command line also has what Hydra and Python read: -m <module>, --config-name=<name>. A
+    configuration of that name which is not verl's own is read from --config-path.
     Raises ValueError naming the file or the override that cannot be read.
     """
-    given: dict[str, Any] = {}
     is_whole = False
     flags, rest = _command_line().parse_known_args(arguments)
+    primary = _read_primary(flags.config_name, flags.config_path or flags.config_dir or ".")
+    given = dict(primary.given)
     for argument in rest:
         if argument.endswith((".yaml", ".yml")) and "=" not in argument:
             content = _read_file(Path(argument))
@@ -34,7 +39,44 @@ def read_options(arguments: Sequence[str]) -> ForeignOptions:
                 given |= flatten(content)
         else:
             given |= parse_overrides([argument])
-    return ForeignOptions(given, is_whole, flags.config_name)
+    unreadable = {n: text for n, text in primary.unreadable.items() if n not in given}
+    return ForeignOptions(given, is_whole, primary.config_name, unreadable)
+
+
+def _read_primary(name: str, folder: str) -> ForeignOptions:
+    """Return what the configuration `name` has on top of verl's own, which it names as a default.
+
+    Raises ValueError if it is not in `folder`: none of its options would be translated.
+    """
+    stem = name.removesuffix(".yaml")
+    if not name or stem in OWN_CONFIGS:
+        return ForeignOptions({}, False, stem)
+    path = Path(folder) / f"{stem}.yaml"
+    if not path.is_file():
+        raise ValueError(
+            f"--config-name={name}: there is no {path}, and what it sets would be lost; give the"
+            " folder where it lies with --config-path"
+        )
+    tree = load_tree(path)
+    if not isinstance(tree, DictConfig):
+        raise ValueError(f"{path}: a list, and no configuration")
+    base = ForeignOptions({}, False)
+    for default in tree.pop("defaults", None) or ():
+        if isinstance(default, str) and default != "_self_":
+            base = _read_primary(default, folder)
+    tree.pop("hydra", None)
+    leaves = flatten(OmegaConf.to_container(tree, resolve=False))  # type: ignore[arg-type]
+    computed = {n: value for n, value in leaves.items() if "${" in str(value)}
+    given = {n: value for n, value in leaves.items() if n not in computed}
+    # A value that is computed replaces what an earlier configuration has, and the other way round.
+    earlier = {n: value for n, value in base.given.items() if n not in computed}
+    unreadable = {n: text for n, text in base.unreadable.items() if n not in given}
+    return ForeignOptions(
+        earlier | given,
+        False,
+        base.config_name,
+        unreadable | {n: str(v) for n, v in computed.items()},
+    )
 
 
 def _command_line() -> argparse.ArgumentParser:

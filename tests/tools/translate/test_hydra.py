@@ -26,10 +26,43 @@ def test_hydras_file_of_overrides_is_read(tmp_path: Path) -> None:
 
 
 def test_the_rest_of_a_command_line_is_passed_over() -> None:
-    line = ["-m", "verl.trainer.main_ppo", "--config-path=./config", "--config-name=x.yaml", "a=b"]
+    own = "--config-name=ppo_megatron_trainer.yaml"
+    line = ["-m", "verl.trainer.main_ppo", "--config-path=./config", own, "a=b"]
     assert read_options(line).given == {"a": "b"}
-    assert read_options(line).config_name == "x.yaml"
-    assert read_options(["--config-name", "y", "a=b"]).config_name == "y"
+    assert read_options(line).config_name == "ppo_megatron_trainer"
+    assert read_options(["--config-name", "ppo_trainer", "a=b"]).config_name == "ppo_trainer"
+
+
+def test_the_configuration_that_a_command_line_names_is_read(tmp_path: Path) -> None:
+    (tmp_path / "turns.yaml").write_text(
+        "hydra: {searchpath: [file://verl/trainer/config]}\n"
+        "defaults: [rollouts, _self_]\n"
+        "data: {max_prompt_length: 1024, shuffle: false}\n"
+        "actor_rollout_ref: {rollout: {multi_turn: {enable: true}, n: '${data.n}'}}\n"
+    )
+    (tmp_path / "rollouts.yaml").write_text(
+        "defaults:\n- ppo_megatron_trainer\n- _self_\n"
+        "actor_rollout_ref: {rollout: {n: 4, name: sglang}}\nlimit: '${data.n}'\n"
+    )
+    line = [f"--config-path={tmp_path}", "--config-name=turns", "data.shuffle=true", "limit=3"]
+    options = read_options(line)
+    assert options.config_name == "ppo_megatron_trainer" and not options.is_whole
+    assert options.given == {
+        "data.max_prompt_length": 1024,
+        "data.shuffle": True,
+        "actor_rollout_ref.rollout.multi_turn.enable": True,
+        "actor_rollout_ref.rollout.name": "sglang",
+        "limit": 3,
+    }
+    assert options.unreadable == {"actor_rollout_ref.rollout.n": "${data.n}"}
+
+
+def test_a_configuration_that_is_not_there_is_not_passed_over(tmp_path: Path) -> None:
+    message = (
+        f"--config-name=turns: there is no {tmp_path}/turns.yaml, and what it sets would be lost"
+    )
+    with pytest.raises(ValueError, match=message):
+        read_options(["--config-path", str(tmp_path), "--config-name", "turns", "a=b"])
 
 
 @pytest.mark.parametrize(
