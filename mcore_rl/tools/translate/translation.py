@@ -58,7 +58,7 @@ Found = Iterator[RecipeLine | Decision]
 
 def says(value: Any) -> bool:
     """Return whether an option's value is more than that of one that is left out."""
-    return value not in (None, False, "", [], {})
+    return value is not None and value is not False and value not in ("", [], {})
 
 
 @dataclass
@@ -104,12 +104,12 @@ class ForeignOptions:
         }
 
     def list_left(self) -> dict[str, Any]:
-        """Return the options that nobody has read, except those that say nothing."""
-        return {
-            name: value
-            for name, value in self.given.items()
-            if name not in self.read and says(value)
-        }
+        """Return the options that nobody has read and somebody chose."""
+        return {n: value for n, value in self.given.items() if n not in self.read and self.chose(n)}
+
+    def chose(self, name: str) -> bool:
+        """Return whether somebody chose an option; a whole configuration has all that are off."""
+        return not self.is_whole or says(self.given[name])
 
 
 def translate_renamed(options: ForeignOptions, table: Mapping[str, tuple[str, Any]]) -> Found:
@@ -173,6 +173,7 @@ def longest_prefix(table: Mapping[str, str], name: str) -> str | None:
 PASSED = frozenset({"megatron", "ddp", "sglang"})
 """Groups of options that go to Megatron and SGLang by their own names."""
 AS_HERE = "it asks for what is so here anyway"
+IS_OFF = "it is off, and there is nothing of the kind here"
 READ_BY_CHECKS = frozenset(
     {
         *("train.recompute", "rollout.attention_dp", "rollout.tp", "rollout.ep"),
@@ -225,13 +226,15 @@ def account(
         elif name in options.unreadable:
             advice = "the script computes it: run the script with its functions replaced"
             decisions.append(Decision(name, value, f"{advice} (docs/switching.md)"))
-        else:
+        elif says(value):
             decisions.append(Decision(name, value, "this has no counterpart"))
+        else:
+            unneeded.append(Unneeded(name, value, IS_OFF))
     named = {name for item in (*lines, *decisions) for name in _sources(item)}
     unneeded += [
         Unneeded(name, value, AS_HERE)
         for name, value in options.given.items()
-        if name in options.read - named and says(value)
+        if name in options.read - named and options.chose(name)
     ]
     kept = [line for line in lines if refusals[id(line)] is None]
     return Translation(tuple(kept), tuple(decisions), tuple(unneeded))

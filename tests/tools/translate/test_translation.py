@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from mcore_rl.tools.translate.translation import (
     AS_HERE,
+    IS_OFF,
     Decision,
     ForeignOptions,
     RecipeLine,
@@ -29,11 +30,12 @@ def test_options_that_nobody_took_have_a_reason_or_are_decided_on() -> None:
 
 
 def test_what_is_so_anyway_is_told_too() -> None:
-    options = ForeignOptions({"kind": "adam", "switch": False}, is_whole=False)
+    options = ForeignOptions({"kind": "adam", "switch": False, "other": None}, is_whole=False)
     options.take("kind", "adam")
     options.take("switch", False)
-    [item] = account(options, iter(()), {}.get).unneeded
-    assert (item.source, item.reason) == ("kind", AS_HERE)
+    unneeded = account(options, iter(()), {}.get).unneeded
+    told = {item.source: item.reason for item in unneeded}
+    assert told == {"kind": AS_HERE, "switch": AS_HERE, "other": IS_OFF}
 
 
 def test_a_refused_line_does_not_take_others_along() -> None:

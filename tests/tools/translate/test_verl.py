@@ -37,6 +37,18 @@ def test_a_change_of_any_option_of_verl_is_accounted_for(kind: str) -> None:
     check_all_accounted_for(defaults_of(kind))
 
 
+@pytest.mark.parametrize("value", [False, None])
+def test_options_that_are_off_or_null_are_named_too(value: bool | None) -> None:
+    defaults = defaults_of("ppo_megatron_trainer")
+    flags = [name for name, default in defaults.items() if isinstance(default, bool)]
+    lost = []
+    for name in flags:
+        translation = translate_verl(ForeignOptions({name: value}, is_whole=False))
+        if name not in told(translation) | {item.source for item in translation.unneeded}:
+            lost.append(name)
+    assert len(flags) > 100 and not lost
+
+
 @needs_verl()
 @pytest.mark.parametrize("kind", KINDS)
 def test_options_that_verl_no_longer_has_are_accounted_for(kind: str) -> None:
