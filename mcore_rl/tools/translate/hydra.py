@@ -117,6 +117,12 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """
     given: dict[str, Any] = {}
     for text in overrides:
+        if text.endswith((".sh", ".bash")) and "=" not in text:
+            raise ValueError(
+                f"{text}: a script of verl is not read, but run with python3 replaced by this"
+                ' command: python3() { mcore-rl translate verl -- "$@"; }; export -f python3;'
+                f" bash {text} (docs/switching.md#scripts)"
+            )
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:

@@ -71,6 +71,7 @@ def test_a_configuration_that_is_not_there_is_not_passed_over(tmp_path: Path) ->
         ("missing.yaml", "missing.yaml: there is no such file"),
         ("a=[", r"a=\[: neither a YAML file nor an override key=value"),
         ("--own-flag", "--own-flag: neither a YAML file nor an override"),
+        ("run_qwen3.sh", r"run_qwen3.sh: .* is not read, but run .*; bash run_qwen3.sh"),
         ("words", "words: neither a YAML file nor an override"),
     ],
 )
