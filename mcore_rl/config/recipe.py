@@ -1,6 +1,7 @@
 """Composes a recipe's YAML files and overrides with Hydra, and returns a checked Config."""
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.config import Config
 from mcore_rl.config.bounds import check_bounds
+from mcore_rl.config.other_systems import find_option
 from mcore_rl.config.overrides import find_type, quote, to_hydra
 from mcore_rl.config.secrets import remember_secrets
 from mcore_rl.config.shipped import RECIPES_DIR, resolve_shipped
@@ -44,7 +46,7 @@ def load_recipe(recipe: str, overrides: list[str], recipes_dir: Path = RECIPES_D
     except yaml.YAMLError as error:
         raise ValueError(f"recipe {recipe}: no YAML that is read here: {error}") from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ValueError(f"recipe {recipe}: {_explain(error)}") from None
+        raise ValueError(f"recipe {recipe}: {_explain(error, overrides)}") from None
 
 
 @cache
@@ -146,7 +148,7 @@ def leaves_of(overrides: Sequence[str]) -> list[str]:
     )
 
 
-def _explain(error: BaseException) -> str:
+def _explain(error: BaseException, overrides: Sequence[str]) -> str:
     """One line: what was wrong, and the nearest right key where a key was wrong."""
     chain = [error]
     while isinstance(inner := chain[-1].__cause__ or chain[-1].__context__, Exception):
@@ -162,11 +164,25 @@ def _explain(error: BaseException) -> str:
     if first_line.startswith("Ambiguous value"):
         first_line += ": lists have brackets, as key=[a,b], texts with commas quotes: key='a,b'"
     if key and key not in leaves():
-        return f"unknown key {key!r}.{_nearest(key, leaves())}"
+        names = [override.partition("=")[0].lstrip("+~") for override in overrides]
+        under = (name for name in names if name.startswith(f"{key}.") and find_option(name))
+        name = next(under, key)
+        return f"unknown key {name!r}.{_nearest(name, leaves())}"
+    if found := _CHOICE.match(first_line):
+        group = found[1]
+        own = next((leaf for leaf in leaves() if leaf.startswith(f"{group}.")), "")
+        first_line += f" {group}=<name> replaces a choice of the recipe, which makes none; set"
+        first_line += f" single options, as {own}=<value>, or add +{group}=<name>"
     return f"{key}: {first_line}" if key else first_line
 
 
+_CHOICE = re.compile(r"Could not override '(\w+)'")
+
+
 def _nearest(name: str, known: list[str]) -> str:
+    other = find_option(name)
+    if other in known:
+        return f" Did you mean {other!r}, as other systems' {name.rpartition('.')[2]}?"
     by_last_part = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
     groups = sorted({k.partition(".")[0] for k in known})
     close = by_last_part or difflib.get_close_matches(name, [*groups, *known], n=1, cutoff=0.5)

@@ -29,6 +29,9 @@ def read_recipe(settings: Sequence[str]) -> tuple[Config, list[str]]:
     """Return the recipe with its overrides, and the overrides themselves."""
     recipes = [s.removeprefix("recipe=") for s in settings if s.startswith("recipe=")]
     if len(recipes) != 1:
+        for setting in settings:
+            if setting in list_recipes():
+                raise ValueError(f"{setting}: recipes are named by recipe={setting}")
         raise ValueError(
             f"give one recipe=<name>, got {len(recipes)}; recipes: {', '.join(list_recipes())}"
         )

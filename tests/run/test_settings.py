@@ -16,6 +16,13 @@ def test_one_recipe_is_named(settings: list[str]) -> None:
         read_recipe(settings)
 
 
+def test_a_recipe_without_its_key_gets_it() -> None:
+    with pytest.raises(
+        ValueError, match="tiny_moe_grpo: recipes are named by recipe=tiny_moe_grpo"
+    ):
+        read_recipe(["tiny_moe_grpo", "run.steps=3"])
+
+
 def test_a_command_for_other_nodes_fetches_nothing() -> None:
     path = "nobody/nothing"  # neither a folder nor on the hub
     config = load_settings(["recipe=tiny_moe_grpo", f"model.path={path}"], "submit")
