@@ -24,7 +24,7 @@ WEIGHT_EPS = 1e-8
 """Added to a sum of weights."""
 
 
-@advantages.register("grpo", reads=(), sees="samples")
+@advantages.register("grpo", Needs(others=True), reads=(), sees="samples")
 def grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-6) within each group.
 
@@ -34,13 +34,13 @@ def grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.spread(_standardize(Groups.from_ids(outcomes.group_N), outcomes.scores_N))
 
 
-@advantages.register("dr_grpo", reads=(), sees="samples")
+@advantages.register("dr_grpo", Needs(others=True), reads=(), sees="samples")
 def dr_grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = r_i - mean(r) within each group; Dr. GRPO, arXiv:2503.20783, section 3.2."""
     return outcomes.spread(Groups.from_ids(outcomes.group_N).center(outcomes.scores_N))
 
 
-@advantages.register("rloo", reads=(), sees="samples")
+@advantages.register("rloo", Needs(others=True), reads=(), sees="samples")
 def rloo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = r_i - mean of the group's other rewards; RLOO, arXiv:2402.14740, section 3.2.
 
@@ -51,7 +51,7 @@ def rloo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.spread(groups.center(outcomes.scores_N) * sizes_N / (sizes_N - 1).clamp(min=1))
 
 
-@advantages.register("opo", reads=(), sees="samples")
+@advantages.register("opo", Needs(others=True), reads=(), sees="samples")
 def opo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = r_i - sum(l r) / sum(l) within each group, l the lengths.
 
@@ -62,7 +62,7 @@ def opo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.spread(groups.center(outcomes.scores_N, outcomes.lens_N.double()))
 
 
-@advantages.register("gpg", reads=(), sees="samples")
+@advantages.register("gpg", Needs(others=True), reads=(), sees="samples")
 def gpg(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = N / (samples in groups with unequal rewards) * (r_i - mean(r)).
 
@@ -75,7 +75,7 @@ def gpg(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.spread(centered_N * len(centered_N) / num_with_signal)
 
 
-@advantages.register("grpo_pass_k", reads=(), sees="samples")
+@advantages.register("grpo_pass_k", Needs(others=True), reads=(), sees="samples")
 def grpo_pass_k(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """The best of each group gets (r_best - r_second) / (std(r) + 1e-6), the others 0.
 
@@ -106,7 +106,7 @@ def reinforce_plus_plus(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.rewards_to_go(config.gamma)
 
 
-@advantages.register("reinforce_plus_plus_baseline", reads=(), sees="samples")
+@advantages.register("reinforce_plus_plus_baseline", Needs(others=True), reads=(), sees="samples")
 def reinforce_plus_plus_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """r_i - mean(r) in each group, normalized over all tokens; arXiv:2501.03262, section 3.3."""
     centered_N = Groups.from_ids(outcomes.group_N).center(outcomes.scores_N)
@@ -130,7 +130,7 @@ def gae(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return estimate_gae(outcomes, config.gamma, config.gae_lambda)
 
 
-@advantages.register("gdpo", Needs(parts=True), reads=(), sees="samples")
+@advantages.register("gdpo", Needs(parts=True, others=True), reads=(), sees="samples")
 def gdpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """The weighted sum of each part's own GRPO advantages, normalized over all tokens.
 
@@ -201,7 +201,9 @@ def _optimal_baseline(to_go: Sequence[Tensor], energy: Sequence[Tensor]) -> Tens
     return torch.where(num_reaching_M > 1, baseline_M, 0.0)
 
 
-@advantages.register("dpo", Needs(pairs=True, old_logprobs=True), reads=(), sees="samples")
+@advantages.register(
+    "dpo", Needs(pairs=True, others=True, old_logprobs=True), reads=(), sees="samples"
+)
 def dpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """Minus the gradient of the pairs' loss by each response's log-prob.
 

@@ -48,6 +48,7 @@ class Needs:
     reference        log-probs of the weights that training began with (Outcomes.ref_logprobs_R)
     teacher          a teacher's log-probs of the sampled tokens (Outcomes.teacher_logprobs_R)
     parts            a reward made of several parts (Outcomes.parts)
+    others           other samples of the same prompt; with a single one every advantage would be 0
     old_logprobs     the trainer's log-probs of the samples before the first optimizer step
     sum_squares      the sum of squared probabilities at each token (Outcomes.energy_R); implies
                      old_logprobs
@@ -66,6 +67,7 @@ class Needs:
     reference: bool = False
     teacher: bool = False
     parts: bool = False
+    others: bool = False
     old_logprobs: bool = False
     sum_squares: bool = False
     pairs: bool = False

@@ -40,6 +40,7 @@ def check_algorithm(config: Config) -> None:
     check_truncated(config.algorithm)
     refuse(config, find_unread_in_preference(config.algorithm.preference))
     refuse(config, _unread(config.algorithm, needs))
+    check_group(config.algorithm, config.rollout, needs)
     check_pairs(config.algorithm, config.train, needs)
     check_teacher(config.algorithm, config.teacher, config.rollout, needs)
     check_replay(config.algorithm, config.train, needs)
@@ -89,6 +90,17 @@ def check_truncated(algorithm: AlgorithmConfig) -> None:
             "algorithm.bootstrap_truncated=true with algorithm.filter_overlong=true: samples that"
             " were cut off are left out of the loss, so that nothing learns from their last value;"
             " set one of them to false"
+        )
+
+
+def check_group(algorithm: AlgorithmConfig, rollout: RolloutConfig, needs: Needs) -> None:
+    """Raise ValueError if samples are to be compared with others of their prompt, and have none."""
+    if needs.others and rollout.samples_per_prompt == 1:
+        raise ValueError(
+            f"algorithm.advantage={algorithm.advantage} with rollout.samples_per_prompt=1: it"
+            " compares a prompt's samples with one another, so that every advantage would be 0; set"
+            " rollout.samples_per_prompt=2 or more (8 is usual), or"
+            " algorithm.advantage=reinforce_plus_plus, remax or gae"
         )
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mcore_rl.algo.advantages import normalize, weights_of_groups
 from mcore_rl.algo.lookup import advantages
 from mcore_rl.algo.outcomes import Outcomes
+from mcore_rl.algo.registry import Needs
 from mcore_rl.config import AlgorithmConfig, PreferenceConfig
 from tests.support.outcomes import Rows, outcomes_of
 
@@ -250,3 +251,17 @@ def test_preference_weights_of_a_group_oppose_each_other_and_equal_rewards_get_n
     assert equal == [0.0, 0.0]
     with pytest.raises(ValueError, match="advantage=dpo needs log-probs of the policy"):
         weights_of_groups(outcomes_of(rows), PreferenceConfig())
+
+
+def test_what_compares_samples_of_a_prompt_says_so() -> None:
+    """With one sample a prompt its advantages are 0; those of others are not."""
+    lens_N = torch.tensor([2, 3, 1])
+    outcomes = Outcomes(torch.tensor([0.0, 1.0, 3.0]), lens_N, torch.arange(3))
+    compared, others = set(), set()
+    for name in advantages.names:
+        needs = advantages.needs(name)
+        if needs in (Needs(), Needs(others=True)):
+            is_nothing = not advantages[name](outcomes, AlgorithmConfig()).any()
+            (compared if needs.others else others).add((name, is_nothing))
+    assert {name for name, _ in compared} >= {"grpo", "rloo"} and all(zero for _, zero in compared)
+    assert ("reinforce_plus_plus", False) in others and not any(zero for _, zero in others)

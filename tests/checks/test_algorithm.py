@@ -25,6 +25,10 @@ from mcore_rl.run.inputs import open_policy
             r"with rollout.temperature=0.7: .* set rollout.temperature=1",
         ),
         (
+            ["rollout.samples_per_prompt=1"],
+            r"advantage=grpo with rollout.samples_per_prompt=1: .* would be 0; set rollout",
+        ),
+        (
             ["train.router_replay=old_pass"],
             r"train.router_replay=old_pass with train.mini_batches=1, train.epochs=1 .* set train",
         ),
