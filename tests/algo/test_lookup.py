@@ -78,26 +78,29 @@ def needed(config: AlgorithmConfig) -> set[str]:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (AlgorithmConfig(), set()),
+        (AlgorithmConfig(), {"others"}),
         (AlgorithmConfig(advantage="gae"), {"critic"}),
         (AlgorithmConfig(advantage="remax"), {"greedy_baseline"}),
-        (AlgorithmConfig(advantage="gdpo"), {"parts"}),
+        (AlgorithmConfig(advantage="gdpo"), {"parts", "others"}),
         (AlgorithmConfig(advantage="optimal_token_baseline"), {"sum_squares", "old_logprobs"}),
         (AlgorithmConfig(advantage="distillation"), {"teacher", "old_logprobs"}),
-        (AlgorithmConfig(advantage="dpo"), {"pairs", "old_logprobs", "reference"}),
+        (AlgorithmConfig(advantage="dpo"), {"pairs", "others", "old_logprobs", "reference"}),
         (
             AlgorithmConfig(advantage="dpo", preference=PreferenceConfig(loss="simpo")),
-            {"pairs", "old_logprobs"},
+            {"pairs", "others", "old_logprobs"},
         ),
-        (AlgorithmConfig(loss="kl_cov"), {"held_back", "old_logprobs"}),
+        (AlgorithmConfig(loss="kl_cov"), {"held_back", "others", "old_logprobs"}),
         (
             AlgorithmConfig(loss="clip_cov", advantage="gae"),
             {"held_back", "old_logprobs", "critic"},
         ),
-        (AlgorithmConfig(kl=KLConfig(coef=0.1)), {"reference"}),
-        (AlgorithmConfig(kl=KLConfig(coef=0.1, in_reward=True)), {"reference", "old_logprobs"}),
-        (AlgorithmConfig(kl=KLConfig(in_reward=True)), set()),
-        (AlgorithmConfig(correction=CorrectionConfig(weight="token")), set()),
+        (AlgorithmConfig(kl=KLConfig(coef=0.1)), {"reference", "others"}),
+        (
+            AlgorithmConfig(kl=KLConfig(coef=0.1, in_reward=True)),
+            {"reference", "others", "old_logprobs"},
+        ),
+        (AlgorithmConfig(kl=KLConfig(in_reward=True)), {"others"}),
+        (AlgorithmConfig(correction=CorrectionConfig(weight="token")), {"others"}),
     ],
 )
 def test_needs_join_those_of_advantage_loss_and_kl(

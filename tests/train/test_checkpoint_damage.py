@@ -1,10 +1,10 @@
 """Checkpoints as megatron-core writes them now, damaged in many ways, are refused before a load."""
 
-import os
 import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from mcore_rl.train.checkpoint_save import start_save
 from mcore_rl.weights.hf.checksums import MANIFEST
 from mcore_rl.weights.megatron_files.metadata import COMMON, COMMON_OBJECT
 from tests.support import common_state, corruption
-from tests.support.common_state import RAN, Hostile, archive, read_object, write_object
+from tests.support.common_state import RAN, read_object, write_object
 from tests.support.corruption import Damage, read_metadata
 from tests.support.distributed import run_alone
 
@@ -119,20 +119,16 @@ def test_the_whole_checkpoint_is_accepted(saved: Path, tmp_path: Path) -> None:
 
 @pytest.mark.gloo
 def test_two_objects_that_begin_together_are_both_read(saved: Path, tmp_path: Path) -> None:
-    """The longer one has code, and an archive's directory is at its end."""
+    """The shorter one ends within its archive; a check by beginnings would pass over it."""
     folder = tmp_path / "step"
     shutil.copytree(saved / "step_3", folder)
     (folder / MANIFEST).unlink()
-    harmless, code = read_object(folder), archive([Hostile(tmp_path / RAN)])
-    file = write_object(folder, harmless + code)
     metadata = read_metadata(folder)
     [index] = [index for index in metadata.storage_data if index.fqn == COMMON_OBJECT]
     whole = metadata.storage_data[index]
     for key in [key for key in metadata.storage_data if key.fqn.startswith("rng/")]:
         metadata.storage_data[key] = whole
-    metadata.storage_data[index] = type(whole)(file, whole.offset, len(harmless))
+    metadata.storage_data[index] = replace(whole, length=whole.length - 10)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"object 'rng/.* names \w+\.mkdir"):
+    with pytest.raises(ValueError, match=f"object '{COMMON_OBJECT}"):
         check_checkpoint(folder, verify=True)
-    assert not (tmp_path / RAN).exists()
-    assert os.listdir(tmp_path) == ["step"]
