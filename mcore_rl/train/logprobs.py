@@ -166,7 +166,9 @@ def vocab_parallel_scores(
     The sum is 1 where one token is certain. Has no gradient, and computes no entropy.
     """
     columns_T = _find_columns(targets_T, logits_TV.shape[-1], softmax)
-    _, (target_x_T, total_T, _, *squares) = _sum_up(logits_TV, columns_T, softmax, sum_squares)
+    _, (target_x_T, total_T, _, *squares) = _sum_up(
+        logits_TV, columns_T, softmax, weighted=False, squares=sum_squares
+    )
     return target_x_T - total_T.log(), squares[0] / total_T.square() if sum_squares else None
 
 
@@ -177,17 +179,22 @@ def _find_columns(targets_T: Tensor, width: int, softmax: VocabParallelSoftmax) 
 
 
 def _sum_up(
-    logits_TV: Tensor, columns_T: Tensor, softmax: VocabParallelSoftmax, squares: bool
+    logits_TV: Tensor,
+    columns_T: Tensor,
+    softmax: VocabParallelSoftmax,
+    *,
+    weighted: bool,
+    squares: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return (peak [T], sums [3 or 4, T]) over the vocabulary of all ranks; collective.
 
     With x = (logit - peak) / temperature: the target's x, the sums of exp x, of x exp x and, with
-    `squares`, of exp 2x.
+    `squares`, of exp 2x. Without `weighted` nobody reads the sum of x exp x.
     """
     if has_kernel(logits_TV):
         peak_T, sums_ST = _sum_by_kernel(logits_TV, columns_T, softmax, squares)
     else:
-        peak_T, sums_ST = _sum_by_torch(logits_TV, columns_T, softmax, squares)
+        peak_T, sums_ST = _sum_by_torch(logits_TV, columns_T, softmax, weighted, squares)
     return peak_T, softmax.reduce(sums_ST, dist.ReduceOp.SUM)
 
 
@@ -211,7 +218,11 @@ def _sum_by_kernel(
 
 
 def _sum_by_torch(
-    logits_TV: Tensor, columns_T: Tensor, softmax: VocabParallelSoftmax, squares: bool
+    logits_TV: Tensor,
+    columns_T: Tensor,
+    softmax: VocabParallelSoftmax,
+    weighted: bool,
+    squares: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return (peak over all ranks, this rank's sums), from float32 copies of a few tokens each."""
     peak_T = softmax.peaks(logits_TV)
@@ -219,9 +230,10 @@ def _sum_by_torch(
     for rows, x_CV in softmax.chunks(logits_TV, peak_T):
         target_C = x_CV.gather(-1, columns_T[rows, None].clamp(min=0))[:, 0]
         sums_ST[0, rows] = target_C.masked_fill(columns_T[rows] < 0, 0.0)
-        exp_CV = x_CV.exp()
+        exp_CV = x_CV.exp() if weighted else x_CV.exp_()
         sums_ST[1, rows] = exp_CV.sum(-1)
-        sums_ST[2, rows] = torch.linalg.vecdot(exp_CV, x_CV)
+        if weighted:
+            sums_ST[2, rows] = torch.linalg.vecdot(exp_CV, x_CV)
         if squares:
             sums_ST[3, rows] = exp_CV.square_().sum(-1)
     return peak_T, sums_ST
@@ -233,7 +245,9 @@ class _LogprobEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, softmax: VocabParallelSoftmax
     ) -> tuple[Tensor, Tensor]:
         columns = _find_columns(targets, logits.shape[-1], softmax)
-        peak, (target_x, total, weighted) = _sum_up(logits, columns, softmax, False)
+        peak, (target_x, total, weighted) = _sum_up(
+            logits, columns, softmax, weighted=True, squares=False
+        )
         log_total = total.log()
         entropy = log_total - weighted / total
         ctx.save_for_backward(logits, columns, peak, log_total, entropy)
