@@ -1,7 +1,7 @@
 """A training step reads nothing back from the device for each of its micro-batches.
 
-The device is imagined: tensors of the model, those that `on_device` returns, and what is computed
-of them.
+There is no GPU here. Three kinds of tensors count as if they lay on one: the model's parameters,
+what `on_device` returns, and what is computed from either.
 """
 
 import traceback

@@ -121,12 +121,15 @@ def one_process(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) ->
     return root, run_ranks(take_steps, 1, model, root, {})[0]
 
 
-def test_a_first_step_is_that_of_the_definition(
-    model: ModelConfig, one_process: tuple[Path, Any]
-) -> None:
+@pytest.fixture(scope="module")
+def first_step(model: ModelConfig, one_process: tuple[Path, Any]) -> tuple[dict[str, Tensor], ...]:
+    """Return the gradients of one process's first step, and the weights before and after it."""
     root, (boxed, _) = one_process
-    gradients = whole_gradients(boxed)
-    before, after = read(Path(model.path)), read(root / "one" / "first")
+    return whole_gradients(boxed), read(Path(model.path)), read(root / "one" / "first")
+
+
+def test_a_first_step_is_that_of_the_definition(first_step: tuple[dict[str, Tensor], ...]) -> None:
+    gradients, before, after = first_step
     attention, expert = "model.layers.0.self_attn", "model.layers.2.mlp.experts.3"
     fused = [f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight"]
     singles = [f"{attention}.{name}_proj.weight" for name in "qkvo"]
@@ -138,11 +141,9 @@ def test_a_first_step_is_that_of_the_definition(
 
 
 def test_embeddings_norms_routers_and_the_output_layer_are_adams(
-    model: ModelConfig, one_process: tuple[Path, Any]
+    first_step: tuple[dict[str, Tensor], ...],
 ) -> None:
-    root, (boxed, _) = one_process
-    gradients = whole_gradients(boxed)
-    before, after = read(Path(model.path)), read(root / "one" / "first")
+    gradients, before, after = first_step
     for name in (
         "model.embed_tokens.weight",
         "lm_head.weight",
