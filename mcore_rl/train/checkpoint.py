@@ -187,7 +187,7 @@ class Checkpointer:
 
         verify   first compare every byte with checksums.json
         Raises ValueError if `folder` is not a complete checkpoint, is damaged, names code to run,
-        has NaN in it, or has the state of another optimizer.
+        has NaN in it, or has the state of another optimizer than this run's.
         """
         here = self.storage.fetch(folder)
         if not (here / "metadata.json").is_file():
@@ -225,7 +225,10 @@ class Checkpointer:
 
 
 def _check_optimizer(folder: Path, here: Path, optimizer: MegatronOptimizer) -> None:
-    """Raise ValueError if the checkpoint `folder`, of which `here` is a copy, is of another one."""
+    """Raise ValueError if the checkpoint holds the state of another optimizer than this run's.
+
+    `here` is the local copy that is read; messages name `folder`.
+    """
     keys = {key for key, _ in read_places_of(here)}
     if not any(key.startswith(STATE) for key in keys):
         return
