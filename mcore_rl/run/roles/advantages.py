@@ -72,10 +72,7 @@ class StoredAdvantages:
         """Return the batch with its columns of advantages and returns, and the sums of the step."""
         if self._has_teacher:
             batch = replace(batch, teacher_logprobs_T=StoredColumn(TEACHER_LOGPROBS))
-        if self._advantages.sees == "step":
-            parts = take_whole(batch, samples)
-        else:
-            parts = cut_by_prompts(batch, samples, self._part_tokens)
+        parts = self._cut(batch, samples)
         made, answers = self._compute(scores, samples, parts)
         sums = join_sums(answers, [part.places for part in parts], len(samples))
         if self._advantages.are_normalized:
@@ -83,6 +80,12 @@ class StoredAdvantages:
             self._on_tokens([(normalize, _only_advantages(part)) for part in made])
         names = ("advantages_T", "returns_T")
         return replace(batch, **{name: getattr(made[0], name) for name in names}), sums
+
+    def _cut(self, batch: StoredBatch, samples: Sequence[StoredSample]) -> list[StepPart]:
+        """Return the parts of a step, each of which one function call gets."""
+        if self._advantages.sees == "step":
+            return take_whole(batch, samples)
+        return cut_by_prompts(batch, samples, self._part_tokens)
 
     def _compute(
         self, scores: Scores, samples: Sequence[StoredSample], parts: Sequence[StepPart]

@@ -16,8 +16,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
+
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.lookup import needs_of
+from mcore_rl.batches.stored_batch import home_of
 from mcore_rl.config import Config
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
@@ -114,7 +117,10 @@ class _AfterOtherWork(StoredAdvantages):
         if self._other_s:
             self._clock.spend("not simulated", lambda: self._other_s)
         if self._advantages.need_tokens:
-            return self._on_tokens([(cast(Any, None), batch)])[0][0], {}
+            parts = self._cut(batch, samples)
+            made = self._on_tokens([(cast(Any, None), part.batch) for part in parts])[0][0]
+            fields = {name: getattr(made, name) for name in ("advantages_T", "returns_T")}
+            return replace(batch, **fields), {}
         return super().__call__(scores, samples, batch)
 
 
@@ -343,10 +349,21 @@ class SimulatedRun:
         return replace(scores, parts=parts)
 
     def _note_tokens(self, works: Any) -> list[tuple[StoredBatch, Any]]:
-        """Say that fields of tokens are set; implements OnTokens, whose numbers nobody reads."""
-        [(_, batch)] = works
-        num_tokens = sum(batch.lens_N)
-        self._clock.spend("advantages of tokens", lambda: self._costs.trainer.read_s(num_tokens))
+        """Say that fields of tokens are set; implements OnTokens, whose numbers nobody reads.
+
+        Each batch is computed in the collector that has most of its tokens, as in
+        cluster.collectors; the step waits for the busiest collector.
+        """
+        seconds: dict[int, float] = {}
+        for _, batch in works:
+            home = home_of(batch)
+            is_far_N = np.array(batch.store_N) != home
+            num_far = int(np.array(batch.lens_N)[is_far_N].sum())
+            own_s = self._costs.trainer.compute_advantages_s(sum(batch.lens_N), num_far)
+            seconds[home] = seconds.get(home, 0.0) + own_s
+        self._clock.spend("advantages of tokens", lambda: max(seconds.values()))
         advantages = StoredColumn("advantages")
         returns = StoredColumn("returns") if self._needs.critic else None
-        return [(replace(batch, advantages_T=advantages, returns_T=returns), None)]
+        return [
+            (replace(batch, advantages_T=advantages, returns_T=returns), None) for _, batch in works
+        ]
