@@ -97,9 +97,10 @@ class ParallelConfig(Options):
 
 @dataclass
 class OptimizerConfig(Options):
-    name: Literal["adam", "muon"] = "adam"
+    name: Literal["adam", "muon", "lion"] = "adam"
     """adam; muon: makes the update of each weight matrix orthogonal, and leaves embeddings, the
-    output layer, routers, norms, biases and vision towers to Adam."""
+    output layer, routers, norms, biases and vision towers to Adam; lion: the sign of a mean of
+    gradients (arXiv:2302.06675, algorithm 2), which wants a third to a tenth of Adam's lr."""
     lr: float = bounded(1e-6, gt=0)
     """Learning rate at the end of the warm-up."""
     min_lr: float = bounded(0.0, ge=0)
@@ -114,11 +115,11 @@ class OptimizerConfig(Options):
     weight_decay: float = bounded(0.0, ge=0)
     """Decoupled weight decay (AdamW)."""
     beta1: float = bounded(0.9, ge=0, lt=1)
-    """Adam's decay of the mean of gradients."""
+    """Adam's decay of the mean of gradients; Lion's share of it in an update."""
     beta2: float = bounded(0.98, ge=0, lt=1)
-    """Adam's decay of the mean of squared gradients."""
+    """Adam's decay of the mean of squared gradients; Lion's of the mean of gradients."""
     eps: float = bounded(1e-8, gt=0)
-    """Adam's addend to the root of the mean square."""
+    """Adam's addend to the root of the mean square; Lion has none."""
     clip_grad: float = bounded(1.0, ge=0)
     """Largest norm of the gradient; 0: not clipped."""
     megatron: dict[str, Any] = field(default_factory=dict)

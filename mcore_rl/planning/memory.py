@@ -285,17 +285,21 @@ def _count_states(
 ) -> Uses:
     """Weights, gradients and share of the optimizer of one rank with `count` parameters.
 
-    Of a matrix, Muon keeps one moment where Adam keeps two.
+    Of a matrix, Muon keeps one moment where Adam keeps two; Lion keeps one of every parameter.
     """
     replicas = parallel.dp_size * parallel.cp
     expert_replicas = sizes.stage_ranks // (parallel.ep * parallel.etp)
     shared = (count.dense - count.frozen) / replicas + count.expert / expert_replicas
     dense, expert = count.matrices
-    second_moments = dense / replicas + expert / expert_replicas if optimizer == "muon" else 0.0
+    without_second = {
+        "adam": 0.0,
+        "muon": dense / replicas + expert / expert_replicas,
+        "lion": shared,
+    }
     return {
         "weights": count.total * per_parameter["weights"],
         "gradients": (count.total - count.frozen) * per_parameter["gradients"],
-        "optimizer": shared * per_parameter["optimizer"] - second_moments * FLOAT32,
+        "optimizer": shared * per_parameter["optimizer"] - without_second[optimizer] * FLOAT32,
     }
 
 

@@ -232,9 +232,11 @@ def _check_optimizer(folder: Path, here: Path, optimizer: MegatronOptimizer) -> 
     keys = {key for key, _ in read_places_of(here)}
     if not any(key.startswith(STATE) for key in keys):
         return
-    saved = "muon" if any(key.startswith(f"{STATE}{MOMENTUM}.") for key in keys) else "adam"
+    kinds = {key.removeprefix(STATE).split(".")[0] for key in keys if key.startswith(STATE)}
+    saved = "muon" if MOMENTUM in kinds else "adam" if "exp_avg_sq" in kinds else "lion"
     parts = parts_of(optimizer)
-    own = "muon" if any(isinstance(part.optimizer, MuonBesideAdam) for part in parts) else "adam"
+    has_muon = any(isinstance(part.optimizer, MuonBesideAdam) for part in parts)
+    own = "muon" if has_muon else parts[0].config.optimizer
     if saved != own:
         raise ValueError(
             f"{folder} has the state of optimizer.name={saved}, and this run's is {own}: the state"

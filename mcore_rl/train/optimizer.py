@@ -311,11 +311,31 @@ def make_optimizer(
     for part in parts_of(optimizer):
         if config.name == "muon":
             use_muon(part, options, chunks)
+        elif config.name == "lion":
+            _use_lion(part)
         part.init_state_fn(part.optimizer, options)
         for group in part.optimizer.param_groups:
             group.setdefault("step", 0)
         write_whole_parameters(part)
+    if config.name == "lion":
+        options.optimizer = "lion"  # names the moments that a checkpoint has
     return optimizer
+
+
+def _use_lion(part: DistributedOptimizer) -> None:
+    """Put Lion in the place of Adam, over the same groups, with its one moment.
+
+    megatron-core itself has Lion without its distributed optimizer only.
+    """
+    from emerging_optimizers.scalar_optimizers.lion import Lion
+
+    # The parameters of a distributed optimizer are views, which an Optimizer would refuse.
+    lion = Lion([torch.nn.Parameter(torch.empty(0))])
+    lion.param_groups = part.optimizer.param_groups
+    for group in lion.param_groups:
+        for parameter in group["params"]:
+            lion.state[parameter]["exp_avg"] = torch.zeros_like(parameter.data)
+    part.optimizer = lion
 
 
 def _overrides(config: OptimizerConfig, options: MegatronOptimizerConfig) -> Any:

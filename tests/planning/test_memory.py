@@ -13,6 +13,7 @@ from tests.support.policy import read
 from tests.support.recipes import LARGE, plan_of
 
 QWEN = "qwen3_30b_a3b_grpo_32"
+PRECISION_AWARE = ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 @pytest.mark.parametrize("recipe", LARGE)
@@ -43,6 +44,20 @@ def test_states_of_a_model_are_divided_as_megatron_divides_them() -> None:
     experts = 48 * 128 * 3 * 2048 * 768
     assert total(ranks, "weights") == pytest.approx(2 * (30.53e9 - experts * 7 / 8), rel=1e-3)
     assert total(ranks, "gradients") == 2 * total(ranks, "weights")
+
+
+def test_lion_keeps_one_moment_of_all_parameters_and_muon_of_its_matrices() -> None:
+    """Float32 main weights and moments: 12, 8 and nearly 8 bytes of 30.53e9 parameters."""
+    layout = ["rollout.mode=sync", "parallel.dp=8", "parallel.tp=1", "parallel.ep=8"]
+    plain = [f"train.optimizer.megatron.{name}=null" for name in PRECISION_AWARE]
+    bytes_of = {
+        name: total(predict(QWEN, *layout, *plain, f"train.optimizer.name={name}"), "optimizer") * 8
+        for name in ("adam", "lion", "muon")
+    }
+    assert bytes_of["adam"] == pytest.approx(12 * 30.53e9, rel=1e-3)
+    assert bytes_of["lion"] == pytest.approx(8 * 30.53e9, rel=1e-3)
+    embeddings = 2 * 151_936 * 2048
+    assert bytes_of["muon"] == pytest.approx(8 * 30.53e9 + 4 * embeddings, rel=1e-3)
 
 
 def test_pipeline_stages_keep_the_micro_batches_in_flight() -> None:

@@ -35,6 +35,7 @@ def check_optimizer(group: str, optimizer: OptimizerConfig) -> None:
     check_passed(f"{group}.megatron", options, TO_OPTIMIZER, {"optimizer": group})
     _check_moments(f"{group}.megatron", options)
     _check_muon(group, optimizer)
+    _check_lion(group, optimizer)
 
 
 def _check_recompute(group: str, options: Passed, recompute: str) -> None:
@@ -94,6 +95,21 @@ def _check_muon(group: str, optimizer: OptimizerConfig) -> None:
         raise ValueError(
             f"{group}.megatron.muon_num_ns_steps={options['muon_num_ns_steps']}: Muon iterates at"
             " least once; raise it to 1 or more (5 is usual)"
+        )
+
+
+def _check_lion(group: str, optimizer: OptimizerConfig) -> None:
+    if optimizer.name != "lion":
+        return
+    if optimizer.eps != OptimizerConfig.eps:
+        raise ValueError(
+            f"{group}.eps={optimizer.eps:g} with {group}.name=lion: Lion divides by nothing; leave"
+            f" {group}.eps out"
+        )
+    if optimizer.megatron.get("use_precision_aware_optimizer"):
+        raise ValueError(
+            f"{group}.megatron.use_precision_aware_optimizer=true with {group}.name=lion: only Adam"
+            " has it; set it, exp_avg_dtype and exp_avg_sq_dtype there to null"
         )
 
 

@@ -60,7 +60,10 @@ _CPU_ADAM = (
     " host; set {optimizer}.megatron.use_precision_aware_optimizer=true with exp_avg_dtype and"
     " exp_avg_sq_dtype=bfloat16, or use more ranks"
 )
-_ADAM = "the optimizer is Adam or Muon; leave it out"
+_SELECTED = (
+    "the optimizer is Adam, Muon or Lion: megatron-core's distributed optimizer has no checkpoint"
+    " of SGD, and gives SOAP and adaptive Muon whole matrices in one layout only; leave it out"
+)
 _FLOAT16 = "it scales losses for float16, and model.dtype is float32 or bfloat16; leave it out"
 
 TRANSFORMER_RULES = Rules(
@@ -250,10 +253,12 @@ OPTIMIZER_RULES = Rules(
             *("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window"),
             "hysteresis",
         ),
+        **with_reason("set {optimizer}.beta1 and {optimizer}.name=lion", "lion_beta1"),
+        **with_reason("set {optimizer}.beta2 and {optimizer}.name=lion", "lion_beta2"),
         **with_reason(
-            _ADAM,
-            *("sgd_momentum", "lion_beta1", "lion_beta2", "soap_precondition_frequency"),
-            *("soap_shampoo_beta", "soap_use_kl_shampoo", "adaptive_muon_beta2"),
+            _SELECTED,
+            *("sgd_momentum", "soap_precondition_frequency", "soap_shampoo_beta"),
+            *("soap_use_kl_shampoo", "adaptive_muon_beta2"),
             *("adaptive_muon_eps", "adaptive_muon_moment2_method"),
         ),
         **with_reason("set {optimizer}.name", "optimizer"),

@@ -133,8 +133,11 @@ def translate_muon(
     """
     kind = options.take(name, "adam")
     if kind.removeprefix("dist_") != "muon":
-        if kind != "adam":
-            yield Decision(name, kind, f"{ours}.name is adam or muon")
+        if kind == "lion":
+            advice = f"set {ours}.name=lion, with Lion's decays as {ours}.beta1 and {ours}.beta2"
+            yield Decision(name, kind, advice)
+        elif kind != "adam":
+            yield Decision(name, kind, f"{ours}.name is adam, muon or lion")
         return
     yield RecipeLine(f"{ours}.name", "muon", (name,))
     defaults: dict[str, Any] = {"extra_scale_factor": 1.0}

@@ -54,6 +54,12 @@ DEEPSEEK = "deepseek_v3_grpo_128"
             "train.optimizer.name=muon train.optimizer.megatron.muon_num_ns_steps=0",
             "train.optimizer.megatron.muon_num_ns_steps=0: Muon iterates at least once",
         ),
+        (DEEPSEEK, "train.optimizer.name=lion", "use_precision_aware_optimizer=true with .*lion"),
+        (
+            "tiny_moe_grpo",
+            "train.optimizer.name=lion train.optimizer.eps=1e-5",
+            "train.optimizer.eps=1e-05 with train.optimizer.name=lion: Lion divides by nothing",
+        ),
         (DEEPSEEK, "rollout.attention_dp=1", "SGLang has it for DP attention only"),
         (DEEPSEEK, "rollout.ep=16", "set rollout.ep=32"),
         (

@@ -67,6 +67,13 @@ def test_without_sglang_only_owners_are_checked(monkeypatch: pytest.MonkeyPatch)
         (TO_OPTIMIZER, "exp_avg_dtype", "float16", "only float32 or bfloat16 here"),
         (TO_OPTIMIZER, "muon_tp_mode", "blockwise", "a step would depend on the model's tp"),
         (TO_OPTIMIZER, "muon_coefficient_type", "septic", "only simple or quintic or "),
+        (
+            TO_OPTIMIZER,
+            "lion_beta2",
+            0.9,
+            "set critic.optimizer.beta2 and critic.optimizer.name=lion",
+        ),
+        (TO_OPTIMIZER, "sgd_momentum", 0.9, "has no checkpoint of SGD"),
         (TO_OPTIMIZER, "optimizer", "muon", "set critic.optimizer.name$"),
         (TO_OPTIMIZER, "use_layer_wise_distributed_optimizer", True, "belong to one layout"),
         (TO_OPTIMIZER, "optimizer_cpu_offload", True, "critic.optimizer.megatron.use_precision"),

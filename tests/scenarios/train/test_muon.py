@@ -5,21 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
-from mcore_rl.train.actor import Actor
-from mcore_rl.types import StepStats
 from tests.support.distributed import run_each, run_ranks
-from tests.support.gradients import boxed_gradients, whole_gradients
-from tests.support.tiny_training import (
-    NUM_TOKENS,
-    make_actor,
-    my_batches,
-    token_loss,
-    write_hf_model,
-)
+from tests.support.gradients import whole_gradients
+from tests.support.optimizer_layouts import name_of, read, resume, take_steps
+from tests.support.tiny_training import make_actor, write_hf_model
 
 LR = 1e-3
 MUON = OptimizerConfig(
@@ -43,53 +35,12 @@ QUINTIC = (
 """Coefficients of the five iterations, as published with https://github.com/KellerJordan/modded-nanogpt."""
 
 
-def step(actor: Actor) -> StepStats | None:
-    return actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
-
-
-def name_of(layout: dict[str, Any]) -> str:
-    return "_".join(f"{name}{size}" for name, size in layout.items()) or "one"
-
-
-def take_steps(
-    rank: int, world_size: int, port: int, model: ModelConfig, root: Path, layout: dict[str, Any]
-) -> Any:
-    """Take a step, save, and take two more; weights lie in `root` after the first and the last."""
-    overlap = {"ddp": {"overlap_grad_reduce": True}} if layout.get("dp") else {}
-    actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout), MUON, **overlap)
-    stats = [step(actor)]
-    gradients = boxed_gradients(actor)
-    folder = root / name_of(layout)
-    actor.export_hf(folder / "first")
-    actor.save(folder / "checkpoint", {})
-    stats += [step(actor), step(actor)]
-    actor.finish_save()
-    actor.export_hf(folder / "last")
-    return gradients, stats
-
-
-def resume(
-    rank: int, world_size: int, port: int, model: ModelConfig, layout: Any, saved: str, root: Path
-) -> None:
-    """Take the last two steps from a checkpoint of another layout."""
-    actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout), MUON)
-    actor.load(root / saved / "checkpoint")
-    for _ in range(2):
-        step(actor)
-    actor.export_hf(root / f"{saved}_in_{name_of(layout)}")
-
-
 def refuse(rank: int, world_size: int, port: int, model: ModelConfig, saved: Path) -> str:
     """Return what an Adam says to a checkpoint of Muon."""
     actor = make_actor(rank, world_size, port, model, ParallelConfig())
     with pytest.raises(ValueError) as raised:
         actor.load(saved)
     return str(raised.value)
-
-
-def read(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 def check_equal(got: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> None:
@@ -118,7 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 @pytest.fixture(scope="module")
 def one_process(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     root = tmp_path_factory.mktemp("steps")
-    return root, run_ranks(take_steps, 1, model, root, {})[0]
+    return root, run_ranks(take_steps, 1, model, root, MUON, {})[0]
 
 
 @pytest.fixture(scope="module")
@@ -173,14 +124,14 @@ def test_layouts_agree_with_one_process_and_resume_in_each_other(
 ) -> None:
     root, (_, wanted) = one_process
     last = read(root / "one" / "last")
-    per_layout = run_each(take_steps, 2, LAYOUTS, model, root)
+    per_layout = run_each(take_steps, 2, LAYOUTS, model, root, MUON)
     for layout, results in zip(LAYOUTS, per_layout, strict=True):
         check_equal(read(root / name_of(layout) / "last"), last, name_of(layout))
         stats = next(stats for _, stats in results if stats[0] is not None)
         for got, want in zip(stats, wanted, strict=True):
             assert got.loss == pytest.approx(want.loss, abs=1e-6), layout
             assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-5), layout
-    run_ranks(resume, 1, model, {}, "tp2_ep2", root)
+    run_ranks(resume, 1, model, root, MUON, {}, "tp2_ep2")
     check_equal(read(root / "tp2_ep2_in_one"), last, "tp2_ep2 resumed by one process")
-    run_ranks(resume, 2, model, {"dp": 2, "ep": 1}, "pp2_vpp2", root)
+    run_ranks(resume, 2, model, root, MUON, {"dp": 2, "ep": 1}, "pp2_vpp2")
     check_equal(read(root / "pp2_vpp2_in_dp2_ep1"), last, "pp2_vpp2 resumed by two replicas")
