@@ -132,9 +132,10 @@ def test_the_probe_is_made_of_the_first_prompts_that_can_be_scored() -> None:
         ([30] * 256, [i * 256 // 36 for i in range(36)]),
         ([300] * 256, [0, 64, 128, 192]),
         ([3] * 256, [4 * i for i in range(64)]),
+        ([1] * 256, [4 * i for i in range(64)]),
         ([30] * 5, [0, 1, 2, 3, 4]),
     ],
-    ids=["short", "long", "too short", "few"],
+    ids=["short", "long", "too short", "one token", "few"],
 )
 def test_sequences_are_taken_from_all_over_the_batch_until_they_have_enough_tokens(
     lens: list[int], chosen: list[int]

@@ -39,5 +39,6 @@ def test_without_dynamic_sampling_and_without_a_group() -> None:
         "reward/errors",
         "reward/failed_share",
     }
+    assert set(metrics.values()) == {0.0}
     empty = SamplingStats().metrics(RolloutConfig(dynamic_sampling=True))
     assert empty["sampling/kept_share"] == 1.0 and empty["sampling/reward_mean"] == 0.0
