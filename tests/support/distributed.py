@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from mcore_rl.device.setup import let_megatron_import
 from mcore_rl.process.network import find_free_port
 
 PRELOAD = ["torch", "mcore_rl.train.actor", "pytest"]
@@ -35,9 +36,8 @@ def run_ranks(
     ranks = []
     for rank in range(world_size):
         ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_rank_main, args=(theirs, fn, rank, world_size, port, args), daemon=True
-        )
+        call = pickle.dumps((fn, rank, world_size, port, args))
+        process = context.Process(target=_rank_main, args=(theirs, call), daemon=True)
         process.start()
         theirs.close()
         ranks.append((process, ours))
@@ -117,20 +117,19 @@ def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:
     return [results[rank] for rank in sorted(results)]
 
 
-def _rank_main(
-    connection: Connection,
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    port: int,
-    args: tuple[Any, ...],
-) -> None:
+def _rank_main(connection: Connection, call: bytes) -> None:
+    """Make the call, whose function is imported only once Megatron can be.
+
+    Another test may have started the server of forks, without what is preloaded here.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     gc.freeze()
     try:
         import torch
 
         torch.set_num_threads(1)
+        let_megatron_import()
+        fn, rank, world_size, port, args = pickle.loads(call)
         answer = (True, fn(rank, world_size, port, *args))
     except BaseException:
         answer = (False, traceback.format_exc())
