@@ -82,7 +82,10 @@ class SlurmOptions(LaunchOptions, group="launch"):
     """The run saves and is queued again so long before its time limit. A step, with the save after
     it, has to fit in."""
     requeues: int = bounded(10, ge=0)
-    """How often the job is queued again after it saved; 0: never."""
+    """How often the job is queued again, at most; 0: never."""
+    retries: int = bounded(3, ge=0)
+    """How many of the requeues may follow failures, such as a rank's death; 0: none. A run that
+    refused its settings (status 2) or was canceled is never queued again."""
     seeds: list[int] = field(default_factory=list)
     """A job array: one run for each, with run.seed, in <run.dir>/seed_<n>."""
     engine_partition: str = ""

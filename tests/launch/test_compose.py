@@ -25,6 +25,7 @@ def test_a_file_of_ones_own_builds_on_a_shipped_one(tmp_path: Path) -> None:
         ("slurm", ["launch.partitoin=a"], "launch=slurm: .*partitoin"),
         ("slurm", ["launch.nodes=many"], "launch=slurm: launch.nodes: .*'many'"),
         ("slurm", ["launch.requeues=-1"], "launch.requeues=-1: must be at least 0"),
+        ("slurm", ["launch.retries=-1"], "launch.retries=-1: must be at least 0"),
         ("slurm", ["launch.target=pbs"], "target=pbs: expected one of"),
     ],
 )

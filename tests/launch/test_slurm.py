@@ -3,6 +3,7 @@
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,3 +110,54 @@ def test_nodes_that_are_out_of_service_are_named_to_who_waits() -> None:
     assert (
         waiting.text == "job 7 waits (Resources, restart 0); out of service: n2 drained: broken fan"
     )
+
+
+def run_script(folder: Path, statuses: list[int], options: SlurmOptions) -> list[str]:
+    """Run the job's script, whose srun ends with the statuses in turn; return what became of it.
+
+    A requeue runs the script again, as SLURM does.
+    """
+    made = Submission("train", ("recipe=a",), folder / "a run", NodeNeeds(1, 0, 0, 4))
+    script = folder / SCRIPT
+    script.write_text(make_files(made, options)[SCRIPT])
+    programs = folder / "bin"
+    programs.mkdir(parents=True)
+    for name, body in {
+        "srun": 'exit "$STATUS"',
+        "scontrol": '[ "$1" = show ] && echo "NodeName=n1 NodeAddr=10.0.0.1" || echo requeued',
+    }.items():
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    ends = []
+    for attempt, status in enumerate(statuses):
+        environment = {
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "STATUS": str(status),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "n1",
+            "SLURM_RESTART_COUNT": str(attempt),
+        }
+        done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (status, "")
+        ends.append("requeued" if "requeued" in done.stdout else "ended")
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("statuses", "options", "ends"),
+    [
+        ([75, 1, 137, 75, 0], {}, ["requeued"] * 4 + ["ended"]),
+        ([1, 1, 1, 1], {}, ["requeued"] * 3 + ["ended"]),
+        ([1, 75, 1], {"retries": 1}, ["requeued", "requeued", "ended"]),
+        ([1], {"retries": 0}, ["ended"]),
+        ([75, 1, 75], {"requeues": 2}, ["requeued", "requeued", "ended"]),
+        ([1], {"requeues": 0}, ["ended"]),
+        ([2], {}, ["ended"]),
+        ([143], {}, ["ended"]),
+        ([130], {}, ["ended"]),
+    ],
+)
+def test_a_job_that_saved_or_failed_is_queued_again_within_its_budget(
+    tmp_path: Path, statuses: list[int], options: Any, ends: list[str]
+) -> None:
+    assert run_script(tmp_path, statuses, SlurmOptions(python="python3", **options)) == ends

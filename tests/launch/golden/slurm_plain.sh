@@ -33,8 +33,17 @@ srun --kill-on-bad-exit=1 --ntasks-per-node=1 \
     -- train recipe=qwen3_235b_a22b_grpo_64_64 'eval.data=[a.parquet]' 'run.dir=/shared/runs/a run' &
 while wait $!; status=$?; kill -0 $! 2> /dev/null; do :; done
 
-# The run saved and stopped because its time was over: the job is queued again and continues.
-if [ "$status" -eq 75 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; then
+# The job is queued again and goes on if the run saved because its time was over, or failed. Status
+# 2: wrong settings; 130 and 143: somebody ended the run.
+failures='/shared/runs/a run/launch'/failures_$SLURM_JOB_ID
+again=no
+case $status in
+    0 | 2 | 130 | 143) ;;
+    75) again=yes ;;
+    *) echo "$status" >> "$failures"; [ "$(wc -l < "$failures")" -le 3 ] && again=yes ;;
+esac
+if [ $again = yes ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; then
+    echo "mcore-rl: status $status; the job is queued again and goes on after its last checkpoint"
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"
