@@ -20,12 +20,12 @@ def summarize_samples(
     groups: dict[int, list[int]] = {}
     for i, sample in enumerate(samples):
         groups.setdefault(sample.prompt.index, []).append(i)
+    compared = [group for group in groups.values() if len(group) > 1]
+    silent = [not scores.differ(group, role_part) for group in compared]
     return {
         "reward/mean": fmean(rewards_N),
         "reward/std": pstdev(rewards_N),
-        "reward/groups_without_signal": fmean(
-            not scores.differ(group, role_part) for group in groups.values()
-        ),
+        **({"reward/groups_without_signal": fmean(silent)} if silent else {}),
         "rollout/samples": float(len(samples)),
         "rollout/response_len": fmean(lens_N),
         "rollout/response_len_max": float(max(lens_N)),

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from mcore_rl.logs.episode_log import EpisodeLog
+from mcore_rl.logs.learning import LearningWatch
 from mcore_rl.logs.names import add_former_names
+from mcore_rl.logs.progress import say, tell_stage
 from mcore_rl.logs.rows import RowFile
 from mcore_rl.logs.sinks import MLflow, TensorBoard, Tracker, WandB, make_console
 from mcore_rl.process.clock import now_s
@@ -45,7 +47,8 @@ class PhaseTimer:
         _log.info("step %d: %s", self.step, phase)
         start = now_s()
         try:
-            yield
+            with tell_stage(f"step {self.step}: {phase}"):
+                yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + now_s() - start
 
@@ -129,14 +132,17 @@ class MetricsLogger:
         read: Callable[[Sequence[StoredSample]], list[Sample]] | None = None,
         with_episodes: bool = False,
         rotate_bytes: int = 0,
+        learning: LearningWatch | None = None,
     ) -> None:
         """Open the files and the trackers.
 
         read            fetches the logged samples from the stores; None: no samples are logged
         with_episodes   also write episodes.jsonl
         rotate_bytes    size at which a file of rows becomes a segment (RowFile); 0: never
+        learning        warns of steps that teach nothing
         """
         self._read = read
+        self._learning = learning
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._trackers: list[Tracker] = []
@@ -167,6 +173,9 @@ class MetricsLogger:
             tracker.log(step, kept)
         if self._console:
             self._console.show(step, metrics)
+        if self._learning and (warning := self._learning.note(step, metrics)):
+            _log.warning(warning)
+            say(warning)
 
     def log_samples(
         self, step: int, samples: Sequence[StoredSample], scores: Scores, split: str = "train"

@@ -6,7 +6,8 @@ METRICS: Mapping[str, Mapping[str, str]] = {
     "Rewards": {
         "reward/mean": "mean reward of the samples the step trains on",
         "reward/std": "their standard deviation, over all samples",
-        "reward/groups_without_signal": "share of groups with equal rewards before penalties",
+        "reward/groups_without_signal": "share of groups with equal rewards before penalties;"
+        " groups of a single sample are left out",
         "reward/part/<name>": "mean of one number that rewards are made of",
         "reward/errors": "samples drawn for the step whose reward failed (rewards.md)",
         "reward/failed_share": "share of the samples drawn whose reward failed",

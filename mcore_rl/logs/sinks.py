@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from types import ModuleType
 from typing import Any, Protocol, TextIO
 
@@ -23,6 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mcore_rl.logs.progress import format_clock, note_printed, show_in_panel, stamp
 from mcore_rl.process.disk import report_full_disk, write_whole
 
 SHOWN_STEPS = 12
@@ -32,24 +34,51 @@ PHASE_COLORS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the console: the first of `names` that was logged, printed with `format`."""
+    """A column of the console: the first of `names` that was logged, printed with `format`.
+
+    short   the label in a panel, if there it is another
+    """
 
     label: str
     names: tuple[str, ...]
     format: str
+    short: str = ""
 
     def read(self, metrics: Mapping[str, float]) -> str | None:
         value = next((metrics[name] for name in self.names if name in metrics), None)
         return None if value is None else format(value, self.format)
 
 
+def select_telling(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a row without those that are 0 by construction, and with `signal`.
+
+    The loss of a policy is a mean of advantages, which add up to 0 in a group; with one optimizer
+    step the old policy is the policy; in a synchronous run no sample is stale.
+    """
+    telling = dict(metrics)
+    if "reward/mean" in metrics:
+        telling.pop("loss/total", None)
+        telling.pop("loss/policy", None)
+    if metrics.get("train/optimizer_steps", 1.0) == 1.0:
+        telling.pop("kl/old_new", None)
+    if not metrics.get("staleness/max"):
+        telling.pop("staleness/mean", None)
+    if (silent := metrics.get("reward/groups_without_signal")) is not None:
+        telling[SIGNAL] = 1.0 - silent
+    return telling
+
+
+SIGNAL = "signal"
 COLUMNS = (
     Column("reward", ("reward/mean",), ".3f"),
-    Column("loss", ("loss/total", "loss/policy"), ".4f"),
+    Column(SIGNAL, (SIGNAL,), ".0%"),
+    Column("loss", ("loss/total",), ".4f"),
     Column("KL", ("kl/ref", "kl/old_new"), ".1e"),
     Column("entropy", ("loss/entropy",), ".3f"),
     Column("grad", ("loss/grad_norm",), ".3f"),
     Column("length", ("rollout/response_len",), ".1f"),
+    Column("truncated", ("rollout/truncated_share",), ".0%", short="cut"),
+    Column("stale", ("staleness/mean",), ".1f"),
     Column("tok/s", ("rollout/tokens_per_second", "train/tokens_per_second"), ",.0f"),
     Column("held-out", ("eval/greedy_accuracy",), ".1%"),
 )
@@ -62,29 +91,31 @@ class Console(Protocol):
 
 
 class LineConsole:
-    """Prints lines such as "step 3/60 | reward 0.512 | loss ... | rollout 1.2s train 0.8s"."""
+    """Prints lines such as "14:03:21 step 3/60 | reward 0.512 | signal 75% | rollout 1.2s"."""
 
     def __init__(self, stream: TextIO, total_steps: int | None) -> None:
         self._stream = stream
         self._total_steps = total_steps
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [(column.label, column.read(metrics)) for column in COLUMNS]
+        telling = select_telling(metrics)
+        values = [(column.label, column.read(telling)) for column in COLUMNS]
         parts = [f"step {_format_progress(step, self._total_steps)}"]
         parts += [f"{label} {value}" for label, value in values if value is not None]
         parts.append(
             " ".join(f"{phase} {s:.1f}s" for phase, s in select_phase_seconds(metrics).items())
         )
-        print(" | ".join(part for part in parts if part), file=self._stream, flush=True)
+        line = stamp(" | ".join(part for part in parts if part), self._stream.isatty())
+        print(line, file=self._stream, flush=True)
+        note_printed()
 
     def close(self) -> None:
         self._stream.flush()
 
 
 class LiveConsole:
-    """A panel with progress, rewards, the last steps as a table, and phases of the last step.
-
-    It is drawn when a step is logged and not in between, so no thread runs.
+    """A panel with progress, rewards, the last steps as a table, phases of the last step, and what
+    the run is doing, which a thread of logs.progress brings.
     """
 
     def __init__(self, console: RichConsole, title: str, total_steps: int | None) -> None:
@@ -94,21 +125,40 @@ class LiveConsole:
         self._rewards: deque[float] = deque(maxlen=60)
         self._phases: dict[str, float] = {}
         self._start: tuple[int, float] | None = None
+        self._step = 0
+        self._stage = ""
+        self._lock = Lock()
         self._live = Live(console=console, auto_refresh=False)
         self._live.start()
+        show_in_panel(self._show_stage)
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            self._note(step, metrics)
+            self._live.update(self._draw(step), refresh=True)
+
+    def _show_stage(self, stage: str) -> None:
+        with self._lock:
+            self._stage = stage
+            if self._start is not None:
+                self._live.update(self._draw(self._step), refresh=True)
+            else:
+                self._live.update(Panel(Text(stage), border_style="dim"), refresh=True)
+
+    def _note(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._step = step
+        self._stage = ""
         if self._start is None:
             self._start = step, time.monotonic()
-        self._steps.setdefault(step, {}).update(metrics)
+        self._steps.setdefault(step, {}).update(select_telling(metrics))
         if math.isfinite(reward := metrics.get("reward/mean", math.nan)):
             self._rewards.append(reward)
         self._phases = select_phase_seconds(metrics) or self._phases
         while len(self._steps) > SHOWN_STEPS:
             del self._steps[min(self._steps)]
-        self._live.update(self._draw(step), refresh=True)
 
     def close(self) -> None:
+        show_in_panel(None)
         self._live.stop()
 
     def _draw(self, step: int) -> Panel:
@@ -117,20 +167,22 @@ class LiveConsole:
             parts.append(Text(f"reward  {draw_sparkline(self._rewards)}", style="green"))
         if self._phases:
             parts.append(_draw_phases(self._phases))
+        if self._stage:
+            parts.append(Text(self._stage, style="dim"))
         return Panel(Group(*parts), title=Text(self._title), border_style="dim")
 
     def _draw_progress(self, step: int) -> Table:
         assert self._start is not None
         first_step, first_time = self._start
         elapsed = time.monotonic() - first_time
-        text = f"step {_format_progress(step, self._total_steps)}   {_format_clock(elapsed)}"
+        text = f"step {_format_progress(step, self._total_steps)}   {format_clock(elapsed)}"
         grid = Table.grid(padding=(0, 2))
         if self._total_steps is None:
             grid.add_row(text)
             return grid
         if step > first_step:
             remaining = elapsed / (step - first_step) * (self._total_steps - step)
-            text += f"   {_format_clock(remaining)} left"
+            text += f"   {format_clock(remaining)} left"
         grid.add_row(text, ProgressBar(total=self._total_steps, completed=step, width=36))
         return grid
 
@@ -240,9 +292,9 @@ def select_phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _draw_table(steps: Mapping[int, Mapping[str, float]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     shown = [c for c in COLUMNS if any(c.read(metrics) is not None for metrics in steps.values())]
-    for label in ("step", *(column.label for column in shown)):
+    for label in ("step", *(column.short or column.label for column in shown)):
         table.add_column(label, justify="right", no_wrap=True)
     for step, metrics in sorted(steps.items()):
         table.add_row(str(step), *(column.read(metrics) or "" for column in shown))
@@ -269,11 +321,6 @@ def draw_sparkline(values: Sequence[float] | deque[float]) -> str:
 
 def _format_progress(step: int, total_steps: int | None) -> str:
     return str(step) if total_steps is None else f"{step}/{total_steps}"
-
-
-def _format_clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
 
 
 def _import(module: str, option: str, package: str) -> ModuleType:

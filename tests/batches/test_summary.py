@@ -42,6 +42,11 @@ def test_groups_have_signal_by_rewards_before_penalties_within_a_role() -> None:
     assert shares == [0.5, 1.0]
 
 
+def test_groups_of_one_sample_are_not_compared() -> None:
+    samples = [make_sample(i, 2, "stop") for i in range(2)]
+    assert "reward/groups_without_signal" not in summarize_samples(samples, Scores([1.0, 0.0]), 1.0)
+
+
 def test_steps_are_merged_by_the_kind_of_metric() -> None:
     first = StepStats(1.0, 0.5, 1e-3, 10, {"logprob_diff/mean": 0.2, "logprob_diff/token_max": 3.0})
     second = StepStats(
