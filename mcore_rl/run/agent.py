@@ -69,7 +69,7 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
             engine.start()
             engine.wait_healthy(config.run.startup_timeout_s)
             servers.wait_healthy()
-            samples = loop.run(
+            samples, hidden = loop.run(
                 _run_episodes(episodes, config.rollout, tokenizer, engine, prompts, sampling)
             )
         except TimeoutError as error:
@@ -80,7 +80,18 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
             servers.close()
     for sample in samples:
         print(format_episode(sample), flush=True)
+    if hidden:
+        print(explain_hidden_tools(config.model.path, hidden), flush=True)
     refuse_broken_environment(samples, config.agents.environment)
+
+
+def explain_hidden_tools(model_path: str, hidden: Sequence[str]) -> str:
+    """Return a warning with the names of tools that the model's chat template did not show."""
+    return (
+        f"warning: the chat template of model.path={model_path} shows no tools, so the policy was"
+        f" not told of {', '.join(hidden)}: save a template that shows them as chat_template.jinja"
+        " beside tokenizer.json, or have the environment describe them in its messages"
+    )
 
 
 def refuse_broken_environment(samples: Sequence[Sample], environment: str) -> None:
@@ -103,8 +114,8 @@ async def _run_episodes(
     engine: EngineProcess,
     prompts: Sequence[Prompt],
     sampling: Sampling,
-) -> list[Sample]:
-    """Return an episode of each prompt."""
+) -> tuple[list[Sample], list[str]]:
+    """Return an episode of each prompt, and the names of tools that the template did not show."""
     decode = make_decode(tokenizer)
     health = EngineHealth([engine.url])
     http = HttpOptions.make(rollout, spec.stop_token_ids, decode)
@@ -121,7 +132,7 @@ async def _run_episodes(
             await sampler.sample_group(session, GroupRequest(0, i, prompt, 1, sampling))
             for i, prompt in enumerate(prompts)
         ]
-    return [sample for group in groups for sample in group]
+    return [sample for group in groups for sample in group], sampler.hidden_tools
 
 
 def format_episode(sample: Sample) -> str:

@@ -118,7 +118,7 @@ class EpisodeSampler:
         free_kv   returns the free share of the engines' KV cache
         """
         tokenizer = load_tokenizer(spec.model_path, "model.path", spec.trust_remote_code)
-        chat_format, self._parser = make_format_and_parser(
+        self._chat_format, self._parser = make_format_and_parser(
             tokenizer,
             spec.stop_token_ids,
             spec.architecture,
@@ -144,13 +144,18 @@ class EpisodeSampler:
         self._runner = EpisodeRunner(
             spec.agents.environment,
             self._pool,
-            chat_format,
+            self._chat_format,
             self._parser,
             decode,
             options,
             self._gateway,
             make_sight(spec),
         )
+
+    @property
+    def hidden_tools(self) -> list[str]:
+        """Names of tools that episodes had and the chat template did not show."""
+        return sorted(self._chat_format.hidden_tools)
 
     async def start(self) -> None:
         """Start what episodes need. Raises ValueError if the engines lack a parser."""

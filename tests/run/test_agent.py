@@ -5,10 +5,17 @@ from dataclasses import replace
 
 import pytest
 
+from mcore_rl.agents.chat.chat_format import ChatFormat
 from mcore_rl.agents.turn_tree import rows_of
 from mcore_rl.config import Config
-from mcore_rl.run.agent import format_episode, refuse_broken_environment, run_agent
+from mcore_rl.run.agent import (
+    explain_hidden_tools,
+    format_episode,
+    refuse_broken_environment,
+    run_agent,
+)
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, TurnRecord
+from tests.support.chat_templates import make_tokenizer
 from tests.support.turn_trees import random_tree, sample_of
 
 PROMPT = Prompt(3, (1,), (), "sums", "93")
@@ -41,6 +48,20 @@ def test_an_episode_is_shown_turn_by_turn() -> None:
         "=== deadline (after 3 s): reward 1, 2 answers, 7 sampled tokens, 1 rows;"
         " ground truth '93' ===",
     ]
+
+
+@pytest.mark.parametrize(("family", "hidden"), [("qwen3", set()), ("chatml", {"look", "add"})])
+def test_tools_that_the_template_does_not_show_are_named(family: str, hidden: set[str]) -> None:
+    chat_format = ChatFormat(make_tokenizer(family), (), reasoning="keep", template_options={})
+    hello = [{"role": "user", "content": "hello"}]
+    chat_format.render_whole(hello, ())
+    assert chat_format.hidden_tools == set()
+    tools = [{"type": "function", "function": {"name": name}} for name in ("look", "add")]
+    chat_format.render_whole(hello, tools)
+    assert chat_format.hidden_tools == hidden
+    told = explain_hidden_tools("runs/a", ["add", "look"])
+    assert told.startswith("warning: the chat template of model.path=runs/a shows no tools")
+    assert "not told of add, look:" in told
 
 
 def ended(*ends: str) -> list[Sample]:

@@ -181,6 +181,8 @@ class ChatFormat:
         self._template = ChatTemplate(tokenizer, template_options)
         self._turn_end = TurnEnd(tokenizer, stop_token_ids)
         self._shortcut = Shortcut(self._follow)
+        self.hidden_tools: set[str] = set()
+        """Names of tools that conversations had and the template did not show."""
         hello = [{"role": "user", "content": "hello"}]
         without = self._template.render(hello, (), generation_prompt=False)
         text = self._template.render(hello, (), generation_prompt=True)
@@ -192,6 +194,8 @@ class ChatFormat:
 
         Raises ValueError if the template refuses the conversation.
         """
+        if tools and not self._template.shows_tools:
+            self.hidden_tools.update(tool["function"]["name"] for tool in tools)
         text = self._template.render(messages, tools, generation_prompt=True)
         return tuple(self._encode(text))
 

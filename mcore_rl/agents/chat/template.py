@@ -60,6 +60,8 @@ class ChatTemplate:
         """Text of the template, or texts by name."""
         self.shows_calls = False
         """Whether the template shows tool calls."""
+        self.shows_tools = False
+        """Whether the template tells the model which tools there are."""
         self._as_text = False
         self._reasoning_key = REASONING_KEYS[0]
         self._one_call = False
@@ -129,6 +131,7 @@ class ChatTemplate:
             self._as_text = True
             self._as_text = self._shows("call", _trial(calls=1))
         self.shows_calls = self._shows("call", _trial(calls=1))
+        self.shows_tools = self._shows_trial_tool()
         two = self._shows("call", _trial(calls=2)) and self._shows("other", _trial(calls=2))
         self._one_call = self.shows_calls and not two
         for key in REASONING_KEYS:
@@ -140,6 +143,14 @@ class ChatTemplate:
         self.text_is_reasoning = self._shows(
             "why", _trial(calls=1, reasoning=True)
         ) and not self._shows("call", _trial(calls=1, reasoning=True, content="text"))
+
+    def _shows_trial_tool(self) -> bool:
+        hello = [{"role": "user", "content": "hello"}]
+        try:
+            text = self.render(hello, [TRIAL_TOOL], generation_prompt=True)
+        except RenderError:
+            return False
+        return TRIAL_TOOL["function"]["description"] in text
 
     def _shows(self, part: str, messages: Sequence[Message]) -> bool:
         try:

@@ -43,6 +43,13 @@ def test_templates_without_calls(family: str) -> None:
     assert not ChatTemplate(make_tokenizer(family), {}).shows_calls
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_template_that_shows_tools_shows_those_of_a_conversation(family: str) -> None:
+    shown = ChatTemplate(make_tokenizer(family), {}).shows_tools
+    assert shown == (TOOLS[0]["function"]["description"] in render(family))
+    assert shown == (family not in {*NO_CALLS, "deepseekv3"})
+
+
 def test_reasoning_is_given_under_the_key_of_the_template() -> None:
     for family in ("qwen3", "glm4moe", "gptoss", "minimax_m2"):
         assert "because" in render(family, answer(1, reasoning_content="because"))
