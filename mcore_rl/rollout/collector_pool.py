@@ -176,6 +176,10 @@ class CollectorPool:
         self._gather_s = GATHER_S * len(collectors)
         self.history = LengthHistory()
         self._num_lost = 0
+        self.num_done = 0
+        """Samples that are drawn so far, the lost ones included."""
+        self.num_tokens = 0
+        """Response tokens of the groups that are drawn so far."""
         self.num_losses = 0
         """How often a collector was lost with what it kept."""
         self._first_kept = [0] * len(collectors)
@@ -379,6 +383,7 @@ class CollectorPool:
             for failure in events.failed:
                 self._fail(handle, failure)
             self._loads.add(k, -sum(events.num_done.values()) / handle.num_engines)
+            self.num_done += sum(events.num_done.values())
             for number, num_done in events.num_done.items():
                 handle.open_samples[number] -= num_done
                 session = self._sessions.get(number)
@@ -391,6 +396,7 @@ class CollectorPool:
         group = handle.groups.pop(facts.group, None)
         if group is not None and not group.future.done():
             self.history.note(group.prompt, facts.response_lens)
+            self.num_tokens += sum(facts.response_lens)
             assert group.lease is not None, "a group is finished where it was placed"
             group.future.set_result(refer_to_samples(group.prompt, group.lease, facts))
 

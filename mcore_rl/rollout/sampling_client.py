@@ -43,6 +43,16 @@ class SamplingClient(Protocol):
         ...
 
     @property
+    def num_done(self) -> int:
+        """Samples that are drawn so far, the lost ones included."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens of the groups that are drawn so far."""
+        ...
+
+    @property
     def num_losses(self) -> int:
         """How often a collector was lost with what it kept; `is_lost` changes with this alone."""
         ...

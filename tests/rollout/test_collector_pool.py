@@ -29,6 +29,7 @@ def test_prompts_are_spread_and_samples_come_in_their_order(loop: EventLoop) -> 
     assert {s.response_len for s in samples} == {3} and {s.finish_reason for s in samples} == {
         "length"
     }
+    assert (pool.num_done, pool.num_tokens) == (12, 36)
     assert scene.num_kept() == [3, 3]
     assert scene.prompts_of(0) == {0, 2, 4} and scene.prompts_of(1) == {1, 3, 5}
     assert scene.run(scene.pool.idle_seconds()) > 0

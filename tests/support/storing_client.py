@@ -45,6 +45,8 @@ class StoringClient:
 
     num_lost = 0
     num_losses = 0
+    num_done = 0
+    num_tokens = 0
 
     def __init__(self, client: RolloutClient, stores: LocalStores | None = None) -> None:
         self._client = client

@@ -20,6 +20,7 @@ from typing import Self
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.logs.episode_log import ABORTED, DROPPED_STALE, EpisodeLog, list_reasons
+from mcore_rl.logs.progress import count_in_stage
 from mcore_rl.loops.outcomes import RewardFailures
 from mcore_rl.loops.roles import ScoreLater, Watched
 from mcore_rl.loops.sampling import SamplingOptions
@@ -28,7 +29,7 @@ from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.rollout.sampling_client import SamplingClient, SamplingSession
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.run.roles.finished_groups import SampleGroup
-from mcore_rl.run.roles.generator import make_sampling
+from mcore_rl.run.roles.generator import count_drawn, make_sampling
 from mcore_rl.run.roles.groups import OpenPrompts, make_buffer
 from mcore_rl.types import Prompt, StoredSample, WeightVersion
 from mcore_rl.types.scores import Scores, join_scores
@@ -107,7 +108,8 @@ class BackgroundSampler:
         Raises the error that ended the sampling, if any. Raises RewardFailureError if more rewards
         failed since the last step than the recipe allows.
         """
-        groups, metrics = self._watched(self._take(version))
+        with count_in_stage(count_drawn(self._client)):
+            groups, metrics = self._watched(self._take(version))
         samples = [sample for group in groups for sample in group.samples]
         return samples, join_scores([group.scores for group in groups]), metrics
 

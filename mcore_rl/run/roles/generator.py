@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mcore_rl.config import EvalConfig, RolloutConfig
 from mcore_rl.logs.episode_log import EpisodeLog
+from mcore_rl.logs.progress import count_in_stage
 from mcore_rl.loops.roles import Watched
 from mcore_rl.process.clock import now_s
 from mcore_rl.rollout.request import Sampling
@@ -57,7 +58,9 @@ class EngineGenerator:
         """See roles.Generator."""
         config = self._evaluation if for_eval else self._config
         sampling = make_sampling(config, greedy=greedy, seed=seed)
-        with self._episodes.record(prompts, num_samples, greedy=greedy) as samples:
+        count = count_drawn(self._client, len(prompts) * num_samples)
+        recorded = self._episodes.record(prompts, num_samples, greedy=greedy)
+        with recorded as samples, count_in_stage(count):
             samples += self._watched(self._generate(prompts, num_samples, sampling))
         return samples
 
@@ -90,6 +93,18 @@ class EngineGenerator:
                 if self._revive is None or not await self._revive():
                     raise
                 _log.warning("%s; all %d prompts are sampled again", error, len(prompts))
+
+
+def count_drawn(client: SamplingClient, num_samples: int = 0) -> Callable[[], str]:
+    """Return a function that tells what was drawn since now, of so many samples; 0: of any."""
+    done_before, tokens_before = client.num_done, client.num_tokens
+
+    def count() -> str:
+        num_done = client.num_done - done_before
+        done = f"{min(num_done, num_samples)} of {num_samples}" if num_samples else str(num_done)
+        return f"{done} samples, {client.num_tokens - tokens_before:,} tokens of whole groups"
+
+    return count
 
 
 def rollout_of_evaluations(training: RolloutConfig, evaluation: EvalConfig) -> RolloutConfig:

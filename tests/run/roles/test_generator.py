@@ -11,8 +11,14 @@ from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import HttpOptions, RolloutError
-from mcore_rl.run.roles.generator import EngineGenerator, make_sampling, rollout_of_evaluations
+from mcore_rl.run.roles.generator import (
+    EngineGenerator,
+    count_drawn,
+    make_sampling,
+    rollout_of_evaluations,
+)
 from mcore_rl.types import Prompt
+from tests.support.collector_scene import SAMPLING, CollectorScene
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.storing_client import StoringClient
 
@@ -55,6 +61,17 @@ def test_an_evaluation_is_sampled_by_its_own_options(loop: EventLoop) -> None:
         *((0.7, 0.9, 3), (0.0, 1.0, 3)),
         *((0.25, 0.5, 2), (0.0, 1.0, 2)),
     ]
+
+
+def test_what_was_drawn_is_counted_from_now_on(loop: EventLoop) -> None:
+    scene = CollectorScene(loop)
+    scene.run(scene.pool.generate(PROMPTS, 2, SAMPLING))
+    of_a_step = count_drawn(scene.pool, 8)
+    beside_training = count_drawn(scene.pool)
+    assert of_a_step() == "0 of 8 samples, 0 tokens of whole groups"
+    scene.run(scene.pool.generate(PROMPTS[:2], 2, SAMPLING))
+    assert of_a_step() == "4 of 8 samples, 12 tokens of whole groups"
+    assert beside_training() == "4 samples, 12 tokens of whole groups"
 
 
 def test_samples_come_in_the_order_of_the_prompts(loop: EventLoop) -> None:
