@@ -133,10 +133,13 @@ class RankGroup:
         self.finish(self.start_build(worker_cls, args_per_rank, deadline_s))
 
     def finish(self, answers: Answers) -> list[Any]:
-        """Wait for `answers` and return them; on an error, kill the group before raising it."""
+        """Wait for `answers` and return them; on an error, kill the group before raising it.
+
+        After Ctrl-C the ranks go on, and may complete what they write.
+        """
         try:
             return answers.wait()
-        except SamplesLostError:
+        except (SamplesLostError, KeyboardInterrupt):
             raise
         except BaseException as error:
             self._fail(error)
@@ -187,7 +190,7 @@ class RankGroup:
         """Call as `call_all` does, without blocking the event loop."""
         try:
             return await self._send_all(method, args, kwargs, deadline_s).wait_async()
-        except SamplesLostError:
+        except (SamplesLostError, asyncio.CancelledError):
             raise
         except BaseException as error:
             self._fail(error)

@@ -93,9 +93,14 @@ class ModelGroup:
         """Start a save: copy the state, and return; files are written while training goes on."""
         self._call("save", folder, extra)
 
-    def finish_save(self) -> None:
-        """Wait until the save in progress is complete, if there is one."""
-        self._call("finish_save", self._call_timeout_s)
+    def finish_save(self, deadline_s: float | None = None) -> None:
+        """Wait until the save in progress is complete, if there is one.
+
+        deadline_s   for that, and for what the ranks do before; None: as of any call
+        """
+        timeout_s = self._call_timeout_s if deadline_s is None else deadline_s
+        answer_s = self._answer_s if deadline_s is None else deadline_s
+        self._group.call_all("finish_save", timeout_s, deadline_s=answer_s)
 
     def load(self, folder: str, *, verify: bool = True) -> dict[str, Any]:
         """Load the checkpoint and return the `extra` that was saved with it.

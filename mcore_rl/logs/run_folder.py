@@ -6,6 +6,7 @@ config.yaml      the recipe with all overrides and defaults, without secrets
 checkpoints/     step_000010, critic_000010, ...; an incomplete one has another name
 hf/, critic_hf/  the exported policy and critic
 profile/         captures of steps, if the recipe asks for them
+finished.json    the last step, once a command did all it had to do
 parity_check.json
                  rounding between trainer and engines, as the parity check has learned it
 metrics.jsonl, samples.jsonl, episodes.jsonl, tensorboard/, summary.json, reward_curve.png
@@ -13,6 +14,7 @@ metrics.jsonl, samples.jsonl, episodes.jsonl, tensorboard/, summary.json, reward
 A log that reaches log.rotate_mib becomes a segment, such as metrics.000001.jsonl.
 """
 
+import json
 import logging
 import os
 import re
@@ -31,8 +33,9 @@ from mcore_rl.process.disk import (
     explain_loss,
     is_disk_full,
     report_full_disk,
+    write_whole,
 )
-from mcore_rl.process.file_list import MANIFEST, find_fault
+from mcore_rl.process.file_list import INCOMPLETE, MANIFEST, find_fault
 from mcore_rl.process.file_lock import LockedError, hold_lock
 from mcore_rl.process.log_files import rotate
 from mcore_rl.process.redaction import RedactingFormatter
@@ -54,6 +57,9 @@ class RunFolder:
         self.export = self.path / "hf"
         self.critic_export = self.path / "critic_hf"
         self.parity_check = self.path / "parity_check.json"
+        self._finished = self.path / "finished.json"
+        self.begun_steps: list[int] = []
+        """Steps whose checkpoints this process began to write."""
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -96,6 +102,7 @@ class RunFolder:
                 earlier.rename(self.parity_check)
             if not resume:
                 self.parity_check.unlink(missing_ok=True)
+                self._finished.unlink(missing_ok=True)
             self.logs.mkdir(parents=True, exist_ok=True)
             OmegaConf.save(OmegaConf.create(dict(written)), self.path / "config.yaml")
             handler = _LogFile(self.logs / "controller.log", rotate_bytes)
@@ -118,6 +125,26 @@ class RunFolder:
         """
         steps = self.complete_steps()
         return self.checkpoint(steps[-1]) if steps else None
+
+    def is_saved(self, step: int) -> bool:
+        """Return whether the checkpoint of a step is there with all its parts and their lists."""
+        return all((part / MANIFEST).is_file() for part in self.list_parts(step))
+
+    def list_incomplete(self, after: int) -> list[str]:
+        """Return the names of checkpoints of steps above `after` whose write was not completed."""
+        names = (path.name for path in self.checkpoints.glob(f"*{INCOMPLETE}"))
+        found = (re.fullmatch(rf"[a-z]+_(\d+){INCOMPLETE}", name) for name in names)
+        return sorted(match[0] for match in found if match and int(match[1]) > after)
+
+    def note_finished(self, step: int) -> None:
+        """Keep that a command did all it had to do, the last step and the exports included."""
+        write_whole(self._finished, json.dumps({"step": step}))
+
+    def read_finished_step(self) -> int:
+        """Return the last step of a command that did all it had to do; 0: none did."""
+        if not self._finished.is_file():
+            return 0
+        return int(json.loads(self._finished.read_text())["step"])
 
     def list_parts(self, step: int) -> list[Path]:
         """Return the folders that make up the checkpoint of a step."""

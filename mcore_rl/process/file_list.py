@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+INCOMPLETE = ".incomplete"
+"""Suffix of a checkpoint's folder while it is written."""
 MANIFEST = "checksums.json"
 METADATA = ".metadata"
 """The only hidden file of a checkpoint."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from mcore_rl.config.tree_checks import refuse
 from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
 from mcore_rl.data.sft import SftStream
 from mcore_rl.data.tokenization import token_cache_dir
+from mcore_rl.logs.progress import tell_progress, tell_stage
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.logs.run_report import make_report
 from mcore_rl.loops.dpo import PreferenceOptions, optimize_preferences
@@ -38,9 +39,15 @@ from mcore_rl.run.inputs import (
     read_train_inputs,
     without_replay,
 )
+from mcore_rl.run.next_start import (
+    find_last_step,
+    tell_if_finished,
+    tell_next_start,
+    tell_start,
+)
 from mcore_rl.run.parts import (
     StartedRun,
-    complete_saves_if_stopped,
+    complete_saves,
     connect_stores,
     finish_run,
     finish_training,
@@ -60,7 +67,7 @@ from mcore_rl.run.roles.advantages import StoredAdvantages
 from mcore_rl.run.roles.colocation import SharingScorer, SharingTrainer
 from mcore_rl.run.roles.generator import EngineGenerator
 from mcore_rl.run.rollouts import collector_spec, connect_rollouts
-from mcore_rl.run.startup import choose_checkpoint, start_training
+from mcore_rl.run.startup import choose_checkpoint, start_training, wait_built
 from mcore_rl.types import WeightVersion
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.workers.collector_worker import CollectorSpec
@@ -70,6 +77,8 @@ _log = logging.getLogger(__name__)
 
 def run_train(config: Config) -> None:
     """Run `mcore-rl train`; raise ValueError for wrong input before any process is started."""
+    if tell_if_finished(config, "train"):
+        return
     with open_run(config) as (roles, start_step):
         train(config, roles, start_step)
 
@@ -97,38 +106,40 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
         trainer = make_stored_trainer(started.trainer, folder, *how)
         weights = make_sync(config, run, trainer, start_step)
         weights.sync_first(WeightVersion(start_step), inputs.parity_probe)
-        log = make_log(config, folder, config.run.steps, start_step, rollouts.read)
+        log = make_log(config, folder, config.run.steps, start_step, rollouts.read, needs)
         background_sampler = sample_in_background(
             config, run, start_step, prompts, weights, log.episodes
         )
-        with log, background_sampler as background:
-            roles = Roles(
-                prompts=prompts,
-                held_out=inputs.held_out,
-                generator=rollouts.make_generator(
-                    config.rollout, config.eval, log.episodes, weights.revive
-                ),
-                reward=SharingScorer(rollouts.reward, ("judge", "reward_model"), gpus),
-                advantages=StoredAdvantages(
-                    inputs.advantages, rollouts.apply, has_teacher=needs.teacher
-                ),
-                trainer=SharingTrainer(trainer, gpus),
-                weights=weights,
-                log=log,
-                background=background,
-                teacher=share_teacher(rollouts, gpus),
-                on_tokens=rollouts.apply,
-                critic=make_critic(config.critic, config.train, config.checkpoint, run),
-                both=in_turn if config.critic.colocated else run_both,
-            )
-            with complete_saves_if_stopped(started.trainer, started.critic):
+        with complete_saves(folder, started.trainer, started.critic):
+            with log, background_sampler as background:
+                roles = Roles(
+                    prompts=prompts,
+                    held_out=inputs.held_out,
+                    generator=rollouts.make_generator(
+                        config.rollout, config.eval, log.episodes, weights.revive
+                    ),
+                    reward=SharingScorer(rollouts.reward, ("judge", "reward_model"), gpus),
+                    advantages=StoredAdvantages(
+                        inputs.advantages, rollouts.apply, has_teacher=needs.teacher
+                    ),
+                    trainer=SharingTrainer(trainer, gpus),
+                    weights=weights,
+                    log=log,
+                    background=background,
+                    teacher=share_teacher(rollouts, gpus),
+                    on_tokens=rollouts.apply,
+                    critic=make_critic(config.critic, config.train, config.checkpoint, run),
+                    both=in_turn if config.critic.colocated else run_both,
+                )
                 yield roles, start_step
-        finish_run(config.checkpoint, started, folder)
+            finish_run(config.checkpoint, started, folder)
     make_report(folder.path)
 
 
 def run_sft(config: Config) -> None:
     """Run `mcore-rl sft`: fine-tune model.path, or random weights; write <run.dir>/hf."""
+    if tell_if_finished(config, "sft"):
+        return
     policy, tokenizer = open_policy(config, "sft.data")
     config = replace(config, train=without_replay(config.train, policy))
     options = config.sft
@@ -139,19 +150,22 @@ def run_sft(config: Config) -> None:
     )
     with _run(config, policy, "sft") as (folder, newest, processes):
         trainer = processes.start_trainer(options.optimizer, options.steps, sft_loss)
-        trainer.wait_built()
+        wait_built(trainer)
         start_step = load_checkpoint(trainer, config.checkpoint, {"prompts": batches}, newest)
         packing = make_packing(config.parallel, config.train, policy)
         packed = make_token_trainer(trainer, folder, packing, config.checkpoint)
         log = make_log(config, folder, options.steps, start_step)
-        with log, complete_saves_if_stopped(trainer):
-            fine_tune(options, config.checkpoint, batches, packed, log, start_step)
-        finish_training(config.checkpoint, trainer, folder)
+        with complete_saves(folder, trainer):
+            with log:
+                fine_tune(options, config.checkpoint, batches, packed, log, start_step)
+            finish_training(config.checkpoint, trainer, folder)
     print(folder.export)
 
 
 def run_dpo(config: Config) -> None:
     """Run `mcore-rl dpo`: train model.path on preferences; write <run.dir>/hf."""
+    if tell_if_finished(config, "dpo"):
+        return
     refuse(config, find_unread_in_preference(config.algorithm.preference))
     policy, tokenizer = open_policy(config, "dpo.data")
     config = replace(config, train=without_replay(config.train, policy))
@@ -168,16 +182,17 @@ def run_dpo(config: Config) -> None:
     loss = make_policy_loss(AlgorithmConfig(loss="policy_gradient", preference=preference))
     with _run(config, policy, "dpo") as (folder, newest, processes):
         trainer = processes.start_trainer(options.optimizer, options.steps, loss)
-        trainer.wait_built()
+        wait_built(trainer)
         if needs_reference(preference):
             trainer.snapshot_reference()
         start_step = load_checkpoint(trainer, config.checkpoint, {"pairs": stream}, newest)
         packing = make_packing(config.parallel, config.train, policy)
         packed = make_token_trainer(trainer, folder, packing, config.checkpoint)
         log = make_log(config, folder, options.steps, start_step)
-        with log, complete_saves_if_stopped(trainer):
-            optimize_preferences(preferences, stream, batches, packed, log, start_step)
-        finish_training(config.checkpoint, trainer, folder)
+        with complete_saves(folder, trainer):
+            with log:
+                optimize_preferences(preferences, stream, batches, packed, log, start_step)
+            finish_training(config.checkpoint, trainer, folder)
     print(folder.export)
 
 
@@ -258,14 +273,21 @@ def _run(
         resumes = bool(config.run.resume)
         found = folder.prepare(written, resume=resumes, rotate_bytes=rotate_bytes)
         newest = choose_checkpoint(folder, found, config.run.resume)
+        last_step = find_last_step(config, command)
         if collector is not None and (line := explain_servers(config.sandbox, config.search)):
             _log.info(line)
         _log.info("start-up")
         with (
             rotate_logs(rotate_bytes),
-            run_processes(config, policy, folder.logs, command, collector) as processes,
+            tell_progress(config.log.console),
+            tell_next_start(folder, last_step, resumes) if last_step else nullcontext(),
         ):
-            yield folder, newest, processes
+            tell_start(folder, newest, last_step)
+            started = run_processes(config, policy, folder.logs, command, collector)
+            with ExitStack() as stack:
+                with tell_stage("start-up: Ray", is_told=True):
+                    processes = stack.enter_context(started)
+                yield folder, newest, processes
 
 
 COMMANDS: Mapping[str, Callable[[Config], None]] = {

@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.algo.registry import Needs
+from mcore_rl.cluster.answers import RankError
 from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
 from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.cluster.run import RunProcesses
@@ -20,7 +22,9 @@ from mcore_rl.config import (
 )
 from mcore_rl.config.secrets import dump_config
 from mcore_rl.logs.episode_log import EpisodeLog
+from mcore_rl.logs.learning import LearningWatch
 from mcore_rl.logs.logger import MetricsLogger
+from mcore_rl.logs.progress import look, say, tell_stage
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.roles import AskTeacher, Critic, ReadSamples
 from mcore_rl.loops.sampling import SamplingOptions
@@ -253,7 +257,8 @@ def load_models(
     started.gpus.load(TRAINER, ALL)
     if with_reference:
         started.trainer.snapshot_reference()
-    start_step = load_checkpoint(started.trainer, checkpoint, parts, newest)
+    with tell_stage("start-up: checkpoint", is_told=newest is not None):
+        start_step = load_checkpoint(started.trainer, checkpoint, parts, newest)
     if started.critic is not None and start_step:
         started.gpus.load(CRITIC, ALL)
         saved = str(folder.critic_checkpoint(start_step))
@@ -292,9 +297,21 @@ def make_log(
     total_steps: int | None,
     start_step: int,
     read: ReadSamples | None = None,
+    needs: Needs | None = None,
 ) -> MetricsLogger:
-    """Return the log of a run; `read` fetches the samples that the log shows, if there are any."""
+    """Return the log of a run.
+
+    read    fetches the samples that the log shows, if there are any
+    needs   those of an algorithm of reinforcement learning, of whose steps some may teach nothing
+    """
     log = config.log
+    learning = None
+    if needs is not None:
+        learning = LearningWatch(
+            max_response_len=config.rollout.max_response_len,
+            compares_groups=needs.others,
+            reads_rewards=not needs.teacher,
+        )
     return MetricsLogger(
         folder.path,
         last_step=start_step or None,
@@ -307,30 +324,48 @@ def make_log(
         read=read,
         with_episodes=config.agents.is_used,
         rotate_bytes=log.rotate_bytes,
+        learning=learning,
     )
 
 
+SAVE_AFTER_ERROR_S = 30.0
+"""How long a run that failed waits for a checkpoint that was begun."""
+
+
 @contextmanager
-def complete_saves_if_stopped(
-    trainer: TrainerGroup, critic: CriticGroup | None = None
+def complete_saves(
+    folder: RunFolder, trainer: TrainerGroup, critic: CriticGroup | None = None
 ) -> Iterator[None]:
-    """Complete the saves in progress before the block raises StoppedEarlyError."""
+    """Complete the save in progress, if there is one, before an error or a Ctrl-C ends the block.
+
+    A second Ctrl-C ends that, too. After an error of the ranks themselves the checkpoint is lost.
+    """
     try:
         yield
-    except StoppedEarlyError:
-        if critic is not None:
-            critic.finish_save()
-        trainer.finish_save()
+    except (Exception, KeyboardInterrupt) as stop:
+        unsaved = [step for step in folder.begun_steps if not folder.is_saved(step)]
+        if not unsaved:
+            raise
+        is_failure = not isinstance(stop, StoppedEarlyError | KeyboardInterrupt)
+        say(f"completing the checkpoint of step {unsaved[-1]}; Ctrl-C drops it")
+        with suppress(RankError) if is_failure else nullcontext():
+            for group in (critic, trainer):
+                if group is not None:
+                    group.finish_save(SAVE_AFTER_ERROR_S if is_failure else None)
+        look()
         raise
 
 
 def finish_training(checkpoint: CheckpointConfig, trainer: TrainerGroup, folder: RunFolder) -> None:
     """Complete the save in progress; export the weights if the recipe says so."""
-    trainer.finish_save()
+    with tell_stage("completing the last checkpoint"):
+        trainer.finish_save()
+    look()
     folder.prune(checkpoint.keep)
     if checkpoint.export_hf:
         _log.info("export")
-        trainer.export_hf(str(folder.export))
+        with tell_stage("export", is_told=True):
+            trainer.export_hf(str(folder.export))
 
 
 def finish_run(checkpoint: CheckpointConfig, started: Started, folder: RunFolder) -> None:

@@ -41,8 +41,8 @@ def run_command(run: Callable[[], None]) -> int:
         return _fail(OSError(explain_refusal(error)), 2)
     except StoppedEarlyError as stopped:
         return _fail(stopped, EXIT_STATUS)
-    except KeyboardInterrupt:
-        return _fail(KeyboardInterrupt("interrupted"), 130)
+    except KeyboardInterrupt as interrupt:
+        return _fail(interrupt, 130, "interrupted")
     return 0
 
 
@@ -61,6 +61,12 @@ def _show_data_counts() -> None:
     logger.addHandler(logging.StreamHandler(sys.stderr))
 
 
-def _fail(error: BaseException, status: int) -> int:
-    print(redact(f"mcore-rl: {str(error) or describe_error(error)}"), file=sys.stderr)
+def _fail(error: BaseException, status: int, text: str = "") -> int:
+    """Print the error, and what the run has noted on it or on the error that led to it."""
+    print(redact(f"mcore-rl: {text or str(error) or describe_error(error)}"), file=sys.stderr)
+    cause: BaseException | None = error
+    while cause is not None and not hasattr(cause, "__notes__"):
+        cause = cause.__cause__
+    for note in getattr(cause, "__notes__", ()):
+        print(redact(note), file=sys.stderr)
     return status

@@ -13,6 +13,7 @@ from mcore_rl.cluster.run import RunProcesses, experts_shape
 from mcore_rl.config import Config, EvalConfig, RewardConfig, RolloutConfig
 from mcore_rl.data.decoding import make_decode
 from mcore_rl.logs.episode_log import EpisodeLog
+from mcore_rl.logs.progress import tell_stage
 from mcore_rl.loops.roles import Watched
 from mcore_rl.process.log_files import LogThrottle
 from mcore_rl.process.redaction import list_secrets
@@ -152,10 +153,11 @@ def connect_rollouts(
     """Wait for engines, served models and collectors; tell collectors the addresses of both."""
     collectors = processes.collectors
     assert collectors is not None, "the command has no engines"
-    served = processes.served_engines.wait_built()
+    with tell_stage("start-up: engines and collectors", is_told=True):
+        served = processes.served_engines.wait_built()
+        collectors.connect(engines.wait_built(), served)
     for role, model in served.items():
         _log.info("%s: %s at %s", role, model.model, ", ".join(map(str, model.engines)))
-    collectors.connect(engines.wait_built(), served)
     client = CollectorPool(
         collectors.list_calls(),
         collectors.engines_per_collector,

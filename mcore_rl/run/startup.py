@@ -12,9 +12,10 @@ from pathlib import Path
 
 from mcore_rl.algo.policy_loss import TokenLoss, make_value_loss
 from mcore_rl.cluster.engines import EngineGroup
-from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
+from mcore_rl.cluster.model_groups import CriticGroup, ModelGroup, TrainerGroup
 from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.config import Config
+from mcore_rl.logs.progress import tell_stage
 from mcore_rl.logs.run_folder import DAMAGED, RunFolder
 from mcore_rl.loops.rl import make_step_options
 from mcore_rl.process.file_list import MANIFEST, find_fault
@@ -56,27 +57,36 @@ def start_training(config: Config, processes: RunProcesses, loss: TokenLoss) -> 
     keys = processes.keys
     colocated = EngineMemory((), timeout_s, keys)
     if config.cluster.colocated:
-        colocated = EngineMemory([engine.url for engine in engines.wait_built()], timeout_s, keys)
+        with tell_stage("start-up: engines", is_told=True):
+            built = engines.wait_built()
+        colocated = EngineMemory([engine.url for engine in built], timeout_s, keys)
         watched(colocated.for_training())
     gpus = SharedGpus(colocated, watched)
     for role in processes.served_engines.colocated:
-        urls = processes.start_colocated_served(role)
+        with tell_stage(f"start-up: {role}", is_told=True):
+            urls = processes.start_colocated_served(role)
         gpus.add_colocated(role, EngineMemory(urls, timeout_s, keys))
 
     trainer = processes.start_trainer(config.train.optimizer, num_steps, loss)
     critic = None
     if not config.critic.colocated:
         critic = processes.start_critic(num_critic_steps, make_value_loss(config.critic))
-    trainer.wait_built()
+    wait_built(trainer)
     if config.cluster.offload:
         gpus.add(TRAINER, trainer)
     if config.critic.colocated:
         critic = processes.start_critic(num_critic_steps, make_value_loss(config.critic))
     if critic is not None:
-        critic.wait_built()
+        wait_built(critic)
         if config.cluster.offload and config.critic.colocated:
             gpus.add(CRITIC, critic)
     return Started(trainer, critic, engines, gpus)
+
+
+def wait_built(group: ModelGroup) -> None:
+    """Wait until all ranks have built the model; the console tells how long that took."""
+    with tell_stage(f"start-up: {group.role}", is_told=True):
+        group.wait_built()
 
 
 def choose_checkpoint(folder: RunFolder, newest: Path | None, how: bool | str) -> Path | None:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_rl.device import device, synchronize
 from mcore_rl.process.disk import DiskFullError, report_full_disk
+from mcore_rl.process.file_list import INCOMPLETE
 from mcore_rl.train.optimizer import Readable, as_it_is
 from mcore_rl.train.storage import (
     FILE_MANIFEST,
@@ -40,7 +41,6 @@ from mcore_rl.train.storage import (
 )
 from mcore_rl.weights.hf.checksums import sum_file, write_manifest
 
-INCOMPLETE = ".incomplete"
 ASYNC = "mcore"
 """megatron-core's own planning of files; its default asks for nvidia-resiliency-ext's processes."""
 NUM_FILES = 2

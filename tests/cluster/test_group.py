@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -189,6 +190,18 @@ def test_a_rank_that_does_not_answer_health_checks_is_named(make_group) -> None:
         RankError, match=r"rank 1 of 2 did not answer a health check within 1.5 s; where they were"
     ):
         asyncio.run(guard(work(), group.watch(call_timeout_s=0.5)))
+
+
+def test_ranks_go_on_after_ctrl_c_and_after_a_canceled_call(make_group) -> None:
+    """They may complete what they write; a rank that was killed would lose it."""
+    group = make_group(2)
+    group.find_coordinates(deadline_s=30)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        group.call_all("sleep", 1, deadline_s=30)
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(group.call_all_async("sleep", 1, deadline_s=30), 0.3))
+    assert group.call_all("scaled", [1], factor=2, deadline_s=30) == [(k, [2]) for k in range(2)]
 
 
 def test_guarded_work_returns_while_all_is_well(make_group) -> None:

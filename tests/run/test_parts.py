@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.cluster.answers import RankError
 from mcore_rl.config import (
     CheckpointConfig,
     Config,
@@ -20,10 +21,13 @@ from mcore_rl.config import (
 )
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.data.source import ShuffledStream
+from mcore_rl.logs.progress import say_once, tell_progress
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.log_files import find_segments
+from mcore_rl.process.signals import StoppedEarlyError
 from mcore_rl.run.parts import (
     StartedRun,
+    complete_saves,
     finish_run,
     load_checkpoint,
     load_models,
@@ -64,7 +68,7 @@ class Ranks:
         self.log.append((self.role, "load", folder, f"verify={verify}"))
         return self.state
 
-    def finish_save(self) -> None:
+    def finish_save(self, deadline_s: float | None = None) -> None:
         self.log.append((self.role, "finish_save"))
 
     def export_hf(self, folder: str) -> None:
@@ -133,6 +137,62 @@ def test_the_end_completes_saves_and_exports_what_the_recipe_wants(
     assert [role for role, *what in log if what == ["finish_save"]] == ["critic", "trainer"]
     left = sorted(path.name for path in folder.checkpoints.iterdir())
     assert left == ["critic_000003", "step_000003"]
+
+
+@dataclass
+class SavingRanks(Ranks):
+    """Ranks that complete the write of `path`, unless they meet an error themselves."""
+
+    path: Path = Path()
+    error: BaseException | None = None
+
+    def finish_save(self, deadline_s: float | None = None) -> None:
+        super().finish_save()
+        if self.error is not None:
+            raise self.error
+        self.log.append((f"within {deadline_s}",))
+        write_checkpoint(self.path)
+
+
+INTERRUPT = KeyboardInterrupt()
+ENGINE_DIED = RankError("an engine died")
+DIED = RankError("a trainer rank died")
+
+
+@pytest.mark.parametrize(
+    ("error", "begun", "ranks_meet", "saves", "deadline_s"),
+    [
+        (INTERRUPT, (2, 4), None, True, None),
+        (INTERRUPT, (4,), KeyboardInterrupt(), False, None),
+        (INTERRUPT, (2,), None, False, None),
+        (StoppedEarlyError(), (2, 4), None, True, None),
+        (ENGINE_DIED, (4,), None, True, 30.0),
+        (ENGINE_DIED, (2,), None, False, None),
+        (DIED, (4,), RankError("finish_save after the ranks were stopped"), False, None),
+    ],
+)
+def test_a_checkpoint_that_was_begun_is_completed_whatever_ends_the_run(
+    tmp_path: Path,
+    error: BaseException,
+    begun: tuple[int, ...],
+    ranks_meet: BaseException | None,
+    saves: bool,
+    deadline_s: float | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = RunFolder(tmp_path)
+    write_checkpoint(folder.checkpoint(2))
+    folder.begun_steps += begun
+    ranks: Any = SavingRanks("trainer", [], path=folder.checkpoint(4), error=ranks_meet)
+    with tell_progress(), pytest.raises(type(error)) as raised, complete_saves(folder, ranks):
+        say_once(lambda: folder.is_saved(4), "saved step 4")
+        raise error
+    second_interrupt = isinstance(ranks_meet, KeyboardInterrupt)
+    assert raised.value is (ranks_meet if second_interrupt else error)
+    printed = capsys.readouterr().out
+    assert ("completing the checkpoint of step 4; Ctrl-C drops it" in printed) == (4 in begun)
+    assert folder.is_saved(4) == ("saved step 4" in printed) == saves
+    assert ((f"within {deadline_s}",) in ranks.log) == saves
 
 
 def test_trainer_and_critic_are_packed_by_their_own_layouts(tmp_path: Path) -> None:

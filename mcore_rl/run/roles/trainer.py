@@ -19,6 +19,7 @@ from mcore_rl.batches.packing import Plan, plan_microbatches, plan_shared_microb
 from mcore_rl.batches.shared_prefixes import Sharing, find_batch_sharing
 from mcore_rl.batches.stored_batch import find_stored_sharing, in_parts
 from mcore_rl.config import CheckpointConfig, ParallelConfig, TrainConfig
+from mcore_rl.logs.progress import look, say, say_once
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.clock import now_s
 from mcore_rl.types import (
@@ -206,11 +207,16 @@ class PackedTrainer(Generic[Batch, Share, Values]):
     def save(self, step: int, state: Mapping[str, object]) -> None:
         """Wait for the previous save, start this one, then remove the oldest checkpoints.
 
-        Returns once this save is complete, unless checkpoint.asynchronous is set.
+        Returns once this save is complete, unless checkpoint.asynchronous is set. The console tells
+        when it is.
         """
+        say(f"saving step {step}")
+        say_once(lambda: self._folder.is_saved(step), f"saved step {step}")
+        self._folder.begun_steps.append(step)
         self._ranks.save(str(self._folder.checkpoint(step)), dict(state))
         if not self._checkpoint.asynchronous:
             self._ranks.finish_save()
+            look()
         self._folder.prune(self._checkpoint.keep)
 
     def _cut(self, batch: Batch) -> list[Share]:

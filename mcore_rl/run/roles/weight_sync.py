@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from mcore_rl.logs.progress import tell_stage
 from mcore_rl.loops.roles import Watched
 from mcore_rl.process.clock import now_s
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
@@ -102,9 +103,10 @@ class EngineSync:
 
     def sync_first(self, version: WeightVersion, probe: TrainBatch) -> Mapping[str, float]:
         """Sync before there are samples; `probe` is made by make_probe."""
-        self._memory.load(TRAINER, WEIGHTS_ONLY)
-        self._parity_check.score_sequences(version, probe)
-        return self._sync(version)
+        with tell_stage("start-up: first weight sync", is_told=True):
+            self._memory.load(TRAINER, WEIGHTS_ONLY)
+            self._parity_check.score_sequences(version, probe)
+            return self._sync(version)
 
     def _sync(self, version: WeightVersion) -> Mapping[str, float]:
         while True:

@@ -18,6 +18,7 @@ from mcore_rl.batches.assembly import columns_of
 from mcore_rl.batches.batch import with_loss_weights
 from mcore_rl.batches.stored_batch import with_stored_weights
 from mcore_rl.config import CheckpointConfig, ParallelConfig, TrainConfig
+from mcore_rl.logs.progress import tell_progress
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.event_loop import EventLoop, run_both
 from mcore_rl.run.roles.trainer import (
@@ -211,10 +212,15 @@ def test_logprobs_are_at_the_rollouts_temperature_unless_another_is_given(
     assert ranks.temperatures == [used]
 
 
-def test_checkpoints_are_named_by_step_and_pruned(tmp_path: Path) -> None:
+def test_checkpoints_are_named_by_step_and_pruned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer = make_trainer(tmp_path, 1, 1, asynchronous=False)
-    for step in (5, 10, 15):
-        trainer.save(step, {})
+    with tell_progress():
+        for step in (5, 10, 15):
+            trainer.save(step, {})
+    told = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert told == [f"{what} step {step}" for step in (5, 10, 15) for what in ("saving", "saved")]
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
         "step_000010",
         "step_000015",
