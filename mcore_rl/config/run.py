@@ -208,6 +208,9 @@ class LogConfig(Options, group="log"):
     """Project of Weights & Biases to log to; None: none."""
     mlflow_uri: str | None = None
     """Tracking server of MLflow to log to; None: none."""
+    token_samples: int = bounded(4, ge=0)
+    """Samples of a step, and of an evaluation, whose tokens samples.jsonl has with the engine's
+    log-probs and the weights that sampled them: about 15 bytes a token; 0: none."""
     rotate_mib: int = bounded(256, ge=0)
     """Size in MiB at which a file of rows or a log of a process becomes a numbered segment and a
     new one begins; 0: never."""

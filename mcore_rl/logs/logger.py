@@ -6,6 +6,7 @@ copies of the images, which the run folder keeps once each.
 
 import io
 import logging
+import math
 import sys
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ from mcore_rl.logs.names import add_former_names
 from mcore_rl.logs.progress import say, tell_stage
 from mcore_rl.logs.rows import RowFile
 from mcore_rl.logs.sinks import MLflow, TensorBoard, Tracker, WandB, make_console
+from mcore_rl.logs.token_rows import TokenTexts, make_token_rows
 from mcore_rl.process.clock import now_s
 from mcore_rl.process.disk import report_full_disk
 from mcore_rl.process.errors import shorten
@@ -130,6 +132,8 @@ class MetricsLogger:
         mlflow_uri: str | None = None,
         config: Mapping[str, Any] | None = None,
         read: Callable[[Sequence[StoredSample]], list[Sample]] | None = None,
+        to_texts: TokenTexts | None = None,
+        token_samples: int = 0,
         with_episodes: bool = False,
         rotate_bytes: int = 0,
         learning: LearningWatch | None = None,
@@ -137,12 +141,16 @@ class MetricsLogger:
         """Open the files and the trackers.
 
         read            fetches the logged samples from the stores; None: no samples are logged
+        to_texts        texts of tokens; token_samples: how many samples of a step are logged with
+                        their tokens
         with_episodes   also write episodes.jsonl
         rotate_bytes    size at which a file of rows becomes a segment (RowFile); 0: never
         learning        warns of steps that teach nothing
         """
         self._read = read
         self._learning = learning
+        self._to_texts = to_texts
+        self._token_samples = token_samples if to_texts else 0
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._trackers: list[Tracker] = []
@@ -188,17 +196,28 @@ class MetricsLogger:
         if split == "train":
             self.episodes.step = step + 1
         errors = scores.errors or [""] * len(samples)
-        rows = list(zip(samples, scores.rewards_N, errors, strict=True))
-        failed = [row for row in rows[SAMPLES_PER_LOG:] if row[2]]
+        given = zip(samples, scores.rewards_N, errors, strict=True)
+        rows = [
+            (sample, _make_score_row(scores, place, error))
+            for place, (sample, _, error) in enumerate(given)
+        ]
+        failed = [row for row in rows[SAMPLES_PER_LOG:] if "reward_error" in row[1]]
         if len(failed) > FAILED_PER_LOG:
             _log.warning("step %d, %s: %s", step, split, summarize_errors(errors))
         rows = rows[:SAMPLES_PER_LOG] + failed[:FAILED_PER_LOG]
         self._samples.write(
             *(
-                {**_make_sample_row(step, split, *row), **self._save_images(row[0])}
-                for row in self._fetch_samples(rows)
+                _make_sample_row(step, split, sample)
+                | score
+                | self._save_images(sample)
+                | (self._list_tokens(sample) if place < self._token_samples else {})
+                for place, (sample, score) in enumerate(self._fetch_samples(rows))
             )
         )
+
+    def _list_tokens(self, sample: Sample) -> dict[str, Any]:
+        assert self._to_texts is not None
+        return {"token_rows": make_token_rows(sample, self._to_texts)}
 
     def _save_images(self, sample: Sample) -> dict[str, list[str]]:
         """Return the paths of small copies of the images of prompt and episode, each once; nothing
@@ -210,9 +229,9 @@ class MetricsLogger:
         return {"images": paths} if paths else {}
 
     def _fetch_samples(
-        self, rows: Sequence[tuple[StoredSample, float, str]]
-    ) -> list[tuple[Sample, float, str]]:
-        """Return (sample, reward, error) of the samples that are not lost."""
+        self, rows: Sequence[tuple[StoredSample, dict[str, Any]]]
+    ) -> list[tuple[Sample, dict[str, Any]]]:
+        """Return (sample, its scores) of the samples that are not lost."""
         assert self._read is not None, "nobody brings the samples here"
         while True:
             samples = [row[0] for row in rows]
@@ -222,7 +241,7 @@ class MetricsLogger:
                 _log.warning("%s; they are not in the log of samples", lost)
                 rows = [rows[i] for i in find_kept(samples, lost)]
             else:
-                return [(sample, *row[1:]) for sample, row in zip(here, rows, strict=True)]
+                return [(sample, row[1]) for sample, row in zip(here, rows, strict=True)]
 
     def close(self, failed: bool = False) -> None:
         """Close files and console, and tell the trackers whether the run failed."""
@@ -242,16 +261,26 @@ class MetricsLogger:
         self.close(failed=exception_type is not None)
 
 
-def _make_sample_row(
-    step: int, split: str, sample: Sample, reward: float, error: str
-) -> dict[str, Any]:
+def _make_score_row(scores: Scores, place: int, error: str) -> dict[str, Any]:
+    """Return the reward of a sample, what it is made of, and what the sample trains with."""
+    row: dict[str, Any] = {"reward": scores.rewards_N[place]}
+    if scores.parts:
+        parts = {name: values[place] for name, values in scores.parts.items()}
+        row["parts"] = {name: v if math.isfinite(v) else None for name, v in parts.items()}
+    if scores.advantages_N:
+        row["advantage"] = scores.advantages_N[place]
+    return {**row, "reward_error": shorten(redact(error), ERROR_CHARS)} if error else row
+
+
+def _make_sample_row(step: int, split: str, sample: Sample) -> dict[str, Any]:
     row = {
         "step": step,
         "split": split,
         "prompt_index": sample.prompt.index,
+        "sample_index": sample.sample_index,
         "prompt": "\n".join(message["content"] for message in sample.prompt.messages),
         "response": sample.text,
-        "reward": reward,
+        "response_len": sample.response_len,
         "ground_truth": sample.prompt.ground_truth,
         "finish_reason": sample.finish_reason,
         "weights": sorted({span.version for span in sample.versions}),
@@ -259,7 +288,7 @@ def _make_sample_row(
     if sample.episode is not None:
         row["turns"] = [_make_turn_row(turn) for turn in sample.episode.turns]
         row["detail"] = shorten(redact(sample.episode.detail), ERROR_CHARS)
-    return {**row, "reward_error": shorten(redact(error), ERROR_CHARS)} if error else row
+    return row
 
 
 def summarize_errors(errors: Sequence[str]) -> str:

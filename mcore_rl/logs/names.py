@@ -163,11 +163,17 @@ A row of `metrics.jsonl` has `step`, `timestamp` (Unix seconds) and any of the n
 TensorBoard, W&B and MLflow get the same numbers. Token means are over the trained tokens. A number
 that is not finite is `null`. Step 0 is the evaluation before training.
 
-A row of `samples.jsonl` has `step`, `split` (`train` or `eval`), `prompt_index`, `prompt`,
-`response`, `reward`, `ground_truth`, `finish_reason`, `weights` (the versions that drew it) and,
-where the reward failed, `reward_error`. Where prompt or later turns have images,
+A row of `samples.jsonl` has `step`, `split` (`train` or `eval`), `prompt_index`, `sample_index`
+(the number of the sample among those of its prompt), `prompt`, `response`, `response_len` (in
+tokens), `reward`, `ground_truth`, `finish_reason`, `weights` (the versions that drew it) and,
+where the reward failed, `reward_error`. `parts` are the numbers that the reward is made of, if
+there are any, and `advantage` is what all tokens of the sample train with, if the algorithm has
+one for a sample. Where prompt or later turns have images,
 `images` are the paths of small copies in the run folder; of a video, those of some frames.
-An episode also has `turns`, and `detail` where an error
+The first `log.token_samples` rows of a step have `token_rows`, the sequences that train the sample:
+`texts` of the tokens, `trained` spans (start, stop, turn), the engine's `logprobs` of the trained
+tokens, `versions` (start, stop, version of the weights) and, beyond 4,096 tokens, `cut`, how many
+are left out. An episode also has `turns`, and `detail` where an error
 ended it ([agents.md](agents.md)). All files are UTF-8, one JSON object a line, and only
 `\\n` ends a line. A lone surrogate, which UTF-8 lacks, is written as a JSON escape.
 

@@ -5,12 +5,14 @@ Samples whose reward failed are counted; a recipe says how many failures it bear
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
+
+import numpy as np
 
 from mcore_rl.config import RewardConfig
 from mcore_rl.process.lost_samples import SamplesLostError, find_kept
-from mcore_rl.types import WITHOUT_OUTCOME, StoredSample
+from mcore_rl.types import WITHOUT_OUTCOME, StoredBatch, StoredSample
 from mcore_rl.types.scores import Scores
 
 _log = logging.getLogger(__name__)
@@ -141,3 +143,18 @@ def leave_out_lost(prepare: Callable[[Rollout], T], rollout: Rollout) -> tuple[R
                 "%s; the step goes on without %d of %d samples", lost, num_lost, num_samples
             )
             rollout = rollout.select(kept)
+
+
+def add_advantages(drawn: Rollout, kept: Rollout, batch: StoredBatch) -> Scores:
+    """Return the scores of `drawn` with the advantages of `batch`, if they are by sample.
+
+    batch   made of the samples of `kept`, which are some of those of `drawn`
+    """
+    if not isinstance(batch.advantages_N, np.ndarray):
+        return drawn.scores
+    present = [sample for sample in kept.samples if sample.response_len]
+    places = range(len(present)) if batch.sample_N is None else batch.sample_N.tolist()
+    values = batch.advantages_N.tolist()
+    value_of = {id(present[n]): value for n, value in zip(places, values, strict=True)}
+    advantages_N = [value_of.get(id(sample), np.nan) for sample in drawn.samples]
+    return replace(drawn.scores, advantages_N=advantages_N)

@@ -14,7 +14,7 @@ from mcore_rl.batches.summary import summarize_samples
 from mcore_rl.config import Config
 from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.evaluation import evaluate
-from mcore_rl.loops.outcomes import Rollout, leave_out_lost, with_outcome
+from mcore_rl.loops.outcomes import Rollout, add_advantages, leave_out_lost, with_outcome
 from mcore_rl.loops.roles import Roles
 from mcore_rl.loops.sampling import WAITING, SamplingOptions, draw_rollout, sync_weights
 from mcore_rl.loops.saving import is_due, save_if_due
@@ -89,7 +89,7 @@ def run_step(
     lost = {"batch/lost": float(len(wanted.samples) - len(kept.samples))}
     of_stages = {**sampled, **trained, **drawn.metrics, **estimated, **lost, **synced}
     roles.log.log(step, {**of_stages, **timer.metrics(waiting=WAITING)})
-    roles.log.log_samples(step, drawn.samples, drawn.scores)
+    roles.log.log_samples(step, drawn.samples, add_advantages(drawn, kept, batch))
     return sampled | trained
 
 

@@ -21,6 +21,7 @@ from mcore_rl.data.tokenization import token_cache_dir
 from mcore_rl.logs.progress import tell_progress, tell_stage
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.logs.run_report import make_report
+from mcore_rl.logs.token_rows import TokenTexts
 from mcore_rl.loops.dpo import PreferenceOptions, optimize_preferences
 from mcore_rl.loops.evaluation import evaluate
 from mcore_rl.loops.pairs import sample_pairs, write_pairs
@@ -106,7 +107,15 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
         trainer = make_stored_trainer(started.trainer, folder, *how)
         weights = make_sync(config, run, trainer, start_step)
         weights.sync_first(WeightVersion(start_step), inputs.parity_probe)
-        log = make_log(config, folder, config.run.steps, start_step, rollouts.read, needs)
+        log = make_log(
+            config,
+            folder,
+            config.run.steps,
+            start_step,
+            rollouts.read,
+            inputs.to_texts,
+            needs=needs,
+        )
         background_sampler = sample_in_background(
             config, run, start_step, prompts, weights, log.episodes
         )
@@ -239,7 +248,7 @@ def run_eval(config: Config) -> None:
     with _run(config, policy, "eval", collector) as (folder, _, processes):
         engines = processes.start_engines()
         rollouts = connect_rollouts(processes, engines, config.rollout, config.reward)
-        with make_log(config, folder, None, 0, rollouts.read) as log:
+        with make_log(config, folder, None, 0, rollouts.read, TokenTexts(tokenizer)) as log:
             generator = rollouts.make_generator(config.rollout, config.eval, log.episodes)
             metrics, greedy = evaluate(
                 generator,

@@ -17,6 +17,7 @@ from mcore_rl.config.recipe import require
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.data.streamed.mixed import MixedPrompts
 from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.logs.token_rows import TokenTexts
 from mcore_rl.planning.recipe_models import read_critic, read_policy
 from mcore_rl.rollout.scoring import check_same_vocabulary
 from mcore_rl.run.images import check_critic_images
@@ -43,6 +44,7 @@ class TrainInputs:
     collector: CollectorSpec
     loss: TokenLoss
     advantages: Advantages
+    to_texts: TokenTexts
     parity_probe: TrainBatch
     """Prompts that engines and trainer score at the first sync, before there are samples."""
 
@@ -71,6 +73,7 @@ def read_train_inputs(config: Config) -> TrainInputs:
         advantages=Advantages(
             config.algorithm, config.reward.part_weights, config.critic.gae_lambda
         ),
+        to_texts=TokenTexts(tokenizer),
         parity_probe=make_probe(held_out or prompts.first, config.parity_check.sequences),
     )
     if needs_of(config.algorithm).critic:

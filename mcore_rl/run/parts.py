@@ -26,6 +26,7 @@ from mcore_rl.logs.learning import LearningWatch
 from mcore_rl.logs.logger import MetricsLogger
 from mcore_rl.logs.progress import look, say, tell_stage
 from mcore_rl.logs.run_folder import RunFolder
+from mcore_rl.logs.token_rows import TokenTexts
 from mcore_rl.loops.roles import AskTeacher, Critic, ReadSamples
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.planning.deployment import record_layouts
@@ -297,12 +298,14 @@ def make_log(
     total_steps: int | None,
     start_step: int,
     read: ReadSamples | None = None,
+    to_texts: TokenTexts | None = None,
     needs: Needs | None = None,
 ) -> MetricsLogger:
     """Return the log of a run.
 
-    read    fetches the samples that the log shows, if there are any
-    needs   those of an algorithm of reinforcement learning, of whose steps some may teach nothing
+    read       fetches the samples that the log shows, if there are any
+    to_texts   the texts of their tokens
+    needs      those of an algorithm whose steps may teach nothing; None: no step is judged
     """
     log = config.log
     learning = None
@@ -322,6 +325,8 @@ def make_log(
         mlflow_uri=log.mlflow_uri,
         config=dump_config(config),
         read=read,
+        to_texts=to_texts,
+        token_samples=log.token_samples,
         with_episodes=config.agents.is_used,
         rotate_bytes=log.rotate_bytes,
         learning=learning,

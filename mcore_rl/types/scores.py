@@ -23,6 +23,8 @@ class Scores:
     unpenalized_N   the reward before penalties; rewards_N itself if not given
     is_lost_N       whether an episode's environment failed or was lost, so that nothing was scored;
                     all False if not given
+    advantages_N    the advantage that all tokens of a sample train with, NaN where it does not
+                    train; empty unless each has one
     """
 
     rewards_N: list[float]
@@ -31,6 +33,7 @@ class Scores:
     greedy_N: list[float] = field(default_factory=list)
     unpenalized_N: list[float] = field(default_factory=list)
     is_lost_N: list[bool] = field(default_factory=list)
+    advantages_N: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.unpenalized_N:

@@ -1,6 +1,7 @@
 """The logger writes what it was given to every place, and goes on after a resume."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,10 @@ def test_metrics_samples_and_console(tmp_path: Path, capsys: pytest.CaptureFixtu
         "step": 1,
         "split": "eval",
         "prompt_index": 1,
+        "sample_index": 0,
         "prompt": "What is 1 + 1?",
         "response": "no",
+        "response_len": 1,
         "reward": 0.0,
         "ground_truth": "2",
         "finish_reason": "stop",
@@ -147,3 +150,15 @@ def test_samples_that_are_lost_are_left_out(
     kept = [float(i) for i, sample in enumerate(samples) if sample.lease.store == 0]
     assert [row["reward"] for row in read_rows(tmp_path / "samples.jsonl")] == kept
     assert len(kept) < len(samples) and "collector 1 died; they are not in the log" in caplog.text
+
+
+def test_rows_have_what_rewards_are_made_of_and_the_advantage(tmp_path: Path) -> None:
+    nan = float("nan")
+    scores = Scores([1.0, nan], {"right": [1.0, nan]}, ["", "ValueError: no"])
+    with HeldSampleLog(tmp_path, console=False) as log:
+        held = [make_sample(0, "1"), make_sample(1, "2")]
+        log.log_held(1, held, replace(scores, advantages_N=[0.5, nan]))
+    first, second = read_rows(tmp_path / "samples.jsonl")
+    assert (first["parts"], first["advantage"]) == ({"right": 1.0}, 0.5)
+    assert (second["parts"], second["advantage"]) == ({"right": None}, None)
+    assert "NaN" not in (tmp_path / "samples.jsonl").read_text()

@@ -3,12 +3,15 @@
 from dataclasses import replace
 from math import nan
 
+import numpy as np
 import pytest
 
+from mcore_rl.batches.stored_batch import make_stored_batch
 from mcore_rl.config import AlgorithmConfig
-from mcore_rl.loops.outcomes import RewardFailureError, Rollout, with_outcome
+from mcore_rl.loops.outcomes import RewardFailureError, Rollout, add_advantages, with_outcome
 from mcore_rl.types.scores import Scores
 from tests.support.prepared import advantages_of, group_of, prepared
+from tests.support.stored import make_stored
 
 
 def test_a_sample_whose_reward_failed_is_not_compared_and_not_trained_on() -> None:
@@ -45,3 +48,19 @@ def test_a_step_without_any_outcome_is_an_error_that_names_the_first() -> None:
     message = r"none of 2 samples has an outcome, .*; the first: 'TimeoutError: late'\. Mend what"
     with pytest.raises(RewardFailureError, match=message):
         with_outcome(Rollout(group_of(2)[1], failed))
+
+
+def test_advantages_come_back_to_the_samples_that_were_drawn() -> None:
+    """Samples without an outcome or without a token have none."""
+    _, _, samples = make_stored(2)
+    drawn = Rollout(samples, Scores([float(place) for place in range(len(samples))]))
+    kept = drawn.select([place for place in range(len(samples)) if place != 1])
+    batch = make_stored_batch(kept.samples)
+    assert add_advantages(drawn, kept, batch) is drawn.scores, "advantages by token"
+    present = [place for place, s in enumerate(samples) if place != 1 and s.response_len]
+    assert 2 <= len(present) < len(samples)
+    batch = replace(batch, advantages_N=np.array(present, np.float32))
+    scores = add_advantages(drawn, kept, batch)
+    expected = [float(place) if place in present else nan for place in range(len(samples))]
+    assert scores.advantages_N == pytest.approx(expected, nan_ok=True)
+    assert scores.rewards_N == drawn.scores.rewards_N
