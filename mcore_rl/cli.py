@@ -31,6 +31,7 @@ from mcore_rl.tools.completion import answer_shell
 from mcore_rl.tools.doctor import command as doctor_command
 from mcore_rl.tools.simulate import command as simulate_command
 from mcore_rl.tools.translate import command as translate_command
+from mcore_rl.tools.view import command as view_command
 
 RECIPE_COMMANDS = {
     "sft": "fine-tune on the conversations in sft.data; write <run.dir>/hf",
@@ -71,6 +72,7 @@ OTHER_COMMANDS: Mapping[str, tuple[str, AddArguments]] = {
         "report a run: accuracy before and after, samples, reward curve",
         add_report_arguments,
     ),
+    "view": ("show runs in a browser, while they run or later", view_command.add_arguments),
     "data": ("prepare prompts: those of a toy task, or published ones", prepare.add_arguments),
     "doctor": (
         "check this machine, or several, for a run; --gpu: test its GPU",

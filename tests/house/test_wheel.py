@@ -40,14 +40,14 @@ def run_installed(site: Path, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_recipes_stand_ins_and_c_sources_are_in_the_wheel(installed: Path) -> None:
+def test_recipes_stand_ins_c_sources_and_pages_are_in_the_wheel(installed: Path) -> None:
     shipped = {path for path in tracked() if path.parts[0] == "recipes"}
     missing = [path for path in shipped if not (installed / "mcore_rl" / path).is_file()]
     assert shipped
     assert not missing
     assert (installed / "mcore_rl/cpu/standins/triton/__init__.py").is_file()
-    sources = [path for path in tracked() if path.suffix in {".c", ".h"}]
-    assert sources
+    sources = [path for path in tracked() if path.suffix in {".c", ".h", ".js", ".css", ".html"}]
+    assert {path.suffix for path in sources} == {".c", ".h", ".js", ".css", ".html"}
     assert all((installed / path).is_file() for path in sources)
 
 

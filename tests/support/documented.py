@@ -72,7 +72,9 @@ class Documented:
             return "elsewhere"
         if arguments[0] in (*QUICK, "report") or "rehearse=true" in arguments:
             return "run"
-        if arguments[0] in ("serve", "sandbox") or any("recipe=tiny" in word for word in arguments):
+        if arguments[0] in ("serve", "sandbox", "view") or any(
+            "recipe=tiny" in word for word in arguments
+        ):
             return "short"
         return "dry"
 
@@ -98,7 +100,7 @@ class Documented:
                 *(() if "--ask" in arguments else ("--ask", "hello")),
                 "--once",
             ]
-        if self.how == "short" and arguments[0] == "sandbox":
+        if self.how == "short" and arguments[0] in ("sandbox", "view"):
             return [program, *arguments, "--once"]
         if self.how == "short":
             response = () if LONG_TURNS in arguments else (SHORT_RESPONSE,)

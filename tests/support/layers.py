@@ -15,7 +15,7 @@ END = "<!-- end of layers -->"
 ROOMS = {
     "cli": "the commands",
     "api": "the Python API: names that docs/python_api.md promises to keep",
-    "tools": "doctor, translate, simulate: beside a run, no part of it",
+    "tools": "doctor, translate, simulate, view: beside a run, no part of it",
     "run": "what each command does: assembly, start-up; run/roles implements the loop's roles",
     "cpu": "what a machine without CUDA needs: stand-ins, patches, compiled code, fork servers",
     "cluster": "actors, groups, placement, node_agent: the only importer of ray",

@@ -100,6 +100,7 @@ def quick_commands(given: Path) -> Mapping[str, Command]:
         ),
         "doctor": Command(("doctor", f"--model={model}", "--run-dir=run", checks), says="0 failed"),
         "report": Command(("report", "own_run"), says="reward_curve.png"),
+        "view": Command(("view", "own_run", "--once"), says="own_run: step"),
         "serve": Command(("serve", bare), 2, "has no tokenizer_config.json"),
         "agent run": Command(("agent", "run", *without), 2, "agents.environment is not set"),
         "sandbox serve": Command(("sandbox", "serve", "--port=0", "--once", "--workers=1")),
