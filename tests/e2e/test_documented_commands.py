@@ -26,6 +26,7 @@ WALKED = (
             "async",
             "rewards",
             "sandbox",
+            "view",
             "vision",
         )
     ),
