@@ -29,8 +29,10 @@ import torch
 from torch import Tensor
 
 from mcore_rl.batches.episodes import (
+    LOSS_MASK,
     ROLLOUT_LOGPROBS,
     TOKEN_IDS,
+    TURN,
     columns_of_row,
     flat_response,
 )
@@ -45,7 +47,7 @@ from mcore_rl.batches.kept_rows import (
     lay_out,
 )
 from mcore_rl.process.disk import report_full_disk
-from mcore_rl.types import Array, PromptImage, Sample, VersionSpan
+from mcore_rl.types import Array, PromptImage, Row, Sample, VersionSpan
 
 _log = logging.getLogger(__name__)
 
@@ -267,10 +269,7 @@ def _without_tokens(sample: Sample) -> Sample:
 
 
 def _with_tokens(group: KeptGroup, index: int) -> Sample:
-    """Return the sample with its tokens put back.
-
-    An episode keeps its images; its rows stay in the store.
-    """
+    """Return the sample with its tokens put back, for an episode its rows without experts."""
     sample, rows = group.samples[index], group.rows_of[index]
     if sample.episode is not None:
         parts = [
@@ -281,7 +280,17 @@ def _with_tokens(group: KeptGroup, index: int) -> Sample:
             for row in rows
         ]
         images = {image.digest: image for row in rows for image in row.images}
-        episode = replace(sample.episode, images=tuple(images.values()))
+        whole = tuple(
+            Row(
+                token_ids=columns[TOKEN_IDS],
+                is_trained=columns[LOSS_MASK],
+                logprobs=columns[ROLLOUT_LOGPROBS],
+                turn_T=columns[TURN],
+                versions=versions,
+            )
+            for versions, columns in parts
+        )
+        episode = replace(sample.episode, rows=whole, images=tuple(images.values()))
         return replace(sample, episode=episode, **flat_response(parts))
     [row] = rows
     prompt_len = len(sample.prompt.token_ids)

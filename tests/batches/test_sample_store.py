@@ -60,6 +60,19 @@ def test_an_episode_comes_back_with_the_images_of_its_rows() -> None:
     assert len(rows) > 1 and wanted
 
 
+def test_an_episode_comes_back_with_its_rows() -> None:
+    sample = sample_of(random_tree(random.Random(1), 9), Prompt(3, (1,), (), "unit", "7"), 0)
+    store = SampleStore()
+    store.put(0, [sample])
+    [found] = store.samples([0], [0])
+    assert found.episode is not None and sample.episode is not None
+    assert len(found.episode.rows) > 1
+    for row, kept in zip(sample.episode.rows, found.episode.rows, strict=True):
+        for name in ("token_ids", "is_trained", "logprobs", "turn_T"):
+            assert getattr(kept, name).tolist() == getattr(row, name).tolist()
+        assert kept.versions == row.versions
+
+
 def test_columns_are_laid_end_to_end_in_the_order_of_the_request() -> None:
     store = SampleStore()
     store.put(9, [make_sample(0), make_sample(1, 3)])

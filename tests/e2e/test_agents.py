@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.tasks.calculator import prepare_calculator
+from mcore_rl.tools.view.sample_index import Filter, SampleIndex
 from tests.support.runs import Run
 
 pytestmark = pytest.mark.e2e
@@ -101,6 +102,25 @@ def test_tokens_of_all_turns_train_as_they_were_sampled(
     assert [turn["parent"] for turn in turns] == [None, 0, 1]
     assert [turn["reward"] for turn in turns] == [0.0, 1.0, 0.0]
     assert turns[1]["messages"] == [{"role": "user", "content": "what is 1 + 1 ?"}]
+    check_tokens(run.run_dir)
+
+
+def check_tokens(run_dir: Path) -> None:
+    """Check the tokens of the first episodes of each step, as `mcore-rl view` reads them."""
+    index = SampleIndex(run_dir)
+    while not index.refresh():
+        pass
+    numbers = index.find(Filter(split="train", with_tokens=True)).rows.tolist()
+    assert len(numbers) == 3 * 4
+    for row in map(index.read, numbers):
+        [tokens] = row["token_rows"]
+        assert [turn for _, _, turn in tokens["trained"]] == [0, 1, 2]
+        lens = [stop - start for start, stop, _ in tokens["trained"]]
+        assert lens == [turn["tokens"] for turn in row["turns"]]
+        assert len(tokens["logprobs"]) == sum(lens) == row["response_len"]
+        assert all(logprob < 0 for logprob in tokens["logprobs"])
+        assert {version for _, _, version in tokens["versions"]} == set(row["weights"])
+        assert "<|user|>" in tokens["texts"] and isinstance(row["advantage"], float)
 
 
 @pytest.mark.slow
