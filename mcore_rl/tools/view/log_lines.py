@@ -27,7 +27,7 @@ _QUEUED = re.compile(r"#queue-req: (\d+)")
 
 
 @dataclass(frozen=True)
-class Record:
+class LogRecord:
     """A record of the controller's log; `time_s` is seconds since 1970 in this machine's zone."""
 
     time_s: float
@@ -47,8 +47,8 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Load:
-    """What an engine had in a second: requests that ran and waited, share of its KV cache."""
+class EngineLoad:
+    """The load of an engine in a second: requests that ran and waited, share of its KV cache."""
 
     time_s: float
     running: int
@@ -56,21 +56,21 @@ class Load:
     kv_share: float
 
 
-def read_records(run_dir: Path) -> list[Record]:
+def read_records(run_dir: Path) -> list[LogRecord]:
     """Return the records at the end of controller.log; further lines of a record join its text."""
-    records: list[Record] = []
+    records: list[LogRecord] = []
     for line in _read_end(run_dir / "logs" / "controller.log"):
         match = _RECORD.match(line)
         if match:
             time_s = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
-            records.append(Record(time_s, match[2], match[3], match[4]))
+            records.append(LogRecord(time_s, match[2], match[3], match[4]))
         elif records:
             last = records[-1]
-            records[-1] = Record(last.time_s, last.level, last.source, f"{last.text}\n{line}")
+            records[-1] = LogRecord(last.time_s, last.level, last.source, f"{last.text}\n{line}")
     return records
 
 
-def find_phases(records: list[Record]) -> list[Phase]:
+def find_phases(records: list[LogRecord]) -> list[Phase]:
     """Return the phases in order. The last one of a launch ends with its last record."""
     phases: list[Phase] = []
     before_s = 0.0
@@ -93,17 +93,17 @@ def _end_last(phases: list[Phase], end_s: float) -> None:
     phases[-1] = Phase(last.step, last.name, last.start_s, max(end_s, last.start_s))
 
 
-def read_loads(run_dir: Path) -> dict[str, list[Load]]:
+def read_loads(run_dir: Path) -> dict[str, list[EngineLoad]]:
     """Return by engine what its log says of its load, a value per second: the last one."""
-    loads: dict[str, list[Load]] = {}
+    loads: dict[str, list[EngineLoad]] = {}
     for path in sorted((run_dir / "logs").glob("sglang_*.log")):
         if re.fullmatch(r"sglang_\d+", path.stem):  # segments have further numbers
             loads[path.stem.replace("sglang_", "engine ")] = list(_read_batches(path))
     return loads
 
 
-def _read_batches(path: Path) -> Iterator[Load]:
-    waiting: Load | None = None
+def _read_batches(path: Path) -> Iterator[EngineLoad]:
+    waiting: EngineLoad | None = None
     stamp = ""
     time_s = 0.0
     for line in _read_end(path):
@@ -117,7 +117,7 @@ def _read_batches(path: Path) -> Iterator[Load]:
             time_s = datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S").timestamp()
         numbers = [pattern.search(line) for pattern in (_RUNNING, _QUEUED, _USAGE)]
         running, queued, usage = (float(found[1]) if found else 0.0 for found in numbers)
-        waiting = Load(time_s, int(running), int(queued), usage)
+        waiting = EngineLoad(time_s, int(running), int(queued), usage)
     if waiting:
         yield waiting
 

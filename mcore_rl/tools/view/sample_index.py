@@ -37,7 +37,7 @@ _COLUMNS = np.dtype(
 SEARCH_S = 0.25
 """Seconds that a request may search texts; the next one goes on."""
 ODD_ROW = (AttributeError, OverflowError, TypeError, ValueError)
-"""What a row raises whose values are of other types than those of a log."""
+"""Raised for a row whose values are of other types than those of a log."""
 Row = dict[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""What the page asks of one run: a method for each of its views, from the files of its folder."""
+"""Answers what the page asks of one run, a method for each view, from the files of its folder."""
 
 import json
 import re
@@ -53,6 +53,7 @@ class WatchedRun:
         self._ends: Counter[str] = Counter()
         self._is_indexed = False
         self._plan: dict[str, Any] | None = None
+        self._plan_lock = threading.Lock()
         self._lock = threading.Lock()
 
     def refresh(self) -> bool:
@@ -197,11 +198,13 @@ class WatchedRun:
 
         The plan is made once; `error` says why it could not be.
         """
-        if self._plan is None:
-            self._plan = _plan(self.path / "config.yaml")
+        with self._plan_lock:
+            if self._plan is None:
+                self._plan = _plan(self.path / "config.yaml")
+            plan = self._plan
         with self._lock:
             peak = self.metrics.max("train/peak_memory_gib_max")
-        return {**self._plan, "peak_gib": peak}
+        return {**plan, "peak_gib": peak}
 
     def find_image(self, path: str) -> Path | None:
         """Return the file of a small copy of an image, None if there is none of that name."""
