@@ -10,6 +10,7 @@ import pytest
 
 from mcore_rl.tasks.calculator import prepare_calculator
 from mcore_rl.tools.view.sample_index import Filter, SampleIndex
+from tests.support.pages import look_through
 from tests.support.runs import Run
 
 pytestmark = pytest.mark.e2e
@@ -103,6 +104,7 @@ def test_tokens_of_all_turns_train_as_they_were_sampled(
     assert [turn["reward"] for turn in turns] == [0.0, 1.0, 0.0]
     assert turns[1]["messages"] == [{"role": "user", "content": "what is 1 + 1 ?"}]
     check_tokens(run.run_dir)
+    look_through(run.run_dir, tmp_path / "browser")
 
 
 def check_tokens(run_dir: Path) -> None:

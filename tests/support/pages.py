@@ -80,3 +80,21 @@ def fill_in(page: Page, fields: dict[str, str]) -> None:
 
 def read_texts(page: Page, selector: str) -> Sequence[str]:
     return page.run(f"[...document.querySelectorAll({selector!r})].map((each) => each.textContent)")
+
+
+def look_through(run_dir: Path, profile: Path) -> None:
+    """Open every tab on a run, and a sample with its tokens; do nothing without a browser."""
+    if find_browser() is None:
+        return
+    with serve_runs(run_dir) as server, browse(profile) as browser:
+        wait_for_index(server)
+        page = open_view(browser, server)
+        for tab in TABS:
+            open_tab(page, tab)
+        open_tab(page, "samples")
+        page.run("document.getElementById('with_tokens').click()")
+        page.wait("document.querySelector('tr.row td.end .faint')")
+        page.run("document.querySelector('tr.row').click()")
+        page.wait("document.querySelector('#tokens .token:not(.untrained)')")
+        assert page.errors == []
+        assert page.run("document.getElementById('state').textContent") == ""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mcore_rl.process.log_files import find_segments
 
-MOST_BYTES = 8 << 20
+MOST_BYTES = 4 << 20
 """Bytes of a log that are read, from its end."""
 START_UP = "start-up"
 """The first record of each launch."""
@@ -62,7 +62,7 @@ def read_records(run_dir: Path) -> list[LogRecord]:
     for line in _read_end(run_dir / "logs" / "controller.log"):
         match = _RECORD.match(line)
         if match:
-            time_s = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+            time_s = datetime.fromisoformat(match[1]).timestamp()
             records.append(LogRecord(time_s, match[2], match[3], match[4]))
         elif records:
             last = records[-1]
@@ -114,7 +114,7 @@ def _read_batches(path: Path) -> Iterator[EngineLoad]:
             if waiting:
                 yield waiting
             stamp = match[1]
-            time_s = datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S").timestamp()
+            time_s = datetime.fromisoformat(stamp).timestamp()
         numbers = [pattern.search(line) for pattern in (_RUNNING, _QUEUED, _USAGE)]
         running, queued, usage = (float(found[1]) if found else 0.0 for found in numbers)
         waiting = EngineLoad(time_s, int(running), int(queued), usage)
