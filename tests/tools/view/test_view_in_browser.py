@@ -156,6 +156,10 @@ def test_runs_are_compared_by_curves_and_options(folder: Path, browser: Browser)
         assert read_texts(page, ".group:first-of-type td.number.good, td.number.bad")[:2] == [
             *("0.7", "-0.7")
         ]
+        page.run("document.querySelector('.group tr.row').click()")
+        page.wait("document.querySelector('.detail')?.textContent.includes('advantage 0.7')")
+        assert page.run("document.getElementById('prompt').value") == "0"
+        page.wait("document.getElementById('found').dataset.total === '60'")
 
 
 def test_a_page_follows_a_run(tmp_path: Path, browser: Browser) -> None:
