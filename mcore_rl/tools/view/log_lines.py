@@ -47,7 +47,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class EngineLoad:
+class LoggedLoad:
     """The load of an engine in a second: requests that ran and waited, share of its KV cache."""
 
     time_s: float
@@ -93,17 +93,17 @@ def _end_last(phases: list[Phase], end_s: float) -> None:
     phases[-1] = Phase(last.step, last.name, last.start_s, max(end_s, last.start_s))
 
 
-def read_loads(run_dir: Path) -> dict[str, list[EngineLoad]]:
+def read_loads(run_dir: Path) -> dict[str, list[LoggedLoad]]:
     """Return by engine what its log says of its load, a value per second: the last one."""
-    loads: dict[str, list[EngineLoad]] = {}
+    loads: dict[str, list[LoggedLoad]] = {}
     for path in sorted((run_dir / "logs").glob("sglang_*.log")):
         if re.fullmatch(r"sglang_\d+", path.stem):  # segments have further numbers
             loads[path.stem.replace("sglang_", "engine ")] = list(_read_batches(path))
     return loads
 
 
-def _read_batches(path: Path) -> Iterator[EngineLoad]:
-    waiting: EngineLoad | None = None
+def _read_batches(path: Path) -> Iterator[LoggedLoad]:
+    waiting: LoggedLoad | None = None
     stamp = ""
     time_s = 0.0
     for line in _read_end(path):
@@ -117,7 +117,7 @@ def _read_batches(path: Path) -> Iterator[EngineLoad]:
             time_s = datetime.fromisoformat(stamp).timestamp()
         numbers = [pattern.search(line) for pattern in (_RUNNING, _QUEUED, _USAGE)]
         running, queued, usage = (float(found[1]) if found else 0.0 for found in numbers)
-        waiting = EngineLoad(time_s, int(running), int(queued), usage)
+        waiting = LoggedLoad(time_s, int(running), int(queued), usage)
     if waiting:
         yield waiting
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_rl.tools.view.log_lines import EngineLoad, Phase
+from mcore_rl.tools.view.log_lines import LoggedLoad, Phase
 
 
 def make_trace(
-    name: str, phases: Sequence[Phase], loads: Mapping[str, Sequence[EngineLoad]]
+    name: str, phases: Sequence[Phase], loads: Mapping[str, Sequence[LoggedLoad]]
 ) -> dict[str, Any]:
     """Return the trace event format: a slice for each phase, counters for each engine.
 
