@@ -120,7 +120,7 @@ def check_tokens(run_dir: Path) -> None:
         lens = [stop - start for start, stop, _ in tokens["trained"]]
         assert lens == [turn["tokens"] for turn in row["turns"]]
         assert len(tokens["logprobs"]) == sum(lens) == row["response_len"]
-        assert all(logprob < 0 for logprob in tokens["logprobs"])
+        assert all(logprob <= 0 for logprob in tokens["logprobs"])
         assert {version for _, _, version in tokens["versions"]} == set(row["weights"])
         assert "<|user|>" in tokens["texts"] and isinstance(row["advantage"], float)
 
