@@ -1,4 +1,4 @@
-"""Small models in block FP8 and MXFP4, with every value and scale there is."""
+"""Small models in block FP8, MXFP4 and INT4, with every value and scale there is."""
 
 import json
 from pathlib import Path
@@ -14,6 +14,39 @@ FP8 = {
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
+
+INT4: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "kv_cache_scheme": None,
+    "ignore": [
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+    ],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "input_activations": None,
+            "output_activations": None,
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": 32,
+                "num_bits": 4,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
+}
+"""quantization_config of the published Kimi-K2.5."""
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
