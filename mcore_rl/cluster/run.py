@@ -273,17 +273,17 @@ def _limit_collectors(
 def engine_spec(config: Config, policy: ModelFacts, log_path: Path, keys: ServerKeys) -> EngineSpec:
     """Return the spec of the policy's engines, which start with weights of version 0.
 
-    Engines of random or quantized models start with dummy weights; the first weight sync brings the
-    real weights.
+    Engines of random, quantized or INT4 models start with dummy weights; the first weight sync
+    brings the real weights, in bfloat16 from ranks that read INT4.
     """
     rollout = config.rollout
     is_fp8 = rollout.quantization == "fp8"
     # Some GPUs fuse shared experts into the routed ones, where the plan would not find them.
     extra_args = ["--weight-version", "0", "--disable-shared-experts-fusion"]
-    if is_fp8 or config.model.init == "random":
+    if is_fp8 or policy.int4 or config.model.init == "random":
         extra_args += ["--load-format", "dummy"]
-    if is_fp8:
-        quantized = json.dumps({"quantization_config": QUANTIZATION_CONFIG})
+    if is_fp8 or policy.int4:
+        quantized = json.dumps({"quantization_config": QUANTIZATION_CONFIG if is_fp8 else None})
         extra_args += ["--json-model-override-args", quantized]
     return EngineSpec(
         model_path=config.model.path,

@@ -210,8 +210,8 @@ def run_pairs(config: Config) -> None:
 
     Preferences among the responses are written to <run.dir>/pairs.
     """
-    check_no_trainer(config.rollout)
     policy, tokenizer = open_policy(config, *list_prompt_options(config.data))
+    check_no_trainer(config.rollout, policy)
     collector = collector_spec(config, policy, tokenizer)
     reader = PromptReader.make(config, tokenizer)
     splits = {
@@ -241,8 +241,8 @@ def run_pairs(config: Config) -> None:
 
 def run_eval(config: Config) -> None:
     """Run `mcore-rl eval`: evaluate model.path without a trainer; write <run.dir>/eval."""
-    check_no_trainer(config.rollout)
     policy, tokenizer = open_policy(config, "eval.data")
+    check_no_trainer(config.rollout, policy)
     collector = collector_spec(config, policy, tokenizer)
     held_out = PromptReader.make(config, tokenizer).load_held_out()
     with _run(config, policy, "eval", collector) as (folder, _, processes):

@@ -29,6 +29,7 @@ from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.files import list_carried_tensors, open_hf_dir
 from mcore_rl.weights.hf.folder import find_other_format
 from mcore_rl.weights.models.recipe_checks import check_routing
+from mcore_rl.weights.models.settings import DEQUANTIZE_REMEDY
 from mcore_rl.workers.collector_worker import CollectorSpec
 
 _log = logging.getLogger(__name__)
@@ -180,8 +181,13 @@ def check_teacher(path: str, model: ModelConfig, tokenizer: PreTrainedTokenizerB
     check_same_vocabulary(tokenizer, teacher, model.path, path)
 
 
-def check_no_trainer(rollout: RolloutConfig) -> None:
+def check_no_trainer(rollout: RolloutConfig, policy: ModelFacts) -> None:
     """Raise ValueError if the engines need trainer ranks, for a command that has none."""
+    if policy.int4:
+        raise ValueError(
+            f"model.path={policy.path} has INT4 weights: engines get them in bfloat16 from trainer"
+            f" ranks, and this command has none; {DEQUANTIZE_REMEDY}"
+        )
     if rollout.quantization != "none":
         raise ValueError(
             f"rollout.quantization={rollout.quantization}: trainer ranks quantize, and an"

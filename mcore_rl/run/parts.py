@@ -189,8 +189,9 @@ def make_links(
     start_step: int,
 ) -> SyncController:
     """Return the controller that links engines to trainer ranks; `host`: this process's address."""
-    # Engines of quantized or random models load nothing, and colocated ones have lost it by then.
-    is_loaded = config.model.init == "hf" and config.rollout.quantization == "none"
+    # Engines of quantized, INT4 or random models load nothing; colocated ones have lost it by then.
+    is_plain = config.rollout.quantization == "none" and not policy.int4
+    is_loaded = config.model.init == "hf" and is_plain
     is_kept = start_step == 0 and not config.cluster.colocated
     return SyncController(
         trainer,

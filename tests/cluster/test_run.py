@@ -88,6 +88,15 @@ def test_engines_without_weights_of_their_own_start_with_dummy_ones(config: Conf
     assert json.loads(override)["quantization_config"]["quant_method"] == "fp8"
 
 
+def test_engines_of_an_int4_model_start_without_its_weights(config: Config) -> None:
+    """Their weights come from ranks that read INT4, in bfloat16."""
+    policy = replace(facts_of(config), int4=True)
+    assert engine_spec(config, policy, LOG, KEYS).extra_args[3:] == (
+        *("--load-format", "dummy"),
+        *("--json-model-override-args", '{"quantization_config": null}'),
+    )
+
+
 def test_experts_are_reported_where_there_are_any_and_the_recipe_wants_them(
     config: Config, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,10 +69,14 @@ def test_a_cut_distribution_is_warned_of(caplog: pytest.LogCaptureFixture) -> No
     assert second.startswith("rollout.top_p=1 and rollout.top_k=20 cut")
 
 
-def test_an_evaluation_has_no_ranks_that_quantize() -> None:
+def test_an_evaluation_has_no_ranks_that_bring_weights() -> None:
+    plain = ModelFacts(Path("hf"), {})
+    check_no_trainer(RolloutConfig(), plain)
     rollout = RolloutConfig(quantization="fp8")
     with pytest.raises(ValueError, match=r"rollout.quantization=fp8: trainer ranks quantize"):
-        check_no_trainer(rollout)
+        check_no_trainer(rollout, plain)
+    with pytest.raises(ValueError, match=r"model.path=hf has INT4 weights: .* dequantize"):
+        check_no_trainer(RolloutConfig(), replace(plain, int4=True))
 
 
 @pytest.mark.parametrize(

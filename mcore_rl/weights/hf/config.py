@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.process.file_list import read_json
+from mcore_rl.weights.hf.int4 import TEXT, is_int4
 from mcore_rl.weights.models import family_of, refuse_unsupported
+from mcore_rl.weights.models.settings import drop_quantization
 from mcore_rl.weights.models.table import Family, HfConfig
 from mcore_rl.weights.models.value_head import has_value_head
 
-TEXT = "text_config"
 OWN = frozenset({"architectures", "model_type", "dtype", "torch_dtype", "tie_word_embeddings"})
 """Settings that the whole model has at the top of config.json, whatever its parts say."""
 
@@ -54,9 +55,12 @@ VOCAB_MULTIPLE = 128
 def read_hf_config(hf_dir: str | Path) -> dict[str, Any]:
     """Return the parsed config.json of a supported model, with its text_config at the top.
 
-    Raises ValueError naming the file and the setting if the model is not supported.
+    INT4 weights are read as the plain weights that they encode, so config.json is that of the plain
+    model. Raises ValueError naming the file and the setting if the model is not supported.
     """
     config = with_text_settings(parse_hf_config(hf_dir))
+    if is_int4(config):
+        config = drop_quantization(config)
     refuse_unsupported(config, Path(hf_dir) / "config.json")
     return config
 
@@ -156,16 +160,18 @@ class ModelFacts:
     later step opens the file again. A process on another host reads its own.
 
     path     HuggingFace directory
-    config   the parsed config.json
+    config   the parsed config.json, without quantization
+    int4     whether the files hold INT4 words in place of some matrices (int4.py)
     """
 
     path: Path
     config: HfConfig
+    int4: bool = False
 
     @staticmethod
     def read(hf_dir: str | Path) -> "ModelFacts":
         """Raises ValueError naming config.json and the setting if the model is not supported."""
-        return ModelFacts(Path(hf_dir), read_hf_config(hf_dir))
+        return ModelFacts(Path(hf_dir), read_hf_config(hf_dir), is_int4(parse_hf_config(hf_dir)))
 
     @property
     def architecture(self) -> str:

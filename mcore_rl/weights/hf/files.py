@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -42,6 +43,16 @@ from mcore_rl.weights.hf.folder import (
     write_small_files,
 )
 from mcore_rl.weights.hf.fp8 import find_scaled_name
+from mcore_rl.weights.hf.int4 import (
+    GROUP,
+    PACKED,
+    PER_WORD,
+    SCALE,
+    SHAPE,
+    list_part_names,
+    split_part,
+)
+from mcore_rl.weights.hf.int4_groups import read_slice
 from mcore_rl.weights.hf.tied_head import refuse_untied_head
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.settings import DEQUANTIZE_REMEDY
@@ -64,6 +75,7 @@ PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
 def open_hf_dir(model: ModelFacts) -> dict[str, Path]:
     """Return HF name -> file of every tensor, after checking all names and shapes.
 
+    The parts of an INT4 matrix are listed, too, and the matrix itself in the file of its words.
     Raises ValueError naming the file, the tensor and the remedy for a tensor that config.json does
     not expect, that is missing, or that has another shape.
     """
@@ -82,12 +94,15 @@ def open_hf_dir(model: ModelFacts) -> dict[str, Path]:
                     continue
                 if family.is_carried(config, name):
                     continue
+                if model.int4 and split_part(name):
+                    _note_part(path, name, file.get_slice(name), expected, file_of)
+                    continue
                 stored = file.get_slice(name)
                 _check_dtype(path, name, stored.get_dtype())
                 _check_tensor(path, name, tuple(stored.get_shape()), expected, file_of)
                 file_of[name] = path
     refuse_untied_head(file_of | tied, config)
-    missing = sorted(expected.keys() - file_of.keys())
+    missing = sorted((expected.keys() | _list_parts(file_of)) - file_of.keys())
     if missing:
         raise ValueError(
             f"{model.path} lacks {len(missing)} of {len(expected)} tensors, the first is"
@@ -95,6 +110,43 @@ def open_hf_dir(model: ModelFacts) -> dict[str, Path]:
             f" (files read: {[path.name for path in files]})"
         )
     return file_of
+
+
+def _note_part(
+    path: Path, name: str, stored: Any, expected: Mapping[str, Shape], file_of: dict[str, Path]
+) -> None:
+    """Enter a part of an INT4 matrix under its own name, and the words under the matrix' as well.
+
+    Raises ValueError naming file and tensor for another dtype or shape than the matrix needs.
+    """
+    part = split_part(name)
+    assert part is not None, name
+    matrix, suffix = part
+    rows, columns = expected.get(matrix, (0, 0))
+    shapes = {
+        PACKED: (rows, columns // PER_WORD),
+        SCALE: (rows, columns // GROUP),
+        SHAPE: (2,),
+    }
+    dtypes = {PACKED: ("I32",), SCALE: PLAIN_DTYPES, SHAPE: ("I32", "I64")}[suffix]
+    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+    if dtype not in dtypes or columns % GROUP:
+        raise ValueError(
+            f"{path}: tensor {name!r} is {dtype}, of a matrix of {columns} columns: INT4 weights"
+            f" need {' or '.join(dtypes)} here, and groups of {GROUP} columns"
+        )
+    wanted = {name: shapes[suffix]} if matrix in expected else {}
+    _check_tensor(path, name, shape, wanted, file_of)
+    file_of[name] = path
+    if suffix == PACKED:
+        _check_tensor(path, matrix, (rows, columns), expected, file_of)
+        file_of[matrix] = path
+
+
+def _list_parts(file_of: Mapping[str, Path]) -> set[str]:
+    """Return the names of all parts of the INT4 matrices of which a part is there."""
+    parts = filter(None, map(split_part, file_of))
+    return {name for matrix, _ in parts for name in list_part_names(matrix)}
 
 
 def _check_dtype(path: Path, name: str, dtype: str) -> None:
@@ -149,8 +201,7 @@ def load_into(shards: Sequence[Shard], tensors: Mapping[str, Tensor], model: Mod
     for path, members in sorted(by_file.items()):
         with safe_open(path, framework="pt") as file:
             for shard in members:
-                index = tuple(map(slice, shard.box.start, shard.box.stop))
-                read = file.get_slice(shard.box.name)[index]
+                read = _read_box(file, shard.box, file_of)
                 if num_bad := count_not_finite(read):
                     raise ValueError(
                         f"{path}: tensor {shard.box.name!r} has {num_bad} of {read.numel()} values"
@@ -158,6 +209,15 @@ def load_into(shards: Sequence[Shard], tensors: Mapping[str, Tensor], model: Mod
                         " another model.path"
                     )
                 shard.view(tensors).copy_(read)
+
+
+def _read_box(file: Any, box: Box, file_of: Mapping[str, Path]) -> Tensor:
+    """Return the elements of a box from its open file; INT4 words in the dtype of their scales."""
+    words, scales, _ = list_part_names(box.name)
+    if scales not in file_of:
+        return file.get_slice(box.name)[tuple(map(slice, box.start, box.stop))]
+    with safe_open(file_of[scales], framework="pt") as other:
+        return read_slice(file.get_slice(words), other.get_slice(scales), box)
 
 
 @dataclass(frozen=True)
@@ -288,7 +348,10 @@ def commit_export(
 
 
 def list_carried_tensors(hf_dir: Path, config: HfConfig) -> dict[str, Path]:
-    """Return HF name -> file of each carried tensor; empty if the directory has no weights."""
+    """Return HF name -> file of each carried tensor; empty if the directory has no weights.
+
+    Parts of INT4 matrices are left out, as exports have plain weights alone.
+    """
     family = family_of(config)
     file_of: dict[str, Path] = {}
     if not any(hf_dir.glob("*.safetensors")):
@@ -296,7 +359,7 @@ def list_carried_tensors(hf_dir: Path, config: HfConfig) -> dict[str, Path]:
     for path in list_checkpoint_files(hf_dir):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                if family.is_carried(config, name):
+                if family.is_carried(config, name) and not name.endswith((PACKED, SCALE, SHAPE)):
                     file_of[name] = path
     return file_of
 

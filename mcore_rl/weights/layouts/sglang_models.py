@@ -298,6 +298,10 @@ WITHOUT_TIED_HEAD_IN_STAGES = {"LlamaForCausalLM"}
 WITHOUT_DENSE_LAYERS = {"Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", QWEN3_MOE}
 
 
+WITH_UNSENT_PARTS = {"KimiK25ForConditionalGeneration"}
+"""Architectures with parts that no trainer rank has, so that no weight sync fills them."""
+
+
 @dataclass(frozen=True)
 class SGLangSizes:
     """The sizes of `engines` equal engines, each of tp * pp ranks.
@@ -415,6 +419,12 @@ def _find_size_problems(hf_config: HfConfig, sizes: SGLangSizes) -> Iterator[tup
 def _find_setting_problems(hf_config: HfConfig, dtype: str | None) -> Iterator[tuple[str, str]]:
     """Yield (setting, problem) for settings of config.json that SGLang's model ignores or lacks."""
     architecture = family_of(hf_config).architecture
+    if architecture in WITH_UNSENT_PARTS:
+        problem = (
+            "has a vision tower, which no trainer rank has: write the language model alone, as"
+            " DeepSeek-V3, with mcore-rl-ckpt text-only <this directory> <another>"
+        )
+        yield f"architectures = {[architecture]}", problem
     for key, value_of in BUILT_IN.get(architecture, {}).items():
         value = value_of(hf_config)
         if hf_config.get(key, value) not in (None, value):

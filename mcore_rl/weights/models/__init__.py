@@ -7,7 +7,7 @@ which would make lists of tensors that never end.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_VL
+from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25, KIMI_VL
 from mcore_rl.weights.models.glm4_minimax import GLM4_MOE, GLM4V_MOE, MINIMAX_M2
 from mcore_rl.weights.models.gpt_oss import GPT_OSS
 from mcore_rl.weights.models.qwen_llama_mixtral import (
@@ -43,7 +43,10 @@ CAUSAL = (
 VISION = (QWEN2_5_VL, GLM4V_MOE, QWEN3_VL, QWEN3_VL_MOE, KIMI_VL)
 """The tables of models that see images."""
 
-LANGUAGE = (*CAUSAL, *VISION)
+WITHOUT_TOWER = (KIMI_K25,)
+"""The tables of models that see images, of which the language model alone is trained."""
+
+LANGUAGE = (*CAUSAL, *VISION, *WITHOUT_TOWER)
 """The tables of all models that give log-probs; each has a twin with a value head."""
 
 FAMILIES = {family.architecture: family for family in (*LANGUAGE, *map(make_classifier, LANGUAGE))}

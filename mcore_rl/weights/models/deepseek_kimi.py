@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (also R1, Kimi-K2 and Moonlight), DeepSeek-V2, and Kimi-VL, which sees images.
+"""DeepSeek-V3 (also R1, Kimi-K2 and Moonlight), DeepSeek-V2, Kimi-K2.5, and Kimi-VL.
 
 All have latent attention, shared experts and dense first layers. V3 scores experts by sigmoid and
 chooses them with a bias; V2 scores them by softmax. Kimi-VL is the language model of DeepSeek-V3
@@ -9,7 +9,8 @@ behind the vision tower MoonViT:
     visual.blocks.{block}.wqkv.*      <-  vision_tower.encoder.blocks.{block}.wqkv.*
     visual.merger.linear_1.*          <-  multi_modal_projector.linear_1.*
 
-Positions of tokens have one axis, for images, too (Kimi-VL, arXiv:2504.07491, section 2.1).
+Positions of tokens have one axis, for images, too (Kimi-VL, arXiv:2504.07491, section 2.1). Of
+Kimi-K2.5 (also K2.6) only the language model is trained; exports get tower and projector unchanged.
 """
 
 from collections.abc import Mapping
@@ -127,6 +128,8 @@ LANGUAGE = "language_model."
 VISUAL = "vision_tower."
 BLOCKS = VISUAL + "encoder."
 MERGER = "multi_modal_projector."
+IMAGE_PARTS = r"(?:vision_tower|mm_projector)\..*"
+"""HF names of the parts of Kimi-K2.5 that see images."""
 
 MOONVIT_SETTINGS: Mapping[str, tuple[Any, ...]] = {"model_type": ("moonvit",), "patch_size": (14,)}
 """Key of vision_config -> the values that tower and engines support, besides absence."""
@@ -217,6 +220,20 @@ def find_kimi_vl_refusal(config: HfConfig) -> str:
         )
     need(config, *tower.PLACEHOLDERS)
     return find_rope_theta_refusal(config) or DEEPSEEK_V3.refusal(config)
+
+
+KIMI_K25 = Family(
+    "KimiK25ForConditionalGeneration",
+    tuple(tower.make_language_rules(DEEPSEEK_V3.rules, old="", new=LANGUAGE)),
+    read_deepseek_sizes,
+    DEEPSEEK_V3.is_moe_layer,
+    DEEPSEEK_V3.options,
+    {**DEEPSEEK_V3.supported, "tie_word_embeddings": (False,)},
+    rope_types=DEEPSEEK_V3.rope_types,
+    refusal=lambda config: find_rope_theta_refusal(config) or DEEPSEEK_V3.refusal(config),
+    explicit=DEEPSEEK_V3.explicit,
+    carried=lambda config: rf"{_match_kimi_vl_carried(config)}|{IMAGE_PARTS}",
+)
 
 
 def _match_kimi_vl_carried(config: HfConfig) -> str:

@@ -9,6 +9,7 @@ Each family combines those that it needs.
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from mcore_rl.weights.hf import int4
 from mcore_rl.weights.models.table import HfConfig
 
 PLAIN_SETTINGS: Mapping[str, tuple[Any, ...]] = {
@@ -31,7 +32,21 @@ DEQUANTIZE_REMEDY = (
 
 def drop_quantization(config: HfConfig) -> dict[str, Any]:
     """Return config.json of the same model with plain weights."""
-    return {key: value for key, value in config.items() if key != "quantization_config"}
+    plain = {key: value for key, value in config.items() if key != int4.KEY}
+    if isinstance(plain.get(int4.TEXT), Mapping):
+        plain[int4.TEXT] = {k: v for k, v in plain[int4.TEXT].items() if k != int4.KEY}
+    return plain
+
+
+def put_quantization_back(config: HfConfig, source: HfConfig) -> dict[str, Any]:
+    """Return config.json with the quantization that `source` has, in the same places."""
+    settings = dict(config)
+    if int4.KEY in source:
+        settings[int4.KEY] = source[int4.KEY]
+    text = source.get(int4.TEXT)
+    if isinstance(text, Mapping) and int4.KEY in text:
+        settings[int4.TEXT] = {**config[int4.TEXT], int4.KEY: text[int4.KEY]}
+    return settings
 
 
 def refuse_quantized(config: HfConfig, file: object) -> None:
@@ -44,6 +59,8 @@ def refuse_quantized(config: HfConfig, file: object) -> None:
     if method not in DEQUANTIZABLE:
         convertible = " and ".join(map(repr, DEQUANTIZABLE))
         remedy = f"take its plain weights, for only {convertible} can be converted"
+        if different := int4.find_int4_problem(config):
+            remedy += f", and INT4 as Kimi-K2.5 has it, not {different}"
     raise ValueError(
         f"the model of {file} is quantized (quantization_config, quant_method={method!r}): {remedy}"
     )
