@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.weights.hf.fp8 import count_blocks
+from mcore_rl.weights.hf.int4 import PACKED_DTYPE
+from mcore_rl.weights.hf.int4_groups import dequantize_groups, quantize_changed
 from mcore_rl.weights.hf.quantize import quantize_into
 
 
@@ -29,6 +31,24 @@ def quantize(data: memoryview, dtype: str, num_columns: int) -> tuple[memoryview
     )
     quantize_into(weights_NK, values_NK, scales_nk)
     return view_bytes(values_NK), view_bytes(scales_nk)
+
+
+def unpack_int4(words: memoryview, scales: memoryview, dtype: str) -> memoryview:
+    """Return the elements that INT4 words and the scales of their groups encode, in `dtype`."""
+    packed_W = _view(words, PACKED_DTYPE)
+    return view_bytes(dequantize_groups(packed_W, _view(scales, dtype)))
+
+
+def quantize_int4(
+    data: memoryview, dtype: str, words: memoryview, scales: memoryview, scale_dtype: str
+) -> tuple[memoryview, memoryview]:
+    """Quantize whole groups to INT4 and return (words, scales) as bytes.
+
+    words, scales   of the same elements before; groups that did not change keep them
+    """
+    before = _view(words, PACKED_DTYPE)[None], _view(scales, scale_dtype)[None]
+    packed_NW, scales_NG = quantize_changed(_view(data, dtype)[None], *before)
+    return view_bytes(packed_NW), view_bytes(scales_NG)
 
 
 def _view(data: memoryview, dtype: str) -> Tensor:

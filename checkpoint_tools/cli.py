@@ -62,6 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_dequantize(commands)
     turned = "turn experts of a Qwen3-VL from transformers' form to the published one, or back"
     _add_writer(commands, "turn-experts", _rewrite, turned)
+    alone = "write the language model of a Kimi-K2.5 or Kimi-VL alone, as a DeepSeek-V3"
+    _add_writer(commands, "text-only", _rewrite, alone)
     _add_upcycle(commands)
     _add_inspect(commands)
     _add_verify(commands)
@@ -89,6 +91,11 @@ def _add_to_hf(commands: Commands) -> None:
         help="write the optimizer state here, under HuggingFace names",
     )
     command.add_argument("--dtype", choices=DTYPES, help=DTYPE_HELP)
+    command.add_argument(
+        "--int4",
+        action="store_true",
+        help="write in INT4 what --source-hf has in INT4, unchanged groups byte for byte",
+    )
     _add_leave_out(command)
 
 
@@ -110,7 +117,7 @@ def _add_to_fp8(commands: Commands) -> None:
 
 
 def _add_dequantize(commands: Commands) -> None:
-    summary = "write a model that was published in block FP8 or MXFP4 with plain weights"
+    summary = "write a model that was published in block FP8, MXFP4 or INT4 with plain weights"
     former_name = "dequantise"  # kept for one version; without a summary, --help does not list it
     for name, shown in (("dequantize", summary), (former_name, None)):
         command = _add_writer(commands, name, _dequantize, shown)
@@ -195,6 +202,7 @@ def _to_hf(args: argparse.Namespace) -> int:
         args.max_file_bytes,
         read_effort(args),
         args.leave_out,
+        args.int4,
     )
     print(*reports, sep="\n")
     return 0
@@ -209,9 +217,9 @@ def _from_hf(args: argparse.Namespace) -> int:
 
 
 def _rewrite(args: argparse.Namespace) -> int:
-    from checkpoint_tools.rewrite import to_fp8, turn_experts
+    from checkpoint_tools.rewrite import take_text, to_fp8, turn_experts
 
-    write = {"to-fp8": to_fp8, "turn-experts": turn_experts}[args.command]
+    write = {"to-fp8": to_fp8, "turn-experts": turn_experts, "text-only": take_text}[args.command]
     print(write(args.source_hf, args.out, args.max_file_bytes, read_effort(args)))
     return 0
 

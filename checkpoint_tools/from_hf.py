@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from checkpoint_tools.archive_writer import make_archive
 from checkpoint_tools.assembly import Assembly
-from checkpoint_tools.hf import open_hf
+from checkpoint_tools.hf import open_plain
 from checkpoint_tools.hf_model import find_dtype, read_config
 from checkpoint_tools.megatron_model import (
     Wanted,
@@ -59,7 +59,7 @@ def from_hf(
     """
     refuse_existing(out)
     config = read_config(source_hf)
-    source = open_hf(source_hf)
+    source = open_plain(source_hf)
     left_out = family_of(config).find_left_out(config)
     chunks = {
         key: tensor.chunks[0] for key, tensor in source.tensors.items() if key not in left_out

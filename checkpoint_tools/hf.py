@@ -4,6 +4,7 @@ Index, files and config.json must agree.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from zlib_ng import zlib_ng
 
 from checkpoint_tools.files import check_manifest
 from checkpoint_tools.hf_model import check_against_config
+from checkpoint_tools.int4 import unpack_names
 from checkpoint_tools.safetensors_file import read_header
 from checkpoint_tools.stored import Checkpoint, StoredTensor
 from mcore_rl.weights.hf.checksums import MANIFEST, read_json
@@ -45,6 +47,12 @@ def open_hf(folder: Path, use_sums: bool = True, *, either_way: bool = False) ->
         _check_edges(folder, tensors, sums)
     facts = {"config": check_against_config(folder, tensors, either_way=either_way)}
     return Checkpoint("hf", folder, tensors, (), sums, facts)
+
+
+def open_plain(folder: Path, use_sums: bool = True) -> Checkpoint:
+    """Open a directory as `open_hf` does, with INT4 weights as the matrices that they encode."""
+    checkpoint = open_hf(folder, use_sums)
+    return replace(checkpoint, tensors=unpack_names(checkpoint.tensors))
 
 
 def _safetensors_files(folder: Path) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from checkpoint_tools.int4 import unpack_names
 from checkpoint_tools.packed import find_packed, list_stored_names
 from checkpoint_tools.stored import DTYPE_BYTES, StoredTensor
 from mcore_rl.weights.hf.config import (
@@ -13,6 +14,7 @@ from mcore_rl.weights.hf.config import (
     read_named_dtype,
     with_text_settings,
 )
+from mcore_rl.weights.hf.int4 import is_int4
 from mcore_rl.weights.hf.tied_head import refuse_untied_head
 from mcore_rl.weights.models import FAMILIES, family_of, hf_tensor_shapes, refuse_unsupported
 from mcore_rl.weights.models.settings import drop_quantization
@@ -54,7 +56,9 @@ def check_against_config(
         if architecture not in FAMILIES:
             reason = "names and shapes were not compared with config.json"
             return f"{architecture} is unknown here: {reason}"
-        if config.get("quantization_config") is not None:
+        if is_int4(config):
+            tensors = unpack_names(tensors)
+        elif config.get("quantization_config") is not None:
             tensors = _find_unpacked(config, tensors, path)
         config = drop_quantization(config)
         refuse_unsupported(config, path)

@@ -1,7 +1,7 @@
 """Writes assemblies to their places in files and returns the checksums of what it wrote.
 
 Peak memory of a worker: one band and the reader's scratch memory. Quantizing takes four more
-bands, dequantizing what unpack.py says.
+bands, also to INT4, dequantizing what unpack.py says.
 """
 
 import os
@@ -16,7 +16,7 @@ from checkpoint_tools.archive_writer import make_archive
 from checkpoint_tools.assembly import Assembly
 from checkpoint_tools.packed import Packed
 from checkpoint_tools.reader import Reader, ReadRecord, bands
-from checkpoint_tools.stored import DTYPE_BYTES
+from checkpoint_tools.stored import DTYPE_BYTES, Chunk
 from mcore_rl.process.disk import report_full_disk
 from mcore_rl.weights.hf.checksums import ByteSpan
 from mcore_rl.weights.hf.fp8 import BLOCK
@@ -37,6 +37,8 @@ class Task:
 
     is_archive     inside an archive of torch.save
     scales_start   byte where the blocks' scales go if the matrix is to be quantized
+    before         the matrix in INT4 as it was; it is then quantized to INT4, its words go to
+                   `start`, and groups that did not change are kept
     """
 
     file: str
@@ -44,6 +46,7 @@ class Task:
     assembly: Made
     is_archive: bool = False
     scales_start: int | None = None
+    before: Chunk | None = None
 
     @property
     def source_bytes(self) -> int:
@@ -133,6 +136,8 @@ class Writer:
             return self._write_unpacked(descriptor, made, task.start)
         for stretch in made.skipped:
             self._reader.skip(stretch)
+        if task.before is not None:
+            return self._write_int4(descriptor, made, task, task.before)
         if task.scales_start is not None:
             return self._write_quantized(descriptor, made, task.start, task.scales_start)
         if task.is_archive:
@@ -205,6 +210,23 @@ class Writer:
             ByteSpan(scales_start, scales_at - scales_start, scales_crc32),
         ]
         return [span for span in spans if span.num_bytes]
+
+    def _write_int4(
+        self, descriptor: int, assembly: Assembly, task: Task, before: Chunk
+    ) -> list[ByteSpan]:
+        """Write words and scales band by band, each of whole rows; see weights/hf/int4.py."""
+        from checkpoint_tools.cast import quantize_int4  # imports torch
+
+        assert before.scales is not None and task.scales_start is not None, task.file
+        spans: list[list[int]] = [[task.start, 0, 0], [task.scales_start, 0, 0]]
+        for band in bands(assembly, self._band_bytes // 8):
+            view = self._view((band.stop - band.start) * DTYPE_BYTES[assembly.dtype])
+            self._reader.fill(assembly, band, view)
+            parts = self._reader.read_int4(before, band.start, band.stop - band.start)
+            for span, made in zip(spans, quantize_int4(view, assembly.dtype, *parts), strict=True):
+                _write_all(descriptor, made, span[0] + span[1])
+                span[1:] = span[1] + len(made), zlib_ng.crc32(made, span[2])
+        return [ByteSpan(*span) for span in spans if span[1]]
 
     def _view(self, num_bytes: int) -> memoryview:
         """Return `num_bytes` of the band's buffer, which grows for a row longer than a band."""

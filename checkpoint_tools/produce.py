@@ -159,4 +159,6 @@ def _digest(
 def _encode(task: Task) -> list[object]:
     made = task.assembly
     place = [task.start, task.is_archive, task.scales_start]
+    if task.before is not None:
+        place += [task.before.path, task.before.start]
     return [*place, made.name, made.dtype, made.shape, made.places()]

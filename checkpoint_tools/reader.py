@@ -1,12 +1,14 @@
 """Reads the elements of assemblies band by band; each byte of a file is read and summed once.
 
+Elements that are stored as INT4 words come out in the dtype of their scales.
+
 Peak memory: the band that the caller passes, as much scratch memory for pieces that are scattered
-or cast, and a transposed piece as stored.
+or cast, and a transposed piece as stored. INT4 takes three bands more.
 """
 
 import os
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zlib_ng import zlib_ng
 
@@ -14,6 +16,7 @@ from checkpoint_tools.archive import Located, Locator
 from checkpoint_tools.assembly import Assembly, Piece, Stretch, cut
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk
 from mcore_rl.weights.hf.checksums import ByteSpan
+from mcore_rl.weights.hf.int4 import GROUP, PACKED_DTYPE, PER_WORD
 
 ROWS_BEFORE_NUMPY = 100_000
 """Rows that a reader lays out itself, in about the time that the import of numpy takes."""
@@ -110,6 +113,17 @@ class Reader:
         is_one_run = len(parts) == 1 and parts[0][1][2] == num_elements
         return crc32 if is_one_run else None
 
+    def read_int4(self, chunk: Chunk, start: int, count: int) -> tuple[memoryview, memoryview, str]:
+        """Return words, scales and the scales' dtype of elements of an INT4 chunk, whole groups."""
+        assert chunk.scales is not None and start % GROUP == 0 == count % GROUP, f"{chunk.where}"
+        word, size = DTYPE_BYTES[PACKED_DTYPE], DTYPE_BYTES[chunk.scales.dtype]
+        words = memoryview(bytearray(count // PER_WORD * word))
+        scales = memoryview(bytearray(count // GROUP * size))
+        stored = replace(chunk, dtype=PACKED_DTYPE, scales=None)
+        self._read(stored, start // PER_WORD * word, words)
+        self._read(chunk.scales, start // GROUP * size, scales)
+        return words, scales, chunk.scales.dtype
+
     def skip(self, stretch: Stretch) -> None:
         """Read elements that no tensor takes, for their checksum."""
         size = DTYPE_BYTES[stretch.chunk.dtype]
@@ -189,6 +203,8 @@ class Reader:
 
     def _read(self, chunk: Chunk, offset: int, out: memoryview) -> int:
         """Fill `out` with a chunk's elements from byte `offset` on; return the CRC-32."""
+        if chunk.scales is not None:
+            return self._unpack_int4(chunk, offset, out)
         descriptor = self._open(chunk)
         first = self._locate(descriptor, chunk).start
         start = first + offset
@@ -203,6 +219,15 @@ class Reader:
         crc32 = zlib_ng.crc32(out)
         _append(self.record.read[chunk.path], ByteSpan(start, len(out), crc32), first)
         return crc32
+
+    def _unpack_int4(self, chunk: Chunk, offset: int, out: memoryview) -> int:
+        """Do the same for elements stored as INT4 words; `offset` counts bytes of elements."""
+        from checkpoint_tools.cast import unpack_int4  # imports torch
+
+        size = DTYPE_BYTES[chunk.dtype]
+        words, scales, _ = self.read_int4(chunk, offset // size, len(out) // size)
+        out[:] = unpack_int4(words, scales, chunk.dtype)
+        return zlib_ng.crc32(out)
 
     def _open(self, chunk: Chunk) -> int:
         if chunk.path not in self._descriptors:

@@ -1,4 +1,4 @@
-"""Rewrites a HuggingFace model: in FP8, with plain weights, or with stacked experts turned.
+"""Rewrites a HuggingFace model: in FP8, with plain weights, without what sees images, or turned.
 
 FP8 has scales of 128 x 128 blocks. Plain weights come from a quantized model (packed.py). Experts
 are stacked the one way or the other:
@@ -13,8 +13,8 @@ from pathlib import Path
 import torch  # noqa: F401  (imported before the workers fork, so that they share its pages)
 
 from checkpoint_tools.assembly import Assembly, Piece, whole
-from checkpoint_tools.hf import open_hf
-from checkpoint_tools.hf_model import read_config
+from checkpoint_tools.hf import open_hf, open_plain
+from checkpoint_tools.hf_model import find_dtype, read_config
 from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.options import Effort
 from checkpoint_tools.output import Made
@@ -22,10 +22,12 @@ from checkpoint_tools.packed import find_packed, list_stored_names
 from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.stored import Chunk
-from mcore_rl.weights.hf.config import parse_hf_config, set_dtype
+from mcore_rl.weights.hf.config import parse_hf_config, set_dtype, with_text_settings
 from mcore_rl.weights.hf.folder import write_small_files
 from mcore_rl.weights.hf.fp8 import QUANTIZATION_CONFIG, is_converted
+from mcore_rl.weights.hf.int4 import TEXT, find_quantization, is_int4
 from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V3, KIMI_K25, KIMI_VL, LANGUAGE
 from mcore_rl.weights.models.qwen_vl import QWEN3_VL_MOE
 from mcore_rl.weights.models.settings import drop_quantization
 from mcore_rl.weights.models.value_head import find_stem
@@ -37,7 +39,7 @@ HALVES = ("bfloat16", "float16")
 def dequantize(
     source_hf: Path, out: Path, dtype: str, max_file_bytes: int, effort: Effort
 ) -> ConversionReport:
-    """Write the model of `source_hf`, in block FP8 or MXFP4, to `out` in `dtype`.
+    """Write the model of `source_hf`, in block FP8, MXFP4 or INT4, to `out` in `dtype`.
 
     The architecture may be any. Raises ValueError with the file or tensor that is wrong, or with
     the kind of quantization if it is not supported.
@@ -45,10 +47,12 @@ def dequantize(
     refuse_existing(out)
     config = parse_hf_config(source_hf)
     file = source_hf / "config.json"
-    if config.get("quantization_config") is None:
+    if find_quantization(config) is None:
         raise ValueError(f"{file} has no quantization_config: the model is not quantized")
-    checkpoint = open_hf(source_hf)
-    packed = find_packed(config, checkpoint.tensors, dtype, file)
+    checkpoint = open_plain(source_hf)
+    packed = {}
+    if not is_int4(config):
+        packed = find_packed(config, checkpoint.tensors, dtype, file)
     halves = list_stored_names(packed)
     assemblies: dict[str, Made] = {**packed}
     for name, tensor in checkpoint.tensors.items():
@@ -104,6 +108,37 @@ def _turn(chunk: Chunk) -> Assembly:
     return Assembly(chunk.key, chunk.dtype, (experts, columns, rows), tuple(pieces))
 
 
+def take_text(source_hf: Path, out: Path, max_file_bytes: int, effort: Effort) -> ConversionReport:
+    """Write the language model of a Kimi-K2.5 or Kimi-VL to `out`, as the DeepSeek-V3 that it is.
+
+    Stored bytes stay as they are, also in INT4. Raises ValueError for another architecture, and
+    with the file and tensor that is wrong.
+    """
+    refuse_existing(out)
+    config = parse_hf_config(source_hf)
+    architecture = family_of(read_config(source_hf)).architecture
+    if architecture not in (KIMI_K25.architecture, KIMI_VL.architecture):
+        raise ValueError(
+            f"{source_hf}: only {KIMI_K25.architecture} and {KIMI_VL.architecture} have a language"
+            f" model that is one of another family; this is {architecture}"
+        )
+    checkpoint = open_hf(source_hf)
+    assemblies = {
+        name.removeprefix(LANGUAGE): whole(tensor.chunks[0], name=name.removeprefix(LANGUAGE))
+        for name, tensor in checkpoint.tensors.items()
+        if name.startswith(LANGUAGE)
+    }
+    settings = {
+        **{key: value for key, value in config[TEXT].items() if key != "auto_map"},
+        "architectures": [DEEPSEEK_V3.architecture],
+        "model_type": "deepseek_v3",
+        "dtype": find_dtype(with_text_settings(config), checkpoint.tensors),
+    }
+    describe = partial(write_small_files, config=settings, side_files_from=source_hf)
+    kept = (frozenset[str](), describe, max_file_bytes, effort)
+    return make_hf(out, [checkpoint], assemblies, *kept)
+
+
 KEPT = ("eh_proj",)
 """Modules of multi-token prediction that DeepSeek's convention leaves as they are."""
 SOURCE_DTYPES = ("bfloat16", "float16", "float32")
@@ -120,7 +155,7 @@ def to_fp8(source_hf: Path, out: Path, max_file_bytes: int, effort: Effort) -> C
         raise ValueError(
             f"{source_hf}: this format has no place for experts that are stacked in one tensor"
         )
-    checkpoint = open_hf(source_hf)
+    checkpoint = open_plain(source_hf)
     left_out = family_of(config).find_left_out(config)
     assemblies = {
         name: whole(tensor.chunks[0])

@@ -33,6 +33,8 @@ class Chunk:
     """The box of tensor `key` at `offset`, of `shape`, contiguous in the file at `path`.
 
     start, num_bytes   bytes of the file: the elements, or the archive of torch.save around them
+    scales             scales of the elements' groups, if they are stored as INT4 words; `dtype` is
+                       then that of the scales (mcore_rl/weights/hf/int4.py)
     """
 
     key: str
@@ -43,6 +45,7 @@ class Chunk:
     start: int
     num_bytes: int
     is_archive: bool
+    scales: "Chunk | None" = None
 
     @property
     def data_bytes(self) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from checkpoint_tools.assembly import Assembly, whole
 from checkpoint_tools.foreign_keys import drop_tensors
-from checkpoint_tools.hf import open_hf, read_index
+from checkpoint_tools.hf import open_hf, open_plain, read_index
 from checkpoint_tools.hf_model import read_config
 from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.megatron_model import choose_config, hf_assemblies
@@ -14,11 +14,13 @@ from checkpoint_tools.optimizer import optimizer_to_hf
 from checkpoint_tools.options import Effort
 from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.staging import refuse_existing
-from checkpoint_tools.stored import Checkpoint
+from checkpoint_tools.stored import Checkpoint, Chunk
 from checkpoint_tools.torch_dist import model_tensors, open_torch_dist
-from mcore_rl.weights.hf.config import set_dtype
+from mcore_rl.weights.hf.config import parse_hf_config, set_dtype
 from mcore_rl.weights.hf.folder import write_small_files
+from mcore_rl.weights.hf.int4 import SHAPE
 from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.settings import put_quantization_back
 from mcore_rl.weights.models.table import HfConfig
 
 
@@ -31,6 +33,7 @@ def to_hf(
     max_file_bytes: int,
     effort: Effort,
     leave_out: Sequence[str] = (),
+    int4: bool = False,
 ) -> list[ConversionReport]:
     """Merge the model of `checkpoint` into `out`, and its optimizer's state into `optimizer`, if
     given.
@@ -38,6 +41,8 @@ def to_hf(
     source_hf   directory the run began from, for config.json, tokenizer and untrained tensors
     dtype       of the model; None: as stored
     leave_out   shell patterns of Megatron's keys that are not merged
+    int4        write in INT4 the matrices that `source_hf` has in INT4, and its words and scales
+                where groups did not change
     Returns a report per folder written. Raises ValueError with the file or tensor that is wrong.
     """
     refuse_existing(out)
@@ -47,18 +52,48 @@ def to_hf(
     [source] = drop_tensors([open_torch_dist(checkpoint)], leave_out)
     tensors = {tensor.key: tensor for tensor in model_tensors(source)}
     config = choose_config(tensors, config)
+    packed = _find_int4(source_hf, dtype) if int4 else {}
+    if packed:
+        dtype = next(iter(packed.values())).dtype
     assemblies = hf_assemblies(tensors.values(), config, dtype, checkpoint)
     sources = [source]
-    if family_of(config).carried(config) and has_weights(source_hf):
-        untrained = open_hf(source_hf)
+    if packed or (family_of(config).carried(config) and has_weights(source_hf)):
+        untrained = open_hf(source_hf) if packed else open_plain(source_hf)
         sources.append(untrained)
         assemblies |= _list_carried(untrained, config)
+        assemblies |= {
+            name + SHAPE: whole(untrained.tensors[name + SHAPE].chunks[0]) for name in packed
+        }
     settings = set_dtype(config, dtype or assemblies[family_of(config).embedding].dtype)
+    if packed:
+        settings = put_quantization_back(settings, parse_hf_config(source_hf))
     describe = partial(write_small_files, config=settings, side_files_from=source_hf)
-    reports = [make_hf(out, sources, assemblies, frozenset(), describe, max_file_bytes, effort)]
+    kept = (frozenset[str](), describe, max_file_bytes, effort)
+    reports = [make_hf(out, sources, assemblies, *kept, int4=packed)]
     if optimizer is not None:
         reports.append(optimizer_to_hf(source, config, optimizer, max_file_bytes, effort))
     return reports
+
+
+def _find_int4(source_hf: Path, dtype: str | None) -> dict[str, Chunk]:
+    """Return the chunks of the matrices that `source_hf` has in INT4, by name.
+
+    Raises ValueError if it has none, or has them in another dtype than `dtype`.
+    """
+    tensors = open_plain(source_hf).tensors
+    packed = {name: tensor.chunks[0] for name, tensor in tensors.items() if tensor.chunks[0].scales}
+    if not packed:
+        raise ValueError(
+            f"{source_hf} has no INT4 weights, which --int4 writes as they are there: leave out"
+            " --int4, or name the directory of the INT4 model with --source-hf"
+        )
+    stored = {chunk.dtype for chunk in packed.values()}
+    if len(stored) > 1 or dtype not in (None, *stored):
+        raise ValueError(
+            f"--int4 with --dtype {dtype}: the scales of {source_hf} are in"
+            f" {' and '.join(sorted(stored))}, and so is the rest of the model; leave out --dtype"
+        )
+    return packed
 
 
 def _list_carried(checkpoint: Checkpoint, config: HfConfig) -> dict[str, Assembly]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from checkpoint_tools.assembly import whole
-from checkpoint_tools.hf import open_hf
+from checkpoint_tools.hf import open_plain
 from checkpoint_tools.hf_model import read_config
 from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.options import Effort
@@ -68,7 +68,7 @@ def upcycle(
         )
     settings = sparse_config(config, experts, top_k)
     refuse_unsupported(settings, f"the config.json to be of {out}")
-    source = open_hf(source_hf)
+    source = open_plain(source_hf)
     path = out.with_name(f"{out.name}.routers_{experts}_{seed}.safetensors")
     routers = _make_routers(path, settings, source, seed)
     sparse = FAMILIES[EXPERTS_OF[dense.architecture]]

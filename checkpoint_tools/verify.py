@@ -13,6 +13,7 @@ from checkpoint_tools.assembly import Assembly, join_pieces, whole
 from checkpoint_tools.files import check_whole_files
 from checkpoint_tools.foreign_keys import drop_tensors
 from checkpoint_tools.hf_model import find_tied_heads, read_config
+from checkpoint_tools.int4 import unpack_names
 from checkpoint_tools.ledger import Ledger
 from checkpoint_tools.megatron_model import choose_config, hf_assemblies
 from checkpoint_tools.opening import open_checkpoint
@@ -22,6 +23,7 @@ from checkpoint_tools.reader import Reader, ReadRecord, bands
 from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint
 from checkpoint_tools.torch_dist import is_of_optimizer, model_tensors
 from mcore_rl.weights.box import unravel
+from mcore_rl.weights.hf.int4 import find_int4_names
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig
 
@@ -175,7 +177,7 @@ def verify(
     Raises ValueError with the file or tensor that is damaged.
     """
     opened = [open_checkpoint(path) for path in (first, second) if path is not None]
-    checkpoints = drop_tensors(opened, leave_out)
+    checkpoints = _unpack_unlike(drop_tensors(opened, leave_out))
     notes = [
         f"{checkpoint.folder} came without checksums: only its structure was checked, and the"
         " checksums inside archives"
@@ -202,6 +204,14 @@ def verify(
     lines = tuple(differences[name] for name in sorted(differences))
     num_bytes = sum(pair.num_bytes for pair in pairs)
     return Verdict(len(pairs), num_bytes, lines, crc32, ledger.num_checked, tuple(notes), peak)
+
+
+def _unpack_unlike(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    """Take INT4 words for the matrices that they encode, unless all checkpoints have such words."""
+    packed = [bool(find_int4_names(checkpoint.tensors)) for checkpoint in checkpoints]
+    if all(packed) or not any(packed):
+        return checkpoints
+    return [replace(each, tensors=unpack_names(each.tensors)) for each in checkpoints]
 
 
 def _describe(name: str, result: Compared, difference: Difference) -> str:

@@ -1,11 +1,13 @@
 """Whole runs with GRPO, by family of models; `make test` has one of them in test_train.py."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from mcore_rl.weights.hf.config import read_hf_config
+from checkpoint_tools.cli import main
+from mcore_rl.weights.hf.config import ModelFacts, read_hf_config
 from mcore_rl.weights.models import family_of
 from tests.e2e.test_train import (
     Start,
@@ -14,6 +16,7 @@ from tests.e2e.test_train import (
     steps_of,
     write_family,
 )
+from tests.support.tiny_kimi_k25 import write_kimi_k25_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -60,3 +63,34 @@ def test_a_model_trains(start: Start, arithmetic: Path, tmp_path: Path, kind: st
     ]
     assert set(biases) <= exported.keys() & set(changed_tensors(model, run.run_dir / "hf"))
     assert all(line["logprob_diff/router_flip_share"] == 0 for line in steps_of(run))
+
+
+def test_the_language_model_of_kimi_k25_trains_from_int4(
+    start: Start, arithmetic: Path, tmp_path: Path
+) -> None:
+    """Ranks decode what they hold; the engine starts without weights and gets plain ones."""
+    source = arithmetic / "model"
+    vocab_size = json.loads((source / "config.json").read_text())["vocab_size"]
+    whole = write_kimi_k25_model(tmp_path / "whole", vocab_size=vocab_size)
+    for path in source.iterdir():
+        if not (whole / path.name).exists() and path.suffix != ".safetensors":
+            shutil.copy(path, whole)
+    text = tmp_path / "text"
+    assert main(["text-only", str(whole), str(text), "--workers=1"]) == 0
+    run = start(
+        "train",
+        f"model.path={text}",
+        "train.router_replay=engine",
+        "run.steps=2",
+        "train.optimizer.lr=1e-3",
+        "eval.data=[]",
+        "parallel.tp=2",
+        "rollout.tp=2",
+        "rollout.ep=2",
+    )
+    assert run.finish() == 0, run.tail()
+    assert_engine_agrees(run, num_steps=2)
+    run.assert_nothing_left()
+    exported = ModelFacts.read(run.run_dir / "hf")
+    assert ModelFacts.read(text).int4 and not exported.int4
+    assert "quantization_config" not in (exported.path / "config.json").read_text()
