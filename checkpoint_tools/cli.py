@@ -67,6 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_upcycle(commands)
     _add_inspect(commands)
     _add_verify(commands)
+    _add_support(commands)
     command = commands.add_parser("checksums", help="rewrite checksums.json for files as they are")
     command.add_argument("checkpoint", type=Path)
     changed = "a file that was changed on purpose; others must agree with their checksums"
@@ -141,6 +142,15 @@ def _add_inspect(commands: Commands) -> None:
     command.add_argument("checkpoint", type=Path)
     command.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     command.set_defaults(run=_inspect)
+
+
+def _add_support(commands: Commands) -> None:
+    summary = "which parts of a model are known, and what would have to be written"
+    command = commands.add_parser("support", help=summary)
+    files = "config.json of any model, or its directory, whose tensors are compared as well"
+    command.add_argument("model", type=Path, help=files)
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.set_defaults(run=_support)
 
 
 def _add_verify(commands: Commands) -> None:
@@ -257,6 +267,17 @@ def _inspect(args: argparse.Namespace) -> int:
     else:
         print_listing(checkpoint)
     return 0
+
+
+def _support(args: argparse.Namespace) -> int:
+    from checkpoint_tools.support.report import describe_support, encode_support, find_support
+
+    support = find_support(args.model)
+    if args.json:
+        print(json.dumps(encode_support(support)))
+    else:
+        print(*describe_support(support), sep="\n")
+    return 0 if support.is_supported else 1
 
 
 def _verify(args: argparse.Namespace) -> int:
