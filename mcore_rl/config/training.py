@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from mcore_rl.config.bounds import Options, bounded
 
+ExpertGemm = Literal["separate", "grouped_mm"]
 SELECTED = "layernorm+moe_act"
 """The modules of train.recompute=selective."""
 WHOLE_LAYERS = frozenset({"full"})
@@ -165,6 +166,10 @@ class TrainConfig(UpdatesConfig, group="train"):
     """Parts that the backward pass computes again instead of keeping them. none; full: whole
     layers; modules by megatron-core's names, joined by "+": layernorm, moe_act, moe,
     shared_experts, mlp, mla_up_proj, core_attn; selective: the cheap ones, layernorm+moe_act."""
+    expert_gemm: ExpertGemm = "separate"
+    """How tokens are multiplied by experts. separate: a launch for each expert, by Transformer
+    Engine's layer; grouped_mm: one launch of torch's for all experts, whose counts of tokens stay
+    on the device. Not in FP8, and not for experts with biases."""
     router_replay: Literal["none", "old_pass", "engine"] = "none"
     """Experts that tokens are sent to in train steps. none: the router's own choice; old_pass:
     those of the pass for the old log-probs; engine: those of the engine that sampled, in that

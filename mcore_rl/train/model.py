@@ -1,6 +1,6 @@
 """Builds this rank's megatron-core GPTModel chunks, not yet filled, from HF config and layout.
 
-Three modules replace those of megatron-core where a model differs from it:
+These modules replace those of megatron-core where a model differs from it:
 
     with_halves      experts whose first linear layer alternates gate and up rows (gpt-oss):
                      linear_fc1 gives   g0 u0 g1 u1 g2 u2     (the rows of the HF tensor)
@@ -28,6 +28,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from mcore_rl.config.training import ExpertGemm
+from mcore_rl.train.experts.layer import use_grouped_products
 from mcore_rl.train.router import TokenWeightedRouter
 from mcore_rl.train.transformer_config import rotary_options
 from mcore_rl.train.vision.model import DeepstackLayer, VisionLanguageModel
@@ -155,16 +157,22 @@ class PlainQueries(MLASelfAttention):
         return {**resolved, "linear_q_proj": submodules.linear_q_proj}
 
 
-def make_chunks(config: TransformerConfig, hf_config: HfConfig) -> list[GPTModel]:
+def make_chunks(
+    config: TransformerConfig, hf_config: HfConfig, expert_gemm: ExpertGemm = "separate"
+) -> list[GPTModel]:
     """Return one GPTModel per virtual pipeline stage of this rank, parameters uninitialized."""
     stages = range(config.virtual_pipeline_model_parallel_size or 1)
     virtual = config.virtual_pipeline_model_parallel_size is not None
-    chunks = [_make_chunk(config, hf_config, stage if virtual else None) for stage in stages]
+    chunks = [
+        _make_chunk(config, hf_config, expert_gemm, stage if virtual else None) for stage in stages
+    ]
     _mark_parameters(chunks)
     return chunks
 
 
-def _make_chunk(config: TransformerConfig, hf_config: HfConfig, vp_stage: int | None) -> GPTModel:
+def _make_chunk(
+    config: TransformerConfig, hf_config: HfConfig, expert_gemm: ExpertGemm, vp_stage: int | None
+) -> GPTModel:
     value_head = has_value_head(hf_config)
     tied = not value_head and hf_config.get("tie_word_embeddings", False)
     kind: Any = GPTModel
@@ -172,7 +180,7 @@ def _make_chunk(config: TransformerConfig, hf_config: HfConfig, vp_stage: int | 
         kind = partial(VisionLanguageModel, hf_config=hf_config)
     chunk = kind(
         config,
-        _make_spec(config, hf_config, vp_stage),
+        _make_spec(config, hf_config, expert_gemm, vp_stage),
         vocab_size=pad_vocab_size(hf_config, config.tensor_model_parallel_size),
         max_sequence_length=hf_config["max_position_embeddings"],
         **rotary_options(hf_config),
@@ -188,7 +196,7 @@ def _make_chunk(config: TransformerConfig, hf_config: HfConfig, vp_stage: int | 
 
 
 def _make_spec(
-    config: TransformerConfig, hf_config: HfConfig, vp_stage: int | None
+    config: TransformerConfig, hf_config: HfConfig, expert_gemm: ExpertGemm, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     family = family_of(hf_config)
@@ -210,6 +218,8 @@ def _make_spec(
             if family.alternating:
                 linears = experts.experts.keywords["submodules"]  # type: ignore[attr-defined]
                 linears.linear_fc1 = with_halves(linears.linear_fc1)
+            if expert_gemm == "grouped_mm":
+                layer.submodules.mlp = use_grouped_products(layer.submodules.mlp)
     return spec
 
 

@@ -78,7 +78,7 @@ class TrainedModel:
         self._dtype = model.dtype
         dtype = DTYPES[model.dtype]
         self._config = make_transformer_config(self.hf_config, parallel, dtype, train)
-        chunks = make_chunks(self._config, self.hf_config)
+        chunks = make_chunks(self._config, self.hf_config, train.expert_gemm)
         fill_weights(chunks, model, stored, self.hf_config, seed)
         self._train = train
         self._routing = Routing(chunks, self._config)

@@ -14,6 +14,7 @@ from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.config.training import WHOLE_LAYERS
 from mcore_rl.device import megatron_options
 from mcore_rl.device.upstream import refuse_unavailable
+from mcore_rl.train.experts.layer import check_grouped_products
 from mcore_rl.weights.hf.config import moe_layers
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.recipe_checks import check_layout, check_sharing
@@ -59,8 +60,7 @@ def make_transformer_config(
         "output_layer_init_method": _leave_empty,
         "embedding_init_method": _leave_empty,
         "calculate_per_token_loss": True,
-        # megatron-core reads it for dense models, too.
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": "alltoall",  # read for dense models, too
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         **megatron_options(),
@@ -81,9 +81,10 @@ def make_transformer_config(
         settings["apply_rope_fusion"] = False
     settings |= {**_recompute(train, options), **_convert_options(train.megatron)}
     transformer_config = _build(kind, settings, train.megatron)
-    for name, value in yarn.items():
-        # GPTModel reads these attributes, but megatron-core's dataclass has no such fields.
-        setattr(transformer_config, name, value)
+    # GPTModel reads these attributes, but megatron-core's dataclass has no such fields.
+    vars(transformer_config).update(yarn)
+    if train.expert_gemm == "grouped_mm":
+        check_grouped_products(transformer_config)
     return transformer_config
 
 
