@@ -61,7 +61,7 @@ def copy_and_sum(
     MOST_WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Move one chunk and add its checksum; arguments are those of `ChunkTable`'s methods."""
+    """Move one chunk of several rows and add its checksum; arguments as in `ChunkTable._run`."""
     chunk = chunks + tl.program_id(0) * FIELDS
     own = tl.load(chunk).to(tl.pointer_type(tl.int64))
     own_stride = tl.load(chunk + 1)
@@ -89,6 +89,53 @@ def copy_and_sum(
                 tl.store(in_own, word, mask=inside)
         total += word * tl.load(multipliers + (in_bucket.to(tl.int32) % ROW_WORDS))
     tl.atomic_add(sums + tl.load(chunk + 6), tl.sum(total, axis=0))
+
+
+@triton.jit(do_not_specialize=["version", "index"])
+def copy_and_sum_dense(
+    chunks,
+    words,
+    sums,
+    multipliers,
+    version,
+    index,
+    PLACING: tl.constexpr,
+    COPYING: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    STEPS: tl.constexpr,
+    LANES: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """Move one chunk whose words lie side by side in pairs, and add its checksum.
+
+    A step has PARTS * LANES words, a whole number of rows of the checksum. So a multiplier is
+    loaded once for all steps, and the compiler sees that accesses have 16 bytes.
+    """
+    chunk = chunks + tl.program_id(0) * FIELDS
+    own = tl.multiple_of(tl.load(chunk).to(tl.pointer_type(tl.int64)), 16)
+    at = tl.multiple_of(tl.load(chunk + 2), 2)
+    num_words = tl.load(chunk + 5).to(tl.int32)
+    if PLACING:
+        is_expected = (tl.load(words) == version) & (tl.load(words + 1) == index)
+        num_words = tl.where(is_expected, num_words, 0)
+    num_words = tl.multiple_of(num_words, 2)
+    first = (at % ROW_WORDS).to(tl.int32)
+    start = tl.arange(0, STEPS)[:, None] * (PARTS * LANES)
+    total = tl.zeros((STEPS, LANES), dtype=tl.int64)
+    for part in tl.static_range(PARTS):
+        lane = part * LANES + tl.arange(0, LANES)
+        i = start + lane[None, :]
+        inside = i < num_words
+        if COPYING and not PLACING:
+            word = tl.load(own + i, mask=inside, other=0)
+            tl.store(words + at + i, word, mask=inside)
+        else:
+            word = tl.load(words + at + i, mask=inside, other=0)
+            if COPYING:
+                tl.store(own + i, word, mask=inside)
+        total += word * tl.load(multipliers + (first + lane) % ROW_WORDS)[None, :]
+    tl.atomic_add(sums + tl.load(chunk + 6), tl.sum(tl.sum(total, axis=1), axis=0))
 
 
 @triton.jit
