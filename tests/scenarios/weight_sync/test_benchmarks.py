@@ -5,6 +5,13 @@ import pytest
 from tests.support.benchmarks import figures_of
 
 
+def test_the_benchmark_of_buckets_on_a_gpu_ends_in_its_figures() -> None:
+    figures = figures_of("gpu_sync.py", timeout_s=100)["gb_per_s"]["1 MiB"]
+    assert figures.pop("copy") > 0
+    assert list(figures) == ["dense", "rows", "odd"]
+    assert all(rates["pack calls"] > 0 < rates["place calls"] for rates in figures.values())
+
+
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_the_benchmark_of_links_ends_in_its_figures() -> None:
