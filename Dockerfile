@@ -71,9 +71,6 @@ RUN userdel --remove ubuntu && useradd --create-home --uid 1000 mcore && \
     mkdir -p /opt/mcore_rl/runs && chown -R $RUN_AS /opt/mcore_rl
 WORKDIR /opt/mcore_rl
 
-# Megatron overlaps tensor-parallel communication with compute only when kernels start in the order they were queued.
-ENV CUDA_DEVICE_MAX_CONNECTIONS=1
-
 USER $RUN_AS
 ENTRYPOINT ["mcore-rl"]
 CMD ["doctor"]

@@ -60,6 +60,16 @@ def differences(own: Mapping[str, str], other: Mapping[str, str]) -> dict[str, s
     return found
 
 
+def choose_queues(tp: int) -> dict[str, str]:
+    """Return the variable that a rank sets before it uses its GPU, unless it is set already.
+
+    With a single hardware queue no collective overtakes the kernel queued before it. Megatron's
+    tensor parallelism relies on that order to overlap the two. Without tensor parallelism a single
+    queue would only have products and copies of other streams wait for one another.
+    """
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if tp > 1 else {}
+
+
 def local_indices(gpu_ids: Sequence[str], environ: Mapping[str, str]) -> list[int]:
     """Return where a process with `environ` finds these GPUs among those that it sees.
 

@@ -16,6 +16,7 @@ import typing_extensions
 
 from mcore_rl.device import IN_PLACE, has_transformer_engine
 from mcore_rl.device.deep_ep import give_megatron_deep_ep
+from mcore_rl.device.environment import choose_queues
 from mcore_rl.device.fused_gradients import give_megatron_fused_gradients
 from mcore_rl.process.folders import INDUCTOR, find_compile_caches
 
@@ -92,8 +93,10 @@ def use_torch_modules_on_cuda() -> None:
     IN_PLACE.torch_modules = torch.cuda.is_available()
 
 
-def setup_device() -> None:
+def setup_device(tp: int = 1) -> None:
     """Make megatron-core usable in this process; call it before a model is built. Idempotent.
+
+    tp   tensor-parallel size of the layers
 
     Raises ValueError if CUDA is present but Transformer Engine is not.
     """
@@ -103,9 +106,8 @@ def setup_device() -> None:
             _install_torch_modules()
         else:
             _prepare_transformer_engine()
-        # With a single hardware queue no collective overtakes the kernel queued before it; tensor
-        # parallelism relies on that order.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        for name, value in choose_queues(tp).items():
+            os.environ.setdefault(name, value)
         # A killed rank leaves torch's lock on what it was compiling, for which others would wait
         # without end. So the ranks of a node, which have one parent, share a folder with nobody.
         caches = find_compile_caches()

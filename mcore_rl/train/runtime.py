@@ -125,7 +125,7 @@ def init_distributed(
             f"{world_size} training ranks, but tp * pp * cp * dp = {sizes} = {parallel.world_size}:"
             " start that many, or change parallel.dp"
         )
-    setup_device()
+    setup_device(parallel.tp)
     set_local_device(rank, gpu_ids)
     if not dist.is_initialized():
         if is_loopback(master_addr):

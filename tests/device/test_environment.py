@@ -2,7 +2,13 @@
 
 import pytest
 
-from mcore_rl.device.environment import AGREED, differences, local_indices, select_forwarded
+from mcore_rl.device.environment import (
+    AGREED,
+    choose_queues,
+    differences,
+    local_indices,
+    select_forwarded,
+)
 
 
 def test_what_steers_the_libraries_is_forwarded_and_secrets_are_not() -> None:
@@ -57,3 +63,9 @@ def test_a_gpu_is_found_among_those_that_a_process_sees(
 def test_a_gpu_that_is_hidden_is_named() -> None:
     with pytest.raises(ValueError, match=r"CUDA_VISIBLE_DEVICES=0,1 hides GPU 4, which Ray"):
         local_indices(("4",), {"CUDA_VISIBLE_DEVICES": "0,1"})
+
+
+def test_kernels_share_one_queue_only_under_tensor_parallelism() -> None:
+    assert choose_queues(tp=2) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert choose_queues(tp=1) == {}
+    assert select_forwarded(choose_queues(tp=2)) == choose_queues(tp=2)
