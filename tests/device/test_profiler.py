@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from mcore_rl.device.profiler import nsys_range, torch_trace
+from mcore_rl.device.profiler import nsys_range, record_launches, torch_trace
 
 
 def test_a_trace_is_in_the_trace_event_format(tmp_path: Path) -> None:
@@ -24,3 +24,10 @@ def test_a_trace_is_in_the_trace_event_format(tmp_path: Path) -> None:
 def test_without_a_gpu_there_is_no_range_to_record() -> None:
     with nsys_range():
         pass
+
+
+def test_the_operators_of_a_cpu_are_recorded_in_order_with_their_times() -> None:
+    matrix = torch.ones(64, 64)
+    launches = record_launches(lambda: (matrix @ matrix).sin())
+    assert [launch.name for launch in launches] == ["aten::matmul", "aten::sin"]
+    assert launches[0].start_s < launches[0].end_s <= launches[1].start_s
