@@ -26,7 +26,6 @@ NOT_REPLACED = {
     ("sglang_on_cpu.native_forward", "NativeForward._fill_layers"): "fields of a C structure",
     ("sglang_on_cpu.native_forward", "NativeForward._make_space"): "fields of a C structure",
     ("mcore_rl.tools.completion", "answer_shell"): "an attribute that argcomplete documents",
-    ("mcore_rl.train.transformer_config", "make_transformer_config"): "fields that GPTModel reads",
     ("mcore_rl.device.probes", "release_and_resume"): "a setting that its package documents",
     ("mcore_rl.services.sandbox.notebook", "run_cell"): "an entry under a name of our own",
     ("mcore_rl.process.user_files", ""): "a finder for modules under a name of our own",

@@ -47,6 +47,31 @@ TRAINING: tuple[Patch, ...] = (
         test="tests/train/test_router.py::test_without_given_experts_the_best_are_taken",
     ),
     Patch(
+        "mcore_rl.train.model:_make_spec",
+        (f"{_CORE}.transformer.transformer_layer.TransformerLayerSubmodules.mlp",),
+        by="the layer of experts by one that leaves counts of tokens on the device, and does not"
+        " sort rows again where a rank has all experts",
+        reason="megatron-core reads the counts in each layer, and sorts what is sorted",
+        scope=Scope.BOTH,
+        runs=Times.IN_STEPS,
+        switch="`train.expert_gemm=separate`, the default",
+        opt_in=True,
+        test="tests/train/experts/test_layer.py::test_a_rank_with_all_experts_reads_nothing_back",
+    ),
+    Patch(
+        "mcore_rl.train.experts.layer:use_grouped_products",
+        (f"{_CORE}.transformer.moe.moe_layer.MoESubmodules.experts",),
+        by="the experts by ones whose products are a launch each, by torch's grouped_mm",
+        reason="Transformer Engine's grouped layer launches a product for each expert, and its op"
+        " fuser has kernels for gated activations on Blackwell alone",
+        scope=Scope.BOTH,
+        runs=Times.IN_STEPS,
+        switch="`train.expert_gemm=separate`, the default",
+        opt_in=True,
+        test="tests/train/experts/test_grouped_linear.py"
+        "::test_products_and_gradients_are_those_of_each_expert",
+    ),
+    Patch(
         "mcore_rl.train.model:_make_chunk",
         (f"{_CORE}.models.gpt.gpt_model.GPTModel.output_layer",),
         by="the output layer of a critic by a head with one value per token",
