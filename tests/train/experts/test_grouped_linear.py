@@ -126,6 +126,8 @@ def test_parameters_are_those_of_the_layer_that_it_is_made_from(kind: type) -> N
     assert with_grouped_products(made) is made
     plain: Any = kind(4, INPUTS, OUTPUTS, config=config, init_method=None, **options)
     grouped: Any = made(4, INPUTS, OUTPUTS, config=config, init_method=None, **options)
+    for parameter in plain.parameters():
+        torch.nn.init.normal_(parameter)
     grouped.load_state_dict(plain.state_dict())
     own = dict(grouped.named_parameters())
     assert list(own) == ["weight3", "weight2", "weight1", "weight0"]
