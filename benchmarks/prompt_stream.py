@@ -25,9 +25,10 @@ import pyarrow.parquet as pq
 import torch
 
 from mcore_rl.config import DataConfig
+from mcore_rl.data.files import data_files
 from mcore_rl.data.streamed.index import index_rows
 from mcore_rl.data.streamed.mixed import MixedPrompts
-from mcore_rl.data.streamed.open import data_files, open_prompts
+from mcore_rl.data.streamed.open import open_prompts
 from mcore_rl.data.streamed.prompts import RowRules
 from mcore_rl.data.streamed.windows import CHUNKS_PER_WINDOW, Windows
 from mcore_rl.data.tokenizer import load_tokenizer

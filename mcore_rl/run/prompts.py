@@ -15,10 +15,11 @@ from mcore_rl.config import (
     RewardConfig,
     ServedModelConfig,
 )
+from mcore_rl.data.files import data_files
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.data.streamed.mixed import MixedPrompts
-from mcore_rl.data.streamed.open import data_files, is_streamed, open_prompts
+from mcore_rl.data.streamed.open import is_streamed, open_prompts
 from mcore_rl.data.tokenization import token_cache_dir
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.loops.evaluation import Correctness

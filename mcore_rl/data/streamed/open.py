@@ -1,15 +1,14 @@
 """Opens the data sets that a recipe names, by file, folder or glob, as one stream of prompts."""
 
-import glob
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 
 from mcore_rl.config import DataConfig, SourceConfig
 from mcore_rl.data.curriculum import Curriculum
+from mcore_rl.data.files import data_files
 from mcore_rl.data.streamed.index import RowIndex, count_rows, index_rows
 from mcore_rl.data.streamed.mixed import MixedPrompts, MixedSource
 from mcore_rl.data.streamed.prompts import RowRules, StreamedPrompts
@@ -17,57 +16,7 @@ from mcore_rl.data.streamed.windows import CHUNKS_PER_WINDOW, Windows
 from mcore_rl.data.streamed.workers import MakeTokenizer, TokenWorkers
 from mcore_rl.types.scores import Scores
 
-SUFFIXES = (".parquet", ".jsonl")
 _log = logging.getLogger(__name__)
-
-
-def data_files(paths: Sequence[str]) -> list[str]:
-    """Return the files in the order of `paths`; those of a folder or glob are sorted by name.
-
-    A folder stands for the files in it and in the folders below, apart from hidden ones. Raises
-    ValueError for a path without a file, and for files of another kind.
-    """
-    return [file for path in paths for file in _files_of(path)]
-
-
-def _files_of(path: str) -> list[str]:
-    if Path(path).is_dir():
-        found = _select_data_files(path, Path(path).rglob("*"))
-        if not found:
-            raise ValueError(
-                f"data folder {path} has no .parquet or .jsonl file: give another folder"
-            )
-        return found
-    if not Path(path).exists() and glob.has_magic(path):
-        matches = glob.glob(path, recursive=True)
-        found = _select_data_files(path, map(Path, matches))
-        if not found:
-            raise ValueError(
-                f"data files {path}: the pattern matches no .parquet or .jsonl file"
-                f" ({len(matches)} others); give another one"
-            )
-        return found
-    if not Path(path).is_file():
-        raise ValueError(
-            f"data file {path} does not exist; `mcore-rl data --help` lists what can be prepared"
-        )
-    if Path(path).suffix not in SUFFIXES:
-        raise ValueError(f"data file {path}: expected .parquet or .jsonl")
-    return [path]
-
-
-def _select_data_files(top: str, paths: Iterable[Path]) -> list[str]:
-    """Return data files by name, without hidden ones and those in hidden folders below `top`."""
-    return sorted(
-        str(path)
-        for path in paths
-        if path.suffix in SUFFIXES and path.is_file() and not _is_hidden(path, top)
-    )
-
-
-def _is_hidden(path: Path, top: str) -> bool:
-    parts = path.relative_to(top).parts if Path(top).is_dir() else path.parts[-1:]
-    return any(part.startswith(("_", ".")) for part in parts)
 
 
 def is_streamed(config: DataConfig) -> bool:

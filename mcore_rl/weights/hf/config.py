@@ -17,6 +17,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.shipped import describe_making
 from mcore_rl.process.file_list import read_json
 from mcore_rl.weights.hf.int4 import TEXT, is_int4
 from mcore_rl.weights.models import family_of, refuse_unsupported
@@ -74,7 +75,7 @@ def parse_hf_config(hf_dir: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(
             f"{path} does not exist: {hf_dir} is not a HuggingFace model directory"
-            f"{describe_download(hf_dir)}"
+            f"{describe_making(hf_dir) or describe_download(hf_dir)}"
         )
     try:
         config = read_json(path)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.data.streamed.open import data_files
+from mcore_rl.data.files import data_files
 
 
 @pytest.fixture
