@@ -61,6 +61,7 @@ from mcore_rl.config.tree_checks import (
     check_quantization,
     check_replay,
     check_steps,
+    fill_gpus,
     find_unread_in_cluster,
     find_unread_in_correction,
     find_unread_in_episodes,
@@ -179,6 +180,8 @@ class Config(Options, group=""):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.cluster.gpus is not None and self.parallel.dp is None:
+            self.parallel = fill_gpus(self.cluster.gpus, self.parallel, self._list_other_gpus())
         self.parallel.check("parallel")
         self.profile.check(self.parallel.world_size)
         self.critic.parallel.check("critic.parallel")
@@ -213,6 +216,20 @@ class Config(Options, group=""):
         yield from find_unread_in_cluster(self.cluster)
         yield from find_unread_in_profile(self.profile)
         yield from find_unread_in_sync(self.parity_check, self.sync)
+
+    def _list_other_gpus(self) -> dict[str, int]:
+        """Return the GPUs of a training run that are not its trainer's, by the options that set
+        them.
+        """
+        others: dict[str, int] = {}
+        if not self.cluster.colocated:
+            others["rollout.engines"] = self.rollout.engines * self.rollout.engine_ranks
+        if self.algorithm.advantage == "gae" and not self.critic.colocated:
+            others["critic.parallel"] = self.critic.parallel.world_size
+        for role, model in self.served_models.items():
+            if model.path and not model.is_colocated:
+                others[f"{role}.engines"] = model.engines * model.engine_ranks
+        return others
 
     def _check_upstream(self) -> None:
         check_training("train", "parallel", self.train, self.train)

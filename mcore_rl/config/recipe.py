@@ -18,6 +18,7 @@ from mcore_rl.config import Config
 from mcore_rl.config.bounds import check_bounds
 from mcore_rl.config.other_systems import find_option
 from mcore_rl.config.overrides import find_type, quote, to_hydra
+from mcore_rl.config.removals import split_removals, take_out
 from mcore_rl.config.secrets import remember_secrets
 from mcore_rl.config.shipped import RECIPES_DIR, resolve_shipped
 from mcore_rl.config.tree import leaves_under, mappings_under, value_of
@@ -28,13 +29,19 @@ def list_recipes(recipes_dir: Path = RECIPES_DIR) -> dict[str, str]:
     return {path.stem: _headline(path) for path in sorted(recipes_dir.glob("*.yaml"))}
 
 
+def list_groups(recipes_dir: Path = RECIPES_DIR) -> list[str]:
+    """Groups of files that recipes choose from: algorithm, cluster, model and the user's own."""
+    names = {path.parent.name for path in recipes_dir.glob("*/*.yaml")}
+    return sorted(names - {"launch"})
+
+
 def load_recipe(recipe: str, overrides: list[str], recipes_dir: Path = RECIPES_DIR) -> Config:
     """The typed configuration of `recipe` (a name in `recipes_dir`, or a YAML file) with
     `overrides` applied.
 
     Raises ValueError naming the recipe, the key or value at fault, and the nearest right key.
     """
-    path = Path(recipe) if recipe.endswith((".yaml", ".yml")) else recipes_dir / f"{recipe}.yaml"
+    path = find_recipe(recipe, recipes_dir)
     if not path.is_file():
         known = sorted(list_recipes(recipes_dir))
         raise ValueError(
@@ -42,11 +49,43 @@ def load_recipe(recipe: str, overrides: list[str], recipes_dir: Path = RECIPES_D
         )
     try:
         check_texts(path, Config)
-        return make_config(_compose(path, overrides, recipes_dir))
+        removed, others = split_removals(overrides, list_groups(recipes_dir))
+        tree = _compose(path, others, recipes_dir)
+        take_out(tree, removed)
+        return make_config(tree)
     except yaml.YAMLError as error:
         raise ValueError(f"recipe {recipe}: no YAML that is read here: {error}") from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ValueError(f"recipe {recipe}: {_explain(error, overrides)}") from None
+        missing = _explain_missing(error, (path.parent, recipes_dir))
+        raise ValueError(f"recipe {recipe}: {missing or _explain(error, overrides)}") from None
+
+
+def find_base(recipe: str, overrides: Sequence[str]) -> Config | None:
+    """Return the recipe that `recipe`, with `overrides`, starts from, or None.
+
+    That is the one that the file takes by its list of defaults, or else the file without overrides.
+    """
+    path = find_recipe(recipe, RECIPES_DIR)
+    tree = yaml.safe_load(path.read_text()) or {}
+    entries = tree.get("defaults", []) if isinstance(tree, dict) else []
+    for name in (entry for entry in entries if isinstance(entry, str)):
+        beside = path.parent / f"{name}.yaml"
+        if name != "schema" and (beside.is_file() or name in list_recipes()):
+            return _load_whole(str(beside) if beside.is_file() else name)
+    return _load_whole(recipe) if overrides else None
+
+
+def _load_whole(recipe: str) -> Config | None:
+    """Return a recipe as it is, None if it needs overrides to be one."""
+    try:
+        return load_recipe(recipe, [])
+    except ValueError:
+        return None
+
+
+def find_recipe(recipe: str, recipes_dir: Path) -> Path:
+    """Return the file of a recipe, which need not be there: a name, or the file itself."""
+    return Path(recipe) if recipe.endswith((".yaml", ".yml")) else recipes_dir / f"{recipe}.yaml"
 
 
 @cache
@@ -168,6 +207,8 @@ def _explain(error: BaseException, overrides: Sequence[str]) -> str:
         under = (name for name in names if name.startswith(f"{key}.") and find_option(name))
         name = next(under, key)
         return f"unknown key {name!r}.{_nearest(name, leaves())}"
+    if found := _DELETED.match(first_line):
+        return f"~{found[1]}: the recipe has no such key.{_nearest(found[1], leaves())}"
     if found := _CHOICE.match(first_line):
         group = found[1]
         own = next((leaf for leaf in leaves() if leaf.startswith(f"{group}.")), "")
@@ -176,11 +217,36 @@ def _explain(error: BaseException, overrides: Sequence[str]) -> str:
     return f"{key}: {first_line}" if key else first_line
 
 
+_MISSING = re.compile(r"(?:In '.*?': )?Could not (?:find|load) '(?P<name>[^']+)'")
+
+
+def _explain_missing(error: BaseException, folders: Sequence[Path]) -> str:
+    """Return what there is instead of a file that a list of defaults names; else an empty text.
+
+    folders   where recipes are looked up: the recipe's own, the shipped one
+    """
+    found = _MISSING.match(str(error))
+    if found is None:
+        return ""
+    group, _, name = found["name"].rpartition("/")
+    known = sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+    what = f"{group}={name}" if group else f"defaults: {name}"
+    text = f"{what}: there is no such file.{_nearest(name, known, own_only=True)}"
+    text += f" There are {', '.join(known)}" if known else ""
+    if group and not known:
+        text += f" Nor is there a group {group!r}: there are {', '.join(list_groups())}"
+    if group == "algorithm":
+        text += f"; one function is chosen by algorithm.loss={name} or algorithm.advantage={name}"
+    return text
+
+
+_DELETED = re.compile(r"Could not delete from config. '([^']+)' does not exist")
 _CHOICE = re.compile(r"Could not override '(\w+)'")
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    other = find_option(name)
+def _nearest(name: str, known: list[str], *, own_only: bool = False) -> str:
+    """Return the nearest of `known`; `own_only`: they are no options, which others may name."""
+    other = None if own_only else find_option(name)
     if other in known:
         return f" Did you mean {other!r}, as other systems' {name.rpartition('.')[2]}?"
     by_last_part = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]

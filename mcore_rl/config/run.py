@@ -249,6 +249,10 @@ class ProfileConfig(Options, group="profile"):
 
 @dataclass
 class ClusterConfig(Options, group="cluster"):
+    gpus: int | None = bounded(None, ge=1)
+    """GPUs of the whole run, at most. Where parallel.dp is left out, it is the largest one for
+    which trainer, critic, engines and served models fit into them; None: as many as the sizes
+    make."""
     address: str | None = None
     """Ray address to join; None: start Ray on this machine for the length of the run."""
     num_nodes: int = bounded(1, ge=1)

@@ -6,7 +6,7 @@ refused by checks/algorithm.py, what depends on the model's sizes by checks/size
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_rl.config.agents import AgentsConfig
 from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
@@ -98,6 +98,27 @@ def check_colocated_models(
                 f"{role}.colocated=true with rollout.mode={rollout.mode}: samples are scored while"
                 f" the trainer uses the GPUs; set rollout.mode=sync, or {role}.colocated=false"
             )
+
+
+def fill_gpus(gpus: int, parallel: ParallelConfig, others: Mapping[str, int]) -> ParallelConfig:
+    """Return `parallel` with the largest dp whose ranks fit into `gpus` beside the others.
+
+    others   GPUs of the rest of the run, by the options that set them
+
+    Raises ValueError naming all of these sizes if no dp fits.
+    """
+    left = gpus - sum(others.values())
+    replica = parallel.tp * parallel.pp * parallel.cp
+    for dp in range(left // replica, 0, -1):
+        if parallel.tp * parallel.cp * dp % (parallel.ep * parallel.etp) == 0:
+            return replace(parallel, dp=dp)
+    beside = "".join(f", beside {number} by {option}" for option, number in others.items())
+    raise ValueError(
+        f"cluster.gpus={gpus} leaves {max(left, 0)} for the trainer{beside}, and its ranks are"
+        f" multiples of {parallel.world_size} (parallel.tp={parallel.tp}, pp={parallel.pp},"
+        f" cp={parallel.cp}, ep={parallel.ep}, etp={parallel.etp}): lower one of these, or raise"
+        " cluster.gpus"
+    )
 
 
 def check_replay(train: TrainConfig, drift: DriftConfig) -> None:

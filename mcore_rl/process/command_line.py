@@ -1,22 +1,54 @@
-"""Parses command lines whose settings may stand between options."""
+"""Parses command lines whose settings may stand between options; shows help on one screen."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+MOST_SHOWN = 6
+"""Options that a line of usage names one by one."""
+
+
+class ShortHelp(argparse.RawDescriptionHelpFormatter):
+    """Keeps the help of a command on one screen: a short usage, options and texts on one line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+
+    def add_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[Any],
+        prefix: str | None = None,
+    ) -> None:
+        """Add the line of usage; beyond MOST_SHOWN options it has [options] in their place."""
+        actions = list(actions)
+        options = [action for action in actions if action.option_strings]
+        if usage is None and len(options) > MOST_SHOWN:
+            names = [(a.metavar or a.dest, a.nargs) for a in actions if not a.option_strings]
+            words = (f"[{name} ...]" if nargs == "*" else str(name) for name, nargs in names)
+            usage = f"{self._prog} [options] {' '.join(words)}"
+        super().add_usage(usage, actions, groups, prefix)
 
 
 def parse_arguments(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Parse a command line; append words key=value behind later options to `settings`, in order.
+    """Parse a command line; append settings (key=value, ~key) behind later options to `settings`.
 
     argparse alone refuses such words: it ends a list of positional arguments at the next option,
     and cannot mix positional arguments and options in a parser with subcommands.
     """
     args, left = parser.parse_known_args(argv)
     settings = getattr(args, "settings", None)
-    unknown = [word for word in left if settings is None or word.startswith("-") or "=" not in word]
+    unknown = [word for word in left if settings is None or not _is_setting(word)]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if left:
         args.settings = [*(settings or ()), *left]
     return args
+
+
+def _is_setting(word: str) -> bool:
+    """Return whether a word is key=value, or ~key, which takes an option of a recipe out."""
+    return not word.startswith("-") and ("=" in word or word.startswith("~"))
