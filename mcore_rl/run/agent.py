@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.agents.messages import EndReason
+from mcore_rl.checks.inputs import check_no_trainer
 from mcore_rl.cluster.run import engine_spec
 from mcore_rl.config import Config, RolloutConfig
 from mcore_rl.data.decoding import make_decode
@@ -31,7 +32,7 @@ from mcore_rl.run.episodes import (
     node_servers_spec,
     stand_in_urls,
 )
-from mcore_rl.run.inputs import check_no_trainer, list_prompt_options, open_policy
+from mcore_rl.run.inputs import check_engines_load, list_prompt_options, open_policy
 from mcore_rl.run.prompts import PromptReader
 from mcore_rl.run.roles.generator import make_sampling
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, TurnRecord
@@ -50,7 +51,8 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
     if not config.agents.is_used:
         raise ValueError("agents.environment is not set: give what the policy talks with")
     policy, tokenizer = open_policy(config, *list_prompt_options(config.data))
-    check_no_trainer(config.rollout, policy)
+    check_no_trainer(config.rollout)
+    check_engines_load(policy)
     check_search(config.search, config.cluster)
     episodes = episode_spec(config, policy, tokenizer)
     urls = stand_in_urls(config.sandbox, config.search)

@@ -10,6 +10,7 @@ from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss, sft_loss
 from mcore_rl.algo.preferences import needs_reference
 from mcore_rl.checks.algorithm import find_unread_in_preference
+from mcore_rl.checks.inputs import check_no_trainer
 from mcore_rl.checks.sizes import check_engines
 from mcore_rl.cluster.run import RunProcesses, run_processes
 from mcore_rl.config import AlgorithmConfig, Config
@@ -34,7 +35,7 @@ from mcore_rl.process.event_loop import run_both
 from mcore_rl.process.log_files import rotate_logs
 from mcore_rl.run.images import sft_images
 from mcore_rl.run.inputs import (
-    check_no_trainer,
+    check_engines_load,
     list_prompt_options,
     open_policy,
     read_train_inputs,
@@ -211,7 +212,8 @@ def run_pairs(config: Config) -> None:
     Preferences among the responses are written to <run.dir>/pairs.
     """
     policy, tokenizer = open_policy(config, *list_prompt_options(config.data))
-    check_no_trainer(config.rollout, policy)
+    check_no_trainer(config.rollout)
+    check_engines_load(policy)
     collector = collector_spec(config, policy, tokenizer)
     reader = PromptReader.make(config, tokenizer)
     splits = {
@@ -242,7 +244,8 @@ def run_pairs(config: Config) -> None:
 def run_eval(config: Config) -> None:
     """Run `mcore-rl eval`: evaluate model.path without a trainer; write <run.dir>/eval."""
     policy, tokenizer = open_policy(config, "eval.data")
-    check_no_trainer(config.rollout, policy)
+    check_no_trainer(config.rollout)
+    check_engines_load(policy)
     collector = collector_spec(config, policy, tokenizer)
     held_out = PromptReader.make(config, tokenizer).load_held_out()
     with _run(config, policy, "eval", collector) as (folder, _, processes):

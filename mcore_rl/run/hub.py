@@ -7,7 +7,7 @@ Downloads land in huggingface_hub's cache (HF_HOME) and are reused without a net
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -16,20 +16,17 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from mcore_rl.algo.lookup import needs_of
+from mcore_rl.checks.inputs import (
+    DATA_OF_COMMAND,
+    MIXING_COMMANDS,
+    MODEL_ID,
+    ON_HUB,
+    HubUnreachableError,
+)
 from mcore_rl.config import AlgorithmConfig, Config, SourceConfig
 from mcore_rl.config.recipe import value_of
 from mcore_rl.config.tree import with_settings
 
-DATA_OF_COMMAND: Mapping[str, tuple[str, ...]] = {
-    "train": ("data.train", "eval.data"),
-    "sft": ("sft.data",),
-    "dpo": ("dpo.data", "dpo.held_out"),
-    "pairs": ("data.train", "eval.data"),
-    "eval": ("eval.data",),
-}
-MIXING_COMMANDS = ("train", "pairs")
-"""Commands that read data.sources."""
-MODEL_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 DATA_FILE = re.compile(
     r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/]+))?/(?P<file>.+)"
 )
@@ -110,7 +107,7 @@ def _local_model(option: str, path: str, revision: str | None, patterns: Sequenc
 
 
 def _local_file(option: str, name: str) -> str:
-    if not name.startswith("hf://"):
+    if not name.startswith(ON_HUB):
         return name
     parts = DATA_FILE.fullmatch(name)
     if parts is None:
@@ -145,7 +142,7 @@ def _download(
     except LocalEntryNotFoundError as error:
         first_line = str(error).partition("\n")[0]
         flag = " --repo-type dataset" if kind == "dataset" else ""
-        raise ValueError(
+        raise HubUnreachableError(
             f"{what}: it is not here, and the Hugging Face hub cannot be reached ({first_line})."
             f" Where there is a network, run `hf download {repo}{flag}` and copy what it downloads"
             " here; or set HF_HOME to a cache that has it"

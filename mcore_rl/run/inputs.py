@@ -1,9 +1,7 @@
 """Reads a command's inputs and refuses wrong ones before any process is started."""
 
 import logging
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,6 +9,7 @@ from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
 from mcore_rl.checks.algorithm import check_algorithm, check_names
+from mcore_rl.checks.inputs import check_run_dir
 from mcore_rl.checks.sizes import check_sizes
 from mcore_rl.config import Config, DataConfig, ModelConfig, RolloutConfig, TrainConfig
 from mcore_rl.config.recipe import require
@@ -102,18 +101,6 @@ def open_policy(config: Config, *needed: str) -> tuple[ModelFacts, PreTrainedTok
     return _open_model(config.model)
 
 
-def check_run_dir(run_dir: str) -> None:
-    """Raise ValueError if the folder of the run is a file, or cannot be made or written to."""
-    path = Path(run_dir).absolute()
-    existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
-    if not existing.is_dir():
-        raise ValueError(f"run.dir={run_dir}: {existing} is not a folder; choose another run.dir")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"run.dir={run_dir}: no permission to write to {existing}; choose another run.dir"
-        )
-
-
 def warn_of_cut_distribution(rollout: RolloutConfig) -> None:
     """Warn if engines sample from another distribution than the one whose log-probs they report."""
     if rollout.cuts_distribution:
@@ -181,15 +168,10 @@ def check_teacher(path: str, model: ModelConfig, tokenizer: PreTrainedTokenizerB
     check_same_vocabulary(tokenizer, teacher, model.path, path)
 
 
-def check_no_trainer(rollout: RolloutConfig, policy: ModelFacts) -> None:
-    """Raise ValueError if the engines need trainer ranks, for a command that has none."""
+def check_engines_load(policy: ModelFacts) -> None:
+    """Raise ValueError if engines cannot load the model, for a command without trainer ranks."""
     if policy.int4:
         raise ValueError(
             f"model.path={policy.path} has INT4 weights: engines get them in bfloat16 from trainer"
             f" ranks, and this command has none; {DEQUANTIZE_REMEDY}"
-        )
-    if rollout.quantization != "none":
-        raise ValueError(
-            f"rollout.quantization={rollout.quantization}: trainer ranks quantize, and an"
-            " evaluation has none; use rollout.quantization=none"
         )

@@ -2,18 +2,17 @@
 
 import json
 import logging
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mcore_rl.checks.inputs import check_no_trainer
 from mcore_rl.config import Config, DataConfig, ModelConfig, RolloutConfig, RunConfig
 from mcore_rl.run.inputs import (
     check_critic,
-    check_no_trainer,
-    check_run_dir,
+    check_engines_load,
     open_policy,
     warn_of_cut_distribution,
 )
@@ -38,26 +37,6 @@ def test_a_tokenizer_that_is_code_beside_the_model_is_run_if_trusted(tmp_path: P
     assert open_policy(config_of(trusted, tmp_path / "run"), "data.train")[1].was_run
 
 
-def test_a_run_folder_must_be_one_that_can_be_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_run_dir(str(tmp_path / "new" / "run"))
-    monkeypatch.chdir(tmp_path)
-    check_run_dir("relative/run")
-    (tmp_path / "file").write_text("")
-    for run_dir in ("file", "file/run"):
-        with pytest.raises(ValueError, match=rf"run.dir={run_dir}: .*/file is not a folder"):
-            check_run_dir(run_dir)
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_run_folder_must_be_writable(tmp_path: Path) -> None:
-    (tmp_path / "closed").mkdir(mode=0o500)
-    with pytest.raises(ValueError, match=r"run.dir=.*: no permission to write to .*/closed"):
-        check_run_dir(str(tmp_path / "closed" / "run"))
-
-
 def test_a_cut_distribution_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         warn_of_cut_distribution(RolloutConfig())
@@ -71,12 +50,13 @@ def test_a_cut_distribution_is_warned_of(caplog: pytest.LogCaptureFixture) -> No
 
 def test_an_evaluation_has_no_ranks_that_bring_weights() -> None:
     plain = ModelFacts(Path("hf"), {})
-    check_no_trainer(RolloutConfig(), plain)
+    check_no_trainer(RolloutConfig())
+    check_engines_load(plain)
     rollout = RolloutConfig(quantization="fp8")
     with pytest.raises(ValueError, match=r"rollout.quantization=fp8: trainer ranks quantize"):
-        check_no_trainer(rollout, plain)
+        check_no_trainer(rollout)
     with pytest.raises(ValueError, match=r"model.path=hf has INT4 weights: .* dequantize"):
-        check_no_trainer(RolloutConfig(), replace(plain, int4=True))
+        check_engines_load(replace(plain, int4=True))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,315 @@
+"""Refuses a command whose files, functions, environment or packages are not there.
+
+Nothing heavy is imported: a mistake is told within a second, before processes start or jobs wait.
+"""
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mcore_rl
+from mcore_rl.agents.environments.adapters import check_names, find_adapter
+from mcore_rl.agents.environments.check import is_there
+from mcore_rl.checks.source import check_name, check_registered, find_function, parse, takes
+from mcore_rl.config import AlgorithmConfig, Config, LogConfig, RewardConfig, RolloutConfig
+from mcore_rl.config.recipe import require
+from mcore_rl.config.shipped import RECIPES_DIR, describe_making
+from mcore_rl.config.tree import value_of
+from mcore_rl.data.files import data_files
+from mcore_rl.rewards.user_function import ALL, ONE, find_file
+from mcore_rl.weights.hf.config import parse_hf_config
+from mcore_rl.weights.hf.folder import find_other_format
+
+DATA_OF_COMMAND: Mapping[str, tuple[str, ...]] = {
+    "train": ("data.train", "eval.data"),
+    "sft": ("sft.data",),
+    "dpo": ("dpo.data", "dpo.held_out"),
+    "pairs": ("data.train", "eval.data"),
+    "eval": ("eval.data",),
+}
+MIXING_COMMANDS = ("train", "pairs")
+"""Commands that read data.sources."""
+SAMPLING_COMMANDS = ("train", "pairs", "eval")
+MODEL_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+ON_HUB = "hf://"
+"""Data files of the hub begin so."""
+_ALGORITHMS = Path(mcore_rl.__file__).parent / "algo"
+_NAMED = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
+"""A function or class of a file, as environments name them."""
+Look = Callable[[str, str], Path | None]
+"""(option, path in a recipe) -> where this machine has it; None: it cannot be seen from here.
+
+Raises ValueError if the run could not see it either.
+"""
+
+
+def see_here(option: str, path: str) -> Path:
+    """Return the path itself: the run has the files of this machine."""
+    return Path(path)
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """Where a command will run.
+
+    look      finds a path of the recipe
+    is_here   it runs in this interpreter's environment, on this machine's files
+    """
+
+    look: Look = see_here
+    is_here: bool = True
+
+
+class HubUnreachableError(ValueError):
+    """The Hugging Face hub cannot be asked for a model or a data set that is not here."""
+
+
+HERE = RunPlace()
+Check = Callable[[], object]
+
+
+def check_inputs(config: Config, command: str, place: RunPlace = HERE) -> None:
+    """Raise ValueError for the first input of `command` that is not there, with a remedy."""
+    for check in _list_checks(config, command, place):
+        check()
+
+
+def find_missing(config: Config, command: str) -> list[str]:
+    """Return what `check_inputs` refuses, each with its remedy."""
+    missing = []
+    for check in _list_checks(config, command, HERE):
+        try:
+            check()
+        except (ValueError, OSError) as error:  # OSError: a file that this user may not read
+            missing.append(str(error))
+    return missing
+
+
+def check_planned(config: Config) -> None:
+    """Raise ValueError if even a plan lacks something: a known algorithm, the model's config.json.
+
+    Models on the Hugging Face hub are taken for granted.
+    """
+    check_algorithm_names(config.algorithm)
+    _check_model("model.path", config.model.path, HERE, has_weights=False)
+
+
+def _list_checks(config: Config, command: str, place: RunPlace) -> Iterator[Check]:
+    """Yield the checks of what `command` reads, in the order of a recipe's groups."""
+    has_sources = command in MIXING_COMMANDS and config.data.sources
+    needed = () if has_sources else DATA_OF_COMMAND[command][:1]
+    yield partial(require, config, *needed, "run.dir", "model.path")
+    if place.is_here:
+        yield partial(check_run_dir, config.run.dir)
+    if command in ("pairs", "eval"):
+        yield partial(check_no_trainer, config.rollout)
+    if command in ("train", "dpo"):
+        yield partial(check_algorithm_names, config.algorithm, place)
+    has_weights = config.model.init == "hf"
+    yield partial(_check_model, "model.path", config.model.path, place, has_weights=has_weights)
+    if command == "train":
+        yield partial(_check_model, "critic.path", config.critic.path, place, has_weights=False)
+    for option, path in _list_data(config, command):
+        yield partial(_check_data, option, path, place)
+    if command in SAMPLING_COMMANDS:
+        for role, model in config.served_models.items():
+            yield partial(_check_model, f"{role}.path", model.path, place, has_weights=True)
+        yield partial(check_reward, config.reward, place, asks_judge=config.judge.is_used)
+        if config.agents.is_used:
+            agents = config.agents
+            yield partial(
+                check_environment, agents.environment, agents.options, agents.python, place
+            )
+        if config.search.is_used and (config.cluster.address is None or place is not HERE):
+            yield partial(_check_index, config.search.index, place)
+    if command != "pairs":
+        yield partial(_check_packages, config.log, place)
+
+
+def _list_data(config: Config, command: str) -> Iterator[tuple[str, str]]:
+    """Yield (option, path) of each data set that `command` reads, but those on the hub."""
+    for option in DATA_OF_COMMAND[command]:
+        yield from ((option, path) for path in value_of(config, option))
+    if command in MIXING_COMMANDS:
+        for number, source in enumerate(config.data.sources):
+            yield f"data.sources[{number}].path", source.path
+
+
+def _check_data(option: str, path: str, place: RunPlace) -> None:
+    if path.startswith(ON_HUB):
+        return
+    file = place.look(option, path)
+    if file is not None:
+        try:
+            data_files([str(file)])
+        except ValueError as error:
+            raise ValueError(f"{option}: {error}") from None
+
+
+def check_no_trainer(rollout: RolloutConfig) -> None:
+    """Raise ValueError if the engines need trainer ranks, for a command that has none."""
+    if rollout.quantization != "none":
+        raise ValueError(
+            f"rollout.quantization={rollout.quantization}: trainer ranks quantize, and an"
+            " evaluation has none; use rollout.quantization=none"
+        )
+
+
+def check_run_dir(run_dir: str) -> None:
+    """Raise ValueError if the folder of the run is a file, or cannot be made or written to."""
+    path = Path(run_dir).absolute()
+    existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    if not existing.is_dir():
+        raise ValueError(f"run.dir={run_dir}: {existing} is not a folder; choose another run.dir")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"run.dir={run_dir}: no permission to write to {existing}; choose another run.dir"
+        )
+
+
+def check_algorithm_names(algorithm: AlgorithmConfig, place: RunPlace = HERE) -> None:
+    """Raise ValueError if the advantage or the loss is unknown; a user's file may register any."""
+    if algorithm.path:
+        _find_file("algorithm.path", algorithm.path, place)
+        return
+    for option, file, registry in (
+        ("advantage", "advantages.py", "advantages"),
+        ("loss", "losses.py", "losses"),
+    ):
+        name = getattr(algorithm, option)
+        check_registered(f"algorithm.{option}", name, _ALGORITHMS / file, registry)
+
+
+def is_on_hub(path: str) -> bool:
+    """Return whether a model's path is an id of the hub: no such directory is here."""
+    return MODEL_ID.fullmatch(path) is not None and not Path(path).exists()
+
+
+def _check_model(option: str, path: str, place: RunPlace, *, has_weights: bool) -> None:
+    """Raise ValueError if a directory holds no model, or no weights where they are needed."""
+    folder = None if not path or is_on_hub(path) else place.look(option, path)
+    if folder is None:
+        return
+    try:
+        parse_hf_config(folder)
+    except ValueError as error:
+        raise ValueError(f"{option}={path}: {error}") from None
+    if has_weights and not any(folder.glob("*.safetensors")):
+        if folder.absolute().is_relative_to(RECIPES_DIR):
+            raise ValueError(
+                f"{option}={path} holds config.json alone: set {option} to the folder of the"
+                " weights, or to their id on the Hugging Face hub"
+            )
+        remedy = "; model.init=random starts without" if option == "model.path" else ""
+        raise ValueError(
+            f"{option}={path}: {folder} has no .safetensors files{find_other_format(folder)}"
+            f"{remedy}"
+        )
+
+
+def _check_index(index: str, place: RunPlace) -> None:
+    folder = place.look("search.index", index)
+    if folder is not None and not folder.is_dir():
+        raise ValueError(
+            f"search.index={index}: there is no such folder{describe_making(index)};"
+            " `mcore-rl search build` makes an index"
+        )
+
+
+def check_reward(reward: RewardConfig, place: RunPlace, *, asks_judge: bool) -> None:
+    """Raise ValueError if the reward's file, its function or the judge's question is not there."""
+    if asks_judge:
+        _find_file("reward.judge.template", reward.judge.template, place)
+    if not reward.path:
+        return
+    file = _find_file("reward.path", reward.path, place)
+    if file is None:
+        return
+    option = f"reward.path={reward.path}"
+    tree = parse(option, file)
+    check_name(f"{option} with reward.name={reward.name}", tree, file, reward.name)
+    function = find_function(tree, reward.name)
+    if function is None or function.decorator_list:
+        return  # imported or wrapped: only running the file says what it takes
+    if not any(takes(function, [*form, *reward.kwargs]) for form in (ONE, ALL)):
+        further = f", and reward.kwargs: {', '.join(reward.kwargs)}" if reward.kwargs else ""
+        raise ValueError(
+            f"{option}: {reward.name}, line {function.lineno}, must take the keyword arguments"
+            f" {', '.join(ONE)}, or {', '.join(ALL)}{further}"
+        )
+
+
+def check_environment(
+    kind: str, options: Mapping[str, Any], python: str, place: RunPlace = HERE
+) -> None:
+    """Raise ValueError if an environment is unknown, or its options, files or packages are wrong.
+
+    python   interpreter of its workers; empty: this one, whose packages are looked for
+    """
+    for named in filter(_NAMED.fullmatch, [kind, *_list_texts(options.values())]):
+        _check_named(f"agents.environment={kind}", named, place)
+    adapter = find_adapter(kind)
+    if ":" in kind:
+        return
+    try:
+        check_names(kind, options)
+    except ValueError as error:
+        raise ValueError(f"agents.environment={kind}: {error}") from None
+    missing = [module for module in adapter.modules if not is_there(module)] if adapter else []
+    if adapter and missing and place.is_here and not python:
+        raise ValueError(
+            f"agents.environment={kind} needs {', '.join(missing)}, which this interpreter lacks:"
+            f" pip install {' '.join(adapter.packages)}, or name another one as agents.python"
+        )
+
+
+def _list_texts(values: Iterable[Any]) -> Iterator[str]:
+    for value in values:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _list_texts(value)
+
+
+def _check_named(option: str, named: str, place: RunPlace) -> None:
+    match = _NAMED.fullmatch(named)
+    assert match is not None
+    file = place.look(option, match["file"])
+    if file is None:
+        return
+    file = file.expanduser()
+    if not file.is_file():
+        raise ValueError(f"{option}: there is no file {file.absolute()}, which {named!r} names")
+    check_name(option, parse(option, file), file, match["name"])
+
+
+def _find_file(option: str, path: str, place: RunPlace) -> Path | None:
+    """Return where this machine has a file of a recipe; None if it cannot be seen from here."""
+    file = place.look(option, path)
+    return None if file is None else find_file(option, str(file))
+
+
+def _check_packages(log: LogConfig, place: RunPlace) -> None:
+    if not place.is_here:
+        return
+    for option, is_used, package in (
+        (f"log.wandb_project={log.wandb_project!r}", log.wandb_project, "wandb"),
+        (f"log.mlflow_uri={log.mlflow_uri!r}", log.mlflow_uri, "mlflow"),
+        ("log.tensorboard=true", log.tensorboard, "tensorboard"),
+    ):
+        if is_used and not _is_installed(package):
+            raise ValueError(
+                f"{option} needs the package {package}: pip install {package}, or leave the"
+                " option out"
+            )
+
+
+def _is_installed(package: str) -> bool:
+    """Return whether a package can be imported; a mere folder of that name is none."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
