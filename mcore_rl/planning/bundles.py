@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import (
     ClusterConfig,
     Config,
@@ -56,6 +55,8 @@ class RunSize:
     @staticmethod
     def make(config: Config, command: str) -> "RunSize":
         """The sizes that `command`, one of COMMANDS, needs of the recipe."""
+        from mcore_rl.algo.lookup import needs_of  # imports torch, which cheap checks do without
+
         parts = COMMANDS[command]
         has_critic = command == "train" and needs_of(config.algorithm).critic
         return RunSize(
@@ -94,14 +95,29 @@ class RunSize:
         engine_ranks = 0 if self.engines_colocated else self.engines * ranks_per_engine
         return self.trainer_gpus + engine_ranks
 
-    def num_cpus(self, cpus_per_rank: float, ranks_per_engine: int) -> float:
-        """CPUs that the command reserves in Ray."""
-        own = [
-            model
+    @property
+    def served_gpus(self) -> dict[str, int]:
+        """GPUs of the models that are served on GPUs of their own, by role."""
+        return {
+            role: model.engine_ranks * model.engines
             for role, model in self.served.items()
             if role not in self.colocated_served and model.path
-        ]
-        served = sum(model.engine_ranks * model.engines for model in own)
+        }
+
+    def list_gpus(self, ranks_per_engine: int) -> dict[str, int]:
+        """Return all GPUs of the command by the options that set them; a shared one counts once."""
+        shared = 0 if self.engines_colocated else self.engines * ranks_per_engine
+        own = {
+            "parallel": self.trainer,
+            "critic.parallel": 0 if self.critic_colocated else self.critic,
+            "rollout.engines": shared,
+            **{f"{role}.engines": number for role, number in self.served_gpus.items()},
+        }
+        return {option: number for option, number in own.items() if number}
+
+    def num_cpus(self, cpus_per_rank: float, ranks_per_engine: int) -> float:
+        """CPUs that the command reserves in Ray."""
+        served = sum(self.served_gpus.values())
         return cpus_per_rank * (self.num_gpus(ranks_per_engine) + served)
 
 

@@ -1,19 +1,16 @@
-"""`mcore-rl plan`: prints the memory of a recipe's ranks and the traffic of its weight sync.
+"""`mcore-rl plan`: prints whether a recipe fits, its GPUs, its layout, memory and batch.
 
-Tables show the memory; sentences explain the layout, the memory and the batch, and judge whether
-the recipe fits its GPUs.
+With --detail, tables follow: the memory of ranks, and the traffic of a weight sync.
 """
 
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.checks.algorithm import check_algorithm
-from mcore_rl.checks.sizes import check_engines, check_sizes
 from mcore_rl.config import (
     Config,
     CriticConfig,
@@ -23,21 +20,15 @@ from mcore_rl.config import (
     RolloutConfig,
     TrainConfig,
 )
-from mcore_rl.config.recipe import require
 from mcore_rl.planning.deployment import make_deployment
+from mcore_rl.planning.gpus import find_gpus
 from mcore_rl.planning.host_memory import StoreMemory, explain_servers
-from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.peak_memory import RankMemory
 from mcore_rl.planning.peak_memory import encode_ranks as memory_as_json
 from mcore_rl.planning.recipe_models import PlannedRun
-from mcore_rl.planning.suggest import (
-    GIB,
-    Settings,
-    count_available,
-    find_too_large,
-    suggest_settings,
-)
+from mcore_rl.planning.suggest import GIB, count_available
 from mcore_rl.planning.sync import make_comparison_table, make_flows_table, predict_sync
+from mcore_rl.planning.verdict import PlanVerdict, judge_recipe
 
 
 def make_memory_table(plan: PlanConfig, ranks: Sequence[RankMemory]) -> Table:
@@ -58,35 +49,6 @@ def make_memory_table(plan: PlanConfig, ranks: Sequence[RankMemory]) -> Table:
             rank.who, rank.moment, shown, f"{rank.num_bytes / GIB:.1f}", f"{available:.1f}"
         )
     return table
-
-
-def judge(plan: PlanConfig, ranks: Sequence[RankMemory]) -> tuple[bool, str]:
-    """Return whether all ranks fit, and a sentence that says so or what is too large."""
-    large = find_too_large(plan, ranks)
-    if not large:
-        fullest = max(ranks, key=lambda rank: rank.num_bytes / count_available(plan, rank))
-        share = fullest.num_bytes / count_available(plan, fullest)
-        return (
-            True,
-            f"fits: {fullest.who} are the fullest, {share:.0%} of what there is; most is"
-            f" {fullest.largest}",
-        )
-    worst = max(large, key=lambda rank: rank.num_bytes - count_available(plan, rank))
-    beyond = (worst.num_bytes - count_available(plan, worst)) / GIB
-    return False, (
-        f"does not fit: {worst.who} are {beyond:.1f} GiB beyond {plan.gpu_memory_gib:g} GiB"
-        f" at their {worst.moment}; most is {worst.largest}, {worst.uses[worst.largest] / GIB:.1f}"
-        " GiB."
-    )
-
-
-def _advise(settings: Settings | None) -> str:
-    if settings is None:
-        return "No layout on up to eight times as many GPUs fits."
-    return "The nearest layout that fits: " + " ".join(
-        f"{key}={'null' if value is None else str(value).lower()}"
-        for key, value in settings.items()
-    )
 
 
 def explain(run: PlannedRun, data: DataConfig, ranks: Sequence[RankMemory]) -> list[str]:
@@ -156,41 +118,68 @@ def _explain_batch(
     )
 
 
-def print_plan(config: Config, as_json: bool = False) -> bool:
+@dataclass(frozen=True)
+class PlanOutput:
+    """How a plan is printed, and with which lines besides its own.
+
+    base      the recipe that this one starts from, to compare GPUs with
+    missing   inputs of `mcore-rl train` that are not here, each with its remedy
+    """
+
+    as_json: bool = False
+    detail: bool = False
+    base: Config | None = None
+    missing: Sequence[str] = ()
+
+
+def print_plan(config: Config, shown: PlanOutput = PlanOutput()) -> bool:
     """Print the plan of a recipe and return whether it fits its GPUs.
 
-    Raises ValueError naming an option that is missing, or two sizes that do not divide.
+    Raises ValueError as `judge_recipe` does.
     """
-    require(config, "model.path")
-    check_algorithm(config)
-    run = PlannedRun.make(config)
-    check_sizes(config, run.models.policy)
-    check_engines(config, run.models.policy)
-    deployment = make_deployment(run)
-    summary, traffic = predict_sync(run, deployment)
-    ranks = predict_memory(run)
-    fits, sentence = judge(run.plan, ranks)
-    if not fits:
-        sentence += f" {_advise(suggest_settings(config, run))}"
-    explained = explain(run, config.data, ranks)
+    verdict = judge_recipe(config)
+    run = verdict.run
+    gpus = find_gpus(config, shown.base)
+    explained = explain(run, config.data, verdict.ranks)
     stores = StoreMemory.make(run, config.data, config.algorithm, config.drift)
     servers = explain_servers(config.sandbox, config.search)
-    if as_json:
+    if shown.as_json:
+        summary, _ = predict_sync(run, make_deployment(run))
         memory = {
-            "memory": memory_as_json(ranks),
-            "fits": fits,
-            "verdict": sentence,
+            "memory": memory_as_json(verdict.ranks),
+            "fits": verdict.fits,
+            "verdict": verdict.sentence,
+            **asdict(gpus),
             "explained": explained,
             "store_bytes": stores.num_bytes,
             "store_nodes": stores.num_nodes,
             "servers": servers,
+            "missing": list(shown.missing),
         }
         print(json.dumps(asdict(summary) | memory))
-        return fits
+        return verdict.fits
     console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(make_flows_table(config.model.path, deployment, traffic, summary))
-    console.print(make_comparison_table(summary))
-    console.print(make_memory_table(run.plan, ranks))
-    for line in filter(None, (*explained, stores.explain(), servers, sentence)):
-        console.print(line, soft_wrap=True, highlight=False)
-    return fits
+    lines = [verdict.sentence, gpus.explain(), *explained, stores.explain(), servers]
+    for line in filter(None, [*lines, *_explain_missing(shown.missing)]):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    if shown.detail:
+        for table in _make_tables(config, verdict):
+            console.print(table)
+    return verdict.fits
+
+
+def _explain_missing(missing: Sequence[str]) -> list[str]:
+    if not missing:
+        return []
+    return ["Here, `mcore-rl train` would refuse this:", *(f"  {line}" for line in missing)]
+
+
+def _make_tables(config: Config, verdict: PlanVerdict) -> list[Table]:
+    """Return the memory of ranks, who sends what to whom in a weight sync, and its seconds."""
+    deployment = make_deployment(verdict.run)
+    summary, traffic = predict_sync(verdict.run, deployment)
+    return [
+        make_memory_table(config.plan, verdict.ranks),
+        make_flows_table(config.model.path, deployment, traffic, summary),
+        make_comparison_table(summary),
+    ]

@@ -7,6 +7,7 @@ from typing import Any
 
 from mcore_rl.config import Config, ParallelConfig, PlanConfig, RolloutConfig
 from mcore_rl.config.tree import Settings, value_of, with_settings
+from mcore_rl.planning.gpus import check_budget
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.peak_memory import RankMemory, Side
 from mcore_rl.planning.recipe_models import PlannedRun
@@ -50,9 +51,10 @@ def suggest_settings(config: Config, run: PlannedRun) -> Settings | None:
         for candidate in candidates:
             changes = _select_changes(run, candidate)
             try:
-                changed = PlannedRun.make(with_settings(config, changes), run.models)
-                ranks = predict_memory(changed, side)
-            except ValueError:  # sizes that do not divide
+                changed = with_settings(config, {**settings, **changes})
+                check_budget(changed, "train")
+                ranks = predict_memory(PlannedRun.make(changed, run.models), side)
+            except ValueError:  # sizes that do not divide, or more than cluster.gpus
                 continue
             if not find_too_large(run.plan, ranks):
                 settings |= changes

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from mcore_rl.checks.inputs import check_inputs, check_planned, find_missing
+from mcore_rl.config.recipe import find_base
 from mcore_rl.config.tree import with_settings
 from mcore_rl.process.gc_pause import without_collector
 from mcore_rl.process.log_files import keep_output_lasting
@@ -48,6 +50,8 @@ def _run_recipe(
     keep_output_lasting()
     watch_for_stop_requests()
     recipe, overrides = read_recipe(args.settings)
+    if not recipe.rehearse:
+        check_inputs(recipe, command)
     with ExitStack() as open_forks:
         if recipe.cluster.address is None:
             open_forks.enter_context(forks.workers())
@@ -62,17 +66,26 @@ def _run_recipe(
 
 
 def add_plan_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the settings and --json."""
+    """Add the settings, --detail and --json."""
     take_settings(command)
-    command.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    command.add_argument(
+        "--detail", action="store_true", help="tables of all ranks and of a weight sync, too"
+    )
+    command.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     command.set_defaults(run=_plan)
 
 
 def _plan(args: argparse.Namespace) -> None:
+    recipe, overrides = read_recipe(args.settings)
+    check_planned(recipe)
+    missing = [] if recipe.rehearse else find_missing(recipe, "train")
+    [name] = [s.removeprefix("recipe=") for s in args.settings if s.startswith("recipe=")]
+    base = find_base(name, overrides)
     with without_collector():
-        from mcore_rl.planning.plan import print_plan  # imports torch
+        from mcore_rl.planning.plan import PlanOutput, print_plan  # imports torch
 
-    if not print_plan(load_settings(args.settings, "plan"), as_json=args.json):
+    config = with_inputs(recipe, overrides, "plan")
+    if not print_plan(config, PlanOutput(args.json, args.detail, base, missing)):
         raise RuntimeError("the recipe does not fit its GPUs")
 
 
@@ -108,7 +121,8 @@ def add_serve_arguments(command: argparse.ArgumentParser, merge: Merge) -> None:
     command.add_argument(
         "--source-hf",
         type=Path,
-        help="for a Megatron checkpoint: the HuggingFace directory that its run began from",
+        metavar="DIR",
+        help="of a Megatron checkpoint: the model its run began from",
     )
     for name in ("tp", "ep", "pp"):
         command.add_argument(f"--{name}", type=int, default=1, help="size in SGLang (%(default)s)")
@@ -121,7 +135,7 @@ def add_serve_arguments(command: argparse.ArgumentParser, merge: Merge) -> None:
     command.add_argument(
         "--grammar-backend",
         choices=("none", "xgrammar"),
-        help="honor response_format and forced tool calls (on a GPU xgrammar, otherwise none)",
+        help="for response_format and forced tools (on a GPU xgrammar)",
     )
     command.add_argument("--kv-cache-len", type=int, default=65536, help="tokens (%(default)s)")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
@@ -129,7 +143,7 @@ def add_serve_arguments(command: argparse.ArgumentParser, merge: Merge) -> None:
     command.add_argument(
         "--key-file",
         type=Path,
-        help="file of mode 600 with the key that requests must bring; without, they need none",
+        help="file of mode 600 with the key of requests; else none",
     )
     command.add_argument(
         "--log", type=Path, default=Path("serve.log"), help="SGLang's log file (%(default)s)"
@@ -138,7 +152,9 @@ def add_serve_arguments(command: argparse.ArgumentParser, merge: Merge) -> None:
         "--ask", default="", metavar="QUESTION", help="ask this once the server is up"
     )
     command.add_argument("--once", action="store_true", help="stop after the answer")
-    command.add_argument("--startup-timeout-s", type=float, default=1800.0, help="(%(default)s)")
+    command.add_argument(
+        "--startup-timeout-s", type=float, default=1800.0, metavar="S", help="(%(default)s)"
+    )
     command.set_defaults(run=partial(_serve, merge=merge))
 
 

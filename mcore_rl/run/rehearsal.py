@@ -187,7 +187,7 @@ def _smallest_stages(layout: ParallelConfig) -> list[int]:
 
 def _smallest_cluster(cluster: ClusterConfig) -> ClusterConfig:
     store_mib = 128 if cluster.address is None else None
-    return replace(cluster, cpus_per_rank=0.1, object_store_mib=store_mib)
+    return replace(cluster, gpus=None, cpus_per_rank=0.1, object_store_mib=store_mib)
 
 
 def _smallest_train(train: TrainConfig) -> TrainConfig:

@@ -40,7 +40,14 @@ def read_recipe(settings: Sequence[str]) -> tuple[Config, list[str]]:
 
 
 def with_inputs(config: Config, overrides: Sequence[str], command: str) -> Config:
-    """Return the recipe, or its rehearsal, with local paths for what `command` reads."""
+    """Return the recipe, or its rehearsal, with local paths for what `command` reads.
+
+    Raises ValueError naming cluster.gpus if the command takes more.
+    """
+    if command == "submit" and not config.rehearse:
+        return config  # The nodes of the job download the inputs.
+    from mcore_rl.planning.bundles import COMMANDS
+    from mcore_rl.planning.gpus import check_budget
     from mcore_rl.run.hub import fetch_inputs
 
     if config.rehearse:
@@ -48,7 +55,9 @@ def with_inputs(config: Config, overrides: Sequence[str], command: str) -> Confi
 
         config = rehearse(fetch_inputs(config, "plan"), leaves_of(overrides))
     if command == "submit":
-        return config  # The nodes of the job download the inputs.
+        return config
+    if command in COMMANDS:
+        check_budget(config, command)
     return fetch_inputs(config, command)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.plan import print_plan
+from mcore_rl.planning.plan import PlanOutput, print_plan
 
 QWEN = "qwen3_30b_a3b_grpo_8"
 
@@ -15,7 +15,7 @@ def test_a_plan_is_the_same_in_tables_and_in_json(capsys: pytest.CaptureFixture[
     config = load_recipe(QWEN, [])
     assert print_plan(config)
     text = capsys.readouterr().out
-    assert print_plan(config, as_json=True)
+    assert print_plan(config, PlanOutput(as_json=True))
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"]
     lines = text.splitlines()
@@ -26,9 +26,31 @@ def test_a_plan_is_the_same_in_tables_and_in_json(capsys: pytest.CaptureFixture[
         assert rank["bytes"] == pytest.approx(sum(rank["uses"].values()), abs=len(rank["uses"]))
 
 
+def test_a_plan_begins_with_its_verdict_and_its_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    base = load_recipe("qwen3_30b_a3b_grpo_32", [])
+    config = load_recipe("qwen3_30b_a3b_grpo_32", ["parallel.tp=4"])
+    assert print_plan(config, PlanOutput(base=base, missing=["data.train: no file"]))
+    first, second, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("fits: trainer ranks 0-31 are the fullest, ")
+    assert second == "GPUs: 48 on 6 hosts (the recipe it starts from: 32)"
+    assert others[-2:] == ["Here, `mcore-rl train` would refuse this:", "  data.train: no file"]
+    assert not any("weight sync at" in line for line in others)
+
+
+def test_details_are_tables_behind_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(load_recipe(QWEN, []), PlanOutput(detail=True))
+    text = capsys.readouterr().out
+    for title in (
+        "memory of each rank of 80 GiB",
+        "8 trainer ranks to 8 engine ranks",
+        "one weight",
+    ):
+        assert text.index("Layout: ") < text.index(title)
+
+
 def test_a_plan_that_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     config = load_recipe("moonlight_16b_a3b_grpo_8", ["plan.gpu_memory_gib=50"])
-    assert not print_plan(config, as_json=True)
+    assert not print_plan(config, PlanOutput(as_json=True))
     plan = json.loads(capsys.readouterr().out)
     assert not plan["fits"]
     assert plan["verdict"].startswith("does not fit: ")

@@ -83,7 +83,8 @@ def test_fp8_engines_are_sent_half_the_bytes(capsys: pytest.CaptureFixture[str])
 
 
 def test_the_tables_name_who_sends_what(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "recipe=qwen3_30b_a3b_grpo_32", "parallel.pp=2", "parallel.dp=4"]) == 0
+    settings = ["recipe=qwen3_30b_a3b_grpo_32", "parallel.pp=2", "parallel.dp=4"]
+    assert main(["plan", "--detail", *settings]) == 0
     out = capsys.readouterr().out
     for text in (
         "trainer ranks 8-15",

@@ -2,8 +2,9 @@
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.peak_memory import RankMemory
-from mcore_rl.planning.plan import explain, judge, make_memory_table
+from mcore_rl.planning.plan import explain, make_memory_table
 from mcore_rl.planning.recipe_models import PlannedRun
+from mcore_rl.planning.verdict import judge
 
 GIB = 2**30
 CONFIG = load_recipe("qwen3_30b_a3b_grpo_8", ["plan.gpu_memory_gib=80"])

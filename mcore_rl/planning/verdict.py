@@ -1,0 +1,87 @@
+"""Judges whether the ranks of a recipe fit their GPUs, and names the nearest layout that fits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mcore_rl.checks.algorithm import check_algorithm
+from mcore_rl.checks.sizes import check_engines, check_sizes
+from mcore_rl.config import Config, PlanConfig
+from mcore_rl.config.recipe import require
+from mcore_rl.config.tree import Settings, spell
+from mcore_rl.planning.bundles import COMMANDS
+from mcore_rl.planning.gpus import check_budget
+from mcore_rl.planning.memory import predict_memory
+from mcore_rl.planning.peak_memory import RankMemory, Side
+from mcore_rl.planning.recipe_models import PlannedRun
+from mcore_rl.planning.suggest import GIB, count_available, find_too_large, suggest_settings
+
+
+@dataclass(frozen=True)
+class PlanVerdict:
+    """Whether a recipe fits its GPUs, a sentence that says so, and the memory that decides it."""
+
+    fits: bool
+    sentence: str
+    run: PlannedRun
+    ranks: Sequence[RankMemory]
+
+
+def judge_recipe(config: Config) -> PlanVerdict:
+    """Return the verdict on `mcore-rl train`.
+
+    Raises ValueError naming an option that is missing, two sizes that do not divide, or
+    cluster.gpus if it is exceeded.
+    """
+    require(config, "model.path")
+    check_algorithm(config)
+    check_budget(config, "train")
+    run = PlannedRun.make(config)
+    check_sizes(config, run.models.policy)
+    check_engines(config, run.models.policy)
+    ranks = predict_memory(run)
+    fits, sentence = judge(run.plan, ranks)
+    if not fits:
+        sentence += f" {_advise(suggest_settings(config, run))}"
+    return PlanVerdict(fits, sentence, run, ranks)
+
+
+def refuse_too_large(config: Config, command: str) -> None:
+    """Raise ValueError as `judge_recipe` does, and if ranks that `command` starts do not fit."""
+    if command == "train":
+        verdict = judge_recipe(config)
+        fits, sentence = verdict.fits, verdict.sentence
+    else:
+        check_budget(config, command)
+        run = PlannedRun.make(config)
+        alone = replace(run, cluster=replace(run.cluster, colocated=False))
+        side: Side = "trainer" if COMMANDS[command].trainer else "engine"
+        fits, sentence = judge(run.plan, predict_memory(alone, side))
+    if not fits:
+        raise ValueError(f"plan.gpu_memory_gib={config.plan.gpu_memory_gib:g}: {sentence}")
+
+
+def judge(plan: PlanConfig, ranks: Sequence[RankMemory]) -> tuple[bool, str]:
+    """Return whether all ranks fit, and a sentence that says so or what is too large."""
+    large = find_too_large(plan, ranks)
+    if not large:
+        fullest = max(ranks, key=lambda rank: rank.num_bytes / count_available(plan, rank))
+        share = fullest.num_bytes / count_available(plan, fullest)
+        return (
+            True,
+            f"fits: {fullest.who} are the fullest, {share:.0%} of what there is; most is"
+            f" {fullest.largest}",
+        )
+    worst = max(large, key=lambda rank: rank.num_bytes - count_available(plan, rank))
+    beyond = (worst.num_bytes - count_available(plan, worst)) / GIB
+    return False, (
+        f"does not fit: {worst.who} are {beyond:.1f} GiB beyond {plan.gpu_memory_gib:g} GiB"
+        f" at their {worst.moment}; most is {worst.largest}, {worst.uses[worst.largest] / GIB:.1f}"
+        " GiB."
+    )
+
+
+def _advise(settings: Settings | None) -> str:
+    if settings is None:
+        return "No layout on up to eight times as many GPUs fits."
+    shown = (f"{key}={spell(value)}" for key, value in settings.items())
+    return f"The nearest layout that fits: {' '.join(shown)}"
