@@ -7,6 +7,7 @@ from pathlib import Path
 from mcore_rl.config import Config
 
 LoadSettings = Callable[[Sequence[str], str], Config]
+"""(recipe=<name> and overrides, command) -> the recipe as the command runs it."""
 
 
 def add_commands(

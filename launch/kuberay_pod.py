@@ -6,8 +6,6 @@ from typing import Any
 
 from launch.options import KubeRayOptions
 from launch.submission import Submission
-from mcore_rl.cluster.environment import RAY_DEFAULTS
-from mcore_rl.device.environment import AGREED
 
 FILES = "/etc/mcore-rl"
 """Where pods find the files of the job's ConfigMap."""
@@ -110,6 +108,10 @@ def _resources(submission: Submission, options: KubeRayOptions) -> dict[str, str
 
 def _environment(options: KubeRayOptions) -> list[dict[str, Any]]:
     """Variables of Ray's processes and all below them, secrets by reference."""
+    # Both import torch, which a mistake on the command line need not wait for.
+    from mcore_rl.cluster.environment import RAY_DEFAULTS
+    from mcore_rl.device.environment import AGREED
+
     interface = (
         {f"{library}_SOCKET_IFNAME": options.interface for library in ("NCCL", "GLOO")}
         if options.interface

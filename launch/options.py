@@ -27,6 +27,9 @@ class LaunchOptions(Options, group="launch"):
     """Network interface by name; empty: the one that leads to the other nodes."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of all processes of the job. They are written to files: no secrets."""
+    image_folders: list[str] = field(default_factory=list)
+    """Folders of the image with a model, data or code of the recipe, which the job finds there;
+    other paths have to lie on what is mounted."""
     start_timeout_s: float = bounded(600.0, gt=0)
     """How long the nodes of a job wait for one another once the first one runs."""
 

@@ -3,16 +3,16 @@
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from launch.job_checks import LoadSettings, check_job
 from launch.jobs import ENDED, State, SubmittedJob, find_job, remember
 from launch.submission import DOCTOR, FOLDER, Submission, find_needs, make_submission
 from launch.targets import TARGETS, load_launch
-from mcore_rl.config import Config
 from mcore_rl.config.secrets import dump_config
 from mcore_rl.planning.bundles import COMMANDS, RunSize
 from mcore_rl.process.disk import write_whole
@@ -24,17 +24,18 @@ _ADDRESS = "cluster.address=auto"
 _POLL_S = 2.0
 
 
-def submit(
-    words: Sequence[str], load_settings: Callable[[Sequence[str], str], Config], dry_run: bool
-) -> None:
+def submit(words: Sequence[str], load_settings: LoadSettings, dry_run: bool) -> None:
     """Submit what `words` say: a command (train if there is none), recipe=, launch=, overrides.
 
     `load_settings` reads a recipe and overrides. With `dry_run` everything is written
-    and nothing submitted. Raises ValueError if the words are wrong, or the recipe does not fit.
+    and nothing submitted. Raises ValueError if the words are wrong, if the nodes lack something
+    that the command reads, or if the recipe does not fit its GPUs.
     """
     command, launch, overrides, settings = split(words)
     options = load_launch(launch, overrides)
     config = load_settings([*settings, _ADDRESS], "submit")
+    if command != DOCTOR and getattr(options, "kind", "job") == "job":
+        check_job(config, command, [*settings, _ADDRESS], options, load_settings)
     size = RunSize.make(config, "train" if command == DOCTOR else command)
     needs = find_needs(size, config.rollout, config.cluster, config.plan, options)
     submission = make_submission(command, settings, Path(config.run.dir), needs, options)
@@ -60,7 +61,7 @@ def split(words: Sequence[str]) -> tuple[str, str, list[str], list[str]]:
 
     Raises ValueError naming the word that is none of these.
     """
-    commands = [word for word in words if "=" not in word]
+    commands = [word for word in words if not _is_setting(word)]
     known = [*COMMANDS, DOCTOR]
     if commands[1:] or (commands and commands[0] not in known):
         raise ValueError(
@@ -70,12 +71,17 @@ def split(words: Sequence[str]) -> tuple[str, str, list[str], list[str]]:
     if len(launches) != 1:
         raise ValueError(f"give one launch=<{'|'.join(TARGETS)} or file>, got {len(launches)}")
     overrides = [word for word in words if word.startswith("launch.")]
-    settings = [w for w in words if "=" in w and not w.startswith(("launch=", "launch."))]
+    settings = [w for w in words if _is_setting(w) and not w.startswith(("launch=", "launch."))]
     for word in settings:
         _refuse_secret(word)
     if given := [word for word in settings if word.startswith("cluster.address=")]:
         raise ValueError(f"{given[0]}: a submitted job starts its own Ray; leave it out")
     return (commands or ["train"])[0], launches[0], overrides, settings
+
+
+def _is_setting(word: str) -> bool:
+    """Return whether a word is key=value, or ~key, which takes an option of the recipe out."""
+    return "=" in word or word.startswith("~")
 
 
 def _refuse_secret(setting: str) -> None:

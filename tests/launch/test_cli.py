@@ -9,6 +9,7 @@ from launch.cli import add_commands
 from launch.targets import TARGETS, load_launch
 from launch.text import TEMPLATES, render
 from mcore_rl.cli import main, make_parser
+from tests.support.stub_inputs import stub_inputs
 
 
 def test_all_commands_are_there() -> None:
@@ -27,6 +28,7 @@ def test_a_folder_without_a_job_is_refused(
 
 def test_a_dry_run_prints_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["recipe=qwen3_30b_a3b_grpo_32", f"run.dir={tmp_path}", "launch=slurm"]
+    words += stub_inputs(tmp_path, "qwen3_30b_a3b_grpo_32")
     assert main(["submit", "--dry-run", *words]) == 0
     out = capsys.readouterr().out
     assert "4 nodes of 8 GPUs and 64 CPUs" in out

@@ -12,7 +12,9 @@ from mcore_rl.cli import main
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from tests.support.recipes import LARGE
+from tests.support.stub_inputs import stub_inputs
 
+ON_MOUNT = ["model.path=/mnt/runs/m", "data.train=[/mnt/runs/a.jsonl]", "eval.data=[]"]
 CPU_NODES = ["launch.gpus_per_node=0", "launch.cpus_per_node=2"]
 
 
@@ -41,12 +43,16 @@ def test_every_large_recipe_is_written_in_no_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    is_away = TARGETS[launch].options.is_away
     for recipe in LARGE:
-        began = time.monotonic()
-        folder = "/mnt/runs" if TARGETS[launch].options.is_away else str(tmp_path / "runs")
+        folder = "/mnt/runs" if is_away else str(tmp_path / "runs")
         words = [f"recipe={recipe}", f"run.dir={folder}/{recipe}", f"launch={launch}"]
+        words += ON_MOUNT if is_away else stub_inputs(tmp_path, recipe)
+        if is_away and load_recipe(recipe, []).search.is_used:
+            words.append("search.index=/mnt/runs/index")
+        began = time.process_time()
         assert main(["submit", "--dry-run", *words, *options]) == 0
-        assert time.monotonic() - began < 5
+        assert time.process_time() - began < 5
         written = {path.name for path in (tmp_path / "runs" / recipe / "launch").iterdir()}
         assert written == {*files, "recipe.yaml"}
 
@@ -75,6 +81,7 @@ def test_wrong_words_are_named(words: list[str], message: str) -> None:
 
 def test_a_recipe_that_does_not_fit_writes_nothing(tmp_path: Path) -> None:
     words = ["recipe=kimi_k2_grpo_256_128", f"run.dir={tmp_path / 'run'}", "launch=slurm"]
+    words += stub_inputs(tmp_path, "kimi_k2_grpo_256_128")
     with pytest.raises(ValueError, match=r"launch.nodes=4, but the recipe needs 48 nodes"):
         submit([*words, "launch.nodes=4"], load, dry_run=True)
     assert not (tmp_path / "run").exists()
@@ -83,15 +90,78 @@ def test_a_recipe_that_does_not_fit_writes_nothing(tmp_path: Path) -> None:
 def test_a_job_that_fails_at_once_says_so(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The recipe's data are not there: the command refuses them, and the job ends with it."""
+    """The model has no tokenizer: the command refuses the model, and the job ends with it."""
     run_dir = tmp_path / "run"
+    inputs = stub_inputs(tmp_path, "qwen3_30b_a3b_grpo_8")
     words = ["recipe=tiny_moe_grpo", f"run.dir={run_dir}", "launch=local", *CPU_NODES]
-    submit([*words, "model.path=/no/such/model"], load, dry_run=False)
+    more = ["plan.gpu_memory_gib=1000", "model.init=random"]
+    submit([*words, *inputs, *more], load, dry_run=False)
     until = time.monotonic() + 120
     while (state := show_status(run_dir)).phase == "running":
         assert time.monotonic() < until
         time.sleep(0.5)
     assert state.exit_status == 2
     show_logs(run_dir, follow=True)
-    assert "/no/such/model" in capfd.readouterr().out
+    assert "no tokenizer there" in capfd.readouterr().out
     cancel(run_dir)
+
+
+QWEN = "qwen3_30b_a3b_grpo_32"
+PODS = ["launch=kuberay", "launch.image=i", "launch.claims={runs: /mnt/runs}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.path=recipes/model/qwen3_30b_a3b"], "^model.path=.* holds config.json alone"),
+        (["data.train=[no.jsonl]"], "^data.train: data file no.jsonl does not exist"),
+        (["reward.path=no.py"], "^reward.path=no.py: no such file"),
+        (["reward.name=no"], "reward.name=no: .*math.py has no 'no'"),
+        (["plan.gpu_memory_gib=40"], "^plan.gpu_memory_gib=40: does not fit: .* nearest layout"),
+        (["parallel.tp=4", "cluster.gpus=32"], "^cluster.gpus=32, but the recipe takes 48 GPUs"),
+        (["parallel.pp=5"], "does not divide num_hidden_layers"),
+        (["eval", "eval.data=[]"], "^eval.data is not set"),
+        (["sft", "sft.data=[no.jsonl]"], "^sft.data: data file no.jsonl does not exist"),
+    ],
+)
+def test_what_the_command_would_refuse_is_not_submitted(
+    words: list[str], message: str, tmp_path: Path
+) -> None:
+    given = [f"recipe={QWEN}", f"run.dir={tmp_path / 'run'}", "launch=slurm"]
+    with pytest.raises(ValueError, match=message):
+        submit([*given, *stub_inputs(tmp_path, QWEN), *words], load, dry_run=False)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run.dir=runs/a"], "^run.dir: runs/a is relative, .* give the whole path there"),
+        (["model.path=/data/m"], r"^model.path: /data/m lies in no folder .*they have /mnt/runs\)"),
+        (["data.train=[a.jsonl]"], "^data.train: a.jsonl is relative, and the job's nodes do not"),
+        (["eval.data=[/data/a.jsonl]"], "^eval.data: /data/a.jsonl lies in no folder .* launch.cl"),
+        (["reward.path=/data/r.py"], "^reward.path: /data/r.py lies in .* launch.image_folders if"),
+        (["plan.gpu_memory_gib=40"], "^plan.gpu_memory_gib=40: does not fit: "),
+    ],
+)
+def test_a_path_outside_the_mounts_of_pods_is_not_submitted(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [f"recipe={QWEN}", "run.dir=/mnt/runs/a", *ON_MOUNT, *PODS]
+    with pytest.raises(ValueError, match=message):
+        submit([*given, *words], load, dry_run=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_pods_have_is_taken_for_granted_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [f"recipe={QWEN}", "run.dir=/mnt/runs/a", *ON_MOUNT, *PODS]
+    submit([*given, "reward.path=/code/r.py", "launch.image_folders=[/code]"], load, dry_run=True)
+    said = capsys.readouterr().out
+    assert "qwen3_30b_a3b, as model.path=/mnt/runs/m: only the nodes have it" in said
+    nothing = ["data.train=[]", "model.path=/data/m", "launch.kind=cluster"]
+    submit([*given, *nothing], load, dry_run=True)  # runs no command by itself
+    submit(["doctor", *given, *nothing[:-1]], load, dry_run=True)
