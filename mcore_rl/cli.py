@@ -12,7 +12,7 @@ from mcore_rl import __version__
 from mcore_rl.config.recipe import list_recipes
 from mcore_rl.cpu.engine_forks import engine_forks
 from mcore_rl.cpu.worker_forks import worker_forks
-from mcore_rl.process.command_line import parse_arguments
+from mcore_rl.process.command_line import CommandParser, parse_arguments
 from mcore_rl.run.command_arguments import (
     ForkServers,
     add_agent_arguments,
@@ -107,15 +107,24 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands: argparse._SubParsersAction[argparse.ArgumentParser] = parser.add_subparsers(
+        required=True, metavar="command", parser_class=CommandParser
+    )
     for name, text in RECIPE_COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text, epilog=parser.epilog)
-        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        command = commands.add_parser(name, help=text, description=text, epilog=_show_example(name))
         add_recipe_arguments(command, name, FORKS, has_engines=name in WITH_ENGINES)
     launch.cli.add_commands(commands, load_settings)
     for name, (text, add_arguments) in OTHER_COMMANDS.items():
         add_arguments(commands.add_parser(name, help=text, description=text))
     return parser
+
+
+def _show_example(command: str) -> str:
+    return (
+        "key=value sets an option of the recipe, ~key gives it its default back;\n"
+        "`mcore-rl options WORD` finds options, `mcore-rl --help` lists the recipes.\n\n"
+        f"example: mcore-rl {command} recipe=tiny_moe_grpo run.dir=runs/mine"
+    )
 
 
 def _list_recipes() -> str:

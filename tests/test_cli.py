@@ -1,15 +1,18 @@
 """The command line: help lists recipes, wrong input exits with 2 and one line."""
 
+import argparse
 import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from mcore_rl import __version__
-from mcore_rl.cli import main
+from mcore_rl.cli import main, make_parser
 from mcore_rl.config.recipe import list_recipes
+from mcore_rl.config.shipped import RECIPES_DIR, describe_making
 from mcore_rl.tasks.arithmetic import prepare_arithmetic
 
 
@@ -20,6 +23,26 @@ def test_help_lists_the_recipes(capsys) -> None:
     for name, headline in list_recipes().items():
         [line] = [line for line in lines if line.startswith(f"  {name} ")]
         assert line.endswith(f"  {headline}")
+
+
+def test_the_help_of_each_command_fits_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    [commands] = [a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    for name, command in commands.choices.items():
+        lines = command.format_help().splitlines()
+        assert len(lines) <= 40, name
+        assert max(map(len, lines)) <= 80, name
+    shown = commands.choices["train"].format_help()
+    assert "example: mcore-rl train recipe=tiny_moe_grpo" in shown
+    assert "qwen3" not in shown, "the recipes are listed once, by mcore-rl --help"
+
+
+def test_every_task_of_the_shipped_recipes_is_made_by_mcore_rl_data() -> None:
+    for recipe in RECIPES_DIR.glob("tiny*.yaml"):
+        for path in re.findall(r"\bdata/\S+(?:\.parquet|/model)\b", recipe.read_text()):
+            [task] = re.findall(r"`mcore-rl data (\w+)`", describe_making(path))
+            assert make_parser().parse_args(["data", task]).out == Path("data", task)
+    assert describe_making("data/mine/model") == describe_making("code/model") == ""
 
 
 def test_the_version_is_the_installed_one(capsys) -> None:

@@ -1,9 +1,12 @@
 """Parses command lines whose settings may stand between options; shows help on one screen."""
 
 import argparse
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+HELP_WIDTH = 78
+"""Columns of a command's description; its epilog is shown as it is written."""
 MOST_SHOWN = 6
 """Options that a line of usage names one by one."""
 
@@ -29,6 +32,14 @@ class ShortHelp(argparse.RawDescriptionHelpFormatter):
             words = (f"[{name} ...]" if nargs == "*" else str(name) for name, nargs in names)
             usage = f"{self._prog} [options] {' '.join(words)}"
         super().add_usage(usage, actions, groups, prefix)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parses the arguments of a command, and shows them by ShortHelp."""
+
+    def __init__(self, *, description: str | None = None, **options: Any) -> None:
+        wrapped = textwrap.fill(description or "", HELP_WIDTH)
+        super().__init__(description=wrapped, formatter_class=ShortHelp, **options)
 
 
 def parse_arguments(

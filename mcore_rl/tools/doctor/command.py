@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "settings",
         nargs="*",
         metavar="key=value",
-        help="recipe=<name> and overrides, to check for; of the GPU checks, for the stage run",
+        help="recipe=<name> and overrides to check for",
     )
     _add_machine(parser.add_argument_group("checks of this machine"))
     _add_nodes(parser.add_argument_group("checks of several machines, started once on each"))
@@ -77,17 +77,17 @@ def add_gpu_checks(group: "argparse._ArgumentGroup") -> None:
         "--gpu", action="store_true", help="run the GPU checks on this machine's GPU"
     )
     group.add_argument(
-        "--stages", default="", help="comma-separated, or all; without --gpu they run on the CPU"
+        "--stages", default="", help="comma-separated, or all; without --gpu on the CPU"
     )
     group.add_argument(
         "--checks",
         default="",
         metavar="STAGE:CHECK",
-        help='comma-separated, as in "te:speed,te:shared prefixes"; likewise',
+        help="such as te:speed,te:shared prefixes; likewise",
     )
     group.add_argument("--list", action="store_true", help="show the checks and start none")
     group.add_argument(
-        "--seconds", type=float, help="skip checks that may take longer than what is left of it"
+        "--seconds", type=float, help="skip checks that may take longer than is left"
     )
     group.add_argument(
         "--logs", type=Path, default=Path("runs/doctor"), help="folder for output (%(default)s)"
@@ -96,12 +96,12 @@ def add_gpu_checks(group: "argparse._ArgumentGroup") -> None:
         "--caches",
         type=Path,
         default=CACHES,
-        help="folder for what compilers of GPU kernels make (%(default)s)",
+        help="folder for compiled kernels (%(default)s)",
     )
     group.add_argument(
         "--warm-start",
         type=Path,
-        help="folder that make warm-start made, for the check 'reward rises' (data/warm_start)",
+        help="what make warm-start made (data/warm_start)",
     )
 
 
