@@ -108,20 +108,12 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
         trainer = make_stored_trainer(started.trainer, folder, *how)
         weights = make_sync(config, run, trainer, start_step)
         weights.sync_first(WeightVersion(start_step), inputs.parity_probe)
-        log = make_log(
-            config,
-            folder,
-            config.run.steps,
-            start_step,
-            rollouts.read,
-            inputs.to_texts,
-            needs=needs,
-        )
-        background_sampler = sample_in_background(
-            config, run, start_step, prompts, weights, log.episodes
-        )
+        shown = rollouts.read, inputs.to_texts, needs
+        log = make_log(config, folder, config.run.steps, start_step, *shown)
+        sampler = sample_in_background(config, run, start_step, prompts, weights, log.episodes)
+        estimate = StoredAdvantages(inputs.advantages, rollouts.apply, has_teacher=needs.teacher)
         with complete_saves(folder, started.trainer, started.critic):
-            with log, background_sampler as background:
+            with log, sampler as background:
                 roles = Roles(
                     prompts=prompts,
                     held_out=inputs.held_out,
@@ -129,9 +121,7 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
                         config.rollout, config.eval, log.episodes, weights.revive
                     ),
                     reward=SharingScorer(rollouts.reward, ("judge", "reward_model"), gpus),
-                    advantages=StoredAdvantages(
-                        inputs.advantages, rollouts.apply, has_teacher=needs.teacher
-                    ),
+                    advantages=estimate,
                     trainer=SharingTrainer(trainer, gpus),
                     weights=weights,
                     log=log,
