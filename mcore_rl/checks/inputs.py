@@ -21,6 +21,7 @@ from mcore_rl.config.recipe import require
 from mcore_rl.config.shipped import RECIPES_DIR, describe_making
 from mcore_rl.config.tree import value_of
 from mcore_rl.data.files import data_files
+from mcore_rl.process.disk import name_user
 from mcore_rl.rewards.user_function import ALL, ONE, find_file
 from mcore_rl.weights.hf.config import parse_hf_config
 from mcore_rl.weights.hf.folder import find_other_format
@@ -168,7 +169,8 @@ def check_run_dir(run_dir: str) -> None:
         raise ValueError(f"run.dir={run_dir}: {existing} is not a folder; choose another run.dir")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(
-            f"run.dir={run_dir}: no permission to write to {existing}; choose another run.dir"
+            f"run.dir={run_dir}: no permission for user {name_user()} to write to {existing};"
+            " choose another run.dir"
         )
 
 

@@ -20,14 +20,13 @@ from mcore_rl.config import (
     RolloutConfig,
     TrainConfig,
 )
-from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.gpus import find_gpus
 from mcore_rl.planning.host_memory import StoreMemory, explain_servers
 from mcore_rl.planning.peak_memory import RankMemory
 from mcore_rl.planning.peak_memory import encode_ranks as memory_as_json
 from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.planning.suggest import GIB, count_available
-from mcore_rl.planning.sync import make_comparison_table, make_flows_table, predict_sync
+from mcore_rl.planning.sync import make_comparison_table, make_flows_table
 from mcore_rl.planning.verdict import PlanVerdict, judge_recipe
 
 
@@ -144,7 +143,6 @@ def print_plan(config: Config, shown: PlanOutput = PlanOutput()) -> bool:
     stores = StoreMemory.make(run, config.data, config.algorithm, config.drift)
     servers = explain_servers(config.sandbox, config.search)
     if shown.as_json:
-        summary, _ = predict_sync(run, make_deployment(run))
         memory = {
             "memory": memory_as_json(verdict.ranks),
             "fits": verdict.fits,
@@ -156,7 +154,7 @@ def print_plan(config: Config, shown: PlanOutput = PlanOutput()) -> bool:
             "servers": servers,
             "missing": list(shown.missing),
         }
-        print(json.dumps(asdict(summary) | memory))
+        print(json.dumps(asdict(verdict.sync.summary) | memory))
         return verdict.fits
     console = Console(width=None if sys.stdout.isatty() else 120)
     lines = [verdict.sentence, gpus.explain(), *explained, stores.explain(), servers]
@@ -176,10 +174,9 @@ def _explain_missing(missing: Sequence[str]) -> list[str]:
 
 def _make_tables(config: Config, verdict: PlanVerdict) -> list[Table]:
     """Return the memory of ranks, who sends what to whom in a weight sync, and its seconds."""
-    deployment = make_deployment(verdict.run)
-    summary, traffic = predict_sync(verdict.run, deployment)
+    sync = verdict.sync
     return [
         make_memory_table(config.plan, verdict.ranks),
-        make_flows_table(config.model.path, deployment, traffic, summary),
-        make_comparison_table(summary),
+        make_flows_table(config.model.path, sync.deployment, sync.traffic, sync.summary),
+        make_comparison_table(sync.summary),
     ]

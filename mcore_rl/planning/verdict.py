@@ -9,28 +9,47 @@ from mcore_rl.config import Config, PlanConfig
 from mcore_rl.config.recipe import require
 from mcore_rl.config.tree import Settings, spell
 from mcore_rl.planning.bundles import COMMANDS
+from mcore_rl.planning.deployment import Deployment, make_deployment
 from mcore_rl.planning.gpus import check_budget
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.peak_memory import RankMemory, Side
 from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.planning.suggest import GIB, count_available, find_too_large, suggest_settings
+from mcore_rl.planning.sync import PlanSummary, predict_sync
+from mcore_rl.weights.plan.cost import Traffic
+
+
+@dataclass(frozen=True)
+class PlannedSync:
+    """The traffic of a weight sync from the trainer's ranks to the engines'."""
+
+    deployment: Deployment
+    summary: PlanSummary
+    traffic: Traffic
+
+    @staticmethod
+    def make(run: PlannedRun) -> "PlannedSync":
+        """Plan who sends what to whom. Raises ValueError naming a slice that cannot be sent."""
+        deployment = make_deployment(run)
+        return PlannedSync(deployment, *predict_sync(run, deployment))
 
 
 @dataclass(frozen=True)
 class PlanVerdict:
-    """Whether a recipe fits its GPUs, a sentence that says so, and the memory that decides it."""
+    """Whether a recipe fits its GPUs, a sentence that says so, and what was computed for it."""
 
     fits: bool
     sentence: str
     run: PlannedRun
     ranks: Sequence[RankMemory]
+    sync: PlannedSync
 
 
 def judge_recipe(config: Config) -> PlanVerdict:
     """Return the verdict on `mcore-rl train`.
 
-    Raises ValueError naming an option that is missing, two sizes that do not divide, or
-    cluster.gpus if it is exceeded.
+    Raises ValueError naming an option that is missing, two sizes that do not divide, cluster.gpus
+    if it is exceeded, or a rank's slice of a weight that cannot be sent.
     """
     require(config, "model.path")
     check_algorithm(config)
@@ -38,11 +57,12 @@ def judge_recipe(config: Config) -> PlanVerdict:
     run = PlannedRun.make(config)
     check_sizes(config, run.models.policy)
     check_engines(config, run.models.policy)
+    sync = PlannedSync.make(run)
     ranks = predict_memory(run)
     fits, sentence = judge(run.plan, ranks)
     if not fits:
         sentence += f" {_advise(suggest_settings(config, run))}"
-    return PlanVerdict(fits, sentence, run, ranks)
+    return PlanVerdict(fits, sentence, run, ranks, sync)
 
 
 def refuse_too_large(config: Config, command: str) -> None:

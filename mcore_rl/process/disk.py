@@ -32,7 +32,7 @@ def explain_refusal(error: ValueError | OSError) -> str:
     if error.errno == errno.EROFS:
         return f"{name}: its filesystem is read-only; name another folder to write to"
     return (
-        f"{name}: no permission for user {_name_user()}; have its owner give it (chmod), or name"
+        f"{name}: no permission for user {name_user()}; have its owner give it (chmod), or name"
         " another"
     )
 
@@ -43,7 +43,7 @@ def check_readable(path: Path) -> None:
         pass
 
 
-def _name_user() -> str:
+def name_user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # an id that no file lists

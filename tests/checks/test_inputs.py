@@ -239,5 +239,7 @@ def test_a_run_folder_must_be_one_that_can_be_made(
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_run_folder_must_be_writable(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
-    with pytest.raises(ValueError, match=r"run.dir=.*: no permission to write to .*/closed"):
+    with pytest.raises(
+        ValueError, match=r"run.dir=.*: no permission for user .* to write to .*/closed"
+    ):
         check_run_dir(str(tmp_path / "closed" / "run"))

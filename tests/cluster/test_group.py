@@ -198,9 +198,9 @@ def test_ranks_go_on_after_ctrl_c_and_after_a_canceled_call(make_group) -> None:
     group.find_coordinates(deadline_s=30)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        group.call_all("sleep", 1, deadline_s=30)
+        group.call_all("rest", 1.0, deadline_s=30)
     with pytest.raises(TimeoutError):
-        asyncio.run(asyncio.wait_for(group.call_all_async("sleep", 1, deadline_s=30), 0.3))
+        asyncio.run(asyncio.wait_for(group.call_all_async("rest", 1.0, deadline_s=30), 0.3))
     assert group.call_all("scaled", [1], factor=2, deadline_s=30) == [(k, [2]) for k in range(2)]
 
 

@@ -81,7 +81,7 @@ def test_served_models_on_gpus_of_their_own_count() -> None:
 def test_no_layout_beyond_the_budget_is_suggested() -> None:
     def suggest(*overrides: str) -> int | None:
         """Return the GPUs of the layout that is suggested."""
-        config = load("plan.gpu_memory_gib=20", *overrides)
+        config = load("plan.gpu_memory_gib=22", *overrides)
         found = suggest_settings(config, PlannedRun.make(config))
         return None if found is None else count_gpus(with_settings(config, found))
 

@@ -78,6 +78,9 @@ class Worker:
     def sleep_long(self) -> None:
         time.sleep(600)
 
+    def rest(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     def pause(self) -> int:
         answer = 41
         breakpoint()

@@ -25,6 +25,7 @@ COMMANDS = {
 """Name of an installed command -> the code that it runs."""
 CKPT = "ckpt "
 """How names of commands of mcore-rl-ckpt begin."""
+DATA = {"data.train": "train", "eval.data": "heldout"}
 NO_PERMISSION = "no permission for user "
 
 
@@ -79,7 +80,7 @@ def _write_small(folder: Path) -> None:
 def quick_commands(given: Path) -> Mapping[str, Command]:
     """Return commands that do all their work, or refuse their input, without Ray and SGLang."""
     model, bare = f"{given}/model", f"{given}/bare"
-    recipe = ("recipe=tiny_moe_grpo", f"data.train=[{given}/train.parquet]", "run.dir=run")
+    recipe = (*_recipe_with_data(given), "run.dir=run")
     with_model = (*recipe, f"model.path={model}")
     without = (*recipe, f"model.path={bare}", f"sft.data=[{given}/sft.parquet]", "dpo.data=[x]")
     no_weights = f"{bare} has no .safetensors files"
@@ -109,6 +110,11 @@ def quick_commands(given: Path) -> Mapping[str, Command]:
     }
 
 
+def _recipe_with_data(given: Path) -> tuple[str, ...]:
+    data = (f"{group}=[{given}/{name}.parquet]" for group, name in DATA.items())
+    return ("recipe=tiny_moe_grpo", *data)
+
+
 def _search_commands(given: Path) -> Mapping[str, Command]:
     build = ("build", f"--corpus={given}/corpus.jsonl", "--out=index")
     ask = ("serve", "--index=index", "--port=0", "--ask=coins", "--once")
@@ -130,13 +136,15 @@ def _ckpt_commands(model: str) -> Mapping[str, Command]:
         "to-fp8": Command(("to-fp8", model, "fp8"), says="247 tensors"),
         "dequantize": Command(("dequantize", "fp8", "plain"), says="135 tensors"),
         "turn-experts": Command(("turn-experts", model, "turned"), 2, "one form of experts"),
+        "text-only": Command(("text-only", model, "text"), 2, "one of another family"),
+        "support": Command(("support", model), says="Qwen3MoeForCausalLM: supported"),
         "upcycle": Command(("upcycle", model, "upcycled"), 2, "has no counterpart with experts"),
     }
 
 
 def refused_commands(given: Path) -> Mapping[str, Command]:
     """Return commands that read or write what an ordinary user may not."""
-    recipe = ("recipe=tiny_moe_grpo", f"data.train=[{given}/train.parquet]")
+    recipe = _recipe_with_data(given)
     with_model = (*recipe, f"model.path={given}/model")
     option = "actor_rollout_ref.actor.optim.lr=1e-6"
     words = {
