@@ -58,8 +58,6 @@ def commands(source: Path, disk: Path) -> dict[str, tuple[str, list[str]]]:
         "model.init=random",
         f"run.dir={disk / 'run'}",
     ]
-    large = ["recipe=qwen3_30b_a3b_grpo_8", f"model.path={model}", f"run.dir={disk / 'run'}"]
-    large += [f"data.train=[{arithmetic / 'train.parquet'}]", "eval.data=[]"]
     effort = ["--workers", "1"]
     made = str(disk / "made")
     recipe = str(disk / "recipe.yaml")
@@ -76,7 +74,7 @@ def commands(source: Path, disk: Path) -> dict[str, tuple[str, list[str]]]:
             index,
             ["mcore-rl", "search", "build", "--corpus", corpus, "--out", index],
         ),
-        "submit": (run, ["mcore-rl", "submit", "--dry-run", "launch=slurm", *large]),
+        "submit": (run, ["mcore-rl", "submit", "--dry-run", "launch=slurm", *laptop]),
         "sft": (run, ["mcore-rl", "sft", *laptop]),
         "train": (run, ["mcore-rl", "train", *laptop]),
     }
