@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 import tempfile
 import threading
 from collections import Counter
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.logs.rows import has_rows
+from mcore_rl.process.safe_path import safe_module
 from mcore_rl.tools.view.configurations import read_options
 from mcore_rl.tools.view.followed import FollowedRows
 from mcore_rl.tools.view.log_lines import START_UP, find_phases, read_loads, read_records
@@ -250,7 +250,7 @@ def _plan(config: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder, "planned.yaml")
         recipe.write_text(f"defaults: [schema, _self_]\n{config.read_text()}")
-        command = [sys.executable, "-m", "mcore_rl.cli", "plan", "--json", f"recipe={recipe}"]
+        command = [*safe_module("mcore_rl.cli"), "plan", "--json", f"recipe={recipe}"]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=PLAN_S, check=False
