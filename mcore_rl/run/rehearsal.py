@@ -227,7 +227,8 @@ def _smallest_agents(agents: AgentsConfig) -> AgentsConfig:
 
 
 def _smallest_reward(reward: RewardConfig, has_judge: bool) -> RewardConfig:
-    if has_judge:  # a random model gives no verdict
+    # A random model gives no verdict, and arithmetic prompts have no tests of programs.
+    if has_judge or _checks_programs(reward):
         reward = replace(reward, on_error="value", error_value=0.0, max_failed_share=1.0)
     return replace(
         reward,
@@ -235,6 +236,12 @@ def _smallest_reward(reward: RewardConfig, has_judge: bool) -> RewardConfig:
         overlong_buffer_len=min(reward.overlong_buffer_len, MAX_RESPONSE_LEN // 2),
         noise=REWARD_NOISE,
     )
+
+
+def _checks_programs(reward: RewardConfig) -> bool:
+    """Return whether the recipe's own function is made of those that run programs."""
+    file = Path(reward.path.partition(":")[0])
+    return file.is_file() and "mcore_rl.rewards.code" in file.read_text()
 
 
 def _smallest_critic(critic: CriticConfig) -> CriticConfig:

@@ -117,11 +117,13 @@ def test_options_beside_it_are_kept_or_told(
     ]
 
 
-def test_a_random_judge_that_gives_no_verdict_ends_no_rehearsal(tmp_path: Path) -> None:
+def test_rewards_that_fail_on_its_prompts_end_no_rehearsal(tmp_path: Path) -> None:
     overrides = [f"run.dir={tmp_path / 'run'}", "reward.parts=[score,judge]"]
     overrides += ["reward.weights=[1.0,0.5]", "judge.path=/judge"]
     reward = rehearse(load_recipe("qwen3_30b_a3b_grpo_8", overrides)).reward
     assert (reward.on_error, reward.error_value, reward.max_failed_share) == ("value", 0.0, 1.0)
+    own = rehearse(load_recipe("qwen3_30b_a3b_code_16", overrides[:1])).reward
+    assert (own.on_error, own.error_value, own.max_failed_share) == ("value", 0.0, 1.0)
     plain = rehearse(load_recipe("qwen3_30b_a3b_grpo_8", overrides[:1])).reward
     assert (plain.on_error, plain.max_failed_share) == ("leave_out", 0.25)
 
