@@ -72,6 +72,16 @@ def list_changes(before: C, after: C, names: Iterable[str]) -> Iterator[tuple[st
             yield name, *values
 
 
+def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by dotted name; an empty mapping is a leaf."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        is_leaf = not isinstance(value, Mapping) or not value
+        leaves |= {name: value} if is_leaf else flatten(value, f"{name}.")
+    return leaves
+
+
 def spell(value: object) -> str:
     """Return the value as a recipe spells it."""
     if value is None:

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from mcore_rl.config.tree import flatten as flatten_tree
 from mcore_rl.tools.translate.translation import ForeignOptions
 
 OWN_CONFIGS = frozenset({"ppo_trainer", "ppo_megatron_trainer"})
@@ -137,12 +138,6 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings by dotted name; an empty mapping is a leaf."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            leaves |= flatten(value, f"{name}.")
-        else:
-            leaves[name] = None if value == "???" else value
-    return leaves
+    """Return the leaves of nested mappings by dotted name; a missing value (???) is None."""
+    leaves = flatten_tree(tree, prefix)
+    return {name: None if value == "???" else value for name, value in leaves.items()}

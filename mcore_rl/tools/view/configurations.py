@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from mcore_rl.config import Config
-from mcore_rl.config.tree import defaults_of, leaves_under
+from mcore_rl.config.tree import defaults_of, flatten, leaves_under
 
 Options = dict[str, str]
 
@@ -25,7 +25,9 @@ def _read_options(path: Path, changed_ns: int) -> Options:
         tree = yaml.load(path.read_text(encoding="utf-8", errors="replace"), yaml.CSafeLoader)
     except yaml.YAMLError:  # a run is writing it
         return {}
-    return flatten(tree) if isinstance(tree, dict) else {}
+    if not isinstance(tree, dict):
+        return {}
+    return {name: show_value(value) for name, value in flatten(tree).items()}
 
 
 @cache
@@ -35,17 +37,6 @@ def read_defaults() -> Options:
     return {
         key: show_value(value) for name in sorted(names) for key, value in defaults_of(Config, name)
     }
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Options:
-    """Return {"a.b": "1"} of {"a": {"b": 1}}; an empty mapping is a value."""
-    flat: Options = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = show_value(value)
-    return flat
 
 
 def show_value(value: object) -> str:
