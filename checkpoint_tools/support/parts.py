@@ -15,7 +15,7 @@ MODULE = "a module in mcore_rl/train/model.py where megatron-core's layer has no
 class PartRule:
     """A part of a model.
 
-    keys       keys of config.json, of which one has a value if the model has the part
+    keys       keys of config.json; a model with the part gives one of them a value
     to_write   what has to be written where no table reads any of the keys
     """
 
@@ -140,7 +140,7 @@ SILENT = (
         "output_hidden_states",
     ),
 )
-"""Keys that say nothing of what a model computes, or of which others than tables take care."""
+"""Keys that do not change what a model computes, or that are read elsewhere than by tables."""
 SILENT_ENDINGS = (
     "_token_id",
     "_token_ids",

@@ -48,7 +48,7 @@ class ReadKeys(dict[str, Any]):
 class Reading:
     """The settings of a config.json that a table reads.
 
-    keys      keys of config.json that the table asks for, or of which it supports given values
+    keys      keys of config.json that the table asks for, or that may have certain values only
     lacking   keys without which the table cannot read the model
     problem   why it cannot, first of all; "" if it can
     """
@@ -129,7 +129,7 @@ class RowMatch:
     """How the tensors of a model compare with a table's rows.
 
     missing    pattern -> (shape of the first tensor if known, number of tensors) without a row
-    unfilled   patterns of rows of which the model has no tensor
+    unfilled   patterns of rows for which the model has no tensor
     reshaped   pattern -> (shape in the files, shape by the table)
     """
 

@@ -25,7 +25,7 @@ ALIGNED_BYTES = 16
 
 @dataclass(frozen=True)
 class _Ends:
-    """Stands for counts of rows, of which megatron-core gives both linear layers the `tolist`."""
+    """Stands for counts of rows; megatron-core calls `tolist` and gives both layers the result."""
 
     ends_E: Tensor
 

@@ -45,8 +45,8 @@ def dequantize_groups(packed_NW: Tensor, scales_NG: Tensor) -> Tensor:
 def read_slice(words: Any, scales: Any, box: Box) -> Tensor:
     """Return the weights of `box`, in the scales' dtype.
 
-    words, scales   of the whole matrix, as slices of safetensors, of which only the groups are read
-                    that the box touches
+    words, scales   of the whole matrix, as slices of safetensors; only the groups that the box
+                    touches are read
     """
     rows = slice(box.start[0], box.stop[0])
     first, last = box.start[1] // GROUP, -(-box.stop[1] // GROUP)

@@ -44,7 +44,7 @@ VISION = (QWEN2_5_VL, GLM4V_MOE, QWEN3_VL, QWEN3_VL_MOE, KIMI_VL)
 """The tables of models that see images."""
 
 WITHOUT_TOWER = (KIMI_K25,)
-"""The tables of models that see images, of which the language model alone is trained."""
+"""The tables of models that see images, but whose language model alone is trained."""
 
 LANGUAGE = (*CAUSAL, *VISION, *WITHOUT_TOWER)
 """The tables of all models that give log-probs; each has a twin with a value head."""
