@@ -310,6 +310,20 @@ def use_te_workalike() -> None:
     gpt_layer_specs.TENorm = transformer_block.LayerNormImpl = te_workalike.Norm
 
 
+def use_torch_delta_net() -> None:
+    """Give gated delta nets torch's operations for the kernels of flash-linear-attention."""
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+    from megatron.core.ssm.gated_delta_net import common, gdn
+
+    from mcore_rl.cpu import delta_net, te_workalike
+
+    common.HAVE_FLA = True
+    common.l2norm = delta_net.l2norm
+    gdn.causal_conv1d = delta_net.causal_conv1d
+    gdn.chunk_gated_delta_rule = delta_net.chunk_gated_delta_rule
+    specs.TESpecProvider = te_workalike.SpecProvider
+
+
 def run_eagerly() -> None:
     """Run functions decorated with megatron-core's jit_fuser uncompiled.
 
@@ -326,6 +340,7 @@ WITHOUT_TRANSFORMER_ENGINE: tuple[Callable[[], None], ...] = (
     use_fused_adam,
     allow_precision_aware_adam,
     use_te_workalike,
+    use_torch_delta_net,
 )
 """Patches that have to do with Transformer Engine alone, not with the CPU."""
 

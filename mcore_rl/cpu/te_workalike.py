@@ -33,7 +33,7 @@ from torch import Tensor
 
 from mcore_rl.cpu.kernels import usable
 from mcore_rl.cpu.kernels.attention import causal_attention, takes_attention
-from mcore_rl.cpu.kernels.layers import RmsNorm, rms_norm
+from mcore_rl.cpu.kernels.layers import RmsNorm, rms_norm, zero_centered_norm
 from mcore_rl.cpu.kernels.matmul import grouped_linear
 from mcore_rl.device.attention import (
     BOTTOM_RIGHT,
@@ -149,11 +149,21 @@ class RowParallelGroupedLinear(_GroupedLinear):
     tp_axis = 1
 
 
+class _ZeroCenteredNorm(RmsNorm):
+    """RMSNorm times 1 + weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return zero_centered_norm(x, self.weight, self.eps or 0.0)
+
+
 class Norm:
     """TENorm: a torch norm whose parameters are marked for sequence parallelism."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
-        kind = {"RMSNorm": RmsNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
+        kind: Any = {"RMSNorm": RmsNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
+        if config.layernorm_zero_centered_gamma:
+            assert kind is RmsNorm, "only RMSNorm is multiplied with 1 + weight"
+            kind = _ZeroCenteredNorm
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for p in norm.parameters():
             p.sequence_parallel = config.sequence_parallel
@@ -271,6 +281,8 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         eps = self.config.layernorm_epsilon
         if self.config.normalization == "LayerNorm":
             normed = F.layer_norm(input_, weight.shape, weight, self.layer_norm_bias, eps)
+        elif self.config.layernorm_zero_centered_gamma:
+            normed = zero_centered_norm(input_, weight, eps)
         else:
             normed = rms_norm(input_, weight, eps)
         return super().forward(normed, *args, **kwargs)

@@ -7,9 +7,12 @@ These modules replace those of megatron-core where a model differs from it:
                      the activation     g0 g1 g2 u0 u1 u2     (what megatron-core expects)
     ProjectionNorm   RMSNorm of queries or keys over all heads of a token, on several ranks
     ValueHead        a critic's output layer: one number per token from its hidden state
+    DeltaNet         a gated delta net whose decay is computed in float32
+    PlainNorm        the norm of a delta net's outputs, times weight where others have 1 + weight
 """
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cache, partial
 from typing import Any
 
@@ -18,7 +21,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -157,6 +164,30 @@ class PlainQueries(MLASelfAttention):
         return {**resolved, "linear_q_proj": submodules.linear_q_proj}
 
 
+class DeltaNet(GatedDeltaNet):
+    """A gated delta net whose decay is computed in float32, as in transformers and in engines.
+
+    megatron-core 0.19.2 takes the exponential of A_log in the model's dtype.
+    """
+
+    def _compute_g_and_beta(
+        self, A_log_local_cp: Tensor, dt_bias_local_cp: Tensor, alpha: Tensor, beta: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        decay = -A_log_local_cp.float().exp()
+        return decay * F.softplus(alpha.float() + dt_bias_local_cp.float()), beta.sigmoid()
+
+
+class PlainNorm:
+    """The norm of `kind` with its weight as factor in a model whose other norms have 1 + weight."""
+
+    def __new__(
+        cls, kind: Any, config: TransformerConfig, hidden_size: int, eps: float
+    ) -> torch.nn.Module:
+        plain = copy(config)
+        plain.layernorm_zero_centered_gamma = False
+        return kind(config=plain, hidden_size=hidden_size, eps=eps)
+
+
 def make_chunks(
     config: TransformerConfig, hf_config: HfConfig, expert_gemm: ExpertGemm = "separate"
 ) -> list[GPTModel]:
@@ -198,10 +229,14 @@ def _make_chunk(
 def _make_spec(
     config: TransformerConfig, hf_config: HfConfig, expert_gemm: ExpertGemm, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    if config.experimental_attention_variant:
+        spec = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage)
+    else:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     family = family_of(hf_config)
     sizes = family.sizes(hf_config)
     for layer in spec.layer_specs or ():
+        _adapt_delta_net(layer.submodules.self_attention)
         if sizes.get("deepstack_mergers"):
             layer.module = DeepstackLayer
         if config.multi_latent_attention and config.q_lora_rank is None:  # type: ignore[attr-defined]
@@ -221,6 +256,14 @@ def _make_spec(
             if expert_gemm == "grouped_mm":
                 layer.submodules.mlp = use_grouped_products(layer.submodules.mlp)
     return spec
+
+
+def _adapt_delta_net(attention: ModuleSpec) -> None:
+    """Replace the module and the output's norm of a gated delta net; layers share their spec."""
+    if attention.module is GatedDeltaNet:
+        attention.module = DeltaNet
+        norm = attention.submodules.out_norm
+        attention.submodules.out_norm = ModuleSpec(PlainNorm, params={"kind": norm})
 
 
 def _mark_parameters(chunks: Sequence[torch.nn.Module]) -> None:

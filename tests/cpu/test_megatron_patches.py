@@ -46,6 +46,7 @@ CHECKED_ALONE = {
     "buckets_in_place",
     "run_eagerly",
     "allow_precision_aware_adam",
+    "use_torch_delta_net",
 }
 """Patches with a test_<name> of their own, below or in test_gloo_patches.py."""
 
@@ -169,10 +170,18 @@ def _moments_dtype() -> str:
     return str(options.exp_avg_dtype)
 
 
+def _has_delta_net() -> bool:
+    from megatron.core.ssm.gated_delta_net import common, gdn
+
+    kernels = (common.l2norm, gdn.causal_conv1d, gdn.chunk_gated_delta_rule)
+    return common.HAVE_FLA and None not in kernels
+
+
 PROBES = {
     "allow_precision_aware_adam": _moments_dtype,
     "know_linear_in_latent_attention": _takes_linear,
     "recompute_without_fp8": _recomputes_in_fp8,
+    "use_torch_delta_net": _has_delta_net,
 }
 
 
@@ -192,6 +201,10 @@ def test_recompute_without_fp8() -> None:
 
 def test_allow_precision_aware_adam() -> None:
     check_outcomes("allow_precision_aware_adam", "RuntimeError", "torch.bfloat16")
+
+
+def test_use_torch_delta_net() -> None:
+    check_outcomes("use_torch_delta_net", False, True)
 
 
 def test_recompute_by_copy() -> None:

@@ -23,7 +23,10 @@ def test_a_norm_is_torchs_and_marked_for_sequence_parallelism(
     normalization: str, kind: type
 ) -> None:
     config = SimpleNamespace(
-        normalization=normalization, params_dtype=torch.float32, sequence_parallel=True
+        normalization=normalization,
+        params_dtype=torch.float32,
+        sequence_parallel=True,
+        layernorm_zero_centered_gamma=False,
     )
     norm: Any = Norm(config, 8, eps=0.25)
     assert isinstance(norm, kind) and norm.eps == 0.25

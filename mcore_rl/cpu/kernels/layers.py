@@ -109,6 +109,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
+def zero_centered_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * (1 + weight), computed in float32."""
+    return rms_norm(x.float(), 1.0 + weight.float(), eps).to(x.dtype)
+
+
 class RmsNorm(torch.nn.RMSNorm):
     """torch's module, computed by `rms_norm`."""
 

@@ -157,6 +157,19 @@ PATCHES: tuple[Patch, ...] = (
         test=_FAILS,
     ),
     Patch(
+        f"{_CPU}:use_torch_delta_net",
+        (
+            *(f"{_CORE}.ssm.gated_delta_net.common.{name}" for name in ("HAVE_FLA", "l2norm")),
+            f"{_CORE}.ssm.gated_delta_net.gdn.causal_conv1d",
+            f"{_CORE}.ssm.gated_delta_net.gdn.chunk_gated_delta_rule",
+            f"{_CORE}.models.gpt.experimental_attention_variant_module_specs.TESpecProvider",
+        ),
+        by="flash-linear-attention's kernels of gated delta nets by `cpu/delta_net.py`",
+        reason="they are triton kernels; megatron-core's torch version takes no packed sequences",
+        on_gpu="flash-linear-attention, which has to be installed: other rounding",
+        test=f"{_TEST}::test_use_torch_delta_net",
+    ),
+    Patch(
         "mcore_rl.device:leave_compiler_out",
         ("torch.compile", "torch.compiler.disable"),
         by="compiled functions by the functions themselves; torch's compiler is not even imported",

@@ -72,6 +72,22 @@ TRAINING: tuple[Patch, ...] = (
         "::test_products_and_gradients_are_those_of_each_expert",
     ),
     Patch(
+        "mcore_rl.train.model:_adapt_delta_net",
+        (
+            f"{_CORE}.transformer.spec_utils.ModuleSpec.module",
+            f"{_CORE}.ssm.gated_delta_net.common.GatedDeltaNetSubmodules.out_norm",
+        ),
+        by="gated delta nets (Qwen3-Next, Qwen3.5) by ones whose decay is computed in float32, and"
+        " the norm of their outputs by one that is multiplied with its weight, not 1 + weight",
+        reason="megatron-core takes the exponential of `A_log` in the model's dtype, and has one"
+        " kind of norm per model",
+        scope=Scope.BOTH,
+        runs=Times.IN_STEPS,
+        switch="a model without gated delta nets",
+        required="the norm would have other outputs, and log-probs would not be the engine's",
+        test="tests/train/test_delta_net.py::test_a_decay_is_computed_in_float32",
+    ),
+    Patch(
         "mcore_rl.train.model:_make_chunk",
         (f"{_CORE}.models.gpt.gpt_model.GPTModel.output_layer",),
         by="the output layer of a critic by a head with one value per token",
