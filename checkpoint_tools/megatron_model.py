@@ -22,7 +22,7 @@ from checkpoint_tools.assembly import (
 from checkpoint_tools.foreign_keys import explain_unknown, find_part
 from checkpoint_tools.stored import Chunk, StoredTensor
 from mcore_rl.weights.box import Shard, contiguous_strides
-from mcore_rl.weights.hf.config import moe_layers, pad_vocab_size
+from mcore_rl.weights.hf.config import linear_layers, moe_layers, pad_vocab_size
 from mcore_rl.weights.layouts.training import LocalPart, list_training_padding, make_training_shards
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import NUMBERED_BY, Family, HfConfig, Rule, Shape, number_key
@@ -163,9 +163,7 @@ def megatron_tensors(hf_config: HfConfig, dtype: str) -> list[Wanted]:
             for tensor in rule.tensors
         ):
             continue
-        rows = sum(sizes[rule.matrix_axes(tensor)[0]] for tensor in rule.tensors)
-        if rule.padded:
-            rows = pad_vocab_size(hf_config, 1)
+        rows = pad_vocab_size(hf_config, 1) if rule.padded else rule.count_rows(sizes)
         matrix = (rows, *(sizes[axis] for axis in rule.matrix_axes(rule.tensors[0])[1:]))
         fixed = rule.tensors[0].dtype
         for key, num_layers in _keys(rule, hf_config):
@@ -189,9 +187,9 @@ def _matrix_boxes(stacked: Shape, matrix: Shape) -> tuple[tuple[Shape, Shape], .
 
 
 def layer_keys_are_numbered(hf_config: HfConfig) -> bool:
-    """Return True if only some layers have experts: megatron-core then writes a key per layer."""
+    """Return True if layers are not all of a kind: megatron-core then writes a key per layer."""
     moe = moe_layers(hf_config)
-    return any(moe) and not all(moe)
+    return (any(moe) and not all(moe)) or any(linear_layers(hf_config))
 
 
 def _keys(rule: Rule, hf_config: HfConfig) -> list[tuple[str, int]]:
@@ -201,14 +199,11 @@ def _keys(rule: Rule, hf_config: HfConfig) -> list[tuple[str, int]]:
     if rule.where in NUMBERED_BY:
         numbers = range(family_of(hf_config).sizes(hf_config)[NUMBERED_BY[rule.where]])
         return [(number_key(rule.key, number), 0) for number in numbers]
-    moe = moe_layers(hf_config)
-    layers = [
-        layer
-        for layer, has_experts in enumerate(moe)
-        if rule.where == "layer" or bool(has_experts) == (rule.where == "moe")
-    ]
+    family = family_of(hf_config)
+    num_layers = hf_config["num_hidden_layers"]
+    layers = [layer for layer in range(num_layers) if family.has_rule(rule, hf_config, layer)]
     if not layer_keys_are_numbered(hf_config):
-        return [(rule.key, len(moe))] if layers else []
+        return [(rule.key, num_layers)] if layers else []
     return [(rule.key.replace(".layers.", f".layers.{layer}.", 1), 0) for layer in layers]
 
 
@@ -257,11 +252,15 @@ def extra_state_keys(hf_config: HfConfig) -> list[str]:
     They are empty except in 8-bit training.
     """
     family = family_of(hf_config)
-    attention = Rule("decoder.layers.self_attention.core_attention.weight", ())
-    linear = [rule for rule in family.rules if re.search(r"\.linear_\w+\.weight$", rule.key)]
+    of_module = r"\.(linear_\w+|out_proj)\.weight$"
+    modules = [rule for rule in family.rules if re.search(of_module, rule.key)]
+    # Neither has a tensor of its own under its name: attention has none, in_proj one for each part.
+    attention = "decoder.layers.self_attention."
+    modules.append(Rule(f"{attention}core_attention.weight", (), "softmax"))
+    modules.append(Rule(f"{attention}in_proj.weight", (), "linear"))
     num_experts = family.sizes(hf_config)["experts"]
     keys: list[str] = []
-    for rule in (attention, *linear):
+    for rule in modules:
         for key, num_layers in _keys(rule, hf_config):
             sizes = [num_layers] if num_layers else []
             if rule.tensors and rule.has_expert_axis and num_experts:

@@ -19,6 +19,8 @@ from mcore_rl.weights.models.tower import PREFIX, merge_size
 
 FLOAT32 = 4
 LOGITS_COPIES = 3
+DELTA_CHUNK_LEN = 64
+"""Tokens of a chunk of flash-linear-attention's kernels of gated delta nets."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class Activations:
             if self._is_moe(layer)
             else self._count_dense(recomputed)
         )
+        if self._family.is_linear(self._config, layer):
+            return self._count_delta_net(recomputed) + rest
         return self._count_attention(recomputed) + rest
 
     @property
@@ -121,7 +125,19 @@ class Activations:
             numbers = cut * (2 * sizes["q"] + 2 * sizes["kv"])
             if sizes["q_norm"]:
                 numbers += cut * (sizes["q"] + sizes["kv"])
+            numbers += 2 * cut * (sizes.get("gated_q", sizes["q"]) - sizes["q"])
         return self._count_norm(recomputed) + numbers * step.itemsize
+
+    def _count_delta_net(self, recomputed: Collection[str]) -> float:
+        """Bytes of the projections, the convolution's outputs, queries and keys of every value
+        head, values, gates, outputs before and after their norm, and a chunk's triangular matrix.
+        """
+        sizes = self._sizes
+        repeated = sizes["delta_keys"] // sizes["delta_key_heads"] * sizes["delta_heads"]
+        numbers = sizes["delta_qkvz"] + sizes["delta_ba"] + sizes["delta_qkv"] + 2 * repeated
+        numbers += 4 * sizes["delta_values"] + DELTA_CHUNK_LEN * sizes["delta_heads"]
+        cut = self._tokens / self._step.tp
+        return self._count_norm(recomputed) + cut * numbers * self._step.itemsize
 
     def _count_dense(self, recomputed: Collection[str]) -> float:
         numbers = 3 * self._tokens * self._sizes["dense_ffn"] / self._step.tp

@@ -63,15 +63,20 @@ def predict_engine(run: PlannedRun) -> list[Uses]:
     stages = []
     for stage in range(rollout.pp):
         first_rank = stage * rollout.tp
-        num_layers = _count_layers(target, first_rank)
+        layers = _find_layers(target, first_rank)
+        num_layers = len(layers)
+        num_linear = sum(policy.family.is_linear(policy.config, layer) for layer in layers)
         weights = _count_bytes(target, first_rank)
         derived = num_layers * _count_derived(policy.sizes, attention_tp) * size
-        kv_bytes = num_layers * _count_kv(policy.sizes, attention_tp) * kv_size
+        kv_bytes = (num_layers - num_linear) * _count_kv(policy.sizes, attention_tp) * kv_size
         uses: Uses = {
             "weights": weights + derived,
             "KV cache": rollout.kv_cache_len * kv_bytes,
             "sync buffers": buffers,
         }
+        if num_linear:
+            state = _count_state_bytes(policy.sizes, attention_tp, size)
+            uses["linear attention"] = rollout.max_concurrency * num_linear * state
         if rollout.stage_weights:
             uses["staged weights"] = weights
         stages.append(uses)
@@ -88,10 +93,20 @@ def _count_bytes(layout: Layout, rank: int) -> int:
     return sum(box.numel * itemsize(dtype) for box, dtype in list_boxes(layout, rank))
 
 
-def _count_layers(layout: Layout, rank: int) -> int:
-    """Number of layers with a tensor on the rank."""
+def _find_layers(layout: Layout, rank: int) -> set[int]:
+    """Return the layers with a tensor on the rank."""
     names = (name.partition(".layers.")[2] for name in layout.names(rank) if ".layers." in name)
-    return len({name.partition(".")[0] for name in names})
+    return {int(name.partition(".")[0]) for name in names}
+
+
+def _count_state_bytes(sizes: Mapping[str, int], attention_tp: int, itemsize: int) -> int:
+    """Bytes of a request's state in a gated delta net on one rank.
+
+    They are the last inputs of the convolution, and a matrix of each value head, in float32.
+    """
+    inputs = sizes["delta_qkv"] * (sizes["delta_kernel"] - 1) * itemsize
+    matrices = sizes["delta_values"] * sizes["delta_keys"] // sizes["delta_key_heads"] * FLOAT32
+    return (inputs + matrices) // attention_tp
 
 
 def _count_derived(sizes: Mapping[str, int], attention_tp: int) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.ssm.gated_delta_net import common as gated_delta_net
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
@@ -47,6 +48,12 @@ def make_transformer_config(
     check_layout(config, parallel)
     options = family_of(config).options(config)
     refuse_unavailable(train.megatron, parallel.cp if "softmax_type" in options else 1)
+    if options.get("experimental_attention_variant") and not gated_delta_net.HAVE_FLA:
+        raise ValueError(
+            f"{config['architectures'][0]} has gated delta nets, whose kernels megatron-core takes"
+            " from flash-linear-attention, which is not installed:"
+            " pip install flash-linear-attention"
+        )
     kind = MLATransformerConfig if options.get("multi_latent_attention") else TransformerConfig
     settings = {
         "normalization": "RMSNorm",
@@ -112,7 +119,7 @@ def rotary_options(config: HfConfig) -> dict[str, Any]:
         options |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
     if _yarn(config):
         options["position_embedding_type"] = "yarn"
-    if rope.get("mrope_section"):
+    if family_of(config).options(config).get("mrope_section"):
         options["position_embedding_type"] = "mrope"
     return options
 

@@ -158,17 +158,18 @@ def draw_weights(
 ) -> None:
     """Draw weights from Normal(0, initializer_range); set norms to 1 and biases to 0.
 
-    Each HF tensor has a generator of its own, so that all layouts draw the same values. Peak
-    memory: DRAWN_AT_ONCE HF tensors in float32.
+    Other tensors of one axis are as the family's table says. Each HF tensor has a generator of its
+    own, so that all layouts draw the same values. Peak memory: DRAWN_AT_ONCE HF tensors in float32.
     """
     shapes = hf_tensor_shapes(hf_config)
+    initial = family_of(hf_config).list_initial(hf_config)
     std = hf_config.get("initializer_range", 0.02)
     by_name = sorted(shards, key=lambda shard: shard.box.name)
 
     @torch.no_grad()  # a setting of each thread
     def draw(named: tuple[str, list[Shard]]) -> None:
         name, group = named
-        full = _initial(name, shapes[name], std, seed)
+        full = _initial(name, shapes[name], initial[name], std, seed)
         for shard in group:
             box = tuple(map(slice, shard.box.start, shard.box.stop))
             shard.view(tensors).copy_(full[box])
@@ -179,9 +180,13 @@ def draw_weights(
             pass
 
 
-def _initial(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
+def _initial(name: str, shape: tuple[int, ...], kind: str | None, std: float, seed: int) -> Tensor:
     if len(shape) > 1:
         return _normal(name, shape, std, seed)
+    if kind == "log":  # of 1 to 16, where Megatron draws them
+        return torch.linspace(1.0, 16.0, *shape).log()
+    if kind is not None:
+        return {"zeros": torch.zeros, "ones": torch.ones}[kind](shape)
     return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
 
 

@@ -15,6 +15,7 @@ from checkpoint_tools.cli import main
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.train.actor import Actor
 from mcore_rl.train.critic import CriticModel
+from mcore_rl.train.runtime import init_distributed
 from mcore_rl.types import StepStats
 from tests.support.distributed import run_ranks
 from tests.support.once_per_run import made_once
@@ -84,6 +85,7 @@ def save_all(rank: int, world_size: int, port: int, root: Path, kinds: Sequence[
             resumed = go_on_twice(rank, actor, root)
     train, optimizer = TrainConfig(), OptimizerConfig(lr=1e-3)
     parallel = ParallelConfig(**LAYOUTS["deepseek_v2"])
+    init_distributed(rank, world_size, "127.0.0.1", port, parallel, seed=0, timeout_s=60)
     critic = CriticModel(
         ModelConfig(path=str(root / "qwen3_moe/hf")), parallel, train, optimizer, 6, seed=0
     )

@@ -18,6 +18,25 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 GROUPED_QUERIES = {"num_key_value_heads": 2, "head_dim": 16}
+DELTA_NET = {
+    **GROUPED_QUERIES,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
+SHARED_EXPERT = {
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 4,
+}
 LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -193,6 +212,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3_next": ("Qwen3NextConfig", {**DELTA_NET, **SHARED_EXPERT, "norm_topk_prob": True}),
+    "qwen3_5": ("Qwen3_5TextConfig", DELTA_NET),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**DELTA_NET, **SHARED_EXPERT}),
     "deepseek_v2": (
         "DeepseekV2Config",
         {
@@ -212,6 +234,7 @@ SAVED_ELSEWHERE: dict[str, dict[str, Any]] = {
     "moonlight": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3,
     "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1},
+    "qwen3_next": {"full_attention_interval": 4},
     "minimax_m2": {
         "use_qk_norm": True,
         "qk_norm_type": "per_layer",

@@ -153,6 +153,12 @@ def moe_layers(config: HfConfig) -> list[int]:
     return [int(family.is_moe_layer(config, i)) for i in range(config["num_hidden_layers"])]
 
 
+def linear_layers(config: HfConfig) -> list[int]:
+    """Return 1 for each layer with linear attention and 0 for each other, in order."""
+    family = family_of(config)
+    return [int(family.is_linear(config, i)) for i in range(config["num_hidden_layers"])]
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """A supported model as its config.json describes it.

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts, linear_layers
 from mcore_rl.weights.models.tower import PREFIX, merge_size, read_vision_settings
 from mcore_rl.weights.models.value_head import find_stem
 
@@ -31,7 +31,8 @@ class ModelFlops:
     """Floating-point operations of a model's forward pass.
 
     per_token         of all products with weights
-    per_pair          of a query and a key that it sees, in all layers without a sliding window
+    per_pair          of a query and a key that it sees, in all layers of softmax attention without
+                      a sliding window
     per_window_pair   the same in all layers with one
     window            tokens that a query sees there; None if no layer has a window
     """
@@ -49,13 +50,16 @@ class ModelFlops:
         experts = _count_experts(facts) if facts.has_experts else 0
         num_moe = sum(facts.moe_layers)
         num_dense = len(facts.moe_layers) - num_moe
-        products = hidden * head_out + len(facts.moe_layers) * _count_attention(facts)
+        num_linear = sum(linear_layers(facts.config))
+        num_softmax = len(facts.moe_layers) - num_linear
+        products = hidden * head_out + num_softmax * _count_attention(facts)
+        products += num_linear * _count_delta_net(facts) if num_linear else 0
         products += num_moe * experts + num_dense * 3 * hidden * sizes["dense_ffn"]
         kinds = facts.config.get("layer_types") or []
         window = _find_window(facts)
         num_windowed = kinds.count("sliding_attention") if window else 0
         per_layer = 2.0 * (sizes["q"] + sizes.get("v", sizes["q"]))
-        num_full = len(facts.moe_layers) - num_windowed
+        num_full = num_softmax - num_windowed
         return ModelFlops(2.0 * products, num_full * per_layer, num_windowed * per_layer, window)
 
     def count_forward(self, lens_N: Sequence[int]) -> float:
@@ -80,11 +84,24 @@ def _count_attention(facts: ModelFacts) -> int:
     sizes = facts.sizes
     hidden = sizes["hidden"]
     if "kv_rank" not in sizes:
-        return 2 * hidden * (sizes["q"] + sizes["kv"])
+        gate = hidden * (sizes.get("gated_q", sizes["q"]) - sizes["q"])
+        return 2 * hidden * (sizes["q"] + sizes["kv"]) + gate
     rank = sizes["q_rank"]
     queries = rank * (hidden + sizes["q"]) if rank else hidden * sizes["q"]
     keys = hidden * sizes["kv_down"] + sizes["kv_rank"] * sizes["kv_up"]
     return queries + keys + sizes["v"] * hidden
+
+
+def _count_delta_net(facts: ModelFacts) -> int:
+    """Return the multiplications per token of a gated delta net.
+
+    They are those of the projections, of the convolution, and, token by token, of a state with a
+    key, with the change that it makes, and with a query. Kernels compute chunks and multiply more.
+    """
+    sizes = facts.sizes
+    projections = sizes["delta_qkvz"] + sizes["delta_ba"] + sizes["delta_values"]
+    state = sizes["delta_values"] * sizes["delta_keys"] // sizes["delta_key_heads"]
+    return sizes["hidden"] * projections + sizes["delta_qkv"] * sizes["delta_kernel"] + 3 * state
 
 
 def _count_experts(facts: ModelFacts) -> int:

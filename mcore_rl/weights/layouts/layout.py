@@ -173,6 +173,7 @@ class EngineRule:
     blocks     equal blocks of the axis, each of which is cut for itself: q, k and v in one tensor
     multiple   the axis is padded to a multiple of so many elements before it is cut
     is_first   only the first pipeline stage has a tensor of a tower, not every stage
+    sections   each section of the table's rules is cut for itself
     """
 
     group: Literal["all", "attention", "kv_heads", "tensor"]
@@ -180,6 +181,7 @@ class EngineRule:
     blocks: int = 1
     multiple: int = 1
     is_first: bool = False
+    sections: bool = False
 
 
 WHOLE = EngineRule("all")

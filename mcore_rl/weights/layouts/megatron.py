@@ -21,6 +21,7 @@ from mcore_rl.weights.layouts.tensors import (
     Entry,
     StagedLayout,
     Tensors,
+    cut_blocks,
     cut_evenly,
     cut_halves,
     cut_rows,
@@ -38,6 +39,10 @@ SPLIT_AXIS: Mapping[str, int | None] = {
     "linear_q_up_proj": ROWS,
     "linear_kv_up_proj": ROWS,
     "linear_fc1": ROWS,
+    "in_proj.weight": ROWS,
+    "conv1d.weight": ROWS,
+    "out_norm": None,
+    "out_proj": COLUMNS,
     "linear_proj": COLUMNS,
     "linear_fc2": COLUMNS,
     "linear_q_down_proj": None,
@@ -170,8 +175,8 @@ class MegatronLayout(StagedLayout):
         if entry.rule.padded:
             rows = divide(self._sizes.padded_vocab, parts, "padded vocabulary", "tp")
             return [[box] if box else [] for box in cut_rows(entry.shape, rows, parts)]
-        if entry.rule.groups:
-            return self._cut_groups(entry, parts)
+        if entry.rule.groups or entry.tensor.section:
+            return cut_blocks(entry, self._tensors.sizes, parts)
         if entry.rule.stacked and axis is not None:
             axis = {ROWS: len(entry.shape) - 1, COLUMNS: 1}[
                 axis
@@ -181,38 +186,6 @@ class MegatronLayout(StagedLayout):
         if entry.rule.halves:
             return cut_halves(entry.shape, axis, parts, where)
         return [[box] for box in cut_evenly(entry.shape, axis, parts, where)]
-
-    def _cut_groups(self, entry: Entry, parts: int) -> list[list[tuple[Shape, Shape]]]:
-        """Return the boxes of `entry` if its Megatron tensor is cut into equal stretches of rows.
-
-        The Megatron tensor is made of groups (q k v | q k v), so a stretch holds rows of `entry`
-        from one or several groups, or none.
-        """
-        rule = entry.rule
-        sizes = self._tensors.sizes
-        num_groups = sizes[rule.groups or ""]
-        blocks = {tensor.name: sizes[tensor.axes[0]] // num_groups for tensor in rule.tensors}
-        names = list(blocks)
-        before = sum(blocks[name] for name in names[: names.index(entry.tensor.name)])
-        group_len = sum(blocks.values())
-        block_len = blocks[entry.tensor.name]
-        rows = divide(group_len * num_groups, parts, f"rows of {rule.key}", "tp")
-        cuts = []
-        for part in range(parts):
-            first = self._rows_before(part * rows, before, block_len, group_len)
-            last = self._rows_before((part + 1) * rows, before, block_len, group_len)
-            rest = entry.shape[1:]
-            cuts.append([((first, *(0 for _ in rest)), (last, *rest))] if first < last else [])
-        return cuts
-
-    @staticmethod
-    def _rows_before(row: int, before: int, block_len: int, group_len: int) -> int:
-        """Return how many rows of an HF tensor come before row `row` of the tensor of groups.
-
-        `before` counts the rows of a group before the HF tensor's block.
-        """
-        group, in_group = divmod(row, group_len)
-        return group * block_len + min(max(in_group - before, 0), block_len)
 
 
 def _split_axis(rule: Rule) -> int | None:
@@ -226,6 +199,8 @@ def _split_axis(rule: Rule) -> int | None:
         return None
     if rule.key.startswith(tower.PREFIX):
         return None
+    if kind in ("A_log", "dt_bias"):
+        return ROWS
     for known, axis in SPLIT_AXIS.items():
         if module == known or module.endswith("." + known):
             return axis if kind == "weight" or axis == ROWS else None

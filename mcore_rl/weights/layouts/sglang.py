@@ -40,6 +40,7 @@ from mcore_rl.weights.layouts.tensors import (
     Entry,
     StagedLayout,
     Tensors,
+    cut_blocks,
     cut_evenly,
     cut_halves,
     cut_rows,
@@ -116,6 +117,8 @@ class SGLangLayout(StagedLayout):
             return _list_single_boxes(cut_rows(entry.shape, rows, parts))
         if entry.rule.key.startswith(tower.PREFIX):
             return cut_tower(entry.shape, rule, parts, where)
+        if rule.sections:
+            return cut_blocks(entry, self._tensors.sizes, parts)
         if rule.group == "kv_heads":
             heads = self._tensors.sizes["kv_heads"]
             if attn_tp > heads:

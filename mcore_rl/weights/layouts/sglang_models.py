@@ -175,6 +175,16 @@ RULES: Mapping[str, EngineRule] = {
     "self_attn.kv_a_proj_with_mqa": WHOLE,
     "self_attn.kv_a_layernorm": WHOLE,
     "self_attn.kv_b_proj": EngineRule("attention"),
+    "linear_attn": EngineRule("attention"),
+    "linear_attn.in_proj_qkvz": EngineRule("attention"),
+    "linear_attn.in_proj_ba": EngineRule("attention"),
+    "linear_attn.in_proj_qkv": EngineRule("attention", sections=True),
+    "linear_attn.in_proj_z": EngineRule("attention"),
+    "linear_attn.in_proj_b": EngineRule("attention"),
+    "linear_attn.in_proj_a": EngineRule("attention"),
+    "linear_attn.conv1d": EngineRule("attention", sections=True),
+    "linear_attn.norm": WHOLE,
+    "linear_attn.out_proj": EngineRule("attention", COLUMNS),
     "mlp.gate": WHOLE,
     "mlp.gate_proj": EngineRule("tensor"),
     "mlp.up_proj": EngineRule("tensor"),
@@ -256,6 +266,9 @@ DTYPES = {
     ("GptOssForCausalLM", "mlp.experts.gate_up_proj_bias"): "float32",
     ("GptOssForCausalLM", "mlp.experts.down_proj_bias"): "float32",
     ("GptOssForCausalLM", "self_attn.sinks"): "bfloat16",
+    ("Qwen3NextForCausalLM", "linear_attn.A_log"): "float32",
+    ("Qwen3_5ForCausalLM", "linear_attn.A_log"): "float32",
+    ("Qwen3_5MoeForCausalLM", "linear_attn.A_log"): "float32",
 }
 """(architecture, HF name within the layer) -> dtype in engines, whatever the model's dtype is."""
 
@@ -273,7 +286,11 @@ EMBEDDING_ON_EVERY_STAGE = {"MiniMaxM2ForCausalLM"}
 """Architectures that have the embedding on every pipeline stage."""
 
 # Architectures whose SGLang model does not support a feature.
-WITHOUT_STAGES = {"OlmoeForCausalLM", "KimiVLForConditionalGeneration"}
+WITHOUT_STAGES = {
+    "OlmoeForCausalLM",
+    "KimiVLForConditionalGeneration",
+    "Qwen3NextForCausalLM",
+}
 WITHOUT_TENSOR_PARALLELISM = {"OlmoeForCausalLM"}
 WITHOUT_EXPERT_PARALLELISM = {"GptOssForCausalLM"}
 WITHOUT_ATTENTION_DP = {
@@ -292,6 +309,7 @@ WITHOUT_TIED_HEAD = {
     "Glm4MoeForCausalLM",
     "MiniMaxM2ForCausalLM",
     "GptOssForCausalLM",
+    "Qwen3NextForCausalLM",
     QWEN3_MOE,
 }
 WITHOUT_TIED_HEAD_IN_STAGES = {"LlamaForCausalLM"}
@@ -357,11 +375,17 @@ BUILT_IN: Mapping[str, Mapping[str, Callable[[HfConfig], Any]]] = {
 }
 """Architecture -> key of config.json -> (config) -> the value that SGLang always computes with."""
 
-DTYPE_OF_CONFIG = {"GptOssForCausalLM"}
+DTYPE_OF_CONFIG = {
+    "GptOssForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+}
 """Architectures with tensors that SGLang holds in config.json's dtype, whatever its --dtype."""
 
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "MiniMaxM2ForCausalLM": ("use_qk_norm", "use_routing_bias", "rotary_dim", "scoring_func"),
+    "Qwen3NextForCausalLM": ("full_attention_interval",),
 }
 """Architecture -> keys of config.json without which SGLang computes something else."""
 

@@ -41,12 +41,17 @@ OUTSIDE_LAYERS = ("model", *NUMBERED_BY)
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """An HF tensor of the table, for all layers and experts alike; compared by identity."""
+    """An HF tensor of the table, for all layers and experts alike; compared by identity.
+
+    rule     the first rule that has rows of the tensor
+    others   further rules that have other sections of the tensor
+    """
 
     rule: Rule
     tensor: HfTensor
     shape: Shape
     dtype: str
+    others: tuple[Rule, ...] = ()
 
     @property
     def suffix(self) -> str:
@@ -62,6 +67,21 @@ class NumberedEntry(NamedTuple):
     expert: int | None = None
 
 
+class LayerKind(NamedTuple):
+    """Whether a layer has experts, and linear attention."""
+
+    is_moe: bool
+    is_linear: bool = False
+
+    def has(self, rule: Rule) -> bool:
+        """Return whether a layer of this kind has the tensor of a rule of layers."""
+        if rule.where in ("linear", "softmax"):
+            return self.is_linear == (rule.where == "linear")
+        return rule.where == "layer" or (
+            rule.where in ("dense", "moe") and self.is_moe == (rule.where == "moe")
+        )
+
+
 class Tensors:
     """The tensors of one model, in memory that does not grow with their number."""
 
@@ -72,25 +92,27 @@ class Tensors:
         self.num_heads: int = hf_config["num_attention_heads"]
         self.num_layers = self.sizes["layers"]
         self.num_experts = self.sizes["experts"]
-        self._is_moe = [family.is_moe_layer(hf_config, layer) for layer in range(self.num_layers)]
+        self._kinds = [
+            LayerKind(family.is_moe_layer(hf_config, layer), family.is_linear(hf_config, layer))
+            for layer in range(self.num_layers)
+        ]
         left_out = family.find_left_out(hf_config)
         self.tied = bool(left_out)
         """True if the output layer shares the embedding's weights."""
-        entries = []
-        for rule in family.rules:
-            for tensor in rule.tensors:
-                shape = tuple(self.sizes[axis] for axis in tensor.axes)
-                if tensor.name in left_out or not all(shape):
-                    continue
-                for named in self._blocks_of(rule, tensor):
-                    entries.append(Entry(rule, named, shape, tensor.dtype or dtype))
+        entries: list[Entry] = []
+        for (_, rules), tensor in _list_places(family).items():
+            shape = tuple(self.sizes[axis] for axis in tensor.axes)
+            if tensor.name in left_out or not all(shape):
+                continue
+            rule, *others = rules
+            for named in self._blocks_of(rule, tensor):
+                entries.append(Entry(rule, named, shape, tensor.dtype or dtype, tuple(others)))
         self.model_entries = [entry for entry in entries if entry.rule.where in OUTSIDE_LAYERS]
         """The entries outside the layers; each module of a vision tower has its own."""
         self.layer_entries = {
-            False: [entry for entry in entries if entry.rule.where in ("layer", "dense")],
-            True: [entry for entry in entries if entry.rule.where in ("layer", "moe")],
+            kind: [entry for entry in entries if kind.has(entry.rule)] for kind in set(self._kinds)
         }
-        """The entries of a dense layer (key False) and of a layer with experts (key True)."""
+        """The entries of a layer of each kind."""
         self._by_pattern: dict[tuple[str, ...], list[Entry]] = defaultdict(list)
         """Parts of a name around its numbers -> entries."""
         self._by_name = {entry.tensor.name: entry for entry in self.model_entries}
@@ -114,8 +136,7 @@ class Tensors:
                 or (expert or 0) >= max(self.num_experts, 1)
             ):
                 continue
-            where = entry.rule.where
-            if where == "layer" or self._is_moe[layer] == (where == "moe"):
+            if self._kinds[layer].has(entry.rule):
                 return NumberedEntry(entry, layer, expert)
         return None
 
@@ -131,7 +152,7 @@ class Tensors:
         self, layer: int, experts: Iterable[int]
     ) -> Iterator[tuple[str, Entry, int | None]]:
         """Yield (HF name, entry, expert) of a layer's tensors; the routed experts are `experts`."""
-        for entry in self.layer_entries[self._is_moe[layer]]:
+        for entry in self.layer_entries[self._kinds[layer]]:
             if entry.rule.numbers_experts:
                 before, after = entry.tensor.name.split("{expert}")
                 before, after = before.format(layer=layer), after.format(layer=layer)
@@ -140,12 +161,25 @@ class Tensors:
             else:
                 yield entry.tensor.name.format(layer=layer), entry, None
 
-    def by_kind(self, layers: Iterable[int]) -> dict[bool, list[int]]:
-        """Return the `layers` that have experts (key True) and those that are dense (key False)."""
-        kinds: dict[bool, list[int]] = defaultdict(list)
+    def by_kind(self, layers: Iterable[int]) -> dict[LayerKind, list[int]]:
+        """Return those of `layers` that are of each kind."""
+        kinds: dict[LayerKind, list[int]] = defaultdict(list)
         for layer in layers:
-            kinds[self._is_moe[layer]].append(layer)
+            kinds[self._kinds[layer]].append(layer)
         return kinds
+
+
+def _list_places(family: Family) -> dict[tuple[str, tuple[Rule, ...]], HfTensor]:
+    """Return (HF name, rules that have rows of it in the same layers) -> the tensor."""
+    rules: dict[tuple[str, str], list[Rule]] = defaultdict(list)
+    tensors: dict[tuple[str, str], HfTensor] = {}
+    for rule in family.rules:
+        for tensor in rule.tensors:
+            place = tensor.name, rule.where
+            tensors.setdefault(place, tensor)
+            if rule not in rules[place]:
+                rules[place].append(rule)
+    return {(name, tuple(rules[name, where])): t for (name, where), t in tensors.items()}
 
 
 def divide(number: int, by: int, name: str, by_name: str) -> int:
@@ -223,6 +257,44 @@ def cut_rows(shape: Shape, rows_per_part: int, parts: int) -> list[tuple[Shape, 
     return cuts
 
 
+def cut_blocks(
+    entry: Entry, sizes: Mapping[str, int], parts: int
+) -> list[list[tuple[Shape, Shape]]]:
+    """Return the boxes (start, stop) of each part if Megatron's tensors are cut into equal runs.
+
+    A Megatron tensor is made of blocks of rows (q k v | q k v), so a run holds rows of `entry` from
+    one or several blocks, or none. Rows of several Megatron tensors, each of which is cut for
+    itself, may follow one another in the HF tensor. Raises ValueError naming the two numbers if
+    the runs are not equal.
+    """
+    spans: list[list[tuple[int, int]]] = [[] for _ in range(parts)]
+    for rule in (entry.rule, *entry.others):
+        rows = divide(rule.count_rows(sizes), parts, f"rows of {rule.key}", "tp")
+        for block in rule.list_blocks(sizes):
+            if block.tensor is None or block.tensor.name != entry.tensor.name:
+                continue
+            stop = block.start + block.num_rows
+            shift = block.hf_start - block.start
+            for part in range(block.start // rows, (stop - 1) // rows + 1):
+                first = max(block.start, part * rows)
+                last = min(stop, (part + 1) * rows)
+                spans[part].append((first + shift, last + shift))
+    rest = entry.shape[1:]
+    start = tuple(0 for _ in rest)
+    return [[((a, *start), (b, *rest)) for a, b in _join(own)] for own in spans]
+
+
+def _join(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return spans [first, last) in order, with those that touch made one."""
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(spans):
+        if joined and joined[-1][1] == first:
+            joined[-1] = joined[-1][0], last
+        else:
+            joined.append((first, last))
+    return joined
+
+
 class StagedLayout(ABC):
     """A layout in which a tensor's placement follows from its entry, stage and expert group."""
 
@@ -298,8 +370,8 @@ class StagedLayout(ABC):
         layers, ep = self._layers_and_group(rank)
         for entry in self._tensors.model_entries:
             yield entry, _count_elements(self._place(entry, None, None), rank)
-        for is_moe, same_kind in self._tensors.by_kind(layers).items():
-            for entry in self._tensors.layer_entries[is_moe]:
+        for kind, same_kind in self._tensors.by_kind(layers).items():
+            for entry in self._tensors.layer_entries[kind]:
                 num_tensors = len(same_kind)
                 if entry.rule.numbers_experts:
                     num_tensors *= self._experts_per_rank

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from mcore_rl.weights.box import Box, Padding, Shard, contiguous_strides
-from mcore_rl.weights.models.table import Family, HfConfig, HfTensor, Rule, Shape
+from mcore_rl.weights.models.table import Block, Family, HfConfig, HfTensor, Rule, Shape
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,6 @@ class LocalPart:
                 f"{self.key}: global shape {self.global_shape}, offset {self.global_offset} and"
                 f" local shape {self.local_shape} differ in their number of axes"
             )
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Rows [start, start + num_rows) of a Megatron tensor.
-
-    They are the rows of the HF tensor from `hf_start` on, or padding if `tensor` is None.
-    """
-
-    start: int
-    num_rows: int
-    tensor: HfTensor | None
-    hf_start: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +91,7 @@ def list_training_padding(
 
 def _cut(
     parts: Sequence[LocalPart], family: Family, hf_config: HfConfig
-) -> Iterator[tuple[_Matrix, _Block, int, int]]:
+) -> Iterator[tuple[_Matrix, Block, int, int]]:
     """Yield (part, block, first, stop): rows [first, stop) of the Megatron tensor lie in both."""
     sizes = family.sizes(hf_config)
     left_out = family.find_left_out(hf_config)
@@ -153,15 +140,15 @@ def _check_present(
             f"{matrix.part.key} has weights of its own, but config.json says tie_word_embeddings ="
             " true: build the model with shared embeddings"
         )
-    if where in ("dense", "moe") and family.is_moe_layer(hf_config, layer or 0) != (where == "moe"):
+    in_layers = where in ("dense", "moe", "linear", "softmax")
+    if in_layers and not family.has_rule(matrix.rule, hf_config, layer or 0):
         raise ValueError(f"{matrix.part.key}: by config.json, layer {layer} is not a {where} layer")
 
 
-def _list_blocks(matrix: _Matrix, sizes: Mapping[str, int]) -> Iterator[_Block]:
+def _list_blocks(matrix: _Matrix, sizes: Mapping[str, int]) -> Iterator[Block]:
     """Yield the blocks of rows that make up a Megatron tensor, from top to bottom."""
     rule = matrix.rule
-    num_groups = sizes[rule.groups] if rule.groups else 1
-    num_rows = sum(sizes[rule.matrix_axes(tensor)[0]] for tensor in rule.tensors)
+    num_rows = rule.count_rows(sizes)
     expected = (num_rows, *(sizes[axis] for axis in rule.matrix_axes(rule.tensors[0])[1:]))
     shape = matrix.global_shape
     is_padded = rule.padded and shape[0] > num_rows
@@ -169,14 +156,9 @@ def _list_blocks(matrix: _Matrix, sizes: Mapping[str, int]) -> Iterator[_Block]:
         raise ValueError(
             f"{matrix.part.key} has shape {shape}, by config.json it should be {expected}"
         )
-    start = 0
-    for group in range(num_groups):
-        for tensor in rule.tensors:
-            block_len = sizes[rule.matrix_axes(tensor)[0]] // num_groups
-            yield _Block(start, block_len, tensor, group * block_len)
-            start += block_len
-    if shape[0] > start:
-        yield _Block(start, shape[0] - start, None, 0)
+    yield from rule.list_blocks(sizes)
+    if shape[0] > num_rows:
+        yield Block(num_rows, shape[0] - num_rows, None, 0)
 
 
 def _make_shard(matrix: _Matrix, tensor: HfTensor, hf_first: int, first: int, stop: int) -> Shard:

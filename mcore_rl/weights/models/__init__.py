@@ -10,6 +10,7 @@ from typing import Any
 from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25, KIMI_VL
 from mcore_rl.weights.models.glm4_minimax import GLM4_MOE, GLM4V_MOE, MINIMAX_M2
 from mcore_rl.weights.models.gpt_oss import GPT_OSS
+from mcore_rl.weights.models.qwen_delta_net import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mcore_rl.weights.models.qwen_llama_mixtral import (
     LLAMA,
     MIXTRAL,
@@ -37,6 +38,9 @@ CAUSAL = (
     QWEN3,
     QWEN2,
     LLAMA,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
 )
 """The tables of causal language models."""
 
@@ -51,7 +55,7 @@ LANGUAGE = (*CAUSAL, *VISION, *WITHOUT_TOWER)
 
 FAMILIES = {family.architecture: family for family in (*LANGUAGE, *map(make_classifier, LANGUAGE))}
 
-_GATED_DELTA_NET = "most of its layers are gated delta nets, and no table here knows their tensors"
+_WITH_TOWER = "its vision tower has no table here; its language model alone has one"
 _SPARSE_ATTENTION = (
     "its attention reads only keys that an indexer chooses, which the attention here cannot"
 )
@@ -59,9 +63,8 @@ _SPARSE_ATTENTION = (
 REFUSED: Mapping[str, str] = {
     "DeepseekV32ForCausalLM": _SPARSE_ATTENTION,
     "GlmMoeDsaForCausalLM": _SPARSE_ATTENTION,
-    "Qwen3NextForCausalLM": _GATED_DELTA_NET,
-    "Qwen3_5MoeForCausalLM": _GATED_DELTA_NET,
-    "Qwen3_5MoeForConditionalGeneration": _GATED_DELTA_NET,
+    "Qwen3_5ForConditionalGeneration": _WITH_TOWER,
+    "Qwen3_5MoeForConditionalGeneration": _WITH_TOWER,
     "MiniMaxForCausalLM": (
         "most of its layers have lightning attention, which Megatron does not have"
     ),

@@ -59,6 +59,10 @@ def check_layout(config: HfConfig, parallel: ParallelConfig, name: str = "parall
         (f"{name}.ep", parallel.ep, "the number of experts", sizes["experts"]),
         (f"{name}.etp", parallel.etp, "an expert's intermediate size", sizes["expert_ffn"]),
     ]
+    if "delta_key_heads" in sizes:  # context parallelism deals their heads out
+        option = f"{name}.tp * {name}.cp"
+        heads = sizes["delta_key_heads"]
+        sized.append((option, parallel.tp * parallel.cp, "linear_num_key_heads", heads))
     biased = any(
         rule.has_expert_axis and rule.key.endswith(".bias") for rule in family_of(config).rules
     )
@@ -91,7 +95,11 @@ def check_sharing(config: HfConfig, parallel: ParallelConfig, name: str = "paral
             f" sequence; set train.share_prefixes=false or {name}.cp=1"
         )
     options = family_of(config).options(config)
-    kinds = {"multi_latent_attention": "latent attention", "mrope_section": "images"}
+    kinds = {
+        "multi_latent_attention": "latent attention",
+        "mrope_section": "images",
+        "experimental_attention_variant": "linear attention",
+    }
     for option, kind in kinds.items():
         if options.get(option):
             raise ValueError(

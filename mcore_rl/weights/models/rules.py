@@ -7,6 +7,7 @@
 table.py explains how the rows of these tensors are laid into one.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from mcore_rl.weights.models.table import EMBEDDING, HfTensor, Rule
@@ -181,3 +182,13 @@ def make_shared_expert_rules(name: str) -> tuple[Rule, ...]:
 
 
 SHARED_EXPERTS = make_shared_expert_rules("mlp.shared_experts")
+
+
+def center_norms(table: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Return the rules of a model whose norms are multiplied with 1 + weight: they begin at 0."""
+    return tuple(
+        replace(rule, tensors=tuple(replace(t, initial="zeros") for t in rule.tensors))
+        if "layernorm" in rule.key or rule.key.endswith("layer_norm_weight")
+        else rule
+        for rule in table
+    )

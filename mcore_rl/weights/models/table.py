@@ -8,6 +8,11 @@
     o_proj                 -->  linear_proj = o                           1 group of 1 tensor
 
 A group is the unit that repeats; here each of 2 key-value heads makes one, with its 2 query heads.
+
+Rows of one HF tensor may also be dealt out by section: each head of q_proj may have the rows of
+its queries, then those of a gate.
+
+    q_proj = q0 g0 q1 g1   -->  linear_qkv = q0 q1 g0 g1 k v              2 units, sections q and g
 """
 
 import re
@@ -35,17 +40,51 @@ def number_key(key: str, number: int) -> str:
 
 
 @dataclass(frozen=True)
+class Section:
+    """Some rows of an HF tensor, whose rows are equal units of several sections each.
+
+    rows     name of the size that counts the section's rows, in all units together
+    before   names of the sizes of the sections that come before it in a unit, likewise
+    units    name of the size that counts the units; None: one unit
+    """
+
+    rows: str
+    before: tuple[str, ...] = ()
+    units: str | None = None
+
+
+@dataclass(frozen=True)
 class HfTensor:
     """An HF tensor of the table; a model in which one of its axes has size 0 does not have it.
 
-    name    HF name, in which {layer} (or module of the tower) and {expert} stand for numbers
-    axes    names of the axis sizes (see `Family.sizes`)
-    dtype   torch name of the tensor's dtype if it differs from the model's
+    name      HF name, in which {layer} (or module of the tower) and {expert} stand for numbers
+    axes      names of the axis sizes (see `Family.sizes`)
+    dtype     torch name of the tensor's dtype if it differs from the model's
+    section   the rows that are meant, None for all; other sections have entries of their own
+    initial   what an untrained model has in it, None: what its name and shape say
     """
 
     name: str
     axes: tuple[str, ...]
     dtype: str | None = None
+    section: Section | None = None
+    initial: Literal["zeros", "ones", "log"] | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows [start, start + num_rows) of a Megatron tensor.
+
+    They are the rows of the HF tensor from `hf_start` on, or padding if `tensor` is None.
+    """
+
+    start: int
+    num_rows: int
+    tensor: HfTensor | None
+    hf_start: int
+
+
+Where = Literal["model", "layer", "dense", "moe", "linear", "softmax", "tower", "deepstack"]
 
 
 @dataclass(frozen=True)
@@ -54,8 +93,9 @@ class Rule:
 
     key       Megatron's global key, without the layer or block number
     tensors   the HF tensors, in the order of their blocks
-    where     the layers that have the tensor; "model": it belongs to no layer; a key of
-              NUMBERED_BY: it belongs to each of these modules of the vision tower
+    where     the layers that have the tensor: all, by kind of MLP (dense, moe) or of attention
+              (linear, softmax); "model": it belongs to no layer; a key of NUMBERED_BY: it belongs
+              to each of these modules of the vision tower
     groups    name of the size that counts the groups; None: one group
     padded    rows past the last block are vocabulary padding (otherwise they are an error)
     stacked   one HF tensor holds all experts on its first axis, each transposed; Megatron has one
@@ -65,7 +105,7 @@ class Rule:
 
     key: str
     tensors: tuple[HfTensor, ...]
-    where: Literal["model", "layer", "dense", "moe", "tower", "deepstack"] = "layer"
+    where: Where = "layer"
     groups: str | None = None
     padded: bool = False
     stacked: bool = False
@@ -85,6 +125,38 @@ class Rule:
         """Return the axes of `tensor` in the order that the Megatron tensor has them."""
         return tensor.axes[:0:-1] if self.stacked else tensor.axes
 
+    def count_rows(self, sizes: Mapping[str, int]) -> int:
+        """Return the rows of the Megatron tensor, without padding."""
+        return sum(self._count_rows_of(tensor, sizes) for tensor in self.tensors)
+
+    def list_blocks(self, sizes: Mapping[str, int]) -> Iterator[Block]:
+        """Yield the blocks of rows that make up the Megatron tensor, from top to bottom."""
+        num_groups = sizes[self.groups] if self.groups else 1
+        start = 0
+        for group in range(num_groups):
+            for tensor in self.tensors:
+                for num_rows, hf_start in self._list_hf_rows(tensor, sizes, group, num_groups):
+                    yield Block(start, num_rows, tensor, hf_start)
+                    start += num_rows
+
+    def _count_rows_of(self, tensor: HfTensor, sizes: Mapping[str, int]) -> int:
+        return sizes[tensor.section.rows if tensor.section else self.matrix_axes(tensor)[0]]
+
+    def _list_hf_rows(
+        self, tensor: HfTensor, sizes: Mapping[str, int], group: int, num_groups: int
+    ) -> Iterator[tuple[int, int]]:
+        """Yield (number of rows, first row of the HF tensor) of a group's rows of `tensor`."""
+        num_rows = self._count_rows_of(tensor, sizes)
+        section = tensor.section
+        if section is None:
+            yield num_rows // num_groups, group * num_rows // num_groups
+            return
+        num_units = sizes[section.units] if section.units else 1
+        before = sum(sizes[name] for name in section.before) // num_units
+        unit_len = sizes[tensor.axes[0]] // num_units
+        for unit in range(group * num_units // num_groups, (group + 1) * num_units // num_groups):
+            yield num_rows // num_units, unit * unit_len + before
+
 
 @dataclass(frozen=True)
 class Family:
@@ -94,6 +166,7 @@ class Family:
 
     sizes          axis sizes by the names that `rules` use
     is_moe_layer   (config, layer) -> whether the layer has experts
+    is_linear      (config, layer) -> whether the layer has linear attention, not softmax attention
     options        arguments of megatron-core's TransformerConfig, without layout and precision
     supported      key of config.json -> values that table and Megatron support, besides absence
     rope_types     supported kinds of rotary embedding
@@ -117,6 +190,7 @@ class Family:
     rope_types: tuple[str, ...] = ("default",)
     refusal: Callable[[HfConfig], str] = lambda config: ""
     carried: Callable[[HfConfig], str] = lambda config: ""
+    is_linear: Callable[[HfConfig, int], bool] = lambda config, layer: False
     rotary_share: Callable[[HfConfig], float] = lambda config: 1.0
     alternating: bool = False
     explicit: tuple[str, ...] = ()
@@ -171,6 +245,10 @@ class Family:
             for name, tensor in self._tensors(config, self.sizes(config))
         }
 
+    def list_initial(self, config: HfConfig) -> dict[str, str | None]:
+        """Return HF name -> what an untrained model has in the tensor (see HfTensor.initial)."""
+        return {name: tensor.initial for name, tensor in self._tensors(config, self.sizes(config))}
+
     def find_left_out(self, config: HfConfig) -> frozenset[str]:
         """Return the HF tensors that this model lacks because its embeddings are tied."""
         return frozenset(self.tied) if config.get("tie_word_embeddings", False) else frozenset()
@@ -185,6 +263,12 @@ class Family:
     ) -> Iterator[tuple[str, HfTensor]]:
         for _, tensor, layer, expert in self.places(config, sizes):
             yield tensor.name.format(layer=layer, expert=expert), tensor
+
+    def has_rule(self, rule: Rule, config: HfConfig, layer: int) -> bool:
+        """Return whether a layer of the language model has the tensor of a rule."""
+        if rule.where in ("linear", "softmax"):
+            return self.is_linear(config, layer) == (rule.where == "linear")
+        return rule.where == "layer" or (self.is_moe_layer(config, layer) == (rule.where == "moe"))
 
     def places(
         self, config: HfConfig, sizes: Mapping[str, int]
@@ -215,8 +299,5 @@ class Family:
             return
         experts = range(sizes["experts"]) if rule.numbers_experts else (None,)
         for layer in range(sizes["layers"]):
-            has_rule = rule.where == "layer" or (
-                self.is_moe_layer(config, layer) == (rule.where == "moe")
-            )
-            if has_rule:
+            if self.has_rule(rule, config, layer):
                 yield from ((layer, expert) for expert in experts)

@@ -58,6 +58,12 @@ CASES: dict[str, tuple[str, dict[str, Any], Layouts]] = {
     "gpt_oss": ("gpt_oss", {}, [{"tp": 4, "pp": 2, "ep": 2}]),
     "deepseek_v2": ("deepseek_v2", {}, [{"tp": 4, "pp": 2, "ep": 4}]),
     "qwen2": ("qwen2", {}, [{"tp": 4, "pp": 2}]),
+    "qwen3_next": (
+        "qwen3_next",
+        {},
+        [{"tp": 4, "pp": 2, "ep": 2, "etp": 2}, {"tp": 2, "cp": 2, "pp": 2, "ep": 4}],
+    ),
+    "qwen3_5": ("qwen3_5", {"tie_word_embeddings": True}, [{"tp": 4, "pp": 2}]),
     "qwen3": (
         "qwen3",
         {"tie_word_embeddings": True},
