@@ -47,13 +47,7 @@ def make_transformer_config(
     """
     check_layout(config, parallel)
     options = family_of(config).options(config)
-    refuse_unavailable(train.megatron, parallel.cp if "softmax_type" in options else 1)
-    if options.get("experimental_attention_variant") and not gated_delta_net.HAVE_FLA:
-        raise ValueError(
-            f"{config['architectures'][0]} has gated delta nets, whose kernels megatron-core takes"
-            " from flash-linear-attention, which is not installed:"
-            " pip install flash-linear-attention"
-        )
+    _refuse_missing_kernels(config, options, parallel, train)
     kind = MLATransformerConfig if options.get("multi_latent_attention") else TransformerConfig
     settings = {
         "normalization": "RMSNorm",
@@ -93,6 +87,18 @@ def make_transformer_config(
     if train.expert_gemm == "grouped_mm":
         check_grouped_products(transformer_config)
     return transformer_config
+
+
+def _refuse_missing_kernels(
+    config: HfConfig, options: Mapping[str, Any], parallel: ParallelConfig, train: TrainConfig
+) -> None:
+    refuse_unavailable(train.megatron, parallel.cp if "softmax_type" in options else 1)
+    if options.get("experimental_attention_variant") and not gated_delta_net.HAVE_FLA:
+        raise ValueError(
+            f"{config['architectures'][0]} has gated delta nets, whose kernels megatron-core takes"
+            " from flash-linear-attention, which is not installed:"
+            " pip install flash-linear-attention"
+        )
 
 
 def token_multiple(config: TransformerConfig) -> int:
