@@ -199,7 +199,23 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     report = _RECEIVER.handle(command, receiver_rank, load_weights, tensors)
     if command.action != "connect" and report.error is None:
         post_load_weights(model)
+        renew_derived(model)
         forget_image_embeddings()
+
+
+def renew_derived(model: nn.Module) -> None:
+    """Let modules renew what they keep of their parameters and post_load_weights does not know.
+
+    Norms that multiply with 1 + weight keep that sum, and gated delta nets a view of their
+    convolution's weight, which may have new memory.
+    """
+    for module in model.modules():
+        refresh = getattr(module, "refresh_gemma_weight", None)
+        if refresh is not None:
+            refresh()
+        refresh = getattr(getattr(module, "attn", None), "refresh_conv_weights", None)
+        if refresh is not None:
+            refresh(module.get_parameter("conv1d.weight"))
 
 
 def list_loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
