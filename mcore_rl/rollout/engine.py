@@ -278,9 +278,11 @@ def make_environment(spec: EngineSpec, temp_dir: str) -> dict[str, str]:
     """Return the server's environment.
 
     SGLang leaves files in its temporary folder, so each server gets its own; compile caches are
-    shared.
+    shared. Between tokens, the inputs of a delta net's convolution are kept in the engine's dtype;
+    SGLang would round them to bfloat16.
     """
     environment = {**os.environ, "TMPDIR": temp_dir, "PYTHONUNBUFFERED": "1"}
+    environment.setdefault("SGLANG_MAMBA_CONV_DTYPE", spec.dtype)
     environment |= bypass_proxies(environment, [spec.host, *spec.node_addresses])
     environment |= find_compile_caches()
     variables = restrict_zmq_peers(spec.host, spec.node_addresses)

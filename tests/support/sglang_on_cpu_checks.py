@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from tests.support import (
     sglang_attention_checks,
+    sglang_delta_net_checks,
     sglang_kernel_checks,
     sglang_native_checks,
     sglang_process_checks,
@@ -23,6 +24,7 @@ MODULES = (
     sglang_attention_checks,
     sglang_process_checks,
     sglang_kernel_checks,
+    sglang_delta_net_checks,
     sglang_native_checks,
 )
 

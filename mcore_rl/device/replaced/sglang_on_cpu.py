@@ -126,6 +126,17 @@ PATCHES: tuple[Patch, ...] = (
         "the triton kernel",
     ),
     _patch(
+        "delta_net",
+        "norm_gated_outputs",
+        (
+            "sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward",
+            "sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward",
+        ),
+        "two triton kernels of gated delta nets by torch",
+        "SGLang has no CPU path without Intel AMX",
+        "the triton kernels",
+    ),
+    _patch(
         "data_parallel",
         "pad_batches",
         (f"{_BACKEND}.get_cpu_graph_seq_len_fill_value",),

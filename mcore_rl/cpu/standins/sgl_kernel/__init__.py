@@ -15,6 +15,8 @@ import torch
 from import_standin import missing
 from torch import Tensor
 
+from sgl_kernel import mamba, qwen3_5
+
 __version__ = "0.0.0+cpu"
 
 
@@ -74,14 +76,35 @@ def murmur_hash32_cpu(seed_N: Tensor, positions_N: Tensor, columns_V: Tensor) ->
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
 _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
 _library.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
-# SGLang's processor of Qwen's images imports the models of other families, which look these up.
-for _name in (
-    "fused_sigmoid_mul_cpu",
-    "fused_qk_gemma_rmsnorm_cpu",
-    "fused_qk_gemma_rmsnorm_with_gate_cpu",
-    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+_library.define(
+    "fused_gdn_gating_cpu(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)"
+)
+_library.define(
+    "fused_sigmoid_gating_delta_rule_update_cpu(Tensor A_log, Tensor dt_bias, Tensor q, Tensor k,"
+    " Tensor v, Tensor a, Tensor b, Tensor(a!) initial_state_source, Tensor initial_state_indices,"
+    " Tensor cu_seqlens, bool use_qk_l2norm_in_kernel, float softplus_beta,"
+    " float softplus_threshold) -> Tensor"
+)
+_library.define("fused_sigmoid_mul_cpu(Tensor(a!) x, Tensor gate) -> ()")
+_library.define(
+    "fused_qk_gemma_rmsnorm_with_gate_cpu(Tensor q_gate, Tensor k, Tensor q_weight,"
+    " Tensor k_weight, float eps, int head_dim, int num_heads) -> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu(Tensor qkvz, Tensor ba, int key_heads,"
+    " int heads, int head_k, int head_v) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+for _module, *_names in (
+    (mamba, "fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cpu"),
+    (
+        *(qwen3_5, "fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu"),
+        "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    ),
 ):
-    _library.define(f"{_name}(Tensor x) -> Tensor")
+    for _name in _names:
+        _library.impl(_name, getattr(_module, _name), "CPU")
+# SGLang looks it up where it serves Qwen3.5; only attention without a gate calls it.
+_library.define("fused_qk_gemma_rmsnorm_cpu(Tensor x) -> Tensor")
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from sglang_on_cpu.attention import (
     rotate_without_yarn,
 )
 from sglang_on_cpu.data_parallel import pad_batches, reduce_without_nccl, wait_for_requests
+from sglang_on_cpu.delta_net import norm_gated_outputs
 from sglang_on_cpu.experts import (
     gate_shared_expert,
     group_experts,
@@ -43,6 +44,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     rotate_without_yarn,
     admit_torch_native,
     gate_shared_expert,
+    norm_gated_outputs,
     pad_batches,
     reduce_without_nccl,
     wait_for_requests,

@@ -22,8 +22,11 @@ MODULES = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_text",
 }
 """Architecture -> its module in sglang.srt.models; Qwen3-MoE is in `served_models`."""
 PROCESSORS = {"sglang.srt.multimodal.processors": ("qwen_vl", "glm4v", "kimi_vl")}
