@@ -9,6 +9,7 @@ import gc
 import multiprocessing as mp
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,11 @@ LAYER_NAMES = {
     "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",
     "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.A_log": "linear_attn.A_log",
+    "self_attention.dt_bias": "linear_attn.dt_bias",
+    "self_attention.out_norm.weight": "linear_attn.norm.weight",
+    "self_attention.out_proj.weight": "linear_attn.out_proj.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
@@ -213,11 +219,14 @@ NUMBERED = {
     "down_proj": "w2",
 }
 STACKED = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj", ".weight": "", ".bias": "_bias"}
+ONE_SHARED_EXPERT = {"mlp.shared_experts.": "mlp.shared_expert."}
 OTHER_NAMES = {
     "GptOssForCausalLM": {"mlp.gate.weight": "mlp.router.weight"},
     "MixtralForCausalLM": NUMBERED,
     "MiniMaxM2ForCausalLM": NUMBERED,
-    "Qwen2MoeForCausalLM": {"mlp.shared_experts.": "mlp.shared_expert."},
+    "Qwen2MoeForCausalLM": ONE_SHARED_EXPERT,
+    "Qwen3NextForCausalLM": ONE_SHARED_EXPERT,
+    "Qwen3_5MoeForCausalLM": ONE_SHARED_EXPERT,
 }
 """Architecture -> replacements in HF names, made in this order."""
 
@@ -225,7 +234,7 @@ OTHER_NAMES = {
 def _hf_tensors(
     model: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    for key, tensor in model.items():
+    for key, tensor in _join_delta_nets(model, config).items():
         if key in MODEL_NAMES:
             yield MODEL_NAMES[key], tensor[: config["vocab_size"]] if "norm" not in key else tensor
             continue
@@ -242,15 +251,45 @@ def _hf_tensors(
                 yield f"model.layers.{i}.{name}", part.contiguous()
 
 
+def _join_delta_nets(model: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the model with the parts of delta nets' tensors joined, under HF names in a layer."""
+    joined = dict(model)
+    parts: dict[tuple[str, str], dict[str, Tensor]] = defaultdict(dict)
+    for key in model:
+        if match := re.fullmatch(r"(.*\.)self_attention\.(in_proj|conv1d)\.weight\.(\w+)", key):
+            parts[match[1], match[2]][match[3]] = joined.pop(key)
+    for (layer, module), named in parts.items():
+        qkv = torch.cat([named[name] for name in ("query", "key", "value")])
+        if module == "conv1d":
+            tensors = {"conv1d": qkv}
+        elif config["architectures"] == ["Qwen3NextForCausalLM"]:
+            rows = {
+                n: t.unflatten(0, (config["linear_num_key_heads"], -1)) for n, t in named.items()
+            }
+            qkvz = torch.cat([rows[name] for name in ("query", "key", "value", "z")], 1)
+            ba = torch.cat([rows["beta"], rows["alpha"]], 1)
+            tensors = {"in_proj_qkvz": qkvz.flatten(0, 1), "in_proj_ba": ba.flatten(0, 1)}
+        else:
+            tensors = {"in_proj_qkv": qkv, "in_proj_z": named["z"]}
+            tensors |= {"in_proj_b": named["beta"], "in_proj_a": named["alpha"]}
+        joined |= {f"{layer}linear_attn.{name}.weight": t for name, t in tensors.items()}
+    return joined
+
+
 def _layer_tensors(
     key: str, tensor: Tensor, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
     if key in LAYER_NAMES:
         yield LAYER_NAMES[key], tensor
+    elif key.startswith("linear_attn."):
+        yield key, tensor
     elif key.startswith("self_attention.linear_qkv."):
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         groups = tensor.unflatten(0, (config["num_key_value_heads"], -1, head_dim))
-        for name, rows in (("q", groups[:, :-2]), ("k", groups[:, -2:-1]), ("v", groups[:, -1:])):
+        queries = groups[:, :-2]
+        if "linear_num_key_heads" in config:  # with a gate behind the queries of each head
+            queries = torch.stack(queries.chunk(2, 1), 2).flatten(1, 2)
+        for name, rows in (("q", queries), ("k", groups[:, -2:-1]), ("v", groups[:, -1:])):
             yield f"self_attn.{name}_proj.{key.rpartition('.')[2]}", rows.flatten(0, 2)
     elif key.startswith("mlp.experts.experts.") and config["architectures"][0] in STACKING:
         name = key.removeprefix("mlp.experts.experts.")

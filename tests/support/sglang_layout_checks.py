@@ -86,6 +86,7 @@ def engine_model(hf_dir: str, dtype: str, sizes: SGLangSizes, rank: int) -> Iter
     """Build SGLang's model of this engine rank, quantized as config.json says, without weights."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.configs.update_config import adjust_tp_num_heads_if_necessary
     from sglang.srt.layers.moe.utils import initialize_moe_config
     from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.runtime_context import (
@@ -127,6 +128,7 @@ def engine_model(hf_dir: str, dtype: str, sizes: SGLangSizes, rank: int) -> Iter
     }
     with parallel.override(**groups), get_flags().dp.override(enabled=sizes.dp > 1):
         model_config, load_config = ModelConfig.from_server_args(server_args), LoadConfig()
+        adjust_tp_num_heads_if_necessary(model_config.hf_config, parallel.attn_tp_size, True)
         quantization = _get_quantization_config(model_config, load_config)
         yield _initialize_model(model_config, load_config, quantization)
 

@@ -228,13 +228,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+EVERY_FOURTH = {"full_attention_interval": 4}
 DEEPSEEK_V3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 SAVED_ELSEWHERE: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK_V3,
     "moonlight": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3,
     "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1},
-    "qwen3_next": {"full_attention_interval": 4},
+    "qwen3_next": EVERY_FOURTH,
+    "qwen3_5": EVERY_FOURTH,
+    "qwen3_5_moe": EVERY_FOURTH,
     "minimax_m2": {
         "use_qk_norm": True,
         "qk_norm_type": "per_layer",

@@ -312,7 +312,11 @@ WITHOUT_TIED_HEAD = {
     "Qwen3NextForCausalLM",
     QWEN3_MOE,
 }
-WITHOUT_TIED_HEAD_IN_STAGES = {"LlamaForCausalLM"}
+WITHOUT_TIED_HEAD_IN_STAGES = {
+    "LlamaForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+}
 WITHOUT_DENSE_LAYERS = {"Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", QWEN3_MOE}
 
 
@@ -386,6 +390,8 @@ DTYPE_OF_CONFIG = {
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "MiniMaxM2ForCausalLM": ("use_qk_norm", "use_routing_bias", "rotary_dim", "scoring_func"),
     "Qwen3NextForCausalLM": ("full_attention_interval",),
+    "Qwen3_5ForCausalLM": ("full_attention_interval",),
+    "Qwen3_5MoeForCausalLM": ("full_attention_interval",),
 }
 """Architecture -> keys of config.json without which SGLang computes something else."""
 

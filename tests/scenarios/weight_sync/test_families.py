@@ -44,6 +44,7 @@ LAYOUTS = {
     "qwen3": DENSE_LAYOUTS,
     "qwen2": DENSE_LAYOUTS[:1],
     "llama": DENSE_LAYOUTS[1:],
+    "qwen3_5": DENSE_LAYOUTS[:1],
     "mixtral": MOE_LAYOUTS[1:2],
     "glm4_moe": MOE_LAYOUTS[1:2],
     "olmoe": MOE_LAYOUTS[2:],
@@ -72,14 +73,15 @@ IN_EVERY_LAYOUT: dict[str, list[Engine]] = {
     "qwen3_moe": [ONE_RANK, CUT],
     "deepseek_v3": [ONE_RANK, UNEVEN],
 }
+DELTA_NETS = ("qwen3_next", "qwen3_5_moe")
 PIPELINE: Layout = {"pp": 2}
 DATA_PARALLEL: Layout = {"tp": 2, "ep": 2, "attention_dp": 2}
 SLOW: dict[str, list[Engine]] = {
     "qwen3_moe": [(PIPELINE, "recorded"), (DATA_PARALLEL, "recorded")],
     "deepseek_v3": [(PIPELINE, "recorded"), (DATA_PARALLEL, "listed")],
-    **{kind: [CUT] for kind in ("qwen2_moe", "mixtral", "minimax_m2")},
+    **{kind: [CUT] for kind in ("qwen2_moe", "mixtral", "minimax_m2", *DELTA_NETS)},
     **{kind: [UNEVEN] for kind in ("deepseek_v2", "glm4_moe", "moonlight", "kimi_k2")},
-    **{kind: [DENSE] for kind in ("qwen2", "llama")},
+    **{kind: [DENSE] for kind in ("qwen2", "llama", "qwen3_5")},
     "gpt_oss": [({"tp": 2}, "recorded")],
 }
 """Engines of several ranks. OLMoE is missing, because its engines have one."""
