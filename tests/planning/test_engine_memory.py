@@ -55,3 +55,12 @@ def test_buffers_of_a_link_are_four_with_padding_and_header() -> None:
     buffers = count_sync_buffers(load_recipe(DEEPSEEK, ["sync.bucket_mib=2"]).sync)
     padded = 4 * 2 * 2**20 * 9 / 8
     assert padded < buffers < 1.02 * padded
+
+
+def test_a_quarter_of_qwen3_next_has_a_cache_and_the_rest_a_state_for_each_request() -> None:
+    config = load_recipe("qwen3_next_80b_a3b_grpo_64", ["rollout.max_concurrency=10"])
+    (uses,) = predict_engine(PlannedRun.make(config))
+    assert uses["KV cache"] == 1_000_000 * 12 * 2 * 256 * 2
+    inputs = (2 * 16 * 128 + 32 * 128) * 3 * 2
+    matrices = 32 * 128 * 128 * 4
+    assert uses["linear attention"] == 10 * 36 * (inputs + matrices) // 8
