@@ -31,6 +31,8 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
     "deepseek_v3": {"tp": 2, "etp": 2},
     "deepseek_v2": {"ep": 2},
     "gpt_oss": {"tp": 2, "ep": 2},
+    "qwen3_next": {"tp": 2, "ep": 2},
+    "qwen3_5_moe": {"pp": 2},
 }
 USED_ELSEWHERE = ("qwen3_moe", "deepseek_v3", "qwen3")
 """Families of the tests that convert none of a given kind."""

@@ -37,12 +37,6 @@ CASES = [
     ("qwen2", {}, {"tp": 4, "pp": 2}),
     ("llama", {}, {"tp": 2, "pp": 2}),
     ("llama", TIED, {"tp": 4}),
-    ("qwen3_next", {}, {"tp": 4, "ep": 2}),
-    ("qwen3_next", {}, {"tp": 4, "ep": 4, "dp": 2}),
-    ("qwen3_5", {}, {"tp": 2, "pp": 2}),
-    ("qwen3_5", TIED, {"tp": 4}),
-    ("qwen3_5_moe", {}, {"tp": 4, "ep": 2}),
-    ("qwen3_5_moe", {}, {"tp": 2, "pp": 2}),
 ]
 """(family, changes to its config.json, sizes of an engine)"""
 HEAD, DENSE, DEEPEP = (
