@@ -33,6 +33,7 @@ from mcore_rl.run.rehearsal_inputs import smallest_servers, with_tiny_sections, 
 from mcore_rl.tasks.arithmetic import vocabulary
 from mcore_rl.tasks.tiny_models import SPECIAL_TOKENS
 from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.weights.models.qwen_delta_net import LINEAR, SOFTMAX
 from mcore_rl.weights.models.settings import read_rope
 
 SMALLEST = 2
@@ -70,6 +71,11 @@ TINY: Mapping[str, Any] = {
     "num_experts_per_tok": 2,
     "max_position_embeddings": 512,
     "sliding_window": 32,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }
 """Replacements for sizes in config.json; keys that the model lacks are not added."""
 
@@ -296,7 +302,10 @@ def tiny_config(hf_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
     if hf_config.get("first_k_dense_replace"):
         tiny["first_k_dense_replace"] = 1
     if hf_config.get("layer_types"):
-        tiny["layer_types"] = list(hf_config["layer_types"][:num_layers])
+        kinds = list(hf_config["layer_types"])
+        if LINEAR in kinds:  # in turns, as full_attention_interval says
+            kinds = [LINEAR, SOFTMAX] * num_layers
+        tiny["layer_types"] = kinds[:num_layers]
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         tiny[key] = SPECIAL_TOKENS.index("<|pad|>" if key.startswith("pad") else "<|end|>")
     tiny["torch_dtype"] = "float32"
