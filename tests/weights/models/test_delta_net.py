@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config import ParallelConfig
+from mcore_rl.weights.layouts.tensors import Tensors, cut_blocks
 from mcore_rl.weights.models import family_of, refuse_unsupported
 from mcore_rl.weights.models.qwen_delta_net import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mcore_rl.weights.models.recipe_checks import check_layout, check_sharing
@@ -124,3 +125,21 @@ def test_sequences_do_not_share_beginnings_with_linear_attention() -> None:
 def test_tensors_of_the_layer_for_further_tokens_are_carried() -> None:
     assert family_of(CONFIG).is_carried(CONFIG, "mtp.layers.0.self_attn.q_proj.weight")
     assert not family_of(CONFIG).is_carried(CONFIG, "model.layers.4.self_attn.q_proj.weight")
+
+
+def list_own_rows(name: str, parts: int) -> list[list[tuple[int, int]]]:
+    """Return the rows [first, last) of an HF tensor of layer 0 or 3 that each of `parts` has."""
+    tensors = Tensors(QWEN3_NEXT, CONFIG, "float32")
+    found = tensors.find(name)
+    assert found is not None
+    cuts = cut_blocks(found.entry, tensors.sizes, parts)
+    return [[(start[0], stop[0]) for start, stop in boxes] for boxes in cuts]
+
+
+def test_a_rank_has_its_heads_rows_of_each_part() -> None:
+    convolution = list_own_rows("model.layers.0.linear_attn.conv1d.weight", 2)
+    assert convolution == [[(0, 2), (4, 6), (8, 14)], [(2, 4), (6, 8), (14, 20)]]
+    inputs = list_own_rows("model.layers.0.linear_attn.in_proj_qkvz.weight", 2)
+    assert inputs == [[(0, 16)], [(16, 32)]]
+    queries = list_own_rows("model.layers.3.self_attn.q_proj.weight", 4)
+    assert queries == [[(0, 6)], [(6, 8)], [(8, 14)], [(14, 16)]]
