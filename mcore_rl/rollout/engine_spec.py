@@ -10,6 +10,9 @@ UNCOMPILED = "--uncompiled"
 SHARE_PROMPTS = "--share-prompts"
 SHARE_PROMPTS_ON_CPU = "--share-prompts-on-cpu"
 """Arguments of mcore_rl.rollout.server; see EngineSpec.share_prompts."""
+STATES_PER_REQUEST = 5
+"""States of its linear attention that SGLang may keep for a request: its own, two in the cache of
+prefixes, and two copies while steps overlap. Fewer, and SGLang runs fewer requests at once."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,8 @@ class EngineSpec:
     dtype                  of weights and activations; not SGLang's auto, see served_models.py
     attention_dp           groups of the `tp` ranks that each hold all attention weights
     kv_cache_len           tokens of KV cache, all requests together
-    max_running            requests decoded at once
+    max_running            requests decoded at once, and states of linear attention, where a model
+                           has it: SGLang would give them half of what the weights leave
     weight_version         version of the weights in model_path, which samples report
     deterministic          honor the sampling seed of each request
     routed_experts         answer requests that ask which experts each token went to
@@ -102,6 +106,7 @@ class EngineSpec:
             "--ep-size": self.ep,
             "--max-total-tokens": self.kv_cache_len,
             "--max-running-requests": self.max_running,
+            "--max-mamba-cache-size": STATES_PER_REQUEST * self.max_running,
             "--random-seed": self.seed,
             "--weight-version": self.weight_version,
             "--log-level-http": "warning",
