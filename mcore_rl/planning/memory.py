@@ -10,7 +10,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from mcore_rl.config import ParallelConfig, ServedModelConfig, SyncConfig, TrainConfig
+from mcore_rl.config import (
+    ParallelConfig,
+    RolloutConfig,
+    ServedModelConfig,
+    SyncConfig,
+    TrainConfig,
+)
 from mcore_rl.config.upstream import Passed
 from mcore_rl.planning.activations import (
     FLOAT32,
@@ -27,6 +33,7 @@ from mcore_rl.planning.deployment import (
 )
 from mcore_rl.planning.peak_memory import RankMemory, Side, Uses, find_peaks, name_stage
 from mcore_rl.planning.recipe_models import PlannedRun, make_critic_training
+from mcore_rl.rollout.engine_spec import STATES_PER_REQUEST
 from mcore_rl.weight_sync.buckets import bound_message_bytes
 from mcore_rl.weight_sync.transports.transport import NUM_SLOTS
 from mcore_rl.weights.box import itemsize
@@ -76,7 +83,7 @@ def predict_engine(run: PlannedRun) -> list[Uses]:
         }
         if num_linear:
             state = _count_state_bytes(policy.sizes, attention_tp, size)
-            uses["linear attention"] = rollout.max_concurrency * num_linear * state
+            uses["linear attention"] = _count_slots(rollout) * num_linear * state
         if rollout.stage_weights:
             uses["staged weights"] = weights
         stages.append(uses)
@@ -99,8 +106,15 @@ def _find_layers(layout: Layout, rank: int) -> set[int]:
     return {int(name.partition(".")[0]) for name in names}
 
 
+def _count_slots(rollout: RolloutConfig) -> int:
+    """Count the states of linear attention on a rank; one more stands for requests that pad."""
+    given = rollout.sglang.get("max_mamba_cache_size")
+    states = STATES_PER_REQUEST * rollout.max_concurrency if given is None else int(given)
+    return states // rollout.attention_dp + 1
+
+
 def _count_state_bytes(sizes: Mapping[str, int], attention_tp: int, itemsize: int) -> int:
-    """Bytes of a request's state in a gated delta net on one rank.
+    """Bytes of a state of a gated delta net on one rank.
 
     They are the last inputs of the convolution, and a matrix of each value head, in float32.
     """

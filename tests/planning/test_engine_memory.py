@@ -57,10 +57,24 @@ def test_buffers_of_a_link_are_four_with_padding_and_header() -> None:
     assert padded < buffers < 1.02 * padded
 
 
-def test_a_quarter_of_qwen3_next_has_a_cache_and_the_rest_a_state_for_each_request() -> None:
-    config = load_recipe("qwen3_next_80b_a3b_grpo_64", ["rollout.max_concurrency=10"])
-    (uses,) = predict_engine(PlannedRun.make(config))
+QWEN3_NEXT_STATE = ((2 * 16 * 128 + 32 * 128) * 3 * 2 + 32 * 128 * 128 * 4) // 8
+"""Bytes on one of 8 ranks: the last inputs of the convolution, and a matrix of each head."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_states"),
+    [([], 5 * 10 + 1), (["rollout.sglang.max_mamba_cache_size=24"], 24 + 1)],
+)
+def test_a_quarter_of_qwen3_next_has_a_cache_and_the_rest_states_of_requests(
+    settings: list[str], num_states: int
+) -> None:
+    settings = ["rollout.max_concurrency=10", *settings]
+    (uses,) = predict_engine(PlannedRun.make(load_recipe("qwen3_next_80b_a3b_grpo_64", settings)))
     assert uses["KV cache"] == 1_000_000 * 12 * 2 * 256 * 2
-    inputs = (2 * 16 * 128 + 32 * 128) * 3 * 2
-    matrices = 32 * 128 * 128 * 4
-    assert uses["linear attention"] == 10 * 36 * (inputs + matrices) // 8
+    assert uses["linear attention"] == num_states * 36 * QWEN3_NEXT_STATE
+
+
+def test_groups_of_data_parallel_attention_share_the_states() -> None:
+    settings = ["rollout.max_concurrency=10", "rollout.attention_dp=2"]
+    (uses,) = predict_engine(PlannedRun.make(load_recipe("qwen3_next_80b_a3b_grpo_64", settings)))
+    assert uses["linear attention"] == (25 + 1) * 36 * 2 * QWEN3_NEXT_STATE
