@@ -31,6 +31,7 @@ ENGINES = {
     "gpt_oss": {"tp": 2},
     "moonlight": EXPERT_PARALLEL,
     "kimi_k2": EXPERT_PARALLEL,
+    "qwen3_next": EXPERT_PARALLEL,
 }
 """Kind of model -> the ranks of its engine."""
 
