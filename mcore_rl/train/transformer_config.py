@@ -96,8 +96,7 @@ def _refuse_missing_kernels(
     if options.get("experimental_attention_variant") and not gated_delta_net.HAVE_FLA:
         raise ValueError(
             f"{config['architectures'][0]} has gated delta nets, whose kernels megatron-core takes"
-            " from flash-linear-attention, which is not installed:"
-            " pip install flash-linear-attention"
+            " from flash-linear-attention, which is not installed: pip install 'mcore_rl[gpu]'"
         )
 
 

@@ -1,13 +1,19 @@
-"""A delta net's decay, and the norm of its outputs, whatever the model's other norms are."""
+"""A delta net's decay, the norm of its outputs, and what is said where its kernels are missing."""
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.ssm.gated_delta_net import common
 
+from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.cpu.te_workalike import Norm
 from mcore_rl.train.model import DeltaNet, PlainNorm
+from mcore_rl.train.transformer_config import make_transformer_config
+from mcore_rl.weights.hf.config import read_hf_config
+from tests.support.policy import ROOT
 
 WEIGHT = torch.tensor([0.5, -0.25, 2.0, 1.0])
 
@@ -44,3 +50,10 @@ def test_the_norm_of_outputs_is_multiplied_with_its_weight_and_others_with_one_m
         norm.weight.data.copy_(WEIGHT)  # type: ignore[operator]
         torch.testing.assert_close(norm(x), normalized * factor)
     assert config.layernorm_zero_centered_gamma
+
+
+def test_a_rank_without_its_kernels_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_hf_config(ROOT / "recipes/model/qwen3_next_80b_a3b")
+    monkeypatch.setattr(common, "HAVE_FLA", False)
+    with pytest.raises(ValueError, match=r"Qwen3NextForCausalLM has gated delta nets.*\[gpu\]"):
+        make_transformer_config(config, ParallelConfig(), torch.bfloat16, TrainConfig())

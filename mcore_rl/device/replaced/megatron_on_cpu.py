@@ -166,7 +166,7 @@ PATCHES: tuple[Patch, ...] = (
         ),
         by="flash-linear-attention's kernels of gated delta nets by `cpu/delta_net.py`",
         reason="they are triton kernels; megatron-core's torch version takes no packed sequences",
-        on_gpu="flash-linear-attention, which has to be installed: other rounding",
+        on_gpu="flash-linear-attention, which the extra `gpu` brings: other rounding",
         test=f"{_TEST}::test_use_torch_delta_net",
     ),
     Patch(
