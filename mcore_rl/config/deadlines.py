@@ -21,6 +21,11 @@ def answer_s(waits_s: float) -> float:
     return waits_s + ANSWER_MARGIN_S
 
 
+def limit_stopped(*waits_s: float) -> float:
+    """Return how long a process may be stopped, given what others wait for it."""
+    return min(STOPPED_S, *(wait_s / 4 for wait_s in waits_s))
+
+
 @dataclass(frozen=True)
 class Deadlines:
     """Seconds that the parts of a run wait for one another.
@@ -57,7 +62,7 @@ class Deadlines:
         requests_s = request_s * (rollout.retries + 1)
         scored_s = max(reward.timeout_s, *(model.request_timeout_s for model in served))
         return Deadlines(
-            stopped=min(STOPPED_S, call_s / 4, request_s / 4),
+            stopped=limit_stopped(call_s, request_s),
             peers=call_s,
             request=request_s,
             requests=requests_s,

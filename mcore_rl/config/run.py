@@ -8,6 +8,22 @@ from mcore_rl.config.bounds import Options, bounded
 
 
 @dataclass
+class RecoveryConfig(Options, group="run.recovery"):
+    """Recovery of a run whose trainer or critic loses a rank (docs/recovery.md)."""
+
+    partner: Literal["memory", "none"] = "memory"
+    """memory: after each step, ranks copy their state to host memory that outlives them; if a rank
+    dies or hangs, all ranks of its model are replaced and go on from there. none: the run ends, and
+    the same command continues from the newest checkpoint."""
+    restarts: int = bounded(4, ge=0)
+    """Recoveries within an hour, at most; beyond them the run ends. 0: as partner=none."""
+
+    @property
+    def is_used(self) -> bool:
+        return self.partner != "none" and self.restarts > 0
+
+
+@dataclass
 class RunConfig(Options, group="run"):
     dir: str = ""
     """Folder of everything the run writes: logs, metrics, checkpoints, export, summary."""
@@ -22,6 +38,7 @@ class RunConfig(Options, group="run"):
     """Deadline of any one call to the ranks or engines (a step, a save, a weight sync)."""
     startup_timeout_s: float = bounded(240.0, gt=0)
     """For ranks and engines to start and load the model."""
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     debug: bool = False
     """For a debugger (docs/debugging.md): deadlines are a week, breakpoints of ranks are named on
     the terminal, and collectors call the reward function themselves, despite reward.workers."""
