@@ -22,6 +22,7 @@ from mcore_rl.config import (
 )
 from mcore_rl.planning.gpus import find_gpus
 from mcore_rl.planning.host_memory import StoreMemory, explain_servers
+from mcore_rl.planning.kept_state import explain_kept_states, predict_kept_states
 from mcore_rl.planning.peak_memory import RankMemory
 from mcore_rl.planning.peak_memory import encode_ranks as memory_as_json
 from mcore_rl.planning.recipe_models import PlannedRun
@@ -142,6 +143,7 @@ def print_plan(config: Config, shown: PlanOutput = PlanOutput()) -> bool:
     explained = explain(run, config.data, verdict.ranks)
     stores = StoreMemory.make(run, config.data, config.algorithm, config.drift)
     servers = explain_servers(config.sandbox, config.search)
+    kept = predict_kept_states(run, config.run.recovery)
     if shown.as_json:
         memory = {
             "memory": memory_as_json(verdict.ranks),
@@ -152,12 +154,14 @@ def print_plan(config: Config, shown: PlanOutput = PlanOutput()) -> bool:
             "store_bytes": stores.num_bytes,
             "store_nodes": stores.num_nodes,
             "servers": servers,
+            "kept_states": [asdict(state) for state in kept],
             "missing": list(shown.missing),
         }
         print(json.dumps(asdict(verdict.sync.summary) | memory))
         return verdict.fits
     console = Console(width=None if sys.stdout.isatty() else 120)
-    lines = [verdict.sentence, gpus.explain(), *explained, stores.explain(), servers]
+    states = explain_kept_states(kept, config.plan.ranks_per_host)
+    lines = [verdict.sentence, gpus.explain(), *explained, stores.explain(), states, servers]
     for line in filter(None, [*lines, *_explain_missing(shown.missing)]):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     if shown.detail:

@@ -87,7 +87,7 @@ class DeviceMemory:
         """
         weights = _storages(local_tensors(self._chunks).values())
         gradients = _storages(_gradients(self._chunks), has_values=False)
-        state = _storages(_optimizer_tensors(self._optimizer))
+        state = _storages(list_optimizer_tensors(self._optimizer))
         known = {memory.key for memory in [*weights, *gradients]}
         training = [*gradients, *(memory for memory in state if memory.key not in known)]
         self._parts = {WEIGHTS: weights, TRAINING: training}
@@ -122,6 +122,13 @@ class DeviceMemory:
         memory = self._by_key.get(tensor.untyped_storage()._cdata)
         return tensor if memory is None or memory.is_held else memory.view_on_host(tensor)
 
+    def read_bytes(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the bytes of a storage as uint8: in device memory, or of its copy if moved out."""
+        memory = self._by_key.get(storage._cdata)
+        if memory is None:
+            return _bytes_of(storage)
+        return memory.bytes_on_device() if memory.is_held else memory.bytes_on_host()
+
     @property
     def num_bytes(self) -> int:
         """Bytes that are on the device now."""
@@ -153,7 +160,7 @@ class _Memory:
             return
         if self._host is None:
             self._host = host_memory(self.num_bytes)
-        self._host.copy_(self._bytes(), non_blocking=True)
+        self._host.copy_(self.bytes_on_device(), non_blocking=True)
         self.is_copied = True
 
     def free(self) -> None:
@@ -163,16 +170,23 @@ class _Memory:
         self._storage.resize_(self.num_bytes)
         if self._has_values:
             assert self._host is not None
-            self._bytes().copy_(self._host, non_blocking=True)
+            self.bytes_on_device().copy_(self._host, non_blocking=True)
 
     def view_on_host(self, tensor: Tensor) -> Tensor:
         """Return a view of the host copy with the place and shape of `tensor` in the storage."""
-        assert self._host is not None and self.is_copied, "its values are not in host memory"
-        typed = self._host.view(tensor.dtype)
+        typed = self.bytes_on_host().view(tensor.dtype)
         return typed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def _bytes(self) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage)
+    def bytes_on_host(self) -> Tensor:
+        assert self._host is not None and self.is_copied, "its values are not in host memory"
+        return self._host
+
+    def bytes_on_device(self) -> Tensor:
+        return _bytes_of(self._storage)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _storages(tensors: Iterable[Tensor], *, has_values: bool = True) -> list[_Memory]:
@@ -190,7 +204,7 @@ def _gradients(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
     ]
 
 
-def _optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
+def list_optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
     """Return the main weights and the moments."""
     tensors: list[Tensor] = []
     for part in parts_of(optimizer):

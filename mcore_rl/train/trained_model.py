@@ -21,7 +21,7 @@ from mcore_rl.train.checkpoint import Checkpointer, TrainState
 from mcore_rl.train.export import export_hf
 from mcore_rl.train.logprobs import OutputRows, name_scored_rows
 from mcore_rl.train.model import make_chunks
-from mcore_rl.train.offload import DeviceMemory
+from mcore_rl.train.offload import TRAINING, WEIGHTS, DeviceMemory
 from mcore_rl.train.optimizer import (
     compute_learning_rate,
     make_optimizer,
@@ -29,6 +29,7 @@ from mcore_rl.train.optimizer import (
     wrap_chunks,
 )
 from mcore_rl.train.packing import RankBatch, local_sources, local_tokens, make_rank_batch
+from mcore_rl.train.recovery.rank_state import RankState
 from mcore_rl.train.router import RoutingRecord, balance_losses, layers_of
 from mcore_rl.train.routing import Routing, load_metrics
 from mcore_rl.train.runtime import is_on_last_stage, rank_coordinate
@@ -95,6 +96,7 @@ class TrainedModel:
         self.optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._shards, _ = weight_layout(self.chunks, self.hf_config)
         self._memory = DeviceMemory(self.chunks, self.optimizer)
+        self._state = RankState(self.chunks, self.optimizer, self._memory)
         self._checkpointer = Checkpointer(
             TrainState(self.chunks, self.optimizer, parallel), self._memory.readable
         )
@@ -175,6 +177,33 @@ class TrainedModel:
         self.step, extra = self._checkpointer.load(Path(folder), verify=verify)
         self._memory.find_storages()
         return extra
+
+    @property
+    def kept_state_bytes(self) -> int:
+        """Bytes of one copy of this rank's state in kept memory."""
+        return self._state.num_bytes
+
+    def use_kept_memory(self, paths: Sequence[str]) -> None:
+        """Keep copies of the state in this memory, which may hold those of an earlier process."""
+        self._state.use(paths)
+
+    @property
+    def kept_steps(self) -> list[int]:
+        """The steps whose states are whole in kept memory."""
+        return self._state.kept_steps
+
+    def keep_state(self, step: int) -> tuple[int, int]:
+        """Copy the state to kept memory, as that after the loop's `step`.
+
+        Returns (number of the copy, its bytes).
+        """
+        return self._state.keep(step, self.step)
+
+    def restore_state(self, step: int) -> None:
+        """Go back to the state after the loop's `step`; a save in progress is completed first."""
+        self.finish_save()
+        self.hold((WEIGHTS, TRAINING))
+        self.step = self._state.restore(step)
 
     def export_hf(self, out_dir: Path) -> None:
         """Write a HuggingFace directory: the weights, with the original tokenizer and config.

@@ -164,6 +164,21 @@ class ModelWorker:
     def export_hf(self, folder: str) -> None:
         self._model.export_hf(Path(folder))
 
+    def count_kept_bytes(self) -> int:
+        return self._model.kept_state_bytes
+
+    def use_kept_memory(self, paths: Sequence[str]) -> None:
+        self._model.use_kept_memory(paths)
+
+    def find_kept_steps(self) -> list[int]:
+        return self._model.kept_steps
+
+    def keep_state(self, step: int) -> tuple[int, int]:
+        return self._model.keep_state(step)
+
+    def restore_state(self, step: int) -> None:
+        self._model.restore_state(step)
+
 
 class TrainerWorker(ModelWorker):
     """One rank of the policy; `spec.loss` is a TokenLoss. Ranks that own no output return None."""

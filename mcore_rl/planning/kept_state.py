@@ -1,0 +1,77 @@
+"""Predicts the host memory that trainer and critic ranks keep their states in, for recoveries."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mcore_rl.config import ParallelConfig
+from mcore_rl.config.run import RecoveryConfig
+from mcore_rl.planning.memory import count_parameters, predict_critic, predict_trainer
+from mcore_rl.planning.peak_memory import Uses
+from mcore_rl.planning.recipe_models import PlannedRun
+from mcore_rl.process.kept_memory import NUM_COPIES
+from mcore_rl.weights.box import itemsize
+from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.table import HfConfig
+from mcore_rl.weights.models.value_head import add_value_head
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """The states that the ranks of one model keep; `rank_bytes`: one copy of the largest rank."""
+
+    role: str
+    rank_bytes: float
+    num_ranks: int
+
+
+def predict_kept_states(run: PlannedRun, recovery: RecoveryConfig) -> list[KeptState]:
+    """Return what trainer and critic keep; [] if lost ranks are not recovered."""
+    if not recovery.is_used:
+        return []
+    policy = run.models.policy.config
+    trainer = _find_largest(run.dtype, policy, run.parallel, predict_trainer(run), run.train.vision)
+    kept = [KeptState("trainer", trainer, run.parallel.world_size)]
+    if run.critic is not None and run.models.critic is not None:
+        config, parallel = add_value_head(run.models.critic.config), run.critic.parallel
+        critic = _find_largest(run.dtype, config, parallel, predict_critic(run), run.train.vision)
+        kept.append(KeptState("critic", critic, parallel.world_size))
+    return kept
+
+
+def _find_largest(
+    dtype: str, hf_config: HfConfig, parallel: ParallelConfig, stages: Sequence[Uses], vision: str
+) -> float:
+    """Return the bytes of a copy of the stage that has most.
+
+    Main weights and moments are kept, and the weights that these do not give: frozen ones, and all
+    of a model in float32, which are the main weights.
+    """
+    sizes = MegatronSizes.from_config(parallel, hf_config)
+    layout = MegatronLayout(family_of(hf_config), hf_config, sizes, dtype)
+    most = 0.0
+    for stage, uses in enumerate(stages):
+        frozen = count_parameters(layout, sizes, stage, vision).frozen * itemsize(dtype)
+        weights = uses["weights"] if dtype == "float32" else frozen
+        most = max(most, uses["optimizer"] + weights)
+    return most
+
+
+def explain_kept_states(kept: Sequence[KeptState], ranks_per_host: int) -> str:
+    """Return a sentence with the memory of the states; "" if there are none."""
+    if not kept:
+        return ""
+    parts = []
+    for state in kept:
+        on_host = min(ranks_per_host, state.num_ranks)
+        gib = NUM_COPIES * state.rank_bytes / GIB
+        parts.append(
+            f"{gib:.1f} GiB for each {state.role} rank, {gib * on_host:.1f} GiB on a host of"
+            f" {on_host}"
+        )
+    return (
+        f"Recovery of lost ranks: {NUM_COPIES} copies of their states in host memory,"
+        f" {'; '.join(parts)}. run.recovery.partner=none keeps none."
+    )
