@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcore_rl.cluster.rank_actor import NotBuilt, Raised
 from mcore_rl.process.lost_samples import SamplesLostError, join_losses
-from mcore_rl.process.process_state import describe_state
+from mcore_rl.process.process_state import STOPPED, describe_state
 
 _READ_S = 5.0
 """Time for another node to report the states of its processes."""
@@ -72,7 +72,15 @@ class RankError(RuntimeError):
     """Ranks raised, died or did not answer in time; the message is for the user."""
 
 
-class RankDiedError(RankError):
+class RankLostError(RankError):
+    """Ranks are gone or stand still; others in their place may do the same work."""
+
+
+class RankHungError(RankLostError):
+    """Ranks were stopped, or did not answer in time, or waited too long for one another."""
+
+
+class RankDiedError(RankLostError):
     """The processes of the ranks with the numbers `ranks` are gone."""
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
@@ -123,8 +131,15 @@ class Answers:
     """The pending answers to one call, one per rank; `wait` or `wait_async` collects them."""
 
     def __init__(
-        self, method: str, refs: Sequence[ray.ObjectRef], ranks: Sequence[Rank], deadline_s: float
+        self,
+        method: str,
+        refs: Sequence[ray.ObjectRef],
+        ranks: Sequence[Rank],
+        deadline_s: float,
+        stopped_s: float | None = None,
     ):
+        """`stopped_s`: how long the process of a rank may be stopped; None: until the deadline."""
+        self._stopped = None if stopped_s is None else StoppedRanks(stopped_s)
         self._method = method
         self._refs = refs
         self._deadline_s = deadline_s
@@ -139,8 +154,10 @@ class Answers:
         # Not ray.wait: it would turn the SystemExit of a signal handler into exit status 1.
         futures = {ref.future(): ref for ref in self._refs}
         while self._pending and (seconds := self._seconds_left()) > 0:
-            done, _ = concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_COMPLETED)
+            first = concurrent.futures.FIRST_COMPLETED
+            done, _ = concurrent.futures.wait(futures, self._limit(seconds), first)
             self._collect([futures.pop(future) for future in done])
+            self._refuse_stopped()
         return self._result()
 
     async def wait_async(self) -> list[Any]:
@@ -149,15 +166,29 @@ class Answers:
         try:
             while self._pending and (seconds := self._seconds_left()) > 0:
                 done, _ = await asyncio.wait(
-                    futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+                    futures, timeout=self._limit(seconds), return_when=asyncio.FIRST_COMPLETED
                 )
                 for future in done:
                     future.exception()  # asyncio wants it read; _collect reads the reference
                 self._collect([futures.pop(future) for future in done])
+                if self._stopped is not None and self._stopped.is_due:
+                    await asyncio.to_thread(self._refuse_stopped)
         finally:
             for future in futures:
                 future.cancel()
         return self._result()
+
+    def _limit(self, seconds: float) -> float:
+        """Return how long to wait before looking for stopped ranks again."""
+        return seconds if self._stopped is None else min(seconds, self._stopped.interval_s)
+
+    def _refuse_stopped(self) -> None:
+        """Raise RankHungError if the process of a rank without an answer is stopped for long."""
+        if self._stopped is None or not self._stopped.is_due:
+            return
+        late = [rank for rank in self._pending.values() if rank.pid is not None]
+        if lines := self._stopped.look(late):
+            raise RankHungError("\n".join(f"{line} during {self._method}" for line in lines))
 
     def _seconds_left(self) -> float:
         return 0.0 if self._died else self._until - time.monotonic()
@@ -185,11 +216,12 @@ class Answers:
             lines = [_describe_death(rank, cause, self._method) for rank, cause in self._died]
             raise RankDiedError("\n".join(lines), [rank.index for rank, _ in self._died])
         if self._raised:
-            raise RankError(
-                "\n".join([_describe_exceptions(self._raised), *self._find_stopped_ranks()])
-            )
+            stopped = self._find_stopped_ranks()
+            waited = all(raised.lost_peer for _, raised in self._raised)
+            error_cls = RankHungError if stopped or waited else RankError
+            raise error_cls("\n".join([_describe_exceptions(self._raised), *stopped]))
         if self._pending:
-            raise RankError(self._describe_overdue())
+            raise RankHungError(self._describe_overdue())
         values = [self._values[ref] for ref in self._refs]
         if losses := [value for value in values if isinstance(value, SamplesLostError)]:
             raise join_losses(losses)
@@ -210,6 +242,36 @@ class Answers:
         late = [rank for rank in self._pending.values() if rank.pid is not None]
         states = find_states([(rank.pid, rank.node_id) for rank in late])
         return [f"{rank} {state}" for rank, state in zip(late, states, strict=True) if state]
+
+
+class StoppedRanks:
+    """Tells which ranks were stopped (SIGSTOP) in every look for `stopped_s`."""
+
+    def __init__(self, stopped_s: float) -> None:
+        self._stopped_s = stopped_s
+        self.interval_s = stopped_s / 4
+        self._looked_s = time.monotonic()
+        self._since_s: dict[int, float] = {}
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._looked_s + self.interval_s
+
+    def look(self, ranks: Sequence[Rank]) -> list[str]:
+        """Look at the processes of `ranks`; return a line for each that was stopped for long."""
+        self._looked_s = now = time.monotonic()
+        states = find_states([(rank.pid, rank.node_id) for rank in ranks])
+        stopped = {
+            rank.index: (rank, state)
+            for rank, state in zip(ranks, states, strict=True)
+            if state == STOPPED
+        }
+        self._since_s = {k: self._since_s.get(k, now) for k in stopped}
+        return [
+            f"{rank} {state} for {now - self._since_s[k]:.0f} s"
+            for k, (rank, state) in stopped.items()
+            if now - self._since_s[k] >= self._stopped_s
+        ]
 
 
 def find_cause_of_death(report: str) -> str:

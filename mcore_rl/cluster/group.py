@@ -9,13 +9,22 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mcore_rl.cluster.answers import GRACE_S, Answers, Rank, RankDiedError, RankError
+from mcore_rl.cluster.answers import (
+    GRACE_S,
+    Answers,
+    Rank,
+    RankDiedError,
+    RankError,
+    RankHungError,
+    RankLostError,
+)
 from mcore_rl.cluster.environment import compare_environments
 from mcore_rl.cluster.nodes import list_alive_nodes
 from mcore_rl.cluster.rank_actor import RankActor
@@ -92,13 +101,16 @@ class RankGroup:
         runtime_envs: Mapping[int, Mapping[str, Any]] | None = None,
         threads: int = 1,
         returns: bool = False,
+        stopped_s: float | None = None,
     ) -> None:
         """Start the processes, without waiting for them.
 
         Rank k logs to <log_dir>/<role>_rank<k>.log. `runtime_envs` has Ray's runtime environments
         by rank. Each rank answers up to `threads` calls at once. `returns`: Ray restarts a process
-        that died.
+        that died. `stopped_s`: how long a process may be stopped within a call; None: until its
+        deadline.
         """
+        self._stopped_s = stopped_s
         envs = runtime_envs or {}
         self.role = role
         nodes = list_alive_nodes() if slots else []
@@ -170,6 +182,21 @@ class RankGroup:
         except RankError as error:
             self._fail(error)
             raise
+
+    def find_loss(self, wait_s: float) -> RankLostError | None:
+        """Return why the ranks are lost, or None if they live or raised an error of their own.
+
+        A death shows within `wait_s`.
+        """
+        if self._failed is None:
+            refs = [actor.pid.remote() for actor in self._actors]
+            try:
+                Answers("a health check", refs, self.ranks, wait_s).wait()
+            except RankHungError:  # a rank is busy, and answers after its call
+                return None
+            except RankError as error:
+                self._fail(error)
+        return self._failed if isinstance(self._failed, RankLostError) else None
 
     def first_of_nodes(self) -> dict[str, Any]:
         """Return node name -> an actor on the node; {} if the cluster has a single node."""
@@ -277,6 +304,21 @@ class RankGroup:
         refs = [actor.pid.remote() for actor in self._actors]
         return self.finish(self._expect("pid", refs, deadline_s))
 
+    def find_nodes(self, deadline_s: float) -> list[str]:
+        """Return Ray's ids of the nodes where the ranks are, which may not be those of the start.
+
+        Messages name them from now on.
+        """
+        refs = [actor.node_id.remote() for actor in self._actors]
+        ids = self.finish(self._expect("start-up", refs, deadline_s))
+        nodes = list_alive_nodes()
+        names = {node.id: node.name for node in nodes} if len(nodes) > 1 else {}
+        self.ranks = [
+            replace(rank, node_id=node, node=names.get(node, ""))
+            for rank, node in zip(self.ranks, ids, strict=True)
+        ]
+        return ids
+
     def find_meeting_points(self, deadline_s: float) -> list[tuple[str, int]]:
         """Return, by rank, (address, free port) of its machine for ranks to meet at."""
         refs = [actor.find_meeting_point.remote() for actor in self._actors]
@@ -311,7 +353,7 @@ class RankGroup:
     def _expect(self, method: str, refs: list[ray.ObjectRef], deadline_s: float) -> Answers:
         if self._failed is not None:
             raise RankError(f"{self.role}: {method} after the ranks were stopped: {self._failed}")
-        return Answers(method, refs, self.ranks, deadline_s)
+        return Answers(method, refs, self.ranks, deadline_s, self._stopped_s)
 
     def _fail(self, error: BaseException) -> None:
         if not isinstance(error, SystemExit):  # On SystemExit, Ray is ending or dead.

@@ -4,13 +4,16 @@ A call passes one argument to each data-parallel coordinate, and returns the ans
 that own an output.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.cluster.answers import Answers
+from mcore_rl.cluster.answers import Answers, RankLostError
 from mcore_rl.cluster.group import RankGroup
+from mcore_rl.cluster.placement import wait_for_room
 from mcore_rl.cluster.shared_folder import CarriedStorage, RunFiles
+from mcore_rl.cluster.state_keepers import StateKeepers
 from mcore_rl.config.deadlines import answer_s
 from mcore_rl.planning.slots import Slot
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores
@@ -35,12 +38,21 @@ class ModelGroup:
         log_dir: Path,
         call_timeout_s: float,
         runtime_envs: Mapping[int, Mapping[str, Any]] | None = None,
+        stopped_s: float | None = None,
     ) -> None:
         """Start the processes, without waiting for them.
 
         runtime_envs   Ray's runtime environments, by rank
+        stopped_s      how long a rank may be stopped within a call; None: until its deadline
         """
-        self._group = RankGroup(self.role, slots, log_dir, runtime_envs)
+        self._slots = slots
+        self._start = partial(
+            RankGroup, self.role, slots, log_dir, runtime_envs, stopped_s=stopped_s
+        )
+        self._group = self._start()
+        self._build_again: Callable[[], None] | None = None
+        self._stores: SampleStores | None = None
+        self._keepers: StateKeepers | None = None
         self._call_timeout_s = call_timeout_s
         self._answer_s = answer_s(call_timeout_s)
         self._building: Answers | None = None
@@ -57,6 +69,7 @@ class ModelGroup:
 
         `gpu_ids` has the GPU of each rank; if empty, ranks use the GPUs that Ray assigned.
         """
+        self._build_again = partial(self.start_build, spec, timeout_s, gpu_ids)
         address, port = self._group.find_meeting_points(timeout_s)[0]
         self._group.check_environment(timeout_s)
         num_ranks = spec.parallel.world_size
@@ -77,12 +90,76 @@ class ModelGroup:
         self._group.finish(self._building)
         self._group.find_coordinates(self._answer_s)
 
+    def find_loss(self, wait_s: float) -> RankLostError | None:
+        """See RankGroup.find_loss."""
+        return self._group.find_loss(wait_s)
+
+    def restart(self) -> None:
+        """Replace all processes, of which some are lost, and build the model as at the start.
+
+        The new ranks know the kept memory of those before them. Raises RankError as a start does,
+        and NoRoomError if a node is lost and no other one has room.
+        """
+        assert self._build_again is not None, "start_build comes first"
+        self._group.kill()
+        wait_for_room(self._slots)
+        self._group = self._start()
+        self._build_again()
+        self.wait_built()
+        if self._stores is not None:
+            self.connect_stores(self._stores)
+        if self._keepers is not None:
+            self._use_kept(self._keepers.find(self._locate()))
+
+    def keep_in(self, keepers: StateKeepers) -> None:
+        """Reserve memory for the copies of each rank's state."""
+        self._keepers = keepers
+        sizes = self._call("count_kept_bytes")
+        named = {self._name(k): size for k, size in enumerate(sizes)}
+        self._use_kept(keepers.reserve(named, self._locate()))
+
+    def _use_kept(self, paths: Mapping[str, Sequence[str]]) -> None:
+        arguments = [(paths[self._name(k)],) for k in range(self.world_size)]
+        self._group.call_each("use_kept_memory", arguments, deadline_s=self._answer_s)
+
+    def list_nodes(self) -> list[str]:
+        """Return Ray's ids of the nodes with ranks."""
+        return sorted(set(self._locate().values()))
+
+    def _locate(self) -> dict[str, str]:
+        """Return the node of each rank by the rank's name."""
+        nodes = self._group.find_nodes(self._answer_s)
+        return {self._name(k): node for k, node in enumerate(nodes)}
+
+    def _name(self, rank: int) -> str:
+        return f"{self.role}{rank}"
+
+    def keep_state(self, step: int) -> int:
+        """Have each rank copy its state after `step`; return the bytes of all.
+
+        The keepers then begin to copy the states to other nodes, if there are any.
+        """
+        assert self._keepers is not None, "keep_in comes first"
+        kept = self._call("keep_state", step)
+        self._keepers.mirror({self._name(rank): copy for rank, (copy, _) in enumerate(kept)})
+        return sum(num_bytes for _, num_bytes in kept)
+
+    def find_kept_steps(self) -> set[int]:
+        """Return the steps whose states are whole in the memory of every rank."""
+        kept = self._call("find_kept_steps")
+        return set(kept[0]).intersection(*kept[1:])
+
+    def restore_state(self, step: int) -> None:
+        """Have each rank go back to its state after `step`."""
+        self._call("restore_state", step)
+
     @property
     def world_size(self) -> int:
         return len(self._group.ranks)
 
     def connect_stores(self, stores: SampleStores) -> None:
         """Tell every rank where the samples of StoredBatches lie."""
+        self._stores = stores
         self._call("connect_stores", stores)
 
     async def hold(self, parts: Collection[str]) -> None:

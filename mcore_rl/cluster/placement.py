@@ -13,7 +13,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from mcore_rl.cluster.nodes import Node, list_alive_nodes
+from mcore_rl.cluster.nodes import POLL_S, Node, list_alive_nodes
 from mcore_rl.config import ClusterConfig, RolloutConfig
 from mcore_rl.planning.bundles import Bundle, RunSize
 from mcore_rl.planning.slots import RunSlots, Slot, reserve_slots
@@ -104,6 +104,37 @@ def reserve(
             raise ValueError(_describe_shortage(plans, timeout_s, strategy == "STRICT_SPREAD"))
         slots |= _make_slots(groups[-1], {k: plans[k] for k in numbers}, order)
     return [slots[k] for k in range(len(plans))]
+
+
+class NoRoomError(RuntimeError):
+    """No node has room for processes whose node is lost."""
+
+
+ROOM_S = 30.0
+"""How long Ray may take to find room for the bundles of a lost node."""
+
+
+def wait_for_room(slots: Sequence[Slot]) -> None:
+    """Return once the bundles of all slots lie on living nodes; Ray moves those of a lost node.
+
+    Raises NoRoomError after ROOM_S.
+    """
+    until_s = time.monotonic() + ROOM_S
+    while not _are_placed(slots):
+        if time.monotonic() > until_s:
+            raise NoRoomError(
+                f"no node has had room for the ranks of a lost node for {ROOM_S:g} s: a job with a"
+                " spare node (launch.nodes) goes on there"
+            )
+        time.sleep(POLL_S)
+
+
+def _are_placed(slots: Sequence[Slot]) -> bool:
+    alive = {node.id for node in list_alive_nodes()}
+    groups = {slot.group.id: slot.group for slot in slots}
+    tables = {key: placement_group_table(group) for key, group in groups.items()}
+    nodes = (tables[slot.group.id]["bundles_to_node_id"][slot.bundle_index] for slot in slots)
+    return all(node in alive for node in nodes)
 
 
 def _make_slots(

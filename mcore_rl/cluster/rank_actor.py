@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import logging
 import os
+import re
 import socket
 import sys
 import sysconfig
@@ -32,16 +33,25 @@ from mcore_rl.process.safe_path import let_programs_be, put_last
 
 PACKAGE_DIR = str(Path(mcore_rl.__file__).parent)
 LIBRARY_DIRS = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+_LOST_PEER = re.compile(
+    r"Connection (closed|reset) by peer|Timed out waiting|[Ww]atchdog caught collective"
+    r"|NCCL communicator was aborted|[Ss]ocket [Tt]imeout|[Bb]roken pipe"
+)
+"""Gloo's, NCCL's and the store's words for a peer that is gone or does not come."""
 STACK_DUMP_SHARE = 0.95
 """After this share of a call's deadline, the stacks of the process go to the log."""
 
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception of a worker's method, returned to the controller as a value."""
+    """An exception of a worker's method, returned to the controller as a value.
+
+    lost_peer   the rank lost another one within a collective, or waited for it too long
+    """
 
     summary: str
     frames: str
+    lost_peer: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,10 @@ class RankActor:
     def pid(self) -> int:
         return os.getpid()
 
+    def node_id(self) -> str:
+        """Return Ray's id of the node of this process."""
+        return ray.get_runtime_context().get_node_id()
+
     def gpu_ids(self) -> tuple[str, ...]:
         """Return the GPUs that Ray assigned to this process, numbered as CUDA does."""
         ids = (str(gpu) for gpu in ray.get_gpu_ids())
@@ -144,7 +158,9 @@ class RankActor:
             sys.stderr.write(redact(traceback.format_exc()))
             if is_disk_full(error):
                 error = name_full_disk(error)
-            return Raised(summarize_error(error), shorten_traceback(error))
+            summary = summarize_error(error)
+            lost_peer = _LOST_PEER.search(summary) is not None
+            return Raised(summary, shorten_traceback(error), lost_peer)
         finally:
             faulthandler.cancel_dump_traceback_later()
 

@@ -34,10 +34,11 @@ from mcore_rl.config import (
     ServedModelConfig,
     TrainConfig,
 )
-from mcore_rl.config.deadlines import Deadlines
+from mcore_rl.config.deadlines import Deadlines, limit_stopped
 from mcore_rl.config.upstream.values import server_arguments
 from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.recipe_models import make_critic_training
+from mcore_rl.planning.slots import RunSlots
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.engine_spec import EngineSpec
@@ -76,6 +77,8 @@ class RunProcesses:
         self._trainer, self._critic, self._engines, self.collectors = groups
         self.served_engines = served_engines
         self.keys = keys
+        self.recovers = False
+        """Whether lost ranks of trainer and critic are recovered."""
 
     def start_trainer(self, optimizer: OptimizerConfig, num_steps: int, loss: Any) -> TrainerGroup:
         """Start building the policy on its ranks; the group's `wait_built` waits for it."""
@@ -160,10 +163,11 @@ class RunProcesses:
         """Run `work` to its end and return the result.
 
         Raises RankError as soon as a rank or an engine is lost. A lost collector shows only when
-        its samples are read.
+        its samples are read, and a lost rank that can be recovered only when it is called.
         """
         watches = self.served_engines.watches()
-        for group in (self._trainer, self._critic, self._engines):
+        models = () if self.recovers else (self._trainer, self._critic)
+        for group in (*models, self._engines):
             if group is not None:
                 watches.append(group.watch())
         return self.event_loop.run(guard(work, *watches))
@@ -205,9 +209,7 @@ def run_processes(
         slots = reserve_in_ray(size, config.rollout, config.cluster, startup_s)
         for line in report_placement(slots, list_alive_nodes()):
             _log.info(line)
-        nsys = make_nsys_environments(config.profile, log_dir.parent / "profile")
-        trainer = TrainerGroup(slots.trainer, log_dir, timeout_s, nsys) if size.trainer else None
-        critic = CriticGroup(slots.critic, log_dir, timeout_s) if size.critic else None
+        trainer, critic = _start_models(config, slots, log_dir)
         engines = None
         if size.engines:
             least = config.rollout.min_engines
@@ -226,6 +228,22 @@ def run_processes(
             yield RunProcesses(config, policy, log_dir, event_loop, started, served_engines, keys)
             if collectors is not None:
                 collectors.close()
+
+
+def _start_models(
+    config: Config, slots: RunSlots, log_dir: Path
+) -> tuple[TrainerGroup | None, CriticGroup | None]:
+    """Start the processes of trainer and critic, as far as there are slots for them."""
+    timeout_s = config.run.call_timeout_s
+    # Whoever debugs a rank stops it.
+    stopped_s = None if config.run.debug else limit_stopped(timeout_s)
+    nsys = make_nsys_environments(config.profile, log_dir.parent / "profile")
+    trainer = critic = None
+    if slots.trainer:
+        trainer = TrainerGroup(slots.trainer, log_dir, timeout_s, nsys, stopped_s)
+    if slots.critic:
+        critic = CriticGroup(slots.critic, log_dir, timeout_s, stopped_s=stopped_s)
+    return trainer, critic
 
 
 @contextmanager

@@ -98,8 +98,9 @@ class RestartBudget:
         return len(self._taken_s)
 
 
+STOPPED = "is stopped (state T; SIGCONT lets it go on)"
 _WORDS = {
-    "T": "is stopped (state T; SIGCONT lets it go on)",
+    "T": STOPPED,
     "t": "is held by a debugger (state t)",
     "D": "waits for a device, such as a disk or a file server (state D)",
 }

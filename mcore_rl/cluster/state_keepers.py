@@ -1,0 +1,224 @@
+"""Holds the kept memory of ranks, on their node and on a partner node.
+
+    node A                                     node B
+    rank --copies its state--> keeper  ------> keeper: A's states again, in the background
+                               keeper  <------ keeper <--copies its state-- rank
+
+Where all ranks are on the controller's machine, the controller is the keeper and there is no
+partner: a rank that dies leaves its state behind. With several nodes each has a process as its
+keeper, and a state that was lost with its node comes back from the partner.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mcore_rl.cluster.answers import RankHungError
+from mcore_rl.cluster.nodes import list_alive_nodes
+from mcore_rl.process.host_memory import count_free_bytes
+from mcore_rl.process.kept_memory import HEADER_BYTES, NUM_COPIES, KeptMemory, map_kept
+
+CHUNK_BYTES = 32 << 20
+"""Bytes that one message between keepers has."""
+CALLS_AT_ONCE = 16
+GIB = 2**30
+
+
+class NoMemoryError(RuntimeError):
+    """A node has too little host memory for the states of its ranks."""
+
+
+class StateKeeper:
+    """The kept memory of one node, and of partners' ranks."""
+
+    def __init__(self) -> None:
+        self._memory = KeptMemory()
+        self._paths: dict[str, str] = {}
+
+    def reserve(self, sizes: Mapping[str, int]) -> dict[str, str]:
+        """Return the paths of pieces by name; a piece that is here already stays as it is."""
+        for name, num_bytes in sizes.items():
+            if name not in self._paths:
+                self._paths[name] = self._memory.reserve(name, num_bytes)
+        return {name: self._paths[name] for name in sizes}
+
+    def count_free_bytes(self) -> int:
+        """Return the host memory that this node could still give."""
+        return count_free_bytes()
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes of a piece."""
+        with map_kept(self._paths[name]) as piece:
+            return piece[start:stop]
+
+    def pull(self, source: Any, name: str, num_bytes: int, timeout_s: float) -> None:
+        """Copy a piece of the keeper `source` into the piece of this name; the header comes last.
+
+        So a copy that is cut off does not count. Each message may take `timeout_s`.
+        """
+        self.reserve({name: num_bytes})
+        with map_kept(self._paths[name]) as piece:
+            piece[:HEADER_BYTES] = bytes(HEADER_BYTES)
+            for start, stop in [*_cut(HEADER_BYTES, num_bytes), (0, HEADER_BYTES)]:
+                content = source.read.remote(name, start, stop)
+                piece[start:stop] = ray.get(content, timeout=timeout_s)
+
+    def close(self) -> None:
+        """Give up all pieces."""
+        self._memory.close()
+
+
+def _cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    for begin in range(start, stop, CHUNK_BYTES):
+        yield begin, min(begin + CHUNK_BYTES, stop)
+
+
+@dataclass
+class _Place:
+    """Where the copies of a rank's state lie: on `node`, and again on `partner` ("": nowhere)."""
+
+    num_bytes: int
+    node: str
+    partner: str = ""
+
+
+class StateKeepers:
+    """The keepers of all nodes. Ranks are named, such as "trainer0"."""
+
+    def __init__(self, nodes: Collection[str], timeout_s: float) -> None:
+        """`nodes`: those with ranks at the start. `timeout_s` bounds each wait for keepers."""
+        self._timeout_s = timeout_s
+        self._is_alone = set(nodes) <= {ray.get_runtime_context().get_node_id()}
+        self._own = StateKeeper()
+        self._actors: dict[str, Any] = {}
+        self._places: dict[str, _Place] = {}
+        self._copying: list[Any] = []
+
+    def reserve(self, sizes: Mapping[str, int], nodes: Mapping[str, str]) -> dict[str, list[str]]:
+        """Return, by rank, the paths of NUM_COPIES pieces on the rank's node.
+
+        Raises NoMemoryError if a node has too little memory for them, and for those of its partner.
+        """
+        self._places |= {name: _Place(size, nodes[name]) for name, size in sizes.items()}
+        for node in sorted(set(nodes.values())):
+            self._check_room(node)
+        return {name: self._reserve_on(nodes[name], name, size) for name, size in sizes.items()}
+
+    def mirror(self, copies: Mapping[str, int]) -> None:
+        """Begin to copy what ranks have just kept to their partner nodes, if there are any.
+
+        copies   by rank, the number of the copy that was written
+        """
+        partners = self._choose_partners()
+        for name, k in copies.items():
+            place = self._places[name]
+            if partner := partners.get(place.node, ""):
+                if place.partner not in ("", partner):
+                    place.partner = ""
+                self._copying.append(self._pull(partner, place.node, name, k))
+                place.partner = partner
+
+    def settle(self) -> None:
+        """Wait until what ranks have kept lies on their partners' nodes, too.
+
+        Raises RankHungError if it takes too long. A copy that failed because a node is lost is left
+        out; the loss shows by itself.
+        """
+        copying, self._copying = self._copying, []
+        for copy in copying:
+            try:
+                ray.get(copy, timeout=self._timeout_s)
+            except GetTimeoutError as error:
+                raise RankHungError(
+                    f"a state was not copied to its partner node within {self._timeout_s:g} s"
+                ) from error
+            except RayError:
+                continue
+
+    def find(self, nodes: Mapping[str, str]) -> dict[str, list[str]]:
+        """Return, by rank, the paths of its pieces on the node where it is now.
+
+        A rank that is on another node than before gets its state from the partner.
+        """
+        found = {}
+        for name, node in nodes.items():
+            place = self._places[name]
+            found[name] = self._reserve_on(node, name, place.num_bytes)
+            if node != place.node:
+                self._bring(name, place, node)
+                place.node = node
+        return found
+
+    def close(self) -> None:
+        """End the keepers, and with them all copies."""
+        for actor in self._actors.values():
+            ray.kill(actor)
+        self._own.close()
+
+    def _bring(self, name: str, place: _Place, node: str) -> None:
+        """Copy the state of a rank from its partner's node to `node`, as far as it is there."""
+        if place.partner in ("", node):
+            return
+        for pull in [self._pull(node, place.partner, name, k) for k in range(NUM_COPIES)]:
+            try:
+                ray.get(pull, timeout=self._timeout_s)
+            except RayError:
+                continue  # the partner has no such piece: the state does not count
+
+    def _pull(self, target: str, source: str, name: str, k: int) -> Any:
+        """Begin to copy piece `k` of a rank from one node's keeper to another's."""
+        piece, size = _piece(name, k), self._places[name].num_bytes
+        keeper = self._keeper(source)
+        return self._keeper(target).pull.remote(keeper, piece, size, self._timeout_s)
+
+    def _check_room(self, node: str) -> None:
+        held = 1 if self._is_alone else 2  # the partner's ranks have states of about the same size
+        own = [place.num_bytes for place in self._places.values() if place.node == node]
+        needed = NUM_COPIES * held * sum(own)
+        if self._is_alone:
+            free = self._own.count_free_bytes()
+        else:
+            count: Any = self._keeper(node).count_free_bytes.remote()
+            free = int(ray.get(count, timeout=self._timeout_s))
+        if needed > free:
+            raise NoMemoryError(
+                f"the states of the ranks of a node take {needed / GIB:.1f} GiB of host memory,"
+                f" and {free / GIB:.1f} GiB are free"
+            )
+
+    def _reserve_on(self, node: str, name: str, num_bytes: int) -> list[str]:
+        sizes = {_piece(name, k): num_bytes for k in range(NUM_COPIES)}
+        if self._is_alone:
+            return list(self._own.reserve(sizes).values())
+        reserved: Any = self._keeper(node).reserve.remote(sizes)
+        paths: dict[str, str] = ray.get(reserved, timeout=self._timeout_s)
+        return list(paths.values())
+
+    def _choose_partners(self) -> dict[str, str]:
+        """Return node -> the next node with ranks, or another one if all ranks are on one node.
+
+        {} if there is no other node.
+        """
+        if self._is_alone:
+            return {}
+        nodes = sorted({place.node for place in self._places.values()})
+        if len(nodes) == 1:
+            nodes += [node.id for node in list_alive_nodes() if node.id not in nodes][:1]
+        return dict(zip(nodes, [*nodes[1:], nodes[0]], strict=True)) if len(nodes) > 1 else {}
+
+    def _keeper(self, node: str) -> Any:
+        """Return the keeper of a node, and start it if there is none."""
+        if node not in self._actors:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            make: Any = ray.remote(StateKeeper)
+            options = {"num_cpus": 0, "max_concurrency": CALLS_AT_ONCE}
+            self._actors[node] = make.options(**options, scheduling_strategy=there).remote()
+        return self._actors[node]
+
+
+def _piece(name: str, k: int) -> str:
+    return f"{name}_{k}"
