@@ -135,6 +135,9 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "time/<phase>": "wall seconds of rollout, reward, teacher, logprobs, train, pause, sync"
         " (with its parity check) or checkpoint",
         "time/step": "wall seconds of the step",
+        "recovery/keep_seconds": "of it, to keep the states of trainer and critic (recovery.md)",
+        "recovery/kept_bytes": "bytes of these states, over all ranks",
+        "recovery/count": "recoveries of lost ranks since the start of the command",
         "idle/trainer": "share of the step in which the trainer has no work",
         "idle/engines": "share of the step in which an engine has no request, mean over engines",
     },

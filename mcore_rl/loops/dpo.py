@@ -23,9 +23,9 @@ from mcore_rl.algo.preferences import (
 from mcore_rl.batches.summary import summarize_steps
 from mcore_rl.config import CheckpointConfig, DpoConfig, PreferenceConfig
 from mcore_rl.logs.logger import PhaseTimer
-from mcore_rl.loops.roles import BatchStream, Log, TokenTrainer
+from mcore_rl.loops.roles import NO_RECOVERY, BatchStream, Log, Recovery, TokenTrainer
 from mcore_rl.loops.saving import is_due, save_if_due
-from mcore_rl.types import LogprobOptions, TrainBatch
+from mcore_rl.types import LogprobOptions, StepStats, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,33 @@ def optimize_preferences(
     trainer: TokenTrainer,
     log: Log,
     start_step: int = 0,
+    recovery: Recovery = NO_RECOVERY,
 ) -> None:
     """Run steps start_step + 1 .. dpo.steps of dpo.batch_size pairs each."""
     last_step = options.dpo.steps
     for step in range(start_step + 1, last_step + 1):
         timer = PhaseTimer(step)
         batch = pairs.next_batch(2 * options.dpo.batch_size)
-        with timer("logprobs"):
-            batch, metrics = with_pair_gradient(batch, trainer, options.preference)
-        with timer("train"):
-            stats = trainer.train_step(batch)
+
+        def train_on(
+            batch: TrainBatch = batch, timer: PhaseTimer = timer
+        ) -> tuple[StepStats, dict[str, float]]:
+            with timer("logprobs"):
+                weighted, metrics = with_pair_gradient(batch, trainer, options.preference)
+            with timer("train"):
+                return trainer.train_step(weighted), metrics
+
+        (stats, metrics), recoverable = recovery.train(step, train_on)
         # The trained loss has the gradient of the pairs' loss but not its value.
         loss = {"loss/total": metrics["preference/loss"]}
         speed = {"train/tokens_per_second": stats.num_tokens / timer.seconds["train"]}
-        log.log(step, {**summarize_steps([stats]), **loss, **metrics, **speed, **timer.metrics()})
+        trained = {**summarize_steps([stats]), **loss, **metrics, **speed}
+        log.log(step, {**trained, **recoverable, **timer.metrics()})
         if held_out and is_due(step, options.eval_every_steps, last_step):
-            log.log(step, evaluate_pairs(held_out, trainer, options.preference))
-        save = partial(trainer.save, step, {"step": step, "pairs": pairs.state_dict()})
+            evaluate = partial(evaluate_pairs, held_out, trainer, options.preference)
+            log.log(step, recovery.repeat(evaluate))
+        state = {"step": step, "pairs": pairs.state_dict()}
+        save = partial(recovery.save, step, partial(trainer.save, step, state))
         save_if_due(step, options.checkpoint.every_steps, last_step, save)
 
 

@@ -80,14 +80,19 @@ def run_step(
         return batch, estimated
 
     wanted = with_outcome(drawn)
-    kept, (batch, estimated) = leave_out_lost(prepare, wanted)
-    with timer("train"):
-        trained = train_policy_and_critic(options, roles, batch, step)
+
+    def train_on() -> tuple[Rollout, StoredBatch, dict[str, float]]:
+        kept, (batch, estimated) = leave_out_lost(prepare, wanted)
+        with timer("train"):
+            trained = train_policy_and_critic(options, roles, batch, step)
+        return kept, batch, {**trained, **estimated}
+
+    (kept, batch, trained), recoverable = roles.recovery.train(step, train_on)
     synced = sync_weights(roles, timer, WeightVersion(step), batch)
     seconds = timer.seconds["rollout"]
     sampled = summarize_samples(kept.samples, kept.scores, seconds, drawing.role_part)
     lost = {"batch/lost": float(len(wanted.samples) - len(kept.samples))}
-    of_stages = {**sampled, **trained, **drawn.metrics, **estimated, **lost, **synced}
+    of_stages = {**sampled, **trained, **drawn.metrics, **lost, **synced, **recoverable}
     roles.log.log(step, {**of_stages, **timer.metrics(waiting=WAITING)})
     roles.log.log_samples(step, drawn.samples, add_advantages(drawn, kept, batch))
     return sampled | trained
@@ -119,7 +124,11 @@ def save_checkpoint(roles: Roles, timer: PhaseTimer, step: int) -> None:
             "prompts": roles.prompts.state_dict(),
             "advantages": roles.advantages.state_dict(),
         }
-        if roles.critic:
-            roles.critic.save(step)
-        roles.trainer.save(step, {"step": step, **state})
+
+        def save() -> None:
+            if roles.critic:
+                roles.critic.save(step)
+            roles.trainer.save(step, {"step": step, **state})
+
+        roles.recovery.save(step, save)
     roles.log.log(step, {"time/checkpoint": timer.seconds["checkpoint"]})

@@ -178,6 +178,41 @@ class WeightSync(Protocol):
         ...
 
 
+class Recovery(Protocol):
+    """Replaces lost ranks of trainer and critic, which then go on from the last state kept."""
+
+    def train(self, step: int, work: Callable[[], T], /) -> tuple[T, Mapping[str, float]]:
+        """Return work(), which trains `step`, and metrics of the state that is kept after it.
+
+        If ranks are lost meanwhile, they are recovered as they were, and `work` is called again.
+        """
+        ...
+
+    def repeat(self, work: Callable[[], T], /) -> T:
+        """Return work(), which trains nothing. If ranks are lost meanwhile, call `work` again."""
+        ...
+
+    def save(self, step: int, work: Callable[[], None]) -> None:
+        """Call `work`, which begins to save `step`; again if ranks are lost before it is done."""
+        ...
+
+
+class NoRecovery:
+    """A Recovery of ranks that are not replaced: their loss ends the run."""
+
+    def train(self, step: int, work: Callable[[], T], /) -> tuple[T, Mapping[str, float]]:
+        return work(), {}
+
+    def repeat(self, work: Callable[[], T], /) -> T:
+        return work()
+
+    def save(self, step: int, work: Callable[[], None]) -> None:
+        work()
+
+
+NO_RECOVERY = NoRecovery()
+
+
 class Log(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -210,6 +245,7 @@ class Roles:
     teacher      None if the recipe has no teacher
     on_tokens    computes fields of batches where their tokens are
     both         runs trainer and critic: in turn, or at the same time if each has its own GPUs
+    recovery     replaces lost ranks of trainer and critic
     """
 
     prompts: PromptStream
@@ -225,3 +261,4 @@ class Roles:
     teacher: AskTeacher | None = None
     critic: Critic | None = None
     both: BothAtOnce = in_turn
+    recovery: Recovery = NO_RECOVERY

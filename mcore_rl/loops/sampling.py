@@ -103,7 +103,7 @@ def sync_weights(
         with timer("pause"):
             background.pause_for_sync()
     with timer("sync"):
-        metrics = dict(roles.weights.sync(version, probe))
+        metrics = dict(roles.recovery.repeat(lambda: roles.weights.sync(version, probe)))
     if background is not None:
         metrics |= background.resume(version)
     return metrics

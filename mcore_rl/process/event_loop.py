@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -13,7 +13,8 @@ S = TypeVar("S")
 def run_both(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
     """Return (first(), second()), with `second` in its own thread; raise the error of either.
 
-    The thread is a daemon: if `first` raises, the caller does not wait for `second`.
+    If `first` raises, `second` ends before the error is raised, by deadlines of its own: who does
+    the work again must not meet it. The thread is a daemon, so that Ctrl-C need not wait.
     """
     outcome: Future[S] = Future()
 
@@ -24,7 +25,12 @@ def run_both(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
             outcome.set_exception(error)
 
     threading.Thread(target=run, name="at_once", daemon=True).start()
-    return first(), outcome.result()
+    try:
+        found = first()
+    except Exception:
+        wait([outcome])
+        raise
+    return found, outcome.result()
 
 
 CLOSE_S = 5.0

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from mcore_rl.algo.lookup import needs_of
@@ -65,6 +66,7 @@ from mcore_rl.run.parts import (
     share_teacher,
 )
 from mcore_rl.run.prompts import PromptReader
+from mcore_rl.run.recovery import TrainedModels, open_recovery, recover_run
 from mcore_rl.run.roles.advantages import StoredAdvantages
 from mcore_rl.run.roles.colocation import SharingScorer, SharingTrainer
 from mcore_rl.run.roles.generator import EngineGenerator
@@ -112,14 +114,15 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
         log = make_log(config, folder, config.run.steps, start_step, *shown)
         sampler = sample_in_background(config, run, start_step, prompts, weights, log.episodes)
         estimate = StoredAdvantages(inputs.advantages, rollouts.apply, has_teacher=needs.teacher)
-        with complete_saves(folder, started.trainer, started.critic):
+        drawing = config.rollout, config.eval, log.episodes, weights.revive
+        ranks = config.run, run, weights, inputs.advantages, start_step
+        keeping = recover_run(*ranks, with_reference=needs.reference)
+        with complete_saves(folder, started.trainer, started.critic), keeping as recovery:
             with log, sampler as background:
                 roles = Roles(
                     prompts=prompts,
                     held_out=inputs.held_out,
-                    generator=rollouts.make_generator(
-                        config.rollout, config.eval, log.episodes, weights.revive
-                    ),
+                    generator=rollouts.make_generator(*drawing),
                     reward=SharingScorer(rollouts.reward, ("judge", "reward_model"), gpus),
                     advantages=estimate,
                     trainer=SharingTrainer(trainer, gpus),
@@ -130,9 +133,10 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
                     on_tokens=rollouts.apply,
                     critic=make_critic(config.critic, config.train, config.checkpoint, run),
                     both=in_turn if config.critic.colocated else run_both,
+                    recovery=recovery,
                 )
                 yield roles, start_step
-            finish_run(config.checkpoint, started, folder)
+            recovery.repeat(partial(finish_run, config.checkpoint, started, folder))
     make_report(folder.path)
 
 
@@ -155,10 +159,12 @@ def run_sft(config: Config) -> None:
         packing = make_packing(config.parallel, config.train, policy)
         packed = make_token_trainer(trainer, folder, packing, config.checkpoint)
         log = make_log(config, folder, options.steps, start_step)
-        with complete_saves(folder, trainer):
+        trained = TrainedModels((trainer,))
+        keeping = open_recovery(config.run, processes, folder, trained, start_step)
+        with complete_saves(folder, trainer), keeping as recovery:
             with log:
-                fine_tune(options, config.checkpoint, batches, packed, log, start_step)
-            finish_training(config.checkpoint, trainer, folder)
+                fine_tune(options, config.checkpoint, batches, packed, log, start_step, recovery)
+            recovery.repeat(partial(finish_training, config.checkpoint, trainer, folder))
     print(folder.export)
 
 
@@ -183,16 +189,21 @@ def run_dpo(config: Config) -> None:
     with _run(config, policy, "dpo") as (folder, newest, processes):
         trainer = processes.start_trainer(options.optimizer, options.steps, loss)
         wait_built(trainer)
-        if needs_reference(preference):
-            trainer.snapshot_reference()
+        snapshot = trainer.snapshot_reference if needs_reference(preference) else None
+        if snapshot is not None:
+            snapshot()
         start_step = load_checkpoint(trainer, config.checkpoint, {"pairs": stream}, newest)
         packing = make_packing(config.parallel, config.train, policy)
         packed = make_token_trainer(trainer, folder, packing, config.checkpoint)
         log = make_log(config, folder, options.steps, start_step)
-        with complete_saves(folder, trainer):
+        trained = TrainedModels((trainer,), prepare=snapshot)
+        keeping = open_recovery(config.run, processes, folder, trained, start_step)
+        with complete_saves(folder, trainer), keeping as recovery:
             with log:
-                optimize_preferences(preferences, stream, batches, packed, log, start_step)
-            finish_training(config.checkpoint, trainer, folder)
+                optimize_preferences(
+                    preferences, stream, batches, packed, log, start_step, recovery
+                )
+            recovery.repeat(partial(finish_training, config.checkpoint, trainer, folder))
     print(folder.export)
 
 

@@ -16,6 +16,7 @@ SETTINGS = (
     "checkpoint.every_steps=1",
     "rollout.restarts=0",
     "reward.workers=1",
+    "run.recovery.partner=none",
 )
 
 

@@ -25,6 +25,7 @@ NO_DEADLINE = {
     ("launch/submit.py", "shown.wait()"): "it prints logs for as long as the user likes",
     ("mcore_rl/cluster/answers.py", "ray.get(ref)"): ENDED,
     ("mcore_rl/cluster/group.py", "answers.wait()"): "Answers have a deadline",
+    ("mcore_rl/process/event_loop.py", "wait([outcome])"): "what runs beside has deadlines",
     ("mcore_rl/data/streamed/workers.py", "self._pool.join()"): "its workers were killed",
     ("mcore_rl/cpu/megatron_patches.py", "all_works.wait()"): OF_GROUP,
     ("mcore_rl/device/probes.py", "group.allreduce([values]).wait()"): OF_GROUP,

@@ -11,7 +11,7 @@ import pytest
 from mcore_rl.config import RewardConfig, RolloutConfig
 from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.outcomes import RewardFailureError
-from mcore_rl.loops.roles import Roles
+from mcore_rl.loops.roles import NO_RECOVERY, Roles
 from mcore_rl.loops.sampling import SamplingOptions, draw_rollout
 from mcore_rl.types import GroupLease, Prompt, StoredSample
 from mcore_rl.types.scores import Scores
@@ -78,7 +78,7 @@ def run(
         )
 
     parts = Numbered()
-    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
+    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__) | {"recovery": NO_RECOVERY}
     given = {"prompts": parts, "generator": parts, "reward": reward}
     roles = Roles(**fields | given)
     rollout = RolloutConfig(prompts_per_step=2, samples_per_prompt=GROUP, **cast(Any, options))
@@ -156,7 +156,7 @@ def sample_with(
 ) -> tuple[list[int], Scores, dict[str, float]]:
     """Return the prompts of a step of two groups of 4 with dynamic sampling, scores and metrics."""
     parts = Numbered()
-    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
+    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__) | {"recovery": NO_RECOVERY}
     roles = Roles(**fields | {"prompts": parts, "generator": parts, "reward": reward})
     rollout = RolloutConfig(
         prompts_per_step=2, samples_per_prompt=4, dynamic_sampling=True, **cast(Any, options)

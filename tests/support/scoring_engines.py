@@ -85,6 +85,9 @@ class OneWeightLinks:
         newest = max(v for v in self._versions.values() if v is not None)
         return tuple(url for url, version in self._versions.items() if version == newest)
 
+    def forget_links(self) -> None:
+        self._versions.clear()
+
     async def connect(self, urls: Sequence[str]) -> None:
         failed = {}
         for url in urls:

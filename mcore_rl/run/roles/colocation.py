@@ -169,6 +169,21 @@ class SharedGpus:
         if self._are_shared:
             self._watched(self.for_rollout())
 
+    def forget(self, roles: Collection[str]) -> None:
+        """Note that the ranks of these models have ended, and with them all that was loaded."""
+        self._loaded_parts |= dict.fromkeys(roles, ())
+
+    def replace(self, role: str, restart: Callable[[], None]) -> None:
+        """Call `restart`, which makes the ranks of a model anew, with room for them on the GPUs.
+
+        Its earlier ranks are forgotten. The model is offloaded afterwards, if it ever is.
+        """
+        self.load("", ())
+        restart()
+        if role in self._models:
+            self._loaded_parts[role] = ALL
+            self._watched(self._load_only("", ()))
+
     @property
     def _are_shared(self) -> bool:
         return self._engines.are_colocated or bool(self._models)

@@ -39,6 +39,8 @@ class WeightLinks(Protocol):
 
     async def connect(self, urls: Sequence[str]) -> None: ...
 
+    def forget_links(self) -> None: ...
+
     async def sync(self, version: int, urls: Sequence[str] | None = None) -> SyncReport: ...
 
 
@@ -119,6 +121,10 @@ class EngineSync:
                 num_failed = float(len(self._health.states) - len(serving))
                 return {**report.metrics(), **checked.metrics(), "sync/engines_failed": num_failed}
             self._watched(self._expect_another(checked))
+
+    def forget_links(self) -> None:
+        """Have the next sync link all engines anew, as the trainer's ranks are others."""
+        self._links.forget_links()
 
     async def revive(self) -> bool:
         """If no engine serves, wait for an engine that is starting again, and sync it.

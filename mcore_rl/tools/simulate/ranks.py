@@ -176,6 +176,9 @@ class SimulatedLinks:
         newest = max(self._versions.values(), default=0)
         return tuple(url for url, version in self._versions.items() if version == newest)
 
+    def forget_links(self) -> None:
+        self._versions.clear()
+
     async def connect(self, urls: Sequence[str]) -> None:
         await asyncio.sleep(self._link_s(len(urls)))
         self._versions |= dict.fromkeys(urls, -1)

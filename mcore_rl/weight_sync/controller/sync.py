@@ -287,6 +287,15 @@ class SyncController:
         """Return the version last committed on the linked engine at `url`."""
         return self._engines[url].served_version
 
+    def forget_links(self) -> None:
+        """Unlink all engines, and forget the trainer ranks, which others have replaced.
+
+        Engines go on serving the weights that they have.
+        """
+        self._facts = ()
+        self._engines.clear()
+        self._loaded = False
+
     async def connect(self, urls: Sequence[str]) -> None:
         """Link engines to the trainer ranks at the same time.
 

@@ -1,0 +1,234 @@
+"""Recovers lost ranks of trainer and critic, from the states that they kept in memory.
+
+    work fails -> is a rank dead or hung? -> the model's ranks are replaced -> every rank of both
+    models goes back to the newest state that all have -> engines are linked by the next sync
+    -> the work is done again
+
+So the run goes on as if nothing had happened, bit for bit. An error that a rank raises itself ends
+the run: it would come again.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from mcore_rl.cluster.answers import GRACE_S, RankLostError
+from mcore_rl.cluster.placement import NoRoomError
+from mcore_rl.logs.progress import say
+from mcore_rl.logs.run_folder import RunFolder
+from mcore_rl.process.clock import now_s
+from mcore_rl.process.process_state import RestartBudget
+from mcore_rl.run.roles.colocation import ALL, SharedGpus
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+BACKOFF_S = 2.0
+"""Wait before the second recovery within an hour; it doubles with each further one."""
+MAX_BACKOFF_S = 60.0
+
+
+class KeptModel(Protocol):
+    """The ranks of trainer or critic; see cluster.model_groups.ModelGroup."""
+
+    role: str
+
+    def find_loss(self, wait_s: float) -> RankLostError | None: ...
+
+    def restart(self) -> None: ...
+
+    def keep_state(self, step: int) -> int: ...
+
+    def find_kept_steps(self) -> set[int]: ...
+
+    def restore_state(self, step: int) -> None: ...
+
+
+class Rewound(Protocol):
+    """A role of the controller that goes back with the ranks."""
+
+    def state_dict(self) -> Mapping[str, object]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """The models of a run that are recovered, and what depends on their ranks.
+
+    prepare       does what a start does with a model before it loads a state
+    settle        waits until kept states lie on partner nodes, too
+    forget_links  has the next weight sync link the engines to the new ranks
+    rewound       goes back with the ranks, if the loop's work changes it
+    """
+
+    models: Sequence[KeptModel]
+    gpus: SharedGpus
+    folder: RunFolder
+    prepare: Callable[[str], None]
+    settle: Callable[[], None]
+    forget_links: Callable[[], None]
+    rewound: Rewound | None
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """The work that trained a step, until the step's state lies on partner nodes, too."""
+
+    step: int
+    work: Callable[[], object]
+
+
+class RankRecovery:
+    """Implements roles.Recovery."""
+
+    def __init__(self, recovered: Recovered, most: int, start_step: int) -> None:
+        """Keep the state after `start_step`, which the models have. `most`: recoveries an hour."""
+        self._of = recovered
+        self._most = most
+        self._budget = RestartBudget()
+        self._rewound: dict[int, Mapping[str, object]] = {}
+        self._save: tuple[int, Callable[[], None]] | None = None
+        self._trained = _Trained(start_step, _do_nothing)
+        self._num_recovered = 0
+        self._keep(start_step)
+        recovered.settle()
+
+    def train(self, step: int, work: Callable[[], T]) -> tuple[T, Mapping[str, float]]:
+        def train_and_keep() -> tuple[T, Mapping[str, float]]:
+            self._of.settle()
+            trained = work()
+            return trained, self._keep(step)
+
+        found = self.repeat(train_and_keep)
+        self._trained = _Trained(step, work)
+        return found
+
+    def repeat(self, work: Callable[[], T]) -> T:
+        """Return work(); recover lost ranks and call `work` again as often as the budget allows.
+
+        Raises the error of `work` if no rank is lost, or one recovery too many is needed.
+        """
+        while True:
+            try:
+                found = work()
+                if self._trained.work is not _do_nothing:
+                    self._of.settle()
+                    self._trained = _Trained(self._trained.step, _do_nothing)
+                return found
+            except Exception as error:
+                self._recover(error)
+
+    def save(self, step: int, work: Callable[[], None]) -> None:
+        self._save = (step, work)
+        self.repeat(work)
+
+    def _keep(self, step: int) -> dict[str, float]:
+        """Keep the state of models and advantages after `step`; return metrics."""
+        began_s = now_s()
+        num_bytes = sum(model.keep_state(step) for model in self._of.models)
+        if self._of.rewound is not None:
+            state = deepcopy(dict(self._of.rewound.state_dict()))
+            self._rewound = {step - 1: self._rewound.get(step - 1, {}), step: state}
+        return {
+            "recovery/kept_bytes": float(num_bytes),
+            "recovery/keep_seconds": now_s() - began_s,
+            "recovery/count": float(self._num_recovered),
+        }
+
+    def _recover(self, error: Exception) -> None:
+        """Replace lost ranks and go back; raise `error` if none is lost or the budget is spent."""
+        while True:
+            lost = self._find_losses()
+            if not lost:
+                raise error
+            if not self._budget.take(self._most):
+                reason = f"{error}\nrun.recovery.restarts={self._most} within an hour are spent"
+                raise RankLostError(reason) from error
+            began_s = now_s()
+            reasons = "; ".join(dict.fromkeys(str(loss) for loss in lost.values()))
+            _tell(f"replacing the ranks of {' and '.join(sorted(lost))}: {reasons}")
+            time.sleep(self._wait_s())
+            try:
+                step = self._go_back(lost)
+            except NoRoomError as no_room:
+                raise RankLostError(f"{error}\n{no_room}") from no_room
+            except Exception as next_error:  # ranks may be lost during a recovery, too
+                error = next_error
+                continue
+            self._num_recovered += 1
+            _tell(
+                f"recovered step {step} from memory in {now_s() - began_s:.1f} s"
+                f" ({self._budget.num_recent} of {self._most} within an hour)"
+            )
+            return
+
+    def _find_losses(self) -> dict[str, RankLostError]:
+        """Return, by role, why the ranks of a model are lost."""
+        losses = {model.role: model.find_loss(GRACE_S) for model in self._of.models}
+        return {role: loss for role, loss in losses.items() if loss is not None}
+
+    def _wait_s(self) -> float:
+        num_before = self._budget.num_recent - 1
+        return 0.0 if num_before < 1 else min(BACKOFF_S * 2 ** (num_before - 1), MAX_BACKOFF_S)
+
+    def _go_back(self, lost: Mapping[str, RankLostError]) -> int:
+        """Replace the ranks of the models `lost`; return the step that all ranks are back at.
+
+        A step whose state was lost with a node, before it was on the partner's, is trained again.
+        """
+        of = self._of
+        of.forget_links()
+        of.gpus.forget(lost)
+        for model in of.models:
+            if model.role in lost:
+                of.gpus.replace(model.role, partial(self._restart, model))
+        kept = [model.find_kept_steps() for model in of.models]
+        common = kept[0].intersection(*kept[1:])
+        wanted = self._trained.step  # a later one is of work that will be done again
+        step = next((step for step in (wanted, wanted - 1) if step in common), None)
+        if step is None:
+            raise RankLostError(
+                f"the state of step {wanted} is not whole in the memory of all ranks:"
+                " the same command continues from the newest checkpoint"
+            )
+        for model in of.models:
+            of.gpus.load(model.role, ALL)
+            model.restore_state(step)
+        if of.rewound is not None:
+            of.rewound.load_state_dict(deepcopy(dict(self._rewound[step])))
+        if step < wanted:
+            self._trained.work()
+            self._keep(wanted)
+        self._save_again(wanted)
+        return step
+
+    def _restart(self, model: KeptModel) -> None:
+        model.restart()
+        self._of.prepare(model.role)
+
+    def _save_again(self, step: int) -> None:
+        """Save once more what the lost ranks had begun to save, if that is still possible."""
+        if self._save is None or self._of.folder.is_saved(self._save[0]):
+            return
+        saved_step, work = self._save
+        if saved_step == step:
+            work()
+        else:
+            _log.warning(
+                "the checkpoint of step %d was not complete and is lost: memory has step %d",
+                *(saved_step, step),
+            )
+
+
+def _tell(text: str) -> None:
+    """Tell something on the console and in the controller's log."""
+    _log.warning(text)
+    say(text)
+
+
+def _do_nothing() -> None:
+    """Stand in the place of work that need not be done again."""

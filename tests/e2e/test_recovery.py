@@ -1,0 +1,207 @@
+"""Ranks of trainer and critic that die or hang are replaced, and the run goes on bit for bit."""
+
+import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.test_clusters import seated
+from tests.support.runs import Run, tiny_settings
+from tests.support.submitted import SubmittedRun
+from tests.support.victims import PHASES, assert_complete
+
+pytestmark = pytest.mark.e2e
+Start = Callable[..., Run]
+SETTINGS = (
+    "train.mini_batches=2",
+    "algorithm.kl.coef=0.01",
+    "checkpoint.every_steps=2",
+    "run.call_timeout_s=40",
+    "run.recovery.restarts=20",
+)
+SIX_STEPS = ("run.steps=6", "eval.data=[]")
+ALIKE = re.compile(
+    r"step|loss/|kl/|ratio/|clip/|reward/|router/|staleness/|logprob_diff/|rollout/response_len"
+    r"|train/(learning_rate|optimizer_steps|tokens$)|eval/|critic/|value/"
+)
+"""Metrics that must not depend on a recovery."""
+Death = tuple[str, str, int, int]
+"""Words of the process, phase, step, signal."""
+
+
+def disturb(run: Run, deaths: Sequence[Death]) -> None:
+    """Signal each process in its phase, and wait until its model is recovered."""
+    for num_before, (words, phase, step, number) in enumerate(deaths):
+        victim = run.find_one(words)
+        run.wait_for(PHASES[phase].format(step=step), poll_s=0.002)
+        victim.send_signal(number)
+        wait_recovered(run, num_before + 1)
+        assert not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE
+
+
+def wait_recovered(run: Run, num_times: int) -> None:
+    run.wait_until(lambda: len(find_recoveries(run)) >= num_times, f"recovery {num_times}")
+
+
+def find_recoveries(run: Run) -> list[tuple[int, float]]:
+    """Return the step that each recovery went back to, and its seconds."""
+    told = re.findall(r"recovered step (\d+) from memory in ([\d.]+) s", run.tail(1_000_000))
+    return [(int(step), float(seconds)) for step, seconds in told]
+
+
+def numbers(run: Run | SubmittedRun) -> list[dict[str, float]]:
+    """Return what must not depend on a recovery: losses, gradients, rewards, lengths."""
+    return [
+        {name: value for name, value in row.items() if ALIKE.match(name)} for row in run.metrics()
+    ]
+
+
+def compare(
+    start: Start, tmp_path: Path, deaths: Sequence[Death], *more: str, num_steps: int = 6
+) -> None:
+    """Check that a disturbed run has the numbers of one that was left alone, and ends whole."""
+    more = (*more, f"run.steps={num_steps}")
+    whole = start("train", *SETTINGS, *more, run_dir=tmp_path / "whole")
+    assert whole.finish() == 0, whole.tail()
+    wanted = numbers(whole)
+    assert "loss/total" in wanted[1] and "loss/grad_norm" in wanted[1], wanted[1]
+    disturbed = start("train", *SETTINGS, *more, run_dir=tmp_path / "disturbed")
+    disturb(disturbed, deaths)
+    assert disturbed.finish() == 0, disturbed.tail()
+    disturbed.assert_nothing_left()
+    assert_complete(disturbed, num_steps)
+    assert numbers(disturbed) == wanted
+
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+IN_EACH_PHASE = [
+    ("trainer_rank1", "rollout", 2, KILL),
+    ("trainer_rank0", "logprobs", 3, KILL),
+    ("trainer_rank1", "checkpoint", 4, KILL),
+    ("trainer_rank0", "train", 5, STOP),
+    ("trainer_rank1", "sync", 6, KILL),
+]
+
+
+def test_a_rank_that_is_killed_is_replaced(start: Start, tmp_path: Path) -> None:
+    compare(start, tmp_path, [("trainer_rank1", "train", 2, KILL)], num_steps=3)
+
+
+@pytest.mark.slow
+def test_ranks_that_die_or_hang_in_any_phase_are_replaced(start: Start, tmp_path: Path) -> None:
+    compare(start, tmp_path, IN_EACH_PHASE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [("tp=2",), ("pp=2", "ep=1")], ids=",".join)
+def test_one_data_parallel_replica_is_enough(
+    start: Start, tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    settings = ["parallel.dp=1", *(f"parallel.{size}" for size in layout)]
+    compare(start, tmp_path, IN_EACH_PHASE[1:4], *settings)
+
+
+@pytest.mark.slow
+def test_trainer_and_critic_go_back_together(start: Start, tmp_path: Path) -> None:
+    deaths = [
+        ("critic_rank0", "logprobs", 2, KILL),
+        ("critic_rank0", "train", 3, KILL),
+        ("trainer_rank0", "train", 4, KILL),
+        ("critic_rank0", "checkpoint", 4, STOP),
+    ]
+    compare(start, tmp_path, deaths, "algorithm.advantage=gae", "critic.mini_batches=4")
+
+
+@pytest.mark.slow
+def test_a_death_within_a_recovery_is_survived(start: Start, tmp_path: Path) -> None:
+    whole = start("train", *SETTINGS, "run.steps=4", run_dir=tmp_path / "whole")
+    assert whole.finish() == 0, whole.tail()
+    run = start("train", *SETTINGS, "run.steps=4", run_dir=tmp_path / "disturbed")
+    run.wait_for("step 2: train", poll_s=0.002)
+    first = run.find_one("trainer_rank1")
+    first.kill()
+    run.wait_until(lambda: "replacing the ranks of trainer" in run.tail(), "a recovery")
+    run.wait_until(
+        lambda: any(p != first for p in run.find("trainer_rank1")), "a rank in its place"
+    )
+    run.find_one("trainer_rank1").kill()
+    assert run.finish() == 0, run.tail()
+    assert run.tail(100_000).count("replacing the ranks of trainer") == 2, run.tail(100_000)
+    assert numbers(run) == numbers(whole)
+
+
+@pytest.mark.slow
+def test_the_run_ends_once_its_recoveries_are_spent(start: Start, tmp_path: Path) -> None:
+    run = start("train", *SETTINGS, "run.steps=6", "run.recovery.restarts=1")
+    disturb(run, [("trainer_rank1", "train", 2, KILL)])
+    run.wait_for("step 4: train", poll_s=0.002)
+    run.find_one("trainer_rank0").kill()
+    assert run.finish(60) == 1, run.tail()
+    said = r"trainer rank 0 .* died .*\n.*run\.recovery\.restarts=1 within an hour are spent"
+    assert re.search(said, run.tail()), run.tail()
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_fine_tuning_recovers_too(start: Start, tmp_path: Path) -> None:
+    settings = ("sft.steps=8", "checkpoint.every_steps=3", "model.init=random")
+    whole = start("sft", *settings, run_dir=tmp_path / "whole")
+    assert whole.finish() == 0, whole.tail()
+    run = start("sft", *settings, run_dir=tmp_path / "disturbed")
+    disturb(run, [("trainer_rank1", "train", 3, KILL), ("trainer_rank0", "train", 7, KILL)])
+    assert run.finish() == 0, run.tail()
+    assert numbers(run) == numbers(whole)
+
+
+@pytest.fixture
+def four_nodes(arithmetic: Path, tmp_path: Path) -> Iterator[SubmittedRun]:
+    """Two trainer ranks and an engine on three nodes, and a spare node."""
+    nodes = ["launch=local", "launch.gpus_per_node=0", "launch.cpus_per_node=1", "launch.nodes=4"]
+    settings = [*tiny_settings(arithmetic), *SETTINGS, *SIX_STEPS, *nodes]
+    run = SubmittedRun(settings, tmp_path / "run")
+    yield run
+    run.kill()
+
+
+@pytest.mark.slow
+def test_a_spare_node_takes_the_place_of_a_lost_one(
+    four_nodes: SubmittedRun, start: Start, tmp_path: Path
+) -> None:
+    run = four_nodes
+    run.wait_for("step 3: train", 400)
+    lost, *_ = (node for node, who in seated(run) if who.startswith("trainer") and node != "node0")
+    run.kill_raylet(f"127.0.0.{int(lost.removeprefix('node')) + 2}")
+    run.wait_until(lambda: "recovered step" in run.printed(), "a recovery", 400)
+    run.wait_ended(timeout_s=400)
+    run.wait_until_nothing_is_left()
+    whole = start("train", *SETTINGS, *SIX_STEPS, run_dir=tmp_path / "whole")
+    assert whole.finish() == 0, whole.tail()
+    assert numbers(run) == numbers(whole)
+
+
+@pytest.mark.slow
+def test_models_that_give_up_their_memory_recover(start: Start, tmp_path: Path) -> None:
+    deaths = [
+        ("trainer_rank0", "logprobs", 2, KILL),
+        ("critic_rank0", "train", 3, KILL),
+        ("trainer_rank1", "sync", 4, KILL),
+    ]
+    engines = ("cluster.colocated=true", "rollout.stage_weights=false", "rollout.restarts=0")
+    critic = ("critic.colocated=true", "critic.parallel.tp=2", "algorithm.advantage=gae")
+    compare(start, tmp_path, deaths, "cluster.offload=true", *engines, *critic)
+
+
+@pytest.mark.slow
+def test_a_run_that_samples_beside_training_goes_on(start: Start, tmp_path: Path) -> None:
+    more = ("rollout.mode=async", "algorithm.correction.weight=token", "run.steps=8")
+    run = start("train", *SETTINGS, *more, "rollout.deterministic=false")
+    disturb(run, [("trainer_rank1", "train", 3, KILL), ("trainer_rank0", "sync", 5, KILL)])
+    assert run.finish() == 0, run.tail()
+    run.assert_nothing_left()
+    assert_complete(run, 8)
+    rows = [row for row in run.metrics() if "loss/total" in row]
+    assert max(row["logprob_diff/mean"] for row in rows) < 1e-4
+    assert {row["rollout/samples"] for row in rows} == {16.0}

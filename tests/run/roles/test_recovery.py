@@ -1,0 +1,216 @@
+"""Which state models go back to, what is done again, and when a run ends nevertheless.
+
+A model here is one number that each training doubles and adds its step to.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.cluster.answers import RankDiedError, RankLostError
+from mcore_rl.logs.run_folder import RunFolder
+from mcore_rl.run.roles import recovery as recovery_module
+from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
+from mcore_rl.run.roles.recovery import RankRecovery, Recovered
+
+
+class NumberModel:
+    """Keeps its two newest numbers, as ranks keep their states."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.number = 1
+        self.kept: dict[int, int] = {}
+        self.num_restarts = 0
+        self._loss: RankLostError | None = None
+
+    def train(self, step: int) -> int:
+        self.check()
+        self.number = 2 * self.number + step
+        return self.number
+
+    def die(self) -> None:
+        self._loss = RankDiedError(f"{self.role} rank 0 died", [0])
+        self.number = -1
+
+    def check(self) -> None:
+        if self._loss is not None:
+            raise self._loss
+
+    def find_loss(self, wait_s: float) -> RankLostError | None:
+        return self._loss
+
+    def restart(self) -> None:
+        self.num_restarts += 1
+        self._loss = None
+        self.number = 1
+
+    def keep_state(self, step: int) -> int:
+        self.check()
+        older = {kept: number for kept, number in self.kept.items() if kept == step - 1}
+        self.kept = {**older, step: self.number}
+        return 8
+
+    def find_kept_steps(self) -> set[int]:
+        return set(self.kept)
+
+    def restore_state(self, step: int) -> None:
+        self.check()
+        self.number = self.kept[step]
+        self.kept = {kept: number for kept, number in self.kept.items() if kept <= step}
+
+
+class Steered:
+    """A coefficient that each training changes."""
+
+    value = 0
+
+    def state_dict(self) -> Mapping[str, object]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        self.value = state["value"]
+
+
+class Scene:
+    """Trainer, critic and a coefficient, and what was asked of them."""
+
+    def __init__(self, folder: Path, most: int = 3) -> None:
+        self.models = trainer, critic = NumberModel("trainer"), NumberModel("critic")
+        self.trainer, self.critic = trainer, critic
+        self.steered = Steered()
+        self.folder = RunFolder(folder)
+        self.calls: list[str] = []
+        recovered = Recovered(
+            models=self.models,
+            gpus=SharedGpus(EngineMemory((), 0.0), lambda work: None),
+            folder=self.folder,
+            prepare=lambda role: self.calls.append(f"prepare {role}"),
+            settle=lambda: None,
+            forget_links=lambda: self.calls.append("forget links"),
+            rewound=self.steered,
+        )
+        self.recovery = RankRecovery(recovered, most, start_step=0)
+
+    def train(self, step: int, disturb: Callable[[], None] = lambda: None) -> tuple[int, int, int]:
+        """Train both models; `disturb` is called between them."""
+
+        def work() -> tuple[int, int, int]:
+            self.steered.value += step
+            trained = self.trainer.train(step)
+            disturb()
+            return trained, self.critic.train(step), self.steered.value
+
+        return self.recovery.train(step, work)[0]
+
+
+@pytest.fixture(autouse=True)
+def without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery_module, "BACKOFF_S", 0.0)
+
+
+def once(action: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls `action` the first time only."""
+    left = [action]
+    return lambda: left.pop()() if left else None
+
+
+def undisturbed(folder: Path, num_steps: int) -> list[tuple[int, int, int]]:
+    scene = Scene(folder)
+    return [scene.train(step) for step in range(1, num_steps + 1)]
+
+
+def test_both_models_go_back_when_one_is_lost(tmp_path: Path) -> None:
+    wanted = undisturbed(tmp_path, 3)
+    scene = Scene(tmp_path)
+    assert scene.train(1) == wanted[0]
+    assert scene.train(2, once(scene.critic.die)) == wanted[1]
+    assert scene.train(3, once(scene.trainer.die)) == wanted[2]
+    assert (scene.trainer.num_restarts, scene.critic.num_restarts) == (1, 1)
+    assert scene.calls == ["forget links", "prepare critic", "forget links", "prepare trainer"]
+
+
+def test_work_after_a_step_finds_its_state(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    [wanted] = undisturbed(tmp_path, 1)
+    scene.train(1)
+    die = once(scene.trainer.die)
+
+    def sync() -> int:
+        die()
+        scene.trainer.check()
+        return scene.trainer.number
+
+    assert scene.recovery.repeat(sync) == wanted[0]
+
+
+def test_a_step_whose_state_was_lost_with_its_node_is_trained_again(tmp_path: Path) -> None:
+    wanted = undisturbed(tmp_path, 3)
+    scene = Scene(tmp_path)
+    scene.train(1)
+    scene.recovery.repeat(lambda: None)
+    scene.train(2)
+
+    def lose_node() -> None:
+        scene.trainer.die()
+        del scene.trainer.kept[2]
+
+    lose = once(lose_node)
+
+    def sync() -> tuple[int, int, int]:
+        lose()
+        scene.trainer.check()
+        return scene.trainer.number, scene.critic.number, scene.steered.value
+
+    assert scene.recovery.repeat(sync) == wanted[1]
+    assert scene.train(3) == wanted[2]
+
+
+def test_an_error_of_the_work_itself_is_raised(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+
+    def fail() -> None:
+        raise ValueError("the loss is not finite")
+
+    with pytest.raises(ValueError, match="not finite"):
+        scene.train(1, fail)
+    assert scene.calls == []
+
+
+def test_a_death_within_a_recovery_is_another_one(tmp_path: Path) -> None:
+    [wanted] = undisturbed(tmp_path, 1)
+    scene = Scene(tmp_path)
+    dies_again = once(scene.critic.die)
+    restart = scene.trainer.restart
+
+    def restart_badly() -> None:
+        restart()
+        dies_again()
+
+    scene.trainer.restart = restart_badly  # type: ignore[method-assign]
+    assert scene.train(1, once(scene.trainer.die)) == wanted
+    assert (scene.trainer.num_restarts, scene.critic.num_restarts) == (1, 1)
+
+
+def test_recoveries_are_bounded_and_the_reason_is_told(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, most=2)
+    with pytest.raises(
+        RankLostError, match=r"trainer rank 0 died\nrun.recovery.restarts=2 .*spent"
+    ):
+        scene.train(1, scene.trainer.die)
+    assert scene.trainer.num_restarts == 2
+
+
+def test_a_save_that_was_begun_is_begun_again_and_only_with_its_state(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    saved: list[tuple[int, int]] = []
+    scene.train(1)
+    scene.recovery.save(1, lambda: saved.append((1, scene.trainer.number)))
+    before = scene.trainer.number
+    scene.train(2, once(scene.trainer.die))
+    assert saved == [(1, before), (1, before)]
+    scene.recovery.repeat(once(scene.trainer.die))
+    scene.train(3)
+    assert saved == [(1, before), (1, before)], "memory has no state of step 1 any more"
