@@ -167,7 +167,7 @@ class Run:
         names = [(p.pid, _title(p)[:80]) for p in left]
         self.kill_all()
         assert not left, f"processes left {within_s} s after the end: {names}"
-        while (ownerless := _ownerless_memory()) and time.monotonic() < deadline:
+        while (ownerless := _ownerless_memory(self.began_s)) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert not ownerless, f"shared memory left {within_s} s after the end: {ownerless}"
 
@@ -177,10 +177,19 @@ class Run:
                 p.send_signal(signal.SIGKILL)
 
 
-def _ownerless_memory() -> list[str]:
-    """Return SGLang's shared memory whose maker is gone: sgl_shm_<kind>_<pid>_<random>."""
-    names = [path.name for path in Path("/dev/shm").glob("sgl_shm_*_*_*")]
-    return [name for name in names if not psutil.pid_exists(int(name.split("_")[-2]))]
+def _ownerless_memory(since_s: float) -> list[str]:
+    """Return SGLang's shared memory made since then, whose maker is gone.
+
+    It is called sgl_shm_<kind>_<pid>_<random>. A process that a test killed earlier may have left
+    older memory.
+    """
+    names = []
+    for path in Path("/dev/shm").glob("sgl_shm_*_*_*"):
+        with contextlib.suppress(FileNotFoundError):
+            is_new = path.stat().st_mtime >= since_s
+            if is_new and not psutil.pid_exists(int(path.name.split("_")[-2])):
+                names.append(path.name)
+    return names
 
 
 def _title(process: psutil.Process) -> str:
