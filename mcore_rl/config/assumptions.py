@@ -58,10 +58,14 @@ class SimulateConfig(Options, group="simulate"):
     mtbf_hours: float = bounded(0.0, ge=0)
     """Mean time between failures of each GPU; 0: none fails."""
     node_mtbf_hours: float = bounded(0.0, ge=0)
-    """Mean time between failures of each machine, which takes its engines and samples for good, or
-    the run if it has ranks; 0: none fails."""
+    """Mean time between failures of each machine, which takes its engines and samples for good; 0:
+    none fails. One with ranks ends the run, unless a spare machine takes its place."""
+    spare_nodes: int = bounded(0, ge=0)
+    """Machines more than the recipe needs, to which ranks of lost ones move (run.recovery)."""
+    recovery_s: float = bounded(90.0, gt=0)
+    """Seconds until ranks that replace lost ones have their state from memory (run.recovery)."""
     restart_s: float = bounded(300.0, gt=0)
-    """Seconds until a run that lost a trainer rank trains again, from its newest checkpoint."""
+    """Seconds until a run that ended for a lost rank trains again, from its newest checkpoint."""
     engine_restart_s: float = bounded(180.0, gt=0)
     """Seconds until the server of a lost engine runs again."""
     slow_share: float = bounded(0.0, ge=0, le=1)

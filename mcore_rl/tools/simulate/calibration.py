@@ -76,6 +76,7 @@ class Calibration:
         steps = simulate(config, costs).steps
         predicted = {name: steps[2].get(f"time/{name}", 0.0) for name in PHASES}
         corrected = measured["rollout"] + measured["reward"] + measured["train"] + measured["sync"]
+        corrected += float(rows[-1].get("recovery/keep_seconds", 0.0))
         return Calibration(
             rollout=_factor(measured, predicted, "rollout"),
             train=_factor(measured, predicted, "train"),

@@ -7,12 +7,14 @@ takes down the engines, or the run, that had the GPU or machine.
 import asyncio
 import math
 import random
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mcore_rl.config import ClusterConfig, RolloutConfig, SimulateConfig
 from mcore_rl.planning.bundles import Bundle, RunSize
 from mcore_rl.planning.slots import Slot, reserve_slots
+from mcore_rl.process.process_state import HOUR_S
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.tools.simulate.engine import SimulatedCollector, SimulatedEngine
 from mcore_rl.tools.simulate.virtual_time import Machine, VirtualLoop, WorkClock, context_of
@@ -206,6 +208,10 @@ class RunLostError(RuntimeError):
     """The run has ended and begins again from its newest checkpoint; the message says why."""
 
 
+class RanksLostError(RuntimeError):
+    """Ranks of trainer or critic are lost, and others take their place; the message says why."""
+
+
 class Failures:
     """Breaks engines, trainer ranks and machines at random times, each a Poisson process."""
 
@@ -220,8 +226,19 @@ class Failures:
         collectors: Mapping[str, SimulatedCollector],
         num_trainer_gpus: int,
         draw: random.Random,
+        most_recoveries: int = 0,
     ) -> None:
-        """`collectors` are those of nodes by name."""
+        """`collectors` are those of nodes by name.
+
+        most_recoveries   of lost ranks within an hour; 0: the first loss ends the run
+        """
+        self._most_recoveries = most_recoveries
+        self._num_trainer_gpus = num_trainer_gpus
+        self._num_spare = simulate.spare_nodes
+        self._recovered_s: deque[float] = deque()
+        self.ranks_lost: asyncio.Future[None] = loop.create_future()
+        """Raises RanksLostError while ranks are lost that others replace."""
+        self.num_recoveries = 0
         self._loop = loop
         self._rollout = rollout
         self._engine_restart_s = simulate.engine_restart_s
@@ -263,7 +280,25 @@ class Failures:
         self._later(self._next_s(self._rollout.engine_ranks), self._lose_engine, url)
 
     def _lose_trainer(self) -> None:
-        self._lose("a GPU of the trainer failed")
+        self._later(self._next_s(self._num_trainer_gpus), self._lose_trainer)
+        self._lose_ranks("a GPU of the trainer failed")
+
+    def _lose_ranks(self, why: str) -> None:
+        """Lose ranks that others replace, or the run if that happens too often within an hour."""
+        now_s = self._loop.time()
+        while self._recovered_s and now_s - self._recovered_s[0] > HOUR_S:
+            self._recovered_s.popleft()
+        if len(self._recovered_s) >= self._most_recoveries:
+            self._lose(why)
+        elif not self.ranks_lost.done():
+            self._recovered_s.append(now_s)
+            self.ranks_lost.set_exception(RanksLostError(why))
+            self.ranks_lost.exception()  # asyncio wants it read, and it may come between works
+
+    def replace_ranks(self) -> None:
+        """Note that others have taken the place of lost ranks."""
+        self.num_recoveries += 1
+        self.ranks_lost = self._loop.create_future()
 
     def _lose(self, why: str) -> None:
         if not self.lost.done():
@@ -273,8 +308,12 @@ class Failures:
         """Lose a machine: its ranks and with them the run, else its engines and its samples."""
         self.num_nodes_lost += 1
         if node in self._placement.trainer_nodes:
-            self._lose(f"{node} failed, which has ranks of the trainer or critic")
-            return
+            why = f"{node} failed, which has ranks of the trainer or critic"
+            if not self._num_spare:
+                self._lose(why)
+                return
+            self._num_spare -= 1
+            self._lose_ranks(why)
         for url, nodes in zip(self._engines, self._placement.engine_nodes, strict=True):
             if node in nodes:
                 self.num_engines_lost += not self._state(url).lost

@@ -252,6 +252,7 @@ def _table(summary: Mapping[str, Any], model_path: str, gpu: str) -> Table:
         "versions that samples lag behind": f"{summary['staleness_mean']:.2f}",
         "seconds of a weight sync": f"{summary['sync_s']:.2f}",
         "machines lost": f"{summary['nodes_lost']} of {summary['nodes']}",
+        "ranks recovered from memory": f"{summary['recoveries']}",
         "engines lost": f"{summary['engines_lost']}",
         "times the run was lost": f"{summary['runs_lost']}",
         "the controller's own seconds per step": f"{summary['controller_cpu_s_per_step']:.2f}"

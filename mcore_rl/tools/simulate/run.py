@@ -25,9 +25,11 @@ from mcore_rl.config import Config
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.rl import train
-from mcore_rl.loops.roles import Critic, Roles, in_turn
+from mcore_rl.loops.roles import NO_RECOVERY, Critic, Recovery, Roles, in_turn
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.planning.bundles import RunSize
+from mcore_rl.planning.kept_state import predict_kept_states
+from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
@@ -56,6 +58,7 @@ from mcore_rl.tools.simulate.ranks import (
     SimulatedRanks,
     link_seconds_of,
 )
+from mcore_rl.tools.simulate.recovery import SimulatedRecovery
 from mcore_rl.tools.simulate.virtual_time import VirtualTime, context_of
 from mcore_rl.tools.simulate.workload import Workload
 from mcore_rl.types import Prompt, StoredBatch, StoredColumn, StoredSample, WeightVersion
@@ -167,6 +170,7 @@ class SimulatedRun:
             dict(by_node),
             size.trainer_gpus,
             draw,
+            config.run.recovery.restarts if config.run.recovery.is_used else 0,
         )
         clock.lost = self.failures.lost
         self._on_trainer = partial(clock.spend, on=self._placement.trainer)
@@ -220,8 +224,22 @@ class SimulatedRun:
                 on_tokens=self._note_tokens,
                 critic=self._make_critic(),
                 both=in_turn if config.critic.colocated else self._clock.both,
+                recovery=self._make_recovery(weights),
             )
             train(config, roles, self._start_step)
+
+    def _make_recovery(self, weights: EngineSync) -> Recovery:
+        recovery = self._config.run.recovery
+        if not recovery.is_used:
+            return NO_RECOVERY
+        kept = predict_kept_states(PlannedRun.make(self._config), recovery)
+        return SimulatedRecovery(
+            self._clock,
+            self.failures,
+            self._config.simulate.recovery_s,
+            max(state.rank_bytes for state in kept),
+            weights.forget_links,
+        )
 
     def make_generator(self, weights: EngineSync) -> EngineGenerator:
         """Return what draws samples, those of evaluations by their own options."""

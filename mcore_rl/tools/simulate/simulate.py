@@ -148,6 +148,7 @@ class _Totals:
     num_engines_lost: int = 0
     num_nodes: int = 0
     num_nodes_lost: int = 0
+    num_recoveries: int = 0
     num_samples_lost: int = 0
     """Samples under way that were lost with a collector."""
     most_stored_tokens: int = 0
@@ -164,6 +165,7 @@ class _Totals:
         self.num_engines_lost += run.failures.num_engines_lost
         self.num_nodes = run.num_nodes
         self.num_nodes_lost += run.failures.num_nodes_lost
+        self.num_recoveries += run.failures.num_recoveries
         self.num_samples_lost += run.num_samples_lost
         stored = sum(collector.store.most_tokens for collector in run.collectors)
         self.most_stored_tokens = max(self.most_stored_tokens, stored)
@@ -282,6 +284,7 @@ def _summarize(
         "stored_tokens": totals.most_stored_tokens,
         "engines_lost": totals.num_engines_lost,
         "nodes_lost": totals.num_nodes_lost,
+        "recoveries": totals.num_recoveries,
         "samples_lost": totals.num_samples_lost,
         "runs_lost": len(totals.losses),
         "controller_cpu_s_per_step": controller_s / num_steps,

@@ -333,6 +333,8 @@ class VirtualTime:
         self.predicting_s = 0.0
         """Real seconds in which costs were predicted, which no controller spends."""
         self.lost: asyncio.Future[None] = loop.create_future()
+        self.cut: asyncio.Future[None] | None = None
+        """Raises what ends the work that is watched, but not the run; None: nothing does."""
         self._tallied: list[tuple[WorkClock, float]] | None = None
         """Seconds of one of two models that work at once."""
         self._unshared = WorkClock(loop, {})
@@ -379,10 +381,13 @@ class VirtualTime:
     async def _first(self, work: Awaitable[T]) -> T:
         await asyncio.sleep(HAND_OVER_S)
         task = asyncio.ensure_future(work)
-        await asyncio.wait([task, self.lost], return_when=asyncio.FIRST_COMPLETED)
+        ends = [self.lost] if self.cut is None else [self.lost, self.cut]
+        await asyncio.wait([task, *ends], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
-            self.lost.result()
+            for end in ends:
+                if end.done():
+                    end.result()
         return await task
 
 

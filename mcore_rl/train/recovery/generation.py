@@ -9,6 +9,7 @@ So a rank that dies in between leaves no copy, and never a mixture of two.
 import json
 import mmap
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,8 @@ from mcore_rl.process.kept_memory import HEADER_BYTES, map_kept
 SMALL_BYTES = 1 << 20
 """Room for what is no tensor of the model or its optimizer: generators, steps, learning rates."""
 _ALIGNED_BYTES = 64
+_PART_BYTES = 64 << 20
+MAX_THREADS = 4
 
 
 class StateLostError(RuntimeError):
@@ -116,9 +119,14 @@ class Generation:
             self._is_pinned = True
 
     def _sum(self, num_small: int, end: int) -> int:
-        small = memoryview(self.mapped)[HEADER_BYTES : HEADER_BYTES + num_small]
-        large = memoryview(self.mapped)[HEADER_BYTES + SMALL_BYTES : end]
-        return xxh3_64_intdigest(large, seed=xxh3_64_intdigest(small))
+        """Return a digest of all bytes, which several threads compute part by part."""
+        content = memoryview(self.mapped)
+        first = HEADER_BYTES + SMALL_BYTES
+        parts = [content[HEADER_BYTES : HEADER_BYTES + num_small]]
+        parts += [content[k : min(k + _PART_BYTES, end)] for k in range(first, end, _PART_BYTES)]
+        with ThreadPoolExecutor(MAX_THREADS) as pool:
+            digests = list(pool.map(xxh3_64_intdigest, parts))
+        return xxh3_64_intdigest(np.array(digests, dtype=np.uint64).tobytes())
 
 
 def count_bytes(tensors: Sequence[Tensor]) -> int:

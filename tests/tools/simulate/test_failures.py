@@ -14,7 +14,12 @@ from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.tools.simulate.engine import SimulatedCollector, SimulatedEngine, SimulatedTransport
 from mcore_rl.tools.simulate.kv_cache import EngineSpeed
-from mcore_rl.tools.simulate.placement import Failures, ProcessPlacement, RunLostError
+from mcore_rl.tools.simulate.placement import (
+    Failures,
+    ProcessPlacement,
+    RanksLostError,
+    RunLostError,
+)
 from mcore_rl.tools.simulate.virtual_time import VirtualLoop
 from mcore_rl.tools.simulate.workload import Workload
 from mcore_rl.types import WeightVersion
@@ -30,7 +35,7 @@ def loop() -> Iterator[VirtualLoop]:
 
 
 def failures_of(
-    loop: VirtualLoop, num_trainer_gpus: int, *overrides: str
+    loop: VirtualLoop, num_trainer_gpus: int, *overrides: str, most_recoveries: int = 0
 ) -> tuple[Failures, EngineHealth]:
     config = load_recipe("qwen3_30b_a3b_grpo_32", ["simulate.mtbf_hours=100", *overrides])
     urls = [f"http://e-{k}" for k in range(config.rollout.engines)]
@@ -58,12 +63,16 @@ def failures_of(
         collectors,
         num_trainer_gpus,
         draw,
+        most_recoveries,
     )
     return failures, health
 
 
-def without_gpu_failures(loop: VirtualLoop, *overrides: str) -> tuple[Failures, EngineHealth]:
-    return failures_of(loop, 16, "simulate.mtbf_hours=0", *overrides)
+def without_gpu_failures(
+    loop: VirtualLoop, *overrides: str, most_recoveries: int = 0
+) -> tuple[Failures, EngineHealth]:
+    overrides = ("simulate.mtbf_hours=0", *overrides)
+    return failures_of(loop, 16, *overrides, most_recoveries=most_recoveries)
 
 
 def wait(loop: VirtualLoop, hours: float) -> Any:
@@ -120,6 +129,30 @@ def test_a_machine_with_ranks_ends_the_run(loop: VirtualLoop) -> None:
     failures.lose_node("node-1")
     with pytest.raises(RunLostError, match="node-1 failed, which has ranks of the trainer"):
         loop.run_until_complete(failures.lost)
+
+
+def test_a_spare_machine_takes_the_place_of_one_with_ranks_once(loop: VirtualLoop) -> None:
+    failures, _ = without_gpu_failures(loop, "simulate.spare_nodes=1", most_recoveries=4)
+    failures.lose_node("node-1")
+    with pytest.raises(RanksLostError, match="node-1 failed, which has ranks of the trainer"):
+        loop.run_until_complete(failures.ranks_lost)
+    failures.replace_ranks()
+    assert not failures.lost.done() and not failures.ranks_lost.done()
+    failures.lose_node("node-0")
+    with pytest.raises(RunLostError, match="node-0 failed"):
+        loop.run_until_complete(failures.lost)
+
+
+def test_too_many_recoveries_within_an_hour_end_the_run(loop: VirtualLoop) -> None:
+    failures, _ = failures_of(loop, 16_000, "rollout.restarts=100000", most_recoveries=3)
+    for _ in range(3):
+        with pytest.raises(RanksLostError, match="a GPU of the trainer failed"):
+            loop.run_until_complete(failures.ranks_lost)
+        failures.replace_ranks()
+    with pytest.raises(RunLostError):
+        loop.run_until_complete(failures.lost)
+    assert failures.num_recoveries == 3 and loop.time() < 3600
+    failures.end()
 
 
 def test_machines_fail_at_their_rate(loop: VirtualLoop) -> None:

@@ -62,6 +62,7 @@ def test_no_engine_waits_for_the_trainer_when_sampling_goes_on_beside_it(
 def test_lost_engines_and_runs_cost_time_but_no_prompt(in_turns: SimulationResult) -> None:
     failing = run(
         "rollout.mode=sync",
+        "run.recovery.partner=none",
         "simulate.mtbf_hours=0.6",
         "simulate.steps=40",
         "simulate.restart_s=60",
@@ -73,6 +74,19 @@ def test_lost_engines_and_runs_cost_time_but_no_prompt(in_turns: SimulationResul
     assert failing["prompts_unaccounted"] == 0
     assert failing["steps"] == 40
     assert failing["seconds"] / 40 > in_turns.summary["seconds"] / 4
+
+
+def test_lost_ranks_are_recovered_for_less_than_a_restart() -> None:
+    settings = ("rollout.mode=sync", "simulate.mtbf_hours=1", "simulate.steps=60")
+    often = ("rollout.restarts=1000", "rollout.retries=50", "run.recovery.restarts=1000")
+    more = ("simulate.engine_restart_s=10", *often)
+    summary = run(*settings, *more, "simulate.recovery_s=20").summary
+    without = run(*settings, *more, "run.recovery.partner=none", "checkpoint.every_steps=2").summary
+    assert summary["recoveries"] > 2 and summary["runs_lost"] == 0
+    assert without["recoveries"] == 0 and without["runs_lost"] > 2
+    assert summary["seconds"] < without["seconds"]
+    assert summary["steps"] == without["steps"] == 60
+    assert summary["prompts_unaccounted"] == 0
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -94,7 +108,7 @@ def test_lost_machines_cost_their_samples_but_no_prompt(mode: str) -> None:
 
 def test_a_run_that_can_never_save_gives_up_and_says_what_to_change() -> None:
     with pytest.raises(RuntimeError, match=r"lost 1000 times.*simulate\.mtbf_hours=0\.001"):
-        run("simulate.mtbf_hours=0.001", "simulate.restart_s=1")
+        run("simulate.mtbf_hours=0.001", "run.recovery.partner=none", "simulate.restart_s=1")
 
 
 @pytest.mark.parametrize(
