@@ -109,12 +109,12 @@ def check_drift(
         return
     fresh = _mean_of_fresh(overall, metrics)
     mean = overall if fresh is None else fresh
-    warn_above = WARN_ABOVE[precision] if config.warn_above is None else config.warn_above
+    warn_above = find_warn_bound(config, precision)
     stop_above = STOP_ABOVE[precision] if config.stop_above is None else config.stop_above
     which = "tokens of the weights that train"
     if fresh is None:
         which = f"all tokens, fewer than {MIN_FRESH_TOKENS} of them of the weights that train"
-        warn_above = _widen(warn_above, STALE_LEAST["warn_above"])
+        warn_above = find_warn_bound(config, precision, is_stale=True)
         stop_above = _widen(stop_above, STALE_LEAST["stop_above"])
     message = (
         f"step {step}: log-probs of trainer and engine differ by {mean:.1e} nats on average over"
@@ -132,6 +132,15 @@ def check_drift(
         )
     if 0 < warn_above < mean:
         _log.warning("%s, more than %s", message, _name("warn_above", warn_above, fresh))
+
+
+def find_warn_bound(config: DriftConfig, precision: str, *, is_stale: bool = False) -> float:
+    """Return the mean |trainer - engine| in nats above which a step is warned of; 0: none is.
+
+    is_stale   the mean is over tokens of older weights, too
+    """
+    bound = WARN_ABOVE[precision] if config.warn_above is None else config.warn_above
+    return _widen(bound, STALE_LEAST["warn_above"]) if is_stale else bound
 
 
 def _mean_of_fresh(overall: float, metrics: Mapping[str, float]) -> float | None:

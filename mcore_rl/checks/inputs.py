@@ -3,9 +3,11 @@
 Nothing heavy is imported: a mistake is told within a second, before processes start or jobs wait.
 """
 
+import difflib
 import importlib.util
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +18,19 @@ import mcore_rl
 from mcore_rl.agents.environments.adapters import check_names, find_adapter
 from mcore_rl.agents.environments.check import is_there
 from mcore_rl.checks.source import check_name, check_registered, find_function, parse, takes
-from mcore_rl.config import AlgorithmConfig, Config, LogConfig, RewardConfig, RolloutConfig
+from mcore_rl.config import (
+    AlarmsConfig,
+    AlgorithmConfig,
+    Config,
+    LogConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 from mcore_rl.config.recipe import require
 from mcore_rl.config.shipped import RECIPES_DIR, describe_making
 from mcore_rl.config.tree import value_of
 from mcore_rl.data.files import data_files
+from mcore_rl.logs.names import METRICS, find_documented
 from mcore_rl.process.disk import name_user
 from mcore_rl.rewards.user_function import ALL, ONE, find_file
 from mcore_rl.weights.hf.config import parse_hf_config
@@ -130,6 +140,7 @@ def _list_checks(config: Config, command: str, place: RunPlace) -> Iterator[Chec
             yield partial(_check_index, config.search.index, place)
     if command != "pairs":
         yield partial(_check_packages, config.log, place)
+        yield partial(_check_alarms, config.alarms, place)
 
 
 def _list_data(config: Config, command: str) -> Iterator[tuple[str, str]]:
@@ -309,6 +320,27 @@ def _check_packages(log: LogConfig, place: RunPlace) -> None:
                 f"{option} needs the package {package}: pip install {package}, or leave the"
                 " option out"
             )
+
+
+def _check_alarms(alarms: AlarmsConfig, place: RunPlace) -> None:
+    """Raise ValueError for a rule on no metric, a webhook that is no URL, or a missing command."""
+    for rule in alarms.rules:
+        if find_documented(rule.metric) is None:
+            names = [name for meanings in METRICS.values() for name in meanings]
+            close = difflib.get_close_matches(rule.metric, names, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ValueError(
+                f"alarms.when: no metric is called {rule.metric}; {hint}docs/metrics.md lists them"
+            )
+    if alarms.webhook and not alarms.webhook.startswith(("http://", "https://")):
+        raise ValueError(
+            "alarms.webhook is no URL: give one that begins with https://, or leave the option out"
+        )
+    if alarms.command and place.is_here and shutil.which(alarms.command[0]) is None:
+        raise ValueError(
+            f"alarms.command={alarms.command}: there is no program {alarms.command[0]}; give its"
+            " path, with its arguments as further elements"
+        )
 
 
 def _is_installed(package: str) -> bool:

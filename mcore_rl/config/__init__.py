@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mcore_rl.config.agents import AgentsConfig
+from mcore_rl.config.alarms import AlarmsConfig
 from mcore_rl.config.algorithm import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -81,6 +82,7 @@ from mcore_rl.config.upstream.groups import check_engines, check_optimizer, chec
 
 __all__ = [
     "AgentsConfig",
+    "AlarmsConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
     "ClusterConfig",
@@ -142,6 +144,7 @@ class Config(Options, group=""):
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)

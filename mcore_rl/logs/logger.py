@@ -15,10 +15,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from mcore_rl.logs.alarms.watch import AlarmWatch
 from mcore_rl.logs.episode_log import EpisodeLog
-from mcore_rl.logs.learning import LearningWatch
 from mcore_rl.logs.names import add_former_names
-from mcore_rl.logs.progress import say, tell_stage
+from mcore_rl.logs.progress import tell_stage
 from mcore_rl.logs.rows import RowFile
 from mcore_rl.logs.sinks import MLflow, TensorBoard, Tracker, WandB, make_console
 from mcore_rl.logs.token_rows import TokenTexts, make_token_rows
@@ -136,7 +136,7 @@ class MetricsLogger:
         token_samples: int = 0,
         with_episodes: bool = False,
         rotate_bytes: int = 0,
-        learning: LearningWatch | None = None,
+        alarms: AlarmWatch | None = None,
     ) -> None:
         """Open the files and the trackers.
 
@@ -145,10 +145,10 @@ class MetricsLogger:
                         their tokens
         with_episodes   also write episodes.jsonl
         rotate_bytes    size at which a file of rows becomes a segment (RowFile); 0: never
-        learning        warns of steps that teach nothing
+        alarms          tells metrics that are beyond their bounds; closed with the log
         """
         self._read = read
-        self._learning = learning
+        self._alarms = alarms
         self._to_texts = to_texts
         self._token_samples = token_samples if to_texts else 0
         self.run_dir = Path(run_dir)
@@ -181,9 +181,8 @@ class MetricsLogger:
             tracker.log(step, kept)
         if self._console:
             self._console.show(step, metrics)
-        if self._learning and (warning := self._learning.note(step, metrics)):
-            _log.warning(warning)
-            say(warning)
+        if self._alarms:
+            self._alarms.note(step, metrics)
 
     def log_samples(
         self, step: int, samples: Sequence[StoredSample], scores: Scores, split: str = "train"
@@ -251,6 +250,8 @@ class MetricsLogger:
             parts.callback(self._metrics.close)
             parts.callback(self._samples.close)
             parts.callback(self.episodes.close)
+            if self._alarms:
+                parts.callback(self._alarms.close)
             if self._console:
                 parts.callback(self._console.close)
 

@@ -1,6 +1,8 @@
 """Every metric with its meaning and unit. docs/metrics.md is this list; a test compares the two."""
 
+import re
 from collections.abc import Mapping
+from functools import cache
 
 METRICS: Mapping[str, Mapping[str, str]] = {
     "Rewards": {
@@ -217,6 +219,29 @@ def add_former_names(metrics: Mapping[str, float]) -> dict[str, float]:
         if name.startswith(new)
     }
     return {**metrics, **former}
+
+
+def find_documented(name: str) -> tuple[str, dict[str, str]] | None:
+    """Return the documented name of a metric and what stands for its placeholders; None: unknown.
+
+    router/layer_3/idle_share --> router/layer_<i>/<name>, {"i": "3", "name": "idle_share"}
+    """
+    for documented, pattern in _list_patterns():
+        found = pattern.fullmatch(name)
+        if found:
+            return documented, found.groupdict()
+    return None
+
+
+@cache
+def _list_patterns() -> list[tuple[str, re.Pattern[str]]]:
+    """Return each documented name and what it matches, those with the most fixed text first."""
+    names = [name for meanings in METRICS.values() for name in meanings]
+    names.sort(key=lambda name: (name.count("<"), -len(re.sub("<.*?>", "", name))))
+    return [
+        (name, re.compile(re.sub(r"<(\w+)>", r"(?P<\1>.+)", name.replace(".", r"\."))))
+        for name in names
+    ]
 
 
 def make_document() -> str:

@@ -9,7 +9,8 @@ profile/         captures of steps, if the recipe asks for them
 finished.json    the last step, once a command did all it had to do
 parity_check.json
                  rounding between trainer and engines, as the parity check has learned it
-metrics.jsonl, samples.jsonl, episodes.jsonl, tensorboard/, summary.json, reward_curve.png
+metrics.jsonl, samples.jsonl, episodes.jsonl, alarms.jsonl
+tensorboard/, summary.json, reward_curve.png
 
 A log that reaches log.rotate_mib becomes a segment, such as metrics.000001.jsonl.
 """

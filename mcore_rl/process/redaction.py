@@ -14,7 +14,7 @@ _WORDS = frozenset(
     {"secret", "password", "passwd", "passphrase", "apikey", "credential", "credentials"}
 )
 _LAST_WORDS = frozenset(
-    {"key", "keys", "token", "pwd", "signature", "sig", "auth", "authorization"}
+    {"key", "keys", "token", "pwd", "signature", "sig", "auth", "authorization", "webhook"}
 )
 """Words that mark a secret only at the end of a name, so not in moe_token_dispatcher_type."""
 _USERINFO = re.compile(r"(\b[A-Za-z][\w+.-]*://)[^\s/@'\"<>]+@")

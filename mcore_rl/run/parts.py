@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.algo.diagnostics import find_warn_bound
 from mcore_rl.algo.registry import Needs
 from mcore_rl.cluster.answers import RankError
 from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
@@ -21,8 +22,9 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.config.secrets import dump_config
+from mcore_rl.logs.alarms.conditions import MetricAlarm, list_alarms, list_own
+from mcore_rl.logs.alarms.watch import AlarmWatch
 from mcore_rl.logs.episode_log import EpisodeLog
-from mcore_rl.logs.learning import LearningWatch
 from mcore_rl.logs.logger import MetricsLogger
 from mcore_rl.logs.progress import look, say, tell_stage
 from mcore_rl.logs.run_folder import RunFolder
@@ -306,19 +308,14 @@ def make_log(
 
     read       fetches the samples that the log shows, if there are any
     to_texts   the texts of their tokens
-    needs      those of an algorithm whose steps may teach nothing; None: no step is judged
+    needs      those of an algorithm of reinforcement learning; None: alarms.when alone is watched
     """
     log = config.log
-    learning = None
-    if needs is not None:
-        learning = LearningWatch(
-            max_response_len=config.rollout.max_response_len,
-            compares_groups=needs.others,
-            reads_rewards=not needs.teacher,
-        )
+    last_step = start_step or None
+    alarms = list_own(config.alarms) if needs is None else list_alarms_of(config, needs)
     return MetricsLogger(
         folder.path,
-        last_step=start_step or None,
+        last_step=last_step,
         total_steps=total_steps,
         console=log.console,
         tensorboard=log.tensorboard,
@@ -330,7 +327,19 @@ def make_log(
         token_samples=log.token_samples,
         with_episodes=config.agents.is_used,
         rotate_bytes=log.rotate_bytes,
-        learning=learning,
+        alarms=AlarmWatch(folder.path, alarms, config.alarms, last_step, log.rotate_bytes),
+    )
+
+
+def list_alarms_of(config: Config, needs: Needs) -> list[MetricAlarm]:
+    """Return the alarms of a run of reinforcement learning, with the bounds of its recipe."""
+    is_stale = config.rollout.mode != "sync"
+    return list_alarms(
+        config.alarms,
+        max_response_len=config.rollout.max_response_len,
+        compares_groups=needs.others,
+        reads_rewards=not needs.teacher,
+        drift_bound=find_warn_bound(config.drift, config.engine_precision, is_stale=is_stale),
     )
 
 

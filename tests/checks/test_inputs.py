@@ -1,6 +1,7 @@
 """A command whose inputs are not there is refused before anything heavy is imported."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -157,6 +158,22 @@ def test_a_package_of_a_tracker_is_looked_for(
     with pytest.raises(ValueError, match=r"^log.wandb_project='mine' needs the package wandb: pip"):
         check(overrides)
     check(overrides, "pairs")  # logs no metrics
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("alarms.when=['kl/reff > 1']", "no metric is called kl/reff; did you mean kl/ref"),
+        ("alarms.webhook=hooks.example.com/T0", "alarms.webhook is no URL: give one"),
+        ("alarms.command=[no_such_program]", "there is no program no_such_program; give its path"),
+    ],
+)
+def test_an_alarm_that_could_not_be_told_is_refused(
+    given: list[str], override: str, message: str
+) -> None:
+    check([*given, "alarms.when=['router/layer_3/idle_share > 0.5']", "alarms.command=[cat]"])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check([*given, override])
 
 
 def test_each_command_asks_for_what_it_reads(given: list[str]) -> None:

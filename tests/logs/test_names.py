@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from mcore_rl.logs.names import METRICS, add_former_names, make_document
+from mcore_rl.logs.names import METRICS, add_former_names, find_documented, make_document
 from tests.support.policy import ROOT, parse, python_files
 
 NAMES = [name for meanings in METRICS.values() for name in meanings]
@@ -47,6 +47,15 @@ def test_the_search_finds_keys_and_patterns() -> None:
 def test_the_document_is_up_to_date() -> None:
     remedy = "make it again with the command at its head"
     assert (ROOT / "docs" / "metrics.md").read_text() == make_document(), remedy
+
+
+def test_a_metric_is_found_by_what_its_name_stands_for() -> None:
+    assert find_documented("time/step") == ("time/step", {})
+    assert find_documented("time/rollout") == ("time/<phase>", {"phase": "rollout"})
+    found = find_documented("router/layer_3/idle_share")
+    assert found == ("router/layer_<i>/<name>", {"i": "3", "name": "idle_share"})
+    assert find_documented("episodes/end/done") == ("episodes/end/<reason>", {"reason": "done"})
+    assert find_documented("kl/reff") is None
 
 
 def test_a_renamed_metric_is_kept_under_both_names() -> None:

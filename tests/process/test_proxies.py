@@ -16,7 +16,7 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.config import ServedModelConfig
 from mcore_rl.process.http import open_session
-from mcore_rl.process.network import bypass_proxies, open_directly
+from mcore_rl.process.network import bypass_proxies, open_directly, open_outside
 from mcore_rl.rollout.engine import EngineProcess, make_environment
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.served_models import find_endpoint
@@ -130,6 +130,16 @@ def test_an_engine_is_told_its_machines(tmp_path: Path) -> None:
     environment = make_environment(spec, "/tmp/x")
     assert {"10.9.8.7", "10.9.8.8", "127.0.0.1"} <= set(environment["no_proxy"].split(","))
     assert environment["http_proxy"] == BAD
+
+
+def test_a_url_outside_of_the_run_is_asked_through_the_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outside = urllib.request.Request("http://hooks.example.invalid/T0", method="GET")
+    with serving() as url:
+        monkeypatch.setenv("http_proxy", url)
+        with open_outside(outside, 9.0) as answer:
+            assert b"mine" in answer.read()
 
 
 def test_no_client_of_ours_takes_proxies_from_the_environment() -> None:
