@@ -91,6 +91,13 @@ EXIT_STATUS = 75
 _requested = False
 
 
+class TerminatedError(SystemExit):
+    """SIGTERM came. The run ends with status 143, once a checkpoint that was begun is complete."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
+
+
 class StoppedEarlyError(Exception):
     """A run was asked to stop: it saved and ended before its last step."""
 

@@ -34,7 +34,7 @@ from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.planning.recipe_models import read_critic
 from mcore_rl.process.server_keys import ServerKeys
-from mcore_rl.process.signals import StoppedEarlyError
+from mcore_rl.process.signals import StoppedEarlyError, TerminatedError
 from mcore_rl.run.images import image_marks
 from mcore_rl.run.roles.background import BackgroundSampler
 from mcore_rl.run.roles.colocation import (
@@ -351,18 +351,20 @@ SAVE_AFTER_ERROR_S = 30.0
 def complete_saves(
     folder: RunFolder, trainer: TrainerGroup, critic: CriticGroup | None = None
 ) -> Iterator[None]:
-    """Complete the save in progress, if there is one, before an error or a Ctrl-C ends the block.
+    """Complete the save in progress, if there is one, before an error or a signal ends the block.
 
-    A second Ctrl-C ends that, too. After an error of the ranks themselves the checkpoint is lost.
+    A second Ctrl-C or SIGTERM ends that, too. After SIGTERM, whoever sent it kills before long, so
+    the save has a deadline. After an error of the ranks themselves the checkpoint is lost.
     """
     try:
         yield
-    except (Exception, KeyboardInterrupt) as stop:
+    except (Exception, KeyboardInterrupt, TerminatedError) as stop:
         unsaved = [step for step in folder.begun_steps if not folder.is_saved(step)]
         if not unsaved:
             raise
         is_failure = not isinstance(stop, StoppedEarlyError | KeyboardInterrupt)
-        say(f"completing the checkpoint of step {unsaved[-1]}; Ctrl-C drops it")
+        again = "another SIGTERM" if isinstance(stop, TerminatedError) else "Ctrl-C"
+        say(f"completing the checkpoint of step {unsaved[-1]}; {again} drops it")
         with suppress(RankError) if is_failure else nullcontext():
             for group in (critic, trainer):
                 if group is not None:

@@ -18,6 +18,7 @@ from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.process.log_files import find_segments, rotate_logs
+from mcore_rl.process.signals import TerminatedError
 from tests.support.cluster_workers import Worker
 from tests.support.debuggers import ray_debug
 
@@ -192,12 +193,18 @@ def test_a_rank_that_does_not_answer_health_checks_is_named(make_group) -> None:
         asyncio.run(guard(work(), group.watch(call_timeout_s=0.5)))
 
 
-def test_ranks_go_on_after_ctrl_c_and_after_a_canceled_call(make_group) -> None:
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, TerminatedError)],
+)
+def test_ranks_go_on_after_a_signal_and_after_a_canceled_call(
+    make_group, number: signal.Signals, error: type[BaseException]
+) -> None:
     """They may complete what they write; a rank that was killed would lose it."""
     group = make_group(2)
     group.find_coordinates(deadline_s=30)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
+    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    with pytest.raises(error):
         group.call_all("rest", 1.0, deadline_s=30)
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(group.call_all_async("rest", 1.0, deadline_s=30), 0.3))

@@ -24,7 +24,7 @@ from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.progress import say_once, tell_progress
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.log_files import find_segments
-from mcore_rl.process.signals import StoppedEarlyError
+from mcore_rl.process.signals import StoppedEarlyError, TerminatedError
 from mcore_rl.run.parts import (
     StartedRun,
     complete_saves,
@@ -165,6 +165,8 @@ DIED = RankError("a trainer rank died")
         (INTERRUPT, (2, 4), None, True, None),
         (INTERRUPT, (4,), KeyboardInterrupt(), False, None),
         (INTERRUPT, (2,), None, False, None),
+        (TerminatedError(), (2, 4), None, True, 30.0),
+        (TerminatedError(), (2,), None, False, None),
         (StoppedEarlyError(), (2, 4), None, True, None),
         (ENGINE_DIED, (4,), None, True, 30.0),
         (ENGINE_DIED, (2,), None, False, None),
@@ -190,7 +192,8 @@ def test_a_checkpoint_that_was_begun_is_completed_whatever_ends_the_run(
     second_interrupt = isinstance(ranks_meet, KeyboardInterrupt)
     assert raised.value is (ranks_meet if second_interrupt else error)
     printed = capsys.readouterr().out
-    assert ("completing the checkpoint of step 4; Ctrl-C drops it" in printed) == (4 in begun)
+    again = "another SIGTERM" if isinstance(error, TerminatedError) else "Ctrl-C"
+    assert (f"completing the checkpoint of step 4; {again} drops it" in printed) == (4 in begun)
     assert folder.is_saved(4) == ("saved step 4" in printed) == saves
     assert ((f"within {deadline_s}",) in ranks.log) == saves
 
