@@ -22,6 +22,10 @@ MISTAKES = [
     (["sft", "recipe=tiny_moe_grpo"], "`mcore-rl data arithmetic` makes it"),
     (["plan", "recipe=tiny_moe_grpo"], "`mcore-rl data arithmetic` makes it"),
     (["plan", QWEN, "algorithm.loss=gsp"], "algorithm.loss='gsp' (did you mean 'gspo'?)"),
+    (["simulate", "recipe=tiny_moe_grpo"], "`mcore-rl data arithmetic` makes it"),
+    (["simulate", QWEN, "algorithm.loss=gsp"], "algorithm.loss='gsp' (did you mean 'gspo'?)"),
+    (["agent", "run", "recipe=tiny_moe_grpo"], "agents.environment is not set: give what the"),
+    (["agent", "run", "recipe=tiny_agent_code"], "`mcore-rl data code` makes it"),
     (["submit", QWEN, "launch=slurm"], "qwen3_30b_a3b holds config.json alone: set model.path"),
     (["submit", QWEN, *PODS, "run.dir=/mnt/runs/a", "model.path=/m"], "model.path: /m lies in no"),
     (["submit", QWEN, *PODS, "run.dir=/a"], "run.dir: /a lies in no folder"),
@@ -48,6 +52,8 @@ print(json.dumps([spent_s, "torch" in sys.modules]))
 def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path) -> None:
     given = stub_inputs(tmp_path, "qwen3_30b_a3b_grpo_32")
     mistakes = [*MISTAKES, *((["train", QWEN, *given, word], told) for word, told in OF_INPUTS)]
+    of_agent = ["agent", "run", QWEN, *given, "agents.environment=tools"]
+    mistakes.append(([*of_agent, "reward.path=no.py"], "reward.path=no.py: no such file"))
     root = Path(__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-c", CALL, json.dumps([words for words, _ in mistakes])],

@@ -90,6 +90,13 @@ def check_inputs(config: Config, command: str, place: RunPlace = HERE) -> None:
         check()
 
 
+def check_agent_inputs(config: Config) -> None:
+    """Raise ValueError for the first input of `mcore-rl agent run` that is not there."""
+    if not config.agents.is_used:
+        raise ValueError("agents.environment is not set: give what the policy talks with")
+    check_inputs(config, "pairs")  # which samples from the same files, without a trainer
+
+
 def find_missing(config: Config, command: str) -> list[str]:
     """Return what `check_inputs` refuses, each with its remedy."""
     missing = []

@@ -45,11 +45,10 @@ _SHOWN_REASONS = 3
 def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
     """Run an episode of each of the first prompts, and print the conversations.
 
-    Held-out prompts come first, if the recipe has any. Raises ValueError for wrong input before
-    the engine is started, and RuntimeError if the environment failed in every episode.
+    Held-out prompts come first, if the recipe has any. Its inputs were checked by
+    check_agent_inputs. Raises ValueError for wrong input before the engine is started, and
+    RuntimeError if the environment failed in every episode.
     """
-    if not config.agents.is_used:
-        raise ValueError("agents.environment is not set: give what the policy talks with")
     policy, tokenizer = open_policy(config, *list_prompt_options(config.data))
     check_no_trainer(config.rollout)
     check_engines_load(policy)

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mcore_rl.checks.inputs import check_inputs, check_planned, find_missing
+from mcore_rl.checks.inputs import check_agent_inputs, check_inputs, check_planned, find_missing
 from mcore_rl.config.recipe import find_base
 from mcore_rl.config.tree import with_settings
 from mcore_rl.process.gc_pause import without_collector
 from mcore_rl.process.log_files import keep_output_lasting
 from mcore_rl.process.signals import watch_for_stop_requests
 from mcore_rl.run.settings import (
-    load_settings,
     make_debug_settings,
     read_recipe,
     take_settings,
@@ -101,7 +100,10 @@ def add_agent_arguments(command: argparse.ArgumentParser) -> None:
     def run_episodes(args: argparse.Namespace) -> None:
         if args.episodes < 1:
             raise ValueError(f"--episodes {args.episodes}: at least 1")
-        config = load_settings(args.settings, "train")
+        recipe, overrides = read_recipe(args.settings)
+        if not recipe.rehearse:
+            check_agent_inputs(recipe)
+        config = with_inputs(recipe, overrides, "train")
         with without_collector():
             from mcore_rl.run.agent import run_agent
 

@@ -7,12 +7,10 @@ import pytest
 
 from mcore_rl.agents.chat.chat_format import ChatFormat
 from mcore_rl.agents.turn_tree import rows_of
-from mcore_rl.config import Config
 from mcore_rl.run.agent import (
     explain_hidden_tools,
     format_episode,
     refuse_broken_environment,
-    run_agent,
 )
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, TurnRecord
 from tests.support.chat_templates import make_tokenizer
@@ -85,8 +83,3 @@ def test_an_environment_that_always_fails_ends_the_command_with_its_reasons() ->
 @pytest.mark.parametrize("ends", [(), ("done",), ("env_error", "done"), ("deadline", "max_turns")])
 def test_an_environment_that_works_once_is_shown(ends: tuple[str, ...]) -> None:
     refuse_broken_environment(ended(*ends), "sums.py:Sums")
-
-
-def test_a_recipe_without_an_environment_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"agents\.environment is not set"):
-        run_agent(Config(), 1, greedy=False)

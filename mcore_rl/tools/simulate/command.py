@@ -3,8 +3,9 @@
 import argparse
 from pathlib import Path
 
+from mcore_rl.checks.inputs import check_planned
 from mcore_rl.process.gc_pause import without_collector
-from mcore_rl.run.settings import load_settings, take_settings
+from mcore_rl.run.settings import read_recipe, take_settings, with_inputs
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -26,8 +27,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _simulate(args: argparse.Namespace) -> None:
+    recipe, overrides = read_recipe(args.settings)
+    check_planned(recipe)
     with without_collector():
         from mcore_rl.tools.simulate.prediction import print_simulation  # imports torch
 
-    config = load_settings(args.settings, "plan")
+    config = with_inputs(recipe, overrides, "plan")
     print_simulation(config, args.out, as_json=args.json, search_gpus=args.search)
