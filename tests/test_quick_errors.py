@@ -15,7 +15,10 @@ MISTAKES = [
     (["train"], "give one recipe=<name>"),
     (["train", "recipe=qwen"], "recipe=qwen: no file"),
     (["train", QWEN, "rollout.n=8"], "Did you mean 'rollout.samples_per_prompt'"),
-    (["train", QWEN, "algorithm=gspo"], "algorithm=gspo: there is no such file"),
+    (
+        ["train", QWEN, "algorithm=gsp"],
+        "algorithm=gsp: there is no such file. Did you mean 'gspo'?",
+    ),
     (["train", QWEN, "~parallel.cp"], "~parallel.cp: there is nothing to take out"),
     (["train", QWEN, "cluster.gpus=8", "~parallel.dp"], "cluster.gpus=8 leaves 0 for the trainer"),
     (["train", QWEN], "qwen3_30b_a3b holds config.json alone: set model.path"),

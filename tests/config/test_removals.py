@@ -65,8 +65,8 @@ def test_what_cannot_be_taken_out_is_refused(overrides: list[str], message: str)
     ("override", "message"),
     [
         (
-            "algorithm=gspo",
-            r"algorithm=gspo: .* There are dapo, grpo, ppo; .*\.loss=gspo or",
+            "algorithm=kl_cov",
+            r"algorithm=kl_cov: .* There are cispo, dapo, .*, vespo; .*\.loss=kl_cov or",
         ),
         (
             "cluster=h10",
