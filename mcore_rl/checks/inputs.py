@@ -148,6 +148,8 @@ def _list_checks(config: Config, command: str, place: RunPlace) -> Iterator[Chec
     if command != "pairs":
         yield partial(_check_packages, config.log, place)
         yield partial(_check_alarms, config.alarms, place)
+    if config.checkpoint.keep_best:
+        yield partial(_check_metric, "checkpoint.best_metric", config.checkpoint.best_metric)
 
 
 def _list_data(config: Config, command: str) -> Iterator[tuple[str, str]]:
@@ -332,13 +334,7 @@ def _check_packages(log: LogConfig, place: RunPlace) -> None:
 def _check_alarms(alarms: AlarmsConfig, place: RunPlace) -> None:
     """Raise ValueError for a rule on no metric, a webhook that is no URL, or a missing command."""
     for rule in alarms.rules:
-        if find_documented(rule.metric) is None:
-            names = [name for meanings in METRICS.values() for name in meanings]
-            close = difflib.get_close_matches(rule.metric, names, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]}? " if close else ""
-            raise ValueError(
-                f"alarms.when: no metric is called {rule.metric}; {hint}docs/metrics.md lists them"
-            )
+        _check_metric("alarms.when", rule.metric)
     if alarms.webhook and not alarms.webhook.startswith(("http://", "https://")):
         raise ValueError(
             "alarms.webhook is no URL: give one that begins with https://, or leave the option out"
@@ -347,6 +343,16 @@ def _check_alarms(alarms: AlarmsConfig, place: RunPlace) -> None:
         raise ValueError(
             f"alarms.command={alarms.command}: there is no program {alarms.command[0]}; give its"
             " path, with its arguments as further elements"
+        )
+
+
+def _check_metric(option: str, metric: str) -> None:
+    if find_documented(metric) is None:
+        names = [name for meanings in METRICS.values() for name in meanings]
+        close = difflib.get_close_matches(metric, names, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(
+            f"{option}: no metric is called {metric}; {hint}docs/metrics.md lists them"
         )
 
 

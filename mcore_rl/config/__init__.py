@@ -56,6 +56,7 @@ from mcore_rl.config.training import (
 from mcore_rl.config.tree_checks import (
     Unread,
     check_agents,
+    check_best,
     check_colocated,
     check_colocated_models,
     check_overlong,
@@ -194,6 +195,7 @@ class Config(Options, group=""):
             optimizer.check(group)
         check_quantization(self.rollout, self.model)
         check_overlong(self.reward, self.rollout)
+        check_best(self.checkpoint, self.eval)
         check_replay(self.train, self.drift)
         check_colocated_models(self.served_models, self.parallel, self.rollout)
         check_agents(self.agents, self.rollout)

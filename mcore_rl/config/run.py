@@ -205,6 +205,12 @@ class CheckpointConfig(Options, group="checkpoint"):
     """0: only after the last step."""
     keep: int = bounded(2, ge=1)
     """Newest checkpoints that are kept; older ones are deleted."""
+    keep_best: int = bounded(0, ge=0)
+    """Checkpoints that are kept beside the newest: those with the best `best_metric`; 0: none."""
+    best_metric: str = "eval/greedy_accuracy"
+    """Metric, logged at the step of a checkpoint, by which keep_best compares (docs/metrics.md)."""
+    best_value: Literal["highest", "lowest"] = "highest"
+    """Which value of best_metric is the best one."""
     asynchronous: bool = True
     """Write a checkpoint while training goes on."""
     verify: bool = True

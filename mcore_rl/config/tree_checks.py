@@ -17,7 +17,13 @@ from mcore_rl.config.rollout import (
     ServedModelConfig,
     SyncConfig,
 )
-from mcore_rl.config.run import ClusterConfig, EvalConfig, ProfileConfig, RewardConfig
+from mcore_rl.config.run import (
+    CheckpointConfig,
+    ClusterConfig,
+    EvalConfig,
+    ProfileConfig,
+    RewardConfig,
+)
 from mcore_rl.config.servers import SandboxConfig, SearchConfig
 from mcore_rl.config.training import (
     CriticConfig,
@@ -70,6 +76,20 @@ def check_steps(
                 f"rollout.prompts_per_step * rollout.samples_per_prompt = {num_samples} is not"
                 f" divisible by {name}.mini_batches={mini_batches}"
             )
+
+
+def check_best(checkpoint: CheckpointConfig, evaluation: EvalConfig) -> None:
+    """Raise ValueError if checkpoints are compared by a number that they do not have."""
+    metric = checkpoint.best_metric
+    if not checkpoint.keep_best or not metric.startswith("eval/"):
+        return
+    every, saves = evaluation.every_steps, checkpoint.every_steps
+    if not every or not saves or saves % every:
+        raise ValueError(
+            f"checkpoint.keep_best={checkpoint.keep_best} compares by {metric}, which each"
+            f" checkpoint needs: checkpoint.every_steps={saves} must be a multiple of"
+            f" eval.every_steps={every}; set both, such as to {every or saves or 20}"
+        )
 
 
 def check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:

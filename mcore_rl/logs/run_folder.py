@@ -22,7 +22,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -159,8 +159,8 @@ class RunFolder:
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
 
-    def prune(self, keep: int) -> None:
-        """Delete all whole checkpoints except the newest `keep`.
+    def prune(self, keep: int, others: Collection[int] = ()) -> None:
+        """Delete all whole checkpoints except the newest `keep` and those of the steps `others`.
 
         A checkpoint that is not what its list of files proves is neither counted nor deleted.
         The others are renamed first: a checkpoint that is half deleted must not look complete.
@@ -170,7 +170,7 @@ class RunFolder:
             for step in self.complete_steps()
             if not any(map(find_fault, self.list_parts(step)))
         ]
-        for step in whole[:-keep]:
+        for step in sorted(set(whole[:-keep]) - set(others)):
             for path in (self.checkpoint(step), self.critic_checkpoint(step)):
                 if path.exists():
                     path.rename(path.with_name(path.name + DELETED))

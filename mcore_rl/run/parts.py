@@ -25,6 +25,7 @@ from mcore_rl.config.secrets import dump_config
 from mcore_rl.logs.alarms.conditions import MetricAlarm, list_alarms, list_own
 from mcore_rl.logs.alarms.watch import AlarmWatch
 from mcore_rl.logs.episode_log import EpisodeLog
+from mcore_rl.logs.kept_checkpoints import prune_checkpoints
 from mcore_rl.logs.logger import MetricsLogger
 from mcore_rl.logs.progress import look, say, tell_stage
 from mcore_rl.logs.run_folder import RunFolder
@@ -378,7 +379,7 @@ def finish_training(checkpoint: CheckpointConfig, trainer: TrainerGroup, folder:
     with tell_stage("completing the last checkpoint"):
         trainer.finish_save()
     look()
-    folder.prune(checkpoint.keep)
+    prune_checkpoints(folder, checkpoint)
     if checkpoint.export_hf:
         _log.info("export")
         with tell_stage("export", is_told=True):

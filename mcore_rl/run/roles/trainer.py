@@ -19,6 +19,7 @@ from mcore_rl.batches.packing import Plan, plan_microbatches, plan_shared_microb
 from mcore_rl.batches.shared_prefixes import Sharing, find_batch_sharing
 from mcore_rl.batches.stored_batch import find_stored_sharing, in_parts
 from mcore_rl.config import CheckpointConfig, ParallelConfig, TrainConfig
+from mcore_rl.logs.kept_checkpoints import prune_checkpoints
 from mcore_rl.logs.progress import look, say, say_once
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.clock import now_s
@@ -205,7 +206,7 @@ class PackedTrainer(Generic[Batch, Share, Values]):
         return replace(stats, metrics={**stats.metrics, **speed})
 
     def save(self, step: int, state: Mapping[str, object]) -> None:
-        """Wait for the previous save, start this one, then remove the oldest checkpoints.
+        """Wait for the previous save, start this one, then remove those that are not to be kept.
 
         Returns once this save is complete, unless checkpoint.asynchronous is set. The console tells
         when it is.
@@ -217,7 +218,7 @@ class PackedTrainer(Generic[Batch, Share, Values]):
         if not self._checkpoint.asynchronous:
             self._ranks.finish_save()
             look()
-        self._folder.prune(self._checkpoint.keep)
+        prune_checkpoints(self._folder, self._checkpoint)
 
     def _cut(self, batch: Batch) -> list[Share]:
         """Return the micro-batches of each data-parallel coordinate."""

@@ -203,7 +203,7 @@ def translate_run(options: ForeignOptions) -> Found:
         yield RecipeLine("checkpoint.every_steps", saves, sources)
         kept = options.take("checkpointing.keep_top_k", 3)
         yield RecipeLine("checkpoint.keep", kept, ("checkpointing.keep_top_k",))
-        advice = "there the best checkpoints are kept, here the newest: see checkpoint.keep"
+        advice = "there the best checkpoints are kept, here the newest: set checkpoint.keep_best"
         metric = options.take("checkpointing.metric_name", None)
         yield Decision("checkpointing.metric_name", metric, advice)
     table: dict[str, tuple[str, Any]] = {

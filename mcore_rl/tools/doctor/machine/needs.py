@@ -98,7 +98,7 @@ def read_recipe(settings: Sequence[str]) -> RecipeNeeds:
         object_store_mib=0 if config.cluster.address else config.cluster.object_store_mib,
         gpus=round(size.num_cpus(1.0, config.rollout.engine_ranks)),
         gpus_per_node=config.plan.ranks_per_host,
-        kept_checkpoints=config.checkpoint.keep + 1,
+        kept_checkpoints=config.checkpoint.keep + config.checkpoint.keep_best + 1,
     )
 
 
