@@ -32,6 +32,7 @@ from mcore_rl.config.tree import value_of
 from mcore_rl.data.files import data_files
 from mcore_rl.logs.names import METRICS, find_documented
 from mcore_rl.process.disk import name_user
+from mcore_rl.process.network import is_free
 from mcore_rl.rewards.user_function import ALL, ONE, find_file
 from mcore_rl.weights.hf.config import parse_hf_config
 from mcore_rl.weights.hf.folder import find_other_format
@@ -148,6 +149,7 @@ def _list_checks(config: Config, command: str, place: RunPlace) -> Iterator[Chec
     if command != "pairs":
         yield partial(_check_packages, config.log, place)
         yield partial(_check_alarms, config.alarms, place)
+        yield partial(_check_port, config.log, place)
     if config.checkpoint.keep_best:
         yield partial(_check_metric, "checkpoint.best_metric", config.checkpoint.best_metric)
 
@@ -343,6 +345,19 @@ def _check_alarms(alarms: AlarmsConfig, place: RunPlace) -> None:
         raise ValueError(
             f"alarms.command={alarms.command}: there is no program {alarms.command[0]}; give its"
             " path, with its arguments as further elements"
+        )
+
+
+def _check_port(log: LogConfig, place: RunPlace) -> None:
+    """Raise ValueError if the port of the metrics is taken, which the run would find out late."""
+    if (
+        place.is_here
+        and log.prometheus_port
+        and not is_free(log.prometheus_host, log.prometheus_port)
+    ):
+        raise ValueError(
+            f"log.prometheus_port={log.prometheus_port} is not free on {log.prometheus_host}:"
+            " choose another port, or 0 for one that is free"
         )
 
 

@@ -231,6 +231,11 @@ class LogConfig(Options, group="log"):
     """Project of Weights & Biases to log to; None: none."""
     mlflow_uri: str | None = None
     """Tracking server of MLflow to log to; None: none."""
+    prometheus_port: int | None = bounded(None, ge=0, le=65535)
+    """Port of this process at which Prometheus reads /metrics while the run goes on; 0: a free one;
+    None: none (docs/monitoring.md)."""
+    prometheus_host: str = "127.0.0.1"
+    """Address that prometheus_port is bound to; 0.0.0.0: all of this machine's, without a key."""
     token_samples: int = bounded(4, ge=0)
     """Samples of a step, and of an evaluation, whose tokens samples.jsonl has with the engine's
     log-probs and the weights that sampled them: about 15 bytes a token; 0: none."""

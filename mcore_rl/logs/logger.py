@@ -19,6 +19,7 @@ from mcore_rl.logs.alarms.watch import AlarmWatch
 from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.logs.names import add_former_names
 from mcore_rl.logs.progress import tell_stage
+from mcore_rl.logs.prometheus.server import PrometheusServer
 from mcore_rl.logs.rows import RowFile
 from mcore_rl.logs.sinks import MLflow, TensorBoard, Tracker, WandB, make_console
 from mcore_rl.logs.token_rows import TokenTexts, make_token_rows
@@ -137,6 +138,7 @@ class MetricsLogger:
         with_episodes: bool = False,
         rotate_bytes: int = 0,
         alarms: AlarmWatch | None = None,
+        prometheus: PrometheusServer | None = None,
     ) -> None:
         """Open the files and the trackers.
 
@@ -146,9 +148,11 @@ class MetricsLogger:
         with_episodes   also write episodes.jsonl
         rotate_bytes    size at which a file of rows becomes a segment (RowFile); 0: never
         alarms          tells metrics that are beyond their bounds; closed with the log
+        prometheus      serves the last value of each metric; closed with the log
         """
         self._read = read
         self._alarms = alarms
+        self._prometheus = prometheus
         self._to_texts = to_texts
         self._token_samples = token_samples if to_texts else 0
         self.run_dir = Path(run_dir)
@@ -183,6 +187,9 @@ class MetricsLogger:
             self._console.show(step, metrics)
         if self._alarms:
             self._alarms.note(step, metrics)
+        if self._prometheus:
+            states = self._alarms.states if self._alarms else {}
+            self._prometheus.note(step, metrics, states)
 
     def log_samples(
         self, step: int, samples: Sequence[StoredSample], scores: Scores, split: str = "train"
@@ -250,8 +257,9 @@ class MetricsLogger:
             parts.callback(self._metrics.close)
             parts.callback(self._samples.close)
             parts.callback(self.episodes.close)
-            if self._alarms:
-                parts.callback(self._alarms.close)
+            for part in (self._alarms, self._prometheus):
+                if part:
+                    parts.callback(part.close)
             if self._console:
                 parts.callback(self._console.close)
 

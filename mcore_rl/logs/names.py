@@ -239,7 +239,7 @@ def _list_patterns() -> list[tuple[str, re.Pattern[str]]]:
     names = [name for meanings in METRICS.values() for name in meanings]
     names.sort(key=lambda name: (name.count("<"), -len(re.sub("<.*?>", "", name))))
     return [
-        (name, re.compile(re.sub(r"<(\w+)>", r"(?P<\1>.+)", name.replace(".", r"\."))))
+        (name, re.compile(re.sub(r"<(\w+)>", r"(?P<\1>(?s:.+))", name.replace(".", r"\."))))
         for name in names
     ]
 

@@ -18,6 +18,7 @@ from mcore_rl.config import (
     CheckpointConfig,
     Config,
     CriticConfig,
+    LogConfig,
     ParallelConfig,
     TrainConfig,
 )
@@ -28,6 +29,7 @@ from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.logs.kept_checkpoints import prune_checkpoints
 from mcore_rl.logs.logger import MetricsLogger
 from mcore_rl.logs.progress import look, say, tell_stage
+from mcore_rl.logs.prometheus.server import PrometheusServer
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.logs.token_rows import TokenTexts
 from mcore_rl.loops.roles import AskTeacher, Critic, ReadSamples
@@ -329,7 +331,14 @@ def make_log(
         with_episodes=config.agents.is_used,
         rotate_bytes=log.rotate_bytes,
         alarms=AlarmWatch(folder.path, alarms, config.alarms, last_step, log.rotate_bytes),
+        prometheus=_serve_metrics(folder.path.name, log, total_steps),
     )
+
+
+def _serve_metrics(run: str, log: LogConfig, total_steps: int | None) -> PrometheusServer | None:
+    if log.prometheus_port is None:
+        return None
+    return PrometheusServer(run, log.prometheus_host, log.prometheus_port, total_steps)
 
 
 def list_alarms_of(config: Config, needs: Needs) -> list[MetricAlarm]:

@@ -1,0 +1,1 @@
+"""Metrics of a running run for Prometheus."""
