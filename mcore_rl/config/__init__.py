@@ -59,6 +59,7 @@ from mcore_rl.config.tree_checks import (
     check_best,
     check_colocated,
     check_colocated_models,
+    check_epochs,
     check_overlong,
     check_quantization,
     check_replay,
@@ -196,6 +197,7 @@ class Config(Options, group=""):
         check_quantization(self.rollout, self.model)
         check_overlong(self.reward, self.rollout)
         check_best(self.checkpoint, self.eval)
+        check_epochs(self.run, self.data)
         check_replay(self.train, self.drift)
         check_colocated_models(self.served_models, self.parallel, self.rollout)
         check_agents(self.agents, self.rollout)

@@ -42,7 +42,7 @@ LAST_PARTS: Mapping[str, str] = {
     "context_parallel_size": "parallel.cp",
     "expert_model_parallel_size": "parallel.ep",
     "expert_tensor_parallel_size": "parallel.etp",
-    "total_epochs": "run.steps",
+    "total_epochs": "run.epochs",
     "total_training_steps": "run.steps",
     "num_rollout": "run.steps",
     "max_num_steps": "run.steps",

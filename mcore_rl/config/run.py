@@ -31,6 +31,9 @@ class RunConfig(Options, group="run"):
     """Seed of sampling, shuffling and random weights."""
     steps: int = bounded(100, ge=1)
     """Steps of the loop: each samples a rollout and trains on it."""
+    epochs: float | None = bounded(None, gt=0)
+    """Passes over data.train, in place of `steps`: rows of its files by rollout.prompts_per_step;
+    None: `steps` counts."""
     resume: bool | Literal["newest_whole"] = True
     """Continue from the newest complete checkpoint in `dir`, if there is one; one that is damaged
     ends the start. newest_whole: read checkpoints first, and continue from the newest whole one."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from mcore_rl.config.agents import AgentsConfig
 from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
+from mcore_rl.config.data import DataConfig
 from mcore_rl.config.rollout import (
     DriftConfig,
     ParityCheckConfig,
@@ -23,6 +24,7 @@ from mcore_rl.config.run import (
     EvalConfig,
     ProfileConfig,
     RewardConfig,
+    RunConfig,
 )
 from mcore_rl.config.servers import SandboxConfig, SearchConfig
 from mcore_rl.config.training import (
@@ -76,6 +78,15 @@ def check_steps(
                 f"rollout.prompts_per_step * rollout.samples_per_prompt = {num_samples} is not"
                 f" divisible by {name}.mini_batches={mini_batches}"
             )
+
+
+def check_epochs(run: RunConfig, data: DataConfig) -> None:
+    """Raise ValueError if passes are to be counted over data sets of which each has its own."""
+    if run.epochs is not None and data.sources:
+        raise ValueError(
+            f"run.epochs={run.epochs:g} with {len(data.sources)} data.sources: each is passed over"
+            " at a speed of its own; set run.steps, or name the files in data.train"
+        )
 
 
 def check_best(checkpoint: CheckpointConfig, evaluation: EvalConfig) -> None:

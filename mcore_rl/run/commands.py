@@ -65,7 +65,7 @@ from mcore_rl.run.parts import (
     sample_in_background,
     share_teacher,
 )
-from mcore_rl.run.prompts import PromptReader
+from mcore_rl.run.prompts import PromptReader, set_steps
 from mcore_rl.run.recovery import TrainedModels, open_recovery, recover_run
 from mcore_rl.run.roles.advantages import StoredAdvantages
 from mcore_rl.run.roles.colocation import SharingScorer, SharingTrainer
@@ -81,6 +81,7 @@ _log = logging.getLogger(__name__)
 
 def run_train(config: Config) -> None:
     """Run `mcore-rl train`; raise ValueError for wrong input before any process is started."""
+    config = set_steps(config)
     if tell_if_finished(config, "train"):
         return
     with open_run(config) as (roles, start_step):
@@ -93,6 +94,7 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
 
     The run folder gets the export and the report once the block ends without an error.
     """
+    config = set_steps(config)
     inputs = read_train_inputs(config)
     prompts = inputs.prompts
     needs = needs_of(config.algorithm)

@@ -15,6 +15,8 @@ from mcore_rl.config import (
     RewardConfig,
     ServedModelConfig,
 )
+from mcore_rl.config.tree import with_settings
+from mcore_rl.data.epochs import count_steps
 from mcore_rl.data.files import data_files
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.source import ShuffledStream
@@ -25,6 +27,14 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.loops.evaluation import Correctness
 from mcore_rl.run.images import check_seen, image_prompts, model_with_images
 from mcore_rl.types import Prompt
+
+
+def set_steps(config: Config) -> Config:
+    """Return the recipe with the run.steps that its run.epochs make, if it has any."""
+    if config.run.epochs is None:
+        return config
+    steps = count_steps(config.run.epochs, config.data.train, config.rollout.prompts_per_step)
+    return with_settings(config, {"run.steps": steps, "run.epochs": None})
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def _smallest_run(run: RunConfig, folder: Path, given: Collection[str]) -> RunCo
     """Take one step; steps and resumption that are `given` on the command line stay."""
     steps = run.steps if "run.steps" in given else 1
     resume = run.resume and "run.resume" in given
-    return replace(run, dir=str(folder), steps=steps, resume=resume)
+    return replace(run, dir=str(folder), steps=steps, epochs=None, resume=resume)
 
 
 def _set_learning_rate(optimizer: OptimizerConfig) -> OptimizerConfig:

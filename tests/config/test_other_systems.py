@@ -32,7 +32,7 @@ def test_verls_names_lead_where_their_translation_does() -> None:
     ("override", "message"),
     [
         ("rollout.n=8", "'rollout.n'. Did you mean 'rollout.samples_per_prompt', as other systems"),
-        ("trainer.total_epochs=3", "'trainer.total_epochs'. Did you mean 'run.steps'"),
+        ("trainer.total_epochs=3", "'trainer.total_epochs'. Did you mean 'run.epochs'"),
         ("algorithm.use_kl_loss=true", "'algorithm.use_kl_loss'. Did you mean 'algorithm.kl.coef'"),
         ("algorithm=gspo", r"algorithm=<name> replaces a choice .* or add \+algorithm=<name>"),
     ],

@@ -8,7 +8,7 @@ import pytest
 from mcore_rl.config import Config, DataConfig, ModelConfig, SourceConfig
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.data.streamed.mixed import MixedPrompts
-from mcore_rl.run.prompts import PromptReader
+from mcore_rl.run.prompts import PromptReader, set_steps
 from mcore_rl.tasks.arithmetic import make_tokenizer
 from tests.support.prompt_sets import write_rows
 
@@ -64,3 +64,32 @@ def test_a_missing_source_is_named(config: Config) -> None:
     missing = replace(config, data=DataConfig(sources=[SourceConfig("none/*.parquet")]))
     with pytest.raises(ValueError, match=r"data files none/\*.parquet: the pattern matches no"):
         reader_of(missing).open_train(3)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "prompts_per_step", "steps"), [(1.0, 10, 5), (3.0, 16, 9), (0.5, 8, 3), (0.1, 32, 1)]
+)
+def test_epochs_are_steps_over_the_rows_of_the_files(
+    config: Config, epochs: float, prompts_per_step: int, steps: int
+) -> None:
+    config.run.epochs = epochs
+    config.rollout.prompts_per_step = prompts_per_step
+    assert set_steps(config).run.steps == steps
+    assert set_steps(config).run.epochs is None, "which later calls leave as it is"
+    assert config.run.steps == 100
+
+
+def test_blank_lines_are_no_prompts(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"a": 2}\n{"a": 3}')
+    config.data.train = [str(tmp_path / "a.jsonl")]
+    config.run.epochs = 2.0
+    config.rollout.prompts_per_step = 1
+    assert set_steps(config).run.steps == 6
+
+
+def test_epochs_of_data_sets_that_are_mixed_are_refused(config: Config) -> None:
+    sources = [SourceConfig("a"), SourceConfig("b")]
+    with pytest.raises(ValueError, match=r"run.epochs=2 with 2 data.sources: each is passed over"):
+        replace(
+            config, run=replace(config.run, epochs=2.0), data=DataConfig(train=[], sources=sources)
+        )

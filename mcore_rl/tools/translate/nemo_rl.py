@@ -195,8 +195,8 @@ def translate_run(options: ForeignOptions) -> Found:
     if steps < NO_END:
         yield RecipeLine("run.steps", steps, (f"{loop}.max_num_steps",))
     else:
-        advice = "set run.steps: rows of data.train, times epochs, by rollout.prompts_per_step"
-        yield Decision(f"{loop}.max_num_epochs, {loop}.max_num_steps", epochs, advice)
+        sources = (f"{loop}.max_num_epochs", f"{loop}.max_num_steps")
+        yield RecipeLine("run.epochs", float(epochs), sources)
     saves = options.take("checkpointing.save_period", 10)
     if options.take("checkpointing.enabled", True):
         sources = ("checkpointing.save_period", "checkpointing.enabled")

@@ -406,8 +406,7 @@ def translate_run(options: ForeignOptions) -> Found:
     if steps is not None:
         yield RecipeLine("run.steps", steps, ("--num-rollout",))
     elif epochs is not None:
-        advice = "set run.steps: rows of data.train, times epochs, by rollout.prompts_per_step"
-        yield Decision("--num-epoch", epochs, advice)
+        yield RecipeLine("run.epochs", float(epochs), ("--num-epoch",))
     every = options.take("--save-interval", None)
     yield RecipeLine("checkpoint.every_steps", every or 0, ("--save-interval",))
     if every:

@@ -324,8 +324,7 @@ def _steps(options: ForeignOptions) -> Found:
         sources = ("trainer.total_epochs", "data.train_files")
         yield RecipeLine("run.steps", max(epochs * (rows // prompts), 1), sources)
     else:
-        advice = "set run.steps: rows of data.train, times epochs, by rollout.prompts_per_step"
-        yield Decision("trainer.total_epochs", epochs, advice)
+        yield RecipeLine("run.epochs", float(epochs), ("trainer.total_epochs",))
 
 
 def _trackers(options: ForeignOptions) -> Found:

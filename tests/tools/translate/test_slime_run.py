@@ -91,6 +91,6 @@ def test_the_folder_saves_steps_and_trackers() -> None:
         "log.tensorboard": False,
     }
     assert {key: values(translation)[key] for key in wanted} == wanted
-    assert "--num-epoch" in decided(slime(num_epoch=3))
+    assert values(slime(num_epoch=3))["run.epochs"] == 3.0
     assert of(profile=True, profile_step_start=2, profile_step_end=4)["profile.steps"] == [2, 3]
     assert of(distributed_timeout_minutes=3)["run.call_timeout_s"] == 180
