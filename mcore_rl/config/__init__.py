@@ -20,6 +20,7 @@ from mcore_rl.config.algorithm import (
 from mcore_rl.config.assumptions import PlanConfig, SimulateConfig
 from mcore_rl.config.bounds import Options
 from mcore_rl.config.data import (
+    ColumnsConfig,
     CurriculumConfig,
     DataConfig,
     ImagesConfig,
@@ -88,6 +89,7 @@ __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
     "ClusterConfig",
+    "ColumnsConfig",
     "Config",
     "CorrectionConfig",
     "CovarianceConfig",

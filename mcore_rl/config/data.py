@@ -108,10 +108,34 @@ class ImagesConfig(Options, group="data.images"):
 
 
 @dataclass
+class ColumnsConfig(Options, group="data.columns"):
+    """Names of the columns of data.train, data.sources and eval.data (docs/recipes.md)."""
+
+    preset: Literal["verl", "slime", "nemo_rl", "trl"] = "verl"
+    """The system for which the files were made; the options below replace single names."""
+    prompt: str = ""
+    """Question as a text, or a list of chat messages."""
+    answer: str = ""
+    """Right answer, for the reward, of any type; a dot leads into a mapping."""
+    images: str = ""
+    """An image or a list of them."""
+    videos: str = ""
+    """A video or a list of them."""
+    data_source: str = ""
+    """Name handed to the reward; the preset, if a row has none (verl: each row needs one)."""
+    extra_info: str = ""
+    """Mapping handed to the reward and to environments."""
+    extra: list[str] = field(default_factory=list)
+    """Further columns that extra_info gets under their names."""
+    system: str = ""
+    """System message before prompts that are plain texts; empty: none."""
+
+
+@dataclass
 class DataConfig(Options, group="data"):
     train: list[str] = field(default_factory=list)
-    """Prompt files, folders of them, or globs: parquet with verl's columns, or jsonl with the same
-    keys; local, or files on the Hugging Face hub (docs/recipes.md)."""
+    """Prompt files, folders of them, or globs: parquet or jsonl, with verl's columns or those of
+    data.columns; local, or files on the Hugging Face hub (docs/recipes.md)."""
     sources: list[SourceConfig] = field(default_factory=list)
     """Data sets to mix by weight, instead of data.train (docs/data.md)."""
     max_prompt_len: int = bounded(512, ge=1)
@@ -130,6 +154,7 @@ class DataConfig(Options, group="data"):
     """Prompts of a streamed data set that are tokenized before they are needed."""
     workers: int = bounded(2, ge=0)
     """Processes that tokenize a streamed data set; 0: the controller tokenizes."""
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)
 
@@ -152,6 +177,7 @@ class DataConfig(Options, group="data"):
             self,
             train=[file],
             sources=[],
+            columns=ColumnsConfig(),
             curriculum=CurriculumConfig(),
             max_prompt_len=max_prompt_len,
         )

@@ -1,10 +1,11 @@
-"""Reads prompt files (parquet or jsonl, verl's columns) and returns their prompts, tokenized."""
+"""Reads prompt files (parquet or jsonl) and returns their prompts, tokenized."""
 
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mcore_rl.data.columns import OURS, Columns
 from mcore_rl.data.images.prompts import ImagePrompts
 from mcore_rl.data.rows import (
     Row,
@@ -28,23 +29,27 @@ def load_prompts(
     overlong: str,
     cache_dir: Path | None = None,
     images: ImagePrompts | None = None,
+    columns: Columns = OURS,
 ) -> list[Prompt]:
     """Return all rows of `files`, tokenized with the chat template; `index` counts over all files.
 
-    overlong    prompts of more than `max_prompt_len` tokens: "filter" drops and counts them,
-                "error" raises ValueError with their number and the first of them
+    overlong    longer prompts: "filter" drops and counts them, "error" raises ValueError
     cache_dir   folder that keeps token ids; None keeps nothing
     images      makes the prompts of a model that sees images, by rules of its own; None: rows with
                 images raise ValueError
+    columns     those of the files
     """
     if images is not None:
-        return _load_with_images(files, images)
-    rows = list(load_rows(files))
+        return _load_with_images(files, images, columns)
+    rows = [(where, columns.convert(row, where)) for where, row in load_rows(files)]
     for where, row in rows:
         refuse_images(row, where)
     conversations = [messages_of(row, where) for where, row in rows]
     token_ids = Tokenization(tokenizer, cache_dir).encode(
-        conversations, add_generation_prompt=True, files=files, column="prompt"
+        conversations,
+        add_generation_prompt=True,
+        files=files,
+        column="prompt" if columns.are_ours else repr(columns),
     )
     prompts = [
         make_prompt(i, token_ids[i], conversations[i], where, row)
@@ -69,12 +74,13 @@ def load_prompts(
     return kept
 
 
-def _load_with_images(files: Sequence[str], images: ImagePrompts) -> list[Prompt]:
+def _load_with_images(files: Sequence[str], images: ImagePrompts, columns: Columns) -> list[Prompt]:
     """Return the prompts of all rows that `images` does not leave out."""
     kept: list[Prompt] = []
     index = -1
     for name in files:
-        for where, row in load_rows([name]):
+        for where, raw in load_rows([name]):
+            row = columns.convert(raw, where)
             index += 1
             made = images.prompt(where, row, Path(name).parent)
             if made is not None:

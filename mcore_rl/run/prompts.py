@@ -16,6 +16,7 @@ from mcore_rl.config import (
     ServedModelConfig,
 )
 from mcore_rl.config.tree import with_settings
+from mcore_rl.data.columns import Columns
 from mcore_rl.data.epochs import count_steps
 from mcore_rl.data.files import data_files
 from mcore_rl.data.prompts import load_prompts
@@ -115,7 +116,8 @@ class PromptReader:
         cache_dir = token_cache_dir(data.cache_dir)
         images = image_prompts(self.model.path, data, self.tokenizer, max_len)
         files = data_files(paths)
-        prompts = load_prompts(files, self.tokenizer, max_len, data.overlong, cache_dir, images)
+        how = max_len, data.overlong, cache_dir, images, Columns.make(data.columns)
+        prompts = load_prompts(files, self.tokenizer, *how)
         check_seen(self.environment, self.teacher, prompts)
         return prompts
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pyarrow as pa
 
 from mcore_rl.config import DataConfig, SourceConfig
+from mcore_rl.data.columns import Columns
 from mcore_rl.data.curriculum import Curriculum
 from mcore_rl.data.files import data_files
 from mcore_rl.data.streamed.index import RowIndex, count_rows, index_rows
@@ -44,7 +45,8 @@ def open_prompts(
     """
     # Arrow's own allocator keeps tens of MiB that its threads have freed.
     pa.set_memory_pool(pa.system_memory_pool())
-    rules = RowRules(config.max_prompt_len, config.overlong, config.curriculum.column)
+    named = Columns.make(config.columns)
+    rules = RowRules(config.max_prompt_len, config.overlong, config.curriculum.column, named)
     workers = TokenWorkers(make_tokenizer, config.workers)
     weighted = _list_weighted_paths(config)
     sources: list[MixedSource] = []

@@ -3,20 +3,17 @@
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from mcore_rl.data.columns import OURS, Columns, find_value
 from mcore_rl.data.prompts import make_prompt
-from mcore_rl.data.rows import Row, get_mapping, messages_of, refuse_images, require
+from mcore_rl.data.rows import Row, messages_of, refuse_images
 from mcore_rl.data.streamed.windows import RawRow, Windows
 from mcore_rl.data.streamed.workers import Result, TokenWorkers
 from mcore_rl.types import Prompt
 
 BATCH_ROWS = 64
 """Rows that a worker tokenizes at once."""
-COLUMNS = ("prompt", "data_source", "reward_model.ground_truth")
-"""Columns that every file has."""
-OPTIONAL_COLUMNS = ("extra_info", "images", "videos")
-"""Rows with images or videos are refused."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +24,20 @@ class RowRules:
     overlong: str
     difficulty: str = ""
     """Column of the difficulty; empty: none."""
+    named: Columns = OURS
+    """Where files have what a prompt is made of. Rows with images or videos are refused."""
 
     @property
     def columns(self) -> list[str]:
         """The top-level columns that are read."""
-        names = [*COLUMNS, *OPTIONAL_COLUMNS, self.difficulty]
+        names = [*self.named.needed, *self.named.optional, self.difficulty]
         return list(dict.fromkeys(name.partition(".")[0] for name in names if name))
 
     def check_columns(self, where: str, names: Sequence[str]) -> None:
         """Raise ValueError if a file's columns lack one that is needed."""
-        needed = [*COLUMNS, self.difficulty] if self.difficulty else COLUMNS
+        # With other columns the difficulty may lie in an extra_info that the file does not have.
+        is_looked_for = self.difficulty and self.named.are_ours
+        needed = [*self.named.needed, *([self.difficulty] if is_looked_for else [])]
         for name in needed:
             # A column of another type, such as JSON text, is looked into row by row.
             column = name.partition(".")[0]
@@ -130,7 +131,11 @@ class StreamedPrompts:
         self._end += len(batch.rows)
 
     def _begin(self, position: int, count: int) -> _Batch:
-        rows = self._windows.rows(position, count)
+        convert = self._rules.named.convert
+        rows = [
+            raw if raw.row is None else replace(raw, row=convert(raw.row, raw.where))
+            for raw in self._windows.rows(position, count)
+        ]
         conversations = [messages_of(raw.row, raw.where) for raw in rows if raw.row is not None]
         return _Batch(position, rows, self._workers.submit(conversations))
 
@@ -169,11 +174,7 @@ class StreamedPrompts:
 
 def _number(row: Row, column: str, where: str) -> float:
     """Return the number in a column, which may lie in mappings ("extra_info.difficulty")."""
-    *parents, last = column.split(".")
-    for name in parents:
-        require(row, name, where)
-        row = get_mapping(row, name, where)
-    value = require(row, last, where)
+    value = find_value(row, column, where)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(
             f"{where}: data.curriculum.column={column} is {value!r:.100}, not a finite number;"

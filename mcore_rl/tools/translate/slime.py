@@ -228,7 +228,7 @@ ROLLOUTS = {
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 OWN_ENVIRONMENT = "write it as an environment or a program of its own (docs/agents.md)"
 OWN_REWARD = "write it as a reward, reward.path, or for whole batches (docs/rewards.md)"
-COLUMNS = "write the columns prompt, data_source, reward_model and extra_info (docs/recipes.md)"
+COLUMNS = "set data.columns.preset=slime, or single names of data.columns (docs/recipes.md)"
 GREEDY = "held-out answers are greedy; those of eval.samples are drawn with rollout.top_k"
 ENGINES_RUN = "a recipe starts its own engines"
 WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
