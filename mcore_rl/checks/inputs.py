@@ -324,6 +324,8 @@ def _check_packages(log: LogConfig, place: RunPlace) -> None:
     for option, is_used, package in (
         (f"log.wandb_project={log.wandb_project!r}", log.wandb_project, "wandb"),
         (f"log.mlflow_uri={log.mlflow_uri!r}", log.mlflow_uri, "mlflow"),
+        (f"log.trackio_project={log.trackio_project!r}", log.trackio_project, "trackio"),
+        (f"log.swanlab_project={log.swanlab_project!r}", log.swanlab_project, "swanlab"),
         ("log.tensorboard=true", log.tensorboard, "tensorboard"),
     ):
         if is_used and not _is_installed(package):

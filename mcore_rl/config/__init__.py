@@ -43,6 +43,7 @@ from mcore_rl.config.run import (
     ProfileConfig,
     RewardConfig,
     RunConfig,
+    TrackingConfig,
 )
 from mcore_rl.config.servers import SandboxConfig, SearchConfig
 from mcore_rl.config.training import (
@@ -121,6 +122,7 @@ __all__ = [
     "SourceConfig",
     "StageConfig",
     "SyncConfig",
+    "TrackingConfig",
     "TrainConfig",
     "VespoConfig",
 ]

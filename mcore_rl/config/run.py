@@ -225,6 +225,22 @@ class CheckpointConfig(Options, group="checkpoint"):
 
 
 @dataclass
+class TrackingConfig(Options, group="log.tracking"):
+    """How trackers file the run; each takes what it has."""
+
+    name: str = ""
+    """Name of the run; empty: that of its folder."""
+    entity: str = ""
+    """Team of W&B, workspace of SwanLab, Space of trackio (owner/name); empty: one's own."""
+    group: str = ""
+    """Group of runs; in MLflow the experiment, "mcore_rl" if this is empty."""
+    tags: list[str] = field(default_factory=list)
+    """Tags of the run; trackio has none."""
+    samples: int = bounded(0, ge=0, le=64)
+    """Samples of each step, and of each evaluation, that trackers get as a table; 0: none."""
+
+
+@dataclass
 class LogConfig(Options, group="log"):
     console: bool = True
     """Print a line per step."""
@@ -234,6 +250,11 @@ class LogConfig(Options, group="log"):
     """Project of Weights & Biases to log to; None: none."""
     mlflow_uri: str | None = None
     """Tracking server of MLflow to log to; None: none."""
+    trackio_project: str | None = None
+    """Project of trackio to log to; None: none."""
+    swanlab_project: str | None = None
+    """Project of SwanLab to log to; None: none."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     prometheus_port: int | None = bounded(None, ge=0, le=65535)
     """Port of this process at which Prometheus reads /metrics while the run goes on; 0: a free one;
     None: none (docs/monitoring.md)."""

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from mcore_rl.logs.alarms.watch import AlarmWatch
+from mcore_rl.logs.console import make_console
 from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.logs.names import add_former_names
 from mcore_rl.logs.progress import tell_stage
 from mcore_rl.logs.prometheus.server import PrometheusServer
 from mcore_rl.logs.rows import RowFile
-from mcore_rl.logs.sinks import MLflow, TensorBoard, Tracker, WandB, make_console
 from mcore_rl.logs.token_rows import TokenTexts, make_token_rows
+from mcore_rl.logs.trackers.tracker import Tracker
 from mcore_rl.process.clock import now_s
 from mcore_rl.process.disk import report_full_disk
 from mcore_rl.process.errors import shorten
@@ -128,10 +129,8 @@ class MetricsLogger:
         last_step: int | None = None,
         total_steps: int | None = None,
         console: bool = True,
-        tensorboard: bool = False,
-        wandb_project: str | None = None,
-        mlflow_uri: str | None = None,
-        config: Mapping[str, Any] | None = None,
+        trackers: Sequence[Tracker] = (),
+        tracked_samples: int = 0,
         read: Callable[[Sequence[StoredSample]], list[Sample]] | None = None,
         to_texts: TokenTexts | None = None,
         token_samples: int = 0,
@@ -140,8 +139,10 @@ class MetricsLogger:
         alarms: AlarmWatch | None = None,
         prometheus: PrometheusServer | None = None,
     ) -> None:
-        """Open the files and the trackers.
+        """Open the files.
 
+        trackers        get each row of metrics, and `tracked_samples` samples of each step; closed
+                        with the log
         read            fetches the logged samples from the stores; None: no samples are logged
         to_texts        texts of tokens; token_samples: how many samples of a step are logged with
                         their tokens
@@ -157,13 +158,8 @@ class MetricsLogger:
         self._token_samples = token_samples if to_texts else 0
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._trackers: list[Tracker] = []
-        if tensorboard:
-            self._trackers.append(TensorBoard(self.run_dir, last_step))
-        if wandb_project:
-            self._trackers.append(WandB(self.run_dir, last_step, wandb_project, config or {}))
-        if mlflow_uri:
-            self._trackers.append(MLflow(self.run_dir, last_step, mlflow_uri, config or {}))
+        self._trackers = trackers
+        self._tracked_samples = tracked_samples
         self._metrics = RowFile(self.run_dir / "metrics.jsonl", last_step, rotate_bytes)
         self._samples = RowFile(self.run_dir / "samples.jsonl", last_step, rotate_bytes)
         self._thumbnails = Thumbnails(self.run_dir)
@@ -211,15 +207,17 @@ class MetricsLogger:
         if len(failed) > FAILED_PER_LOG:
             _log.warning("step %d, %s: %s", step, split, summarize_errors(errors))
         rows = rows[:SAMPLES_PER_LOG] + failed[:FAILED_PER_LOG]
-        self._samples.write(
-            *(
-                _make_sample_row(step, split, sample)
-                | score
-                | self._save_images(sample)
-                | (self._list_tokens(sample) if place < self._token_samples else {})
-                for place, (sample, score) in enumerate(self._fetch_samples(rows))
-            )
-        )
+        written = [
+            _make_sample_row(step, split, sample)
+            | score
+            | self._save_images(sample)
+            | (self._list_tokens(sample) if place < self._token_samples else {})
+            for place, (sample, score) in enumerate(self._fetch_samples(rows))
+        ]
+        self._samples.write(*written)
+        if tracked := written[: self._tracked_samples]:
+            for tracker in self._trackers:
+                tracker.log_samples(step, split, tracked)
 
     def _list_tokens(self, sample: Sample) -> dict[str, Any]:
         assert self._to_texts is not None

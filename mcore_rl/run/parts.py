@@ -32,6 +32,8 @@ from mcore_rl.logs.progress import look, say, tell_stage
 from mcore_rl.logs.prometheus.server import PrometheusServer
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.logs.token_rows import TokenTexts
+from mcore_rl.logs.trackers.open import open_trackers
+from mcore_rl.logs.trackers.tracker import TrackedRun
 from mcore_rl.loops.roles import AskTeacher, Critic, ReadSamples
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.planning.deployment import record_layouts
@@ -321,10 +323,10 @@ def make_log(
         last_step=last_step,
         total_steps=total_steps,
         console=log.console,
-        tensorboard=log.tensorboard,
-        wandb_project=log.wandb_project,
-        mlflow_uri=log.mlflow_uri,
-        config=dump_config(config),
+        trackers=open_trackers(
+            log, TrackedRun(folder.path, last_step, log.tracking, dump_config(config))
+        ),
+        tracked_samples=log.tracking.samples,
         read=read,
         to_texts=to_texts,
         token_samples=log.token_samples,

@@ -9,12 +9,14 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from mcore_rl.config import Config
+from mcore_rl.config import Config, LogConfig
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.secrets import dump_config, remember_secrets
-from mcore_rl.logs import sinks
+from mcore_rl.config.tree import flatten
 from mcore_rl.logs.logger import MetricsLogger
 from mcore_rl.logs.run_folder import RunFolder
+from mcore_rl.logs.trackers.open import open_trackers
+from mcore_rl.logs.trackers.tracker import TrackedRun
 from mcore_rl.process import redaction
 
 PLANTED = [f"planted-{i}-secret" for i in range(10)]
@@ -87,13 +89,13 @@ def test_folder_trackers_and_logs_have_none_of_them(
     told: list[Any] = []
 
     class Listener:
-        def __init__(self, run_dir: Path, last_step: int | None, target: str, config: Any) -> None:
-            told.append(sinks._flatten(config))
+        def __init__(self, run: TrackedRun, target: str) -> None:
+            told.append(flatten(run.config))
 
         def close(self, failed: bool) -> None: ...
 
-    monkeypatch.setattr("mcore_rl.logs.logger.MLflow", Listener)
-    monkeypatch.setattr("mcore_rl.logs.logger.WandB", Listener)
+    monkeypatch.setattr("mcore_rl.logs.trackers.open.MLflow", Listener)
+    monkeypatch.setattr("mcore_rl.logs.trackers.open.WandB", Listener)
     folder = RunFolder(tmp_path / "run")
     package = logging.getLogger("mcore_rl")
     before = list(package.handlers)
@@ -106,13 +108,10 @@ def test_folder_trackers_and_logs_have_none_of_them(
             raise ValueError(f"{config.teacher.url}: no answer; {config.reward.judge.request}")
         except ValueError:
             log.exception("a request failed")
-        MetricsLogger(
-            folder.path,
-            console=False,
-            wandb_project="p",
-            mlflow_uri="u",
-            config=dump_config(config),
-        ).close()
+        options = LogConfig(tensorboard=False, wandb_project="p", mlflow_uri="u")
+        run = TrackedRun(folder.path, None, options.tracking, dump_config(config))
+        with MetricsLogger(folder.path, console=False, trackers=open_trackers(options, run)):
+            pass
     finally:
         for handler in package.handlers[:]:
             if handler not in before:

@@ -6,7 +6,7 @@ import re
 
 from rich.console import Console as RichConsole
 
-from mcore_rl.logs.sinks import (
+from mcore_rl.logs.console import (
     LineConsole,
     LiveConsole,
     draw_sparkline,

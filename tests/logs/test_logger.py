@@ -15,6 +15,7 @@ from mcore_rl.logs.logger import (
     summarize_errors,
 )
 from mcore_rl.logs.rows import read_rows
+from mcore_rl.logs.trackers.tensorboard import TensorBoard
 from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.types import Sample, StoredSample
 from mcore_rl.types.scores import Scores
@@ -81,7 +82,8 @@ def test_samples_per_call_are_bounded(tmp_path: Path) -> None:
 
 def test_tensorboard_holds_the_resumed_curve(tmp_path: Path) -> None:
     for last_step, steps, reward in ((None, (1, 2, 3), 0.0), (2, (3, 4), 1.0)):
-        with MetricsLogger(tmp_path, last_step=last_step, console=False, tensorboard=True) as log:
+        trackers = [TensorBoard(tmp_path, last_step)]
+        with MetricsLogger(tmp_path, last_step=last_step, console=False, trackers=trackers) as log:
             for step in steps:
                 log.log(step, {"reward/mean": reward})
     events = EventAccumulator(str(tmp_path / "tensorboard"))

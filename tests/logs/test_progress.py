@@ -7,9 +7,9 @@ import time
 import pytest
 from rich.console import Console as RichConsole
 
+from mcore_rl.logs.console import LiveConsole
 from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.logs.progress import count_in_stage, look, say, say_once, tell_progress, tell_stage
-from mcore_rl.logs.sinks import LiveConsole
 
 CLOCK = r"\d\d:\d\d:\d\d "
 SOON_S = 0.01

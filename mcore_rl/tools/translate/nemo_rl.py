@@ -141,7 +141,7 @@ WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
     "data.default.prompt_file": (None, COLUMNS),
     "data.default.system_prompt_file": (None, COLUMNS),
     "checkpointing.checkpoint_must_save_by": (None, "a job that is told to end saves first"),
-    "logger.swanlab_enabled": (False, "log.* has tensorboard, wandb_project and mlflow_uri"),
+    "logger.swanlab_enabled": (False, "set log.swanlab_project"),
 }
 
 

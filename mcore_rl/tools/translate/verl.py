@@ -209,6 +209,8 @@ def reason_of(name: str) -> str | None:
 
 
 TRACKERS = {"tensorboard": "log.tensorboard", "console": "log.console"}
+PROJECTS = ("wandb", "swanlab", "trackio")
+"""Trackers whose project is log.<name>_project."""
 OVERLONG = (
     "reward_model.overlong_buffer",
     "reward_model.reward_kwargs.overlong_buffer_cfg",
@@ -333,12 +335,12 @@ def _trackers(options: ForeignOptions) -> Found:
         if logger not in loggers:
             yield RecipeLine(ours, False, ("trainer.logger",))
     project = options.take("trainer.project_name", "verl_examples")
-    if "wandb" in loggers:
-        yield RecipeLine("log.wandb_project", project, ("trainer.project_name", "trainer.logger"))
-    for logger in set(loggers) - {*TRACKERS, "wandb"}:
-        advice = (
-            "log.* has tensorboard, wandb_project and mlflow_uri; all numbers are in metrics.jsonl"
-        )
+    sources = ("trainer.project_name", "trainer.logger")
+    for logger in PROJECTS:
+        if logger in loggers:
+            yield RecipeLine(f"log.{logger}_project", project, sources)
+    for logger in set(loggers) - {*TRACKERS, *PROJECTS}:
+        advice = "see docs/monitoring.md#trackers; all numbers are in metrics.jsonl"
         yield Decision("trainer.logger", logger, advice)
 
 

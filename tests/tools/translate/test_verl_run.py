@@ -52,7 +52,7 @@ def test_the_folder_saves_and_trackers() -> None:
         "trainer__test_freq": 5,
         "trainer__max_actor_ckpt_to_keep": 3,
         "trainer__resume_mode": "disable",
-        "trainer__logger": ["console", "wandb", "swanlab"],
+        "trainer__logger": ["console", "wandb", "swanlab", "clearml"],
     }
     translation = translate(**given)
     wanted = {
@@ -62,6 +62,7 @@ def test_the_folder_saves_and_trackers() -> None:
         "eval.every_steps": 5,
         "run.resume": False,
         "log.wandb_project": "p",
+        "log.swanlab_project": "p",
         "log.tensorboard": False,
     }
     assert {key: values(translation)[key] for key in wanted} == wanted

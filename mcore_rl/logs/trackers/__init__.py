@@ -1,0 +1,1 @@
+"""Trackers of experiments, behind one interface; their packages are imported only where asked."""

@@ -1,0 +1,69 @@
+"""The interface of a tracker, and what all of them share."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from mcore_rl.config import TrackingConfig
+
+Rows = Sequence[Mapping[str, Any]]
+"""Rows of samples.jsonl."""
+SAMPLE_COLUMNS = ("step", "prompt", "response", "reward", "ground_truth", "finish_reason")
+"""Columns of a table of samples."""
+
+
+class Tracker(Protocol):
+    """Gets each row of metrics and some samples of each step, until the run ends."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def log_samples(self, step: int, split: str, rows: Rows) -> None: ...
+
+    def close(self, failed: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run, as trackers are told of it.
+
+    last_step   step that the run continues from; None: it begins
+    config      the recipe, without secrets
+    """
+
+    run_dir: Path
+    last_step: int | None
+    options: TrackingConfig
+    config: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.options.name or self.run_dir.name
+
+    def read_id(self, file: str) -> str | None:
+        """Return the id that a tracker gave the run that is resumed; None if it was not tracked."""
+        path = self.run_dir / file
+        return path.read_text() if self.last_step is not None and path.exists() else None
+
+
+def make_table(rows: Rows) -> list[list[Any]]:
+    """Return the cells of a table of samples, by SAMPLE_COLUMNS."""
+    return [[_make_cell(row.get(column)) for column in SAMPLE_COLUMNS] for row in rows]
+
+
+def import_tracker(module: str, option: str, package: str) -> ModuleType:
+    """Import a tracker's module. Raises ValueError with the remedy if its package is missing."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{option} needs the package {package} ({error}): pip install {package}, or leave the"
+            " option out"
+        ) from error
+
+
+def _make_cell(value: Any) -> Any:
+    """Return a number or text, as a column of a tracker has one type."""
+    return value if value is None or isinstance(value, int | float | str) else str(value)

@@ -1,0 +1,136 @@
+"""TensorBoard; W&B, trackio, SwanLab and MLflow, offline, where they are installed."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mcore_rl.config import LogConfig, TrackingConfig
+from mcore_rl.logs.logger import MetricsLogger
+from mcore_rl.logs.trackers.open import open_trackers
+from mcore_rl.logs.trackers.tracker import TrackedRun, Tracker, make_table
+
+CONFIG = {"run": {"seed": 3}, "algorithm": {"loss": "ppo_clip"}}
+ROWS = [
+    {"step": 1, "prompt": "2 + 2", "response": "4", "reward": 1.0, "ground_truth": [4], "turns": 1},
+    {"step": 1, "prompt": "2 + 3", "response": "4", "reward": 0.0, "ground_truth": "5"},
+]
+TRACKING = TrackingConfig(name="mine", group="ours", tags=["moe"], samples=2)
+
+
+def open_here(folder: Path, last_step: int | None = None, **target: Any) -> list[Tracker]:
+    log = LogConfig(**{"tensorboard": False, "tracking": TRACKING, **target})
+    folder.mkdir(exist_ok=True)
+    return open_trackers(log, TrackedRun(folder, last_step, TRACKING, CONFIG))
+
+
+def log_steps(folder: Path, last_step: int | None, *steps: int, **target: Any) -> None:
+    trackers = open_here(folder, last_step, **target)
+    with MetricsLogger(folder, last_step=last_step, console=False, trackers=trackers) as log:
+        for step in steps:
+            log.log(step, {"reward/mean": step / 10})
+            for tracker in trackers:
+                tracker.log_samples(step, "train", ROWS)
+
+
+@pytest.mark.parametrize(
+    ("package", "option"),
+    [
+        ("wandb", {"wandb_project": "unit"}),
+        ("trackio", {"trackio_project": "unit"}),
+        ("swanlab", {"swanlab_project": "unit"}),
+        ("mlflow", {"mlflow_uri": "sqlite:///x.db"}),
+    ],
+)
+def test_a_missing_package_is_named_with_its_option(
+    package: str, option: dict[str, str], tmp_path: Path
+) -> None:
+    if find_spec(package):
+        pytest.skip(f"{package} is installed")
+    expected = rf"log\.{next(iter(option))}=.* needs the package {package}"
+    with pytest.raises(ValueError, match=expected):
+        open_here(tmp_path, **option)
+
+
+def test_a_table_of_samples_has_numbers_and_texts() -> None:
+    assert make_table(ROWS) == [
+        [1, "2 + 2", "4", 1.0, "[4]", None],
+        [1, "2 + 3", "4", 0.0, "5", None],
+    ]
+
+
+def test_mlflow_keeps_one_run_over_a_resume(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    log_steps(tmp_path / "run", None, 1, 2, mlflow_uri=uri)
+    log_steps(tmp_path / "run", 2, 3, mlflow_uri=uri)
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("ours")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.data.params == {"run.seed": "3", "algorithm.loss": "ppo_clip"}
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "mine")
+    assert run.data.tags["moe"] == "true"
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert [(point.step, point.value) for point in history] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+
+
+def test_mlflow_is_told_of_a_failure(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    trackers = open_here(tmp_path, mlflow_uri=uri)
+    with pytest.raises(RuntimeError), MetricsLogger(tmp_path, console=False, trackers=trackers):
+        raise RuntimeError
+    run_id = (tmp_path / "mlflow_id").read_text()
+    assert mlflow.MlflowClient(tracking_uri=uri).get_run(run_id).info.status == "FAILED"
+
+
+def test_wandb_keeps_one_id_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ids = []
+    for last_step in (None, 1):
+        log_steps(tmp_path, last_step, (last_step or 0) + 1, wandb_project="unit")
+        ids.append((tmp_path / "wandb_id").read_text())
+    assert ids[0] == ids[1]
+    folders = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
+    assert folders and all(name.endswith(ids[0]) for name in folders)
+
+
+def test_swanlab_keeps_one_id_over_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    ids = []
+    for last_step in (None, 1):
+        log_steps(tmp_path, last_step, (last_step or 0) + 1, swanlab_project="unit")
+        ids.append((tmp_path / "swanlab_id").read_text())
+    assert ids[0] == ids[1]
+
+
+def test_trackio_keeps_one_run_over_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio")
+    log_steps(tmp_path / "run", None, 1, trackio_project="unit")
+    log_steps(tmp_path / "run", 1, 2, trackio_project="unit")
+    [run] = trackio.Api().runs("unit")
+    assert run.name == "mine"
+
+
+def test_tensorboard_keeps_each_number_under_its_step(tmp_path: Path) -> None:
+    [tracker] = open_here(tmp_path, tensorboard=True)
+    tracker.log(1, {"reward/mean": 0.25})
+    tracker.log(2, {"reward/mean": 0.5, "loss/nll": 1.0})
+    tracker.log_samples(2, "train", ROWS)
+    tracker.close(failed=False)
+    [folder] = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
+    events = EventAccumulator(str(folder)).Reload()
+    points = [(point.step, point.value) for point in events.Scalars("reward/mean")]
+    assert points == [(1, 0.25), (2, 0.5)]
+    assert "samples/train/1/text_summary" in events.Tags()["tensors"]
