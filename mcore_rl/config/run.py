@@ -209,7 +209,7 @@ class CheckpointConfig(Options, group="checkpoint"):
     keep: int = bounded(2, ge=1)
     """Newest checkpoints that are kept; older ones are deleted."""
     keep_best: int = bounded(0, ge=0)
-    """Checkpoints that are kept beside the newest: those with the best `best_metric`; 0: none."""
+    """So many checkpoints with the best `best_metric` are kept, too, however old; 0: none."""
     best_metric: str = "eval/greedy_accuracy"
     """Metric, logged at the step of a checkpoint, by which keep_best compares (docs/metrics.md)."""
     best_value: Literal["highest", "lowest"] = "highest"

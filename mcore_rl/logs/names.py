@@ -165,8 +165,8 @@ FORMER_NAMES = {
 _HEAD = """# Metrics
 
 A row of `metrics.jsonl` has `step`, `timestamp` (Unix seconds) and any of the numbers below.
-TensorBoard, W&B and MLflow get the same numbers. Token means are over the trained tokens. A number
-that is not finite is `null`. Step 0 is the evaluation before training.
+Trackers and Prometheus get the same numbers ([monitoring.md](monitoring.md)). Token means are over
+the trained tokens. A number that is not finite is `null`. Step 0 is the evaluation before training.
 
 A row of `samples.jsonl` has `step`, `split` (`train` or `eval`), `prompt_index`, `sample_index`
 (the number of the sample among those of its prompt), `prompt`, `response`, `response_len` (in
@@ -188,6 +188,9 @@ second has `step`, `group`, `ends` (a reason for each episode) and, where they w
 `detail`. A resume takes no row back, and adds one with `resumed_after`, the step of its checkpoint.
 The first row of a group also has `oldest_open`, the first group that had not ended by then; a
 resume reads no rows before it.
+
+`alarms.jsonl` has a row when an alarm begins (`state` is `on`) or is over (`cleared`): `step`,
+`timestamp`, `alarm`, `metric`, `value`, `bound`, and `text` with the remedy.
 
 A file of rows that reaches `log.rotate_mib` becomes a segment, `metrics.000001.jsonl` and so on,
 and a new file begins. No segment is deleted or written again. All rows, in order, are those of

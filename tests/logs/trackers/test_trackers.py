@@ -51,7 +51,7 @@ def test_a_missing_package_is_named_with_its_option(
         pytest.skip(f"{package} is installed")
     expected = rf"log\.{next(iter(option))}=.* needs the package {package}"
     with pytest.raises(ValueError, match=expected):
-        open_here(tmp_path, **option)
+        open_here(tmp_path, None, **option)
 
 
 def test_a_table_of_samples_has_numbers_and_texts() -> None:
