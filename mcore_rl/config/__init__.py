@@ -49,6 +49,7 @@ from mcore_rl.config.servers import SandboxConfig, SearchConfig
 from mcore_rl.config.training import (
     CriticConfig,
     DpoConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -104,6 +105,7 @@ __all__ = [
     "JudgeConfig",
     "KLConfig",
     "LogConfig",
+    "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",

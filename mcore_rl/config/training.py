@@ -153,6 +153,24 @@ class UpdatesConfig(Options):
 
 
 @dataclass
+class LoraConfig(Options):
+    """Low-rank factors that are trained in the place of the model's weights."""
+
+    rank: int = bounded(0, ge=0)
+    """Rows of the factor A and columns of B, whose product is added to each adapted matrix; 0: all
+    weights are trained (docs/lora.md)."""
+    alpha: float = bounded(32.0, gt=0)
+    """The product is multiplied by alpha / rank."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)."""
+    targets: list[str] = field(default_factory=list)
+    """Linear layers that are adapted, by the names of their HuggingFace modules as in PEFT: q_proj,
+    o_proj, gate_proj; empty: all, without embeddings, output layer and routers."""
+    experts: bool = True
+    """Adapt the linear layers of routed experts, each expert for itself."""
+
+
+@dataclass
 class TrainConfig(UpdatesConfig, group="train"):
     max_tokens_per_microbatch: int = bounded(4096, ge=1)
     """Tokens of packed sequences that a data-parallel rank computes at once."""
@@ -184,6 +202,7 @@ class TrainConfig(UpdatesConfig, group="train"):
     vision: Literal["all", "projector", "none"] = "all"
     """Which weights of a model's vision tower are trained. all; projector: those that turn the
     tower's output into embeddings; none. Without a tower it has no effect."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     freeze_router: bool = False
     """Train all weights except the routers', which stay bit for bit as they were loaded."""
 

@@ -12,6 +12,7 @@ from mcore_rl.config import (
     ClusterConfig,
     Config,
     CriticConfig,
+    LoraConfig,
     ModelConfig,
     ParallelConfig,
     PlanConfig,
@@ -70,6 +71,7 @@ def make_critic_training(train: TrainConfig, critic: CriticConfig) -> TrainConfi
         train,
         megatron={**train.megatron, **critic.megatron},
         ddp={**train.ddp, **critic.ddp},
+        lora=LoraConfig(),
     )
 
 

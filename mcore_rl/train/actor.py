@@ -158,10 +158,17 @@ class Actor(TrainedModel):
         return [report["logprobs"] for report in reports]
 
     def snapshot_reference(self) -> None:
-        """Keep a copy of the current weights in host memory as the reference policy."""
+        """Keep a copy of the current weights in host memory as the reference policy.
+
+        With low-rank factors the reference is the model without them, which is kept anyway.
+        """
+        if self._adapter is not None:
+            return
         self._reference = ReferenceWeights(local_tensors(self.chunks))
 
     def _reference_weights(self) -> AbstractContextManager[None]:
+        if self._adapter is not None:
+            return self._adapter.without()
         if self._reference is None:
             raise ValueError("no reference policy was kept: call snapshot_reference() first")
         return self._reference.swap_in(local_tensors(self.chunks))

@@ -37,6 +37,7 @@ from mcore_rl.train.muon import MOMENTUM, MuonBesideAdam
 from mcore_rl.train.optimizer import READABLE, STATE, Readable, parts_of
 from mcore_rl.train.runtime import rng_state, set_rng_state
 from mcore_rl.train.storage import SHARED, Storage
+from mcore_rl.train.weights import FACTORS
 from mcore_rl.weights.hf.files import count_not_finite
 from mcore_rl.weights.megatron_files.integrity import COPY_AGAIN
 from mcore_rl.weights.megatron_files.metadata import READ_ERRORS, Place
@@ -120,11 +121,15 @@ def _find_not_finite(folder: Path, places: Iterable[Place]) -> str:
 
 @dataclass(frozen=True)
 class TrainState:
-    """The objects whose state a checkpoint holds, as they are on this rank."""
+    """The objects whose state a checkpoint holds, as they are on this rank.
+
+    factors_alone   of the parameters, it holds the low-rank factors (train/lora) and no weight
+    """
 
     chunks: Sequence[torch.nn.Module]
     optimizer: MegatronOptimizer
     parallel: ParallelConfig
+    factors_alone: bool = False
 
 
 class Checkpointer:
@@ -213,7 +218,7 @@ class Checkpointer:
             del sharded["optimizer"]
         loaded = dist_checkpointing.load(sharded, str(folder))
         for name, chunk in _name_chunks(state.chunks):
-            unwrap_model(chunk).load_state_dict(loaded[name])
+            unwrap_model(chunk).load_state_dict(loaded[name], strict=not state.factors_alone)
         with torch.no_grad():
             if "optimizer" in common:
                 state.optimizer.load_state_dict(loaded["optimizer"])
@@ -267,7 +272,7 @@ def _make_sharded_state(
         "chained_optim_avoid_prefix": True,
     }
     sharded: dict[str, Any] = {
-        name: unwrap_model(chunk).sharded_state_dict(metadata=metadata)
+        name: _shard_chunk(unwrap_model(chunk), metadata, state.factors_alone)
         for name, chunk in _name_chunks(state.chunks)
     }
     if readable is not None:
@@ -276,6 +281,21 @@ def _make_sharded_state(
         sharded, is_loading=is_loading, metadata=metadata
     )
     return sharded
+
+
+def _shard_chunk(
+    model: torch.nn.Module, metadata: dict[str, Any], factors_alone: bool
+) -> dict[str, Any]:
+    """Return the chunk's sharded state; with `factors_alone` factors and buffers alone."""
+    sharded = model.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+    if not factors_alone:
+        return sharded
+    buffers = {name for name, _ in model.named_buffers()}
+    return {
+        name: entry
+        for name, entry in sharded.items()
+        if name in buffers or name.startswith(FACTORS)
+    }
 
 
 def _rng_object() -> ShardedObject:

@@ -85,7 +85,7 @@ class DeviceMemory:
 
         Call it while everything is held.
         """
-        weights = _storages(local_tensors(self._chunks).values())
+        weights = _storages(_weights(self._chunks))
         gradients = _storages(_gradients(self._chunks), has_values=False)
         state = _storages(list_optimizer_tensors(self._optimizer))
         known = {memory.key for memory in [*weights, *gradients]}
@@ -194,6 +194,11 @@ def _storages(tensors: Iterable[Tensor], *, has_values: bool = True) -> list[_Me
     return [
         _Memory(storage, has_values=has_values) for storage in storages.values() if storage.nbytes()
     ]
+
+
+def _weights(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
+    """Return weights, saved buffers and low-rank factors."""
+    return [*local_tensors(chunks).values(), *(p for chunk in chunks for p in chunk.parameters())]
 
 
 def _gradients(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:

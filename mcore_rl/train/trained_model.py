@@ -20,6 +20,7 @@ from mcore_rl.device import forget_peak
 from mcore_rl.train.checkpoint import Checkpointer, TrainState
 from mcore_rl.train.export import export_hf
 from mcore_rl.train.logprobs import OutputRows, name_scored_rows
+from mcore_rl.train.lora.adapter import DDP_OF_FACTORS, Adapter
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.offload import TRAINING, WEIGHTS, DeviceMemory
 from mcore_rl.train.optimizer import (
@@ -92,13 +93,21 @@ class TrainedModel:
             train_only(chunks, train.vision)
         self._shared = SharedAttention(chunks) if train.share_prefixes else None
         self._output_rows = OutputRows(chunks)
-        self.chunks = wrap_chunks(self._config, chunks, train.ddp, optimizer.name)
+        self._adapter: Adapter | None = None
+        ddp = train.ddp
+        if train.lora.rank:
+            self._adapter = Adapter(chunks, train.lora, self.hf_config, seed)
+            ddp = {**train.ddp, **DDP_OF_FACTORS}
+        self.chunks = wrap_chunks(self._config, chunks, ddp, optimizer.name)
+        if self._adapter is not None:
+            self._adapter.watch_gradients(self._config)
         self.optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._shards, _ = weight_layout(self.chunks, self.hf_config)
         self._memory = DeviceMemory(self.chunks, self.optimizer)
         self._state = RankState(self.chunks, self.optimizer, self._memory)
         self._checkpointer = Checkpointer(
-            TrainState(self.chunks, self.optimizer, parallel), self._memory.readable
+            TrainState(self.chunks, self.optimizer, parallel, self._adapter is not None),
+            self._memory.readable,
         )
 
     def _make_config(self, stored: ModelFacts) -> HfConfig:
@@ -176,6 +185,8 @@ class TrainedModel:
         """Continue from a checkpoint of the same model in any layout; return its `extra`."""
         self.step, extra = self._checkpointer.load(Path(folder), verify=verify)
         self._memory.find_storages()
+        if self._adapter is not None:
+            self._adapter.merge()
         return extra
 
     @property
@@ -280,6 +291,8 @@ class TrainedModel:
                 " backward pass overflows. The weights in memory are lost with it; those of the"
                 " last checkpoint are not (docs/debugging.md#weights)"
             )
+        if self._adapter is not None:
+            self._adapter.merge()
         return norm, is_skipped
 
     @property

@@ -80,6 +80,9 @@ def make_transformer_config(
         check_sharing(config, parallel)
         # The fused kernel counts the positions of sequences from 0.
         settings["apply_rope_fusion"] = False
+    if train.lora.rank:
+        # Gradients of weights become those of factors; no buffer adds them up.
+        settings["gradient_accumulation_fusion"] = False
     settings |= {**_recompute(train, options), **_convert_options(train.megatron)}
     transformer_config = _build(kind, settings, train.megatron)
     # GPTModel reads these attributes, but megatron-core's dataclass has no such fields.

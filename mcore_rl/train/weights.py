@@ -28,6 +28,8 @@ from mcore_rl.weights.models.table import HfConfig
 from mcore_rl.weights.models.value_head import SCORE, has_value_head
 from mcore_rl.weights.plan.coverage import check_coverage
 
+FACTORS = "lora."
+"""Begins the names of parameters that are low-rank factors (train/lora), not weights."""
 DRAWN_AT_ONCE = min(8, os.cpu_count() or 1)
 
 
@@ -42,7 +44,11 @@ def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
 
 def _weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return what a checkpoint holds: parameters, and buffers such as the experts' bias."""
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if not name.startswith(FACTORS)
+    }
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:

@@ -19,7 +19,7 @@ def boxed_gradients(model: TrainedModel) -> Boxed:
 
     Experts' biases are buffers, which have none.
     """
-    _gather_gradients(model)
+    gather_gradients(model)
     gradients = {
         f"{i}.{name}": cast(Any, parameter).main_grad
         for i, chunk in enumerate(model.chunks)
@@ -64,7 +64,7 @@ def check_gradients(
     assert all(covered[name] >= g.numel() for name, g in wanted.items()), layout
 
 
-def _gather_gradients(model: TrainedModel) -> None:
+def gather_gradients(model: TrainedModel) -> None:
     """Undo the distributed optimizer's reduce-scatter, so that every rank has whole gradients."""
     for chunk in model.chunks:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
