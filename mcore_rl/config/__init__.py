@@ -27,6 +27,7 @@ from mcore_rl.config.data import (
     SourceConfig,
     StageConfig,
 )
+from mcore_rl.config.lora_checks import check_lora, find_unread_beside_lora
 from mcore_rl.config.rollout import (
     DriftConfig,
     ParityCheckConfig,
@@ -208,6 +209,7 @@ class Config(Options, group=""):
         check_colocated_models(self.served_models, self.parallel, self.rollout)
         check_agents(self.agents, self.rollout)
         check_steps(self.algorithm, self.rollout, self.train, self.critic)
+        check_lora(self.train, self.optimizers)
         if self.cluster.colocated:
             check_colocated(self.parallel, self.rollout)
         refuse(self, self._list_unread())
@@ -226,6 +228,7 @@ class Config(Options, group=""):
         yield from find_unread_without_models(self.judge.is_used, self.reward_model.is_used)
         for group, optimizer in self.optimizers.items():
             yield from find_unread_in_optimizer(group, optimizer)
+        yield from find_unread_beside_lora(self.train, self.optimizers)
         yield from find_unread_in_cluster(self.cluster)
         yield from find_unread_in_profile(self.profile)
         yield from find_unread_in_sync(self.parity_check, self.sync)

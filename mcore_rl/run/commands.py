@@ -74,6 +74,7 @@ from mcore_rl.run.rollouts import collector_spec, connect_rollouts
 from mcore_rl.run.startup import choose_checkpoint, start_training, wait_built
 from mcore_rl.types import WeightVersion
 from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.weights.lora.recipe_checks import check_resumed
 from mcore_rl.workers.collector_worker import CollectorSpec
 
 _log = logging.getLogger(__name__)
@@ -288,6 +289,8 @@ def _run(
         resumes = bool(config.run.resume)
         found = folder.prepare(written, resume=resumes, rotate_bytes=rotate_bytes)
         newest = choose_checkpoint(folder, found, config.run.resume)
+        if size.trainer and newest is not None:
+            check_resumed(newest, config.train.lora, config.model, policy, config.run.seed)
         last_step = find_last_step(config, command)
         if collector is not None and (line := explain_servers(config.sandbox, config.search)):
             _log.info(line)

@@ -27,6 +27,7 @@ from mcore_rl.types import Prompt, TrainBatch
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.files import list_carried_tensors, open_hf_dir
 from mcore_rl.weights.hf.folder import find_other_format
+from mcore_rl.weights.lora.recipe_checks import check_factors
 from mcore_rl.weights.models.recipe_checks import check_routing
 from mcore_rl.weights.models.settings import DEQUANTIZE_REMEDY
 from mcore_rl.workers.collector_worker import CollectorSpec
@@ -58,6 +59,7 @@ def read_train_inputs(config: Config) -> TrainInputs:
     check_algorithm(config)
     policy, tokenizer = open_policy(config, *list_prompt_options(config.data))
     check_routing(config.train, policy.config)
+    check_factors(config.train.lora, policy.config)
     warn_of_cut_distribution(config.rollout)
     collector = collector_spec(config, policy, tokenizer)
     loss = make_policy_loss(config.algorithm)
@@ -140,10 +142,11 @@ def _open_model(model: ModelConfig) -> tuple[ModelFacts, PreTrainedTokenizerBase
 def without_replay(train: TrainConfig, policy: ModelFacts) -> TrainConfig:
     """Return the options of training without router replay, for sequences that no engine sampled.
 
-    Raises ValueError as check_routing does.
+    Raises ValueError as check_routing and check_factors do.
     """
     train = replace(train, router_replay="none")
     check_routing(train, policy.config)
+    check_factors(train.lora, policy.config)
     return train
 
 

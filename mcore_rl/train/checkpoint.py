@@ -33,14 +33,16 @@ from mcore_rl.train.checkpoint_check import (
     read_places_of,
 )
 from mcore_rl.train.checkpoint_save import Save, start_save
+from mcore_rl.train.lora.saved import check_saved_adapter
 from mcore_rl.train.muon import MOMENTUM, MuonBesideAdam
 from mcore_rl.train.optimizer import READABLE, STATE, Readable, parts_of
 from mcore_rl.train.runtime import rng_state, set_rng_state
 from mcore_rl.train.storage import SHARED, Storage
-from mcore_rl.train.weights import FACTORS
 from mcore_rl.weights.hf.files import count_not_finite
+from mcore_rl.weights.lora.facts import FACTORS, FACTS, AdapterFacts
 from mcore_rl.weights.megatron_files.integrity import COPY_AGAIN
 from mcore_rl.weights.megatron_files.metadata import READ_ERRORS, Place
+from mcore_rl.weights.models.table import HfConfig
 
 _MOVE_ASIDE = "move the checkpoint's folder aside, and the run continues from the one before"
 
@@ -123,13 +125,15 @@ def _find_not_finite(folder: Path, places: Iterable[Place]) -> str:
 class TrainState:
     """The objects whose state a checkpoint holds, as they are on this rank.
 
-    factors_alone   of the parameters, it holds the low-rank factors (train/lora) and no weight
+    adapter     whose factors (train/lora) are saved in the place of all weights; None: no adapter
+    hf_config   config.json of the model
     """
 
     chunks: Sequence[torch.nn.Module]
     optimizer: MegatronOptimizer
     parallel: ParallelConfig
-    factors_alone: bool = False
+    hf_config: HfConfig
+    adapter: AdapterFacts | None = None
 
 
 class Checkpointer:
@@ -158,7 +162,9 @@ class Checkpointer:
             "extra": extra,
             "layout": _layout(self._state.parallel),
         }
-        self._pending = start_save(sharded, folder, self._readable, self.storage)
+        adapter = self._state.adapter
+        texts = {} if adapter is None else {FACTS: adapter.encode()}
+        self._pending = start_save(sharded, folder, self._readable, self.storage, texts)
 
     def finish(self, timeout_s: float = 600.0) -> None:
         """Wait for the save under way, if any, and make its folder count.
@@ -192,12 +198,13 @@ class Checkpointer:
 
         verify   first compare every byte with checksums.json
         Raises ValueError if `folder` is not a complete checkpoint, is damaged, names code to run,
-        has NaN in it, or has the state of another optimizer than this run's.
+        has NaN in it, or has the state of another optimizer or another adapter than this run's.
         """
         here = self.storage.fetch(folder)
         if not (here / "metadata.json").is_file():
             raise ValueError(f"{folder} is not a complete checkpoint: choose another step's folder")
         check_checkpoint(here, verify=verify)
+        check_saved_adapter(folder, here, self._state.adapter, self._state.hf_config)
         _check_optimizer(folder, here, self._state.optimizer)
         with only_safe_pickles(), name_damage(here):
             loaded = self._load(here)
@@ -218,7 +225,9 @@ class Checkpointer:
             del sharded["optimizer"]
         loaded = dist_checkpointing.load(sharded, str(folder))
         for name, chunk in _name_chunks(state.chunks):
-            unwrap_model(chunk).load_state_dict(loaded[name], strict=not state.factors_alone)
+            is_whole = state.adapter is None
+            found = unwrap_model(chunk).load_state_dict(loaded[name], strict=is_whole)
+            assert not any(key.startswith(FACTORS) for key in found.missing_keys), found
         with torch.no_grad():
             if "optimizer" in common:
                 state.optimizer.load_state_dict(loaded["optimizer"])
@@ -272,7 +281,7 @@ def _make_sharded_state(
         "chained_optim_avoid_prefix": True,
     }
     sharded: dict[str, Any] = {
-        name: _shard_chunk(unwrap_model(chunk), metadata, state.factors_alone)
+        name: _shard_chunk(unwrap_model(chunk), metadata, state.adapter is not None)
         for name, chunk in _name_chunks(state.chunks)
     }
     if readable is not None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,11 +53,13 @@ def start_save(
     folder: Path,
     readable: Readable = as_it_is,
     storage: Storage = SHARED,
+    texts: Mapping[str, str] = MappingProxyType({}),
 ) -> "Save":
     """Copy a sharded state and start writing it; collective over all ranks.
 
     `folder` counts after `finish` of the save that is returned. `readable` returns, for a tensor
-    whose memory is moved out, its copy in host memory; that is not copied again.
+    whose memory is moved out, its copy in host memory; that is not copied again. `texts` are
+    further files by name, alike on all ranks.
     """
     in_use = _read_on_host(sharded, readable)
     staging = folder.with_name(folder.name + INCOMPLETE)
@@ -65,6 +68,9 @@ def start_save(
             storage.run(make_empty, staging)
         storage.prepare(staging)
         dist.barrier()
+        if dist.get_rank() == 0:
+            for name, text in texts.items():
+                (staging / name).write_text(text)
         strategy = _ThreadedStrategy(in_use, storage)
         request = dist_checkpointing.save(
             sharded, str(staging), strategy, async_sharded_save=True, async_strategy=ASYNC

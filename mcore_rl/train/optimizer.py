@@ -247,15 +247,17 @@ def wrap_chunks(
     chunks: Sequence[torch.nn.Module],
     ddp: Mapping[str, Any],
     optimizer: str = "adam",
+    finalize: Callable[..., None] = finalize_model_grads,
 ) -> list[DistributedDataParallel]:
     """Wrap each chunk in Megatron's DDP; its parameters become views of DDP's buffers.
 
     `ddp`: further fields of DistributedDataParallelConfig. With overlap_grad_reduce, a bucket of
     gradients is reduced while the last micro-batch's backward pass still computes others.
-    `optimizer`: OptimizerConfig.name, since Muon needs whole matrices.
+    `optimizer`: OptimizerConfig.name, since Muon needs whole matrices. `finalize` is called with
+    all chunks after the last backward pass of a step.
     """
     ddp_config = DistributedDataParallelConfig(**{**DDP_DEFAULTS, **ddp})
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = finalize
     inner = [ModelPrecision(config, c) for c in chunks] if config.bf16 else chunks
     wrapped = []
     for i, chunk in enumerate(inner):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as ps
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from mcore_rl.device import forget_peak
 from mcore_rl.train.checkpoint import Checkpointer, TrainState
 from mcore_rl.train.export import export_hf
 from mcore_rl.train.logprobs import OutputRows, name_scored_rows
-from mcore_rl.train.lora.adapter import DDP_OF_FACTORS, Adapter
+from mcore_rl.train.lora.adapter import DDP_OF_FACTORS, LoraAdapter, describe_adapter
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.offload import TRAINING, WEIGHTS, DeviceMemory
 from mcore_rl.train.optimizer import (
@@ -93,26 +94,35 @@ class TrainedModel:
             train_only(chunks, train.vision)
         self._shared = SharedAttention(chunks) if train.share_prefixes else None
         self._output_rows = OutputRows(chunks)
-        self._adapter: Adapter | None = None
-        ddp = train.ddp
+        self._adapter: LoraAdapter | None = None
         if train.lora.rank:
-            self._adapter = Adapter(chunks, train.lora, self.hf_config, seed)
-            ddp = {**train.ddp, **DDP_OF_FACTORS}
-        self.chunks = wrap_chunks(self._config, chunks, ddp, optimizer.name)
-        if self._adapter is not None:
-            self._adapter.watch_gradients(self._config)
+            facts = describe_adapter(train.lora, model, stored, seed)
+            self._adapter = LoraAdapter(chunks, facts, self.hf_config, seed)
+        self.chunks = self._wrap(chunks)
         self.optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._shards, _ = weight_layout(self.chunks, self.hf_config)
         self._memory = DeviceMemory(self.chunks, self.optimizer)
+        adapter = self._adapter.facts if self._adapter else None
         self._state = RankState(self.chunks, self.optimizer, self._memory)
         self._checkpointer = Checkpointer(
-            TrainState(self.chunks, self.optimizer, parallel, self._adapter is not None),
+            TrainState(self.chunks, self.optimizer, parallel, self.hf_config, adapter),
             self._memory.readable,
         )
 
     def _make_config(self, stored: ModelFacts) -> HfConfig:
         """Return config.json of the model that is built from the one in the model directory."""
         return stored.config
+
+    def _wrap(self, chunks: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
+        """Give the chunks Megatron's DDP, of all weights or of low-rank factors alone."""
+        ddp = self._train.ddp
+        name = self._optimizer_config.name
+        if self._adapter is None:
+            return wrap_chunks(self._config, chunks, ddp, name)
+        finalize = self._adapter.finalize_gradients
+        wrapped = wrap_chunks(self._config, chunks, {**ddp, **DDP_OF_FACTORS}, name, finalize)
+        self._adapter.watch_gradients()
+        return wrapped
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -72,17 +72,9 @@ def make_transformer_config(
     if "num_moe_experts" in options:
         settings |= _experts(config, train)
     yarn = _yarn(config)
-    if options.get("rope_type") == "rope" or yarn or options.get("mrope_section"):
-        # The fused kernel for latent attention needs yarn; the one for other attention has no yarn,
-        # and counts the positions of packed sequences itself.
-        settings["apply_rope_fusion"] = False
     if train.share_prefixes:
         check_sharing(config, parallel)
-        # The fused kernel counts the positions of sequences from 0.
-        settings["apply_rope_fusion"] = False
-    if train.lora.rank:
-        # Gradients of weights become those of factors; no buffer adds them up.
-        settings["gradient_accumulation_fusion"] = False
+    settings |= _without_fusions(train, options, bool(yarn))
     settings |= {**_recompute(train, options), **_convert_options(train.megatron)}
     transformer_config = _build(kind, settings, train.megatron)
     # GPTModel reads these attributes, but megatron-core's dataclass has no such fields.
@@ -90,6 +82,24 @@ def make_transformer_config(
     if train.expert_gemm == "grouped_mm":
         check_grouped_products(transformer_config)
     return transformer_config
+
+
+def _without_fusions(
+    train: TrainConfig, options: Mapping[str, Any], has_yarn: bool
+) -> dict[str, bool]:
+    """Return the fusions of kernels that are off, since they would compute something else."""
+    without: dict[str, bool] = {}
+    if options.get("rope_type") == "rope" or has_yarn or options.get("mrope_section"):
+        # The fused kernel for latent attention needs yarn; the one for other attention has no yarn,
+        # and counts the positions of packed sequences itself.
+        without["apply_rope_fusion"] = False
+    if train.share_prefixes:
+        # The fused kernel counts the positions of sequences from 0.
+        without["apply_rope_fusion"] = False
+    if train.lora.rank:
+        # Gradients of weights become those of factors; no buffer adds them up.
+        without["gradient_accumulation_fusion"] = False
+    return without
 
 
 def _refuse_missing_kernels(

@@ -23,13 +23,12 @@ from mcore_rl.weights.box import Shard
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.files import load_into
 from mcore_rl.weights.layouts.training import LocalPart, list_training_padding, make_training_shards
+from mcore_rl.weights.lora.facts import FACTORS
 from mcore_rl.weights.models import family_of, hf_tensor_shapes
 from mcore_rl.weights.models.table import HfConfig
 from mcore_rl.weights.models.value_head import SCORE, has_value_head
 from mcore_rl.weights.plan.coverage import check_coverage
 
-FACTORS = "lora."
-"""Begins the names of parameters that are low-rank factors (train/lora), not weights."""
 DRAWN_AT_ONCE = min(8, os.cpu_count() or 1)
 
 

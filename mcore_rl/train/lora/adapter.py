@@ -18,44 +18,60 @@ Both sums go over the ranks that hold parts of the tensor. A backward pass costs
 without LoRA; gradients, moments and main weights are those of the factors.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer import TransformerConfig
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mcore_rl.config import LoraConfig
+from mcore_rl.config import LoraConfig, ModelConfig
 from mcore_rl.device import allocate_pinned_like
 from mcore_rl.train.lora.factors import LowRankFactors, find_targets
-from mcore_rl.train.weights import FACTORS, weight_layout
+from mcore_rl.train.weights import weight_layout
 from mcore_rl.weights.box import Shard
+from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.weights.lora.base import find_base_sum
+from mcore_rl.weights.lora.facts import FACTORS, AdapterFacts
+from mcore_rl.weights.lora.targets import list_targets
 from mcore_rl.weights.models import hf_tensor_shapes
-from mcore_rl.weights.models.lora_targets import list_targets
 from mcore_rl.weights.models.table import HfConfig
 
 DDP_OF_FACTORS = {"overlap_grad_reduce": False}
 """Factors get their gradients outside of autograd, which DDP would watch; they are small."""
 
 
-class Adapter:
+def describe_adapter(
+    config: LoraConfig, model: ModelConfig, stored: ModelFacts, seed: int
+) -> AdapterFacts:
+    """Return the facts of the adapter that a recipe trains; a collective.
+
+    One rank reads what the base's checksum needs. Raises ValueError as `list_targets` does.
+    """
+    sums = [""]
+    if dist.get_rank() == 0:
+        sums = [find_base_sum(model.init, stored, seed)]
+    dist.broadcast_object_list(sums)
+    return AdapterFacts.make(config, stored.config, sums[0], str(stored.path))
+
+
+class LoraAdapter:
     """The factors of all chunks of this rank, and the frozen weights below them."""
 
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
-        config: LoraConfig,
+        facts: AdapterFacts,
         hf_config: HfConfig,
         seed: int,
     ) -> None:
         """Freeze the chunks, which have their weights, and give them factors; a collective."""
         self._chunks = chunks
-        self._scale = config.alpha / (math.sqrt(config.rank) if config.rslora else config.rank)
-        names = list_targets(hf_config, config.targets, config.experts)
+        self.facts = facts
+        names = list_targets(hf_config, facts.targets, facts.experts)
         shapes = hf_tensor_shapes(hf_config)
         shards, tensors = weight_layout(chunks, hf_config)
         cut = {name for name, parameter in _parameters(chunks) if _is_cut(parameter)}
@@ -66,30 +82,32 @@ class Adapter:
             chunk.requires_grad_(False)
             own = [t for t in targets if t.shards[0].tensor.startswith(f"{i}.")]
             dtype = next(chunk.parameters()).dtype
-            factors = LowRankFactors(own, config.rank, dtype, seed)
+            factors = LowRankFactors(own, facts.rank, dtype, seed)
             chunk.add_module(FACTORS.rstrip("."), factors.to(next(chunk.parameters()).device))
             self._factors.append(factors)
         held = {shard.tensor for target in targets for shard in target.shards}
         self._base = {name: _copy_to_host(tensors[name]) for name in sorted(held)}
 
-    def watch_gradients(self, config: TransformerConfig) -> None:
+    def finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Do what megatron-core's finalize_model_grads does, for factors."""
+        for factors in self._factors:
+            for matrix, first, second in factors.list_pairs():
+                if matrix.group.size() > 1:
+                    # Ranks that hold parts of the tensor have parts of the sums.
+                    for parameter in (first, second):
+                        dist.all_reduce(parameter.main_grad, group=matrix.group)  # type: ignore[attr-defined]
+        finalize_model_grads(*args, **kwargs)
+
+    def watch_gradients(self) -> None:
         """Turn gradients of adapted weights into those of factors from now on.
 
         DDP must have its buffers already, which would hold the weights' gradients otherwise.
         """
-        finalize = config.finalize_model_grads_func
-        assert finalize is not None, "wrap_chunks comes first"
-
-        def sum_and_finalize(*args: Any, **kwargs: Any) -> None:
-            self._sum_gradients()
-            finalize(*args, **kwargs)
-
-        config.finalize_model_grads_func = sum_and_finalize  # type: ignore[assignment]
         by_tensor: dict[str, list[tuple[Shard, float, Tensor, Tensor]]] = {}
         for factors in self._factors:
-            for target, first, second in factors.named_pairs():
-                for shard, share in zip(target.shards, target.shares, strict=True):
-                    entry = (shard, share * self._scale, first, second)
+            for matrix, first, second in factors.list_pairs():
+                for shard, share in zip(matrix.shards, matrix.shares, strict=True):
+                    entry = (shard, share * self.facts.scale, first, second)
                     by_tensor.setdefault(shard.tensor, []).append(entry)
         parameters = dict(_parameters(self._chunks))
         for name, entries in by_tensor.items():
@@ -103,23 +121,15 @@ class Adapter:
                 # wants one, and frozen embeddings want none.
                 embedding.register_forward_hook(lambda *args: args[-1].requires_grad_())
 
-    def _sum_gradients(self) -> None:
-        """Add up the factors' gradients over the ranks that hold parts of their tensors."""
-        for factors in self._factors:
-            for target, first, second in factors.named_pairs():
-                if target.group.size() > 1:
-                    for parameter in (first, second):
-                        dist.all_reduce(parameter.main_grad, group=target.group)  # type: ignore[attr-defined]
-
     @torch.no_grad()
     def merge(self) -> None:
         """Set the model's weights to W0 + s B A."""
         self._restore_base()
         for factors in self._factors:
-            for target, first, second in factors.named_pairs():
-                for shard in target.shards:
+            for matrix, first, second in factors.list_pairs():
+                for shard in matrix.shards:
                     view = shard.view(self._tensors)
-                    update = _multiply(second, first, shard) * self._scale
+                    update = _multiply(second, first, shard) * self.facts.scale
                     view.copy_(view.float() + update)
 
     @contextmanager

@@ -22,13 +22,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from mcore_rl.weights.box import Box, Shape, Shard
-
-KEY = "lora."
-"""Begins the checkpoint's keys of factors."""
+from mcore_rl.weights.lora.facts import FACTORS, is_of_expert
 
 
 @dataclass(frozen=True)
-class Target:
+class AdaptedMatrix:
     """An HF matrix [out, in] with factors, and where this rank holds parts of it.
 
     shares   of each shard: the part of its gradient that counts, since tensor-parallel ranks may
@@ -50,7 +48,9 @@ class Target:
 class LowRankFactors(torch.nn.Module):
     """The factors of a chunk's targets, as parameters "<number>_A" and "<number>_B"."""
 
-    def __init__(self, targets: Sequence[Target], rank: int, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, targets: Sequence[AdaptedMatrix], rank: int, dtype: torch.dtype, seed: int
+    ) -> None:
         super().__init__()
         self.targets = tuple(targets)
         for number, target in enumerate(targets):
@@ -63,7 +63,7 @@ class LowRankFactors(torch.nn.Module):
             self.register_parameter(f"{number}_A", first)
             self.register_parameter(f"{number}_B", second)
 
-    def named_pairs(self) -> Iterator[tuple[Target, torch.nn.Parameter, torch.nn.Parameter]]:
+    def list_pairs(self) -> Iterator[tuple[AdaptedMatrix, torch.nn.Parameter, torch.nn.Parameter]]:
         """Yield (target, A, B)."""
         for number, target in enumerate(self.targets):
             yield target, getattr(self, f"{number}_A"), getattr(self, f"{number}_B")
@@ -73,17 +73,17 @@ class LowRankFactors(torch.nn.Module):
     ) -> dict[str, Any]:
         """Return the whole factors; one of the ranks that have them writes them."""
         state = {}
-        for number, (target, first, second) in enumerate(self.named_pairs()):
+        for number, (target, first, second) in enumerate(self.list_pairs()):
             for letter, parameter in (("A", first), ("B", second)):
                 state[f"{prefix}{number}_{letter}"] = ShardedTensor.from_rank_offsets(
-                    f"{KEY}{target.name}.{letter}",
+                    f"{FACTORS}{target.name}.{letter}",
                     parameter,
                     replica_id=(0, target.group.rank(), _find_replica(target)),
                 )
         return state
 
 
-def _find_replica(target: Target) -> int:
+def _find_replica(target: AdaptedMatrix) -> int:
     if target.is_expert:
         return ps.get_expert_data_parallel_rank()
     return ps.get_data_parallel_rank(with_context_parallel=True)
@@ -91,7 +91,7 @@ def _find_replica(target: Target) -> int:
 
 def _draw_first(name: str, rank: int, in_size: int, seed: int) -> Tensor:
     """Return A from a generator of its own: all layouts draw the same."""
-    digest = hashlib.sha256(f"{seed} {KEY}{name}".encode()).digest()
+    digest = hashlib.sha256(f"{seed} {FACTORS}{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
     bound = 1 / math.sqrt(in_size)
     return torch.empty(rank, in_size).uniform_(-bound, bound, generator=generator)
@@ -102,7 +102,7 @@ def find_targets(
     shapes: Mapping[str, Shape],
     names: Collection[str],
     cut: Collection[str],
-) -> list[Target]:
+) -> list[AdaptedMatrix]:
     """Return the targets among the tensors of this rank's shards; a collective.
 
     names   HF tensors that have factors
@@ -113,7 +113,7 @@ def find_targets(
         if shard.box.name in held:
             held[shard.box.name].append(shard)
     targets = [
-        Target(name, shapes[name], tuple(own), (), ".experts." in name)
+        AdaptedMatrix(name, shapes[name], tuple(own), (), is_of_expert(name))
         for name, own in held.items()
         if own
     ]
@@ -130,7 +130,7 @@ def find_targets(
     ]
 
 
-def _count_copies(targets: Sequence[Target], is_expert: bool) -> Counter[Box]:
+def _count_copies(targets: Sequence[AdaptedMatrix], is_expert: bool) -> Counter[Box]:
     """Return on how many ranks of their group the boxes of targets lie; a collective."""
     own = [
         shard.box for target in targets if target.is_expert == is_expert for shard in target.shards

@@ -14,7 +14,7 @@ from mcore_rl.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelCo
 from mcore_rl.train.actor import Actor
 from mcore_rl.types import LogprobOptions
 from mcore_rl.weights.hf.config import read_hf_config
-from mcore_rl.weights.models.lora_targets import list_targets
+from mcore_rl.weights.lora.targets import list_targets
 from tests.support.distributed import run_each, run_ranks
 from tests.support.gradients import gather_gradients
 from tests.support.optimizer_layouts import name_of, read
@@ -30,6 +30,7 @@ from tests.support.tiny_training import (
 RANK, ALPHA = 4, 10.0
 SCALE = ALPHA / RANK
 LORA = LoraConfig(rank=RANK, alpha=ALPHA)
+NO_BALANCE = {"router_aux_loss_coef": 0.0}
 OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=0.0)
 LAYOUTS: list[dict[str, Any]] = [
     {"dp": 2, "ep": 1},
@@ -51,14 +52,14 @@ def named_factors(actor: Actor) -> dict[str, Any]:
     return {
         f"{target.name}.{letter}": factor
         for chunk in actor.chunks
-        for target, *factors in unwrap_model(chunk).lora.named_pairs()
+        for target, *factors in unwrap_model(chunk).lora.list_pairs()
         for letter, factor in zip("AB", factors, strict=True)
     }
 
 
 def start(rank: int, world_size: int, port: int, model: ModelConfig, layout: Any) -> Actor:
     """Return an actor whose factors are all different from 0."""
-    options = {"lora": LORA, "router_aux_loss_coef": 0.0}
+    options = {"lora": LORA, **NO_BALANCE}
     if layout.get("pp"):
         options["recompute"] = "full"
     actor = make_actor(
@@ -101,7 +102,7 @@ def resume(
     rank: int, world_size: int, port: int, model: ModelConfig, root: Path, layout: Any, saved: str
 ) -> None:
     """Take the last two steps from a checkpoint of another layout."""
-    options = {"lora": LORA, "router_aux_loss_coef": 0.0}
+    options = {"lora": LORA, **NO_BALANCE}
     parallel = ParallelConfig(**layout)
     actor = make_actor(rank, world_size, port, model, parallel, OPTIMIZER, **options)
     actor.load(root / saved / "checkpoint")
@@ -148,7 +149,7 @@ def compute_loss(model: Any, parameters: dict[str, Tensor]) -> Tensor:
             logprobs = log_probs.gather(-1, ids[1:, None])[:, 0]
             entropy = -(log_probs.exp() * log_probs).sum(-1)
             mask, advantages, weights = (
-                value[rows][1:]
+                value[rows][1:]  # type: ignore[index]
                 for value in (batch.loss_mask_T, batch.advantages_T, batch.loss_weights_T)
             )
             whole = torch.where(mask, logprobs, 0.0).sum().detach()  # as token_loss gets it
@@ -266,3 +267,30 @@ def test_a_checkpoint_holds_the_factors_and_no_weight(one_process: tuple[Path, A
     model_keys = {key for key in keys if not key.startswith(("optimizer", "rng"))}
     assert {f"lora.{name}" for name in gradients} <= model_keys
     assert not any("word_embeddings" in key or "linear_" in key for key in model_keys)
+
+
+def load_wrongly(rank: int, world_size: int, port: int, models: list[Any], root: Path) -> list[str]:
+    """Return what is said about checkpoints of other runs."""
+    model, other = models
+    none, lora = LoraConfig(), LORA
+    said = []
+    for path, held, loaded in ((model, lora, none), (model, none, lora), (other, lora, lora)):
+        run = (rank, world_size, port)
+        before = make_actor(*run, model, ParallelConfig(), OPTIMIZER, lora=held, **NO_BALANCE)
+        folder = root / f"checkpoint_{len(said)}"
+        before.save(folder, {})
+        before.finish_save()
+        actor = make_actor(*run, path, ParallelConfig(), OPTIMIZER, lora=loaded, **NO_BALANCE)
+        with pytest.raises(ValueError) as error:
+            actor.load(folder)
+        said.append(str(error.value))
+    return said
+
+
+def test_checkpoints_of_other_runs_are_refused(model: ModelConfig, tmp_path: Path) -> None:
+    path = str(write_hf_model(tmp_path / "model", initializer_range=0.07))
+    said = run_ranks(load_wrongly, 1, [model, ModelConfig(path=path)], tmp_path)[0]
+    assert "holds factors of rank 4 and no weights, and train.lora.rank=0" in said[0]
+    assert "holds all weights of a model, and train.lora.rank=4" in said[1]
+    assert f"holds factors of another base: they were trained on {model.path}" in said[2]
+    assert f"and {path} has" in said[2]

@@ -1,0 +1,161 @@
+"""The facts that make factors an adapter: scale, targets and base; a checkpoint has them beside it.
+
+    checkpoint of a run with LoRA:  lora.<HF tensor>.A, lora.<HF tensor>.B, optimizer, lora.json
+
+Factors that lack these facts fit other models and other scales without an error.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config import LoraConfig
+from mcore_rl.process.file_list import read_json
+from mcore_rl.weights.lora.targets import list_targets, name_modules
+from mcore_rl.weights.models import hf_tensor_shapes
+from mcore_rl.weights.models.table import HfConfig, Shape
+
+FACTS = "lora.json"
+"""File of a checkpoint that holds factors."""
+FACTORS = "lora."
+"""Begins the names of factors in a model, and their keys in a checkpoint."""
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "rank": int,
+    "alpha": (int, float),
+    "rslora": bool,
+    "experts": bool,
+    "base": str,
+    "base_path": str,
+}
+
+
+@dataclass(frozen=True)
+class AdapterFacts:
+    """Whose factors they are, and how they are added.
+
+    targets     names of the adapted modules, sorted; none is left to a default
+    base        checksum of the weights that they are added to (base.py)
+    base_path   the directory that had these weights, for messages
+    """
+
+    rank: int
+    alpha: float
+    rslora: bool
+    targets: tuple[str, ...]
+    experts: bool
+    base: str
+    base_path: str
+
+    @staticmethod
+    def make(config: LoraConfig, hf_config: HfConfig, base: str, base_path: str) -> "AdapterFacts":
+        """Return the facts of a recipe's adapter. Raises ValueError as `list_targets` does."""
+        names = list_targets(hf_config, config.targets, config.experts)
+        targets = config.targets or name_modules(hf_config)
+        return AdapterFacts(
+            config.rank,
+            float(config.alpha),
+            config.rslora,
+            tuple(sorted(set(targets))),
+            any(is_of_expert(name) for name in names),
+            base,
+            base_path,
+        )
+
+    @property
+    def scale(self) -> float:
+        """The number that the product B A is multiplied by."""
+        return compute_scale(self.rank, self.alpha, self.rslora)
+
+    def list_factor_shapes(self, hf_config: HfConfig) -> dict[str, Shape]:
+        """Return the shape of each factor, by "<HF tensor>.A" and "<HF tensor>.B"."""
+        shapes = hf_tensor_shapes(hf_config)
+        factors: dict[str, Shape] = {}
+        for name in list_targets(hf_config, self.targets, self.experts):
+            out_size, in_size = shapes[name]
+            factors[f"{name}.A"] = (self.rank, in_size)
+            factors[f"{name}.B"] = (out_size, self.rank)
+        return factors
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def compute_scale(rank: int, alpha: float, rslora: bool) -> float:
+    return alpha / (math.sqrt(rank) if rslora else rank)
+
+
+def is_of_expert(name: str) -> bool:
+    """Return whether an HF tensor belongs to one routed expert."""
+    return ".experts." in name
+
+
+def read_facts(folder: Path) -> AdapterFacts | None:
+    """Return what a checkpoint's lora.json says; None: it has none, as it holds all weights.
+
+    Raises ValueError naming the file if it is damaged.
+    """
+    path = folder / FACTS
+    if not path.is_file():
+        return None
+    try:
+        content: dict[str, Any] = read_json(path)
+        content["targets"] = tuple(content["targets"])
+        facts = AdapterFacts(**content)
+        for name, kind in _KINDS.items():
+            if not isinstance(getattr(facts, name), kind):
+                raise ValueError(f"{name} is {getattr(facts, name)!r}")
+        return facts
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from error
+
+
+def refuse_other_adapter(folder: Path, own: AdapterFacts | None, here: Path | None = None) -> None:
+    """Raise ValueError unless a checkpoint holds what a run trains: all weights, or its adapter.
+
+    own    the run's adapter; None: the run trains all weights
+    here   local copy of `folder` that is read
+    """
+    saved = read_facts(here or folder)
+    if saved is None and own is not None:
+        raise ValueError(
+            f"{folder} holds all weights of a model, and train.lora.rank={own.rank} trains factors"
+            " alone: set train.lora.rank=0, or start another run.dir from the exported weights"
+            " (model.path=<run.dir>/hf)"
+        )
+    if saved is not None and own is None:
+        raise ValueError(
+            f"{folder} holds factors of rank {saved.rank} and no weights, and train.lora.rank=0"
+            f" trains all weights: set train.lora.rank={saved.rank}, or start another run.dir from"
+            " the merged weights (mcore-rl-ckpt merge-lora)"
+        )
+    if saved is not None and own is not None:
+        _refuse_difference(folder, saved, own)
+
+
+def _refuse_difference(folder: Path, saved: AdapterFacts, own: AdapterFacts) -> None:
+    for name in ("rank", "alpha", "rslora", "targets", "experts"):
+        value, here = (_spell(getattr(facts, name)) for facts in (saved, own))
+        if value != here:
+            raise ValueError(
+                f"{folder} holds factors of train.lora.{name}={value}, and this run has"
+                f" train.lora.{name}={here}: set train.lora.{name}={value}, or start another"
+                " run.dir"
+            )
+    if saved.base != own.base:
+        raise ValueError(
+            f"{folder} holds factors of another base: they were trained on {saved.base_path} with"
+            f" checksum {saved.base[:16]}, and {own.base_path} has {own.base[:16]}; set model.path"
+            " to the weights that the run began with, or start another run.dir"
+        )
+
+
+def _spell(value: object) -> str:
+    """Return a value as a recipe has it."""
+    if isinstance(value, tuple):
+        return f"[{','.join(value)}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,48 @@
+"""Options that contradict low-rank factors, or have no effect beside them, are refused by name."""
+
+from typing import Any
+
+import pytest
+
+from mcore_rl.config import Config
+from mcore_rl.config.tree import with_settings
+
+ON = {"train.lora.rank": 8}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train.lora.alpha": 8.0}, "train.lora.alpha=8.0 with train.lora.rank=0"),
+        ({"train.lora.experts": False}, "train.lora.experts=false with train.lora.rank=0"),
+        (ON | {"train.freeze_router": True}, "train.freeze_router=true with train.lora.rank=8"),
+        (ON | {"train.vision": "none"}, "train.vision=none with train.lora.rank=8"),
+        (ON | {"train.router_bias_rate": 0.1}, "train.router_bias_rate=0.1 with train.lora.rank=8"),
+        (ON | {"train.router_aux_loss_coef": 0.1}, "train.router_aux_loss_coef=0.1 with"),
+        (
+            ON | {"train.router_sequence_aux_loss_coef": 0.1},
+            "train.router_sequence_aux_loss_coef=0.1 with train.lora.rank=8",
+        ),
+        (ON | {"sft.optimizer.vision_lr": 1e-4}, "sft.optimizer.vision_lr=0.0001 with"),
+        (ON | {"train.optimizer.name": "muon"}, "train.optimizer.name=muon with train.lora.rank=8"),
+        (ON | {"dpo.optimizer.name": "muon"}, "dpo.optimizer.name=muon with train.lora.rank=8"),
+        (
+            ON | {"train.megatron": {"gradient_accumulation_fusion": True}},
+            "train.megatron.gradient_accumulation_fusion=true with train.lora.rank=8",
+        ),
+        (
+            ON | {"train.ddp": {"overlap_grad_reduce": True}},
+            "train.ddp.overlap_grad_reduce=true with train.lora.rank=8",
+        ),
+    ],
+)
+def test_an_option_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        with_settings(Config(), settings)
+    assert message in str(error.value)
+
+
+def test_other_optimizers_and_the_critics_pass() -> None:
+    further = {"train.optimizer.name": "lion", "critic.optimizer.name": "muon"}
+    config = with_settings(Config(), ON | {"train.lora.alpha": 8.0, "train.lora.rslora": True})
+    assert with_settings(config, further).train.lora.rank == 8
