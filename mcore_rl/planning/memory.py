@@ -26,6 +26,7 @@ from mcore_rl.planning.activations import (
     count_received_features,
     count_tower_activations,
 )
+from mcore_rl.planning.adapter_memory import AdapterSize, count_adapter
 from mcore_rl.planning.deployment import (
     count_engine_links,
     does_relay,
@@ -271,7 +272,12 @@ def _predict_training(
     stages = []
     for stage in range(parallel.pp):
         count = count_parameters(layout, sizes, stage, train.vision)
-        uses = _count_states(count, parallel, sizes, per_parameter, train.optimizer.name)
+        states = (parallel, sizes, per_parameter, train.optimizer.name)
+        if train.lora.rank:
+            adapter = count_adapter(hf_config, layout, sizes, stage, train.lora)
+            uses = _count_adapted(count, adapter, itemsize(dtype), *states)
+        else:
+            uses = _count_states(count, *states)
         runs = layout.stage_layers(stage)
         uses["activations"] = _count_passes(activations, parallel, runs, stage)
         in_flight = _count_in_flight(parallel, stage) / len(runs)
@@ -330,6 +336,27 @@ def _count_states(
         "gradients": (count.total - count.frozen) * per_parameter["gradients"],
         "optimizer": shared * per_parameter["optimizer"] - without_second[optimizer] * FLOAT32,
     }
+
+
+def _count_adapted(
+    count: Parameters,
+    adapter: AdapterSize,
+    size: int,
+    parallel: ParallelConfig,
+    sizes: MegatronSizes,
+    per_parameter: Uses,
+    optimizer: str,
+) -> Uses:
+    """Weights, gradients and share of the optimizer of one rank that trains factors alone.
+
+    size   bytes of a number of the model's dtype; a gradient of weights is of that dtype until it
+           becomes that of the factors
+    """
+    factors = Parameters(adapter.dense, adapter.expert)
+    uses = _count_states(factors, parallel, sizes, per_parameter, optimizer)
+    uses["weights"] += count.total * size
+    uses["gradients"] += adapter.layer * size
+    return uses
 
 
 def _count_passes(

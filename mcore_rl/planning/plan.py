@@ -20,6 +20,7 @@ from mcore_rl.config import (
     RolloutConfig,
     TrainConfig,
 )
+from mcore_rl.planning.adapter_memory import explain_frozen, list_frozen_bytes
 from mcore_rl.planning.gpus import find_gpus
 from mcore_rl.planning.host_memory import StoreMemory, explain_servers
 from mcore_rl.planning.kept_state import explain_kept_states, predict_kept_states
@@ -153,6 +154,7 @@ def print_plan(config: Config, shown: PlanOutput = PlanOutput()) -> bool:
             "explained": explained,
             "store_bytes": stores.num_bytes,
             "store_nodes": stores.num_nodes,
+            "frozen_bytes": list_frozen_bytes(run),
             "servers": servers,
             "kept_states": [asdict(state) for state in kept],
             "missing": list(shown.missing),
@@ -161,7 +163,9 @@ def print_plan(config: Config, shown: PlanOutput = PlanOutput()) -> bool:
         return verdict.fits
     console = Console(width=None if sys.stdout.isatty() else 120)
     states = explain_kept_states(kept, config.plan.ranks_per_host)
-    lines = [verdict.sentence, gpus.explain(), *explained, stores.explain(), states, servers]
+    frozen = explain_frozen(run)
+    host = [stores.explain(), states, frozen]
+    lines = [verdict.sentence, gpus.explain(), *explained, *host, servers]
     for line in filter(None, [*lines, *_explain_missing(shown.missing)]):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     if shown.detail:

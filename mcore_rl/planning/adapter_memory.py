@@ -1,0 +1,100 @@
+"""Counts what low-rank factors (train.lora) take of a rank's memory, and of its host's.
+
+GPU    W = W0 + s B A, factors, gradients and optimizer of factors, one layer's gradient of W
+host   W0 of the adapted matrices, pinned
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mcore_rl.config import LoraConfig
+from mcore_rl.planning.recipe_models import PlannedRun
+from mcore_rl.weights.box import itemsize
+from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
+from mcore_rl.weights.lora.targets import is_adapted, list_linears
+from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.table import HfConfig, HfTensor, Rule
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class AdapterSize:
+    """Numbers of one rank.
+
+    dense, expert   of factors; those of experts have another optimizer share
+    frozen          of the weights whose W0 lies in host memory
+    layer           of the largest gradient of weights that autograd hands over at once
+    """
+
+    dense: int
+    expert: int
+    frozen: int
+    layer: int
+
+
+def count_adapter(
+    hf_config: HfConfig, layout: MegatronLayout, sizes: MegatronSizes, stage: int, lora: LoraConfig
+) -> AdapterSize:
+    """Return what a rank of a pipeline stage holds because of the recipe's factors."""
+    axes = family_of(hf_config).sizes(hf_config)
+    linears = list(list_linears(hf_config))
+    layers = {rule.key: _count_layers(rule, hf_config, layout, stage) for rule, _ in linears}
+    factors = {False: 0, True: 0}
+    held = _count_held(layout, sizes, stage)
+    touched: set[str] = set()
+    for rule, tensor in linears:
+        if is_adapted(rule, tensor, lora.targets, lora.experts) and layers[rule.key]:
+            experts = axes["experts"] // sizes.ep if rule.numbers_experts else 1
+            matrices = layers[rule.key] * experts
+            factors[rule.numbers_experts] += matrices * _count_factor(tensor, axes, lora.rank)
+            touched.add(rule.key)
+    frozen = sum(held[key] for key in touched)
+    layer = max((held[key] // layers[key] for key in touched), default=0)
+    return AdapterSize(factors[False], factors[True], frozen, layer)
+
+
+def _count_layers(rule: Rule, hf_config: HfConfig, layout: MegatronLayout, stage: int) -> int:
+    """Return the number of layers of a stage that have a rule's tensors."""
+    family = family_of(hf_config)
+    own = (layer for run in layout.stage_layers(stage) for layer in run)
+    return sum(family.has_rule(rule, hf_config, layer) for layer in own)
+
+
+def _count_held(layout: MegatronLayout, sizes: MegatronSizes, stage: int) -> dict[str, int]:
+    """Return the numbers that a rank of a stage holds, by the key of their rule."""
+    held: dict[str, int] = {}
+    for entry, numel in layout.count_held(stage * sizes.stage_ranks):
+        held[entry.rule.key] = held.get(entry.rule.key, 0) + numel
+    return held
+
+
+def _count_factor(tensor: HfTensor, axes: Mapping[str, int], rank: int) -> int:
+    return rank * sum(axes[axis] for axis in tensor.axes)
+
+
+def list_frozen_bytes(run: PlannedRun) -> list[int]:
+    """Return the bytes of W0 in host memory, for a rank of each pipeline stage; [] without LoRA."""
+    lora = run.train.lora
+    if not lora.rank:
+        return []
+    config = run.models.policy.config
+    sizes = MegatronSizes.from_config(run.parallel, config)
+    layout = MegatronLayout(family_of(config), config, sizes, run.dtype)
+    stages = range(run.parallel.pp)
+    counts = [count_adapter(config, layout, sizes, stage, lora) for stage in stages]
+    return [count.frozen * itemsize(run.dtype) for count in counts]
+
+
+def explain_frozen(run: PlannedRun) -> str:
+    """Return a sentence about W0 in host memory; "" without LoRA."""
+    frozen = list_frozen_bytes(run)
+    if not frozen:
+        return ""
+    num_ranks = min(run.plan.ranks_per_host, run.parallel.world_size)
+    each = max(frozen) / GIB
+    return (
+        f"Frozen weights below the factors (train.lora.rank={run.train.lora.rank}), in host memory:"
+        f" at most {each:.1f} GiB for each trainer rank, {num_ranks * each:.1f} GiB for the"
+        f" {num_ranks} of a host."
+    )
