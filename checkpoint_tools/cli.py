@@ -20,6 +20,7 @@ DTYPE_HELP = "dtype of the result (as in the source)"
 SOURCES = {
     "checkpoint": "<run.dir>/checkpoints/step_..., or critic_...",
     "source_hf": "a HuggingFace directory",
+    "adapter": "a checkpoint of a run with train.lora.rank, or a folder in PEFT's format",
 }
 """Help for the source that a converting command reads."""
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -58,6 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     _add_to_hf(commands)
     _add_from_hf(commands)
+    _add_merge_lora(commands)
     _add_to_fp8(commands)
     _add_dequantize(commands)
     turned = "turn experts of a Qwen3-VL from transformers' form to the published one, or back"
@@ -93,6 +95,11 @@ def _add_to_hf(commands: Commands) -> None:
     )
     command.add_argument("--dtype", choices=DTYPES, help=DTYPE_HELP)
     command.add_argument(
+        "--lora",
+        action="store_true",
+        help="write the factors of a run with train.lora.rank alone, in PEFT's format",
+    )
+    command.add_argument(
         "--int4",
         action="store_true",
         help="write in INT4 what --source-hf has in INT4, unchanged groups byte for byte",
@@ -109,6 +116,13 @@ def _add_from_hf(commands: Commands) -> None:
         metavar="FOLDER",
         help="take the optimizer state that to-hf wrote there",
     )
+    command.add_argument("--dtype", choices=DTYPES, help=DTYPE_HELP)
+
+
+def _add_merge_lora(commands: Commands) -> None:
+    summary = "add an adapter's factors to the weights that they were trained on"
+    command = _add_writer(commands, "merge-lora", _merge_lora, summary, "adapter")
+    command.add_argument("--source-hf", type=Path, required=True, help="the base's directory")
     command.add_argument("--dtype", choices=DTYPES, help=DTYPE_HELP)
 
 
@@ -201,6 +215,8 @@ def _add_leave_out(command: argparse.ArgumentParser) -> None:
 
 
 def _to_hf(args: argparse.Namespace) -> int:
+    if args.lora:
+        return _write_adapter(args)
     from checkpoint_tools.to_hf import to_hf
 
     reports = to_hf(
@@ -215,6 +231,25 @@ def _to_hf(args: argparse.Namespace) -> int:
         args.int4,
     )
     print(*reports, sep="\n")
+    return 0
+
+
+def _write_adapter(args: argparse.Namespace) -> int:
+    from checkpoint_tools.lora import lora_to_peft  # imports torch
+
+    others = {"--optimizer": args.optimizer, "--dtype": args.dtype, "--int4": args.int4}
+    unread = [name for name, value in others.items() if value]
+    if unread:
+        raise ValueError(f"{unread[0]} with --lora: factors are written as they are; leave it out")
+    print(lora_to_peft(args.checkpoint, args.source_hf, args.out))
+    return 0
+
+
+def _merge_lora(args: argparse.Namespace) -> int:
+    from checkpoint_tools.lora import merge_lora  # imports torch
+
+    rest = (args.out, args.dtype, args.max_file_bytes)
+    print(merge_lora(args.adapter, args.source_hf, *rest))
     return 0
 
 

@@ -19,6 +19,7 @@ from checkpoint_tools.torch_dist import model_tensors, open_torch_dist
 from mcore_rl.weights.hf.config import parse_hf_config, set_dtype
 from mcore_rl.weights.hf.folder import write_small_files
 from mcore_rl.weights.hf.int4 import SHAPE
+from mcore_rl.weights.lora.facts import read_facts
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.settings import put_quantization_back
 from mcore_rl.weights.models.table import HfConfig
@@ -49,6 +50,7 @@ def to_hf(
     if optimizer is not None:
         refuse_existing(optimizer)
     config = read_config(source_hf)
+    _refuse_factors(checkpoint)
     [source] = drop_tensors([open_torch_dist(checkpoint)], leave_out)
     tensors = {tensor.key: tensor for tensor in model_tensors(source)}
     config = choose_config(tensors, config)
@@ -73,6 +75,14 @@ def to_hf(
     if optimizer is not None:
         reports.append(optimizer_to_hf(source, config, optimizer, max_file_bytes, effort))
     return reports
+
+
+def _refuse_factors(checkpoint: Path) -> None:
+    if read_facts(checkpoint) is not None:
+        raise ValueError(
+            f"{checkpoint} holds low-rank factors and no weights: mcore-rl-ckpt merge-lora adds"
+            " them to their base, and to-hf --lora writes them alone"
+        )
 
 
 def _find_int4(source_hf: Path, dtype: str | None) -> dict[str, Chunk]:

@@ -168,6 +168,9 @@ class LoraConfig(Options):
     o_proj, gate_proj; empty: all, without embeddings, output layer and routers."""
     experts: bool = True
     """Adapt the linear layers of routed experts, each expert for itself."""
+    path: str = ""
+    """Folder of an adapter in PEFT's format to start from, of this rank, alpha and targets; empty:
+    A is random and B is 0."""
 
 
 @dataclass

@@ -74,7 +74,7 @@ from mcore_rl.run.rollouts import collector_spec, connect_rollouts
 from mcore_rl.run.startup import choose_checkpoint, start_training, wait_built
 from mcore_rl.types import WeightVersion
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.lora.recipe_checks import check_resumed
+from mcore_rl.weights.lora.recipe_checks import check_factors, check_resumed
 from mcore_rl.workers.collector_worker import CollectorSpec
 
 _log = logging.getLogger(__name__)
@@ -149,6 +149,7 @@ def run_sft(config: Config) -> None:
         return
     policy, tokenizer = open_policy(config, "sft.data")
     config = replace(config, train=without_replay(config.train, policy))
+    check_factors(config.train.lora, config.model, policy, config.run.seed)
     options = config.sft
     cache_dir = token_cache_dir(config.data.cache_dir)
     images = sft_images(config.model.path, config.data, tokenizer, options.max_len)
@@ -178,6 +179,7 @@ def run_dpo(config: Config) -> None:
     refuse(config, find_unread_in_preference(config.algorithm.preference))
     policy, tokenizer = open_policy(config, "dpo.data")
     config = replace(config, train=without_replay(config.train, policy))
+    check_factors(config.train.lora, config.model, policy, config.run.seed)
     options = config.dpo
     cache_dir = token_cache_dir(config.data.cache_dir)
     pairs = load_pairs(options.data, tokenizer, options.max_len, cache_dir)

@@ -59,7 +59,7 @@ def read_train_inputs(config: Config) -> TrainInputs:
     check_algorithm(config)
     policy, tokenizer = open_policy(config, *list_prompt_options(config.data))
     check_routing(config.train, policy.config)
-    check_factors(config.train.lora, policy.config)
+    check_factors(config.train.lora, config.model, policy, config.run.seed)
     warn_of_cut_distribution(config.rollout)
     collector = collector_spec(config, policy, tokenizer)
     loss = make_policy_loss(config.algorithm)
@@ -142,11 +142,10 @@ def _open_model(model: ModelConfig) -> tuple[ModelFacts, PreTrainedTokenizerBase
 def without_replay(train: TrainConfig, policy: ModelFacts) -> TrainConfig:
     """Return the options of training without router replay, for sequences that no engine sampled.
 
-    Raises ValueError as check_routing and check_factors do.
+    Raises ValueError as check_routing does.
     """
     train = replace(train, router_replay="none")
     check_routing(train, policy.config)
-    check_factors(train.lora, policy.config)
     return train
 
 

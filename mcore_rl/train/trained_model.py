@@ -21,7 +21,7 @@ from mcore_rl.device import forget_peak
 from mcore_rl.train.checkpoint import Checkpointer, TrainState
 from mcore_rl.train.export import export_hf
 from mcore_rl.train.logprobs import OutputRows, name_scored_rows
-from mcore_rl.train.lora.adapter import DDP_OF_FACTORS, LoraAdapter, describe_adapter
+from mcore_rl.train.lora.adapter import DDP_OF_FACTORS, LoraAdapter, make_adapter
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.offload import TRAINING, WEIGHTS, DeviceMemory
 from mcore_rl.train.optimizer import (
@@ -96,8 +96,7 @@ class TrainedModel:
         self._output_rows = OutputRows(chunks)
         self._adapter: LoraAdapter | None = None
         if train.lora.rank:
-            facts = describe_adapter(train.lora, model, stored, seed)
-            self._adapter = LoraAdapter(chunks, facts, self.hf_config, seed)
+            self._adapter = make_adapter(chunks, train.lora, model, stored, seed)
         self.chunks = self._wrap(chunks)
         self.optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._shards, _ = weight_layout(self.chunks, self.hf_config)

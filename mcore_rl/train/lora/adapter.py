@@ -20,6 +20,7 @@ without LoRA; gradients, moments and main weights are those of the factors.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ from mcore_rl.weights.box import Shard
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.lora.base import find_base_sum
 from mcore_rl.weights.lora.facts import FACTORS, AdapterFacts
+from mcore_rl.weights.lora.peft_files import check_start, read_peft
+from mcore_rl.weights.lora.product import add_product
 from mcore_rl.weights.lora.targets import list_targets
 from mcore_rl.weights.models import hf_tensor_shapes
 from mcore_rl.weights.models.table import HfConfig
@@ -44,18 +47,27 @@ DDP_OF_FACTORS = {"overlap_grad_reduce": False}
 """Factors get their gradients outside of autograd, which DDP would watch; they are small."""
 
 
-def describe_adapter(
-    config: LoraConfig, model: ModelConfig, stored: ModelFacts, seed: int
-) -> AdapterFacts:
-    """Return the facts of the adapter that a recipe trains; a collective.
+def make_adapter(
+    chunks: Sequence[torch.nn.Module],
+    config: LoraConfig,
+    model: ModelConfig,
+    stored: ModelFacts,
+    seed: int,
+) -> "LoraAdapter":
+    """Return the adapter that a recipe trains, new or from `config.path`; a collective.
 
-    One rank reads what the base's checksum needs. Raises ValueError as `list_targets` does.
+    One rank reads what the base's checksum needs. Raises ValueError as `list_targets` and
+    `check_start` do.
     """
     sums = [""]
     if dist.get_rank() == 0:
         sums = [find_base_sum(model.init, stored, seed)]
     dist.broadcast_object_list(sums)
-    return AdapterFacts.make(config, stored.config, sums[0], str(stored.path))
+    facts = AdapterFacts.make(config, stored.config, sums[0], str(stored.path))
+    adapter = LoraAdapter(chunks, facts, stored.config, seed)
+    if config.path:
+        adapter.start_from(Path(config.path), stored.config)
+    return adapter
 
 
 class LoraAdapter:
@@ -87,6 +99,18 @@ class LoraAdapter:
             self._factors.append(factors)
         held = {shard.tensor for target in targets for shard in target.shards}
         self._base = {name: _copy_to_host(tensors[name]) for name in sorted(held)}
+
+    @torch.no_grad()
+    def start_from(self, folder: Path, hf_config: HfConfig) -> None:
+        """Take the factors of an adapter in PEFT's format. Raises ValueError if it is another."""
+        adapter = read_peft(folder)
+        check_start(adapter, self.facts, hf_config)
+        with adapter.open() as file:
+            for factors in self._factors:
+                for matrix, first, second in factors.list_pairs():
+                    first.copy_(file.read(f"{matrix.name}.A"))
+                    second.copy_(file.read(f"{matrix.name}.B"))
+        self.merge()
 
     def finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Do what megatron-core's finalize_model_grads does, for factors."""
@@ -128,9 +152,9 @@ class LoraAdapter:
         for factors in self._factors:
             for matrix, first, second in factors.list_pairs():
                 for shard in matrix.shards:
+                    rows, columns = _ranges(shard)
                     view = shard.view(self._tensors)
-                    update = _multiply(second, first, shard) * self.facts.scale
-                    view.copy_(view.float() + update)
+                    add_product(view, first[:, columns], second[rows], self.facts.scale)
 
     @contextmanager
     def without(self) -> Iterator[None]:
@@ -166,14 +190,8 @@ class _Projection:
             a_rC, b_Rr = first[:, columns].float(), second[rows].float()
             first_any: Any = first
             second_any: Any = second
-            second_any.main_grad[rows].add_(d_RC @ a_rC.T, alpha=scale)
-            first_any.main_grad[:, columns].add_(b_Rr.T @ d_RC, alpha=scale)
-
-
-def _multiply(second: Tensor, first: Tensor, shard: Shard) -> Tensor:
-    """Return B[R] A[:, C] in float32."""
-    rows, columns = _ranges(shard)
-    return second[rows].float() @ first[:, columns].float()
+            second_any.main_grad[rows].addmm_(d_RC, a_rC.T, alpha=scale)
+            first_any.main_grad[:, columns].addmm_(b_Rr.T, d_RC, alpha=scale)
 
 
 def _ranges(shard: Shard) -> tuple[slice, slice]:

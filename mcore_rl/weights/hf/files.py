@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -294,12 +295,14 @@ def write_export_file(out_dir: Path, file: ExportFile, tensors: Mapping[str, Ten
     return sum_safetensors(path)
 
 
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+def save_tensors(
+    tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Write a safetensors file with the permissions that umask gives; save_file sets 0600."""
     path.unlink(missing_ok=True)
     path.touch()
     mode = path.stat().st_mode
-    save_file(dict(tensors), path, metadata={"format": "pt"})
+    save_file(dict(tensors), path, metadata={"format": "pt", **metadata})
     path.chmod(mode)
 
 

@@ -145,11 +145,16 @@ def _refuse_difference(folder: Path, saved: AdapterFacts, own: AdapterFacts) -> 
                 " run.dir"
             )
     if saved.base != own.base:
-        raise ValueError(
-            f"{folder} holds factors of another base: they were trained on {saved.base_path} with"
-            f" checksum {saved.base[:16]}, and {own.base_path} has {own.base[:16]}; set model.path"
-            " to the weights that the run began with, or start another run.dir"
-        )
+        where = f"{folder} of a run that began with {saved.base_path}"
+        raise ValueError(describe_base_difference(where, saved.base, own.base, own.base_path))
+
+
+def describe_base_difference(where: str, base: str, own: str, own_path: str) -> str:
+    """Return what is wrong with factors of the base `base` beside weights with checksum `own`."""
+    return (
+        f"{where} has factors of another base: its weights have checksum {base[:16]}, and those of"
+        f" {own_path} have {own[:16]}; name the directory that the factors were trained on"
+    )
 
 
 def _spell(value: object) -> str:

@@ -33,18 +33,25 @@ def list_targets(hf_config: HfConfig, modules: Sequence[str], experts: bool = Tr
                 f"train.lora.targets has {module!r}, which is no linear layer of this model: it has"
                 f" {', '.join(known)}"
             )
-    family = family_of(hf_config)
-    names = [
-        tensor.name.format(layer=layer, expert=expert)
-        for rule, tensor, layer, expert in family.places(hf_config, family.sizes(hf_config))
-        if is_adapted(rule, tensor, modules, experts)
-    ]
+    names = list_matrices(hf_config, modules, experts)
     if not names:
         raise ValueError(
             f"train.lora.targets={list(modules)} with train.lora.experts=false: only routed experts"
             " have these layers; set train.lora.experts=true, or name others"
         )
     return names
+
+
+def list_matrices(
+    hf_config: HfConfig, modules: Sequence[str] = (), experts: bool = True
+) -> list[str]:
+    """Return what `list_targets` does, of modules that are known; maybe nothing."""
+    family = family_of(hf_config)
+    return [
+        tensor.name.format(layer=layer, expert=expert)
+        for rule, tensor, layer, expert in family.places(hf_config, family.sizes(hf_config))
+        if is_adapted(rule, tensor, modules, experts)
+    ]
 
 
 def refuse_unused(hf_config: HfConfig, experts: bool) -> None:

@@ -292,5 +292,5 @@ def test_checkpoints_of_other_runs_are_refused(model: ModelConfig, tmp_path: Pat
     said = run_ranks(load_wrongly, 1, [model, ModelConfig(path=path)], tmp_path)[0]
     assert "holds factors of rank 4 and no weights, and train.lora.rank=0" in said[0]
     assert "holds all weights of a model, and train.lora.rank=4" in said[1]
-    assert f"holds factors of another base: they were trained on {model.path}" in said[2]
-    assert f"and {path} has" in said[2]
+    assert f"that began with {model.path} has factors of another base" in said[2]
+    assert f"those of {path} have" in said[2]

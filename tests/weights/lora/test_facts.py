@@ -57,8 +57,8 @@ def test_the_scale_is_that_of_the_papers(config: LoraConfig, scale: float) -> No
         (replace(OWN, experts=False), r"train\.lora\.experts=false, and this run has .*=true"),
         (
             replace(OWN, base="b" * 64, base_path="/models/other"),
-            "another base: they were trained on /models/other with checksum b{16}, and"
-            " /models/base has a{16}; set model.path",
+            "that began with /models/other has factors of another base: its weights have checksum"
+            " b{16}, and those of /models/base have a{16}; name the directory",
         ),
     ],
 )
