@@ -30,7 +30,7 @@ TEST_WORKERS ?= 2
 ONE_PROCESS := not gloo and not e2e and not gpu and not slow
 # Fewer random examples a test; the nightly lane draws all.
 QUICK := --hypothesis-profile=quick
-RUN ?= runs/quickstart_seed$(SEED)
+RUN ?= runs/quickstart$(if $(LORA),_lora)_seed$(SEED)
 
 # Two small matrix products at once gain nothing from threads that fight for the cores of the ranks beside them.
 export OMP_NUM_THREADS ?= 1
@@ -89,10 +89,14 @@ test: lint agents-venv mutants-venv $(VENV)/triton ## what CI runs for a change:
 test-all: lint agents-venv mutants-venv $(VENV)/triton ## each night, some hours: lint, then all tests but those that need a GPU
 	$(PYTEST) -m "not gpu"
 
-quickstart: venv ## train a small mixture-of-experts model with GRPO and show its reward rise
+quickstart: venv ## train a small mixture-of-experts model with GRPO and show its reward rise; LORA=1 trains low-rank factors
 	$(BIN)/mcore-rl data arithmetic --out data/arithmetic
 	$(BIN)/mcore-rl sft recipe=tiny_moe_grpo model.init=random run.seed=$(SEED) run.dir=$(RUN)/warm_start
+ifdef LORA
+	$(BIN)/mcore-rl train recipe=tiny_moe_lora model.path=$(RUN)/warm_start/hf run.seed=$(SEED) run.dir=$(RUN)
+else
 	$(BIN)/mcore-rl train recipe=tiny_moe_grpo model.path=$(RUN)/warm_start/hf run.seed=$(SEED) run.dir=$(RUN)
+endif
 
 gpu-check: ## what a run needs from this machine's GPU, checked without a network: STAGES=sync,probes or CHECKS=te:speed
 	$(or $(wildcard $(BIN)/python),$(PYTHON),python3) -m mcore_rl.tools.doctor --gpu $(if $(STAGES),--stages $(STAGES)) $(if $(CHECKS),--checks '$(CHECKS)')

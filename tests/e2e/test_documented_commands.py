@@ -38,6 +38,7 @@ OTHERS = (
     "docs/simulate.md",
     "docs/doctor.md",
     "docs/checkpoints.md",
+    "docs/lora.md",  # its commands of mcore-rl-ckpt: scenarios/train/test_lora_files.py
     "docs/debugging.md",
     "docs/launch.md",
     "docs/security.md",

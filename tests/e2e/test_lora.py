@@ -1,0 +1,60 @@
+"""A whole run of low-rank factors on shared GPUs: refused with another scale, resumed, merged."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoint_tools.cli import main
+from tests.support.runs import Run
+
+pytestmark = pytest.mark.e2e
+SETTINGS = (
+    "train.lora.rank=4",
+    "train.router_aux_loss_coef=0",
+    "train.optimizer.lr=3e-3",
+    "train.optimizer.warmup_steps=0",
+    "algorithm.kl.coef=0.01",
+    "cluster.colocated=true",
+    "cluster.offload=true",
+    "rollout.stage_weights=false",
+    "rollout.restarts=0",
+    "checkpoint.every_steps=1",
+)
+
+
+@pytest.mark.slow
+def test_factors_train_resume_and_merge(
+    start: Callable[..., Run], arithmetic: Path, tmp_path: Path
+) -> None:
+    run = start("train", *SETTINGS, "run.steps=2")
+    assert run.finish() == 0, run.tail()
+    run.assert_nothing_left()
+    folder = run.run_dir
+    other = start("train", *SETTINGS, "run.steps=3", "train.lora.alpha=8", run_dir=folder)
+    assert other.finish() == 2, other.tail()
+    assert "train.lora.alpha=32, and this run has train.lora.alpha=8" in other.tail()
+    resumed = start("train", *SETTINGS, "run.steps=3", run_dir=folder)
+    assert resumed.finish() == 0, resumed.tail()
+    resumed.assert_nothing_left()
+    steps = [line for line in resumed.metrics() if "loss/total" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    divergence = [line["kl/ref"] for line in steps]
+    assert abs(divergence[0]) < 1e-6 < divergence[1], divergence  # B is 0 at first
+    assert all(line["logprob_diff/mean"] < 1e-4 for line in steps), steps
+
+    base = ["--source-hf", str(arithmetic / "model")]
+    merged = tmp_path / "merged"
+    saved = str(folder / "checkpoints" / "step_000003")
+    assert main(["merge-lora", saved, str(merged), *base]) == 0
+    made, export = (read_all(path) for path in (merged, folder / "hf"))
+    assert made.keys() == export.keys()
+    for name, value in export.items():
+        torch.testing.assert_close(made[name], value, rtol=0, atol=1e-6)
+
+
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}
