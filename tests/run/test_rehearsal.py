@@ -58,6 +58,7 @@ CHANGED = {
     "rollout.max_response_len",
     "rollout.kv_cache_len",
     "rollout.compiled",
+    "rollout.quantization",
     "agents.workers",
     "search.index",
     "search.threads",
