@@ -19,7 +19,7 @@ from mcore_rl.tools.translate.translation import (
 
 ALWAYS = "it is how Megatron ranks always run here"
 SLICES = "weights travel in slices: sync.bucket_mib"
-ADAPTERS = "no adapters"
+ADAPTERS = "read with peft.enabled only"
 CONFIG = "config.json in model.path says what the model is"
 UNNEEDED: Mapping[str, str] = {
     **{f"{loop}.normalize_rewards": "adv_estimator has it" for loop in ("grpo", "ppo")},
@@ -284,7 +284,7 @@ def translate_critic(options: ForeignOptions) -> Found:
     if options.take(f"{COLOCATED}.enabled", True):
         yield RecipeLine("critic.colocated", True, (f"{COLOCATED}.enabled",))
     adapters = {
-        "value.dtensor_cfg.lora_cfg.enabled": (False, "there are no adapters"),
-        "value.megatron_cfg.peft.enabled": (False, "there are no adapters"),
+        "value.dtensor_cfg.lora_cfg.enabled": (False, "a critic is trained with all its weights"),
+        "value.megatron_cfg.peft.enabled": (False, "a critic is trained with all its weights"),
     }
     yield from list_differing(options, adapters)

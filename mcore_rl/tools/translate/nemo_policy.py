@@ -29,13 +29,12 @@ SIZES_OF_DTENSOR = {
 }
 COLOCATED = "policy.generation.colocated"
 PLACES = ("cluster.num_nodes", "cluster.gpus_per_node")
-NO_ADAPTERS = "there are no adapters: all weights are trained and synced; a learning rate that"
-NO_ADAPTERS += " suits adapters is too high"
+ADAPTERS = "set train.lora.rank, alpha and targets by names of HuggingFace modules (docs/lora.md)"
 VARIABLES = "set variables where the run is started"
 PRECISIONS = ("bfloat16", "float32")
 WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
-    f"{MEGATRON}.peft.enabled": (False, NO_ADAPTERS),
-    "policy.dtensor_cfg.lora_cfg.enabled": (False, NO_ADAPTERS),
+    f"{MEGATRON}.peft.enabled": (False, ADAPTERS),
+    "policy.dtensor_cfg.lora_cfg.enabled": (False, ADAPTERS),
     f"{MEGATRON}.mtp_num_layers": (0, "layers that predict several tokens are not trained"),
     f"{MEGATRON}.use_linear_ce_fusion_loss": (False, "log-probs are computed in chunks"),
     f"{MEGATRON}.distributed_data_parallel_config.use_custom_fsdp": (

@@ -75,8 +75,8 @@ def translate_model(options: ForeignOptions) -> Found:
     for name in ("lora_rank", "lora.rank"):
         rank = options.take(f"{MODEL}.{name}", 0)
         if rank:
-            advice = "there are no adapters: all weights are trained and synced; a learning rate"
-            yield Decision(f"{MODEL}.{name}", rank, f"{advice} that suits adapters is too high")
+            advice = "set train.lora.rank, alpha and targets by names of HuggingFace modules"
+            yield Decision(f"{MODEL}.{name}", rank, f"{advice} (docs/lora.md)")
     for name in ("enable", "enable_train", "enable_rollout"):
         if options.take(f"{MODEL}.mtp.{name}", False):
             advice = "layers that predict several tokens are neither trained nor used"
