@@ -224,6 +224,8 @@ class TrainedModel:
         self.finish_save()
         self.hold((WEIGHTS, TRAINING))
         self.step = self._state.restore(step)
+        if self._adapter is not None:
+            self._adapter.merge()
 
     def export_hf(self, out_dir: Path) -> None:
         """Write a HuggingFace directory: the weights, with the original tokenizer and config.

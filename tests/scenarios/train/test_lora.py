@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from mcore_rl.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from mcore_rl.process.kept_memory import KeptMemory
 from mcore_rl.train.actor import Actor
 from mcore_rl.types import LogprobOptions
 from mcore_rl.weights.hf.config import read_hf_config
@@ -294,3 +295,31 @@ def test_checkpoints_of_other_runs_are_refused(model: ModelConfig, tmp_path: Pat
     assert "holds all weights of a model, and train.lora.rank=4" in said[1]
     assert f"that began with {model.path} has factors of another base" in said[2]
     assert f"those of {path} have" in said[2]
+
+
+def go_back(rank: int, world_size: int, port: int, model: ModelConfig, root: Path) -> None:
+    """Take a second step twice: at once, and after going back from the third."""
+    actor = start(rank, world_size, port, model, {})
+    memory = KeptMemory()
+    actor.use_kept_memory([memory.reserve(f"{k}", actor.kept_state_bytes) for k in range(2)])
+    step(actor)
+    actor.keep_state(1)
+    step(actor)
+    actor.export_hf(root / "once")
+    step(actor)
+    actor.restore_state(1)
+    actor.export_hf(root / "back")
+    step(actor)
+    actor.export_hf(root / "twice")
+    memory.close()
+
+
+def test_a_state_in_memory_comes_back_with_merged_weights(
+    model: ModelConfig, tmp_path: Path
+) -> None:
+    run_ranks(go_back, 1, model, tmp_path)
+    once, back, twice = (read(tmp_path / name) for name in ("once", "back", "twice"))
+    for name, value in once.items():
+        assert torch.equal(twice[name], value), name
+    changed = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(back[changed], once[changed])
