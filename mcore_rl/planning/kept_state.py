@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_rl.config import ParallelConfig
+from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.config.run import RecoveryConfig
+from mcore_rl.planning.adapter_memory import count_adapter
 from mcore_rl.planning.memory import count_parameters, predict_critic, predict_trainer
 from mcore_rl.planning.peak_memory import Uses
-from mcore_rl.planning.recipe_models import PlannedRun
+from mcore_rl.planning.recipe_models import PlannedRun, make_critic_training
 from mcore_rl.process.kept_memory import NUM_COPIES
 from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
@@ -32,28 +33,40 @@ def predict_kept_states(run: PlannedRun, recovery: RecoveryConfig) -> list[KeptS
     if not recovery.is_used:
         return []
     policy = run.models.policy.config
-    trainer = _find_largest(run.dtype, policy, run.parallel, predict_trainer(run), run.train.vision)
+    trainer = _find_largest(run.dtype, policy, run.parallel, predict_trainer(run), run.train)
     kept = [KeptState("trainer", trainer, run.parallel.world_size)]
     if run.critic is not None and run.models.critic is not None:
         config, parallel = add_value_head(run.models.critic.config), run.critic.parallel
-        critic = _find_largest(run.dtype, config, parallel, predict_critic(run), run.train.vision)
+        train = make_critic_training(run.train, run.critic)
+        critic = _find_largest(run.dtype, config, parallel, predict_critic(run), train)
         kept.append(KeptState("critic", critic, parallel.world_size))
     return kept
 
 
 def _find_largest(
-    dtype: str, hf_config: HfConfig, parallel: ParallelConfig, stages: Sequence[Uses], vision: str
+    dtype: str,
+    hf_config: HfConfig,
+    parallel: ParallelConfig,
+    stages: Sequence[Uses],
+    train: TrainConfig,
 ) -> float:
     """Return the bytes of a copy of the stage that has most.
 
     Main weights and moments are kept, and the weights that these do not give: frozen ones, and all
-    of a model in float32, which are the main weights.
+    of a model in float32, which are the main weights. Matrices with low-rank factors are not: they
+    are merged again.
     """
     sizes = MegatronSizes.from_config(parallel, hf_config)
     layout = MegatronLayout(family_of(hf_config), hf_config, sizes, dtype)
     most = 0.0
     for stage, uses in enumerate(stages):
-        frozen = count_parameters(layout, sizes, stage, vision).frozen * itemsize(dtype)
+        count = count_parameters(layout, sizes, stage, train.vision)
+        frozen = count.frozen * itemsize(dtype)
+        if train.lora.rank:
+            adapter = count_adapter(hf_config, layout, sizes, stage, train.lora)
+            adapted = adapter.frozen * itemsize(dtype)
+            frozen = count.total * itemsize(dtype) - adapted
+            uses = {**uses, "weights": uses["weights"] - adapted}
         weights = uses["weights"] if dtype == "float32" else frozen
         most = max(most, uses["optimizer"] + weights)
     return most

@@ -10,9 +10,19 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.func import functional_call
 
-from mcore_rl.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
-from mcore_rl.process.kept_memory import KeptMemory
+from mcore_rl.config import (
+    Config,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from mcore_rl.planning.kept_state import predict_kept_states
+from mcore_rl.planning.recipe_models import PlannedRun
+from mcore_rl.process.kept_memory import HEADER_BYTES, KeptMemory
 from mcore_rl.train.actor import Actor
+from mcore_rl.train.recovery.generation import SMALL_BYTES
 from mcore_rl.types import LogprobOptions
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.lora.targets import list_targets
@@ -297,8 +307,11 @@ def test_checkpoints_of_other_runs_are_refused(model: ModelConfig, tmp_path: Pat
     assert f"those of {path} have" in said[2]
 
 
-def go_back(rank: int, world_size: int, port: int, model: ModelConfig, root: Path) -> None:
-    """Take a second step twice: at once, and after going back from the third."""
+def go_back(rank: int, world_size: int, port: int, model: ModelConfig, root: Path) -> int:
+    """Take a second step twice: at once, and after going back from the third.
+
+    Returns the bytes of a kept state.
+    """
     actor = start(rank, world_size, port, model, {})
     memory = KeptMemory()
     actor.use_kept_memory([memory.reserve(f"{k}", actor.kept_state_bytes) for k in range(2)])
@@ -312,12 +325,16 @@ def go_back(rank: int, world_size: int, port: int, model: ModelConfig, root: Pat
     step(actor)
     actor.export_hf(root / "twice")
     memory.close()
+    return actor.kept_state_bytes
 
 
 def test_a_state_in_memory_comes_back_with_merged_weights(
     model: ModelConfig, tmp_path: Path
 ) -> None:
-    run_ranks(go_back, 1, model, tmp_path)
+    [num_bytes] = run_ranks(go_back, 1, model, tmp_path)
+    config = Config(model=model, train=TrainConfig(lora=LORA))
+    [kept] = predict_kept_states(PlannedRun.make(config), config.run.recovery)
+    assert num_bytes - HEADER_BYTES - SMALL_BYTES == pytest.approx(kept.rank_bytes, rel=0.02)
     once, back, twice = (read(tmp_path / name) for name in ("once", "back", "twice"))
     for name, value in once.items():
         assert torch.equal(twice[name], value), name
