@@ -118,8 +118,7 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
         sampler = sample_in_background(config, run, start_step, prompts, weights, log.episodes)
         estimate = StoredAdvantages(inputs.advantages, rollouts.apply, has_teacher=needs.teacher)
         drawing = config.rollout, config.eval, log.episodes, weights.revive
-        ranks = config.run, run, weights, inputs.advantages, start_step
-        keeping = recover_run(*ranks, with_reference=needs.reference)
+        keeping = recover_run(config.run, run, weights, inputs.advantages, start_step, needs)
         with complete_saves(folder, started.trainer, started.critic), keeping as recovery:
             with log, sampler as background:
                 roles = Roles(

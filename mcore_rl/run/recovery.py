@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 
+from mcore_rl.algo.registry import Needs
 from mcore_rl.cluster.model_groups import ModelGroup
 from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.cluster.state_keepers import NoMemoryError, StateKeepers
@@ -45,14 +46,16 @@ def recover_run(
     weights: EngineSync,
     rewound: Rewound,
     start_step: int,
-    *,
-    with_reference: bool,
+    needs: Needs,
 ) -> AbstractContextManager[Recovery]:
-    """Return the recovery of a run that trains a policy with engines; see open_recovery."""
+    """Return the recovery of a run that trains a policy with engines; see open_recovery.
+
+    needs   those of its algorithm
+    """
     started = run.started
     trained = TrainedModels(
         models=tuple(filter(None, (started.trainer, started.critic))),
-        prepare=started.trainer.snapshot_reference if with_reference else None,
+        prepare=started.trainer.snapshot_reference if needs.reference else None,
         gpus=started.gpus,
         forget_links=weights.forget_links,
         rewound=rewound,
