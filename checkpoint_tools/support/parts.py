@@ -24,6 +24,7 @@ class PartRule:
     to_write: str
 
 
+DENSE_MLP = "dense MLP"
 PARTS = (
     PartRule("embedding and output layer", ("vocab_size", "tie_word_embeddings"), ROWS),
     PartRule("heads of attention", ("num_attention_heads", "num_key_value_heads"), ROWS),
@@ -76,7 +77,7 @@ PARTS = (
         ),
         f"an argument in the table's options where megatron-core has one, else {MODULE}",
     ),
-    PartRule("dense MLP", ("intermediate_size",), ROWS),
+    PartRule(DENSE_MLP, ("intermediate_size",), ROWS),
     PartRule(
         "routed experts",
         (
@@ -162,6 +163,15 @@ def is_off(value: Any) -> bool:
 def is_silent(key: str, value: Any) -> bool:
     """Return whether a setting says nothing of what the model computes."""
     return is_off(value) or key in SILENT or key.endswith(SILENT_ENDINGS)
+
+
+def has_dense_layers(config: Mapping[str, Any]) -> bool:
+    """Return whether a layer has a dense MLP: one without experts, or one of these exceptions."""
+    if is_off(config.get("moe_intermediate_size")):
+        return True
+    every = config.get("decoder_sparse_step", 1)
+    exceptions = ("first_k_dense_replace", "mlp_only_layers", "moe_layer_freq")
+    return every != 1 or any(config.get(key) for key in exceptions)
 
 
 def list_present(config: Mapping[str, Any]) -> list[PartRule]:

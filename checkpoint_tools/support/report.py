@@ -14,7 +14,7 @@ from checkpoint_tools.hf import read_index
 from checkpoint_tools.int4 import unpack_names
 from checkpoint_tools.safetensors_file import read_header
 from checkpoint_tools.stored import StoredTensor
-from checkpoint_tools.support.parts import is_silent, list_present
+from checkpoint_tools.support.parts import DENSE_MLP, has_dense_layers, is_silent, list_present
 from checkpoint_tools.support.tables import RowMatch, compare_rows, find_nearest, read_with
 from mcore_rl.weights.hf.config import parse_hf_config, with_text_settings
 from mcore_rl.weights.hf.fp8 import find_scaled_name
@@ -81,7 +81,7 @@ def find_support(path: Path) -> Support:
         told.update(part.keys)
         if reading.keys & config.keys() & set(part.keys):
             known.append(part.name)
-        else:
+        elif part.name != DENSE_MLP or has_dense_layers(config):
             missing[part.name] = part.to_write
     settings = {
         key: value
