@@ -181,6 +181,7 @@ def config_of(row: Published) -> Config:
         "data.max_prompt_len": PROMPT_LEN,
         "simulate.prompt_len": PROMPT_LEN,
         "simulate.gpu": row.gpu,
+        "run.recovery.partner": "none",  # the published runs kept no states
         "train.mini_batches": row.mini_batches,
         "train.max_tokens_per_microbatch": row.longest,
         "algorithm.kl.coef": 0.01,

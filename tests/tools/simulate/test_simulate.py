@@ -43,6 +43,7 @@ def test_phases_add_up_to_the_step(in_turns: SimulationResult) -> None:
     assert list(in_turns.steps) == [1, 2, 3, 4]
     for metrics in in_turns.steps.values():
         phases = [v for k, v in metrics.items() if k.startswith("time/")]
+        phases.append(metrics["recovery/keep_seconds"])
         step_s, saved_s = metrics["time/step"], metrics.get("time/checkpoint", 0.0)
         assert sum(phases) - step_s - saved_s == pytest.approx(step_s, rel=1e-3)
         assert metrics["staleness/max"] == 0
