@@ -41,6 +41,7 @@ OTHERS = (
     "docs/lora.md",  # its commands of mcore-rl-ckpt: scenarios/train/test_lora_files.py
     "docs/debugging.md",
     "docs/launch.md",
+    "docs/monitoring.md",  # tests/logs/prometheus, tests/logs/trackers
     "docs/security.md",
     "docs/upstream_options.md",
     "docs/switching.md",

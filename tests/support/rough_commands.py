@@ -131,6 +131,9 @@ def _ckpt_commands(model: str) -> Mapping[str, Command]:
         "from-hf": Command(("from-hf", model, "megatron"), says="12 tensors"),
         "inspect": Command(("inspect", "megatron"), says="checksums.json"),
         "to-hf": Command(("to-hf", "megatron", "hf", f"--source-hf={model}"), says="135 tensors"),
+        "merge-lora": Command(
+            ("merge-lora", model, "merged", f"--source-hf={model}"), 2, "holds no adapter"
+        ),
         "verify": Command(("verify", "megatron", "hf"), says="equal: 135 tensors"),
         "checksums": Command(("checksums", "megatron"), says="checksums.json"),
         "to-fp8": Command(("to-fp8", model, "fp8"), says="247 tensors"),

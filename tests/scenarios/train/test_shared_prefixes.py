@@ -37,8 +37,10 @@ def latent(kind: str) -> bool:
     return kind in ("deepseek_v2", "deepseek_v3", "moonlight", "kimi_k2")
 
 
+LINEAR = ("qwen3_next", "qwen3_5")
+"""Kinds with linear attention, which shares no beginnings."""
 REPLAYED = "of four layers, one dense"
-KINDS = [kind for kind in MODELS if not latent(kind)]
+KINDS = [kind for kind in MODELS if not latent(kind) and not kind.startswith(LINEAR)]
 
 
 def make_groups() -> list[TrainBatch]:

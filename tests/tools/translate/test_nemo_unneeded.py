@@ -5,7 +5,7 @@ from tests.tools.translate.peer_options import NEMO
 
 
 def test_the_longest_name_decides() -> None:
-    assert reason_of("policy.megatron_cfg.peft.dim") == "no adapters"
+    assert reason_of("policy.megatron_cfg.peft.dim") == "read with peft.enabled only"
     assert reason_of("policy.megatron_cfg.sequence_parallel") == UNNEEDED["policy.megatron_cfg"]
     assert reason_of("grpo.nonsense") is None
 
