@@ -114,8 +114,7 @@ class RankGroup:
         self._stopped_s = stopped_s
         envs = runtime_envs or {}
         self.role = role
-        nodes = list_alive_nodes() if slots else []
-        names = {node.id: node.name for node in nodes} if len(nodes) > 1 else {}
+        names = _name_nodes() if slots else {}
         self.ranks = [
             Rank(role, k, log_dir / f"{role}_rank{k}.log", node=names.get(slot.node, ""))
             for k, slot in enumerate(slots)
@@ -312,8 +311,7 @@ class RankGroup:
         """
         refs = [actor.node_id.remote() for actor in self._actors]
         ids = self.finish(self._expect("start-up", refs, deadline_s))
-        nodes = list_alive_nodes()
-        names = {node.id: node.name for node in nodes} if len(nodes) > 1 else {}
+        names = _name_nodes()
         self.ranks = [
             replace(rank, node_id=node, node=names.get(node, ""))
             for rank, node in zip(self.ranks, ids, strict=True)
@@ -383,6 +381,12 @@ async def guard(work: Awaitable[T], *watches: Awaitable[None]) -> T:
         for each in (task, *watching):
             each.cancel()
         await asyncio.gather(task, *watching, return_exceptions=True)
+
+
+def _name_nodes() -> dict[str, str]:
+    """Return Ray's id of each node -> its name; {} if the cluster has a single node."""
+    nodes = list_alive_nodes()
+    return {node.id: node.name for node in nodes} if len(nodes) > 1 else {}
 
 
 def _describe_coordinate(coordinate: object) -> str:

@@ -117,8 +117,6 @@ class StateKeepers:
         for name, k in copies.items():
             place = self._places[name]
             if partner := partners.get(place.node, ""):
-                if place.partner not in ("", partner):
-                    place.partner = ""
                 self._copying.append(self._pull(partner, place.node, name, k))
                 place.partner = partner
 

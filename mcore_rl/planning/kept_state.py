@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.config.run import RecoveryConfig
 from mcore_rl.planning.adapter_memory import count_adapter
+from mcore_rl.planning.host_memory import GIB
 from mcore_rl.planning.memory import count_parameters, predict_critic, predict_trainer
 from mcore_rl.planning.peak_memory import Uses
 from mcore_rl.planning.recipe_models import PlannedRun, make_critic_training
@@ -15,8 +16,6 @@ from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig
 from mcore_rl.weights.models.value_head import add_value_head
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
