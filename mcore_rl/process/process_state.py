@@ -13,12 +13,13 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from collections import deque
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from mcore_rl.process.clock import now_s
 
 _MAIN = "from multiprocessing.resource_tracker import main; main({})"
 
@@ -87,13 +88,13 @@ class RestartBudget:
         """Count a restart and return True; after `most` restarts within an hour return False."""
         if self.num_recent >= most:
             return False
-        self._taken_s.append(time.monotonic())
+        self._taken_s.append(now_s())
         return True
 
     @property
     def num_recent(self) -> int:
         """The number of restarts within the last hour."""
-        while self._taken_s and time.monotonic() - self._taken_s[0] > HOUR_S:
+        while self._taken_s and now_s() - self._taken_s[0] > HOUR_S:
             self._taken_s.popleft()
         return len(self._taken_s)
 

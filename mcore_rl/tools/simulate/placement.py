@@ -7,14 +7,13 @@ takes down the engines, or the run, that had the GPU or machine.
 import asyncio
 import math
 import random
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mcore_rl.config import ClusterConfig, RolloutConfig, SimulateConfig
 from mcore_rl.planning.bundles import Bundle, RunSize
 from mcore_rl.planning.slots import Slot, reserve_slots
-from mcore_rl.process.process_state import HOUR_S
+from mcore_rl.process.process_state import RestartBudget
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.tools.simulate.engine import SimulatedCollector, SimulatedEngine
 from mcore_rl.tools.simulate.virtual_time import Machine, VirtualLoop, WorkClock, context_of
@@ -235,7 +234,7 @@ class Failures:
         self._most_recoveries = most_recoveries
         self._num_trainer_gpus = num_trainer_gpus
         self._num_spare = simulate.spare_nodes
-        self._recovered_s: deque[float] = deque()
+        self._recoveries = RestartBudget()
         self.ranks_lost: asyncio.Future[None] = loop.create_future()
         """Raises RanksLostError while ranks are lost that others replace."""
         self.num_recoveries = 0
@@ -285,13 +284,10 @@ class Failures:
 
     def _lose_ranks(self, why: str) -> None:
         """Lose ranks that others replace, or the run if that happens too often within an hour."""
-        now_s = self._loop.time()
-        while self._recovered_s and now_s - self._recovered_s[0] > HOUR_S:
-            self._recovered_s.popleft()
-        if len(self._recovered_s) >= self._most_recoveries:
+        if self._recoveries.num_recent >= self._most_recoveries:
             self._lose(why)
         elif not self.ranks_lost.done():
-            self._recovered_s.append(now_s)
+            self._recoveries.take(self._most_recoveries)
             self.ranks_lost.set_exception(RanksLostError(why))
             self.ranks_lost.exception()  # asyncio wants it read, and it may come between works
 
