@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mcore_rl.process.clock import replace_clock
 from mcore_rl.process.errors import ProcessLostError
 from mcore_rl.process.process_state import HOUR_S
 from mcore_rl.rollout.engine import FORKS
@@ -77,7 +78,7 @@ def test_a_healthy_server_is_left_alone(make_worker: Make) -> None:
 
 
 def test_a_dead_server_is_started_again_at_its_address_until_restarts_are_used_up(
-    make_worker: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    make_worker: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worker = make_worker(max_restarts=1)
     pid, url = worker.pid(), worker.address().url
@@ -93,8 +94,9 @@ def test_a_dead_server_is_started_again_at_its_address_until_restarts_are_used_u
     lost = rf"(?s)engine {url} .*died \(status -9\); its last lines.*its 1 restarts of an hour"
     with pytest.raises(ProcessLostError, match=lost):
         worker.check(NO_RESTARTS)
-    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + HOUR_S)
-    assert worker.check(NO_RESTARTS).restarts == 2, "an hour later it may be restarted again"
+    with replace_clock(lambda: time.monotonic() + HOUR_S):
+        restarts = worker.check(NO_RESTARTS).restarts
+    assert restarts == 2, "an hour later it may be restarted again"
 
 
 def test_a_server_is_restarted_with_the_others_of_its_engine_once_they_are_stopped(
