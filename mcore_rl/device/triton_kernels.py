@@ -211,3 +211,90 @@ def differentiate_rows(
     grad += tl.where(column == tl.load(columns + row), grad_logprob, 0.0)
     write = grads + start * num_columns + column
     tl.store(write, (grad / temperature).to(grads.dtype.element_ty), mask=column < num_columns)
+
+
+@triton.jit
+def pull_rows(
+    chunks,
+    bases,
+    sums,
+    multipliers,
+    COPYING: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    MOST_UNITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT_BYTES: tl.constexpr,
+) -> None:
+    """Copy one chunk of several rows from the source to its place and add its checksum.
+
+    Arguments as in `PullTable.run`. Units are words or single bytes. A byte counts in the checksum
+    as the word does that has only this byte.
+    """
+    chunk = chunks + tl.program_id(0) * FIELDS
+    source_byte = tl.load(bases + tl.load(chunk)) + tl.load(chunk + 1)
+    if UNIT_BYTES == 8:
+        source = source_byte.to(tl.pointer_type(tl.int64))
+        target = tl.load(chunk + 3).to(tl.pointer_type(tl.int64))
+    else:
+        source = source_byte.to(tl.pointer_type(tl.uint8))
+        target = tl.load(chunk + 3).to(tl.pointer_type(tl.uint8))
+    source_stride = tl.load(chunk + 2)
+    target_stride = tl.load(chunk + 4)
+    at = tl.load(chunk + 5)
+    stride = tl.load(chunk + 6)
+    row_units = tl.load(chunk + 7).to(tl.int32)
+    num_units = tl.load(chunk + 8).to(tl.int32)
+    total = tl.zeros((BLOCK,), dtype=tl.int64)
+    for block in tl.static_range(MOST_UNITS // BLOCK):
+        i = block * BLOCK + tl.arange(0, BLOCK)
+        inside = i < num_units
+        row = i // row_units
+        column = i - row * row_units
+        unit = tl.load(source + row * source_stride + column, mask=inside, other=0)
+        if COPYING:
+            tl.store(target + row * target_stride + column, unit, mask=inside)
+        place = at + row * stride + column
+        if UNIT_BYTES == 8:
+            word = unit
+        else:
+            word = unit.to(tl.int64) << (8 * (place % 8))
+            place = place // 8
+        total += word * tl.load(multipliers + place % ROW_WORDS)
+    tl.atomic_add(sums + tl.load(chunk + 9), tl.sum(total, axis=0))
+
+
+@triton.jit
+def pull_dense(
+    chunks,
+    bases,
+    sums,
+    multipliers,
+    COPYING: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    STEPS: tl.constexpr,
+    LANES: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """Copy one chunk whose words lie side by side in pairs, and add its checksum.
+
+    Steps and parts as in `copy_and_sum_dense`.
+    """
+    chunk = chunks + tl.program_id(0) * FIELDS
+    source_byte = tl.load(bases + tl.load(chunk)) + tl.load(chunk + 1)
+    source = tl.multiple_of(source_byte.to(tl.pointer_type(tl.int64)), 16)
+    target = tl.multiple_of(tl.load(chunk + 3).to(tl.pointer_type(tl.int64)), 16)
+    first = (tl.load(chunk + 5) % ROW_WORDS).to(tl.int32)
+    num_words = tl.multiple_of(tl.load(chunk + 8).to(tl.int32), 2)
+    start = tl.arange(0, STEPS)[:, None] * (PARTS * LANES)
+    total = tl.zeros((STEPS, LANES), dtype=tl.int64)
+    for part in tl.static_range(PARTS):
+        lane = part * LANES + tl.arange(0, LANES)
+        i = start + lane[None, :]
+        inside = i < num_words
+        word = tl.load(source + i, mask=inside, other=0)
+        if COPYING:
+            tl.store(target + i, word, mask=inside)
+        total += word * tl.load(multipliers + (first + lane) % ROW_WORDS)[None, :]
+    tl.atomic_add(sums + tl.load(chunk + 9), tl.sum(tl.sum(total, axis=1), axis=0))
