@@ -239,6 +239,9 @@ class SyncConfig(Options, group="sync"):
     """Between machines, send what changed since the last sync. auto: where weights go from host to
     host; always: from GPU to GPU, too, by the hosts instead of NCCL, for slow networks. Both ends
     keep a copy of what travels so."""
+    pull: bool = False
+    """Engines read weights from the trainer's GPU memory into their parameters, where both are on
+    one GPU or linked by NVLink, without buckets in between."""
     relay: bool = True
     """Engines with equal layouts pass weights on to one another; otherwise trainer ranks send
     to each engine."""

@@ -209,6 +209,7 @@ def make_links(
         staged=config.rollout.stage_weights,
         relay=config.sync.relay,
         delta=config.sync.delta,
+        pull=config.sync.pull,
         record=partial(
             record_layouts,
             policy,

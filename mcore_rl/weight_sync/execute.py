@@ -21,7 +21,7 @@ from torch import Tensor
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.process.gc_pause import pause_collections
 from mcore_rl.weight_sync.link_end import LinkEnd
-from mcore_rl.weight_sync.placed_bucket import PlacedBucket
+from mcore_rl.weight_sync.placed_bucket import BucketEnd
 from mcore_rl.weight_sync.plan_handshake import MakeShards, PlanHandshake, RankPlan
 from mcore_rl.weight_sync.transports.select import MakeTransport
 from mcore_rl.weight_sync.transports.transport import NUM_SLOTS
@@ -73,8 +73,9 @@ class _Bound:
     """The buckets bound to one set of tensors; sets are numbered by their first use."""
 
     number: int
+    tensors: Mapping[str, Tensor]
     addresses: list[int]
-    buckets: list[PlacedBucket]
+    buckets: list[BucketEnd]
 
 
 class PlanExecutor:
@@ -181,7 +182,7 @@ class PlanExecutor:
     def _pack_all(
         self,
         version: int,
-        buckets: Sequence[PlacedBucket],
+        buckets: Sequence[BucketEnd],
         deadline_s: float,
         verified: VerifiedBuckets | None,
     ) -> None:
@@ -197,7 +198,7 @@ class PlanExecutor:
     def _place_all(
         self,
         version: int,
-        buckets: Sequence[PlacedBucket],
+        buckets: Sequence[BucketEnd],
         deadline_s: float,
         verified: VerifiedBuckets | None,
     ) -> list[Tensor]:
@@ -231,7 +232,7 @@ class PlanExecutor:
         self._transport.run(deadline_s, self.end.store.failure, pending)
 
     def _start_recvs(
-        self, version: int, buckets: Sequence[PlacedBucket], indices: Iterable[int]
+        self, version: int, buckets: Sequence[BucketEnd], indices: Iterable[int]
     ) -> None:
         for i in indices:
             peer = self._buckets[i].peer
@@ -244,7 +245,8 @@ class PlanExecutor:
         elsewhere = [
             own.bucket.num_words
             for own, words_W in zip(self._buckets, self._messages_W, strict=True)
-            if len(words_W) < own.bucket.num_words or words_W.device != self._device
+            if (len(words_W) < own.bucket.num_words or words_W.device != self._device)
+            and self._transport.needs_scratch(own.peer)
         ]
         return _allocate_words(max(elsewhere, default=0), self._device)
 
@@ -268,7 +270,8 @@ class PlanExecutor:
         """Return the buckets bound to views of `tensors`; the last two sets are reused."""
         addresses = [tensors[name].data_ptr() for name in self._tensor_names]
         for bound in self._bound:
-            if bound.addresses == addresses:
+            has_moved = bound.tensors is tensors and self._transport.moves_with_storages
+            if bound.addresses == addresses or has_moved:
                 return bound
         with pause_collections():
             sums = self.plan.sums
@@ -277,7 +280,7 @@ class PlanExecutor:
                 for own, message_W in zip(self._buckets, self._messages_W, strict=True)
             ]
         number = self._bound[-1].number + 1 if self._bound else 0
-        self._bound = [*self._bound[-1:], _Bound(number, addresses, placed)]
+        self._bound = [*self._bound[-1:], _Bound(number, tensors, addresses, placed)]
         return self._bound[-1]
 
 
@@ -291,5 +294,5 @@ def _allocate_words(num_words: int, device: torch.device) -> Tensor:
         raise TransferError(f"no memory for messages of {num_mib:.1f} MiB: {error}") from error
 
 
-def _describe(version: int, placed: PlacedBucket) -> str:
+def _describe(version: int, placed: BucketEnd) -> str:
     return f"version {version} {placed.bucket}"

@@ -244,7 +244,66 @@ class _Matrix:
         quantize_into(weights_NK, self.values_NK, self.scales_nk)
 
 
-class PlacedBucket:
+class BucketEnd:
+    """One rank's end of a bucket: its message, and its parts in this rank's tensors."""
+
+    def __init__(self, bucket: Bucket, held: Sequence[Holding], message_W: Tensor) -> None:
+        """Hold what both kinds of ends check.
+
+        held       all places of the bucket in this rank's tensors
+        message_W  int64 words of the message: header, a checksum per piece, perhaps the slices
+        """
+        self.bucket = bucket
+        self._held = held
+        self._message_W = message_W
+        self._sums_at = slice(HEADER_WORDS, HEADER_WORDS + len(bucket.pieces))
+
+    @property
+    def message_u8(self) -> Tensor:
+        return self._message_W.view(torch.uint8)
+
+    @property
+    def sums_P(self) -> Tensor:
+        """A copy of the sender's checksums, int64 [pieces]."""
+        return self._message_W[self._sums_at].clone()
+
+    def pack(self, version: int, sums_P: Tensor | None = None) -> None:
+        """Write the message of `version`; a relay passes the first sender's checksums `sums_P`."""
+        raise NotImplementedError
+
+    def place(self, version: int) -> None:
+        """Have this rank's tensors hold `version`, whose message is here.
+
+        Raises TransferError, which names the slice, if a checksum differs from the sender's: the
+        tensors may have the wrong slice by then. Raises TransferError, and copies nothing, if the
+        message has another bucket or version.
+        """
+        raise NotImplementedError
+
+    def _check_header(self, version: int, header: list[int]) -> None:
+        bucket = self.bucket
+        if header != [version, bucket.index]:
+            raise TransferError(
+                f"trainer rank {bucket.source_rank} sent version {header[0]} bucket {header[1]}"
+                f" where engine rank {bucket.target_rank} expected version {version}"
+                f" bucket {bucket.index}"
+            )
+
+    def _check_sums(self, sent_P: Tensor, received_P: Tensor) -> None:
+        if torch.equal(sent_P, received_P):
+            return
+        bucket = self.bucket
+        first = int((sent_P != received_P).nonzero()[0])
+        box = bucket.pieces[first].box
+        tensor = next(part.shard.tensor for part in self._held if part.piece == first)
+        raise TransferError(
+            f"{box.name} {box.start} to {box.stop}, bound for {tensor}, has checksum"
+            f" {int(received_P[first]) & _UNSIGNED:#x} on engine rank {bucket.target_rank},"
+            f" {int(sent_P[first]) & _UNSIGNED:#x} on trainer rank {bucket.source_rank}"
+        )
+
+
+class PlacedBucket(BucketEnd):
     """A bucket, the memory of its message, and its parts in this rank's tensors."""
 
     def __init__(
@@ -263,15 +322,11 @@ class PlacedBucket:
         message_W  memory of the message; by default `words_W`, otherwise with one more copy
         sums       kind of the checksums (verify.py), the same at both ends
         """
-        self.bucket = bucket
+        super().__init__(bucket, held, words_W if message_W is None else message_W)
         self._words_W = words_W
-        self._held = held
-        self._message_W = words_W if message_W is None else message_W
         self._one_pass: OnePass | None = None
         self._gpu_pass: GpuPass | None = None
         self._bind(tensors, sums)
-        num_pieces = len(bucket.pieces)
-        self._sums_at = slice(HEADER_WORDS, HEADER_WORDS + num_pieces)
         last_rows = [piece.first_word // ROW_WORDS + piece.num_rows - 1 for piece in bucket.pieces]
         self._last_rows_P = torch.tensor(last_rows, device=words_W.device)
         self._checksums = make_sums(
@@ -309,10 +364,6 @@ class PlacedBucket:
             self._matrices.append(_Matrix(views, values[i], scales))
 
     @property
-    def message_u8(self) -> Tensor:
-        return self._message_W.view(torch.uint8)
-
-    @property
     def sums_P(self) -> Tensor:
         """A copy of the sender's checksums, int64 [pieces]."""
         return self._words_W[self._sums_at].clone()
@@ -347,9 +398,7 @@ class PlacedBucket:
     def place(self, version: int) -> None:
         """Copy the received slices into this rank's own tensors. Waits for the device once.
 
-        Raises TransferError, which names the slice, if a checksum differs from the sender's: the
-        tensors may have the wrong slice by then. Raises TransferError, and copies nothing, if the
-        message has another bucket or version.
+        Raises TransferError as BucketEnd.place does.
         """
         if self._message_W is not self._words_W:
             self._words_W.copy_(self._message_W)
@@ -368,25 +417,3 @@ class PlacedBucket:
             received_P = self._one_pass.place()
         self._check_sums(on_host_W[self._sums_at], received_P)
         self._copies.copy_left()
-
-    def _check_header(self, version: int, header: list[int]) -> None:
-        bucket = self.bucket
-        if header != [version, bucket.index]:
-            raise TransferError(
-                f"trainer rank {bucket.source_rank} sent version {header[0]} bucket {header[1]}"
-                f" where engine rank {bucket.target_rank} expected version {version}"
-                f" bucket {bucket.index}"
-            )
-
-    def _check_sums(self, sent_P: Tensor, received_P: Tensor) -> None:
-        if torch.equal(sent_P, received_P):
-            return
-        bucket = self.bucket
-        first = int((sent_P != received_P).nonzero()[0])
-        box = bucket.pieces[first].box
-        tensor = next(part.shard.tensor for part in self._held if part.piece == first)
-        raise TransferError(
-            f"{box.name} {box.start} to {box.stop}, bound for {tensor}, has checksum"
-            f" {int(received_P[first]) & _UNSIGNED:#x} on engine rank {bucket.target_rank},"
-            f" {int(sent_P[first]) & _UNSIGNED:#x} on trainer rank {bucket.source_rank}"
-        )

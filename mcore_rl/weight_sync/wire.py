@@ -47,6 +47,8 @@ class Link:
     """Whether only changes since the last version travel between machines: off; auto: in messages
     from host to host; always: messages between GPUs go from host to host, too.
     """
+    pull: bool = False
+    """Whether engine ranks read slices from the GPU memory of trainer ranks where they can."""
     trace_all: bool = False
     """Whether engine ranks trace every tensor of their loader before they link."""
     loaded: bool = False
@@ -64,6 +66,11 @@ class Link:
                 raise ValueError(
                     f"link to {self.engine}: {name}={getattr(self, name)} must be greater than 0"
                 )
+
+    @property
+    def pulls(self) -> bool:
+        """Whether trainer ranks open their memory; an engine that passes weights on does not."""
+        return self.pull and not self.relay
 
     @property
     def num_ranks(self) -> int:

@@ -33,6 +33,7 @@ from mcore_rl.weight_sync.receiver import WeightReceiver
 from mcore_rl.weight_sync.sender import WeightSender
 from mcore_rl.weight_sync.transports.select import RoutedTransport
 from mcore_rl.weight_sync.transports.transport import Transport
+from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import Action, Command, Link, Report, StageRequest
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.layouts.engine_trace import trace_load_weights
@@ -85,6 +86,8 @@ def _send(scene: Scene, link: Link, rank: int) -> list[Report]:
 
     def make_transport(end: LinkEnd, plan: RankPlan, stream: DeviceStream) -> Transport:
         transport = scene.make_transport(end, plan, stream)
+        if scene.pull and all(scene.on_gpu):
+            _expect_pulled(transport)
         if scene.fault is None or scene.fault.rank != rank:
             return transport
         return FaultyTransport(transport, plan, scene.fault)
@@ -101,6 +104,12 @@ def _send(scene: Scene, link: Link, rank: int) -> list[Report]:
         del newer
         reports.append(sender.send(version, ["engine-0"], scene.timeout_s)["engine-0"])
     return reports
+
+
+def _expect_pulled(transport: Transport) -> None:
+    """Raise TransferError if slices take another route than the one that is to be checked."""
+    if not isinstance(transport, RoutedTransport) or "PullTransport" not in transport.kinds:
+        raise TransferError("this rank's memory cannot be read by the engine's process")
 
 
 def _cut_version(scene: Scene, version: int, rank: int) -> tuple[list[Shard], dict[str, Tensor]]:
@@ -191,6 +200,7 @@ def make_link(scene: Scene, store: LinkStore) -> Link:
         bucket_bytes=scene.bucket_bytes,
         timeout_s=scene.timeout_s,
         staged=scene.staged,
+        pull=scene.pull,
     )
 
 

@@ -202,6 +202,8 @@ class Scene:
     staged: bool = False
     releases_memory: bool = False
     """Before each sync the engine gives up its memory, and gets it back with other values in it."""
+    pull: bool = False
+    """Engines read from the trainer's GPU memory; without GPUs bytes take their usual route."""
     between_machines: bool = False
     """Bytes take the route they take between machines."""
     on_gpu: tuple[bool, bool] = (False, False)

@@ -218,6 +218,7 @@ class SyncController:
         staged: bool = True,
         relay: bool = True,
         delta: str = "off",
+        pull: bool = False,
         record: RecordLayouts | None = None,
         keys: ServerKeys | None = None,
         verify_every: int = 0,
@@ -232,12 +233,11 @@ class SyncController:
                    pause only to swap; otherwise they pause for the whole transfer and need memory
                    for a few buckets per trainer rank
         relay      over staged links, engines with equal layouts forward slices to one another
-        delta      as in wire.Link
+        delta, pull, trace_all  as in wire.Link
         record     makes recorded layouts, so that ranks need not list their shards
         keys       the engines' keys; None if the engines have none
         verify_every  the first syncs of a link and then every so many are read back from the live
                    parameters and compared with the trainer's checksums; 0: none are
-        trace_all  as in wire.Link
         loaded     engines and trainer ranks loaded one checkpoint: until a version was synced, sent
                    weights are compared with the weights that an engine loaded
         """
@@ -247,6 +247,7 @@ class SyncController:
         self._timeout_s = timeout_s
         self._staged = staged
         self._delta = delta
+        self._pull = pull
         self._trace_all = trace_all
         self._loaded = loaded
         self._record = record
@@ -395,6 +396,7 @@ class SyncController:
             timeout_s=self._timeout_s,
             staged=self._staged,
             delta=self._delta,
+            pull=self._pull,
             trace_all=self._trace_all,
             loaded=self._loaded and url not in self._mixed,
             layouts=self._record_layouts(sizes),

@@ -3,7 +3,8 @@
                       one machine                                        two machines
 host to host          written straight to its place, if the engine rank  gloo
                       opens its memory; else shared memory
-GPU to GPU            sender's GPU memory, if the receiver can read it;  NCCL
+GPU to GPU            sender's GPU memory, if the receiver can read it,  NCCL
+                      in buckets or pulled from its storages (pull.py);
                       else NCCL
 GPU and host          as shared memory, with one copy per bucket at      as host to host, with one
                       the GPU's end                                      copy at the GPU's end
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.weight_sync.link_end import LinkEnd, await_roster, publish_facts
-from mcore_rl.weight_sync.placed_bucket import PlacedBucket, RankBucket
+from mcore_rl.weight_sync.placed_bucket import BucketEnd, RankBucket
 from mcore_rl.weight_sync.plan_handshake import RankPlan
 from mcore_rl.weight_sync.roster import SOME_GPU, RankLocation, Roster, Route, choose_route
 from mcore_rl.weight_sync.transports.delta import DeltaTransport
@@ -31,6 +32,7 @@ from mcore_rl.weight_sync.transports.host.direct import (
     can_be_written,
     count_direct_words,
 )
+from mcore_rl.weight_sync.transports.pull import PullTransport, agree_on_pulls
 from mcore_rl.weight_sync.transports.shared_memory import (
     Channel,
     SegmentSpec,
@@ -60,6 +62,18 @@ class RoutedTransport:
     def num_ahead(self) -> int:
         return min((each.num_ahead for each in self._by_peer.values()), default=0)
 
+    @property
+    def kinds(self) -> list[str]:
+        """The names of the transports that this rank's peers take."""
+        return [type(each).__name__ for each in self._transports]
+
+    @property
+    def moves_with_storages(self) -> bool:
+        return all(each.moves_with_storages for each in self._by_peer.values())
+
+    def needs_scratch(self, peer: int) -> bool:
+        return self._by_peer[peer].needs_scratch(peer)
+
     def message(self, number: int, peer: int) -> Tensor | None:
         return self._by_peer[peer].message(number, peer)
 
@@ -73,14 +87,14 @@ class RoutedTransport:
         message_W: Tensor,
         scratch_W: Tensor,
         sums: str,
-    ) -> PlacedBucket:
+    ) -> BucketEnd:
         return self._by_peer[own.peer].bind(own, tensors, message_W, scratch_W, sums)
 
     def begin(
         self,
         version: int,
         set_number: int,
-        buckets: Sequence[tuple[int, PlacedBucket]],
+        buckets: Sequence[tuple[int, BucketEnd]],
         deadline_s: float,
         failure: Failure,
     ) -> None:
@@ -123,12 +137,18 @@ def select_transport(end: LinkEnd, plan: RankPlan, stream: DeviceStream) -> Rout
     peers = dict.fromkeys(own.peer for own in plan.buckets)
     routes = _find_routes(end, peers)
     writes = _agree_on_writes(end, plan, _list_peers(routes, "shared memory"))
-    slots, shared_words = plan_slots(plan.buckets, writes.peers)
-    channels = _open_channels(end, _plan_segments(routes, shared_words, end.device))
+    candidates = _list_peers(routes, "shared GPU memory") if end.link.pulls else ()
+    pulls = agree_on_pulls(end, plan.buckets, candidates)
+    slots, shared_words = plan_slots(plan.buckets, {*writes.peers, *pulls})
+    channels = _open_channels(end, _plan_segments(routes, shared_words, end.device, pulls))
     direct = {peer: each for peer, each in channels.items() if peer in writes.peers}
-    shared = {peer: each for peer, each in channels.items() if peer not in writes.peers}
+    pulled = {peer: each for peer, each in channels.items() if peer in pulls}
+    shared = {peer: each for peer, each in channels.items() if peer not in {*direct, *pulled}}
     transports: list[Transport] = []
     by_peer: dict[int, Transport] = {}
+    if pulled:
+        transports.append(PullTransport(end, pulled, stream, slots, pulls))
+        by_peer |= dict.fromkeys(pulled, transports[-1])
     if direct:
         transports.append(DirectTransport(end, direct, stream, slots, writes))
         by_peer |= dict.fromkeys(direct, transports[-1])
@@ -206,12 +226,15 @@ def _list_peers(routes: Mapping[int, Route], route: Route) -> list[int]:
 
 
 def _plan_segments(
-    routes: Mapping[int, Route], shared_words: Mapping[int, int], device: torch.device
+    routes: Mapping[int, Route],
+    shared_words: Mapping[int, int],
+    device: torch.device,
+    pulls: Collection[int],
 ) -> dict[int, SegmentSpec]:
-    """Return peer -> the segment to share with the peer."""
+    """Return peer -> the segment to share with the peer; messages of `pulls` lie on the host."""
     segments = {}
     for peer, route in routes.items():
-        if route == "shared memory":
+        if route == "shared memory" or peer in pulls:
             segments[peer] = SegmentSpec(shared_words[peer], torch.device("cpu"))
         elif route == "shared GPU memory":
             segments[peer] = SegmentSpec(shared_words[peer], device)
@@ -244,7 +267,8 @@ def plan_slots(
     """Return each bucket's place in the memory shared with its peer, and peer -> its size.
 
     Both are in int64 words. A peer has up to NUM_SLOTS slots of its largest bucket, used in turns.
-    With a peer in `direct`, only headers and checksums are shared, and each bucket has a slot.
+    With a peer in `direct`, whose slices are written or pulled directly, only headers and checksums
+    are shared, and each bucket has a slot.
     """
     slot_words: dict[int, int] = defaultdict(int)
     for own in buckets:

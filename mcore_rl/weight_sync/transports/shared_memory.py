@@ -142,14 +142,14 @@ def serve_segments(end: LinkEnd, segments: Mapping[int, SegmentSpec]) -> dict[in
 
     Raises TransferError, which names the receivers that did not connect by end.deadline_s.
     """
-    server = RankServer(_make_server_name(end, end.rank))
+    server = RankServer(make_server_name(end, end.rank, "segments"))
     peers = server.accept(end, segments, "fetch their shared memory")
     return {rank: _serve_segment(peer, segments[rank]) for rank, peer in peers}
 
 
-def _make_server_name(end: LinkEnd, sender: int) -> str:
-    """Return the name of a sender's server of segments, known only to ranks of the link."""
-    secret = f"{end.link.store_key} segments of rank {sender}"
+def make_server_name(end: LinkEnd, sender: int, what: str) -> str:
+    """Return the name of a sender's server of `what`, known only to ranks of the link."""
+    secret = f"{end.link.store_key} {what} of rank {sender}"
     return f"mcore_rl-{hashlib.sha256(secret.encode()).hexdigest()[:32]}"
 
 
@@ -161,7 +161,7 @@ def fetch_channel(end: LinkEnd, sender: int, segment: SegmentSpec) -> Channel:
     name = end.link.name_rank(sender)
     peer = socket.socket(socket.AF_UNIX)
     try:
-        connect(peer, end, _make_server_name(end, sender), comes_later=True)
+        connect(peer, end, make_server_name(end, sender, "segments"), comes_later=True)
         sizes = array.array("q", [0, 0])
         data, descriptors, _, _ = socket.recv_fds(peer, 2 * sizes.itemsize, 3)
         if not descriptors:

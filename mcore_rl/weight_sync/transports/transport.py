@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mcore_rl.weight_sync.placed_bucket import PlacedBucket, RankBucket
+from mcore_rl.weight_sync.placed_bucket import BucketEnd, PlacedBucket, RankBucket
 
 NUM_SLOTS = 4
 """Buckets in flight, at most: per pair of ranks on one machine, per rank between machines."""
@@ -25,6 +25,15 @@ class Transport(Protocol):
     @property
     def num_ahead(self) -> int:
         """Messages that a sender may leave unread while it packs another."""
+        ...
+
+    @property
+    def moves_with_storages(self) -> bool:
+        """Whether bound buckets stay valid while the storages of their tensors move."""
+        ...
+
+    def needs_scratch(self, peer: int) -> bool:
+        """Return whether buckets of `peer` whose message is shorter need `scratch_W` to bind."""
         ...
 
     def message(self, number: int, peer: int) -> Tensor | None:
@@ -46,7 +55,7 @@ class Transport(Protocol):
         message_W: Tensor,
         scratch_W: Tensor,
         sums: str,
-    ) -> PlacedBucket:
+    ) -> BucketEnd:
         """Bind a bucket to this rank's `tensors` and to the words of the bucket's message.
 
         scratch_W  int64 words on the device of `tensors`, for a bucket that is packed and verified
@@ -59,7 +68,7 @@ class Transport(Protocol):
         self,
         version: int,
         set_number: int,
-        buckets: Sequence[tuple[int, PlacedBucket]],
+        buckets: Sequence[tuple[int, BucketEnd]],
         deadline_s: float,
         failure: Failure,
     ) -> None:
@@ -108,6 +117,13 @@ class WholeBuckets:
     def num_ahead(self) -> int:
         return NUM_SLOTS - 1
 
+    @property
+    def moves_with_storages(self) -> bool:
+        return False
+
+    def needs_scratch(self, peer: int) -> bool:
+        return True
+
     def message(self, number: int, peer: int) -> Tensor | None:
         return None
 
@@ -118,7 +134,7 @@ class WholeBuckets:
         message_W: Tensor,
         scratch_W: Tensor,
         sums: str,
-    ) -> PlacedBucket:
+    ) -> BucketEnd:
         # Packed and verified in the message if the message is on this rank's device.
         is_near = message_W.device == scratch_W.device
         words_W = message_W if is_near else scratch_W[: own.bucket.num_words]
@@ -128,7 +144,7 @@ class WholeBuckets:
         self,
         version: int,
         set_number: int,
-        buckets: Sequence[tuple[int, PlacedBucket]],
+        buckets: Sequence[tuple[int, BucketEnd]],
         deadline_s: float,
         failure: Failure,
     ) -> None:

@@ -36,7 +36,7 @@ from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.types import Array
 from mcore_rl.weight_sync.buckets import HEADER_WORDS, Bucket, BucketPiece
 from mcore_rl.weight_sync.link_end import LinkEnd, connect
-from mcore_rl.weight_sync.placed_bucket import Holding, PlacedBucket, RankBucket
+from mcore_rl.weight_sync.placed_bucket import BucketEnd, Holding, PlacedBucket, RankBucket
 from mcore_rl.weight_sync.transports.host.one_pass import OnePass, Targets, are_rows
 from mcore_rl.weight_sync.transports.host.segment import Segment, map_segment, populate
 from mcore_rl.weight_sync.transports.shared_memory import Channel, SharedMemoryTransport
@@ -192,7 +192,7 @@ class DirectTransport(SharedMemoryTransport):
         self,
         version: int,
         set_number: int,
-        buckets: Sequence[tuple[int, PlacedBucket]],
+        buckets: Sequence[tuple[int, BucketEnd]],
         deadline_s: float,
         failure: Failure,
     ) -> None:

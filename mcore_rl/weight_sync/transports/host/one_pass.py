@@ -189,16 +189,25 @@ def find_moves(own: Tensor, in_bucket: Tensor, bucket_address: int) -> list[Move
     layout = own.shape, own.stride(), in_bucket.stride()
     if own.dtype != in_bucket.dtype or not are_rows(*layout, size):
         return None
-    (row, _, _), *others = _find_axes(*layout)
+    at = in_bucket.data_ptr() - bucket_address
+    return [
+        (own.data_ptr() + from_own, own_stride, at + from_at, stride, rows, row_bytes)
+        for from_own, own_stride, from_at, stride, rows, row_bytes in list_rows(*layout, size)
+    ]
+
+
+def list_rows(
+    shape: Sequence[int], own_strides: Sequence[int], strides: Sequence[int], itemsize: int
+) -> list[Move]:
+    """Return the moves between two views, counted in bytes from the starts of both."""
+    (row, _, _), *others = _find_axes(shape, own_strides, strides)
     rows, own_stride, stride = others[0] if others else (1, 0, 0)
     outer = others[1:]
-    at = in_bucket.data_ptr() - bucket_address
     moves = []
     for index in product(*(range(num) for num, _, _ in outer)):
         own_steps = sum(i * step for i, (_, step, _) in zip(index, outer, strict=True))
         steps = sum(i * step for i, (_, _, step) in zip(index, outer, strict=True))
-        address = own.data_ptr() + own_steps * size
-        moves.append(
-            (address, own_stride * size, at + steps * size, stride * size, rows, row * size)
-        )
+        from_own, from_other = own_steps * itemsize, steps * itemsize
+        strides = own_stride * itemsize, stride * itemsize
+        moves.append((from_own, strides[0], from_other, strides[1], rows, row * itemsize))
     return moves
