@@ -121,7 +121,8 @@ def check_planned(config: Config) -> None:
 def _list_checks(config: Config, command: str, place: RunPlace) -> Iterator[Check]:
     """Yield the checks of what `command` reads, in the order of a recipe's groups."""
     has_sources = command in MIXING_COMMANDS and config.data.sources
-    needed = () if has_sources else DATA_OF_COMMAND[command][:1]
+    has_sets = command == "eval" and config.eval.sets
+    needed = () if has_sources or has_sets else DATA_OF_COMMAND[command][:1]
     yield partial(require, config, *needed, "run.dir", "model.path")
     if place.is_here:
         yield partial(check_run_dir, config.run.dir)
@@ -158,6 +159,9 @@ def _list_data(config: Config, command: str) -> Iterator[tuple[str, str]]:
     """Yield (option, path) of each data set that `command` reads, but those on the hub."""
     for option in DATA_OF_COMMAND[command]:
         yield from ((option, path) for path in value_of(config, option))
+    if command in SAMPLING_COMMANDS:
+        for number, each in enumerate(config.eval.sets):
+            yield f"eval.sets[{number}].path", each.path
     if command in MIXING_COMMANDS:
         for number, source in enumerate(config.data.sources):
             yield f"data.sources[{number}].path", source.path

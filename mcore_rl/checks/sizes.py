@@ -130,7 +130,7 @@ def check_eval_lens(
     data: DataConfig, rollout: RolloutConfig, evaluation: EvalConfig, policy: ModelFacts
 ) -> None:
     """Raise ValueError if prompts and responses of evaluations exceed what engines hold."""
-    if evaluation.data and evaluation.max_response_len:
+    if evaluation.files and evaluation.max_response_len:
         limits = {"rollout.kv_cache_len": rollout.kv_cache_len}
         _check_len(data, "eval", evaluation.max_response_len, limits, policy)
 

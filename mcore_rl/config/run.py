@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from mcore_rl.config.bounds import Options, bounded
 
+_SET_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+
 
 @dataclass
 class RecoveryConfig(Options, group="run.recovery"):
@@ -152,13 +154,25 @@ class RewardConfig(Options, group="reward"):
 
 
 @dataclass
+class EvalSetConfig(Options, group="eval.sets"):
+    """Held-out prompts whose metrics are also logged alone."""
+
+    name: str = ""
+    """Letters, digits, ".", "_" and "-"; metrics are named eval/<name>/..."""
+    path: str = ""
+    """A file, folder or glob, as in data.train."""
+
+
+@dataclass
 class EvalConfig(Options, group="eval"):
     data: list[str] = field(default_factory=list)
-    """Prompt files, as in data.train; empty: no evaluation."""
+    """Prompt files, as in data.train; empty, and without eval.sets: no evaluation."""
+    sets: list[EvalSetConfig] = field(default_factory=list)
+    """Further held-out data sets, each with a name (docs/recipes.md)."""
     every_steps: int = bounded(0, ge=0)
     """0: only before the first and after the last step."""
     max_prompts: int = bounded(256, ge=1)
-    """Prompts of an evaluation, at most: the first ones of the files."""
+    """Prompts of eval.data, and of each entry of eval.sets, at most: the first ones."""
     samples: int = bounded(0, ge=0)
     """Samples of each prompt that avg@n and pass@k are estimated from, besides the greedy one; 0:
     pass_k of them, or none if pass_k=1."""
@@ -179,12 +193,32 @@ class EvalConfig(Options, group="eval"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for each in self.sets:
+            if not _SET_NAME.fullmatch(each.name) or not each.path:
+                raise ValueError(
+                    f"eval.sets: an entry has name={each.name!r} and path={each.path!r}; give"
+                    " both, such as {name: aime24, path: data/aime24.parquet}, with a name of"
+                    " letters, digits, '.', '_' and '-'"
+                )
+        names = [each.name for each in self.sets]
+        if "preference" in names:
+            raise ValueError("eval.sets: name=preference is taken by dpo.held_out; take another")
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"eval.sets: {', '.join(twice)} names several entries; one entry may have a folder"
+                " or a glob as its path"
+            )
         if self.samples and self.samples < self.pass_k:
             raise ValueError(
                 f"eval.samples={self.samples} is less than eval.pass_k={self.pass_k}: pass@"
                 f"{self.pass_k} takes at least {self.pass_k} samples of a prompt; raise"
                 " eval.samples, or set it to 0"
             )
+
+    @property
+    def files(self) -> list[str]:
+        """Files of all held-out prompts, those of eval.data first."""
+        return [*self.data, *(each.path for each in self.sets)]
 
     @property
     def num_samples(self) -> int:

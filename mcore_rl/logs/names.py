@@ -150,6 +150,7 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "eval/reward_errors": "responses, greedy or not, whose reward failed: they are left out",
         "eval/avg_at_<n>": "share of n samples of a prompt that are right, mean over prompts",
         "eval/pass_at_<k>": "unbiased estimate of pass@k, for k = 1 and eval.pass_k",
+        "eval/<set>/<name>": "the same of the prompts of one set of eval.sets",
         "eval/prompts_at_<k>": "prompts with at least k scored samples, which it is the mean over",
     },
 }
@@ -171,9 +172,9 @@ the trained tokens. A number that is not finite is `null`. Step 0 is the evaluat
 A row of `samples.jsonl` has `step`, `split` (`train` or `eval`), `prompt_index`, `sample_index`
 (the number of the sample among those of its prompt), `prompt`, `response`, `response_len` (in
 tokens), `reward`, `ground_truth`, `finish_reason`, `weights` (the versions that drew it) and,
-where the reward failed, `reward_error`. `parts` are the numbers that the reward is made of, if
-there are any, and `advantage` is what all tokens of the sample train with, if the algorithm has
-one for a sample. Where prompt or later turns have images,
+where the reward failed, `reward_error`. `set` names the entry of eval.sets. `parts` are the numbers
+that the reward is made of, if there are any, and `advantage` is what all tokens of the sample train
+with, if the algorithm has one for a sample. Where prompt or later turns have images,
 `images` are the paths of small copies in the run folder; of a video, those of some frames.
 The first `log.token_samples` rows of a step have `token_rows`, the sequences that train the sample:
 `texts` of the tokens, `trained` spans (start, stop, turn), the engine's `logprobs` of the trained

@@ -90,6 +90,7 @@ def evaluate(
     eval/greedy_reward     mean reward of the greedy samples, before penalties
     eval/avg_at_<n>        share of n samples of a prompt that are right, mean over prompts
     eval/pass_at_<k>       unbiased estimates for k = 1 and eval.pass_k (arXiv:2107.03374, eq. 1)
+    eval/<set>/...         the same of the prompts of one set of eval.sets
 
     Samples whose reward failed are neither right nor wrong: they are left out and counted. Raises
     RewardFailureError if more failed than the recipe bears.
@@ -111,19 +112,33 @@ def evaluate(
         return replace(drawn, scores=drawn.scores.without_penalties())
 
     greedy = draw(1, greedy=True)
-    scores = greedy.scores
-    known = [right for right in correctness.are_correct(scores) if right is not None]
-    metrics = {"eval/prompts": float(len(prompts))}
-    if known:
-        metrics["eval/greedy_accuracy"] = fmean(known)
-    if outcomes := scores.outcomes():
-        metrics["eval/greedy_reward"] = fmean(outcomes)
-    if config.num_samples:
-        sampled = draw(config.num_samples, greedy=False)
-        right_N = correctness.are_correct(sampled.scores)
-        metrics |= pass_metrics(right_N, config.num_samples, config.pass_k)
+    num_samples = config.num_samples
+    sampled = draw(num_samples, greedy=False) if num_samples else None
+    right_N = correctness.are_correct(greedy.scores)
+    sampled_N = correctness.are_correct(sampled.scores) if sampled else []
+    metrics: dict[str, float] = {}
+    for name in ["", *dict.fromkeys(prompt.set_name for prompt in prompts if prompt.set_name)]:
+        chosen = [i for i, prompt in enumerate(prompts) if name in ("", prompt.set_name)]
+        measured = _measure_greedy(greedy.scores, right_N, chosen)
+        if num_samples:
+            right = [sampled_N[i * num_samples + j] for i in chosen for j in range(num_samples)]
+            measured |= pass_metrics(right, num_samples, config.pass_k)
+        prefix = f"eval/{name}/" if name else "eval/"
+        metrics |= {prefix + metric: value for metric, value in measured.items()}
     metrics["eval/reward_errors"] = float(failures.num_failed)
     return metrics, greedy
+
+
+def _measure_greedy(
+    scores: Scores, right_N: Sequence[bool | None], chosen: Sequence[int]
+) -> dict[str, float]:
+    """Return the metrics of the greedy samples of the chosen prompts."""
+    metrics = {"prompts": float(len(chosen))}
+    if known := [right for i in chosen if (right := right_N[i]) is not None]:
+        metrics["greedy_accuracy"] = fmean(known)
+    if outcomes := scores.select(chosen).outcomes():
+        metrics["greedy_reward"] = fmean(outcomes)
+    return metrics
 
 
 def pass_metrics(
@@ -132,7 +147,7 @@ def pass_metrics(
     """Return avg@n and mean pass@k over prompts with n = `num_samples` neighboring samples each.
 
     A sample of which nobody knows is left out. A prompt with fewer than k others tells nothing of
-    pass@k, so eval/prompts_at_<k> counts the prompts that do; without any there is no estimate.
+    pass@k, so prompts_at_<k> counts the prompts that do; without any there is no estimate.
     """
     groups = [
         [right for right in are_correct[i : i + num_samples] if right is not None]
@@ -140,13 +155,13 @@ def pass_metrics(
     ]
     metrics: dict[str, float] = {}
     if shares := [fmean(group) for group in groups if group]:
-        metrics[f"eval/avg_at_{num_samples}"] = fmean(shares)
+        metrics[f"avg_at_{num_samples}"] = fmean(shares)
     for k in sorted({1, pass_k}):
         known = [group for group in groups if len(group) >= k]
-        metrics[f"eval/prompts_at_{k}"] = float(len(known))
+        metrics[f"prompts_at_{k}"] = float(len(known))
         if known:
             estimates = [pass_at_k(len(group), sum(group), k) for group in known]
-            metrics[f"eval/pass_at_{k}"] = fmean(estimates)
+            metrics[f"pass_at_{k}"] = fmean(estimates)
     return metrics
 
 

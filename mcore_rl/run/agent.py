@@ -56,7 +56,7 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
     episodes = episode_spec(config, policy, tokenizer)
     urls = stand_in_urls(config.sandbox, config.search)
     check_episodes(episodes, tokenizer, config.teacher, urls)
-    files = config.eval.data or config.data.train
+    files = config.eval.files or config.data.train
     prompts = PromptReader.make(config, tokenizer).load(files)[:num_episodes]
     sampling = make_sampling(config.rollout, greedy=greedy, seed=config.run.seed)
     with TemporaryDirectory(prefix="mcore_rl_agent_") as folder:

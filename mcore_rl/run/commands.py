@@ -248,7 +248,7 @@ def run_pairs(config: Config) -> None:
 
 def run_eval(config: Config) -> None:
     """Run `mcore-rl eval`: evaluate model.path without a trainer; write <run.dir>/eval."""
-    policy, tokenizer = open_policy(config, "eval.data")
+    policy, tokenizer = open_policy(config, *(() if config.eval.sets else ("eval.data",)))
     check_no_trainer(config.rollout)
     check_engines_load(policy)
     collector = collector_spec(config, policy, tokenizer)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -21,9 +21,10 @@ from mcore_rl.checks.inputs import (
     MIXING_COMMANDS,
     MODEL_ID,
     ON_HUB,
+    SAMPLING_COMMANDS,
     HubUnreachableError,
 )
-from mcore_rl.config import AlgorithmConfig, Config, SourceConfig
+from mcore_rl.config import AlgorithmConfig, Config, EvalSetConfig, SourceConfig
 from mcore_rl.config.recipe import value_of
 from mcore_rl.config.tree import with_settings
 
@@ -32,6 +33,7 @@ DATA_FILE = re.compile(
 )
 SETTINGS = ("*.json", "*.jinja", "*.py", "*.model", "*.tiktoken", "*.txt")
 WEIGHTS = ("*.safetensors",)
+DataSet = TypeVar("DataSet", SourceConfig, EvalSetConfig)
 OTHER_FORMATS = ("*/*", "consolidated*")
 """Patterns of files that are not downloaded: the same weights in other formats."""
 
@@ -60,14 +62,19 @@ def fetch_inputs(config: Config, command: str) -> Config:
         files = [_local_file(option, name) for name in value_of(config, option)]
         config = with_settings(config, {option: files})
     if command in MIXING_COMMANDS:
-        config = with_settings(config, {"data.sources": _local_sources(config.data.sources)})
+        config = with_settings(
+            config, {"data.sources": _take_local("data.sources", config.data.sources)}
+        )
+    if command in SAMPLING_COMMANDS:
+        config = with_settings(config, {"eval.sets": _take_local("eval.sets", config.eval.sets)})
     return config
 
 
-def _local_sources(sources: Sequence[SourceConfig]) -> list[SourceConfig]:
+def _take_local(option: str, entries: Sequence[DataSet]) -> list[DataSet]:
+    """Return the entries of a list of data sets, with local paths."""
     return [
-        replace(source, path=_local_file(f"data.sources[{i}].path", source.path))
-        for i, source in enumerate(sources)
+        replace(entry, path=_local_file(f"{option}[{i}].path", entry.path))
+        for i, entry in enumerate(entries)
     ]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
@@ -102,8 +102,19 @@ class PromptReader:
             return stream.take(count)
 
     def load_held_out(self) -> list[Prompt]:
-        """Return the prompts of evaluations, if any. Raises ValueError as `load` does."""
-        return self.load(self.evaluation.data)[: self.evaluation.max_prompts]
+        """Return the prompts of evaluations, if any. Raises ValueError as `load` does.
+
+        Those of eval.data come first; indices count on over the sets.
+        """
+        held_out: list[Prompt] = []
+        named = [(each.name, [each.path]) for each in self.evaluation.sets]
+        for name, files in [("", self.evaluation.data), *named]:
+            num_before = len(held_out)
+            held_out += [
+                replace(prompt, index=num_before + i, set_name=name) if name else prompt
+                for i, prompt in enumerate(self.load(files)[: self.evaluation.max_prompts])
+            ]
+        return held_out
 
     def load(self, paths: Sequence[str]) -> list[Prompt]:
         """Return the prompts of files, folders and globs, if any. Raises ValueError as data_files

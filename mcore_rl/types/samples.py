@@ -137,7 +137,8 @@ class EpisodeRecord:
 class Prompt:
     """One tokenized problem; `index` is its row in the source, the same in every epoch and run.
 
-    images   in the order of their placeholders, which are expanded in token_ids
+    images     in the order of their placeholders, which are expanded in token_ids
+    set_name   of a held-out prompt: its entry in eval.sets, or empty
     """
 
     index: int
@@ -147,6 +148,7 @@ class Prompt:
     ground_truth: Any
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[PromptImage, ...] = ()
+    set_name: str = ""
 
     def __post_init__(self) -> None:
         if not self.token_ids:

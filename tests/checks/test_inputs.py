@@ -60,6 +60,10 @@ def test_a_run_whose_inputs_are_there_is_not_refused(given: list[str]) -> None:
         ("data.train=no.jsonl", "^data.train: data file no.jsonl does not exist"),
         ("data.train=data/zoom/x.parquet", "does not exist; `mcore-rl data zoom` makes it$"),
         ("eval.data=no.jsonl", "^eval.data: data file no.jsonl does not exist"),
+        (
+            "eval.sets=[{name: a, path: no.jsonl}]",
+            r"^eval.sets\[0\].path: data file no.jsonl does not exist",
+        ),
         ("algorithm.loss=gsp", r"^algorithm.loss='gsp' \(did you mean 'gspo'\?\): expected one of"),
         ("algorithm.advantage=x", "^algorithm.advantage='x': expected one of"),
         ("algorithm.path=no.py", "^algorithm.path=no.py: no such file in "),

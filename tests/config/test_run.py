@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 
-from mcore_rl.config.run import EvalConfig, JudgeConfig, RewardConfig
+from mcore_rl.config.run import EvalConfig, EvalSetConfig, JudgeConfig, RewardConfig
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,15 @@ def test_an_evaluation_has_at_least_k_samples_for_pass_at_k() -> None:
     message = r"^eval.samples=7 is less than eval.pass_k=8: pass@8 takes .*; raise eval.samples"
     with pytest.raises(ValueError, match=message):
         EvalConfig(samples=7, pass_k=8)
+
+
+def test_sets_of_an_evaluation_have_names_of_their_own() -> None:
+    for name, path in (("", "a.jsonl"), ("a/b", "a.jsonl"), ("a", "")):
+        with pytest.raises(ValueError, match=rf"name='{name}' and path='{path}'; give both"):
+            EvalConfig(sets=[EvalSetConfig(name, path)])
+    with pytest.raises(ValueError, match=r"name=preference is taken by dpo.held_out"):
+        EvalConfig(sets=[EvalSetConfig("preference", "a.jsonl")])
+    twice = [EvalSetConfig("aime", path) for path in ("a.jsonl", "b.jsonl")]
+    with pytest.raises(ValueError, match=r"^eval.sets: aime names several entries"):
+        EvalConfig(sets=twice)
+    assert EvalConfig(data=["c.jsonl"], sets=twice[:1]).files == ["c.jsonl", "a.jsonl"]

@@ -9,6 +9,7 @@ import pytest
 
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import AlgorithmConfig, EvalConfig, JudgeConfig, RewardConfig
+from mcore_rl.logs.names import find_documented
 from mcore_rl.loops.evaluation import Correctness, evaluate, pass_metrics
 from mcore_rl.loops.outcomes import RewardFailureError, Rollout
 from mcore_rl.types import Sample
@@ -87,11 +88,11 @@ def test_a_part_that_the_reward_does_not_give_is_named() -> None:
 def test_pass_at_k_counts_right_answers_of_each_prompt() -> None:
     right = [True, False, False, False, False, False, True, True, True]
     assert pass_metrics(right, 3, 3) == {
-        "eval/avg_at_3": pytest.approx((1 / 3 + 0 + 1) / 3),
-        "eval/pass_at_1": pytest.approx((1 / 3 + 0 + 1) / 3),
-        "eval/prompts_at_1": 3,
-        "eval/pass_at_3": pytest.approx(2 / 3),
-        "eval/prompts_at_3": 3,
+        "avg_at_3": pytest.approx((1 / 3 + 0 + 1) / 3),
+        "pass_at_1": pytest.approx((1 / 3 + 0 + 1) / 3),
+        "prompts_at_1": 3,
+        "pass_at_3": pytest.approx(2 / 3),
+        "prompts_at_3": 3,
     }
 
 
@@ -99,12 +100,12 @@ def test_more_samples_than_k_estimate_pass_at_k_without_bias() -> None:
     """One of 4 is right: 2 drawn of them include it in half of all cases; eq. 1."""
     right = [True, False, False, False, True, True, False, False]
     metrics = pass_metrics(right, 4, 2)
-    assert metrics["eval/avg_at_4"] == pytest.approx((1 / 4 + 1 / 2) / 2)
-    assert metrics["eval/pass_at_2"] == pytest.approx((1 / 2 + 5 / 6) / 2)
+    assert metrics["avg_at_4"] == pytest.approx((1 / 4 + 1 / 2) / 2)
+    assert metrics["pass_at_2"] == pytest.approx((1 / 2 + 5 / 6) / 2)
     assert pass_metrics(right, 4, 1).keys() == {
-        "eval/avg_at_4",
-        "eval/pass_at_1",
-        "eval/prompts_at_1",
+        "avg_at_4",
+        "pass_at_1",
+        "prompts_at_1",
     }
 
 
@@ -113,13 +114,13 @@ def test_failed_samples_are_left_out_of_estimates_and_prompts_with_too_few_other
 ):
     right = [True, None, None, False, True, False, None, None, None]
     assert pass_metrics(right, 3, 2) == {
-        "eval/avg_at_3": pytest.approx((1 + 1 / 3) / 2),
-        "eval/pass_at_1": pytest.approx((1 + 1 / 3) / 2),
-        "eval/prompts_at_1": 2,
-        "eval/pass_at_2": pytest.approx(2 / 3),
-        "eval/prompts_at_2": 1,
+        "avg_at_3": pytest.approx((1 + 1 / 3) / 2),
+        "pass_at_1": pytest.approx((1 + 1 / 3) / 2),
+        "prompts_at_1": 2,
+        "pass_at_2": pytest.approx(2 / 3),
+        "prompts_at_2": 1,
     }
-    assert pass_metrics([None] * 4, 2, 2) == {"eval/prompts_at_1": 0, "eval/prompts_at_2": 0}
+    assert pass_metrics([None] * 4, 2, 2) == {"prompts_at_1": 0, "prompts_at_2": 0}
 
 
 REWARDS = RewardConfig(path="unused.py")
@@ -151,6 +152,24 @@ def test_metrics_of_a_policy_with_samples_and_scores() -> None:
     metrics, _ = evaluate(policy, make_prompts(5), reward, more, REWARDS, seed=0)
     assert {"eval/avg_at_6", "eval/pass_at_1", "eval/pass_at_2"} < metrics.keys()
     assert policy.for_eval == [True] * 5, "all are drawn as evaluations want it"
+
+
+def test_named_sets_have_metrics_of_their_own_beside_those_of_all() -> None:
+    """Of five prompts the policy cannot repeat the last one, which is in the second set."""
+    names = ["", "even", "odd", "even", "odd"]
+    prompts = [
+        replace(prompt, set_name=name) for prompt, name in zip(make_prompts(5), names, strict=True)
+    ]
+    policy = skilled_policy()
+    reward = policy.reward_by(repeats_the_prompt)
+    metrics, _ = evaluate(policy, prompts, reward, EvalConfig(pass_k=2), REWARDS, seed=0)
+    assert metrics["eval/prompts"] == 5 and metrics["eval/greedy_accuracy"] == 0.8
+    assert metrics["eval/even/prompts"] == metrics["eval/odd/prompts"] == 2
+    assert metrics["eval/even/greedy_accuracy"] == metrics["eval/even/pass_at_2"] == 1.0
+    assert metrics["eval/odd/greedy_accuracy"] == metrics["eval/odd/pass_at_2"] == 0.5
+    assert metrics["eval/odd/avg_at_2"] == 0.5 and metrics["eval/odd/prompts_at_2"] == 2
+    assert all(find_documented(name) for name in metrics)
+    assert policy.calls == ["greedy", "sample"], "all sets are drawn together"
 
 
 def test_a_failed_score_is_not_a_wrong_answer_and_is_counted() -> None:

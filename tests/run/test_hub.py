@@ -25,12 +25,15 @@ MODEL = {
 DATA = {"data/train.jsonl": b'{"prompt": []}\n'}
 FETCH = """
 import json, sys
-from mcore_rl.config import Config
+from mcore_rl.config import Config, EvalSetConfig
 from mcore_rl.config.tree import with_settings
 from mcore_rl.run.hub import fetch_inputs
-config = with_settings(Config(), json.loads(sys.argv[2]))
+settings = json.loads(sys.argv[2])
+settings["eval.sets"] = [EvalSetConfig(**each) for each in settings.pop("eval.sets", [])]
+config = with_settings(Config(), settings)
 config = fetch_inputs(config, sys.argv[1])
-print(json.dumps([config.model.path, config.model.revision, config.data.train]))
+files = [*config.data.train, *config.eval.files]
+print(json.dumps([config.model.path, config.model.revision, files]))
 """
 
 
@@ -55,6 +58,7 @@ def test_a_hub_gives_what_a_command_reads_and_the_cache_gives_it_again(tmp_path:
         "model.path": "me/tiny",
         "model.revision": "v2",
         "data.train": ["local.jsonl", "hf://datasets/me/sums@v2/data/train.jsonl"],
+        "eval.sets": [{"name": "sums", "path": "hf://datasets/me/sums@v2/data/train.jsonl"}],
     }
     with fake_hub({"me/tiny": MODEL}, {"me/sums": DATA}) as endpoint:
         planned, _, _ = fetch(tmp_path, endpoint, "plan", {"model.path": "me/tiny"})
@@ -70,6 +74,7 @@ def test_a_hub_gives_what_a_command_reads_and_the_cache_gives_it_again(tmp_path:
     assert path.name == COMMITS["v2"] and revision is None
     assert data[0] == "local.jsonl"
     assert Path(data[1]).read_bytes() == DATA["data/train.jsonl"]
+    assert data[2:] == data[1:2], "a held-out set is fetched, too"
     again, _, _ = fetch(tmp_path, endpoint, "train", settings)
     assert again == path, "no server answers any more"
 

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import Config, DataConfig, ModelConfig, SourceConfig
+from mcore_rl.config import (
+    Config,
+    DataConfig,
+    EvalConfig,
+    EvalSetConfig,
+    ModelConfig,
+    SourceConfig,
+)
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.data.streamed.mixed import MixedPrompts
 from mcore_rl.run.prompts import PromptReader, set_steps
@@ -58,6 +65,16 @@ def test_held_out_prompts_may_be_a_folder_or_none(config: Config) -> None:
     assert reader.load_held_out() == []
     with pytest.raises(ValueError, match=r"data file none.jsonl does not exist"):
         reader.load(["none.jsonl"])
+
+
+def test_sets_of_held_out_prompts_are_named_and_bounded_each(config: Config) -> None:
+    [first, second] = sorted(Path(config.data.train[0]).iterdir())
+    sets = [EvalSetConfig("a", str(first)), EvalSetConfig("b", str(second))]
+    evaluation = EvalConfig(data=[str(second)], sets=sets, max_prompts=15)
+    prompts = reader_of(replace(config, eval=evaluation)).load_held_out()
+    assert [prompt.set_name for prompt in prompts] == [""] * 15 + ["a"] * 15 + ["b"] * 15
+    assert [prompt.index for prompt in prompts] == [*range(45)]
+    assert [p.token_ids for p in prompts[30:]] == [p.token_ids for p in prompts[:15]]
 
 
 def test_a_missing_source_is_named(config: Config) -> None:

@@ -323,7 +323,11 @@ def _translate_held_out(options: ForeignOptions) -> Found:
     files = words[1::2] if len(words) > 1 else words
     # slime cuts a file by a suffix in brackets.
     plain = [file.split("@[")[0] for file in files]
-    yield RecipeLine("eval.data", plain, ("--eval-prompt-data",))
+    if len(words) > 1:
+        sets = [{"name": n, "path": f} for n, f in zip(words[::2], plain, strict=False)]
+        yield RecipeLine("eval.sets", sets, ("--eval-prompt-data",))
+    else:
+        yield RecipeLine("eval.data", plain, ("--eval-prompt-data",))
     for file in set(files) - set(plain):
         yield Decision("--eval-prompt-data", file, "cut the file, or set eval.max_prompts")
     every = options.take("--eval-interval", None)

@@ -16,9 +16,13 @@ def of(**given: Any) -> dict[str, Any]:
 
 def test_held_out_files_are_pairs_and_may_be_cut() -> None:
     translation = slime(eval_prompt_data=["aime", "/a.jsonl", "gpqa", "/g.jsonl@[0:8]"])
-    assert values(translation)["eval.data"] == ["/a.jsonl", "/g.jsonl"]
+    assert values(translation)["eval.sets"] == [
+        {"name": "aime", "path": "/a.jsonl"},
+        {"name": "gpqa", "path": "/g.jsonl"},
+    ]
     assert "--eval-prompt-data" in decided(translation)
-    assert of(eval_prompt_data="/a.jsonl", eval_interval=5)["eval.every_steps"] == 5
+    single = of(eval_prompt_data="/a.jsonl", eval_interval=5)
+    assert single["eval.every_steps"] == 5 and single["eval.data"] == ["/a.jsonl"]
     assert of(n_samples_per_eval_prompt=16)["eval.pass_k"] == 16
     own = of(n_samples_per_eval_prompt=16, eval_temperature=0.6, eval_max_response_len=256)
     assert (own["eval.samples"], own["eval.temperature"]) == (16, 0.6)
