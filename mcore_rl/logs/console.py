@@ -82,14 +82,44 @@ class Console(Protocol):
     def close(self) -> None: ...
 
 
+class Clock:
+    """The time since the first step that was shown, and the time that the other steps will take."""
+
+    def __init__(self, total_steps: int | None) -> None:
+        self._total_steps = total_steps
+        self._first: tuple[int, float] | None = None
+
+    def start(self, step: int) -> None:
+        """Begin with `step`, unless a step has begun before."""
+        if self._first is None:
+            self._first = step, time.monotonic()
+
+    @property
+    def has_started(self) -> bool:
+        return self._first is not None
+
+    @property
+    def elapsed_s(self) -> float:
+        return 0.0 if self._first is None else time.monotonic() - self._first[1]
+
+    def describe_rest(self, step: int) -> str:
+        """Return "1:20:05 left" at the mean pace so far; empty where that is not known."""
+        if self._first is None or self._total_steps is None or step <= self._first[0]:
+            return ""
+        remaining = self.elapsed_s / (step - self._first[0]) * (self._total_steps - step)
+        return f"{format_clock(remaining)} left"
+
+
 class LineConsole:
-    """Prints lines such as "14:03:21 step 3/60 | reward 0.512 | signal 75% | rollout 1.2s"."""
+    """Prints lines such as "14:03:21 step 3/60 | reward 0.512 | rollout 1.2s | 2:05 left"."""
 
     def __init__(self, stream: TextIO, total_steps: int | None) -> None:
         self._stream = stream
         self._total_steps = total_steps
+        self._clock = Clock(total_steps)
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._clock.start(step)
         telling = select_telling(metrics)
         values = [(column.label, column.read(telling)) for column in COLUMNS]
         parts = [f"step {_format_progress(step, self._total_steps)}"]
@@ -97,6 +127,7 @@ class LineConsole:
         parts.append(
             " ".join(f"{phase} {s:.1f}s" for phase, s in select_phase_seconds(metrics).items())
         )
+        parts.append(self._clock.describe_rest(step))
         line = stamp(" | ".join(part for part in parts if part), self._stream.isatty())
         print(line, file=self._stream, flush=True)
         note_printed()
@@ -116,7 +147,7 @@ class LiveConsole:
         self._steps: dict[int, dict[str, float]] = {}
         self._rewards: deque[float] = deque(maxlen=60)
         self._phases: dict[str, float] = {}
-        self._start: tuple[int, float] | None = None
+        self._clock = Clock(total_steps)
         self._step = 0
         self._stage = ""
         self._lock = Lock()
@@ -132,7 +163,7 @@ class LiveConsole:
     def _show_stage(self, stage: str) -> None:
         with self._lock:
             self._stage = stage
-            if self._start is not None:
+            if self._clock.has_started:
                 self._live.update(self._draw(self._step), refresh=True)
             else:
                 self._live.update(Panel(Text(stage), border_style="dim"), refresh=True)
@@ -140,8 +171,7 @@ class LiveConsole:
     def _note(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step = step
         self._stage = ""
-        if self._start is None:
-            self._start = step, time.monotonic()
+        self._clock.start(step)
         self._steps.setdefault(step, {}).update(select_telling(metrics))
         if math.isfinite(reward := metrics.get("reward/mean", math.nan)):
             self._rewards.append(reward)
@@ -164,17 +194,14 @@ class LiveConsole:
         return Panel(Group(*parts), title=Text(self._title), border_style="dim")
 
     def _draw_progress(self, step: int) -> Table:
-        assert self._start is not None
-        first_step, first_time = self._start
-        elapsed = time.monotonic() - first_time
-        text = f"step {_format_progress(step, self._total_steps)}   {format_clock(elapsed)}"
+        elapsed = format_clock(self._clock.elapsed_s)
+        text = f"step {_format_progress(step, self._total_steps)}   {elapsed}"
         grid = Table.grid(padding=(0, 2))
         if self._total_steps is None:
             grid.add_row(text)
             return grid
-        if step > first_step:
-            remaining = elapsed / (step - first_step) * (self._total_steps - step)
-            text += f"   {format_clock(remaining)} left"
+        if rest := self._clock.describe_rest(step):
+            text += f"   {rest}"
         grid.add_row(text, ProgressBar(total=self._total_steps, completed=step, width=36))
         return grid
 

@@ -3,7 +3,9 @@
 import io
 import math
 import re
+import time
 
+import pytest
 from rich.console import Console as RichConsole
 
 from mcore_rl.logs.console import (
@@ -48,6 +50,16 @@ def test_a_pipe_gets_one_plain_line_per_step() -> None:
         " | length 20.4 | truncated 12% | stale 0.8 | tok/s 1,433 | rollout 2.1s train 1.5s",
         "step 3/60 | held-out 31.2%",
     ]
+
+
+def test_a_line_tells_how_long_the_rest_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    console = make_console(stream, "run", total_steps=60)
+    for step, now_s in ((3, 1000.0), (4, 1010.0), (6, 1050.0)):
+        monkeypatch.setattr(time, "monotonic", lambda now_s=now_s: now_s)
+        console.show(step, {"reward/mean": 0.5})
+    rests = [line.split(" | ")[2:] for line in stream.getvalue().splitlines()]
+    assert rests == [[], ["9:20 left"], ["15:00 left"]]
 
 
 def test_what_is_0_by_construction_is_not_shown() -> None:
