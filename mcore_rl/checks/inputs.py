@@ -126,6 +126,8 @@ def _list_checks(config: Config, command: str, place: RunPlace) -> Iterator[Chec
     yield partial(require, config, *needed, "run.dir", "model.path")
     if place.is_here:
         yield partial(check_run_dir, config.run.dir)
+        if command in SAMPLING_COMMANDS and config.cluster.address is None:
+            yield _check_engine_package
     if command in ("pairs", "eval"):
         yield partial(check_no_trainer, config.rollout)
     if command in ("train", "dpo"):
@@ -320,6 +322,14 @@ def _find_file(option: str, path: str, place: RunPlace) -> Path | None:
     """Return where this machine has a file of a recipe; None if it cannot be seen from here."""
     file = place.look(option, path)
     return None if file is None else find_file(option, str(file))
+
+
+def _check_engine_package() -> None:
+    if not _is_installed("sglang"):
+        raise ValueError(
+            "the engines need SGLang, which `pip install mcore_rl` alone does not bring: on a GPU"
+            " machine pip install 'mcore_rl[gpu]', without a GPU make venv (docs/install.md)"
+        )
 
 
 def _check_packages(log: LogConfig, place: RunPlace) -> None:

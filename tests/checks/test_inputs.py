@@ -164,6 +164,18 @@ def test_a_package_of_a_tracker_is_looked_for(
     check(overrides, "pairs")  # logs no metrics
 
 
+def test_engines_need_sglang_unless_they_run_elsewhere(
+    given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", None)  # as if it were not installed
+    message = r"^the engines need SGLang, .* pip install 'mcore_rl\[gpu\]', without a GPU make venv"
+    for command in ("train", "pairs"):
+        with pytest.raises(ValueError, match=message):
+            check(given, command)
+    check([*given, "cluster.address=10.0.0.1:6379"])
+    check_planned(load_recipe("tiny_moe_grpo", given))
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
