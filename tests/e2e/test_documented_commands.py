@@ -34,6 +34,7 @@ WALKED = (
 """Documents whose commands run one after the other, and then those of mcore-rl in
 docs/checkpoints.md; its commands of mcore-rl-ckpt have a test of their own (test_convert.py)."""
 OTHERS = (
+    "docs/install.md",
     "docs/plan.md",
     "docs/simulate.md",
     "docs/doctor.md",

@@ -20,14 +20,14 @@ def steps(workflow: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_there_is_one_of_each_kind() -> None:
-    assert WORKFLOWS.keys() == {"newest.yml", "nightly.yml", "test.yml"}
+    assert WORKFLOWS.keys() == {"docs.yml", "newest.yml", "nightly.yml", "test.yml"}
     crons = {
         name: [each["cron"] for each in workflow[TRIGGERS].get("schedule", ())]
         for name, workflow in WORKFLOWS.items()
     }
     assert all(CRON.fullmatch(cron) for found in crons.values() for cron in found)
     days = {name: [cron.split()[-1] for cron in found] for name, found in crons.items()}
-    assert days == {"newest.yml": ["1"], "nightly.yml": ["*"], "test.yml": []}
+    assert days == {"docs.yml": [], "newest.yml": ["1"], "nightly.yml": ["*"], "test.yml": []}
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
@@ -54,10 +54,11 @@ def test_what_is_made_can_be_made(name: str) -> None:
     assert made and made <= targets, made - targets
 
 
-def test_only_the_report_of_the_newest_releases_may_write() -> None:
+def test_only_the_report_of_the_newest_releases_and_the_site_may_write() -> None:
     asked = {name: workflow.get("permissions") for name, workflow in WORKFLOWS.items()}
     assert asked["newest.yml"] == {"contents": "read", "issues": "write"}
-    assert asked["nightly.yml"] == {"contents": "read"}
+    assert asked["nightly.yml"] == asked["test.yml"] == {"contents": "read"}
+    assert asked["docs.yml"] == {"contents": "read", "pages": "write", "id-token": "write"}
 
 
 def test_the_newest_releases_are_of_the_packages_whose_names_are_replaced() -> None:
