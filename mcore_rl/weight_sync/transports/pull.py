@@ -293,9 +293,16 @@ class PullTransport(SharedMemoryTransport):
     def _sum(
         self, version: int, number: int, buckets: Sequence[tuple[int, PulledBucket]]
     ) -> Tensor:
-        """Offer the slices to their peers; return their checksums on the host."""
+        """Offer the slices to their peers; return their checksums on the host.
+
+        Raises TransferError if a storage has no memory that CUDA exports.
+        """
         addresses = self._storages.addresses
-        handles = [gpu_ipc.export_memory(address) for address in addresses]
+        try:
+            handles = [gpu_ipc.export_memory(address) for address in addresses]
+        except RuntimeError as error:
+            message = f"{self._end.name} cannot open its memory to engines: {error}"
+            raise TransferError(message) from error
         self._stream.synchronize()
         for peer, offers in self._offers.items():
             slices = [part for to, each in buckets if to == peer for part in each.slices]

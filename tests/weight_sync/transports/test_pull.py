@@ -213,6 +213,18 @@ with pytest.raises(TransferError, match="offers version 2, not version 1"):
         for i, (executor, own) in enumerate(zip(executors, tensors))
     ])
 store, shards, executors = open_executors(pull=True)
+export = gpu_ipc.export_memory
+
+
+def refuse(address):
+    raise RuntimeError("CUDA gave no handle: InvalidValue")
+
+
+gpu_ipc.export_memory = refuse
+with pytest.raises(TransferError, match="trainer rank . cannot open its memory .* InvalidValue"):
+    sync(executors, tensors, 1)
+gpu_ipc.export_memory = export
+store, shards, executors = open_executors(pull=True)
 executors[0].close()
 began_s = time.monotonic()
 with pytest.raises(TransferError, match="waited .* for trainer rank 0 to say where version 1 lies"):
