@@ -22,6 +22,7 @@ from mcore_rl.process.kept_memory import HEADER_BYTES, map_kept
 
 SMALL_BYTES = 1 << 20
 """Room for what is no tensor of the model or its optimizer: generators, steps, learning rates."""
+_TENSORS_START = HEADER_BYTES + SMALL_BYTES
 _ALIGNED_BYTES = 64
 _PART_BYTES = 64 << 20
 MAX_THREADS = 4
@@ -69,8 +70,7 @@ class Generation:
         """
         self.clear()
         self._pin()
-        places = place_after(HEADER_BYTES + SMALL_BYTES, tensors)
-        end = places[-1][1] if places else HEADER_BYTES + SMALL_BYTES
+        places, end = place_tensors(tensors)
         if len(small) > SMALL_BYTES or end > len(self._bytes_B):
             raise ValueError(
                 f"a rank's state has {len(small)} and {end} bytes, and there is room for"
@@ -99,7 +99,7 @@ class Generation:
         if header.digest != self._sum(header.num_small, header.num_bytes):
             raise StateLostError(f"the state of step {step} in memory is damaged: its digest")
         self._pin()
-        places = place_after(HEADER_BYTES + SMALL_BYTES, tensors)
+        places, _ = place_tensors(tensors)
         for (start, stop), tensor in zip(places, tensors, strict=True):
             tensor.copy_(self._bytes_B[start:stop], non_blocking=True)
         synchronize()
@@ -121,9 +121,9 @@ class Generation:
     def _sum(self, num_small: int, end: int) -> int:
         """Return a digest of all bytes, which several threads compute part by part."""
         content = memoryview(self.mapped)
-        first = HEADER_BYTES + SMALL_BYTES
         parts = [content[HEADER_BYTES : HEADER_BYTES + num_small]]
-        parts += [content[k : min(k + _PART_BYTES, end)] for k in range(first, end, _PART_BYTES)]
+        starts = range(_TENSORS_START, end, _PART_BYTES)
+        parts += [content[k : min(k + _PART_BYTES, end)] for k in starts]
         with ThreadPoolExecutor(MAX_THREADS) as pool:
             digests = list(pool.map(xxh3_64_intdigest, parts))
         return xxh3_64_intdigest(np.array(digests, dtype=np.uint64).tobytes())
@@ -131,19 +131,19 @@ class Generation:
 
 def count_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the size of the kept memory that a copy of these tensors of uint8 needs."""
-    places = place_after(HEADER_BYTES + SMALL_BYTES, tensors)
-    end = places[-1][1] if places else HEADER_BYTES + SMALL_BYTES
+    _, end = place_tensors(tensors)
     return -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def place_after(start: int, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return [start, stop) of each tensor's bytes, one after the other, aligned."""
+def place_tensors(tensors: Sequence[Tensor]) -> tuple[list[tuple[int, int]], int]:
+    """Return [start, stop) of each tensor's bytes, aligned, and where the last of them ends."""
     places = []
+    end = _TENSORS_START
     for tensor in tensors:
-        start = -(-start // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        places.append((start, start + tensor.numel()))
-        start += tensor.numel()
-    return places
+        start = -(-end // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        end = start + tensor.numel()
+        places.append((start, end))
+    return places, end
 
 
 def _describe(tensors: Sequence[Tensor]) -> str:
