@@ -9,7 +9,7 @@ import math
 import operator
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -130,12 +130,11 @@ def list_alarms(
     reads_rewards      False: a teacher's log-probs take the place of rewards
     drift_bound        mean |trainer - engine| in nats; 0: none
     """
-    alarms = _list_of_answers(options, max_response_len)
-    if options.signal and reads_rewards:
-        alarms.append(_make_signal(options.steps, compares_groups))
-    alarms += _list_of_policy(options, drift_bound)
-    alarms += _list_of_engines(options, reads_rewards)
-    return [alarm for alarm in alarms if alarm.rule.bound or not alarm.of] + list_own(options)
+    alarms = [*_list_of_answers(options, max_response_len), *_list_of_policy(options, drift_bound)]
+    alarms += _list_of_engines(options)
+    if reads_rewards:
+        alarms += _list_of_rewards(options, compares_groups)
+    return [*alarms, *list_own(options)]
 
 
 def list_own(options: AlarmsConfig) -> list[MetricAlarm]:
@@ -157,90 +156,79 @@ def note_first(alarms: Iterable[MetricAlarm], rows: Iterable[Mapping[str, float 
             return
 
 
-def _make_signal(steps: int, compares_groups: bool) -> MetricAlarm:
-    among = "of each prompt" if compares_groups else "of a step"
-    remedy = (
-        f"all rewards {among} are equal, so there is nothing to learn from: see the answers in"
-        " samples.jsonl; take prompts that the model answers sometimes right, or set"
-        " rollout.dynamic_sampling=true or a larger rollout.samples_per_prompt"
-    )
-    if compares_groups:
-        return MetricAlarm(
-            "signal", AlarmRule("reward/groups_without_signal", ">=", 1.0, steps), remedy
-        )
-    return MetricAlarm("signal", AlarmRule("reward/std", "<=", 0.0, steps), remedy)
-
-
-def _list_of_answers(options: AlarmsConfig, max_response_len: int) -> list[MetricAlarm]:
-    cut_off = f"cut off at rollout.max_response_len={max_response_len}"
-    alarms = []
+def _list_of_answers(options: AlarmsConfig, max_response_len: int) -> Iterator[MetricAlarm]:
+    steps = options.steps
     if options.truncated:
-        alarms.append(
-            MetricAlarm(
-                "truncated",
-                AlarmRule("rollout/truncated_share", ">=", options.truncated, options.steps),
-                f"responses are {cut_off}: raise it, or see in samples.jsonl why the model does not"
-                " end its answers",
-            )
+        rule = AlarmRule("rollout/truncated_share", ">=", options.truncated, steps)
+        remedy = (
+            f"responses are cut off at rollout.max_response_len={max_response_len}: raise it, or"
+            " see in samples.jsonl why the model does not end its answers"
         )
-    long = AlarmRule("rollout/response_len", ">", options.length, options.steps)
-    remedy = (
-        "answers grow: see in samples.jsonl whether they repeat themselves; set"
-        " reward.overlong_buffer_len, or an algorithm.aggregation that long answers do not win by"
-    )
-    return [*alarms, MetricAlarm("length", long, remedy, of="first")]
+        yield MetricAlarm("truncated", rule, remedy)
+    if options.length:
+        rule = AlarmRule("rollout/response_len", ">", options.length, steps)
+        remedy = (
+            "answers grow: see in samples.jsonl whether they repeat themselves; set"
+            " reward.overlong_buffer_len, or an algorithm.aggregation that long answers do not win"
+            " by"
+        )
+        yield MetricAlarm("length", rule, remedy, of="first")
 
 
-def _list_of_policy(options: AlarmsConfig, drift_bound: float) -> list[MetricAlarm]:
-    narrow = AlarmRule("loss/entropy", "<", options.entropy, options.steps)
-    remedy = (
-        "the policy gives one answer alone: raise algorithm.clip_high, set algorithm.kl.coef, lower"
-        " train.optimizer.lr, or start from an earlier checkpoint"
-    )
-    alarms = [MetricAlarm("entropy", narrow, remedy, of="first")]
+def _list_of_policy(options: AlarmsConfig, drift_bound: float) -> Iterator[MetricAlarm]:
+    steps = options.steps
+    if options.entropy:
+        rule = AlarmRule("loss/entropy", "<", options.entropy, steps)
+        remedy = (
+            "the policy gives one answer alone: raise algorithm.clip_high, set algorithm.kl.coef,"
+            " lower train.optimizer.lr, or start from an earlier checkpoint"
+        )
+        yield MetricAlarm("entropy", rule, remedy, of="first")
     if options.drift and drift_bound:
-        alarms.append(
-            MetricAlarm(
-                "drift",
-                AlarmRule("logprob_diff/mean", ">", drift_bound, options.steps),
-                "trainer and engines disagree on log-probs: see docs/debugging.md#weights, or set"
-                " algorithm.correction.weight=token",
-            )
+        rule = AlarmRule("logprob_diff/mean", ">", drift_bound, steps)
+        remedy = (
+            "trainer and engines disagree on log-probs: see docs/debugging.md#weights, or set"
+            " algorithm.correction.weight=token"
         )
+        yield MetricAlarm("drift", rule, remedy)
     if options.staleness:
-        alarms.append(
-            MetricAlarm(
-                "staleness",
-                AlarmRule("staleness/mean", ">", options.staleness, options.steps),
-                "samples are older than the step can use: lower rollout.max_staleness, or give"
-                " engines more GPUs",
-            )
+        rule = AlarmRule("staleness/mean", ">", options.staleness, steps)
+        remedy = (
+            "samples are older than the step can use: lower rollout.max_staleness, or give engines"
+            " more GPUs"
         )
-    return alarms
+        yield MetricAlarm("staleness", rule, remedy)
 
 
-def _list_of_engines(options: AlarmsConfig, reads_rewards: bool) -> list[MetricAlarm]:
-    slow = AlarmRule("rollout/tokens_per_second", "<", options.speed, options.steps)
-    remedy = (
-        "engines answer more slowly: see logs/sglang_*.log, the timeline of `mcore-rl view`, and"
-        " what else runs on these machines"
-    )
-    alarms = [MetricAlarm("speed", slow, remedy, of="usual")]
+def _list_of_engines(options: AlarmsConfig) -> Iterator[MetricAlarm]:
+    if options.speed:
+        rule = AlarmRule("rollout/tokens_per_second", "<", options.speed, options.steps)
+        remedy = (
+            "engines answer more slowly: see logs/sglang_*.log, the timeline of `mcore-rl view`,"
+            " and what else runs on these machines"
+        )
+        yield MetricAlarm("speed", rule, remedy, of="usual")
     if options.engine_down:
-        alarms.append(
-            MetricAlarm(
-                "engine_down",
-                AlarmRule("sync/engines_failed", ">", 0.0, 1),
-                "an engine has no weights, and the others answer for it: see logs/controller.log"
-                " and its logs/sglang_*.log",
-            )
+        rule = AlarmRule("sync/engines_failed", ">", 0.0, 1)
+        remedy = (
+            "an engine has no weights, and the others answer for it: see logs/controller.log and"
+            " its logs/sglang_*.log"
         )
-    if reads_rewards:
-        alarms.append(
-            MetricAlarm(
-                "reward_errors",
-                AlarmRule("reward/failed_share", ">", options.reward_errors, 1),
-                "samples.jsonl has the errors as reward_error",
-            )
+        yield MetricAlarm("engine_down", rule, remedy)
+
+
+def _list_of_rewards(options: AlarmsConfig, compares_groups: bool) -> Iterator[MetricAlarm]:
+    if options.signal:
+        rule = AlarmRule("reward/std", "<=", 0.0, options.steps)
+        among = "of a step"
+        if compares_groups:
+            rule = AlarmRule("reward/groups_without_signal", ">=", 1.0, options.steps)
+            among = "of each prompt"
+        remedy = (
+            f"all rewards {among} are equal, so there is nothing to learn from: see the answers in"
+            " samples.jsonl; take prompts that the model answers sometimes right, or set"
+            " rollout.dynamic_sampling=true or a larger rollout.samples_per_prompt"
         )
-    return alarms
+        yield MetricAlarm("signal", rule, remedy)
+    rule = AlarmRule("reward/failed_share", ">", options.reward_errors, 1)
+    yield MetricAlarm("reward_errors", rule, "samples.jsonl has the errors as reward_error")
