@@ -192,7 +192,10 @@ def test_an_alarm_that_could_not_be_told_is_refused(
         check([*given, override])
 
 
-def test_each_command_asks_for_what_it_reads(given: list[str]) -> None:
+def test_each_command_asks_for_what_it_reads(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the repository may hold data/arithmetic
     with pytest.raises(ValueError, match=r"^sft.data: data file data/arithmetic/sft.parquet"):
         check(given, "sft")
     with pytest.raises(ValueError, match=r"^eval.data is not set"):
