@@ -41,6 +41,8 @@ def shadowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder, whose modules end any process that imports them."""
     for name in SHADOWS:
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('shadowed by {name}.py')\n")
+    paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(os.path.abspath, paths)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(safe_path.SAFE_PATH, raising=False)
     return tmp_path
