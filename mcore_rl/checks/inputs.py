@@ -8,7 +8,7 @@ import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,15 @@ from mcore_rl.agents.environments.adapters import check_names, find_adapter
 from mcore_rl.agents.environments.check import is_there
 from mcore_rl.checks.source import check_name, check_registered, find_function, parse, takes
 from mcore_rl.config import (
+    AgentsConfig,
     AlarmsConfig,
     AlgorithmConfig,
     Config,
+    EvalSetConfig,
     LogConfig,
     RewardConfig,
     RolloutConfig,
+    SourceConfig,
 )
 from mcore_rl.config.recipe import require
 from mcore_rl.config.shipped import RECIPES_DIR, describe_making
@@ -91,11 +94,10 @@ def check_inputs(config: Config, command: str, place: RunPlace = HERE) -> None:
         check()
 
 
-def check_agent_inputs(config: Config) -> None:
-    """Raise ValueError for the first input of `mcore-rl agent run` that is not there."""
-    if not config.agents.is_used:
+def check_has_environment(agents: AgentsConfig) -> None:
+    """Raise ValueError if the recipe has no environment."""
+    if not agents.is_used:
         raise ValueError("agents.environment is not set: give what the policy talks with")
-    check_inputs(config, "pairs")  # which samples from the same files, without a trainer
 
 
 def find_missing(config: Config, command: str) -> list[str]:
@@ -109,13 +111,13 @@ def find_missing(config: Config, command: str) -> list[str]:
     return missing
 
 
-def check_planned(config: Config) -> None:
+def check_planned(algorithm: AlgorithmConfig, model_path: str) -> None:
     """Raise ValueError if even a plan lacks something: a known algorithm, the model's config.json.
 
     Models on the Hugging Face hub are taken for granted.
     """
-    check_algorithm_names(config.algorithm)
-    _check_model("model.path", config.model.path, HERE, has_weights=False)
+    check_algorithm_names(algorithm)
+    _check_model("model.path", model_path, HERE, has_weights=False)
 
 
 def _list_checks(config: Config, command: str, place: RunPlace) -> Iterator[Check]:
@@ -136,7 +138,10 @@ def _list_checks(config: Config, command: str, place: RunPlace) -> Iterator[Chec
     yield partial(_check_model, "model.path", config.model.path, place, has_weights=has_weights)
     if command == "train":
         yield partial(_check_model, "critic.path", config.critic.path, place, has_weights=False)
-    for option, path in _list_data(config, command):
+    named = {option: value_of(config, option) for option in DATA_OF_COMMAND[command]}
+    held_out = config.eval.sets if command in SAMPLING_COMMANDS else ()
+    sources = config.data.sources if command in MIXING_COMMANDS else ()
+    for option, path in _list_data(named, held_out, sources):
         yield partial(_check_data, option, path, place)
     if command in SAMPLING_COMMANDS:
         for role, model in config.served_models.items():
@@ -157,16 +162,18 @@ def _list_checks(config: Config, command: str, place: RunPlace) -> Iterator[Chec
         yield partial(_check_metric, "checkpoint.best_metric", config.checkpoint.best_metric)
 
 
-def _list_data(config: Config, command: str) -> Iterator[tuple[str, str]]:
-    """Yield (option, path) of each data set that `command` reads, but those on the hub."""
-    for option in DATA_OF_COMMAND[command]:
-        yield from ((option, path) for path in value_of(config, option))
-    if command in SAMPLING_COMMANDS:
-        for number, each in enumerate(config.eval.sets):
-            yield f"eval.sets[{number}].path", each.path
-    if command in MIXING_COMMANDS:
-        for number, source in enumerate(config.data.sources):
-            yield f"data.sources[{number}].path", source.path
+def _list_data(
+    named: Mapping[str, Sequence[str]],
+    held_out: Sequence[EvalSetConfig],
+    sources: Sequence[SourceConfig],
+) -> Iterator[tuple[str, str]]:
+    """Yield (option, path) of each data set: those that options name, eval.sets, data.sources."""
+    for option, paths in named.items():
+        yield from ((option, path) for path in paths)
+    for number, each in enumerate(held_out):
+        yield f"eval.sets[{number}].path", each.path
+    for number, source in enumerate(sources):
+        yield f"data.sources[{number}].path", source.path
 
 
 def _check_data(option: str, path: str, place: RunPlace) -> None:

@@ -28,6 +28,7 @@ from mcore_rl.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    ProfileConfig,
     RewardConfig,
     RolloutConfig,
     RunConfig,
@@ -197,7 +198,7 @@ def run_processes(
     size = RunSize.make(config, command)
     remote = _find_remote(size.served)
     timeout_s = config.run.call_timeout_s
-    num_cpus = size.num_cpus(config.cluster.cpus_per_rank, config.rollout.engine_ranks)
+    num_cpus = size.num_cpus(config.cluster.cpus_per_rank)
     startup_s = config.run.startup_timeout_s
     keys = ServerKeys.make()
     naming = name_breakpoints() if config.run.debug else nullcontext()
@@ -209,7 +210,7 @@ def run_processes(
         slots = reserve_in_ray(size, config.rollout, config.cluster, startup_s)
         for line in report_placement(slots, list_alive_nodes()):
             _log.info(line)
-        trainer, critic = _start_models(config, slots, log_dir)
+        trainer, critic = _start_models(config.run, config.profile, slots, log_dir)
         engines = None
         if size.engines:
             least = config.rollout.min_engines
@@ -231,13 +232,13 @@ def run_processes(
 
 
 def _start_models(
-    config: Config, slots: RunSlots, log_dir: Path
+    run: RunConfig, profile: ProfileConfig, slots: RunSlots, log_dir: Path
 ) -> tuple[TrainerGroup | None, CriticGroup | None]:
     """Start the processes of trainer and critic, as far as there are slots for them."""
-    timeout_s = config.run.call_timeout_s
+    timeout_s = run.call_timeout_s
     # Whoever debugs a rank stops it.
-    stopped_s = None if config.run.debug else limit_stopped(timeout_s)
-    nsys = make_nsys_environments(config.profile, log_dir.parent / "profile")
+    stopped_s = None if run.debug else limit_stopped(timeout_s)
+    nsys = make_nsys_environments(profile, log_dir.parent / "profile")
     trainer = critic = None
     if slots.trainer:
         trainer = TrainerGroup(slots.trainer, log_dir, timeout_s, nsys, stopped_s)

@@ -39,7 +39,10 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class RunSize:
-    """Numbers of ranks and engines of a command, and which share the trainer ranks' GPUs."""
+    """Numbers of ranks and engines of a command, and which share the trainer ranks' GPUs.
+
+    ranks_per_engine   of the policy's engines
+    """
 
     trainer: int
     critic: int
@@ -51,6 +54,7 @@ class RunSize:
     trainer_pp: int = 1
     critic_tp: int = 1
     critic_pp: int = 1
+    ranks_per_engine: int = 1
 
     @staticmethod
     def make(config: Config, command: str) -> "RunSize":
@@ -70,6 +74,7 @@ class RunSize:
             trainer_pp=config.parallel.pp,
             critic_tp=config.critic.parallel.tp,
             critic_pp=config.critic.parallel.pp,
+            ranks_per_engine=config.rollout.engine_ranks,
         )
 
     @property
@@ -90,10 +95,15 @@ class RunSize:
         """GPUs of trainer and critic."""
         return self.trainer + (0 if self.critic_colocated else self.critic)
 
-    def num_gpus(self, ranks_per_engine: int) -> int:
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs that the policy's engines have of their own."""
+        return 0 if self.engines_colocated else self.engines * self.ranks_per_engine
+
+    @property
+    def num_gpus(self) -> int:
         """GPUs of trainer, critic and the policy's engines."""
-        engine_ranks = 0 if self.engines_colocated else self.engines * ranks_per_engine
-        return self.trainer_gpus + engine_ranks
+        return self.trainer_gpus + self.engine_gpus
 
     @property
     def served_gpus(self) -> dict[str, int]:
@@ -104,21 +114,23 @@ class RunSize:
             if role not in self.colocated_served and model.path
         }
 
-    def list_gpus(self, ranks_per_engine: int) -> dict[str, int]:
+    def list_gpus(self) -> dict[str, int]:
         """Return all GPUs of the command by the options that set them; a shared one counts once."""
-        shared = 0 if self.engines_colocated else self.engines * ranks_per_engine
         own = {
             "parallel": self.trainer,
             "critic.parallel": 0 if self.critic_colocated else self.critic,
-            "rollout.engines": shared,
+            "rollout.engines": self.engine_gpus,
             **{f"{role}.engines": number for role, number in self.served_gpus.items()},
         }
         return {option: number for option, number in own.items() if number}
 
-    def num_cpus(self, cpus_per_rank: float, ranks_per_engine: int) -> float:
-        """CPUs that the command reserves in Ray."""
-        served = sum(self.served_gpus.values())
-        return cpus_per_rank * (self.num_gpus(ranks_per_engine) + served)
+    def count_all_gpus(self) -> int:
+        """Return the GPUs of the command, those of served models included."""
+        return sum(self.list_gpus().values())
+
+    def num_cpus(self, cpus_per_rank: float) -> float:
+        """CPUs that the command reserves in Ray: those of a rank for each GPU."""
+        return cpus_per_rank * self.count_all_gpus()
 
 
 Bundle = Mapping[str, float]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mcore_rl.config import Config
+from mcore_rl.config import ClusterConfig, RolloutConfig
 from mcore_rl.planning.bundles import NodeSize, RunSize, plan_nodes
 
 
@@ -30,33 +30,32 @@ class RunGpus:
         return f"GPUs: {self.gpus} on {self.hosts} host{'s' * (self.hosts > 1)}{shown}"
 
 
-def count_gpus(config: Config, command: str = "train") -> int:
-    return sum(RunSize.make(config, command).list_gpus(config.rollout.engine_ranks).values())
-
-
-def find_gpus(config: Config, base: Config | None = None) -> RunGpus:
-    """Return the GPUs of `mcore-rl train`; `base` is the recipe that it starts from.
+def find_gpus(
+    size: RunSize,
+    rollout: RolloutConfig,
+    cluster: ClusterConfig,
+    ranks_per_host: int,
+    base_gpus: int | None = None,
+) -> RunGpus:
+    """Return the GPUs of a command of this size; see RunGpus for `base_gpus`.
 
     Raises ValueError if a process fits no host.
     """
-    size = RunSize.make(config, "train")
-    host = NodeSize(config.plan.ranks_per_host)
-    hosts = plan_nodes(size, config.rollout, config.cluster, host).nodes
-    before = None if base is None else count_gpus(base)
-    return RunGpus(count_gpus(config), hosts, before, config.cluster.gpus)
+    hosts = plan_nodes(size, rollout, cluster, NodeSize(ranks_per_host)).nodes
+    return RunGpus(size.count_all_gpus(), hosts, base_gpus, cluster.gpus)
 
 
-def check_budget(config: Config, command: str) -> None:
-    """Raise ValueError if `command` takes more GPUs than cluster.gpus; it names who takes them."""
-    budget = config.cluster.gpus
-    if budget is None:
+def check_budget(size: RunSize, budget: int | None, dp: int | None) -> None:
+    """Raise ValueError if a command takes more GPUs than `budget`; it names who takes them.
+
+    budget   cluster.gpus; None: any number
+    dp       parallel.dp
+    """
+    num_gpus = size.count_all_gpus()
+    if budget is None or num_gpus <= budget:
         return
-    parts = RunSize.make(config, command).list_gpus(config.rollout.engine_ranks)
-    if sum(parts.values()) <= budget:
-        return
-    shown = " + ".join(f"{number} by {option}" for option, number in parts.items())
+    shown = " + ".join(f"{number} by {option}" for option, number in size.list_gpus().items())
     raise ValueError(
-        f"cluster.gpus={budget}, but the recipe takes {sum(parts.values())} GPUs: {shown}. Lower"
-        f" one of them (parallel.dp={config.parallel.dp} becomes what is left with"
-        " parallel.dp=null), or raise cluster.gpus"
+        f"cluster.gpus={budget}, but the recipe takes {num_gpus} GPUs: {shown}. Lower one of them"
+        f" (parallel.dp={dp} becomes what is left with parallel.dp=null), or raise cluster.gpus"
     )

@@ -21,6 +21,7 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.planning.adapter_memory import explain_frozen, list_frozen_bytes
+from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.gpus import find_gpus
 from mcore_rl.planning.host_memory import StoreMemory, explain_servers
 from mcore_rl.planning.kept_state import explain_kept_states, predict_kept_states
@@ -123,13 +124,13 @@ def _explain_batch(
 class PlanOutput:
     """How a plan is printed, and with which lines besides its own.
 
-    base      the recipe that this one starts from, to compare GPUs with
-    missing   inputs of `mcore-rl train` that are not here, each with its remedy
+    base_gpus   GPUs of the recipe that this one starts from, to compare with
+    missing     inputs of `mcore-rl train` that are not here, each with its remedy
     """
 
     as_json: bool = False
     detail: bool = False
-    base: Config | None = None
+    base_gpus: int | None = None
     missing: Sequence[str] = ()
 
 
@@ -140,7 +141,13 @@ def print_plan(config: Config, shown: PlanOutput = PlanOutput()) -> bool:
     """
     verdict = judge_recipe(config)
     run = verdict.run
-    gpus = find_gpus(config, shown.base)
+    gpus = find_gpus(
+        RunSize.make(config, "train"),
+        config.rollout,
+        config.cluster,
+        config.plan.ranks_per_host,
+        shown.base_gpus,
+    )
     explained = explain(run, config.data, verdict.ranks)
     stores = StoreMemory.make(run, config.data, config.algorithm, config.drift)
     servers = explain_servers(config.sandbox, config.search)
@@ -169,7 +176,7 @@ def print_plan(config: Config, shown: PlanOutput = PlanOutput()) -> bool:
     for line in filter(None, [*lines, *_explain_missing(shown.missing)]):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     if shown.detail:
-        for table in _make_tables(config, verdict):
+        for table in _make_tables(config.model.path, verdict):
             console.print(table)
     return verdict.fits
 
@@ -180,11 +187,11 @@ def _explain_missing(missing: Sequence[str]) -> list[str]:
     return ["Here, `mcore-rl train` would refuse this:", *(f"  {line}" for line in missing)]
 
 
-def _make_tables(config: Config, verdict: PlanVerdict) -> list[Table]:
+def _make_tables(model_path: str, verdict: PlanVerdict) -> list[Table]:
     """Return the memory of ranks, who sends what to whom in a weight sync, and its seconds."""
     sync = verdict.sync
     return [
-        make_memory_table(config.plan, verdict.ranks),
-        make_flows_table(config.model.path, sync.deployment, sync.traffic, sync.summary),
+        make_memory_table(verdict.run.plan, verdict.ranks),
+        make_flows_table(model_path, sync.deployment, sync.traffic, sync.summary),
         make_comparison_table(sync.summary),
     ]

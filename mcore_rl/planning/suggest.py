@@ -7,6 +7,7 @@ from typing import Any
 
 from mcore_rl.config import Config, ParallelConfig, PlanConfig, RolloutConfig
 from mcore_rl.config.tree import Settings, value_of, with_settings
+from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.gpus import check_budget
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.peak_memory import RankMemory, Side
@@ -52,7 +53,8 @@ def suggest_settings(config: Config, run: PlannedRun) -> Settings | None:
             changes = _select_changes(run, candidate)
             try:
                 changed = with_settings(config, {**settings, **changes})
-                check_budget(changed, "train")
+                size = RunSize.make(changed, "train")
+                check_budget(size, changed.cluster.gpus, changed.parallel.dp)
                 ranks = predict_memory(PlannedRun.make(changed, run.models), side)
             except ValueError:  # sizes that do not divide, or more than cluster.gpus
                 continue

@@ -8,7 +8,7 @@ from mcore_rl.checks.sizes import check_engines, check_sizes
 from mcore_rl.config import Config, PlanConfig
 from mcore_rl.config.recipe import require
 from mcore_rl.config.tree import Settings, spell
-from mcore_rl.planning.bundles import COMMANDS
+from mcore_rl.planning.bundles import COMMANDS, RunSize
 from mcore_rl.planning.deployment import Deployment, make_deployment
 from mcore_rl.planning.gpus import check_budget
 from mcore_rl.planning.memory import predict_memory
@@ -53,7 +53,7 @@ def judge_recipe(config: Config) -> PlanVerdict:
     """
     require(config, "model.path")
     check_algorithm(config)
-    check_budget(config, "train")
+    check_budget(RunSize.make(config, "train"), config.cluster.gpus, config.parallel.dp)
     run = PlannedRun.make(config)
     check_sizes(config, run.models.policy)
     check_engines(config, run.models.policy)
@@ -71,7 +71,7 @@ def refuse_too_large(config: Config, command: str) -> None:
         verdict = judge_recipe(config)
         fits, sentence = verdict.fits, verdict.sentence
     else:
-        check_budget(config, command)
+        check_budget(RunSize.make(config, command), config.cluster.gpus, config.parallel.dp)
         run = PlannedRun.make(config)
         alone = replace(run, cluster=replace(run.cluster, colocated=False))
         side: Side = "trainer" if COMMANDS[command].trainer else "engine"

@@ -45,9 +45,9 @@ _SHOWN_REASONS = 3
 def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
     """Run an episode of each of the first prompts, and print the conversations.
 
-    Held-out prompts come first, if the recipe has any. Its inputs were checked by
-    check_agent_inputs. Raises ValueError for wrong input before the engine is started, and
-    RuntimeError if the environment failed in every episode.
+    Held-out prompts come first, if the recipe has any. The command has checked what it names.
+    Raises ValueError for wrong input before the engine is started, and RuntimeError if the
+    environment failed in every episode.
     """
     policy, tokenizer = open_policy(config, *list_prompt_options(config.data))
     check_no_trainer(config.rollout)

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mcore_rl.checks.inputs import check_agent_inputs, check_inputs, check_planned, find_missing
+from mcore_rl.checks.inputs import (
+    check_has_environment,
+    check_inputs,
+    check_planned,
+    find_missing,
+)
 from mcore_rl.config.recipe import find_base
 from mcore_rl.config.tree import with_settings
 from mcore_rl.process.gc_pause import without_collector
@@ -76,15 +81,17 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
 
 def _plan(args: argparse.Namespace) -> None:
     recipe, overrides = read_recipe(args.settings)
-    check_planned(recipe)
+    check_planned(recipe.algorithm, recipe.model.path)
     missing = [] if recipe.rehearse else find_missing(recipe, "train")
     [name] = [s.removeprefix("recipe=") for s in args.settings if s.startswith("recipe=")]
     base = find_base(name, overrides)
     with without_collector():
+        from mcore_rl.planning.bundles import RunSize
         from mcore_rl.planning.plan import PlanOutput, print_plan  # imports torch
 
+    base_gpus = None if base is None else RunSize.make(base, "train").count_all_gpus()
     config = with_inputs(recipe, overrides, "plan")
-    if not print_plan(config, PlanOutput(args.json, args.detail, base, missing)):
+    if not print_plan(config, PlanOutput(args.json, args.detail, base_gpus, missing)):
         raise RuntimeError("the recipe does not fit its GPUs")
 
 
@@ -102,7 +109,8 @@ def add_agent_arguments(command: argparse.ArgumentParser) -> None:
             raise ValueError(f"--episodes {args.episodes}: at least 1")
         recipe, overrides = read_recipe(args.settings)
         if not recipe.rehearse:
-            check_agent_inputs(recipe)
+            check_has_environment(recipe.agents)
+            check_inputs(recipe, "pairs")  # which samples from the same files, without a trainer
         config = with_inputs(recipe, overrides, "train")
         with without_collector():
             from mcore_rl.run.agent import run_agent

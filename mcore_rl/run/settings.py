@@ -46,7 +46,7 @@ def with_inputs(config: Config, overrides: Sequence[str], command: str) -> Confi
     """
     if command == "submit" and not config.rehearse:
         return config  # The nodes of the job download the inputs.
-    from mcore_rl.planning.bundles import COMMANDS
+    from mcore_rl.planning.bundles import COMMANDS, RunSize
     from mcore_rl.planning.gpus import check_budget
     from mcore_rl.run.hub import fetch_inputs
 
@@ -57,7 +57,7 @@ def with_inputs(config: Config, overrides: Sequence[str], command: str) -> Confi
     if command == "submit":
         return config
     if command in COMMANDS:
-        check_budget(config, command)
+        check_budget(RunSize.make(config, command), config.cluster.gpus, config.parallel.dp)
     return fetch_inputs(config, command)
 
 

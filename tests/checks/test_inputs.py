@@ -223,10 +223,11 @@ def test_a_judge_needs_its_question(given: list[str]) -> None:
 
 
 def test_a_plan_needs_names_and_a_config_alone(tmp_path: Path) -> None:
-    check_planned(load_recipe("qwen3_30b_a3b_grpo_8", []))
-    check_planned(load_recipe("qwen3_30b_a3b_grpo_8", ["model.path=me/model"]))
+    recipe = load_recipe("qwen3_30b_a3b_grpo_8", [])
+    for path in (recipe.model.path, "me/model"):
+        check_planned(recipe.algorithm, path)
     with pytest.raises(ValueError, match=r"^model.path=.*config.json does not exist"):
-        check_planned(load_recipe("qwen3_30b_a3b_grpo_8", [f"model.path={tmp_path}"]))
+        check_planned(recipe.algorithm, str(tmp_path))
 
 
 def test_files_are_looked_for_where_the_run_has_them(given: list[str], tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import pytest
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import find_base, load_recipe
 from mcore_rl.config.tree import with_settings
-from mcore_rl.planning.gpus import check_budget, count_gpus, find_gpus
+from mcore_rl.planning.bundles import RunSize
+from mcore_rl.planning.gpus import check_budget, find_gpus
 from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.planning.suggest import suggest_settings
 from mcore_rl.planning.verdict import judge_recipe, refuse_too_large
@@ -17,6 +18,14 @@ QWEN = "qwen3_30b_a3b_grpo_32"
 
 def load(*overrides: str, recipe: str = QWEN) -> Config:
     return load_recipe(recipe, list(overrides))
+
+
+def count_gpus(config: Config) -> int:
+    return RunSize.make(config, "train").count_all_gpus()
+
+
+def check(config: Config, command: str = "train") -> None:
+    check_budget(RunSize.make(config, command), config.cluster.gpus, config.parallel.dp)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +42,10 @@ def load(*overrides: str, recipe: str = QWEN) -> Config:
     ],
 )
 def test_the_line_about_gpus(overrides: list[str], line: str) -> None:
-    assert find_gpus(load(*overrides), load()).explain().startswith(line)
+    config = load(*overrides)
+    size = RunSize.make(config, "train")
+    gpus = find_gpus(size, config.rollout, config.cluster, 8, count_gpus(load()))
+    assert gpus.explain().startswith(line)
 
 
 @pytest.mark.parametrize(
@@ -55,16 +67,16 @@ def test_a_budget_completes_the_data_parallel_size(
     taken_out = ["~parallel.dp"] if load(recipe=recipe).parallel.dp else []
     config = load(*taken_out, *overrides, recipe=recipe)
     assert config.parallel.dp == dp
-    check_budget(config, "train")
+    check(config)
 
 
 def test_a_budget_that_is_too_small_names_who_takes_it() -> None:
     with pytest.raises(
         ValueError, match=r"32 GPUs: 16 by parallel \+ 16 by rollout.engines. .*=8 "
     ):
-        check_budget(load("cluster.gpus=31"), "train")
-    check_budget(load("cluster.gpus=16"), "sft")
-    check_budget(load("cluster.gpus=16"), "eval")
+        check(load("cluster.gpus=31"))
+    check(load("cluster.gpus=16"), "sft")
+    check(load("cluster.gpus=16"), "eval")
     with pytest.raises(ValueError, match=r"cluster.gpus=20 leaves 4 for the trainer, beside 16 by"):
         load("~parallel.dp", "cluster.gpus=20")
     with pytest.raises(ValueError, match=r"^cluster.gpus=31, but the recipe takes 32"):

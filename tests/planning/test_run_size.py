@@ -11,9 +11,7 @@ def test_only_a_command_that_trains_the_critic_makes_room_for_it() -> None:
     trained = RunSize.make(config, "train")
     tuned = RunSize.make(config, "sft")
     assert (trained.critic, tuned.critic) == (2, 0)
-    assert (
-        trained.num_cpus(0.5, ranks_per_engine=1) - tuned.num_cpus(0.5, ranks_per_engine=1) == 1.5
-    )
+    assert trained.num_cpus(0.5) - tuned.num_cpus(0.5) == 1.5
 
 
 def test_a_reward_model_on_the_trainers_gpus_takes_none_of_its_own() -> None:
@@ -23,7 +21,7 @@ def test_a_reward_model_on_the_trainers_gpus_takes_none_of_its_own() -> None:
     )
     size = RunSize.make(colocated, "train")
     assert (list(size.colocated_served), size.tenants) == (["reward_model"], 2)
-    assert size.num_cpus(0.5, ranks_per_engine=1) == (2 + 1 + 1) * 0.5  # ranks, engine, judge
+    assert size.num_cpus(0.5) == (2 + 1 + 1) * 0.5  # ranks, engine, judge
     without_trainer = RunSize.make(colocated, "eval")
     assert list(without_trainer.served) == ["judge", "reward_model"]
     assert not without_trainer.colocated_served

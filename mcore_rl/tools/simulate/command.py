@@ -28,7 +28,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def _simulate(args: argparse.Namespace) -> None:
     recipe, overrides = read_recipe(args.settings)
-    check_planned(recipe)
+    check_planned(recipe.algorithm, recipe.model.path)
     with without_collector():
         from mcore_rl.tools.simulate.prediction import print_simulation  # imports torch
 

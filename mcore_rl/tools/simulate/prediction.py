@@ -129,7 +129,7 @@ def print_simulation(
     """
     config = make_checked(config)
     if search_gpus is not None:
-        own_gpus = RunSize.make(config, "train").num_gpus(config.rollout.engine_ranks)
+        own_gpus = RunSize.make(config, "train").num_gpus
         num_gpus = search_gpus or own_gpus
         splits, num_refused = search(config, num_gpus)
         if as_json:

@@ -197,7 +197,7 @@ def simulate(config: Config, costs: RecipeCosts) -> SimulationResult:
     wall_s = time.perf_counter() - began
     simulating_s = clock.in_loop_s - loop.cpu_s[CONTROLLER] + clock.predicting_s
     controller_s = wall_s - simulating_s
-    num_gpus = RunSize.make(config, "train").num_gpus(config.rollout.engine_ranks)
+    num_gpus = RunSize.make(config, "train").num_gpus
     summary = _summarize(num_gpus, log, totals, loop.time(), controller_s)
     summary |= {
         "prompts_unaccounted": len(

@@ -96,7 +96,7 @@ def read_recipe(settings: Sequence[str]) -> RecipeNeeds:
         run_dir=Path(config.run.dir or "runs"),
         models=tuple(model for model in models if model.path),
         object_store_mib=0 if config.cluster.address else config.cluster.object_store_mib,
-        gpus=round(size.num_cpus(1.0, config.rollout.engine_ranks)),
+        gpus=size.count_all_gpus(),
         gpus_per_node=config.plan.ranks_per_host,
         kept_checkpoints=config.checkpoint.keep + config.checkpoint.keep_best + 1,
     )
