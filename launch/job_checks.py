@@ -6,7 +6,13 @@ from pathlib import Path
 from launch.cli import LoadSettings
 from launch.mounts import find_place
 from launch.options import LaunchOptions
-from mcore_rl.checks.inputs import HubUnreachableError, RunPlace, check_inputs, is_on_hub
+from mcore_rl.checks.inputs import (
+    HubUnreachableError,
+    RunPlace,
+    is_on_hub,
+    list_input_checks,
+    refuse_missing,
+)
 from mcore_rl.config import Config
 from mcore_rl.config.tree import with_settings
 
@@ -26,7 +32,7 @@ def check_job(
     run_dir = config.run.dir if options.is_away else str(Path(config.run.dir).absolute())
     place = find_place(run_dir, options)
     place.look("run.dir", run_dir)
-    check_inputs(config, command, place)
+    refuse_missing(list_input_checks(config, command, place))
     planned = _find_planned(config, settings, place, load_settings)
     if planned is None:
         return

@@ -88,9 +88,9 @@ HERE = RunPlace()
 Check = Callable[[], object]
 
 
-def check_inputs(config: Config, command: str, place: RunPlace = HERE) -> None:
-    """Raise ValueError for the first input of `command` that is not there, with a remedy."""
-    for check in _list_checks(config, command, place):
+def refuse_missing(checks: Iterable[Check]) -> None:
+    """Raise ValueError for the first input that is not there, with a remedy."""
+    for check in checks:
         check()
 
 
@@ -100,10 +100,10 @@ def check_has_environment(agents: AgentsConfig) -> None:
         raise ValueError("agents.environment is not set: give what the policy talks with")
 
 
-def find_missing(config: Config, command: str) -> list[str]:
-    """Return what `check_inputs` refuses, each with its remedy."""
+def find_missing(checks: Iterable[Check]) -> list[str]:
+    """Return what `refuse_missing` refuses, each with its remedy."""
     missing = []
-    for check in _list_checks(config, command, HERE):
+    for check in checks:
         try:
             check()
         except (ValueError, OSError) as error:  # OSError: a file that this user may not read
@@ -120,12 +120,13 @@ def check_planned(algorithm: AlgorithmConfig, model_path: str) -> None:
     _check_model("model.path", model_path, HERE, has_weights=False)
 
 
-def _list_checks(config: Config, command: str, place: RunPlace) -> Iterator[Check]:
+def list_input_checks(config: Config, command: str, place: RunPlace = HERE) -> Iterator[Check]:
     """Yield the checks of what `command` reads, in the order of a recipe's groups."""
     has_sources = command in MIXING_COMMANDS and config.data.sources
     has_sets = command == "eval" and config.eval.sets
     needed = () if has_sources or has_sets else DATA_OF_COMMAND[command][:1]
-    yield partial(require, config, *needed, "run.dir", "model.path")
+    options = (*needed, "run.dir", "model.path")
+    yield partial(require, {option: value_of(config, option) for option in options})
     if place.is_here:
         yield partial(check_run_dir, config.run.dir)
         if command in SAMPLING_COMMANDS and config.cluster.address is None:

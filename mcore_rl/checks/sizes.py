@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import (
-    Config,
+    CriticConfig,
     DataConfig,
+    DriftConfig,
     EvalConfig,
     ParallelConfig,
     RolloutConfig,
@@ -16,22 +16,32 @@ from mcore_rl.weights.layouts.sglang_models import SGLangSizes, refuse_unserved
 from mcore_rl.weights.models.recipe_checks import check_layout, check_sharing
 
 
-def check_sizes(config: Config, policy: ModelFacts) -> None:
+def check_sizes(
+    policy: ModelFacts,
+    parallel: ParallelConfig,
+    critic: CriticConfig | None,
+    train: TrainConfig,
+    rollout: RolloutConfig,
+    data: DataConfig,
+    ranks_per_host: int,
+) -> None:
     """Raise ValueError if a layout does not divide the model, or sequences are too long.
+
+    critic   None if the algorithm has none
 
     Likewise if sequences are to share beginnings and cannot, or if the ranks of a tensor-parallel
     group do not fit one host.
     """
-    check_layout(policy.config, config.parallel)
-    _check_hosts(config.parallel, "parallel", config.plan.ranks_per_host)
-    if config.train.share_prefixes:
-        check_sharing(policy.config, config.parallel)
-    if needs_of(config.algorithm).critic:
-        if config.train.share_prefixes:
-            check_sharing(policy.config, config.critic.parallel, "critic.parallel")
-        check_layout(policy.config, config.critic.parallel, "critic.parallel")
-        _check_hosts(config.critic.parallel, "critic.parallel", config.plan.ranks_per_host)
-    check_lens(config.data, config.rollout, config.train, policy)
+    check_layout(policy.config, parallel)
+    _check_hosts(parallel, "parallel", ranks_per_host)
+    if train.share_prefixes:
+        check_sharing(policy.config, parallel)
+    if critic is not None:
+        if train.share_prefixes:
+            check_sharing(policy.config, critic.parallel, "critic.parallel")
+        check_layout(policy.config, critic.parallel, "critic.parallel")
+        _check_hosts(critic.parallel, "critic.parallel", ranks_per_host)
+    check_lens(data, rollout, train, policy)
 
 
 def _check_hosts(parallel: ParallelConfig, group: str, ranks_per_host: int) -> None:
@@ -46,32 +56,39 @@ def _check_hosts(parallel: ParallelConfig, group: str, ranks_per_host: int) -> N
             )
 
 
-def check_engines(config: Config, policy: ModelFacts) -> None:
-    """Raise ValueError if engines of these sizes cannot serve the model, or not rightly."""
-    rollout = config.rollout
+def check_engines(
+    policy: ModelFacts,
+    dtype: str,
+    rollout: RolloutConfig,
+    drift: DriftConfig,
+    data: DataConfig,
+    evaluation: EvalConfig,
+) -> None:
+    """Raise ValueError if engines of these sizes cannot serve the model, or not rightly.
+
+    dtype   model.dtype
+    """
     if rollout.quantization != "none" and policy.has_tower:
         raise ValueError(
-            f"rollout.quantization={rollout.quantization} with model.path={config.model.path}: the"
+            f"rollout.quantization={rollout.quantization} with model.path={policy.path}: the"
             " engines would quantize its vision tower, too; use rollout.quantization=none"
         )
     if rollout.quantization != "none" and policy.stacks_experts:
         raise ValueError(
-            f"rollout.quantization={rollout.quantization} with model.path={config.model.path},"
+            f"rollout.quantization={rollout.quantization} with model.path={policy.path},"
             " whose experts are stacked in one tensor: only none is supported"
         )
-    if rollout.pp > 1 and config.drift.routed_experts and policy.has_experts:
+    if rollout.pp > 1 and drift.routed_experts and policy.has_experts:
         raise ValueError(
             f"rollout.pp={rollout.pp} with drift.routed_experts=true: an engine of several pipeline"
             " stages reports the experts that the first stage chose, and no others; set"
             " drift.routed_experts=false"
         )
-    check_eval_lens(config.data, rollout, config.eval, policy)
+    check_eval_lens(data, rollout, evaluation, policy)
     try:
-        refuse_unserved(policy.config, SGLangSizes.from_config(rollout), config.model.dtype)
+        refuse_unserved(policy.config, SGLangSizes.from_config(rollout), dtype)
     except ValueError as error:
-        raise ValueError(
-            f"model.path={config.model.path} in the recipe's engines: {error}"
-        ) from None
+        raise ValueError(f"model.path={policy.path} in the recipe's engines: {error}") from None
     check_engine_sizes(rollout, policy)
 
 

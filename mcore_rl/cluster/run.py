@@ -135,7 +135,16 @@ class RunProcesses:
         config = self._config
         assert self._engines is not None
         specs = [
-            engine_spec(config, self._policy, self._log_dir / f"sglang_{i}.log", self.keys)
+            engine_spec(
+                config.model,
+                config.rollout,
+                config.drift,
+                self._policy,
+                self._log_dir / f"sglang_{i}.log",
+                self.keys,
+                seed=config.run.seed,
+                can_release_memory=config.cluster.colocated,
+            )
             for i in range(config.rollout.engines)
         ]
         max_restarts = 0
@@ -289,25 +298,37 @@ def _limit_collectors(
     )
 
 
-def engine_spec(config: Config, policy: ModelFacts, log_path: Path, keys: ServerKeys) -> EngineSpec:
+def engine_spec(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    drift: DriftConfig,
+    policy: ModelFacts,
+    log_path: Path,
+    keys: ServerKeys,
+    *,
+    seed: int,
+    can_release_memory: bool = False,
+) -> EngineSpec:
     """Return the spec of the policy's engines, which start with weights of version 0.
+
+    seed                 run.seed
+    can_release_memory   engines are on the trainer ranks' GPUs
 
     Engines of random, quantized or INT4 models start with dummy weights; the first weight sync
     brings the real weights, in bfloat16 from ranks that read INT4.
     """
-    rollout = config.rollout
     is_fp8 = rollout.quantization == "fp8"
     # Some GPUs fuse shared experts into the routed ones, where the plan would not find them.
     extra_args = ["--weight-version", "0", "--disable-shared-experts-fusion"]
-    if is_fp8 or policy.int4 or config.model.init == "random":
+    if is_fp8 or policy.int4 or model.init == "random":
         extra_args += ["--load-format", "dummy"]
     if is_fp8 or policy.int4:
         quantized = json.dumps({"quantization_config": QUANTIZATION_CONFIG if is_fp8 else None})
         extra_args += ["--json-model-override-args", quantized]
     return EngineSpec(
-        model_path=config.model.path,
+        model_path=model.path,
         log_path=str(log_path),
-        dtype=config.model.dtype,
+        dtype=model.dtype,
         tp=rollout.tp,
         ep=rollout.ep,
         pp=rollout.pp,
@@ -315,12 +336,12 @@ def engine_spec(config: Config, policy: ModelFacts, log_path: Path, keys: Server
         kv_cache_len=rollout.kv_cache_len,
         max_running=rollout.max_concurrency,
         deterministic=rollout.deterministic,
-        routed_experts=experts_shape(config.drift, policy) is not None,
-        trust_remote_code=config.model.trust_remote_code,
+        routed_experts=experts_shape(drift, policy) is not None,
+        trust_remote_code=model.trust_remote_code,
         custom_weight_loaders=(LOADER,),
         keys=keys,
-        can_release_memory=config.cluster.colocated,
-        seed=config.run.seed,
+        can_release_memory=can_release_memory,
+        seed=seed,
         compiled=rollout.compiled,
         share_prompts=rollout.share_prompts,
         extra_args=(*extra_args, *server_arguments(rollout.sglang)),

@@ -21,7 +21,7 @@ from mcore_rl.config.overrides import find_type, quote, to_hydra
 from mcore_rl.config.removals import split_removals, take_out
 from mcore_rl.config.secrets import remember_secrets
 from mcore_rl.config.shipped import RECIPES_DIR, resolve_shipped
-from mcore_rl.config.tree import leaves_under, mappings_under, value_of
+from mcore_rl.config.tree import leaves_under, mappings_under
 
 
 def list_recipes(recipes_dir: Path = RECIPES_DIR) -> dict[str, str]:
@@ -165,10 +165,10 @@ def _drop_nulls(options: DictConfig) -> None:
             del options[name]
 
 
-def require(config: Config, *keys: str) -> None:
-    """Raise ValueError naming the first of `keys` ("model.path") that is unset or empty."""
-    for key in keys:
-        if value_of(config, key) in ("", [], None):
+def require(values: Mapping[str, Any]) -> None:
+    """Raise ValueError naming the first option ("model.path") whose value is unset or empty."""
+    for key, value in values.items():
+        if value in ("", [], None):
             raise ValueError(f"{key} is not set: give it in the recipe or as {key}=<value>")
 
 

@@ -1,14 +1,12 @@
 """Finds overrides that make a recipe fit its GPUs' memory and change it least."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from math import ceil, log2
 from typing import Any
 
-from mcore_rl.config import Config, ParallelConfig, PlanConfig, RolloutConfig
-from mcore_rl.config.tree import Settings, value_of, with_settings
-from mcore_rl.planning.bundles import RunSize
-from mcore_rl.planning.gpus import check_budget
+from mcore_rl.config import ParallelConfig, PlanConfig, RolloutConfig
+from mcore_rl.config.tree import Settings, value_of
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.peak_memory import RankMemory, Side
 from mcore_rl.planning.recipe_models import PlannedRun
@@ -36,7 +34,12 @@ def find_too_large(plan: PlanConfig, ranks: Sequence[RankMemory]) -> list[RankMe
     return [rank for rank in ranks if rank.num_bytes > count_available(plan, rank)]
 
 
-def suggest_settings(config: Config, run: PlannedRun) -> Settings | None:
+Replan = Callable[[Settings], PlannedRun]
+"""Plans a recipe with other settings. Raises ValueError if sizes do not divide, or if the run takes
+more than cluster.gpus."""
+
+
+def suggest_settings(run: PlannedRun, replan: Replan) -> Settings | None:
     """Options to change so that the recipe, planned as `run`, fits; None if nothing does.
 
     Each side keeps its number of GPUs if one of its layouts fits on them, otherwise it takes the
@@ -52,11 +55,8 @@ def suggest_settings(config: Config, run: PlannedRun) -> Settings | None:
         for candidate in candidates:
             changes = _select_changes(run, candidate)
             try:
-                changed = with_settings(config, {**settings, **changes})
-                size = RunSize.make(changed, "train")
-                check_budget(size, changed.cluster.gpus, changed.parallel.dp)
-                ranks = predict_memory(PlannedRun.make(changed, run.models), side)
-            except ValueError:  # sizes that do not divide, or more than cluster.gpus
+                ranks = predict_memory(replan({**settings, **changes}), side)
+            except ValueError:
                 continue
             if not find_too_large(run.plan, ranks):
                 settings |= changes

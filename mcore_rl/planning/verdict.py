@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 from mcore_rl.checks.algorithm import check_algorithm
 from mcore_rl.checks.sizes import check_engines, check_sizes
-from mcore_rl.config import Config, PlanConfig
+from mcore_rl.config import Config, DataConfig, DriftConfig, EvalConfig, PlanConfig
 from mcore_rl.config.recipe import require
-from mcore_rl.config.tree import Settings, spell
+from mcore_rl.config.tree import Settings, spell, with_settings
 from mcore_rl.planning.bundles import COMMANDS, RunSize
 from mcore_rl.planning.deployment import Deployment, make_deployment
 from mcore_rl.planning.gpus import check_budget
@@ -36,13 +36,17 @@ class PlannedSync:
 
 @dataclass(frozen=True)
 class PlanVerdict:
-    """Whether a recipe fits its GPUs, a sentence that says so, and what was computed for it."""
+    """Whether a recipe fits its GPUs, a sentence that says so, and what was computed for it.
+
+    suggested   options of the nearest layout that fits; None: it fits as it is, or no layout does
+    """
 
     fits: bool
     sentence: str
     run: PlannedRun
     ranks: Sequence[RankMemory]
     sync: PlannedSync
+    suggested: Settings | None = None
 
 
 def judge_recipe(config: Config) -> PlanVerdict:
@@ -51,18 +55,35 @@ def judge_recipe(config: Config) -> PlanVerdict:
     Raises ValueError naming an option that is missing, two sizes that do not divide, cluster.gpus
     if it is exceeded, or a rank's slice of a weight that cannot be sent.
     """
-    require(config, "model.path")
+    require({"model.path": config.model.path})
     check_algorithm(config)
     check_budget(RunSize.make(config, "train"), config.cluster.gpus, config.parallel.dp)
     run = PlannedRun.make(config)
-    check_sizes(config, run.models.policy)
-    check_engines(config, run.models.policy)
+    check_planned_sizes(run, config.data, config.drift, config.eval)
     sync = PlannedSync.make(run)
     ranks = predict_memory(run)
     fits, sentence = judge(run.plan, ranks)
-    if not fits:
-        sentence += f" {_advise(suggest_settings(config, run))}"
-    return PlanVerdict(fits, sentence, run, ranks, sync)
+    if fits:
+        return PlanVerdict(fits, sentence, run, ranks, sync)
+
+    def replan(settings: Settings) -> PlannedRun:
+        changed = with_settings(config, settings)
+        size = RunSize.make(changed, "train")
+        check_budget(size, changed.cluster.gpus, changed.parallel.dp)
+        return PlannedRun.make(changed, run.models)
+
+    suggested = suggest_settings(run, replan)
+    return PlanVerdict(fits, f"{sentence} {_advise(suggested)}", run, ranks, sync, suggested)
+
+
+def check_planned_sizes(
+    run: PlannedRun, data: DataConfig, drift: DriftConfig, evaluation: EvalConfig
+) -> None:
+    """Raise ValueError naming two sizes of a run that do not divide, or what engines cannot do."""
+    policy, rollout = run.models.policy, run.rollout
+    layout = run.parallel, run.critic, run.train
+    check_sizes(policy, *layout, rollout, data, run.plan.ranks_per_host)
+    check_engines(policy, run.dtype, rollout, drift, data, evaluation)
 
 
 def refuse_too_large(config: Config, command: str) -> None:

@@ -49,18 +49,23 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
     Raises ValueError for wrong input before the engine is started, and RuntimeError if the
     environment failed in every episode.
     """
-    policy, tokenizer = open_policy(config, *list_prompt_options(config.data))
+    needed = list_prompt_options(config.data)
+    policy, tokenizer = open_policy(config.model, config.algorithm, config.run.dir, needed)
     check_no_trainer(config.rollout)
     check_engines_load(policy)
     check_search(config.search, config.cluster)
-    episodes = episode_spec(config, policy, tokenizer)
+    place = config.rollout.max_response_len, config.run.dir
+    episodes = episode_spec(config.agents, config.model, config.data, *place, policy, tokenizer)
     urls = stand_in_urls(config.sandbox, config.search)
     check_episodes(episodes, tokenizer, config.teacher, urls)
     files = config.eval.files or config.data.train
     prompts = PromptReader.make(config, tokenizer).load(files)[:num_episodes]
     sampling = make_sampling(config.rollout, greedy=greedy, seed=config.run.seed)
     with TemporaryDirectory(prefix="mcore_rl_agent_") as folder:
-        spec = engine_spec(config, policy, Path(folder) / "sglang.log", ServerKeys.make())
+        groups = config.model, config.rollout, config.drift
+        log_path = Path(folder) / "sglang.log"
+        seed = config.run.seed
+        spec = engine_spec(*groups, policy, log_path, ServerKeys.make(), seed=seed)
         engine = EngineProcess(spec)
         loop = EventLoop()
         nothing = NodeServersSpec(config.sandbox, config.search, Path(folder), 0.0)

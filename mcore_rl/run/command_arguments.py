@@ -9,9 +9,10 @@ from pathlib import Path
 
 from mcore_rl.checks.inputs import (
     check_has_environment,
-    check_inputs,
     check_planned,
     find_missing,
+    list_input_checks,
+    refuse_missing,
 )
 from mcore_rl.config.recipe import find_base
 from mcore_rl.config.tree import with_settings
@@ -55,7 +56,7 @@ def _run_recipe(
     watch_for_stop_requests()
     recipe, overrides = read_recipe(args.settings)
     if not recipe.rehearse:
-        check_inputs(recipe, command)
+        refuse_missing(list_input_checks(recipe, command))
     with ExitStack() as open_forks:
         if recipe.cluster.address is None:
             open_forks.enter_context(forks.workers())
@@ -82,7 +83,7 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
 def _plan(args: argparse.Namespace) -> None:
     recipe, overrides = read_recipe(args.settings)
     check_planned(recipe.algorithm, recipe.model.path)
-    missing = [] if recipe.rehearse else find_missing(recipe, "train")
+    missing = [] if recipe.rehearse else find_missing(list_input_checks(recipe, "train"))
     [name] = [s.removeprefix("recipe=") for s in args.settings if s.startswith("recipe=")]
     base = find_base(name, overrides)
     with without_collector():
@@ -110,7 +111,8 @@ def add_agent_arguments(command: argparse.ArgumentParser) -> None:
         recipe, overrides = read_recipe(args.settings)
         if not recipe.rehearse:
             check_has_environment(recipe.agents)
-            check_inputs(recipe, "pairs")  # which samples from the same files, without a trainer
+            # It samples from the same files as `mcore-rl pairs`.
+            refuse_missing(list_input_checks(recipe, "pairs"))
         config = with_inputs(recipe, overrides, "train")
         with without_collector():
             from mcore_rl.run.agent import run_agent

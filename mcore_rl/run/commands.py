@@ -29,6 +29,7 @@ from mcore_rl.loops.evaluation import evaluate
 from mcore_rl.loops.pairs import sample_pairs, write_pairs
 from mcore_rl.loops.rl import train
 from mcore_rl.loops.roles import Roles, in_turn
+from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.loops.sft import fine_tune
 from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.host_memory import explain_servers
@@ -102,7 +103,6 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
     running = _run(config, inputs.policy, "train", inputs.collector)
     with closing(prompts), running as (folder, newest, processes):
         started = start_training(config, processes, inputs.loss)
-        gpus = started.gpus
         rollouts = connect_rollouts(processes, started.engines, config.rollout, config.reward)
         run = StartedRun(inputs.policy, folder, processes, started, rollouts)
         connect_stores(started, processes)
@@ -115,23 +115,24 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
         weights.sync_first(WeightVersion(start_step), inputs.parity_probe)
         shown = rollouts.read, inputs.to_texts, needs
         log = make_log(config, folder, config.run.steps, start_step, *shown)
-        sampler = sample_in_background(config, run, start_step, prompts, weights, log.episodes)
+        drawn = SamplingOptions.make(config.rollout, config.reward, config.algorithm)
+        sampling = drawn, config.run.seed, run, start_step, prompts, weights, log.episodes
         estimate = StoredAdvantages(inputs.advantages, rollouts.apply, has_teacher=needs.teacher)
         drawing = config.rollout, config.eval, log.episodes, weights.revive
         keeping = recover_run(config.run, run, weights, inputs.advantages, start_step, needs)
         with complete_saves(folder, started.trainer, started.critic), keeping as recovery:
-            with log, sampler as background:
+            with log, sample_in_background(*sampling) as background:
                 roles = Roles(
                     prompts=prompts,
                     held_out=inputs.held_out,
                     generator=rollouts.make_generator(*drawing),
-                    reward=SharingScorer(rollouts.reward, ("judge", "reward_model"), gpus),
+                    reward=SharingScorer(rollouts.reward, ("judge", "reward_model"), started.gpus),
                     advantages=estimate,
-                    trainer=SharingTrainer(trainer, gpus),
+                    trainer=SharingTrainer(trainer, started.gpus),
                     weights=weights,
                     log=log,
                     background=background,
-                    teacher=share_teacher(rollouts, gpus),
+                    teacher=share_teacher(rollouts, started.gpus),
                     on_tokens=rollouts.apply,
                     critic=make_critic(config.critic, config.train, config.checkpoint, run),
                     both=in_turn if config.critic.colocated else run_both,
@@ -146,7 +147,8 @@ def run_sft(config: Config) -> None:
     """Run `mcore-rl sft`: fine-tune model.path, or random weights; write <run.dir>/hf."""
     if tell_if_finished(config, "sft"):
         return
-    policy, tokenizer = open_policy(config, "sft.data")
+    needed = {"sft.data": config.sft.data}
+    policy, tokenizer = open_policy(config.model, config.algorithm, config.run.dir, needed)
     config = replace(config, train=without_replay(config.train, policy))
     check_factors(config.train.lora, config.model, policy, config.run.seed)
     options = config.sft
@@ -176,7 +178,8 @@ def run_dpo(config: Config) -> None:
     if tell_if_finished(config, "dpo"):
         return
     refuse(config, find_unread_in_preference(config.algorithm.preference))
-    policy, tokenizer = open_policy(config, "dpo.data")
+    needed = {"dpo.data": config.dpo.data}
+    policy, tokenizer = open_policy(config.model, config.algorithm, config.run.dir, needed)
     config = replace(config, train=without_replay(config.train, policy))
     check_factors(config.train.lora, config.model, policy, config.run.seed)
     options = config.dpo
@@ -216,7 +219,8 @@ def run_pairs(config: Config) -> None:
 
     Preferences among the responses are written to <run.dir>/pairs.
     """
-    policy, tokenizer = open_policy(config, *list_prompt_options(config.data))
+    needed = list_prompt_options(config.data)
+    policy, tokenizer = open_policy(config.model, config.algorithm, config.run.dir, needed)
     check_no_trainer(config.rollout)
     check_engines_load(policy)
     collector = collector_spec(config, policy, tokenizer)
@@ -248,7 +252,8 @@ def run_pairs(config: Config) -> None:
 
 def run_eval(config: Config) -> None:
     """Run `mcore-rl eval`: evaluate model.path without a trainer; write <run.dir>/eval."""
-    policy, tokenizer = open_policy(config, *(() if config.eval.sets else ("eval.data",)))
+    needed = {} if config.eval.sets else {"eval.data": config.eval.data}
+    policy, tokenizer = open_policy(config.model, config.algorithm, config.run.dir, needed)
     check_no_trainer(config.rollout)
     check_engines_load(policy)
     collector = collector_spec(config, policy, tokenizer)
@@ -281,7 +286,8 @@ def _run(
     """Yield the run folder, the checkpoint to continue from, and the processes of the run."""
     size = RunSize.make(config, command)
     if size.engines:
-        check_engines(config, policy)
+        dtype = config.model.dtype
+        check_engines(policy, dtype, config.rollout, config.drift, config.data, config.eval)
     path = Path(config.run.dir)
     folder = RunFolder(path if size.trainer else path / command, has_critic=size.critic > 0)
     with folder.lock():

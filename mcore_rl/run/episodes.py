@@ -16,9 +16,11 @@ from mcore_rl.agents.chat.setup import make_format_and_parser
 from mcore_rl.agents.environments.check import check as check_environment
 from mcore_rl.agents.images import ImageLimits
 from mcore_rl.config import (
+    AgentsConfig,
     ClusterConfig,
-    Config,
+    DataConfig,
     ImagesConfig,
+    ModelConfig,
     RunConfig,
     SandboxConfig,
     SearchConfig,
@@ -38,21 +40,29 @@ _NOWHERE = "http://127.0.0.1:1"
 
 
 def episode_spec(
-    config: Config, policy: ModelFacts, tokenizer: PreTrainedTokenizerBase
+    agents: AgentsConfig,
+    model: ModelConfig,
+    data: DataConfig,
+    max_response_len: int,
+    run_dir: str,
+    policy: ModelFacts,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> EpisodeSpec:
-    """Return the specification from which collectors run episodes."""
-    rollout = config.rollout
+    """Return the specification from which collectors run episodes.
+
+    max_response_len   rollout.max_response_len
+    """
     placeholder_id = read_placeholder(policy.config)
     return EpisodeSpec(
-        agents=config.agents,
-        model_path=config.model.path,
-        trust_remote_code=config.model.trust_remote_code,
+        agents=agents,
+        model_path=model.path,
+        trust_remote_code=model.trust_remote_code,
         architecture=policy.architecture,
-        stop_token_ids=stop_token_ids(tokenizer, Path(config.model.path)),
-        max_tokens=config.data.max_prompt_len + rollout.max_response_len,
-        max_turn_len=config.agents.max_turn_len or rollout.max_response_len,
-        log_dir=RunFolder(config.run.dir).logs / "environments",
-        images=_image_limits(config.data.images) if sees_images(policy) else None,
+        stop_token_ids=stop_token_ids(tokenizer, Path(model.path)),
+        max_tokens=data.max_prompt_len + max_response_len,
+        max_turn_len=agents.max_turn_len or max_response_len,
+        log_dir=RunFolder(run_dir).logs / "environments",
+        images=_image_limits(data.images) if sees_images(policy) else None,
         placeholder_id=-1 if placeholder_id is None else placeholder_id,
         image_marks=image_marks(policy),
     )

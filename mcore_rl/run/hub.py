@@ -25,8 +25,7 @@ from mcore_rl.checks.inputs import (
     HubUnreachableError,
 )
 from mcore_rl.config import AlgorithmConfig, Config, EvalSetConfig, SourceConfig
-from mcore_rl.config.recipe import value_of
-from mcore_rl.config.tree import with_settings
+from mcore_rl.config.tree import value_of, with_settings
 
 DATA_FILE = re.compile(
     r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/]+))?/(?P<file>.+)"

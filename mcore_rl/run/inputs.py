@@ -1,7 +1,9 @@
 """Reads a command's inputs and refuses wrong ones before any process is started."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,7 +13,14 @@ from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
 from mcore_rl.checks.algorithm import check_algorithm, check_names
 from mcore_rl.checks.inputs import check_run_dir
 from mcore_rl.checks.sizes import check_sizes
-from mcore_rl.config import Config, DataConfig, ModelConfig, RolloutConfig, TrainConfig
+from mcore_rl.config import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from mcore_rl.config.recipe import require
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.data.streamed.mixed import MixedPrompts
@@ -57,7 +66,9 @@ def read_train_inputs(config: Config) -> TrainInputs:
     fit the rest.
     """
     check_algorithm(config)
-    policy, tokenizer = open_policy(config, *list_prompt_options(config.data))
+    policy, tokenizer = open_policy(
+        config.model, config.algorithm, config.run.dir, list_prompt_options(config.data)
+    )
     check_routing(config.train, policy.config)
     check_factors(config.train.lora, config.model, policy, config.run.seed)
     warn_of_cut_distribution(config.rollout)
@@ -78,29 +89,35 @@ def read_train_inputs(config: Config) -> TrainInputs:
         to_texts=TokenTexts(tokenizer),
         parity_probe=make_probe(held_out or prompts.first, config.parity_check.sequences),
     )
-    if needs_of(config.algorithm).critic:
-        check_critic(config.critic.path, config.model.path, policy)
-    check_sizes(config, policy)
+    critic = config.critic if needs_of(config.algorithm).critic else None
+    if critic is not None:
+        check_critic(critic.path, config.model.path, policy)
+    layout = config.parallel, critic, config.train
+    check_sizes(policy, *layout, config.rollout, config.data, config.plan.ranks_per_host)
     if config.teacher.path:
         check_teacher(config.teacher.path, config.model, tokenizer)
     return inputs
 
 
-def list_prompt_options(data: DataConfig) -> tuple[str, ...]:
-    """Return ("data.train",), the option that must name prompts; () if data.sources names them."""
-    return () if data.sources else ("data.train",)
+def list_prompt_options(data: DataConfig) -> dict[str, list[str]]:
+    """Return data.train, which must name prompts; nothing if data.sources names them."""
+    return {} if data.sources else {"data.train": data.train}
 
 
-def open_policy(config: Config, *needed: str) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
+def open_policy(
+    model: ModelConfig, algorithm: AlgorithmConfig, run_dir: str, needed: Mapping[str, Any]
+) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
     """Return the facts about the policy's model and the model's tokenizer; a run reads them once.
 
-    Raises ValueError if one of the options `needed` is empty, if the algorithm is unknown, if
-    run.dir cannot be written, or if the model does not suit the run.
+    needed   values of options that must be set
+
+    Raises ValueError if one of the options is empty, if the algorithm is unknown, if run.dir cannot
+    be written, or if the model does not suit the run.
     """
-    require(config, *needed, "run.dir", "model.path")
-    check_names(config.algorithm)
-    check_run_dir(config.run.dir)
-    return _open_model(config.model)
+    require({**needed, "run.dir": run_dir, "model.path": model.path})
+    check_names(algorithm)
+    check_run_dir(run_dir)
+    return _open_model(model)
 
 
 def warn_of_cut_distribution(rollout: RolloutConfig) -> None:

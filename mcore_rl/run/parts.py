@@ -15,11 +15,16 @@ from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
 from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.config import (
+    AlarmsConfig,
     CheckpointConfig,
     Config,
     CriticConfig,
+    DriftConfig,
     LogConfig,
+    ModelConfig,
     ParallelConfig,
+    RolloutConfig,
+    SyncConfig,
     TrainConfig,
 )
 from mcore_rl.config.secrets import dump_config
@@ -162,7 +167,19 @@ def make_sync(
     """
     started, folder, keys = run.started, run.folder, run.processes.keys
     engines, gpus = started.engines, started.gpus
-    links = make_links(config, run.policy, started.trainer, keys, node_address(), start_step)
+    links = make_links(
+        config.model,
+        config.parallel,
+        config.rollout,
+        config.sync,
+        run.policy,
+        started.trainer,
+        keys=keys,
+        host=node_address(),
+        timeout_s=config.run.call_timeout_s,
+        start_step=start_step,
+        is_colocated=config.cluster.colocated,
+    )
     devices = started.trainer.device_names()
     made_by = describe_kernels(config.model, config.rollout, config.train, devices)
     parity_check = ParityCheck(
@@ -188,43 +205,54 @@ def make_sync(
 
 
 def make_links(
-    config: Config,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    rollout: RolloutConfig,
+    sync: SyncConfig,
     policy: ModelFacts,
     trainer: TrainerRanks,
+    *,
     keys: ServerKeys | None,
     host: str,
+    timeout_s: float,
     start_step: int,
+    is_colocated: bool,
 ) -> SyncController:
-    """Return the controller that links engines to trainer ranks; `host`: this process's address."""
+    """Return the controller that links engines to trainer ranks.
+
+    host           this process's address
+    is_colocated   engines are on the trainer ranks' GPUs
+    """
     # Engines of quantized, INT4 or random models load nothing; colocated ones have lost it by then.
-    is_plain = config.rollout.quantization == "none" and not policy.int4
-    is_loaded = config.model.init == "hf" and is_plain
-    is_kept = start_step == 0 and not config.cluster.colocated
+    is_plain = rollout.quantization == "none" and not policy.int4
+    is_loaded = model.init == "hf" and is_plain
+    is_kept = start_step == 0 and not is_colocated
     return SyncController(
         trainer,
         keys=keys,
         host=host,
-        bucket_mib=config.sync.bucket_mib,
-        timeout_s=config.run.call_timeout_s,
-        staged=config.rollout.stage_weights,
-        relay=config.sync.relay,
-        delta=config.sync.delta,
-        pull=config.sync.pull,
+        bucket_mib=sync.bucket_mib,
+        timeout_s=timeout_s,
+        staged=rollout.stage_weights,
+        relay=sync.relay,
+        delta=sync.delta,
+        pull=sync.pull,
         record=partial(
             record_layouts,
             policy,
-            config.model.dtype,
-            config.parallel,
-            fp8=config.rollout.quantization == "fp8",
+            model.dtype,
+            parallel,
+            fp8=rollout.quantization == "fp8",
         ),
-        trace_all=config.sync.trace == "full",
-        verify_every=config.sync.reads_back_every,
-        loaded=is_loaded and is_kept and config.sync.verify == "destination",
+        trace_all=sync.trace == "full",
+        verify_every=sync.reads_back_every,
+        loaded=is_loaded and is_kept and sync.verify == "destination",
     )
 
 
 def sample_in_background(
-    config: Config,
+    options: SamplingOptions,
+    seed: int,
     run: StartedRun,
     start_step: int,
     prompts: OpenPrompts,
@@ -233,13 +261,15 @@ def sample_in_background(
 ) -> AbstractContextManager[BackgroundSampler | None]:
     """Return the sampler that draws samples while the trainer trains.
 
+    seed   run.seed
+
     With rollout.mode=sync, return a context manager that yields None.
     """
-    if config.rollout.mode == "sync":
+    if options.rollout.mode == "sync":
         return nullcontext()
     return BackgroundSampler(
-        SamplingOptions.make(config.rollout, config.reward, config.algorithm),
-        config.run.seed,
+        options,
+        seed,
         WeightVersion(start_step),
         prompts,
         run.rollouts.client,
@@ -318,7 +348,10 @@ def make_log(
     """
     log = config.log
     last_step = start_step or None
-    alarms = list_own(config.alarms) if needs is None else list_alarms_of(config, needs)
+    alarms = list_own(config.alarms)
+    if needs is not None:
+        precision = config.engine_precision
+        alarms = _list_alarms(config.alarms, config.rollout, config.drift, precision, needs)
     return MetricsLogger(
         folder.path,
         last_step=last_step,
@@ -344,15 +377,20 @@ def _serve_metrics(run: str, log: LogConfig, total_steps: int | None) -> Prometh
     return PrometheusServer(run, log.prometheus_host, log.prometheus_port, total_steps)
 
 
-def list_alarms_of(config: Config, needs: Needs) -> list[MetricAlarm]:
+def _list_alarms(
+    alarms: AlarmsConfig,
+    rollout: RolloutConfig,
+    drift: DriftConfig,
+    engine_precision: str,
+    needs: Needs,
+) -> list[MetricAlarm]:
     """Return the alarms of a run of reinforcement learning, with the bounds of its recipe."""
-    is_stale = config.rollout.mode != "sync"
     return list_alarms(
-        config.alarms,
-        max_response_len=config.rollout.max_response_len,
+        alarms,
+        max_response_len=rollout.max_response_len,
         compares_groups=needs.others,
         reads_rewards=not needs.teacher,
-        drift_bound=find_warn_bound(config.drift, config.engine_precision, is_stale=is_stale),
+        drift_bound=find_warn_bound(drift, engine_precision, is_stale=rollout.mode != "sync"),
     )
 
 

@@ -126,7 +126,15 @@ def collector_spec(
     make_run_scorer()
     episodes = None
     if config.agents.is_used:
-        episodes = episode_spec(config, policy, tokenizer)
+        episodes = episode_spec(
+            config.agents,
+            config.model,
+            config.data,
+            config.rollout.max_response_len,
+            config.run.dir,
+            policy,
+            tokenizer,
+        )
         urls = stand_in_urls(config.sandbox, config.search)
         check_episodes(episodes, tokenizer, config.teacher, urls)
     stop = tokenizer.eos_token_id

@@ -1,7 +1,5 @@
 """Recipes that lack what their algorithm needs are refused."""
 
-from dataclasses import replace
-
 import pytest
 
 from mcore_rl.checks.algorithm import check_algorithm
@@ -128,4 +126,4 @@ def test_a_name_that_nobody_registered_is_refused_for_every_command(
 ) -> None:
     config = load_recipe("tiny_moe_grpo", [f"{name}=nonsense"])
     with pytest.raises(ValueError, match=f"{name}='nonsense'.*: expected one of .*{registered!r}"):
-        open_policy(replace(config, run=replace(config.run, dir="/never/made")))
+        open_policy(config.model, config.algorithm, "/never/made", {})

@@ -12,10 +12,11 @@ from mcore_rl.checks.inputs import (
     HERE,
     RunPlace,
     check_algorithm_names,
-    check_inputs,
     check_planned,
     check_run_dir,
     find_missing,
+    list_input_checks,
+    refuse_missing,
 )
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.shipped import RECIPES_DIR
@@ -40,12 +41,16 @@ def given(tmp_path: Path) -> list[str]:
 
 
 def check(overrides: Sequence[str], command: str = "train", recipe: str = "tiny_moe_grpo") -> None:
-    check_inputs(load_recipe(recipe, list(overrides)), command)
+    refuse_missing(list_input_checks(load_recipe(recipe, list(overrides)), command))
+
+
+def find(overrides: Sequence[str]) -> list[str]:
+    return find_missing(list_input_checks(load_recipe("tiny_moe_grpo", list(overrides)), "train"))
 
 
 def test_a_run_whose_inputs_are_there_is_not_refused(given: list[str]) -> None:
     check(given)
-    assert find_missing(load_recipe("tiny_moe_grpo", given), "train") == []
+    assert find(given) == []
 
 
 @pytest.mark.parametrize(
@@ -78,8 +83,7 @@ def test_a_run_whose_inputs_are_there_is_not_refused(given: list[str]) -> None:
 def test_an_input_that_is_not_there_is_named(given: list[str], override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check([*given, override])
-    overrides = [*given, override]
-    assert len(find_missing(load_recipe("tiny_moe_grpo", overrides), "train")) == 1
+    assert len(find([*given, override])) == 1
 
 
 @pytest.mark.parametrize(
@@ -238,7 +242,8 @@ def test_files_are_looked_for_where_the_run_has_them(given: list[str], tmp_path:
         return None  # they cannot be seen from here
 
     overrides = [*given, "data.train=/mnt/a.jsonl", "reward.path=/mnt/r.py", "log.wandb_project=x"]
-    check_inputs(load_recipe("tiny_moe_grpo", overrides), "train", RunPlace(look, is_here=False))
+    place = RunPlace(look, is_here=False)
+    refuse_missing(list_input_checks(load_recipe("tiny_moe_grpo", overrides), "train", place))
     assert asked == {
         "model.path": MODEL,
         "data.train": "/mnt/a.jsonl",

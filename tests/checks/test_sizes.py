@@ -15,8 +15,10 @@ from mcore_rl.checks.sizes import (
     check_sizes,
 )
 from mcore_rl.cli import main
-from mcore_rl.config import RolloutConfig
+from mcore_rl.config import Config, RolloutConfig
 from mcore_rl.config.recipe import load_recipe
+from mcore_rl.planning.recipe_models import PlannedRun
+from mcore_rl.planning.verdict import check_planned_sizes
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.models.recipe_checks import check_sharing
 from tests.support.recipes import LARGE
@@ -31,12 +33,21 @@ def altered(model: ModelFacts, settings: dict[str, int]) -> ModelFacts:
     return replace(model, config={**model.config, **settings})
 
 
+def check(config: Config, policy: ModelFacts) -> None:
+    layout = config.parallel, None, config.train
+    check_sizes(policy, *layout, config.rollout, config.data, config.plan.ranks_per_host)
+
+
+def check_served(config: Config, policy: ModelFacts) -> None:
+    rollout, data = config.rollout, config.data
+    check_engines(policy, config.model.dtype, rollout, config.drift, data, config.eval)
+
+
 @pytest.mark.parametrize("recipe", LARGE)
 def test_shipped_recipes_pass(recipe: str) -> None:
     config = load_recipe(recipe, [])
-    policy = ModelFacts.read(config.model.path)
-    check_sizes(config, policy)
-    check_engines(config, policy)
+    run = PlannedRun.make(config)
+    check_planned_sizes(run, config.data, config.drift, config.eval)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +103,7 @@ def test_a_tower_that_engines_do_not_cut_need_not_be_divided() -> None:
 def test_engines_of_a_vision_model_are_not_quantized() -> None:
     config = load_recipe("qwen3_30b_a3b_grpo_8", ["rollout.quantization=fp8"])
     with pytest.raises(ValueError, match=r"quantization=fp8 .* would quantize its vision tower"):
-        check_engines(config, QWEN_VL)
+        check_served(config, QWEN_VL)
 
 
 def test_more_ranks_than_key_value_heads_hold_copies() -> None:
@@ -117,12 +128,12 @@ def test_a_plan_of_such_engines_is_refused_in_one_line(capsys: pytest.CaptureFix
 
 def test_tensor_parallel_ranks_share_a_host() -> None:
     config = load_recipe("qwen3_30b_a3b_grpo_8", [])
-    check_sizes(config, QWEN)
+    check(config, QWEN)
     with pytest.raises(
         ValueError,
         match=r"parallel.tp=4 puts ranks 4 to 7, .* on two hosts of plan.ranks_per_host=6 GPUs",
     ):
-        check_sizes(replace(config, plan=replace(config.plan, ranks_per_host=6)), QWEN)
+        check(replace(config, plan=replace(config.plan, ranks_per_host=6)), QWEN)
 
 
 def test_a_sequence_of_the_full_length_must_fit() -> None:
@@ -146,14 +157,14 @@ def test_a_response_of_an_evaluation_must_fit_engines_but_no_micro_batch() -> No
         )
     longer = replace(config, eval=replace(config.eval, max_response_len=4001))
     with pytest.raises(ValueError, match=r"eval.max_response_len = 4097 exceeds rollout.kv_cache"):
-        check_engines(longer, replace(long, config={**QWEN.config, **long.config}))
+        check_served(longer, replace(long, config={**QWEN.config, **long.config}))
 
 
 def test_a_run_that_cannot_share_beginnings_is_refused_before_it_starts() -> None:
     config = load_recipe("qwen3_30b_a3b_grpo_8", ["train.share_prefixes=true", "parallel.cp=1"])
-    check_sizes(config, QWEN)
+    check(config, QWEN)
     cut = replace(config, parallel=replace(config.parallel, cp=2))
     with pytest.raises(ValueError, match=r"share_prefixes=true with parallel\.cp=2"):
-        check_sizes(cut, QWEN)
+        check(cut, QWEN)
     with pytest.raises(ValueError, match="deepseek_v3: a model with latent attention"):
         check_sharing(DEEPSEEK.config, config.parallel)

@@ -8,23 +8,18 @@ import pytest
 
 from mcore_rl.cluster.run import engine_spec, experts_shape
 from mcore_rl.config import (
-    ClusterConfig,
     Config,
     DriftConfig,
     ModelConfig,
-    ParallelConfig,
     RolloutConfig,
 )
+from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.request import RoutedExpertsShape
 from mcore_rl.weights.hf.config import ModelFacts
 from tests.support.engine_keys import KEYS
 from tests.support.tiny_models import write_model
 
 LOG = Path("/logs/sglang_0.log")
-
-
-def facts_of(config: Config) -> ModelFacts:
-    return ModelFacts.read(config.model.path)
 
 
 @pytest.fixture(scope="module")
@@ -36,22 +31,27 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     )
 
 
+def spec_of(config: Config, policy: ModelFacts | None = None) -> EngineSpec:
+    return engine_spec(
+        config.model,
+        config.rollout,
+        config.drift,
+        policy or ModelFacts.read(config.model.path),
+        LOG,
+        KEYS,
+        seed=config.run.seed,
+    )
+
+
 FIRST_ARGUMENTS = ("--weight-version", "0", "--disable-shared-experts-fusion")
 
 
 def test_an_engine_has_the_recipes_sizes_and_weights_of_version_0(config: Config) -> None:
-    spec = engine_spec(config, facts_of(config), LOG, KEYS)
+    spec = spec_of(config)
     assert (spec.model_path, spec.log_path) == (config.model.path, str(LOG))
     assert (spec.tp, spec.ep, spec.max_running, spec.dtype) == (4, 2, 9, "float32")
     assert spec.deterministic and spec.routed_experts and not spec.can_release_memory
     assert spec.extra_args == FIRST_ARGUMENTS
-    colocated = replace(
-        config,
-        cluster=ClusterConfig(colocated=True),
-        parallel=ParallelConfig(dp=4),
-        rollout=replace(config.rollout, restarts=0, stage_weights=False),
-    )
-    assert engine_spec(colocated, facts_of(colocated), LOG, KEYS).can_release_memory
 
 
 @pytest.mark.parametrize("share_prompts", [None, True, False])
@@ -60,13 +60,13 @@ def test_the_policys_engines_share_prompts_as_the_recipe_says(
 ) -> None:
     assert config.rollout.share_prompts is None
     asked = replace(config, rollout=replace(config.rollout, share_prompts=share_prompts))
-    assert engine_spec(asked, facts_of(config), LOG, KEYS).share_prompts is share_prompts
+    assert spec_of(asked).share_prompts is share_prompts
 
 
 def test_options_for_sglang_are_passed_on(config: Config) -> None:
     passed = {"mem_fraction_static": 0.5, "enable_dp_lm_head": True, "cuda_graph_bs_decode": [1, 8]}
     attention_dp = replace(config.rollout, attention_dp=2, sglang=passed)
-    spec = engine_spec(replace(config, rollout=attention_dp), facts_of(config), LOG, KEYS)
+    spec = spec_of(replace(config, rollout=attention_dp))
     assert spec.extra_args[3:] == (
         *("--mem-fraction-static", "0.5"),
         *("--enable-dp-lm-head",),
@@ -76,22 +76,22 @@ def test_options_for_sglang_are_passed_on(config: Config) -> None:
 
 def test_engines_without_weights_of_their_own_start_with_dummy_ones(config: Config) -> None:
     untrained = replace(config, model=replace(config.model, init="random"))
-    random = engine_spec(untrained, facts_of(config), LOG, KEYS)
+    random = spec_of(untrained)
     assert random.extra_args[3:] == ("--load-format", "dummy")
     fp8 = replace(
         config,
         model=replace(config.model, dtype="bfloat16"),
         rollout=replace(config.rollout, quantization="fp8"),
     )
-    *dummy, option, override = engine_spec(fp8, facts_of(config), LOG, KEYS).extra_args[3:]
+    *dummy, option, override = spec_of(fp8).extra_args[3:]
     assert dummy == ["--load-format", "dummy"] and option == "--json-model-override-args"
     assert json.loads(override)["quantization_config"]["quant_method"] == "fp8"
 
 
 def test_engines_of_an_int4_model_start_without_its_weights(config: Config) -> None:
     """Their weights come from ranks that read INT4, in bfloat16."""
-    policy = replace(facts_of(config), int4=True)
-    assert engine_spec(config, policy, LOG, KEYS).extra_args[3:] == (
+    policy = replace(ModelFacts.read(config.model.path), int4=True)
+    assert spec_of(config, policy).extra_args[3:] == (
         *("--load-format", "dummy"),
         *("--json-model-override-args", '{"quantization_config": null}'),
     )
@@ -101,9 +101,9 @@ def test_experts_are_reported_where_there_are_any_and_the_recipe_wants_them(
     config: Config, tmp_path: Path
 ) -> None:
     asked, unasked = DriftConfig(), DriftConfig(routed_experts=False)
-    shape = experts_shape(asked, facts_of(config))
+    shape = experts_shape(asked, ModelFacts.read(config.model.path))
     assert isinstance(shape, RoutedExpertsShape)
     assert any(shape.moe_layers) and 0 < shape.top_k < shape.num_experts
-    assert experts_shape(unasked, facts_of(config)) is None
+    assert experts_shape(unasked, ModelFacts.read(config.model.path)) is None
     dense = ModelFacts.read(write_model("qwen3", tmp_path))
     assert experts_shape(asked, dense) is None

@@ -82,7 +82,7 @@ def test_unknown_recipe_names_the_nearest() -> None:
 
 def test_require_names_the_missing_key() -> None:
     with pytest.raises(ValueError, match=r"reward.path is not set.*reward.path=<value>"):
-        require(Config(), "reward.path")
+        require({"model.path": "model", "reward.path": ""})
 
 
 def test_leaves_are_dotted_names_of_options() -> None:

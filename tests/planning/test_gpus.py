@@ -9,8 +9,6 @@ from mcore_rl.config.recipe import find_base, load_recipe
 from mcore_rl.config.tree import with_settings
 from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.gpus import check_budget, find_gpus
-from mcore_rl.planning.recipe_models import PlannedRun
-from mcore_rl.planning.suggest import suggest_settings
 from mcore_rl.planning.verdict import judge_recipe, refuse_too_large
 
 QWEN = "qwen3_30b_a3b_grpo_32"
@@ -94,7 +92,7 @@ def test_no_layout_beyond_the_budget_is_suggested() -> None:
     def suggest(*overrides: str) -> int | None:
         """Return the GPUs of the layout that is suggested."""
         config = load("plan.gpu_memory_gib=22", *overrides)
-        found = suggest_settings(config, PlannedRun.make(config))
+        found = judge_recipe(config).suggested
         return None if found is None else count_gpus(with_settings(config, found))
 
     assert suggest() == 144

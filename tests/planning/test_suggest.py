@@ -11,7 +11,8 @@ from mcore_rl.config.tree import with_settings
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.peak_memory import RankMemory
 from mcore_rl.planning.recipe_models import PlannedRun
-from mcore_rl.planning.suggest import count_available, find_too_large, suggest_settings
+from mcore_rl.planning.suggest import count_available, find_too_large
+from mcore_rl.planning.verdict import judge_recipe
 
 QWEN = "qwen3_30b_a3b_grpo_32"
 GIB = 2**30
@@ -30,9 +31,9 @@ def test_processes_take_memory_of_their_own() -> None:
 @pytest.mark.parametrize("gpu_gib", [55, 40, 30])
 def test_the_nearest_layout_fits_and_nothing_changes_without_need(gpu_gib: int) -> None:
     config = load_recipe(QWEN, [f"plan.gpu_memory_gib={gpu_gib}"])
-    run = PlannedRun.make(config)
-    assert find_too_large(config.plan, predict_memory(run))
-    settings = suggest_settings(config, run)
+    verdict = judge_recipe(config)
+    assert find_too_large(config.plan, verdict.ranks)
+    settings = verdict.suggested
     assert settings
     changed = with_settings(config, settings)
     assert not find_too_large(changed.plan, predict_memory(PlannedRun.make(changed)))

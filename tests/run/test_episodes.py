@@ -11,6 +11,7 @@ from mcore_rl.config import AgentsConfig, Config, DataConfig, ModelConfig, Rollo
 from mcore_rl.run.episodes import check_episodes, episode_spec, stop_token_ids
 from mcore_rl.tasks.tiny_models import qwen3_moe_config
 from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.workers.episodes import EpisodeSpec
 from tests.agents.environments import episodes
 from tests.support.chat_templates import make_tokenizer, stop_ids
 
@@ -36,23 +37,29 @@ def make_config(model: Path, **agents: Any) -> Config:
     )
 
 
+def spec_of(config: Config, policy: ModelFacts, tokenizer: Any) -> EpisodeSpec:
+    max_len, run_dir = config.rollout.max_response_len, config.run.dir
+    facts = policy, tokenizer
+    return episode_spec(config.agents, config.model, config.data, max_len, run_dir, *facts)
+
+
 def check(config: Config) -> None:
     tokenizer = make_tokenizer("qwen3")
-    spec = episode_spec(config, ModelFacts.read(config.model.path), tokenizer)
+    spec = spec_of(config, ModelFacts.read(config.model.path), tokenizer)
     check_episodes(spec, tokenizer, config.teacher, {})
 
 
 def test_rows_hold_the_prompt_and_what_follows(model: Path) -> None:
     policy = ModelFacts.read(model)
-    spec = episode_spec(make_config(model, max_turn_len=9), policy, make_tokenizer("qwen3"))
+    spec = spec_of(make_config(model, max_turn_len=9), policy, make_tokenizer("qwen3"))
     assert (spec.max_tokens, spec.max_turn_len) == (80, 9)
-    assert episode_spec(make_config(model), policy, make_tokenizer("qwen3")).max_turn_len == 50
+    assert spec_of(make_config(model), policy, make_tokenizer("qwen3")).max_turn_len == 50
     assert spec.architecture == "Qwen3MoeForCausalLM"
 
 
 def test_episodes_of_kimi_vl_know_the_placeholder_of_images(model: Path) -> None:
     policy = ModelFacts.read("recipes/model/kimi_vl_a3b")
-    spec = episode_spec(make_config(model), policy, make_tokenizer("qwen3"))
+    spec = spec_of(make_config(model), policy, make_tokenizer("qwen3"))
     assert (spec.placeholder_id, spec.image_marks) == (163605, (163605,))
 
 

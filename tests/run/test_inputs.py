@@ -5,11 +5,12 @@ import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mcore_rl.checks.inputs import check_no_trainer
-from mcore_rl.config import Config, DataConfig, ModelConfig, RolloutConfig, RunConfig
+from mcore_rl.config import AlgorithmConfig, ModelConfig, RolloutConfig
 from mcore_rl.run.inputs import (
     check_critic,
     check_engines_load,
@@ -20,21 +21,20 @@ from mcore_rl.weights.hf.config import ModelFacts
 from tests.data.test_tokenizer import write_tokenizer_that_is_code
 
 
-def config_of(model: ModelConfig, run_dir: Path) -> Config:
-    run = RunConfig(dir=str(run_dir))
-    return Config(model=model, run=run, data=DataConfig(train=["x.jsonl"]))
+def open_model(model: ModelConfig, run_dir: Path) -> Any:
+    return open_policy(model, AlgorithmConfig(), str(run_dir), {"data.train": ["x.jsonl"]})
 
 
 def test_a_tokenizer_that_is_code_beside_the_model_is_run_if_trusted(tmp_path: Path) -> None:
     shutil.copy("recipes/model/kimi_k2/config.json", tmp_path)
     with pytest.raises(ValueError, match=r"model.path=.*no tokenizer there"):
-        open_policy(config_of(ModelConfig(str(tmp_path), init="random"), tmp_path / "run"))
+        open_model(ModelConfig(str(tmp_path), init="random"), tmp_path / "run")
     write_tokenizer_that_is_code(tmp_path)
     distrusted = ModelConfig(str(tmp_path), init="random")
     with pytest.raises(ValueError, match=r"auto_map.*set model.trust_remote_code=true"):
-        open_policy(config_of(distrusted, tmp_path / "run"), "data.train")
+        open_model(distrusted, tmp_path / "run")
     trusted = ModelConfig(str(tmp_path), init="random", trust_remote_code=True)
-    assert open_policy(config_of(trusted, tmp_path / "run"), "data.train")[1].was_run
+    assert open_model(trusted, tmp_path / "run")[1].was_run
 
 
 def test_a_cut_distribution_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

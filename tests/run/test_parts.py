@@ -17,12 +17,14 @@ from mcore_rl.config import (
     LogConfig,
     ParallelConfig,
     RewardConfig,
+    RolloutConfig,
     TrainConfig,
 )
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.progress import say_once, tell_progress
 from mcore_rl.logs.run_folder import RunFolder
+from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.process.log_files import find_segments
 from mcore_rl.process.signals import StoppedEarlyError, TerminatedError
 from mcore_rl.run.parts import (
@@ -232,7 +234,8 @@ def test_a_recipe_without_a_teacher_has_none() -> None:
 
 def test_a_synchronous_run_samples_nothing_in_the_background() -> None:
     unused: Any = None
-    context = sample_in_background(Config(), unused, 0, unused, unused, unused)
+    options = SamplingOptions(RolloutConfig())
+    context = sample_in_background(options, 0, unused, 0, unused, unused, unused)
     assert isinstance(context, nullcontext)
 
 
@@ -260,7 +263,19 @@ def test_files_of_rows_become_segments_of_the_size_of_the_recipe(tmp_path: Path)
 def links_of(config: Config, start_step: int = 0) -> SyncController:
     nobody: Any = None
     policy = ModelFacts.read("recipes/model/qwen3_30b_a3b")
-    return make_links(config, policy, nobody, None, "127.0.0.1", start_step)
+    return make_links(
+        config.model,
+        config.parallel,
+        config.rollout,
+        config.sync,
+        policy,
+        nobody,
+        keys=None,
+        host="127.0.0.1",
+        timeout_s=1.0,
+        start_step=start_step,
+        is_colocated=config.cluster.colocated,
+    )
 
 
 @pytest.mark.parametrize("staged", [True, False])

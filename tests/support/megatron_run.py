@@ -93,11 +93,13 @@ def start_engines(
 ) -> list[EngineProcess]:
     """Start an engine for each of `sizes`, which are options of RolloutConfig."""
     policy = ModelFacts.read(config.model.path)
-    recipes = [replace(config, rollout=replace(config.rollout, **own)) for own in sizes]
-    engines = [
-        EngineProcess(engine_spec(recipe, policy, folder / f"engine{i}.log", KEYS))
-        for i, recipe in enumerate(recipes)
-    ]
+    seed = config.run.seed
+    engines = []
+    for i, own in enumerate(sizes):
+        rollout = replace(config.rollout, **own)
+        log = folder / f"engine{i}.log"
+        spec = engine_spec(config.model, rollout, config.drift, policy, log, KEYS, seed=seed)
+        engines.append(EngineProcess(spec))
     for engine in engines:
         engine.start()
     return engines

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.checks.algorithm import check_algorithm
-from mcore_rl.checks.sizes import check_engines, check_sizes
 from mcore_rl.config import Config, ParallelConfig, RolloutConfig
 from mcore_rl.config.recipe import require
 from mcore_rl.config.tree import Settings, with_settings
@@ -22,6 +21,7 @@ from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.planning.suggest import find_too_large
+from mcore_rl.planning.verdict import check_planned_sizes
 from mcore_rl.process.disk import report_full_disk, write_whole
 from mcore_rl.tools.simulate.calibration import Calibration
 from mcore_rl.tools.simulate.costs import RecipeCosts
@@ -60,9 +60,9 @@ def search(config: Config, num_gpus: int) -> tuple[list[SimulatedSplit], int]:
     ):
         try:
             changed = with_settings(config, settings)
-            check_sizes(changed, models.policy)
-            check_engines(changed, models.policy)
-            if find_too_large(changed.plan, predict_memory(PlannedRun.make(changed, models))):
+            run = PlannedRun.make(changed, models)
+            check_planned_sizes(run, changed.data, changed.drift, changed.eval)
+            if find_too_large(changed.plan, predict_memory(run)):
                 raise ValueError("it does not fit")
         except ValueError:
             num_refused += 1
@@ -185,11 +185,11 @@ def make_checked(config: Config) -> Config:
 
     Raises ValueError as `mcore-rl plan` does, or if prompts are longer than allowed.
     """
-    require(config, "model.path")
+    require({"model.path": config.model.path})
     check_algorithm(config)
-    policy = PlannedRun.make(config).models.policy
-    check_sizes(config, policy)
-    check_engines(config, policy)
+    run = PlannedRun.make(config)
+    check_planned_sizes(run, config.data, config.drift, config.eval)
+    policy = run.models.policy
     simulated = config.simulate
     longest = config.data.max_prompt_len
     if simulated.prompt_len > longest:

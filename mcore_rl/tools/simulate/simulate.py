@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from mcore_rl.config import Config
+from mcore_rl.config import Config, SimulateConfig
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.planning.bundles import RunSize
@@ -189,9 +190,17 @@ def simulate(config: Config, costs: RecipeCosts) -> SimulationResult:
     clock.on_span = timeline.add_span
     log = StepLog()
     totals = _Totals()
+    draw = random.Random(config.run.seed)
+    num_tokens = prompt_len_of(config.simulate, config.data)
+    prompts = SimulatedPrompts(num_tokens, config.simulate.prompts)
+    make_stream = partial(ShuffledStream, prompts, config.run.seed, shuffle=False)
     try:
         with replace_clock(loop.time), tempfile.TemporaryDirectory() as folder:
-            stream = _run_to_end(config, costs, clock, log, totals, timeline, RunFolder(folder))
+
+            def start(step: int) -> SimulatedRun:
+                return SimulatedRun(config, costs, clock, draw, step, RunFolder(folder))
+
+            stream = _run_to_end(start, make_stream, config.simulate, loop, log, totals, timeline)
     finally:
         loop.close()
     wall_s = time.perf_counter() - began
@@ -210,27 +219,22 @@ def simulate(config: Config, costs: RecipeCosts) -> SimulationResult:
 
 
 def _run_to_end(
-    config: Config,
-    costs: RecipeCosts,
-    clock: VirtualTime,
+    start: Callable[[int], SimulatedRun],
+    make_stream: Callable[[], ShuffledStream[Prompt]],
+    simulated: SimulateConfig,
+    loop: VirtualLoop,
     log: StepLog,
     totals: _Totals,
     timeline: Timeline,
-    folder: RunFolder,
 ) -> ShuffledStream[Prompt]:
     """Start the run again after each loss; return the prompts' stream of the last start."""
-    draw = random.Random(config.run.seed)
     saved: dict[str, Any] = {}
-    loop = clock.loop
     for _ in range(MOST_STARTS):
-        prompts = SimulatedPrompts(
-            prompt_len_of(config.simulate, config.data), config.simulate.prompts
-        )
-        stream = ShuffledStream(prompts, config.run.seed, shuffle=False)
+        stream = make_stream()
         if saved:
             stream.load_state_dict(saved["prompts"])
         start_s = loop.time()
-        run = SimulatedRun(config, costs, clock, draw, saved.get("step", 0), folder)
+        run = start(saved.get("step", 0))
         for engine in run.engines.values():
             engine.on_change = timeline.new_queue() if not totals.losses else engine.on_change
         try:
@@ -244,11 +248,11 @@ def _run_to_end(
         finally:
             run.end()
             totals.add(run, loop.time() - start_s)
-        loop.run_until_complete(asyncio.sleep(config.simulate.restart_s))
+        loop.run_until_complete(asyncio.sleep(simulated.restart_s))
     raise RuntimeError(
         f"the run was lost {MOST_STARTS} times, last as {totals.losses[-1]}: raise"
-        f" simulate.mtbf_hours={config.simulate.mtbf_hours:g}, or save more often"
-        f" (checkpoint.every_steps={config.checkpoint.every_steps})"
+        f" simulate.mtbf_hours={simulated.mtbf_hours:g}, or save more often by a smaller"
+        " checkpoint.every_steps"
     )
 
 

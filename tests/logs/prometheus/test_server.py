@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mcore_rl.checks.inputs import check_inputs
+from mcore_rl.checks.inputs import list_input_checks, refuse_missing
 from mcore_rl.config import Config, LogConfig
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.logs.logger import MetricsLogger
@@ -65,6 +65,6 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path) -> 
             "eval.data=[]",
         ]
         with pytest.raises(ValueError, match=rf"prometheus_port={port} is not free .* another"):
-            check_inputs(load_recipe("tiny_moe_grpo", given), "train")
+            refuse_missing(list_input_checks(load_recipe("tiny_moe_grpo", given), "train"))
         with pytest.raises(ValueError, match=rf"prometheus_port={port} on 127.0.0.1: .* another"):
             PrometheusServer("mine", "127.0.0.1", port, None)
