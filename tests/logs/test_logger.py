@@ -15,7 +15,7 @@ from mcore_rl.logs.logger import (
     summarize_errors,
 )
 from mcore_rl.logs.rows import read_rows
-from mcore_rl.logs.trackers.tensorboard import TensorBoard
+from mcore_rl.logs.trackers.open import TensorBoard
 from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.types import Sample, StoredSample
 from mcore_rl.types.scores import Scores

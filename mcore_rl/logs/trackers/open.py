@@ -1,12 +1,186 @@
-"""Opens the trackers that a recipe names."""
+"""The trackers that a recipe may name, a class each, and the function that opens them."""
 
+import time
+from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 from mcore_rl.config import LogConfig
-from mcore_rl.logs.trackers.hosted import SwanLab, Trackio, WandB
-from mcore_rl.logs.trackers.mlflow import MLflow
-from mcore_rl.logs.trackers.tensorboard import TensorBoard
-from mcore_rl.logs.trackers.tracker import TrackedRun, Tracker
+from mcore_rl.config.tree import flatten
+from mcore_rl.logs.trackers.tracker import (
+    SAMPLE_COLUMNS,
+    Rows,
+    TrackedRun,
+    Tracker,
+    import_tracker,
+    make_table,
+)
+from mcore_rl.process.disk import report_full_disk, write_whole
+
+
+class WandB:
+    """Weights & Biases with `step` as x axis; a resumed run keeps its id (<run_dir>/wandb_id)."""
+
+    def __init__(self, run: TrackedRun, project: str) -> None:
+        self._wandb = import_tracker("wandb", f"log.wandb_project={project!r}", "wandb")
+        options = run.options
+        self._run = self._wandb.init(
+            project=project,
+            entity=options.entity or None,
+            group=options.group or None,
+            tags=options.tags or None,
+            name=run.name,
+            dir=str(run.run_dir),
+            config=dict(run.config),
+            id=run.read_id("wandb_id"),
+            resume="allow",
+        )
+        write_whole(run.run_dir / "wandb_id", self._run.id)
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({**metrics, "step": step})
+
+    def log_samples(self, step: int, split: str, rows: Rows) -> None:
+        table = self._wandb.Table(columns=list(SAMPLE_COLUMNS), data=make_table(rows))
+        self._run.log({f"samples/{split}": table, "step": step})
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class Trackio:
+    """trackio, on this machine or in a Space; a resumed run keeps its name."""
+
+    def __init__(self, run: TrackedRun, project: str) -> None:
+        self._trackio = import_tracker("trackio", f"log.trackio_project={project!r}", "trackio")
+        self._trackio.init(
+            project=project,
+            name=run.name,
+            group=run.options.group or None,
+            space_id=run.options.entity or None,
+            config=dict(run.config),
+            resume="never" if run.last_step is None else "allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._trackio.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, split: str, rows: Rows) -> None:
+        table = self._trackio.Table(columns=list(SAMPLE_COLUMNS), data=make_table(rows))
+        self._trackio.log({f"samples/{split}": table}, step=step)
+
+    def close(self, failed: bool) -> None:
+        self._trackio.finish()
+
+
+class SwanLab:
+    """SwanLab; a resumed run keeps its id (<run_dir>/swanlab_id)."""
+
+    def __init__(self, run: TrackedRun, project: str) -> None:
+        self._swanlab = import_tracker("swanlab", f"log.swanlab_project={project!r}", "swanlab")
+        options = run.options
+        self._run = self._swanlab.init(
+            project=project,
+            workspace=options.entity or None,
+            group=options.group or None,
+            tags=options.tags or None,
+            name=run.name,
+            log_dir=str(run.run_dir / "swanlab"),
+            config=dict(run.config),
+            id=run.read_id("swanlab_id"),
+            resume="allow",
+        )
+        write_whole(run.run_dir / "swanlab_id", self._run.id)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, split: str, rows: Rows) -> None:
+        texts = [
+            self._swanlab.Text(
+                f"{row['prompt']}\n---\n{row['response']}", caption=f"reward {row['reward']}"
+            )
+            for row in rows
+        ]
+        self._run.log({f"samples/{split}": texts}, step=step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(state="crashed" if failed else "success")
+
+
+EXPERIMENT = "mcore_rl"
+MOST_CHARS = 500
+"""MLflow takes no longer parameter."""
+
+
+class MLflow:
+    """An experiment at `uri`; a resumed run keeps its id (<run_dir>/mlflow_id)."""
+
+    def __init__(self, run: TrackedRun, uri: str) -> None:
+        mlflow = import_tracker("mlflow", f"log.mlflow_uri={uri!r}", "mlflow")
+        self._metric = mlflow.entities.Metric
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        self._run_id = run.read_id("mlflow_id") or self._create_run(run)
+        self._client.update_run(self._run_id, status="RUNNING")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        timestamp_ms = int(time.time() * 1000)
+        batch = [self._metric(name, value, timestamp_ms, step) for name, value in metrics.items()]
+        self._client.log_batch(self._run_id, metrics=batch)
+
+    def log_samples(self, step: int, split: str, rows: Rows) -> None:
+        columns = zip(SAMPLE_COLUMNS, zip(*make_table(rows), strict=True), strict=True)
+        table = {name: list(values) for name, values in columns}
+        self._client.log_table(self._run_id, table, f"samples/{split}.json")
+
+    def close(self, failed: bool) -> None:
+        self._client.set_terminated(self._run_id, status="FAILED" if failed else "FINISHED")
+
+    def _create_run(self, run: TrackedRun) -> str:
+        options = run.options
+        name = options.group or EXPERIMENT
+        experiment = self._client.get_experiment_by_name(name)
+        experiment_id = (
+            experiment.experiment_id if experiment else self._client.create_experiment(name)
+        )
+        tags = dict.fromkeys(options.tags, "true")
+        created = self._client.create_run(experiment_id, run_name=run.name, tags=tags)
+        for option, value in flatten(run.config).items():
+            self._client.log_param(created.info.run_id, option, str(value)[:MOST_CHARS])
+        write_whole(run.run_dir / "mlflow_id", created.info.run_id)
+        return created.info.run_id
+
+
+class TensorBoard:
+    """Event files in <run_dir>/tensorboard; a resume hides steps beyond `last_step`."""
+
+    def __init__(self, run_dir: Path, last_step: int | None) -> None:
+        purge_step = 0 if last_step is None else last_step + 1
+        option = "log.tensorboard=true"
+        module = import_tracker("torch.utils.tensorboard", option, "tensorboard")
+        self._folder = run_dir / "tensorboard"
+        with report_full_disk(self._folder):
+            self._writer = module.SummaryWriter(str(self._folder), purge_step=purge_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        with report_full_disk(self._folder):
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+
+    def log_samples(self, step: int, split: str, rows: Rows) -> None:
+        with report_full_disk(self._folder):
+            for number, row in enumerate(rows):
+                text = f"reward {row['reward']}\n\n{row['prompt']}\n\n---\n\n{row['response']}"
+                self._writer.add_text(f"samples/{split}/{number}", text, step)
+
+    def close(self, failed: bool) -> None:
+        with report_full_disk(self._folder):
+            self._writer.close()
 
 
 def open_trackers(log: LogConfig, run: TrackedRun) -> list[Tracker]:

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mcore_rl.logs.names import METRICS
-from mcore_rl.logs.prometheus.exposition import (
+from mcore_rl.logs.prometheus.server import (
     list_names,
     name_in_prometheus,
     write_exposition,
