@@ -17,7 +17,7 @@ from mcore_rl.planning.kept_state import predict_kept_states
 from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.process.kept_memory import HEADER_BYTES, KeptMemory
 from mcore_rl.train.actor import Actor
-from mcore_rl.train.recovery.generation import (
+from mcore_rl.train.recovery.rank_state import (
     SMALL_BYTES,
     Generation,
     StateLostError,

@@ -22,7 +22,7 @@ from mcore_rl.planning.kept_state import predict_kept_states
 from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.process.kept_memory import HEADER_BYTES, KeptMemory
 from mcore_rl.train.actor import Actor
-from mcore_rl.train.recovery.generation import SMALL_BYTES
+from mcore_rl.train.recovery.rank_state import SMALL_BYTES
 from mcore_rl.types import LogprobOptions
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.lora.targets import list_targets
