@@ -27,7 +27,6 @@ from mcore_rl.config.data import (
     SourceConfig,
     StageConfig,
 )
-from mcore_rl.config.lora_checks import check_lora, find_unread_beside_lora
 from mcore_rl.config.rollout import (
     DriftConfig,
     ParityCheckConfig,
@@ -65,11 +64,13 @@ from mcore_rl.config.tree_checks import (
     check_colocated,
     check_colocated_models,
     check_epochs,
+    check_lora,
     check_overlong,
     check_quantization,
     check_replay,
     check_steps,
     fill_gpus,
+    find_unread_beside_lora,
     find_unread_in_cluster,
     find_unread_in_correction,
     find_unread_in_episodes,

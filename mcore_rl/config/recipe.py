@@ -17,8 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mcore_rl.config import Config
 from mcore_rl.config.bounds import check_bounds
 from mcore_rl.config.other_systems import find_option
-from mcore_rl.config.overrides import find_type, quote, to_hydra
-from mcore_rl.config.removals import split_removals, take_out
+from mcore_rl.config.overrides import find_type, quote, split_removals, take_out, to_hydra
 from mcore_rl.config.secrets import remember_secrets
 from mcore_rl.config.shipped import RECIPES_DIR, resolve_shipped
 from mcore_rl.config.tree import leaves_under, mappings_under
