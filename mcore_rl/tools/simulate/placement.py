@@ -1,14 +1,17 @@
 """Places the processes of a recipe on imagined nodes, and draws when GPUs and machines fail.
 
 The code that places a run's processes reserves slots here, on as many nodes as it takes. A failure
-takes down the engines, or the run, that had the GPU or machine.
+takes down the engines, or the run, that had the GPU or machine. With recoveries, ranks come back
+as run/roles/recovery.py brings back those of a run: work that was cut off is done again, and a loss
+at another time shows when the ranks are needed next.
 """
 
 import asyncio
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from mcore_rl.config import ClusterConfig, RolloutConfig, SimulateConfig
 from mcore_rl.planning.bundles import Bundle, RunSize
@@ -16,7 +19,13 @@ from mcore_rl.planning.slots import Slot, reserve_slots
 from mcore_rl.process.process_state import RestartBudget
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.tools.simulate.engine import SimulatedCollector, SimulatedEngine
-from mcore_rl.tools.simulate.virtual_time import Machine, VirtualLoop, WorkClock, context_of
+from mcore_rl.tools.simulate.virtual_time import (
+    Machine,
+    VirtualLoop,
+    VirtualTime,
+    WorkClock,
+    context_of,
+)
 
 _SLACK = 1e-9
 """Sums of reserved CPUs may be off by so much."""
@@ -347,3 +356,59 @@ class Failures:
 
     def _state(self, url: str) -> EngineState:
         return next(state for state in self._health.states if state.url == url)
+
+
+T = TypeVar("T")
+COPY_BYTES_S = 25e9
+"""Speed at which a rank copies its state to pinned host memory behind PCIe 5.0."""
+DIGEST_BYTES_S = 30e9
+"""Speed of xxh3 on several cores."""
+
+
+class SimulatedRecovery:
+    """Implements roles.Recovery."""
+
+    def __init__(
+        self,
+        clock: VirtualTime,
+        failures: Failures,
+        recovery_s: float,
+        kept_bytes: float,
+        forget_links: Callable[[], None],
+    ) -> None:
+        """`recovery_s`: until new ranks have the state; `kept_bytes`: the largest rank's state."""
+        self._clock = clock
+        self._failures = failures
+        self._recovery_s = recovery_s
+        self._keep_s = kept_bytes / COPY_BYTES_S + kept_bytes / DIGEST_BYTES_S
+        self._forget_links = forget_links
+
+    def train(self, step: int, work: Callable[[], T]) -> tuple[T, Mapping[str, float]]:
+        def train_and_keep() -> T:
+            trained = work()
+            self._clock.spend("keep", lambda: self._keep_s)
+            return trained
+
+        trained = self.repeat(train_and_keep)
+        count = float(self._failures.num_recoveries)
+        return trained, {"recovery/keep_seconds": self._keep_s, "recovery/count": count}
+
+    def repeat(self, work: Callable[[], T]) -> T:
+        while True:
+            if self._failures.ranks_lost.done():
+                self._recover()
+            self._clock.cut = self._failures.ranks_lost
+            try:
+                return work()
+            except RanksLostError:
+                continue
+            finally:
+                self._clock.cut = None
+
+    def save(self, step: int, work: Callable[[], None]) -> None:
+        self.repeat(work)
+
+    def _recover(self) -> None:
+        self._clock.spend("recovery", lambda: self._recovery_s)
+        self._forget_links()
+        self._failures.replace_ranks()

@@ -49,7 +49,7 @@ from mcore_rl.run.roles.trainer import PackedCritic, PackedStoredTrainer, Packin
 from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.engine import SimulatedCollector, SimulatedEngine, SimulatedTransport
-from mcore_rl.tools.simulate.placement import Failures, ProcessPlacement
+from mcore_rl.tools.simulate.placement import Failures, ProcessPlacement, SimulatedRecovery
 from mcore_rl.tools.simulate.ranks import (
     SimulatedEngineMemory,
     SimulatedLinks,
@@ -58,7 +58,6 @@ from mcore_rl.tools.simulate.ranks import (
     SimulatedRanks,
     link_seconds_of,
 )
-from mcore_rl.tools.simulate.recovery import SimulatedRecovery
 from mcore_rl.tools.simulate.virtual_time import VirtualTime, context_of
 from mcore_rl.tools.simulate.workload import Workload
 from mcore_rl.types import Prompt, StoredBatch, StoredColumn, StoredSample, WeightVersion

@@ -17,10 +17,16 @@ from mcore_rl.logs.rows import has_rows
 from mcore_rl.process.safe_path import safe_module
 from mcore_rl.tools.view.configurations import read_options
 from mcore_rl.tools.view.followed import FollowedRows
-from mcore_rl.tools.view.log_lines import START_UP, find_phases, read_loads, read_records
+from mcore_rl.tools.view.log_lines import (
+    START_UP,
+    LoggedLoad,
+    Phase,
+    find_phases,
+    read_loads,
+    read_records,
+)
 from mcore_rl.tools.view.metric_table import MetricTable
 from mcore_rl.tools.view.sample_index import Filter, Row, SampleIndex, parse_row
-from mcore_rl.tools.view.traces import make_trace
 
 MOST_ROWS = 200
 """Rows of the table of samples in an answer."""
@@ -262,6 +268,49 @@ def _plan(config: Path) -> dict[str, Any]:
     except ValueError:
         said = done.stderr.strip().splitlines() or [f"plan ended with {done.returncode}"]
         return {"error": said[-1]}
+
+
+def make_trace(
+    name: str, phases: Sequence[Phase], loads: Mapping[str, Sequence[LoggedLoad]]
+) -> dict[str, Any]:
+    """Return the trace event format: a slice for each phase, counters for each engine.
+
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+    """
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": name}},
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": "controller"}},
+    ]
+    for phase in phases:
+        events.append(
+            {
+                "ph": "X",
+                "name": phase.name,
+                "cat": "phase",
+                "pid": 1,
+                "tid": 1,
+                "ts": round(phase.start_s * 1e6),
+                "dur": round((phase.end_s - phase.start_s) * 1e6),
+                "args": {"step": phase.step},
+            }
+        )
+    for engine, own in loads.items():
+        for load in own:
+            counters: dict[str, dict[str, float]] = {
+                "requests": {"running": load.running, "queued": load.queued},
+                "KV cache": {"share": load.kv_share},
+            }
+            for counter, values in counters.items():
+                events.append(
+                    {
+                        "ph": "C",
+                        "name": f"{engine}: {counter}",
+                        "pid": 1,
+                        "ts": round(load.time_s * 1e6),
+                        "args": values,
+                    }
+                )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def make_filter(query: Mapping[str, str]) -> Filter:
