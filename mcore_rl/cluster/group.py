@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -72,19 +72,6 @@ def start_actor(
     # A number of threads that the user has set applies to every process.
     cores = (slot.sharers, os.environ.get(THREADS)) if slot.sharers else None
     return make_remote(actor_cls).options(**options).remote(str(rank.log_path), cores, os.getcwd())
-
-
-class Coordinate(Protocol):
-    """The part of a rank's coordinate that `dispatch` reads; `coordinate()` of a worker returns it.
-
-    `owns_output` is true on exactly one rank of each data-parallel coordinate `dp`.
-    """
-
-    @property
-    def dp(self) -> int: ...
-
-    @property
-    def owns_output(self) -> bool: ...
 
 
 class RankGroup:
@@ -224,7 +211,10 @@ class RankGroup:
             raise
 
     def find_coordinates(self, deadline_s: float) -> None:
-        """Ask each rank for its coordinate; must be called once before `dispatch`."""
+        """Ask each rank for its coordinate; must be called once before `dispatch`.
+
+        `owns_output` is true on exactly one rank of each data-parallel coordinate `dp`.
+        """
         coordinates = self.call_all("coordinate", deadline_s=deadline_s)
         owners = {c.dp: k for k, c in enumerate(coordinates) if c.owns_output}
         self._dp_ranks = [c.dp for c in coordinates]
