@@ -32,10 +32,6 @@ class Sharing:
     starts: tuple[int, ...]
     order: tuple[int, ...]
 
-    def num_computed(self, lens: Sequence[int]) -> int:
-        """Return how many tokens are computed for sequences of these lengths."""
-        return sum(lens) - sum(self.starts)
-
 
 def find_sharing(rows: Sequence[Array], first_trained: Sequence[int]) -> Sharing:
     """Return what sequences of these token ids share.
