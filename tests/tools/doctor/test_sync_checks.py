@@ -16,7 +16,7 @@ def test_buckets_are_those_of_recipes_for_gpus() -> None:
 
 
 def test_targets_are_not_asked_of_a_cpu() -> None:
-    sync_checks._check_targets({"fraction_of_copy": 0.1, "swap_ms": 500.0})
+    sync_checks._check_targets({"fraction_of_copy": 0.1, "swap_ms": 500.0}, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -30,9 +30,9 @@ def test_a_gpu_that_misses_a_target_is_told_with_all_figures(
     monkeypatch: pytest.MonkeyPatch, missed: dict[str, float], why: str
 ) -> None:
     monkeypatch.setattr(sync_checks, "has_cuda", lambda: True)
-    sync_checks._check_targets(GOOD)
+    sync_checks._check_targets(GOOD, 0.5)
     with pytest.raises(MissedTargetError, match=why) as error:
-        sync_checks._check_targets(GOOD | missed)
+        sync_checks._check_targets(GOOD | missed, 0.5)
     assert error.value.figures == GOOD | missed
 
 
