@@ -60,6 +60,23 @@ def choose_route(
     return "gloo" if through_hosts and not same_machine else "NCCL"
 
 
+def explain_route(sender: RankLocation, receiver: RankLocation, route: Route) -> str:
+    """Return why the route is not a better one; "" for the best that two ranks can have."""
+    same_machine = sender.machine == receiver.machine
+    if not same_machine:
+        return "another machine"
+    if route == "shared memory" and (sender.gpu or receiver.gpu):
+        return "one of them is not on a GPU"
+    if route != "NCCL":
+        return ""
+    if sender.gpu in receiver.readable_gpus:
+        return "the memory cannot be opened"
+    return (
+        f"the receiver on GPU {receiver.gpu} cannot read GPU {sender.gpu}: CUDA_VISIBLE_DEVICES"
+        " hides it, or the two are no peers"
+    )
+
+
 def needs_gloo(
     senders: Collection[RankLocation],
     receivers: Collection[RankLocation],

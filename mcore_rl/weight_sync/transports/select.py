@@ -1,17 +1,18 @@
-"""Selects the transport between two ranks by their places.
+"""Selects the transport between two ranks by their places, and logs it.
 
                       one machine                                        two machines
 host to host          written straight to its place, if the engine rank  gloo
                       opens its memory; else shared memory
-GPU to GPU            sender's GPU memory, if the receiver can read it,  NCCL
-                      in buckets or pulled from its storages (pull.py);
-                      else NCCL
+GPU to GPU            sender's GPU memory, if the receiver can read it   NCCL
+                      and opens it, in buckets or pulled from its
+                      storages (pull.py); else NCCL
 GPU and host          as shared memory, with one copy per bucket at      as host to host, with one
                       the GPU's end                                      copy at the GPU's end
 
 Over a link with differences, gloo carries them (delta.py).
 """
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -22,7 +23,14 @@ from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.weight_sync.link_end import LinkEnd, await_roster, publish_facts
 from mcore_rl.weight_sync.placed_bucket import BucketEnd, RankBucket
 from mcore_rl.weight_sync.plan_handshake import RankPlan
-from mcore_rl.weight_sync.roster import SOME_GPU, RankLocation, Roster, Route, choose_route
+from mcore_rl.weight_sync.roster import (
+    SOME_GPU,
+    RankLocation,
+    Roster,
+    Route,
+    choose_route,
+    explain_route,
+)
 from mcore_rl.weight_sync.transports.delta import DeltaTransport
 from mcore_rl.weight_sync.transports.gloo import GlooTransport
 from mcore_rl.weight_sync.transports.gpu_pairs import GpuPairTransport
@@ -32,15 +40,21 @@ from mcore_rl.weight_sync.transports.host.direct import (
     can_be_written,
     count_direct_words,
 )
-from mcore_rl.weight_sync.transports.pull import PullTransport, agree_on_pulls
+from mcore_rl.weight_sync.transports.pull import Peers, PullTransport, agree_on_pulls
 from mcore_rl.weight_sync.transports.shared_memory import (
     Channel,
     SegmentSpec,
     SharedMemoryTransport,
-    fetch_channel,
+    close_on_error,
+    fetch_channels,
     serve_segments,
 )
 from mcore_rl.weight_sync.transports.transport import NUM_SLOTS, Failure, Transport
+from mcore_rl.weight_sync.waits import TransferError
+
+_log = logging.getLogger(__name__)
+_MOST_NAMED = 8
+"""Peers that a line of the log names."""
 
 MakeTransport = Callable[[LinkEnd, RankPlan, DeviceStream], Transport]
 """(end, plan, stream) -> transport to the peers of the plan. All ranks of a link call this.
@@ -130,40 +144,56 @@ def select_transport(end: LinkEnd, plan: RankPlan, stream: DeviceStream) -> Rout
     """Return the transport that takes the best route to each peer of the plan.
 
     All ranks of the link call this. Raises TransferError, which names the ranks that did not by
-    end.deadline_s.
+    end.deadline_s, or a peer on this rank's GPU whose memory cannot be opened.
     """
     end = _introduce(end)
-    assert end.roster is not None, "a rank connects with the roster"
     peers = dict.fromkeys(own.peer for own in plan.buckets)
     routes = _find_routes(end, peers)
     writes = _agree_on_writes(end, plan, _list_peers(routes, "shared memory"))
     candidates = _list_peers(routes, "shared GPU memory") if end.link.pulls else ()
     pulls = agree_on_pulls(end, plan.buckets, candidates)
     slots, shared_words = plan_slots(plan.buckets, {*writes.peers, *pulls})
-    channels = _open_channels(end, _plan_segments(routes, shared_words, end.device, pulls))
+    segments = _plan_segments(routes, shared_words, end.device, pulls)
+    channels = _open_channels(end, segments)
+    with close_on_error(channels):
+        unopened = segments.keys() - channels.keys()
+        _refuse_one_gpu(end, unopened)
+        routes |= dict.fromkeys(unopened, "NCCL")
+        _log_routes(end, routes)
+        transports = _make_transports(end, routes, channels, stream, slots, writes, pulls)
+    by_peer = {peer: each for each, to in transports for peer in to}
+    return RoutedTransport([each for each, _ in transports], by_peer)
+
+
+def _make_transports(
+    end: LinkEnd,
+    routes: Mapping[int, Route],
+    channels: Mapping[int, Channel],
+    stream: DeviceStream,
+    slots: Sequence[slice],
+    writes: DirectWrites,
+    pulls: Peers,
+) -> list[tuple[Transport, Collection[int]]]:
+    """Return each transport and its peers; the channels are those of `writes`, `pulls`, others."""
+    assert end.roster is not None, "a rank connects with the roster"
     direct = {peer: each for peer, each in channels.items() if peer in writes.peers}
     pulled = {peer: each for peer, each in channels.items() if peer in pulls}
     shared = {peer: each for peer, each in channels.items() if peer not in {*direct, *pulled}}
-    transports: list[Transport] = []
-    by_peer: dict[int, Transport] = {}
+    transports: list[tuple[Transport, Collection[int]]] = []
     if pulled:
-        transports.append(PullTransport(end, pulled, stream, slots, pulls))
-        by_peer |= dict.fromkeys(pulled, transports[-1])
+        transports.append((PullTransport(end, pulled, stream, slots, pulls), pulled))
     if direct:
-        transports.append(DirectTransport(end, direct, stream, slots, writes))
-        by_peer |= dict.fromkeys(direct, transports[-1])
+        transports.append((DirectTransport(end, direct, stream, slots, writes), direct))
     if shared:
-        transports.append(SharedMemoryTransport(end, shared, stream, slots))
-        by_peer |= dict.fromkeys(shared, transports[-1])
+        transports.append((SharedMemoryTransport(end, shared, stream, slots), shared))
     if end.roster.gloo:
         gloo = GlooTransport(end)
-        transports.append(gloo if end.link.delta == "off" else DeltaTransport(gloo))
-        by_peer |= dict.fromkeys(_list_peers(routes, "gloo"), transports[-1])
+        between = gloo if end.link.delta == "off" else DeltaTransport(gloo)
+        transports.append((between, _list_peers(routes, "gloo")))
     nccl_peers = _list_peers(routes, "NCCL")
     if nccl_peers:
-        transports.append(GpuPairTransport(end, nccl_peers))
-        by_peer |= dict.fromkeys(nccl_peers, transports[-1])
-    return RoutedTransport(transports, by_peer)
+        transports.append((GpuPairTransport(end, nccl_peers), nccl_peers))
+    return transports
 
 
 def waits_for_peers(end: LinkEnd) -> bool:
@@ -221,6 +251,36 @@ def _locate(roster: Roster, rank: int) -> RankLocation:
     return RankLocation(str(host), facts.gpu, facts.readable_gpus)
 
 
+def _refuse_one_gpu(end: LinkEnd, unopened: Collection[int]) -> None:
+    """Raise TransferError if a peer of `unopened` is on this rank's GPU: NCCL has no way there."""
+    assert end.roster is not None, "a rank connects with the roster"
+    own_gpu = _locate(end.roster, end.rank).gpu
+    for peer in sorted(unopened):
+        if _locate(end.roster, peer).gpu == own_gpu:
+            raise TransferError(
+                f"{end.name} and {end.link.name_rank(peer)} share GPU {own_gpu}, but the receiver"
+                " cannot open memory that the sender has there (the logs of both say why), and NCCL"
+                " takes one rank per GPU: let both run in one container, or in containers with one"
+                " IPC and PID namespace (docker run --ipc=host --pid=host), or give engines GPUs of"
+                " their own (cluster.colocated=false)"
+            )
+
+
+def _log_routes(end: LinkEnd, routes: Mapping[int, Route]) -> None:
+    """Log the route to each peer, and why it is not a better one: one line for each reason."""
+    assert end.roster is not None, "a rank connects with the roster"
+    own = _locate(end.roster, end.rank)
+    named: dict[tuple[Route, str], list[str]] = defaultdict(list)
+    for peer, route in routes.items():
+        their = _locate(end.roster, peer)
+        sides = (own, their) if end.is_sender else (their, own)
+        named[route, explain_route(*sides, route)].append(end.link.name_rank(peer))
+    for (route, why), names in named.items():
+        more = f" and {len(names) - _MOST_NAMED} others" if len(names) > _MOST_NAMED else ""
+        shown = ", ".join(names[:_MOST_NAMED]) + more
+        _log.info("weights take %s between %s and %s%s", route, end.name, shown, why and f": {why}")
+
+
 def _list_peers(routes: Mapping[int, Route], route: Route) -> list[int]:
     return [peer for peer, chosen in routes.items() if chosen == route]
 
@@ -253,12 +313,13 @@ def _agree_on_writes(end: LinkEnd, plan: RankPlan, peers: Collection[int]) -> Di
 
 
 def _open_channels(end: LinkEnd, segments: Mapping[int, SegmentSpec]) -> dict[int, Channel]:
-    """Return the channel to each peer that shares a segment with this rank."""
+    """Return the channel to each peer that shares a segment with this rank.
+
+    Left out are peers where GPU memory cannot be opened; both ends leave one another out.
+    """
     if not segments:
         return {}
-    if end.is_sender:
-        return serve_segments(end, segments)
-    return {peer: fetch_channel(end, peer, spec) for peer, spec in segments.items()}
+    return serve_segments(end, segments) if end.is_sender else fetch_channels(end, segments)
 
 
 def plan_slots(

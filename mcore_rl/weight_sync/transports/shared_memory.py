@@ -14,6 +14,7 @@ byte through the socket would move it to the core of the sending process, which 
 
 import array
 import hashlib
+import logging
 import mmap
 import os
 import select
@@ -21,8 +22,8 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,12 +31,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mcore_rl.device.gpu_memory import DeviceStream, export_memory, open_memory
+from mcore_rl.device.gpu_memory import LENT, DeviceStream, export_memory, open_memory
 from mcore_rl.weight_sync.link_end import LinkEnd, RankServer, connect
 from mcore_rl.weight_sync.transports.host.segment import map_segment, populate
 from mcore_rl.weight_sync.transports.transport import WholeBuckets
 from mcore_rl.weight_sync.verify import WORD_BYTES
 from mcore_rl.weight_sync.waits import TransferError, wait_until
+
+_log = logging.getLogger(__name__)
 
 _COUNTERS_BYTES = mmap.PAGESIZE
 _WRITTEN = 0
@@ -43,6 +46,9 @@ _READ = 8
 """Indices of the two counters, each on a cache line of its own: messages written by the sender, and
 messages done by the receiver.
 """
+_OPENED = b"y"
+_NOT_OPENED = b"n"
+"""A receiver's answer to the handle of GPU memory."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ class Channel:
         self._poll.register(peer, select.POLLIN)
         self._poll.register(self._own_bell, select.POLLIN)
         self._counters = memoryview(segment)[:_COUNTERS_BYTES].cast("q")
+        self._lent_W = gpu_words_W if is_sender else None
         if gpu_words_W is None:
             self.words_W = torch.frombuffer(segment, dtype=torch.int64, offset=_COUNTERS_BYTES)
         else:
@@ -115,9 +122,13 @@ class Channel:
         return True
 
     def close(self) -> None:
+        """Drop the connection. Nothing queued on a GPU may write a sender's words any more."""
         with suppress(OSError):  # The other end may be gone.
             self._peer.shutdown(socket.SHUT_RDWR)
         self._peer.close()
+        if self._lent_W is not None:
+            LENT.give_back(self._lent_W)
+            self._lent_W = None
 
 
 @dataclass(frozen=True)
@@ -140,11 +151,28 @@ class Bells:
 def serve_segments(end: LinkEnd, segments: Mapping[int, SegmentSpec]) -> dict[int, Channel]:
     """Return a channel to each receiver in `segments`, by rank; they may come in any order.
 
-    Raises TransferError, which names the receivers that did not connect by end.deadline_s.
+    Receivers that cannot open this rank's GPU memory are left out. Raises TransferError, which
+    names the receivers that did not connect by end.deadline_s.
     """
     server = RankServer(make_server_name(end, end.rank, "segments"))
-    peers = server.accept(end, segments, "fetch their shared memory")
-    return {rank: _serve_segment(peer, segments[rank]) for rank, peer in peers}
+    channels: dict[int, Channel] = {}
+    with close_on_error(channels):
+        for rank, peer in server.accept(end, segments, "fetch their shared memory"):
+            channel = _serve_segment(end, rank, peer, segments[rank])
+            if channel is not None:
+                channels[rank] = channel
+    return channels
+
+
+@contextmanager
+def close_on_error(channels: Mapping[int, Channel]) -> Iterator[None]:
+    """Close the channels if the block raises, so that the memory lent to them is lent again."""
+    try:
+        yield
+    except BaseException:
+        for channel in channels.values():
+            channel.close()
+        raise
 
 
 def make_server_name(end: LinkEnd, sender: int, what: str) -> str:
@@ -153,11 +181,23 @@ def make_server_name(end: LinkEnd, sender: int, what: str) -> str:
     return f"mcore_rl-{hashlib.sha256(secret.encode()).hexdigest()[:32]}"
 
 
-def fetch_channel(end: LinkEnd, sender: int, segment: SegmentSpec) -> Channel:
-    """Return the receiver's end of the channel to rank `sender`, once the sender serves segments.
+def fetch_channels(end: LinkEnd, segments: Mapping[int, SegmentSpec]) -> dict[int, Channel]:
+    """Return the receiver's end of the channel to each sender in `segments`, once it serves them.
 
-    Raises TransferError if the sender does not by end.deadline_s.
+    Senders whose GPU memory cannot be opened are left out, and the log says why. Raises
+    TransferError if a sender does not answer by end.deadline_s.
     """
+    channels: dict[int, Channel] = {}
+    with close_on_error(channels):
+        for sender, segment in segments.items():
+            channel = _fetch_channel(end, sender, segment)
+            if channel is not None:
+                channels[sender] = channel
+    return channels
+
+
+def _fetch_channel(end: LinkEnd, sender: int, segment: SegmentSpec) -> Channel | None:
+    """Return the channel to rank `sender`; None if its GPU memory cannot be opened."""
     name = end.link.name_rank(sender)
     peer = socket.socket(socket.AF_UNIX)
     try:
@@ -176,31 +216,94 @@ def fetch_channel(end: LinkEnd, sender: int, segment: SegmentSpec) -> Channel:
         )
         mapped = _map(memory, segment)
         gpu_words_W = None
-        if handle_bytes:
-            gpu_words_W = open_memory(peer.recv(handle_bytes, socket.MSG_WAITALL), end.device)
+        if segment.device.type != "cpu":
+            handle = peer.recv(handle_bytes, socket.MSG_WAITALL) if handle_bytes else b""
+            gpu_words_W = _open_words(handle, num_words, end, name)
+            peer.sendall(_NOT_OPENED if gpu_words_W is None else _OPENED)
+            if gpu_words_W is None:
+                peer.close()
+                Bells(*bells).close()
+                return None
     except (OSError, RuntimeError) as error:
         peer.close()
         raise TransferError(f"no shared memory from {name}: {error}", peer_lost=True) from error
     return Channel(peer, mapped, Bells(*bells), gpu_words_W, is_sender=False)
 
 
-def _serve_segment(peer: socket.socket, segment: SegmentSpec) -> Channel:
+def _open_words(handle: bytes, num_words: int, end: LinkEnd, sender: str) -> Tensor | None:
+    """Return the sender's words in its GPU memory; None, and log why, if they cannot be opened."""
+    if not handle:
+        return None  # The sender has logged why.
+    try:
+        return open_memory(handle, end.device)[:num_words]
+    except RuntimeError as error:
+        _log.warning("%s cannot open GPU memory of %s: %s", end.name, sender, _find_cause(error))
+        return None
+
+
+def _serve_segment(
+    end: LinkEnd, rank: int, peer: socket.socket, segment: SegmentSpec
+) -> Channel | None:
+    """Send the segment to receiver `rank`; None if it cannot open this rank's GPU memory."""
     descriptor = os.memfd_create("mcore_rl_weights")
     os.ftruncate(descriptor, segment.host_bytes)
     gpu_words_W = None
     handle = b""
     if segment.device.type != "cpu":
-        gpu_words_W = torch.zeros(segment.num_words, dtype=torch.int64, device=segment.device)
-        try:
-            handle = export_memory(gpu_words_W)
-        except RuntimeError as error:
-            peer.close()
-            raise TransferError(f"memory of {segment.device} cannot be shared: {error}") from error
+        gpu_words_W = LENT.take(segment.num_words, segment.device)
+        handle = _export_words(gpu_words_W, end)
     bells = Bells.make()
     descriptors = [descriptor, bells.of_receiver, bells.of_sender]
     socket.send_fds(peer, [struct.pack("qq", segment.num_words, len(handle))], descriptors)
-    peer.sendall(handle)
-    return Channel(peer, _map(descriptor, segment), bells, gpu_words_W, is_sender=True)
+    if handle:
+        peer.sendall(handle)
+    mapped = _map(descriptor, segment)
+    channel = Channel(peer, mapped, bells, gpu_words_W, is_sender=True)
+    if gpu_words_W is None:
+        return channel
+    with close_on_error({rank: channel}):
+        if _await_opened(end, rank, peer):
+            return channel
+    channel.close()
+    return None
+
+
+def _export_words(words_W: Tensor, end: LinkEnd) -> bytes:
+    """Return the handle of the words; empty, and log why, if they cannot be shared."""
+    try:
+        return export_memory(words_W)
+    except RuntimeError as error:
+        _log.warning("%s cannot share GPU memory: %s", end.name, _find_cause(error))
+        return b""
+
+
+def _await_opened(end: LinkEnd, rank: int, peer: socket.socket) -> bool:
+    """Return whether the receiver has opened the memory. Raises TransferError if it is lost."""
+    began_s = time.monotonic()
+    what = f"{end.link.name_rank(rank)} to open its GPU memory"
+    answers: list[bytes] = []
+    poll = select.poll()
+    poll.register(peer, select.POLLIN)
+
+    def has_answered(seconds: float) -> bool:
+        if poll.poll(max(1.0, 1000 * seconds)):
+            answers.append(peer.recv(1))
+        return bool(answers)
+
+    try:
+        reason = wait_until(has_answered, end.deadline_s, end.store.failure)
+    except OSError as error:
+        raise end.make_lost_error(what, "the process is gone", began_s) from error
+    if reason is None and answers == [b""]:
+        reason = "the process is gone"
+    if reason is not None:
+        raise end.make_lost_error(what, reason, began_s)
+    return answers == [_OPENED]
+
+
+def _find_cause(error: RuntimeError) -> str:
+    """Return the first line of an error of CUDA, whose others are advice for its developers."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _map(descriptor: int, segment: SegmentSpec) -> mmap.mmap:
@@ -275,6 +378,8 @@ class SharedMemoryTransport(WholeBuckets):
                 self._valid.append(message)
 
     def close(self) -> None:
+        with suppress(RuntimeError):  # a GPU that failed runs nothing more
+            self._stream.synchronize()
         for channel in self._channels.values():
             channel.close()
 

@@ -9,7 +9,7 @@ import torch
 from mcore_rl.weight_sync.transports.shared_memory import (
     Channel,
     SegmentSpec,
-    fetch_channel,
+    fetch_channels,
     serve_segments,
 )
 from mcore_rl.weight_sync.waits import TransferError
@@ -26,7 +26,7 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
     channels, channel = run_ranks(
         [
             lambda: serve_segments(sender, {1: SEGMENT}),
-            lambda: {0: fetch_channel(receiver, 0, SEGMENT)},
+            lambda: fetch_channels(receiver, {0: SEGMENT}),
         ]
     )
     yield channels[1], channel[0]
@@ -78,7 +78,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     ):
         serve_segments(sender, {1: SEGMENT})
     with pytest.raises(TransferError, match="no shared memory from trainer rank 0"):
-        fetch_channel(receiver, 0, SEGMENT)
+        fetch_channels(receiver, {0: SEGMENT})
 
 
 def test_only_host_words_take_host_memory() -> None:

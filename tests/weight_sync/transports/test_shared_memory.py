@@ -11,7 +11,7 @@ from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.weight_sync.transports.shared_memory import (
     SegmentSpec,
     SharedMemoryTransport,
-    fetch_channel,
+    fetch_channels,
     serve_segments,
 )
 from mcore_rl.weight_sync.waits import TransferError
@@ -29,7 +29,7 @@ def pair() -> Iterator[Pair]:
     sending, receiving = run_ranks(
         [
             lambda: serve_segments(sender, {1: SEGMENT}),
-            lambda: {0: fetch_channel(receiver, 0, SEGMENT)},
+            lambda: fetch_channels(receiver, {0: SEGMENT}),
         ]
     )
     transports = (
