@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,9 +112,8 @@ class RankActor:
         return ray.get_runtime_context().get_node_id()
 
     def gpu_ids(self) -> tuple[str, ...]:
-        """Return the GPUs that Ray assigned to this process, numbered as CUDA does."""
-        ids = (str(gpu) for gpu in ray.get_gpu_ids())
-        return tuple(sorted(ids, key=lambda gpu: (len(gpu), gpu)))
+        """Return the GPUs that Ray assigned to this process, named as in CUDA_VISIBLE_DEVICES."""
+        return sort_gpus([str(gpu) for gpu in ray.get_gpu_ids()])
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables with which this process started."""
@@ -211,3 +211,12 @@ def shorten_traceback(error: BaseException) -> str:
 
 def _is_ours(filename: str) -> bool:
     return filename.startswith(PACKAGE_DIR) or not filename.startswith((*LIBRARY_DIRS, "<frozen"))
+
+
+def sort_gpus(names: Sequence[str]) -> tuple[str, ...]:
+    """Return GPUs in the order of their numbers; UUIDs and parts of GPUs as they were given.
+
+    Ray assigns those in the order of CUDA_VISIBLE_DEVICES, where neighbors are near one another.
+    Their letters say nothing of that.
+    """
+    return tuple(sorted(names, key=int) if all(map(str.isdigit, names)) else names)

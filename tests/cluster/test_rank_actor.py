@@ -12,6 +12,7 @@ from mcore_rl.cluster.rank_actor import (
     Raised,
     RankActor,
     shorten_traceback,
+    sort_gpus,
     summarize_error,
 )
 from mcore_rl.process.errors import ProcessLostError
@@ -77,6 +78,13 @@ def test_the_innermost_frame_is_kept_even_if_it_is_a_librarys() -> None:
 def _file_lines(error: BaseException) -> list[str]:
     lines = shorten_traceback(error).splitlines()
     return [line for line in lines if line.startswith("  File")]
+
+
+def test_numbers_of_gpus_are_sorted_and_names_stay_in_their_order() -> None:
+    assert sort_gpus(["10", "9", "1"]) == ("1", "9", "10")
+    by_place = ["GPU-f0", "GPU-3a", "MIG-11"]
+    assert sort_gpus(by_place) == tuple(by_place)
+    assert sort_gpus([]) == ()
 
 
 def test_all_output_of_a_process_goes_to_its_log_also_that_of_a_crash(tmp_path: Path) -> None:
