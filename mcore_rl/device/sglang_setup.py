@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from mcore_rl.device import leave_compiler_out
 from mcore_rl.device.environment import local_indices
 
@@ -38,14 +40,19 @@ def use_gpus(arguments: list[str], gpu_ids: Sequence[str]) -> list[str]:
     """Return the arguments of a server whose ranks use these GPUs of its machine.
 
     `gpu_ids` are named as in CUDA_VISIBLE_DEVICES. SGLang counts from a first GPU. If they do not
-    follow one another, the server's processes see these only, and their weights come by NCCL.
+    follow one another, the server's processes see them first, and then all others, so that they can
+    read the memory of trainer ranks there.
     """
     indices = sorted(local_indices(gpu_ids, os.environ))
     if not indices:
         return arguments
     if indices == list(range(indices[0], indices[0] + len(indices))):
         return [*arguments, "--base-gpu-id", str(indices[0])]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)  # for the processes it starts
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+    own = [names[index] for index in indices]
+    others = [name for name in names if name not in own]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*own, *others])  # for processes that it starts
     return arguments
 
 

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 
 from mcore_rl.device.sglang_setup import (
     CPU_ARGUMENTS,
@@ -50,11 +51,14 @@ def test_ranks_share_the_cores(num_ranks: int, cpus: list[int], wanted: str) -> 
         (("4", "5"), None, ["--base-gpu-id", "4"], None),
         (("5", "4"), None, ["--base-gpu-id", "4"], None),
         (("6", "7"), "4,5,6,7", ["--base-gpu-id", "2"], "4,5,6,7"),
-        (("1", "3"), None, [], "1,3"),
+        (("1", "3"), None, [], "1,3,0,2,4,5,6,7"),
+        (("7", "4"), "7,6,5,4", [], "7,4,6,5"),
+        (("GPU-b", "GPU-a"), "GPU-x,GPU-b,GPU-a", ["--base-gpu-id", "1"], "GPU-x,GPU-b,GPU-a"),
+        (("GPU-a", "GPU-x"), "GPU-x,GPU-b,GPU-a", [], "GPU-x,GPU-a,GPU-b"),
         ((), "0", [], "0"),
     ],
 )
-def test_a_server_sees_the_whole_machine_unless_its_gpus_have_gaps(
+def test_a_server_sees_the_whole_machine_and_its_own_gpus_first_if_they_have_gaps(
     gpu_ids: tuple[str, ...],
     visible: str | None,
     added: list[str],
@@ -64,5 +68,6 @@ def test_a_server_sees_the_whole_machine_unless_its_gpus_have_gaps(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")  # so that it is restored afterwards
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert use_gpus(["--tp-size", "2"], gpu_ids) == ["--tp-size", "2", *added]
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen_after
