@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import DeviceStream, common_device
+from mcore_rl.device.threads import start_thread
 from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weights.layouts.copy_recorder import HfTensors, LoadWeights
 from mcore_rl.weights.layouts.engine_trace import TracedLoad, find_unlike, record_all
@@ -71,8 +72,8 @@ class FullTrace:
     def start(self) -> None:
         """Start the trace, unless it was started before."""
         if self._thread is None:
-            self._thread = Thread(target=self._run, name="full trace", daemon=True)
-            self._thread.start()
+            device = common_device(self._tensors.values())
+            self._thread = start_thread(device, self._run, name="full trace")
 
     def cancel(self) -> None:
         """End the trace at the next tensor; it finds no fault afterwards."""

@@ -10,13 +10,14 @@ exception would end SGLang's scheduler.
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mcore_rl.device.gpu_memory import common_device
+from mcore_rl.device.threads import start_thread
 from mcore_rl.weight_sync.connection import EngineConnection
 from mcore_rl.weight_sync.execute import PlanExecutor
 from mcore_rl.weight_sync.full_trace import FullTrace
@@ -263,7 +264,7 @@ def _connect_in_thread(
         finally:
             traced.set()
 
-    Thread(target=connect, name="connect", daemon=True).start()
+    start_thread(common_device(tensors.values()), connect, name="connect")
     traced.wait(command.link.timeout_s)
 
 

@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import common_device
+from mcore_rl.device.threads import open_pool
 from mcore_rl.process.gc_pause import pause_collections
 from mcore_rl.weight_sync.execute import PlanExecutor
 from mcore_rl.weight_sync.link_end import LinkEnd, describe_rank
@@ -82,7 +82,7 @@ class WeightSender:
                     waiting.append((engine, problems))
                 else:
                     opened[engine] = self._open(engine, problems)
-            with ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="links") as pool:
+            with open_pool(self._device, _MOST_AT_ONCE, "links") as pool:
                 reports = pool.map(lambda verdict: self._open(*verdict), waiting)
                 opened |= zip((engine for engine, _ in waiting), reports, strict=True)
         return [opened[engine] for engine, _ in verdicts]
@@ -145,9 +145,7 @@ class WeightSender:
             raise ValueError(f"engines {sorted(unknown)} are not connected; call connect first")
         if len(engines) == 1:
             return {engines[0]: self._send_to(engines[0], version, timeout_s)}
-        with ThreadPoolExecutor(
-            max_workers=max(1, len(engines)), thread_name_prefix="weights"
-        ) as pool:
+        with open_pool(self._device, max(1, len(engines)), "weights") as pool:
             reports = pool.map(lambda engine: self._send_to(engine, version, timeout_s), engines)
             return dict(zip(engines, reports, strict=True))
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import count
-from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_rl.device import synchronize
+from mcore_rl.device.threads import start_thread
 from mcore_rl.weight_sync.connection import EngineConnection
 from mcore_rl.weight_sync.execute import PlanExecutor, VerifiedBuckets
 from mcore_rl.weight_sync.link_store import LinkStore, publish_report, report_outcome
@@ -131,7 +131,7 @@ def start_background_stager(connection: EngineConnection, staging: Staging) -> N
     """Serve the link's stage requests in a thread until the controller drops the link."""
     store = LinkStore.open(connection.end.link)
     stager = _BackgroundStager(store, connection, staging)
-    Thread(target=stager.run, name="weights", daemon=True).start()
+    start_thread(connection.end.device, stager.run, name="weights")
 
 
 class _BackgroundStager:
@@ -191,7 +191,7 @@ class _BackgroundStager:
     def _start_forwarding(self, link: Link, version: int, verified: VerifiedBuckets) -> None:
         # A swap exchanges tensors in the staging dictionary, so the thread gets a copy of it.
         arguments = (link, version, dict(self._staging.tensors), verified)
-        Thread(target=self._forward, args=arguments, name="relay", daemon=True).start()
+        start_thread(self._connection.end.device, self._forward, arguments, name="relay")
 
     @torch.no_grad()
     def _forward(

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 from mcore_rl.device.gpu_groups import make_group
+from mcore_rl.device.threads import start_thread
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.link_store import LinkStore
 from mcore_rl.weight_sync.transports.transport import WholeBuckets
@@ -127,9 +127,8 @@ class GpuPairTransport(WholeBuckets):
         self._started = []
         if not groups:
             return
-        aborting = Thread(target=_abort, args=(groups, started), name="gpu-abort", daemon=True)
-        aborting.start()
-        aborting.join(_ABORT_S)
+        arguments = (groups, started)
+        start_thread(self._device, _abort, arguments, name="gpu-abort").join(_ABORT_S)
 
     def _connect(self, meeting_store: Any, peer: int, deadline_s: float) -> None:
         # NCCL connects in the first operation and blocks there, so a thread starts it.
@@ -139,7 +138,7 @@ class GpuPairTransport(WholeBuckets):
         pair_store = PrefixStore(f"{sender}-{receiver}", meeting_store)
         meeting: Future[_Message] = Future()
         arguments = (meeting, pair_store, peer)
-        Thread(target=self._meet, args=arguments, name="gpu-meet", daemon=True).start()
+        start_thread(self._device, self._meet, arguments, name="gpu-meet")
 
         def has_met(seconds: float) -> bool:
             return bool(wait([meeting], max(0.0, seconds)).done)
