@@ -108,16 +108,15 @@ def _resources(submission: Submission, options: KubeRayOptions) -> dict[str, str
 
 def _environment(options: KubeRayOptions) -> list[dict[str, Any]]:
     """Variables of Ray's processes and all below them, secrets by reference."""
-    # Both import torch, which a mistake on the command line need not wait for.
+    # It imports torch, which a mistake on the command line need not wait for.
     from mcore_rl.cluster.environment import RAY_DEFAULTS
-    from mcore_rl.device.environment import AGREED
 
     interface = (
         {f"{library}_SOCKET_IFNAME": options.interface for library in ("NCCL", "GLOO")}
         if options.interface
         else {}
     )
-    plain: Mapping[str, str] = {**RAY_DEFAULTS, **AGREED, **interface, **options.environment}
+    plain: Mapping[str, str] = {**RAY_DEFAULTS, **interface, **options.environment}
     references = {
         name: dict(zip(("name", "key"), reference.split("/"), strict=True))
         for name, reference in options.secrets.items()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config import ProfileConfig
-from mcore_rl.device.environment import AGREED, differences, select_forwarded
+from mcore_rl.device.environment import AGREED, choose_agreed, differences, select_forwarded
 from mcore_rl.process.safe_path import SAFE_PATH
 
 _log = logging.getLogger(__name__)
@@ -29,9 +29,12 @@ RAY_DEFAULTS = {
 }
 
 
-def set_defaults() -> None:
-    """Set the variables of a run in this process, except those that the caller has set."""
-    for name, value in {**RAY_DEFAULTS, **AGREED}.items():
+def set_defaults(*, several_hosts: bool = False) -> None:
+    """Set the variables of a run in this process, except those that the caller has set.
+
+    several_hosts   the run may have more machines than this one
+    """
+    for name, value in {**RAY_DEFAULTS, **choose_agreed(several_hosts)}.items():
         os.environ.setdefault(name, value)
 
 

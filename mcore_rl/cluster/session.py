@@ -97,7 +97,7 @@ def open_ray_session(
     Raises ValueError if no Ray answers at the address, or if nodes are missing after
     `startup_timeout_s`.
     """
-    set_defaults()
+    set_defaults(several_hosts=config.address is not None)
     ray._private.worker._worker_logs_enabled = False  # Only RankError reports a rank's death.
     if config.address is not None:
         with _shut_down():

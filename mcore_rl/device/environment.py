@@ -8,12 +8,15 @@ could not read the memory of another (CUDA IPC), and weights would take NCCL wit
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from mcore_rl.process.log_files import ROTATE_BYTES
 
-AGREED = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""Variables that all processes must have alike, and their defaults: those that SGLang takes
-(sglang/srt/entrypoints/engine.py)."""
+AGREED = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+"""Variables that all processes must have alike."""
+IMEX_CHANNELS = Path("/dev/nvidia-caps-imex-channels")
+"""Folder of the channels by which machines that NVLink joins, as in GB200 NVL72, open one another's
+memory."""
 FORWARDED = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_LAUNCH_BLOCKING",
@@ -58,6 +61,19 @@ def differences(own: Mapping[str, str], other: Mapping[str, str]) -> dict[str, s
             f"{_describe_value(there.get(name))} instead of {_describe_value(here.get(name))}"
         )
     return found
+
+
+def choose_agreed(several_hosts: bool, channels: Path = IMEX_CHANNELS) -> dict[str, str]:
+    """Return the defaults of the variables in AGREED, which are those that SGLang takes.
+
+    They are off (sglang/srt/entrypoints/engine.py), except that NCCL reaches another machine over
+    NVLink only with memory from cuMem. Without, all traffic between machines takes the network.
+
+    several_hosts   the run may have more machines than this one
+    channels        IMEX_CHANNELS; a channel there shows that NVLink may join machines
+    """
+    over_nvlink = several_hosts and any(channels.glob("channel*"))
+    return {"NCCL_CUMEM_ENABLE": str(int(over_nvlink)), "NCCL_NVLS_ENABLE": "0"}
 
 
 def choose_queues(tp: int) -> dict[str, str]:

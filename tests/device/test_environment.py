@@ -1,9 +1,12 @@
 """Environment variables of a run's processes: which they share, how they differ, which GPUs."""
 
+from pathlib import Path
+
 import pytest
 
 from mcore_rl.device.environment import (
     AGREED,
+    choose_agreed,
     choose_queues,
     differences,
     local_indices,
@@ -26,7 +29,29 @@ def test_what_steers_the_libraries_is_forwarded_and_secrets_are_not() -> None:
         "CUDA_VISIBLE_DEVICES",
         "PATH",
     }
-    assert select_forwarded(AGREED) == AGREED
+    agreed = dict.fromkeys(AGREED, "0")
+    assert select_forwarded(agreed) == agreed
+
+
+@pytest.mark.parametrize(
+    ("several_hosts", "device_file", "cumem"),
+    [
+        (True, "channel0", "1"),
+        (False, "channel0", "0"),
+        (True, "", "0"),
+        (True, "other", "0"),
+    ],
+)
+def test_machines_that_nvlink_joins_let_nccl_take_it(
+    several_hosts: bool, device_file: str, cumem: str, tmp_path: Path
+) -> None:
+    channels = tmp_path / "nvidia-caps-imex-channels"
+    if device_file:
+        channels.mkdir()
+        (channels / device_file).touch()
+    chosen = choose_agreed(several_hosts, channels)
+    assert chosen == {"NCCL_CUMEM_ENABLE": cumem, "NCCL_NVLS_ENABLE": "0"}
+    assert chosen.keys() == set(AGREED)
 
 
 def test_differences_name_both_values() -> None:

@@ -138,7 +138,7 @@ def _find_facts(job: Job) -> RayNode:
 
 def _set_environment(rendezvous: Rendezvous, address: str, job: Job) -> None:
     """Set the variables that Ray's processes and their children inherit, before Ray is imported."""
-    set_defaults()
+    set_defaults(several_hosts=job.num_nodes > 1)
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(rendezvous.token)
     os.environ.pop("RAY_ADDRESS", None)
