@@ -36,6 +36,7 @@ FORWARDED = (
     "UCX_",
 )
 """How the variables begin that every process of a run gets from the controller."""
+_SAVES_GRAPHS = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 _SECRETS = ("_TOKEN", "SECRET", "PASSWORD", "API_KEY")
 _SET_BY_RAY = {"OMP_NUM_THREADS"}
 """Ray sets them in its workers where the controller has none."""
@@ -84,6 +85,30 @@ def choose_queues(tp: int) -> dict[str, str]:
     queue would only have products and copies of other streams wait for one another.
     """
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if tp > 1 else {}
+
+
+def can_release_graphs(environ: Mapping[str, str]) -> bool:
+    """Return whether engines can release the memory of their CUDA graphs, as SGLang's variable
+    asks.
+    """
+    return environ.get(_SAVES_GRAPHS, "").lower() in ("1", "true", "y", "yes", "t")
+
+
+def refuse_fixed_graphs(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Raise ValueError if an engine with these arguments cannot release all of its graphs.
+
+    SGLang 0.5.23 ends where graphs of prefills are captured in its default way ("breakable").
+    """
+    if "--enable-memory-saver" not in arguments or not can_release_graphs(environ):
+        return
+    name = "--cuda-graph-backend-prefill"
+    backend = arguments[arguments.index(name) + 1] if name in arguments else "breakable"
+    if backend == "breakable" and "--disable-prefill-cuda-graph" not in arguments:
+        raise ValueError(
+            f"{_SAVES_GRAPHS}={environ[_SAVES_GRAPHS]}: SGLang cannot release graphs of prefills"
+            " that it captures as breakable; set rollout.sglang.cuda_graph_backend_prefill to full"
+            " or disabled, or unset the variable"
+        )
 
 
 def local_indices(gpu_ids: Sequence[str], environ: Mapping[str, str]) -> list[int]:

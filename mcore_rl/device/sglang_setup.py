@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from mcore_rl.device import leave_compiler_out
-from mcore_rl.device.environment import local_indices
+from mcore_rl.device.environment import local_indices, refuse_fixed_graphs
 
 STANDINS_DIR = Path(__file__).parents[1] / "cpu" / "standins"
 CPU_ENVIRONMENT = {
@@ -42,7 +42,10 @@ def use_gpus(arguments: list[str], gpu_ids: Sequence[str]) -> list[str]:
     `gpu_ids` are named as in CUDA_VISIBLE_DEVICES. SGLang counts from a first GPU. If they do not
     follow one another, the server's processes see them first, and then all others, so that they can
     read the memory of trainer ranks there.
+
+    Raises ValueError if the environment asks for graphs that SGLang cannot release.
     """
+    refuse_fixed_graphs(arguments, os.environ)
     indices = sorted(local_indices(gpu_ids, os.environ))
     if not indices:
         return arguments

@@ -15,6 +15,7 @@ from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.model_groups import CriticGroup, ModelGroup, TrainerGroup
 from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.config import Config
+from mcore_rl.device.environment import can_release_graphs
 from mcore_rl.logs.progress import tell_stage
 from mcore_rl.logs.run_folder import DAMAGED, RunFolder
 from mcore_rl.loops.rl import make_step_options
@@ -59,7 +60,9 @@ def start_training(config: Config, processes: RunProcesses, loss: TokenLoss) -> 
     if config.cluster.colocated:
         with tell_stage("start-up: engines", is_told=True):
             built = engines.wait_built()
-        colocated = EngineMemory([engine.url for engine in built], timeout_s, keys)
+        urls = [engine.url for engine in built]
+        with_graphs = can_release_graphs(os.environ)
+        colocated = EngineMemory(urls, timeout_s, keys, with_graphs=with_graphs)
         watched(colocated.for_training())
     gpus = SharedGpus(colocated, watched)
     for role in processes.served_engines.colocated:

@@ -1,15 +1,18 @@
 """Environment variables of a run's processes: which they share, how they differ, which GPUs."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from mcore_rl.device.environment import (
     AGREED,
+    can_release_graphs,
     choose_agreed,
     choose_queues,
     differences,
     local_indices,
+    refuse_fixed_graphs,
     select_forwarded,
 )
 
@@ -94,3 +97,23 @@ def test_kernels_share_one_queue_only_under_tensor_parallelism() -> None:
     assert choose_queues(tp=2) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert choose_queues(tp=1) == {}
     assert select_forwarded(choose_queues(tp=2)) == choose_queues(tp=2)
+
+
+def test_sglang_gives_its_engines_eight_queues_also_where_ranks_have_one() -> None:
+    """Weights that arrive in a single queue would wait for each decoding step."""
+    found = find_spec("sglang")
+    assert found is not None and found.origin is not None
+    engine = Path(found.origin).parent / "srt" / "entrypoints" / "engine.py"
+    assert 'os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"' in engine.read_text()
+
+
+def test_graphs_are_released_where_sglang_can_and_refused_with_a_remedy_elsewhere() -> None:
+    asked = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}
+    assert can_release_graphs(asked) and not can_release_graphs({})
+    saver = ["--enable-memory-saver"]
+    with pytest.raises(ValueError, match=r"GRAPH=true: .*cuda_graph_backend_prefill to full or"):
+        refuse_fixed_graphs(saver, asked)
+    refuse_fixed_graphs([*saver, "--cuda-graph-backend-prefill", "full"], asked)
+    refuse_fixed_graphs([*saver, "--disable-prefill-cuda-graph"], asked)
+    refuse_fixed_graphs(saver, {})
+    refuse_fixed_graphs([], asked)

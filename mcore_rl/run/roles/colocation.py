@@ -30,7 +30,12 @@ from mcore_rl.types import (
     StoredSample,
     TokenScores,
 )
-from mcore_rl.weight_sync.controller.engine_control import KV_CACHE, WEIGHTS, EngineControl
+from mcore_rl.weight_sync.controller.engine_control import (
+    GRAPHS,
+    KV_CACHE,
+    WEIGHTS,
+    EngineControl,
+)
 from mcore_rl.weight_sync.controller.strategy import GRACE_S
 
 S = TypeVar("S")
@@ -45,12 +50,20 @@ class EngineMemory:
     """The GPU memory of engines, all of it occupied at first; without urls, a no-op."""
 
     def __init__(
-        self, urls: Sequence[str], timeout_s: float, keys: ServerKeys | None = None
+        self,
+        urls: Sequence[str],
+        timeout_s: float,
+        keys: ServerKeys | None = None,
+        *,
+        with_graphs: bool = False,
     ) -> None:
         """`timeout_s` bounds each wait for the engines, also the wait for their last requests.
 
-        `keys`: the engines' keys; None if the engines have none.
+        keys          the engines' keys; None if the engines have none
+        with_graphs   the engines can release their CUDA graphs' memory, too, and do so wherever
+                      they release the KV cache
         """
+        self._unless_sampling = {KV_CACHE, GRAPHS} if with_graphs else {KV_CACHE}
         self._urls = urls
         self._timeout_s = timeout_s
         self._headers = admin_headers(keys)
@@ -62,11 +75,11 @@ class EngineMemory:
 
     async def for_training(self) -> None:
         """Release weights and KV cache. Raises EngineCallError, which names the engine."""
-        await self._release({WEIGHTS, KV_CACHE} - self._released)
+        await self._release({WEIGHTS, *self._unless_sampling} - self._released)
 
     async def for_scoring(self) -> None:
         """Release the KV cache and keep the weights."""
-        await self._release({KV_CACHE} - self._released)
+        await self._release(self._unless_sampling - self._released)
 
     async def for_sync(self) -> None:
         """Occupy the memory of the weights, which a weight sync writes."""
@@ -77,7 +90,7 @@ class EngineMemory:
         assert WEIGHTS not in self._released, (
             "engines that gave up their weights generate after a sync only"
         )
-        await self._occupy({KV_CACHE} & self._released)
+        await self._occupy(self._unless_sampling & self._released)
 
     async def restore(self) -> None:
         """Occupy all released memory; for engines that keep a copy of their weights on the host."""

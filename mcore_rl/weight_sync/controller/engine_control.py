@@ -19,6 +19,7 @@ LOADER = "mcore_rl.weight_sync.receiver.load"
 """The custom weight loader that engines must be started with (--custom-weight-loader)."""
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
+GRAPHS = "cuda_graph"
 """SGLang's names of the memory that an engine can release."""
 
 
@@ -92,7 +93,7 @@ class EngineControl:
         await self._call("POST", f"/flush_cache?timeout={timeout_s:g}", None, answers_json=False)
 
     async def release(self, kinds: Collection[str]) -> None:
-        """Release the GPU memory of `kinds` (WEIGHTS, KV_CACHE) and lose its contents.
+        """Release the GPU memory of `kinds` (WEIGHTS, KV_CACHE, GRAPHS) and lose its contents.
 
         The engine must be idle and hold that memory; otherwise SGLang's schedulers exit.
         """

@@ -16,7 +16,7 @@ from mcore_rl.run.roles.colocation import (
     SharedGpus,
     SharingScorer,
 )
-from mcore_rl.weight_sync.controller.engine_control import KV_CACHE, WEIGHTS
+from mcore_rl.weight_sync.controller.engine_control import GRAPHS, KV_CACHE, WEIGHTS
 from tests.support.fake_sglang import FakeSGLang
 
 RELEASE = "/release_memory_occupation"
@@ -78,6 +78,20 @@ def test_engines_release_once_they_are_idle_and_occupy_what_they_released(stage:
     assert stage.engine_calls() == [(RELEASE, [KV_CACHE])]
     stage.loop.run(memory.restore())
     assert stage.engine_calls() == [(RESUME, [KV_CACHE])]
+
+
+def test_graphs_go_and_come_with_the_kv_cache_if_engines_can_release_them(stage: Stage) -> None:
+    memory = EngineMemory([stage.engine.url], timeout_s=5.0, with_graphs=True)
+    stage.loop.run(memory.for_scoring())
+    stage.loop.run(memory.for_training())
+    stage.loop.run(memory.for_sync())
+    stage.loop.run(memory.for_rollout())
+    assert stage.engine_calls() == [
+        (RELEASE, [GRAPHS, KV_CACHE]),
+        (RELEASE, [WEIGHTS]),
+        (RESUME, [WEIGHTS]),
+        (RESUME, [GRAPHS, KV_CACHE]),
+    ]
 
 
 def test_trainer_and_critic_take_turns_and_the_other_one_offloads_first(stage: Stage) -> None:
