@@ -100,6 +100,26 @@ def release_and_resume(num_bytes: int, *, with_backup: bool) -> SavedMemory:
     return SavedMemory(_is_seven(filled_u8), released, filled_u8.data_ptr() == address)
 
 
+class GraphedReductions:
+    """All-reduces between GPUs in a CUDA graph, as the steps of a decoding engine have them."""
+
+    def __init__(self, store: Any, rank: int, size: int, num_elements: int = 1 << 20) -> None:
+        """Meet the other ranks at `store`, reduce once, and capture a graph that reduces again."""
+        self._group = make_group(store, rank, size)
+        self._values = torch.ones(num_elements, device="cuda")
+        self._group.allreduce([self._values]).wait()
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._group.allreduce([self._values]).wait()
+
+    def replay(self, times: int) -> None:
+        """Replay the graph, which all ranks do equally often, and wait for each time."""
+        for _ in range(times):
+            self._graph.replay()
+            torch.cuda.synchronize()
+
+
 def _is_seven(tensor_u8: Tensor) -> bool:
     return bool((tensor_u8 == 7).all())
 

@@ -3,17 +3,31 @@
 `mcore-rl doctor --gpu` checks syncs within one GPU; what takes more GPUs or the host is here.
 """
 
+import multiprocessing as mp
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
-from mcore_rl.device import has_cuda
+from mcore_rl.device import device, has_cuda, set_local_device
+from mcore_rl.device.probes import GraphedReductions
+from mcore_rl.device.threads import start_thread
 from mcore_rl.tools.doctor import sync_checks
 from mcore_rl.tools.doctor.check import Figures
 from mcore_rl.tools.doctor.sync_ranks import run_scene
 from mcore_rl.tools.doctor.toy_engine import Fault, Scene, SceneOutcome, column_cut, row_cut
+from mcore_rl.weight_sync.link_end import LinkEnd
+from mcore_rl.weight_sync.link_store import LinkStore
+from mcore_rl.weight_sync.transports.gpu_pairs import GpuPairTransport
+from mcore_rl.weight_sync.wire import Link
+from tests.support.link_ends import make_link
+
+PrefixStore: Any = distributed.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 TWO_GPUS = pytest.mark.skipif(
     torch.accelerator.device_count() < 2, reason="NCCL takes a GPU per rank"
@@ -88,3 +102,47 @@ def test_a_sender_on_another_machine_that_dies_or_hangs_is_named_by_the_deadline
 def run_faulty(kind: str, timeout_s: float) -> SceneOutcome:
     fault = Fault(rank=0, message=2, kind=kind)
     return run_scene(replace(NCCL, num_syncs=1, timeout_s=timeout_s, fault=fault))
+
+
+@TWO_GPUS
+def test_a_pair_carries_buckets_while_all_reduces_run_in_graphs() -> None:
+    """NCCL lets communicators of one GPU wait for one another unless all of them fit at once."""
+    context = mp.get_context("spawn")
+    _store, link = make_link(timeout_s=120.0)
+    answers = context.Queue()
+    ranks = [
+        context.Process(target=move_beside_graphs, args=(link, rank, answers), daemon=True)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    assert sorted(answers.get(timeout=180) for _ in ranks) == [0, 1]
+
+
+def move_beside_graphs(link: Link, rank: int, answers: Any) -> None:
+    """Send or receive buckets in a thread, and reduce meanwhile; answer with the rank."""
+    set_local_device(rank)
+    end = LinkEnd.open(link, rank, device())
+    store = PrefixStore("decoding", LinkStore.open(link).make_torch_store())
+    reductions = GraphedReductions(store, rank, 2)
+    moved: Future[None] = Future()
+    start_thread(end.device, move_buckets, (end, moved))
+    reductions.replay(times=5000)
+    moved.result(120)
+    answers.put(rank)
+
+
+def move_buckets(end: LinkEnd, moved: "Future[None]") -> None:
+    try:
+        transport = GpuPairTransport(end, [1 - end.rank])
+        for number in range(100):
+            bucket_u8 = torch.full((1 << 24,), number, dtype=torch.uint8, device=end.device)
+            if not end.is_sender:
+                bucket_u8.zero_()
+            verb = transport.send if end.is_sender else transport.recv
+            verb(bucket_u8, 1 - end.rank, f"bucket {number}")
+            transport.run(time.monotonic() + 60, lambda: None)
+            assert (bucket_u8 == number).all(), f"bucket {number} has other bytes"
+        moved.set_result(None)
+    except Exception as error:
+        moved.set_exception(error)
