@@ -21,8 +21,8 @@ class PlanConfig(Options, group="plan"):
     gpu_memory_gib: float = bounded(80.0, gt=0)
     """Memory of a GPU."""
     process_gib: float = bounded(5.0, gt=0)
-    """GPU memory that each process takes besides: CUDA context, NCCL, CUDA graphs,
-    fragmentation."""
+    """GPU memory that each process takes besides: CUDA context, NCCL's buffers for training or for
+    an engine's ranks, fragmentation (docs/plan.md)."""
     expert_load: float = bounded(1.25, ge=1)
     """Tokens for the experts of the most loaded rank, divided by the mean over ranks."""
 

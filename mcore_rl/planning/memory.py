@@ -14,7 +14,6 @@ from mcore_rl.config import (
     ParallelConfig,
     RolloutConfig,
     ServedModelConfig,
-    SyncConfig,
     TrainConfig,
 )
 from mcore_rl.config.upstream import Passed
@@ -34,9 +33,14 @@ from mcore_rl.planning.deployment import (
 )
 from mcore_rl.planning.peak_memory import RankMemory, Side, Uses, find_peaks, name_stage
 from mcore_rl.planning.recipe_models import PlannedRun, make_critic_training
+from mcore_rl.planning.resident_memory import (
+    SyncMemory,
+    count_graph_bytes,
+    count_pair_bytes,
+    count_sync_buffers,
+)
 from mcore_rl.rollout.engine_spec import STATES_PER_REQUEST
 from mcore_rl.weight_sync.buckets import bound_message_bytes
-from mcore_rl.weight_sync.transports.transport import NUM_SLOTS
 from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
@@ -48,13 +52,8 @@ from mcore_rl.weights.models.tower import PREFIX, is_frozen
 from mcore_rl.weights.models.value_head import add_value_head, has_value_head
 
 
-def count_sync_buffers(sync: SyncConfig) -> int:
-    """Bytes of the buffers at one end of a link of the weight sync, padding included."""
-    return NUM_SLOTS * bound_message_bytes(int(sync.bucket_mib * 2**20))
-
-
-def predict_engine(run: PlannedRun) -> list[Uses]:
-    """Bytes per purpose of a rank of each of an engine's pipeline stages."""
+def predict_engine(run: PlannedRun, sync: SyncMemory | None = None) -> list[Uses]:
+    """Bytes per purpose of a rank of each of an engine's pipeline stages; see predict_memory."""
     rollout = run.rollout
     one_engine = replace(SGLangSizes.from_config(rollout), engines=1)
     policy = run.models.policy
@@ -68,6 +67,7 @@ def predict_engine(run: PlannedRun) -> list[Uses]:
     buffers = num_links * count_sync_buffers(run.sync)
     if run.sync.verify == "destination":
         buffers += bound_message_bytes(int(run.sync.bucket_mib * 2**20))
+    pairs = count_pair_bytes((sync or SyncMemory.count(run)).receiver_pairs)
     stages = []
     for stage in range(rollout.pp):
         first_rank = stage * rollout.tp
@@ -81,7 +81,10 @@ def predict_engine(run: PlannedRun) -> list[Uses]:
             "weights": weights + derived,
             "KV cache": rollout.kv_cache_len * kv_bytes,
             "sync buffers": buffers,
+            "CUDA graphs": count_graph_bytes(rollout),
         }
+        if pairs:
+            uses["sync communicators"] = pairs
         if num_linear:
             state = _count_state_bytes(policy.sizes, attention_tp, size)
             uses["linear attention"] = _count_slots(rollout) * num_linear * state
@@ -196,27 +199,33 @@ def _is_matrix(entry: Entry) -> bool:
     )
 
 
-def predict_memory(run: PlannedRun, side: Side | None = None) -> list[RankMemory]:
+def predict_memory(
+    run: PlannedRun, side: Side | None = None, sync: SyncMemory | None = None
+) -> list[RankMemory]:
     """One entry per kind of rank, of one side or of all.
+
+    sync   what links take; None: it is counted, by a plan of them, which takes longest of all
 
     Raises ValueError as MegatronLayout and SGLangLayout do.
     """
     ranks: list[RankMemory] = []
+    if side != "critic":
+        sync = sync or SyncMemory.count(run)
     if side in (None, "trainer"):
-        ranks += _predict_trainer_gpus(run)
+        ranks += _predict_trainer_gpus(run, sync)
     critic = run.critic
     if side in (None, "critic") and critic is not None and not critic.colocated:
         ranks += _list_own_gpus("critic", predict_critic(run), critic.parallel)
     if side in (None, "engine") and not run.cluster.colocated:
-        ranks += _list_engine_ranks(predict_engine(run))
+        ranks += _list_engine_ranks(predict_engine(run, sync))
     return ranks
 
 
-def _predict_trainer_gpus(run: PlannedRun) -> Iterable[RankMemory]:
+def _predict_trainer_gpus(run: PlannedRun, sync: SyncMemory | None) -> Iterable[RankMemory]:
     parallel = run.parallel
-    trainer = predict_trainer(run)
+    trainer = predict_trainer(run, sync)
     critic = predict_critic(run) if run.critic is not None and run.critic.colocated else []
-    engines = predict_engine(run) if run.cluster.colocated else []
+    engines = predict_engine(run, sync) if run.cluster.colocated else []
     served = {
         role: count_served_bytes(model) for role, model in run.served.items() if model.is_colocated
     }
@@ -225,16 +234,21 @@ def _predict_trainer_gpus(run: PlannedRun) -> Iterable[RankMemory]:
     return _list_own_gpus("trainer", trainer, parallel)
 
 
-def predict_trainer(run: PlannedRun) -> list[Uses]:
-    """Bytes per purpose of a trainer rank of each pipeline stage."""
-    return _predict_training(
+def predict_trainer(run: PlannedRun, sync: SyncMemory | None = None) -> list[Uses]:
+    """Bytes per purpose of a trainer rank of each pipeline stage; see predict_memory."""
+    stages = _predict_training(
         run.models.policy.config,
         run.dtype,
         run.parallel,
         run.train,
         expert_load=run.plan.expert_load,
-        sync_bytes=run.rollout.engines * count_sync_buffers(run.sync),
     )
+    sync = sync or SyncMemory.count(run)
+    for uses in stages:
+        uses["sync buffers"] = sync.buffer_bytes
+        if sync.sender_pairs:
+            uses["sync communicators"] = count_pair_bytes(sync.sender_pairs)
+    return stages
 
 
 def predict_critic(run: PlannedRun) -> list[Uses]:
@@ -257,12 +271,10 @@ def _predict_training(
     train: TrainConfig,
     *,
     expert_load: float,
-    sync_bytes: float = 0.0,
 ) -> list[Uses]:
     """Return the bytes per purpose of a rank of each pipeline stage of a model in training.
 
     expert_load    tokens of the most loaded rank's experts, divided by the mean over ranks
-    sync_bytes     buffers of the weight sync
     """
     sizes = MegatronSizes.from_config(parallel, hf_config)
     layout = MegatronLayout(family_of(hf_config), hf_config, sizes, dtype)
@@ -290,8 +302,6 @@ def _predict_training(
             uses["pixels"] = in_flight * count_pixel_bytes(hf_config, step.tokens)
         if stage == parallel.pp - 1 and not has_value_head(hf_config):
             uses["logits and log-probs"] = activations.count_logits(sizes.padded_vocab)
-        if sync_bytes:
-            uses["sync buffers"] = sync_bytes
         stages.append(uses)
     return stages
 

@@ -54,6 +54,8 @@ def encode_ranks(ranks: Iterable[RankMemory]) -> list[dict[str, Any]]:
 
 
 STATE = ("weights", "gradients", "optimizer")
+KEPT = ("sync buffers", "sync communicators", "CUDA graphs")
+"""What a process keeps as long as it runs."""
 
 
 def find_peaks(
@@ -94,21 +96,24 @@ def _list_moments(
     own = {f"trainer's {what}": size for what, size in trainer.items()}
     other = {f"critic's {what}": size for what, size in critic.items()}
     served = {f"engine's {what}": size for what, size in engine.items()}
-    own_idle = {} if offload else _select(own, "trainer's", STATE)
-    other_idle = {} if offload else _select(other, "critic's", STATE)
+    state = () if offload else STATE
+    own_idle = _select(own, "trainer's", (*state, *KEPT))
+    other_idle = _select(other, "critic's", state)
+    engine_idle = _select(served, "engine's", KEPT)
     idle = {**own_idle, **other_idle}
     return {
-        "train step": {**own, **other_idle},
-        "critic's train step": {**other, **own_idle} if other else {},
+        "train step": {**own, **other_idle, **engine_idle},
+        "critic's train step": {**other, **own_idle, **engine_idle} if other else {},
         "weight sync": {
             **idle,
-            **_select(own, "trainer's", ("weights", "sync buffers")),
+            **_select(own, "trainer's", ("weights",)),
             **_drop(served, "engine's KV cache"),
         },
         "generation": {**idle, **served},
         "scoring": {
             **idle,
             **_select(served, "engine's", ("weights",)),
+            **engine_idle,
             **{f"{role}'s weights": size for role, size in colocated.items()},
         },
     }

@@ -10,6 +10,7 @@ from mcore_rl.config.tree import Settings, value_of
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.peak_memory import RankMemory, Side
 from mcore_rl.planning.recipe_models import PlannedRun
+from mcore_rl.planning.resident_memory import SyncMemory
 
 GIB = 2**30
 GROWTH = (1, 2, 4, 8)
@@ -46,7 +47,10 @@ def suggest_settings(run: PlannedRun, replan: Replan) -> Settings | None:
     smallest multiple with one that does. The nearest layout has the fewest doublings and halvings.
     """
     settings: dict[str, Any] = {}
-    sides: list[Side] = [rank.side for rank in find_too_large(run.plan, predict_memory(run))]
+    sync = SyncMemory.count(run)  # other layouts' links take about as much
+    sides: list[Side] = [
+        rank.side for rank in find_too_large(run.plan, predict_memory(run, sync=sync))
+    ]
     for side in dict.fromkeys(sides):
         if side == "engine":
             candidates = _list_engine_candidates(run.rollout)
@@ -55,10 +59,12 @@ def suggest_settings(run: PlannedRun, replan: Replan) -> Settings | None:
         for candidate in candidates:
             changes = _select_changes(run, candidate)
             try:
-                ranks = predict_memory(replan({**settings, **changes}), side)
+                planned = replan({**settings, **changes})
+                large = find_too_large(run.plan, predict_memory(planned, side, sync))
+                large = large or find_too_large(run.plan, predict_memory(planned, side))
             except ValueError:
                 continue
-            if not find_too_large(run.plan, ranks):
+            if not large:
                 settings |= changes
                 break
         else:

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from rich.table import Table
 
 from mcore_rl.planning.deployment import Deployment, count_engine_links
-from mcore_rl.planning.memory import count_sync_buffers
 from mcore_rl.planning.recipe_models import PlannedRun
+from mcore_rl.planning.resident_memory import count_sync_buffers
 from mcore_rl.weights.plan.cost import (
     GATHER_BUCKET_BYTES,
     GatherBroadcast,

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.memory import count_sync_buffers, predict_engine
+from mcore_rl.planning.memory import predict_engine
 from mcore_rl.planning.recipe_models import PlannedRun
+from mcore_rl.planning.resident_memory import count_sync_buffers
 
 DEEPSEEK = "deepseek_v3_grpo_128"
 LAYERS, DENSE_LAYERS = 61, 3

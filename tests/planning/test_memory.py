@@ -85,11 +85,10 @@ def test_shared_gpus_hold_what_nobody_has_given_up() -> None:
     assert {rank.moment for rank in at_hand} == {"generation"}
     assert any("engine's KV cache" in rank.uses for rank in at_hand)
     assert {rank.moment for rank in away} == {"train step"}
-    assert not any("engine" in what for rank in away for what in rank.uses)
+    given_up = {"engine's weights", "engine's KV cache"}
+    assert not any(given_up & rank.uses.keys() for rank in away)
+    assert all("engine's CUDA graphs" in rank.uses for rank in away), "these stay"
     assert all(rank.num_processes == 2 for rank in away + at_hand)
-    small = ["rollout.kv_cache_len=12288", "cluster.offload=false"]
-    sent = predict(QWEN, *colocated, *small)
-    assert {rank.moment for rank in sent} == {"weight sync"}
 
 
 def test_a_reward_model_on_shared_gpus_counts_while_it_scores(tmp_path: Path) -> None:

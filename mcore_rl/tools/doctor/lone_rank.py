@@ -279,10 +279,12 @@ def compare_with_plan(rank: LoneRank) -> Figures:
     Raises MissedTargetError if it is more than MEMORY_TOLERANCE away.
     """
     from mcore_rl.planning.memory import predict_memory
+    from mcore_rl.planning.peak_memory import KEPT
     from mcore_rl.planning.recipe_models import PlannedRun
 
     [planned] = predict_memory(PlannedRun.make(rank.recipe), "trainer")
-    expected = planned.num_bytes - planned.uses.get("sync buffers", 0)  # no weights are sent
+    kept = sum(planned.uses.get(what, 0) for what in KEPT)  # no weights are sent
+    expected = planned.num_bytes - kept
     figures: Figures = {
         "planned_gib": round(expected / 2**30, 3),
         "measured_gib": round(peak_bytes() / 2**30, 3),

@@ -27,7 +27,7 @@ from mcore_rl.weight_sync.waits import TransferError, wait_until
 PrefixStore: Any = distributed.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 _POLL_S = 0.0002
-_MAX_CTAS = 4
+MAX_CTAS = 4
 """Blocks of a pair's kernels: a network card needs few, and decoding loses each block."""
 _ABORT_S = 5.0
 """How long `close` waits for NCCL, whose abort may itself hang."""
@@ -156,7 +156,7 @@ class GpuPairTransport(WholeBuckets):
         is_receiver = self._end.rank > peer
         rank_in_pair = int(is_receiver)
         try:
-            group = make_group(pair_store, rank_in_pair, 2, _MAX_CTAS)
+            group = make_group(pair_store, rank_in_pair, 2, MAX_CTAS)
             self._groups[peer] = group
             token_u8 = torch.zeros(1, dtype=torch.uint8, device=self._device)
             verb = group.recv if is_receiver else group.send
