@@ -86,7 +86,11 @@ def test_tools_and_their_reward_are_imported(tmp_path, option):
     [
         ("gymnasium", {"id": "CartPole-v9"}, "id is 'CartPole-v9': .*v1"),
         ("gymnasium", {"id": "nowhere:Game-v0"}, "No module named 'nowhere', at .*install nowhere"),
-        ("verifiers", {"env": {"taskset": {"id": "no-such-taskset"}}}, "no-such-taskset.* not fou"),
+        pytest.param(
+            *("verifiers", {"env": {"taskset": {"id": "no-such-taskset"}}}),
+            "no-such-taskset.* not fou",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_packages_know_what_options_name(kind, options, message):
@@ -112,7 +116,9 @@ def verl_check(kind, section, folder, entry):
     ("kind", "section", "good"),
     [
         ("verl_tools", "tools", "verl_classes.Notes"),
-        ("verl_interaction", "interaction", "verl_classes.Echo"),
+        pytest.param(
+            *("verl_interaction", "interaction", "verl_classes.Echo"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_classes_of_verl_are_imported(tmp_path, kind, section, good):

@@ -64,6 +64,7 @@ def test_a_server_over_stdio_answers_and_keeps_its_state_for_the_episode():
     assert last.done and last.metrics["tools/divide/failures"] == 1
 
 
+@pytest.mark.slow
 @needs_agents_venv()
 def test_a_server_over_http_and_one_over_stdio_share_names_and_some_tools_are_chosen(url):
     start, (step,) = play(
@@ -90,7 +91,10 @@ def test_a_server_over_http_and_one_over_stdio_share_names_and_some_tools_are_ch
             {"servers": {"dumb": {"command": "sleep", "args": ["60"]}}, "connect_timeout_s": 1},
             "MCP server 'dumb' did not list its tools within 1 s",
         ),
-        ({"servers": {"a": STDIO}, "tools": ["root"]}, "no server has root; they have"),
+        pytest.param(
+            *({"servers": {"a": STDIO}, "tools": ["root"]}, "no server has root; they have"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_server_that_cannot_be_used_is_named(options, text):
@@ -99,7 +103,7 @@ def test_a_server_that_cannot_be_used_is_named(options, text):
 
 
 @needs_agents_venv()
-@pytest.mark.parametrize("is_far", [False, True])
+@pytest.mark.parametrize("is_far", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_server_that_ends_within_a_call_is_not_the_policys_fault(is_far, url):
     options = {"servers": {"gone": {"url": url} if is_far else STDIO}, "tool_timeout_s": 20}
     with pytest.raises(EnvironmentFailedError, match="MCP server 'gone' gives no answer to leave"):

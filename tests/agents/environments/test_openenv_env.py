@@ -26,6 +26,7 @@ def test_answers_become_actions_and_observations_text():
     assert steps[1].metrics == {"steps": 2, "parse_errors": 0}
 
 
+@pytest.mark.slow
 @needs_agents_venv()
 def test_answers_may_be_json_and_the_task_has_arguments_of_reset():
     options = {"command": COMMAND, "action_is_json": True, "parse_penalty": 0.5}
@@ -61,7 +62,11 @@ def test_the_episodes_of_a_worker_are_sessions_of_one_server():
             r"did not listen at port \d+ within 1 s",
         ),
         ({"command": COMMAND, "action": {"guess": "1"}}, ["1"], "answers step by error"),
-        ({"command": COMMAND, "observation": "{board}"}, [], "asks for 'board': the server's has"),
+        pytest.param(
+            *({"command": COMMAND, "observation": "{board}"}, []),
+            "asks for 'board': the server's has",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_goes_wrong_is_named(options, answers, text):

@@ -96,6 +96,7 @@ def test_its_rollout_asks_the_gateway_and_its_rewards_count(model, run):
     assert len(asked) == 4 and all(request["model"] == "policy" for _, request in asked)
 
 
+@pytest.mark.slow
 @needs_agents_venv()
 def test_an_episode_leaves_neither_connections_nor_certificates_in_its_worker(model):
     url, asked = model

@@ -50,6 +50,7 @@ def call(name, **arguments):
     return {"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}
 
 
+@pytest.mark.slow
 @needs_verl()
 def test_gsm8k_of_verl_itself_rewards_an_answer(tmp_path):
     config = config_file(tmp_path, "verl.tools.gsm8k_tool.Gsm8kTool", "calc_gsm8k_reward", "answer")
@@ -84,6 +85,7 @@ def test_a_users_tool_has_its_keywords_and_is_released(tmp_path):
     assert last.done and last.reward == 0.0
 
 
+@pytest.mark.slow
 @needs_verl()
 def test_a_service_that_a_tool_does_not_reach_is_not_the_policys_fault(tmp_path):
     config = config_file(tmp_path, "verl_classes.Notes", "notes", "note")

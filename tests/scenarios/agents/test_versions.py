@@ -216,7 +216,7 @@ def cached_tokens(engine: EngineProcess) -> int:
     return sum(map(int, re.findall(r"#cached-token: (\d+)", log)))
 
 
-@pytest.mark.parametrize("num_episodes", [60, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_episodes", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_each_token_has_the_logprob_that_its_version_gives_it(
     swapped: Swapped, num_episodes: int
 ) -> None:
@@ -225,7 +225,8 @@ def test_each_token_has_the_logprob_that_its_version_gives_it(
     changes, errors = changes_of(rows), errors_of(swapped, rows)
     cached = cached_tokens(swapped.engine) - before
     print(f"{len(rows)} rows, {swapped.version - first} syncs, {changes}, {cached=}, {errors}")
-    assert changes["inside"] > 20 and changes["between"] > 10 and cached > 1000
+    assert 4 * changes["inside"] > num_episodes < 8 * changes["between"]
+    assert cached > 15 * num_episodes
     assert errors["named"] < TOLERANCE < 0.01 < errors["other"]
 
 
@@ -239,7 +240,7 @@ def test_a_cache_that_is_not_flushed_is_noticed(
         await run_loader(self, *args, flush_cache=False)
 
     monkeypatch.setattr(EngineControl, "run_loader", without_flush)
-    rows = rows_of(play_while_weights_change(swapped, 40, seed=2))
+    rows = rows_of(play_while_weights_change(swapped, 16, seed=2))
     errors = errors_of(swapped, rows)
     print(f"{len(rows)} rows, {changes_of(rows)}, {errors}")
     assert errors["named"] > 100 * TOLERANCE
