@@ -21,7 +21,7 @@ from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.planning.verdict import check_planned_sizes
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.models.recipe_checks import check_sharing
-from tests.support.recipes import LARGE
+from tests.support.recipes import LARGE_BY_LANE
 
 QWEN = ModelFacts.read("recipes/model/qwen3_30b_a3b")
 DEEPSEEK = ModelFacts.read("recipes/model/deepseek_v3")
@@ -43,7 +43,7 @@ def check_served(config: Config, policy: ModelFacts) -> None:
     check_engines(policy, config.model.dtype, rollout, config.drift, data, config.eval)
 
 
-@pytest.mark.parametrize("recipe", LARGE)
+@pytest.mark.parametrize("recipe", LARGE_BY_LANE)
 def test_shipped_recipes_pass(recipe: str) -> None:
     config = load_recipe(recipe, [])
     run = PlannedRun.make(config)

@@ -14,7 +14,7 @@ from launch.kuberay import CHART_VALUES, MANIFEST
 from tests.support.kubernetes import CRDS, VERSION, check_crd, pod_templates
 from tests.support.launches import GOLDEN, files_of
 from tests.support.policy import ROOT
-from tests.support.recipes import LARGE
+from tests.support.recipes import LARGE, LARGE_BY_LANE
 
 JOB = (
     "launch=kuberay",
@@ -104,16 +104,16 @@ def test_kuberay_accepts_the_job(words: tuple[str, ...]) -> None:
         check_crd(resource)
 
 
-def test_every_node_of_the_recipe_is_a_pod_with_all_its_gpus() -> None:
-    for recipe in LARGE:
-        [_, job] = objects(f"recipe={recipe}")
-        cluster = job["spec"]["rayClusterSpec"]
-        groups = cluster["workerGroupSpecs"]
-        nodes = 1 + sum(group["replicas"] for group in groups)
-        assert f"cluster.num_nodes={nodes} " in files_of(f"recipe={recipe}", *JOB)[MANIFEST]
-        for template in [cluster["headGroupSpec"]["template"], *(g["template"] for g in groups)]:
-            [container] = template["spec"]["containers"]
-            assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+@pytest.mark.parametrize("recipe", LARGE_BY_LANE)
+def test_every_node_of_the_recipe_is_a_pod_with_all_its_gpus(recipe: str) -> None:
+    [_, job] = objects(f"recipe={recipe}")
+    cluster = job["spec"]["rayClusterSpec"]
+    groups = cluster["workerGroupSpecs"]
+    nodes = 1 + sum(group["replicas"] for group in groups)
+    assert f"cluster.num_nodes={nodes} " in files_of(f"recipe={recipe}", *JOB)[MANIFEST]
+    for template in [cluster["headGroupSpec"]["template"], *(g["template"] for g in groups)]:
+        [container] = template["spec"]["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
 
 
 def test_separate_nodes_are_groups_with_rays_resources() -> None:

@@ -10,13 +10,13 @@ from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.peak_memory import RankMemory
 from mcore_rl.planning.recipe_models import PlannedRun
 from tests.support.policy import read
-from tests.support.recipes import LARGE, plan_of
+from tests.support.recipes import LARGE_BY_LANE, plan_of
 
 QWEN = "qwen3_30b_a3b_grpo_32"
 PRECISION_AWARE = ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
-@pytest.mark.parametrize("recipe", LARGE)
+@pytest.mark.parametrize("recipe", LARGE_BY_LANE)
 def test_every_recipe_fits_and_its_header_says_what_the_plan_says(recipe: str) -> None:
     plan = plan_of(recipe)
     assert plan["fits"]

@@ -15,7 +15,7 @@ from mcore_rl.weights.hf.config import moe_layers, read_hf_config
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes, refuse_unserved
 from mcore_rl.weights.models import family_of, hf_tensor_shapes, refuse_unsupported
 from mcore_rl.weights.models.recipe_checks import check_layout
-from tests.support.recipes import LARGE
+from tests.support.recipes import LARGE_BY_LANE
 from tests.support.samples import make_sample
 from tests.support.tiny_models import MODELS, write_model
 
@@ -77,7 +77,7 @@ NEED_GPUS = {
 }
 
 
-@pytest.mark.parametrize("recipe", LARGE)
+@pytest.mark.parametrize("recipe", LARGE_BY_LANE)
 def test_same_family_algorithm_and_kinds_of_parallelism(recipe: str, tmp_path: Path) -> None:
     large = load_recipe(recipe, [f"run.dir={tmp_path / 'run'}"])
     small = rehearse(large)

@@ -10,6 +10,7 @@ from mcore_rl.config.recipe import list_recipes, load_recipe
 from mcore_rl.config.shipped import RECIPES_DIR
 from mcore_rl.config.tree import leaves_under, value_of
 from mcore_rl.tools.options import Option, list_options, read_settings
+from tests.support.recipes import LARGE, LARGE_BY_LANE
 
 OPTIONS = {option.name: option for option in list_options()}
 ELEMENTS = {"data.sources[].path", "data.sources[].weight"} | {
@@ -42,12 +43,17 @@ def test_an_option_has_type_bounds_and_default() -> None:
     assert OPTIONS["rollout.max_concurrency"].description == "Requests in flight per engine."
 
 
-def test_recipes_are_told_with_the_values_that_they_compose_to() -> None:
-    for recipe in list_recipes():
-        config = load_recipe(recipe, [])
-        for name, value in read_settings(RECIPES_DIR / f"{recipe}.yaml").items():
-            if name not in COMPLETED and "${" not in str(value):
-                assert value_of(config, name) == value, f"{recipe}: {name}={value}"
+@pytest.mark.parametrize(
+    "recipe", [*LARGE_BY_LANE, *(name for name in list_recipes() if name not in LARGE)]
+)
+def test_a_recipe_is_told_with_the_values_that_it_composes_to(recipe: str) -> None:
+    config = load_recipe(recipe, [])
+    for name, value in read_settings(RECIPES_DIR / f"{recipe}.yaml").items():
+        if name not in COMPLETED and "${" not in str(value):
+            assert value_of(config, name) == value, f"{name}={value}"
+
+
+def test_an_option_names_the_recipes_that_set_it() -> None:
     assert OPTIONS["algorithm.gae_lambda"].recipes["tiny_moe_ppo"] == "0.95"
     assert "tiny_moe_grpo" not in OPTIONS["critic.optimizer.lr"].recipes
 
