@@ -88,12 +88,12 @@ def test_against_log_softmax(world_size: int) -> None:
 
 @needs_triton
 @pytest.mark.gloo
-def test_kernels_against_log_softmax() -> None:
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_kernels_against_log_softmax(world_size: int) -> None:
     run_with_triton(
         "from tests.train import test_logprobs as ours\n"
         "if __name__ == '__main__':\n"
-        "    for world_size in (1, 2):\n"
-        "        ours.check_parallel(ours.run_ranks(ours.parallel_by_kernels, world_size))\n",
+        f"    ours.check_parallel(ours.run_ranks(ours.parallel_by_kernels, {world_size}))\n",
         TRITON_INTERPRET="1",
     )
 

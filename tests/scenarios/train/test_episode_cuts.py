@@ -28,7 +28,6 @@ from tests.support.turn_trees import random_tree, sample_of
 NUM_TREES = 100
 NUM_BATCHES = 10
 LAYOUTS = [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp": 2, "ep": 1}, {"ep": 2}]
-SHARING_LAYOUTS = [layout for layout in LAYOUTS if "cp" not in layout]
 TOLERANCE = 2e-6
 """Share of the largest gradient. Rounding alone is 1.04e-6 of it without AVX-512."""
 
@@ -96,23 +95,33 @@ def in_layouts(
     port: int,
     model: ModelConfig,
     layouts: list[dict[str, int]],
+    number: int,
     share_prefixes: bool,
 ) -> list[list[Boxed]]:
-    jobs = [(0, cut) for cut in CUTS]
+    jobs = [(number, cut) for cut in CUTS]
     return [
         gradients(rank, world_size, port, model, layout, jobs, share_prefixes) for layout in layouts
     ]
 
 
 @pytest.mark.gloo
-def test_any_cut_gives_the_same_gradient_in_every_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("numbers", "layouts"),
+    [
+        pytest.param(range(3), [{"cp": 2}, {"ep": 2}], id="quick"),
+        pytest.param(range(3, NUM_BATCHES), LAYOUTS, id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_any_cut_gives_the_same_gradient_in_every_layout(
+    tmp_path: Path, numbers: range, layouts: list[dict[str, int]]
+) -> None:
     model = ModelConfig(path=str(write_hf_model(tmp_path / "model")))
-    jobs = [(number, cut) for number in range(NUM_BATCHES) for cut in CUTS]
+    jobs = [(number, cut) for number in numbers for cut in CUTS]
     [alone] = run_ranks(gradients, 1, model, {}, jobs, timeout_s=300)
     [shared] = run_ranks(gradients, 1, model, {}, jobs, True, timeout_s=300)
     first: dict[str, torch.Tensor] = {}
-    for number in range(NUM_BATCHES):
-        here = slice(number * len(CUTS), (number + 1) * len(CUTS))
+    for i, number in enumerate(numbers):
+        here = slice(i * len(CUTS), (i + 1) * len(CUTS))
         of_batch = alone[here]
         assert any(find_batch_sharing(make_batch(number, at_turns)).starts), "nothing is shared"
         wanted = whole_gradients(of_batch[0])
@@ -122,8 +131,11 @@ def test_any_cut_gives_the_same_gradient_in_every_layout(tmp_path: Path) -> None
             check_gradients([boxed], wanted, (number, cut), TOLERANCE)
         for boxed, cut in zip(shared[here], CUTS, strict=True):
             check_gradients([boxed], wanted, (number, cut, "shared"), TOLERANCE)
-    for layouts, share_prefixes in ((LAYOUTS, False), (SHARING_LAYOUTS, True)):
-        per_rank = run_ranks(in_layouts, 2, model, layouts, share_prefixes, timeout_s=300)
-        for layout, *of_ranks in zip(layouts, *per_rank, strict=True):
+    sharing = [layout for layout in layouts if "cp" not in layout]
+    for chosen, share_prefixes in ((layouts, False), (sharing, True)):
+        per_rank = run_ranks(
+            in_layouts, 2, model, chosen, numbers[0], share_prefixes, timeout_s=300
+        )
+        for layout, *of_ranks in zip(chosen, *per_rank, strict=True):
             for cut, *boxed in zip(CUTS, *of_ranks, strict=True):
                 check_gradients(boxed, first, (layout, cut, share_prefixes), TOLERANCE)

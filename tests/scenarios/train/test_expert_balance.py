@@ -31,7 +31,15 @@ STEERED: dict[str, Any] = {
     "router_bias_rate": RATE,
 }
 FROZEN: dict[str, Any] = {"router_aux_loss_coef": 0.0, "freeze_router": True}
-LAYOUTS = [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}]
+LAYOUTS = [
+    pytest.param((2, [{"tp": 2}, {"ep": 2}]), id="two_ranks"),
+    pytest.param(
+        (4, [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}]),
+        id="four_ranks",
+        marks=pytest.mark.slow,
+    ),
+]
+"""(number of ranks, layouts)"""
 
 
 def step(actor: Actor, *, filler: bool = False) -> Any:
@@ -101,10 +109,11 @@ def alone(models: Path) -> Any:
     return run_ranks(run_layout, 1, models, {})[0]
 
 
-@pytest.fixture(scope="module")
-def cut(models: Path, alone: Any) -> Any:
-    """Results of four ranks, by layout, then by rank."""
-    return run_each(run_layout, 4, LAYOUTS, models)
+@pytest.fixture(scope="module", params=LAYOUTS)
+def cut(models: Path, alone: Any, request: pytest.FixtureRequest) -> Any:
+    """Results of several ranks, by layout, then by rank."""
+    num_ranks, layouts = request.param
+    return run_each(run_layout, num_ranks, layouts, models)
 
 
 @pytest.mark.gloo

@@ -43,15 +43,22 @@ SCALE = ALPHA / RANK
 LORA = LoraConfig(rank=RANK, alpha=ALPHA)
 NO_BALANCE = {"router_aux_loss_coef": 0.0}
 OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=0.0)
-LAYOUTS: list[dict[str, Any]] = [
-    {"dp": 2, "ep": 1},
-    {"tp": 2},
-    {"tp": 2, "ep": 2},
-    {"tp": 2, "etp": 2},
-    {"ep": 2},
-    {"pp": 2, "vpp": 2},
-    {"cp": 2},
+CASES = [
+    pytest.param([{"tp": 2, "ep": 2}, {"dp": 2, "ep": 1}], (1, {}, "tp2_ep2"), id="experts"),
+    pytest.param(
+        [
+            {"tp": 2},
+            {"tp": 2, "etp": 2},
+            {"ep": 2},
+            {"pp": 2, "vpp": 2},
+            {"cp": 2},
+        ],
+        (2, {"tp": 2, "etp": 2}, "pp2_vpp2"),
+        id="further",
+        marks=pytest.mark.slow,
+    ),
 ]
+"""(layouts, (number of ranks, layout, whose checkpoint these resume))"""
 
 
 def draw(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -240,13 +247,18 @@ def test_the_reference_is_the_model_without_factors(
 
 
 @pytest.mark.gloo
+@pytest.mark.parametrize(("layouts", "resumed"), CASES)
 def test_layouts_agree_and_resume_in_each_other(
-    model: ModelConfig, one_process: tuple[Path, Any], wanted: dict[str, Tensor]
+    model: ModelConfig,
+    one_process: tuple[Path, Any],
+    wanted: dict[str, Tensor],
+    layouts: list[dict[str, Any]],
+    resumed: tuple[int, dict[str, Any], str],
 ) -> None:
     root, (_, stats, _) = one_process
     last = read(root / "one" / "last")
-    per_layout = run_each(take_steps, 2, LAYOUTS, model, root)
-    for layout, results in zip(LAYOUTS, per_layout, strict=True):
+    per_layout = run_each(take_steps, 2, layouts, model, root)
+    for layout, results in zip(layouts, per_layout, strict=True):
         held = set()
         for gradients, *_ in results:
             check_gradients(gradients, wanted, layout)
@@ -257,10 +269,9 @@ def test_layouts_agree_and_resume_in_each_other(
             assert got.loss == pytest.approx(want.loss, abs=1e-6), layout
             assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-5), layout
         check_weights(read(root / name_of(layout) / "last"), last, layout)
-    run_ranks(resume, 1, model, root, {}, "tp2_ep2")
-    check_weights(read(root / "tp2_ep2_in_one"), last, "tp2_ep2 resumed by one process")
-    run_ranks(resume, 2, model, root, {"tp": 2, "etp": 2}, "pp2_vpp2")
-    check_weights(read(root / "pp2_vpp2_in_tp2_etp2"), last, "pp2_vpp2 resumed in tp2_etp2")
+    num_ranks, layout, saved = resumed
+    run_ranks(resume, num_ranks, model, root, layout, saved)
+    check_weights(read(root / f"{saved}_in_{name_of(layout)}"), last, resumed)
 
 
 def check_weights(got: dict[str, Tensor], wanted: dict[str, Tensor], where: object) -> None:

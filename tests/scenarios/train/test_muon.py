@@ -17,14 +17,21 @@ LR = 1e-3
 MUON = OptimizerConfig(
     name="muon", lr=LR, clip_grad=0.0, megatron={"muon_fp32_matmul_prec": "highest"}
 )
-LAYOUTS: list[dict[str, Any]] = [
-    {"dp": 2, "ep": 1},
-    {"tp": 2},
-    {"tp": 2, "ep": 2},
-    {"tp": 2, "etp": 2},
-    {"ep": 2},
-    {"pp": 2, "vpp": 2},
+CASES = [
+    pytest.param([{"tp": 2, "ep": 2}, {"dp": 2, "ep": 1}], (1, {}, "tp2_ep2"), id="experts"),
+    pytest.param(
+        [
+            {"tp": 2},
+            {"tp": 2, "etp": 2},
+            {"ep": 2},
+            {"pp": 2, "vpp": 2},
+        ],
+        (2, {"dp": 2, "ep": 1}, "pp2_vpp2"),
+        id="further",
+        marks=pytest.mark.slow,
+    ),
 ]
+"""(layouts, (number of ranks, layout, whose checkpoint these resume))"""
 QUINTIC = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -119,19 +126,23 @@ def test_a_run_does_not_go_on_with_another_optimizer(
 
 
 @pytest.mark.gloo
+@pytest.mark.parametrize(("layouts", "resumed"), CASES)
 def test_layouts_agree_with_one_process_and_resume_in_each_other(
-    model: ModelConfig, one_process: tuple[Path, Any]
+    model: ModelConfig,
+    one_process: tuple[Path, Any],
+    layouts: list[dict[str, Any]],
+    resumed: tuple[int, dict[str, Any], str],
 ) -> None:
     root, (_, wanted) = one_process
     last = read(root / "one" / "last")
-    per_layout = run_each(take_steps, 2, LAYOUTS, model, root, MUON)
-    for layout, results in zip(LAYOUTS, per_layout, strict=True):
+    per_layout = run_each(take_steps, 2, layouts, model, root, MUON)
+    for layout, results in zip(layouts, per_layout, strict=True):
         check_equal(read(root / name_of(layout) / "last"), last, name_of(layout))
         stats = next(stats for _, stats in results if stats[0] is not None)
         for got, want in zip(stats, wanted, strict=True):
             assert got.loss == pytest.approx(want.loss, abs=1e-6), layout
             assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-5), layout
-    run_ranks(resume, 1, model, root, MUON, {}, "tp2_ep2")
-    check_equal(read(root / "tp2_ep2_in_one"), last, "tp2_ep2 resumed by one process")
-    run_ranks(resume, 2, model, root, MUON, {"dp": 2, "ep": 1}, "pp2_vpp2")
-    check_equal(read(root / "pp2_vpp2_in_dp2_ep1"), last, "pp2_vpp2 resumed by two replicas")
+    num_ranks, layout, saved = resumed
+    run_ranks(resume, num_ranks, model, root, MUON, layout, saved)
+    name = f"{saved}_in_{name_of(layout)}"
+    check_equal(read(root / name), last, name)

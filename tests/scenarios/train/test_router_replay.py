@@ -52,6 +52,17 @@ CASES: list[Case] = [
     ("qwen2_moe", {"tp": 2, "cp": 2, "ep": 4}, "none", "engine"),
     ("glm4_moe", {"pp": 2, "vpp": 2, "ep": 2}, "none", "engine"),
 ]
+Lane = tuple[list[Case], int, list[Case]]
+"""(cases of one process, number of ranks, their cases)"""
+QUICK: Lane = (
+    ALONE[:3],
+    2,
+    [
+        ("qwen3_moe", {"tp": 2, "ep": 2}, "full", "engine"),
+        ("qwen3_moe", {"pp": 2, "vpp": 2}, "none", "old_pass"),
+    ],
+)
+FURTHER: Lane = (ALONE, 4, CASES)
 
 
 def numbered_batches(model: Path) -> list[TrainBatch]:
@@ -139,15 +150,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> list[dict[str, Any]]:
-    return [result for (result,) in run_each(run_case, 1, ALONE, folder)]
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(QUICK, id="quick"),
+        pytest.param(FURTHER, id="further", marks=pytest.mark.slow),
+    ],
+)
+def lane(request: pytest.FixtureRequest) -> Lane:
+    return request.param
+
+
+Alone = list[tuple[Case, dict[str, Any]]]
+"""Each case of one process with its results."""
 
 
 @pytest.fixture(scope="module")
-def cut(folder: Path) -> list[list[dict[str, Any]]]:
-    """Results of four ranks, by case, then by rank."""
-    return run_each(run_case, 4, CASES, folder)
+def alone(folder: Path, lane: Lane) -> Alone:
+    results = run_each(run_case, 1, lane[0], folder)
+    return [(case, result) for case, (result,) in zip(lane[0], results, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def cut(folder: Path, lane: Lane) -> list[tuple[Case, list[dict[str, Any]]]]:
+    """Each case of several processes with its results by rank."""
+    _, num_ranks, cases = lane
+    return list(zip(cases, run_each(run_case, num_ranks, cases, folder), strict=True))
 
 
 def check_experts(seen: Any, batches: list[TrainBatch], kind: str) -> None:
@@ -180,12 +208,9 @@ def batches_of(folder: Path, kind: str, results: Any, mode: str) -> list[TrainBa
 
 @pytest.mark.gloo
 def test_experts_compute_on_the_tokens_that_the_batch_names(
-    folder: Path, alone: Any, cut: Any
+    folder: Path, alone: Alone, cut: Any
 ) -> None:
-    for case, results in [
-        *zip(ALONE, ([a] for a in alone), strict=True),
-        *zip(CASES, cut, strict=True),
-    ]:
+    for case, results in [*((case, [result]) for case, result in alone), *cut]:
         kind, *_, mode = case
         wanted = batches_of(folder, kind, results, mode)
         for i in range(3):  # the pass for old log-probs and two train steps, recomputation included
@@ -202,9 +227,9 @@ def test_experts_compute_on_the_tokens_that_the_batch_names(
 
 
 @pytest.mark.gloo
-def test_layouts_compute_what_one_process_does(alone: Any, cut: Any) -> None:
-    for (kind, layout, _, mode), results in zip(CASES, cut, strict=True):
-        whole = next(a for a, c in zip(alone, ALONE, strict=True) if (c[0], c[3]) == (kind, mode))
+def test_layouts_compute_what_one_process_does(alone: Alone, cut: Any) -> None:
+    for (kind, layout, _, mode), results in cut:
+        whole = next(result for case, result in alone if (case[0], case[3]) == (kind, mode))
         owners = sorted((r for r in results if r["logprobs"] is not None), key=lambda r: r["dp"])
         assert len(owners) == ParallelConfig(**layout).dp_size
         for dp, owner in enumerate(owners):
@@ -239,14 +264,18 @@ def given_experts(experts_LTK: list[Tensor], num_experts: int) -> Iterator[None]
     assert next(layers, None) is None
 
 
-@pytest.mark.parametrize("kind", TOP_K)
-def test_experts_are_weighed_as_transformers_would(folder: Path, alone: Any, kind: str) -> None:
+def test_experts_are_weighed_as_transformers_would(folder: Path, alone: Alone) -> None:
+    for (kind, *_, mode), result in alone:
+        if mode == "engine":
+            check_log_probs(folder / kind, result)
+
+
+def check_log_probs(path: Path, got: dict[str, Any]) -> None:
+    """Compare log-probs with those of transformers, which is given the same experts."""
     from transformers import AutoModelForCausalLM
 
-    path = folder / kind
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     layers = [i for i, has_experts in enumerate(moe_layers(read_hf_config(path))) if has_experts]
-    got = next(a for a, c in zip(alone, ALONE, strict=True) if (c[0], c[3]) == (kind, "engine"))
     for batch, logprobs_T in zip(
         torch.load(path / BATCHES, weights_only=False), got["logprobs"], strict=True
     ):

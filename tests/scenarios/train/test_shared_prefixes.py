@@ -41,6 +41,15 @@ LINEAR = ("qwen3_next", "qwen3_5")
 """Kinds with linear attention, which shares no beginnings."""
 REPLAYED = "of four layers, one dense"
 KINDS = [kind for kind in MODELS if not latent(kind) and not kind.startswith(LINEAR)]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("gpt_oss", {}),
+    ("qwen3_moe", OPTIONS["recompute"]),
+    (REPLAYED, {"router_replay": "engine"}),
+    *((kind, {}) for kind in KINDS if kind != "gpt_oss"),
+    ("qwen3_moe", OPTIONS["attention again"]),
+    (REPLAYED, {"router_replay": "old_pass"}),
+]
+"""(kind of model, options of training); the first three are of `make test`"""
 
 
 def make_groups() -> list[TrainBatch]:
@@ -122,10 +131,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.gloo
-def test_log_probs_and_gradients_are_those_of_separate_rows(folder: Path) -> None:
-    cases = [(kind, {}) for kind in KINDS]
-    cases += [("qwen3_moe", options) for options in OPTIONS.values()]
-    cases += [(REPLAYED, {"router_replay": how}) for how in ("engine", "old_pass")]
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(CASES[:3], id="quick"),
+        pytest.param(CASES[3:], id="further", marks=pytest.mark.slow),
+    ],
+)
+def test_log_probs_and_gradients_are_those_of_separate_rows(
+    folder: Path, cases: list[tuple[str, dict[str, Any]]]
+) -> None:
     runs = [(kind, options, share) for kind, options in cases for share in (False, True)]
     results = run_each(run_case, 1, runs, folder)
     for i, case in enumerate(cases):

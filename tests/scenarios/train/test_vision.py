@@ -32,7 +32,8 @@ from tests.support.tiny_vision import (
 )
 
 Layout = dict[str, Any]
-TWO_RANKS: list[Layout] = [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp": 2}, {"pp": 2, "vpp": 2}]
+TWO_RANKS: list[Layout] = [{"tp": 2}, {"cp": 2}]
+MORE_TWO_RANKS: list[Layout] = [{"pp": 2}, {"dp": 2}, {"pp": 2, "vpp": 2}]
 FOUR_RANKS: list[Layout] = [{"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}]
 EXPERTS: list[Layout] = [{"tp": 2, "ep": 2}, {"pp": 2}, {"dp": 2, "ep": 2}, {"tp": 2, "etp": 2}]
 LATENT: list[Layout] = [{"tp": 2, "ep": 2}, {"pp": 2}, {"cp": 2}]
@@ -55,6 +56,7 @@ QUICK = ("qwen2_5_vl", "qwen3_vl")
 KINDS = [pytest.param(kind, marks=() if kind in QUICK else SLOW) for kind in WRITERS]
 CASES = [
     pytest.param("qwen2_5_vl", TWO_RANKS, id="qwen2_5_vl-two_ranks"),
+    pytest.param("qwen2_5_vl", MORE_TWO_RANKS, id="qwen2_5_vl-more_two_ranks", marks=SLOW),
     pytest.param("qwen2_5_vl", FOUR_RANKS, id="qwen2_5_vl-four_ranks", marks=SLOW),
     pytest.param("glm4v_moe", EXPERTS, id="glm4v_moe", marks=SLOW),
     pytest.param("kimi_vl", LATENT[:1], id="kimi_vl", marks=SLOW),
