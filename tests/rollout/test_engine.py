@@ -103,6 +103,7 @@ def test_killing_the_parent_leaves_no_orphan(moment, model_path, tmp_path):
     assert wait_until_gone(engine_pid, timeout_s=5.0) == []
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_losing_a_scheduler_ends_the_engine(model_path, tmp_path):
     spec = EngineSpec(model_path=model_path, log_path=str(tmp_path / "log"))

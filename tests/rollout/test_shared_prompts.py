@@ -37,7 +37,7 @@ def cached_tokens(answers: list[dict[str, Any]]) -> list[int]:
     return [answer["meta_info"]["cached_tokens"] for answer in answers]
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("runs_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_samples_wait_for_the_one_that_computes_their_prompt(
     runs_ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +67,7 @@ def test_samples_wait_for_the_one_that_computes_their_prompt(
             assert json.load(response)["disable_overlap_schedule"] is not runs_ahead
 
 
+@pytest.mark.slow
 def test_without_a_prefix_cache_nobody_waits(tmp_path: Path) -> None:
     model = save_model("llama", tmp_path / "model")
     spec = EngineSpec(
@@ -81,6 +82,7 @@ def test_without_a_prefix_cache_nobody_waits(tmp_path: Path) -> None:
     assert largest_difference(model, answers, [LONG] * 4) < 1e-5
 
 
+@pytest.mark.slow
 def test_switched_off_samples_that_are_admitted_together_compute_their_prompt_each(
     tmp_path: Path,
 ) -> None:

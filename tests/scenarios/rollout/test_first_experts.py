@@ -114,6 +114,7 @@ def reported_of_sample(sample: Sample) -> Reported:
     return Reported(np.array(token_ids), version_T, sample.routed_experts)
 
 
+@pytest.mark.slow
 def test_tokens_keep_the_experts_that_drew_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

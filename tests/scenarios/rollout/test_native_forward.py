@@ -122,6 +122,7 @@ def test_two_threads_have_the_same_logprobs(family: str, tmp_path: Path, monkeyp
     assert largest_difference(model, answers, LONG_PROMPTS) < 1e-5
 
 
+@pytest.mark.slow
 def test_layers_run_in_torch_where_that_is_asked_for(tmp_path: Path) -> None:
     model = save_model("qwen3_moe", tmp_path / "model")
     log = tmp_path / "engine.log"

@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.support.tiny_glm4v import write_glm4v_model
 from tests.support.tiny_kimi_vl import write_kimi_vl_model
@@ -103,9 +106,20 @@ KIMI_VL = [
 """The same for Kimi-VL."""
 
 
+TOWERS = [
+    *((write_vision_model, case) for case in VISION),
+    *((write_glm4v_model, case) for case in GLM4V),
+    *((write_qwen3_vl_model, case) for case in QWEN3_VL),
+    *((write_qwen3_vl_moe_model, case) for case in QWEN3_VL_MOE),
+    *((write_kimi_vl_model, case) for case in KIMI_VL),
+]
+QUICK = [TOWERS[1], TOWERS[8]]
+"""Those of `make test`: padded heads of a tower, and features of its inner layers."""
+
+
 def test_every_rank_loads_what_the_rule_says(tmp_path: Path) -> None:
     listed = [("float32", case) for case in CASES] + [("bfloat16", case) for case in BFLOAT16]
-    cases: list[dict[str, Any]] = []
+    cases = make_tower_cases(QUICK, tmp_path / "towers")
     for i, (dtype, (kind, changes, sizes)) in enumerate(listed):
         write_model(kind, tmp_path / str(i), **changes)
         folder = str(tmp_path / str(i))
@@ -113,20 +127,21 @@ def test_every_rank_loads_what_the_rule_says(tmp_path: Path) -> None:
     check_ranks(cases)
 
 
+@pytest.mark.slow
 def test_every_rank_loads_of_a_tower_what_the_rule_says(tmp_path: Path) -> None:
+    check_ranks(make_tower_cases(TOWERS, tmp_path))
+
+
+def make_tower_cases(towers: Sequence[Any], root: Path) -> list[dict[str, Any]]:
+    """Write the models of `towers`, each to be loaded as on CPUs and as on GPUs."""
     cases: list[dict[str, Any]] = []
-    listed = [(write_vision_model, case) for case in VISION]
-    listed += [(write_glm4v_model, case) for case in GLM4V]
-    listed += [(write_qwen3_vl_model, case) for case in QWEN3_VL]
-    listed += [(write_qwen3_vl_moe_model, case) for case in QWEN3_VL_MOE]
-    listed += [(write_kimi_vl_model, case) for case in KIMI_VL]
-    for i, (write, (changes, sizes)) in enumerate(listed):
-        folder = str(write(tmp_path / str(i), **changes))
+    for i, (write, (changes, sizes)) in enumerate(towers):
+        folder = str(write(root / str(i), **changes))
         cases += [
             {"hf_dir": folder, "dtype": "float32", "loader": loader, "sizes": sizes}
             for loader in ("cpu", "gpu")
         ]
-    check_ranks(cases)
+    return cases
 
 
 def check_ranks(cases: list[dict[str, Any]]) -> None:
