@@ -55,7 +55,7 @@ def test_a_tokenizer_comes_without_what_models_need(tmp_path: Path) -> None:
     load = f"load_tokenizer({str(tmp_path)!r}, 'model.path')"
     ours = f"from mcore_rl.data.tokenizer import load_tokenizer; {load}; {count}"
     theirs = f"from transformers import AutoTokenizer; {count}"
-    assert [run_python(ours), run_python(theirs)] == ["False", "True"]
+    assert run_python(theirs) == "True"
     later = "from transformers import GenerationMixin; print(hasattr(GenerationMixin, 'generate'))"
     assert run_python(f"{ours}; {later}").split() == ["False", "True"]
 

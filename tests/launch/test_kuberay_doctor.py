@@ -62,9 +62,9 @@ def test_a_doctor_is_submitted_watched_and_deleted(kubectl: Kubectl) -> None:
     assert deleted.startswith("delete ")
 
 
-def run_pods(folder: Path, indices: list[int]) -> list[tuple[int, str]]:
+def run_pods(folder: Path, indices: list[int], start_s: int = 60) -> list[tuple[int, str]]:
     """Run the script of a Job of two pods as each of `indices`; return statuses and outputs."""
-    nodes = ("launch.nodes=2", "launch.gpus_per_node=0", "launch.start_timeout_s=15")
+    nodes = ("launch.nodes=2", "launch.gpus_per_node=0", f"launch.start_timeout_s={start_s}")
     here = (f"launch.claims={{runs: {folder}}}", f"launch.python={sys.executable}")
     run = ("recipe=tiny_moe_grpo", "model.init=random", f"run.dir={folder}/run")
     [files, job] = yaml.safe_load_all(files_of(*WORDS, *run, *nodes, *here)[MANIFEST])
@@ -95,5 +95,5 @@ def test_the_pods_meet_and_one_of_them_reports(tmp_path: Path) -> None:
 
 
 def test_a_pod_that_does_not_come_is_missed(tmp_path: Path) -> None:
-    [(status, report)] = run_pods(tmp_path, [0])
+    [(status, report)] = run_pods(tmp_path, [0], start_s=3)
     assert status == 1 and "failed" in report and "node 1" in report, report

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from mcore_rl.process import supervised
 from mcore_rl.process.network import find_free_port
 from mcore_rl.process.supervised import SupervisedServer, SupervisedSpec
 
@@ -67,7 +68,10 @@ def test_a_killed_server_is_started_again_at_its_address(begin: Begin) -> None:
         assert server.pid != killed
 
 
-def test_a_server_that_falls_silent_is_ended_and_started_again(begin: Begin) -> None:
+def test_a_server_that_falls_silent_is_ended_and_started_again(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervised, "_ANSWER_S", 1.0)
     server = begin(silent_s=2.0)
     server.wait_healthy(WAIT_S)
     assert server.pid is not None

@@ -30,5 +30,5 @@ def test_the_error_of_the_second_is_raised(error: BaseException) -> None:
 def test_an_error_of_the_first_does_not_wait_for_the_second() -> None:
     release = threading.Event()
     with pytest.raises(ZeroDivisionError):
-        run_both(lambda: 1 // 0, lambda: release.wait(20))
+        run_both(lambda: 1 // 0, lambda: release.wait(2))
     release.set()

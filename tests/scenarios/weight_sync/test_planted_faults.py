@@ -161,7 +161,7 @@ def start(
 
 def test_right_weights_pass_again_and_again(start: Start) -> None:
     run = start()
-    for _ in range(20):
+    for _ in range(10):
         found, fault = run.sync("right")
         print(f"right: {found}, limits {run.tolerance.limits}")
         assert fault is None

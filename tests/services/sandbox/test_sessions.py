@@ -34,7 +34,7 @@ def test_a_session_is_found_until_it_is_closed(sessions: Sessions) -> None:
 def test_an_idle_session_ends_and_a_busy_one_does_not(sessions: Sessions) -> None:
     name = sessions.open("bash", LIMITS)
     session = sessions.find(name)
-    assert session.call("sleep 4; echo 1", 60).stdout == b"1\n"
+    assert session.call("sleep 3; echo 1", 60).stdout == b"1\n"
     assert len(sessions) == 1
     began_s = time.monotonic()
     wait_until(lambda: len(sessions) == 0, "the idle session ended")

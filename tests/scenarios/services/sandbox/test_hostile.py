@@ -25,7 +25,7 @@ from mcore_rl.services.sandbox.service import Sandbox, SandboxOptions
 from tests.support.hostile_programs import FILES_OUT, PRELUDE, PROGRAMS, Hostile
 
 LIMITS = Limits(
-    wall_s=3.0, cpu_s=3, memory_mib=128, processes=16, files_mib=16, output_kib=64, num_files=2000
+    wall_s=2.0, cpu_s=2, memory_mib=128, processes=16, files_mib=16, output_kib=64, num_files=2000
 )
 CONCURRENCY = 64
 SLOW = pytest.mark.slow
