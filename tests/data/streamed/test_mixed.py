@@ -74,7 +74,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-@settings(max_examples=15)
+@settings(max_examples=settings().max_examples // 4)
 @given(takes=st.lists(st.integers(1, 40), min_size=2, max_size=6), data=st.data())
 def test_a_stream_continues_exactly_wherever_it_was_saved(
     sets: list[list[str]], kind: str, takes: list[int], data: st.DataObject

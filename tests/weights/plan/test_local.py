@@ -32,7 +32,7 @@ FINE = SplitGranularity(min_bytes=1)
 
 
 @given(st.data())
-@settings(max_examples=400)
+@settings(max_examples=4 * settings().max_examples)
 def test_any_megatron_layout_reaches_any_engines_exactly_once(data: st.DataObject) -> None:
     config = data.draw(models())
     source = megatron_layout(config, data.draw(megatron_sizes(config)))
@@ -71,7 +71,7 @@ def listed_layouts(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]], full: bo
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=2 * settings().max_examples)
 def test_ranks_that_cut_each_in_its_own_way(data: st.DataObject) -> None:
     shapes: dict[str, tuple[int, ...]] = {"a": (6, 4), "b": (5,), "c": (3, 2, 4), "d": ()}
     source = data.draw(listed_layouts(shapes, full=True))

@@ -41,7 +41,7 @@ def local_tensor(
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.randoms(use_true_random=False))
-@settings(max_examples=300)
+@settings(max_examples=3 * settings().max_examples)
 def test_every_target_element_is_written_once_with_its_value(num_sources, num_targets, rng):
     weights = {
         f"w{i}": torch.randint(1, 1 << 40, [rng.randint(1, 6) for _ in range(rng.randint(1, 3))])
