@@ -68,7 +68,7 @@ def names(error: str, damage: Damage) -> bool:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 200), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(24), pytest.param(range(24, 200), marks=pytest.mark.slow)])
 def test_damage_is_refused_by_name(
     saved: Path, tmp_path: Path, capsys: Any, seeds: Sequence[int]
 ) -> None:
@@ -92,8 +92,9 @@ def test_damage_to_a_quantized_model_is_refused_by_name(tmp_path: Path, capsys: 
 
 
 @pytest.mark.gloo
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 40), marks=pytest.mark.slow)])
 def test_a_flipped_bit_is_refused_or_without_effect(
-    saved: Path, tmp_path: Path, capsys: Any
+    saved: Path, tmp_path: Path, capsys: Any, seeds: Sequence[int]
 ) -> None:
     """Without checksums.json some bits of headers mean nothing, but no tensor is ever altered."""
     step, source, folder, out = (
@@ -103,7 +104,7 @@ def test_a_flipped_bit_is_refused_or_without_effect(
         tmp_path / "o",
     )
     statuses = []
-    for seed in range(40):
+    for seed in seeds:
         shutil.copytree(step, folder)
         (folder / MANIFEST).unlink()
         damage = flip(folder, random.Random(seed))
@@ -113,7 +114,7 @@ def test_a_flipped_bit_is_refused_or_without_effect(
             assert tensor_sums(out) == tensor_sums(saved / "in_hf_names"), damage
         for path in (folder, out, out.with_name(out.name + ".partial")):
             shutil.rmtree(path, ignore_errors=True)
-    assert 5 < statuses.count(2) < 35, statuses
+    assert 0 < statuses.count(2) < len(seeds), statuses
 
 
 def tensor_sums(folder: Path) -> list[Any]:

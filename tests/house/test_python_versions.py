@@ -44,10 +44,17 @@ def test_the_pinned_versions_exist(python: str, tmp_path: Path) -> None:
     assert "+ transformers==" in resolve(python, tmp_path, *files, torch.partition("+")[0])
 
 
-@pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize("extras", [("cpu", "tracking", "dev"), ("gpu", "tracking")])
+@pytest.mark.parametrize(
+    ("python", "extras"),
+    [
+        pytest.param("3.12", ("cpu", "tracking", "dev"), marks=pytest.mark.slow),
+        ("3.13", ("cpu", "tracking", "dev")),
+        pytest.param("3.12", ("gpu", "tracking"), marks=pytest.mark.slow),
+        pytest.param("3.13", ("gpu", "tracking"), marks=pytest.mark.slow),
+    ],
+)
 def test_the_extras_resolve_together_with_all_they_require(
-    extras: tuple[str, ...], python: str, tmp_path: Path
+    python: str, extras: tuple[str, ...], tmp_path: Path
 ) -> None:
     chosen = [word for extra in extras for word in ("--extra", extra)]
     command = [sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml", *chosen]

@@ -138,7 +138,13 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("name", "workers"), [("hang", 0), ("hang_async", 0), ("hang_many", 0), ("hang", 1)]
+    ("name", "workers"),
+    [
+        ("hang", 0),
+        ("hang", 1),
+        pytest.param("hang_async", 0, marks=pytest.mark.slow),
+        pytest.param("hang_many", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_ctrl_c_ends_the_run(reward_file: str, tmp_path: Path, name: str, workers: int) -> None:
     script = tmp_path / "controller.py"
@@ -175,8 +181,13 @@ ARGUMENTS = "*, data_source, solution_str, ground_truth, extra_info"
 ALL_ARGUMENTS = "*, data_sources, solution_strs, ground_truths, extra_infos"
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.parametrize(("name", "workers"), [("all_of", 0), ("one", 0), ("one", 1)])
+@pytest.mark.parametrize(
+    "method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [("all_of", 0), pytest.param("one", 0, marks=pytest.mark.slow), ("one", 1)],
+)
 def test_a_function_may_use_processes_of_its_own(
     tmp_path: Path, method: str, name: str, workers: int
 ) -> None:

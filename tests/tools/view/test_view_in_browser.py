@@ -174,6 +174,7 @@ def test_a_page_follows_a_run(tmp_path: Path, browser: Browser) -> None:
             page.wait("document.body.innerText.includes('step 2, 1 samples')", 10)
 
 
+@pytest.mark.slow
 def test_100_000_samples_are_shown_in_2_s_and_filtered_in_half_a_second(
     tmp_path: Path, browser: Browser
 ) -> None:

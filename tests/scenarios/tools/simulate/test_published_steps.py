@@ -9,8 +9,8 @@ import pytest
 from tests.support.policy import ROOT
 
 NAME = "benchmarks_published_steps"
-FAST = ("Qwen3-235B-A22B, on policy", "DeepSeek-V3, on policy", "DeepSeek-V3 in FP8, one step off")
-"""Rows of a second or two each; the others take up to ten."""
+FAST = ("DeepSeek-V3, on policy",)
+"""A row of a second or two; the others take up to ten."""
 
 
 @pytest.fixture(scope="module")
