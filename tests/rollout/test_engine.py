@@ -52,6 +52,7 @@ def test_free_ports_and_those_derived_from_them_are_no_ephemeral_ones():
     assert all(20000 <= find_free_port("127.0.0.1") < low - 246 for _ in range(20))
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_failed_start_shows_the_log_and_leaves_nothing(tmp_path):
     engine = EngineProcess(

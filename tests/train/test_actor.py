@@ -114,6 +114,7 @@ def step_variants(rank: int, world_size: int, port: int, path: str) -> list[Any]
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_recomputation_changes_nothing_and_bfloat16_little(tmp_path: Path) -> None:
     plain, selective, full, bf16 = run_ranks(step_variants, 2, str(write_hf_model(tmp_path)))[0]

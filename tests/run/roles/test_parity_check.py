@@ -162,6 +162,7 @@ def test_without_a_sequence_to_score_nothing_is_asked(sequences: int) -> None:
     assert report.failed == {} and report.metrics() == {}
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_engines_that_compute_otherwise_are_named(model_path: str, engine: EngineProcess) -> None:
     model = Qwen3MoeForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()

@@ -132,13 +132,14 @@ def patches_logprob(
     return answer["meta_info"]["output_token_logprobs"][0][0], len(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
         ("qwen2_5_vl", PLACEHOLDER),
-        pytest.param("qwen3_vl", PLACEHOLDER, marks=pytest.mark.slow),
-        pytest.param("kimi_vl", MEDIA, marks=pytest.mark.slow),
+        ("qwen3_vl", PLACEHOLDER),
+        ("kimi_vl", MEDIA),
     ],
 )
 def test_chats_and_patches_give_the_same_log_probs(tmp_path: Path, kind: str, name: str) -> None:

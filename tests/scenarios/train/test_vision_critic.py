@@ -47,7 +47,7 @@ WRITERS: dict[str, Callable[..., Path]] = {
 }
 SLOW = pytest.mark.slow
 CASES = [
-    pytest.param("qwen2_5_vl", [{"tp": 2}, {"pp": 2}], id="qwen2_5_vl"),
+    pytest.param("qwen2_5_vl", [{"tp": 2}, {"pp": 2}], id="qwen2_5_vl", marks=SLOW),
     pytest.param("qwen2_5_vl", [{"cp": 2}, {"dp": 2}], id="qwen2_5_vl-others", marks=SLOW),
     pytest.param("glm4v_moe", [{"tp": 2, "ep": 2}, {"pp": 2}], id="glm4v_moe", marks=SLOW),
     pytest.param("qwen3_vl", [{"tp": 2}, STAGES], id="qwen3_vl", marks=SLOW),
