@@ -64,6 +64,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         process.communicate()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_however_two_sessions_end(start) -> None:
     first, second = start("spin"), start("sleep_long")
     of_first, of_second = processes_when_ready(first), processes_when_ready(second)

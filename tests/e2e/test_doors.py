@@ -1,6 +1,5 @@
 """One run seen from outside: its sockets, who may command its engine, the secrets it writes."""
 
-import ipaddress
 import re
 import socket
 from collections.abc import Iterator
@@ -9,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.doors import answers_without_key, listening_sockets
+from tests.support.doors import answers_without_key, find_open_doors, listening_sockets
 from tests.support.runs import Run, tiny_settings
 from tests.support.second_namespace import neighbor
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PLANTED = [f"planted_{i}_secret_0123" for i in range(10)]
 ENVIRONMENT = {
@@ -101,12 +100,7 @@ def scan_from_outside(ports: list[int]) -> list[int] | str:
 def test_nothing_of_a_run_on_one_machine_listens_beyond_it(seen: Seen) -> None:
     who = set(seen.listening.values())
     assert len(seen.listening) > 8 and len(who) > 3, seen.listening
-    beyond = {
-        at: name
-        for at, name in seen.listening.items()
-        if not ipaddress.ip_address(at[0].removeprefix("::ffff:")).is_loopback
-    }
-    assert beyond == {}
+    assert find_open_doors(seen.listening) == {}
 
 
 def test_no_port_of_a_run_is_reached_from_another_network(seen: Seen) -> None:

@@ -9,6 +9,7 @@ from tests.support.runs import Run, tiny_settings
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.slow
 def test_the_example_of_a_loop_stops_once_the_reward_is_high_enough(
     arithmetic: Path, runs: list[Run], tmp_path: Path
 ) -> None:

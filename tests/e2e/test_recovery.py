@@ -86,6 +86,7 @@ IN_EACH_PHASE = [
 ]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_replaced(start: Start, tmp_path: Path) -> None:
     compare(start, tmp_path, [("trainer_rank1", "train", 2, KILL)], num_steps=3)
 

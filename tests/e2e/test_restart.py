@@ -19,6 +19,7 @@ SETTINGS = ("run.steps=500", "eval.data=[]", "checkpoint.export_hf=false")
 DIED_FOR_GOOD = r"engine http://\S+ \(log \S+\) died \(status -9\); its last lines:"
 
 
+@pytest.mark.slow
 def test_one_of_two_engines_dies_in_rollout_and_serves_again(start: Start) -> None:
     run = start("train", *SETTINGS, "rollout.engines=2", "rollout.restarts=1")
     run.wait_for("step 2: rollout", poll_s=0.002)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.ahead import StartedAhead, chosen_cases
+from tests.support.doors import find_open_doors, listening_sockets
 from tests.support.runs import Run, tiny_settings
 from tests.support.tiny_models import write_model
 
@@ -157,6 +158,9 @@ def assert_engine_agrees(run: Run, num_steps: int) -> None:
 @pytest.mark.parametrize("case", ["evaluated"])
 def test_train_eval_export_and_report(start: Start, runs: StartedAhead[Run], case: str) -> None:
     run = runs.take(case)
+    run.wait_until(run.metrics, "metrics")
+    listening = dict(listening_sockets(run.processes()))
+    assert listening and find_open_doors(listening) == {}, "no run on one machine listens beyond it"
     assert run.finish() == 0, run.tail()
     assert_engine_agrees(run, num_steps=3)
     run.assert_nothing_left()

@@ -89,3 +89,14 @@ class Worker:
     def spin(self) -> None:
         while True:
             pass
+
+
+class BuiltWorker(Worker):
+    """Is built as a rank of a model, and tells with whom it would meet."""
+
+    def __init__(self, spec: object, rank: int, address: str, port: int, *_: object) -> None:
+        super().__init__(rank)
+        self.port = port
+
+    def tell(self) -> tuple[int, int]:
+        return self.rank, self.port

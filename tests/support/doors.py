@@ -2,10 +2,11 @@
 
 import contextlib
 import http.client
+import ipaddress
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import psutil
 
@@ -33,6 +34,15 @@ def listening_sockets(
             for connection in process.net_connections("inet"):
                 if connection.status == psutil.CONN_LISTEN:
                     yield (connection.laddr.ip, connection.laddr.port), process.name()
+
+
+def find_open_doors(listening: Mapping[tuple[str, int], str]) -> dict[tuple[str, int], str]:
+    """Return those of some sockets that listen beyond this machine."""
+    return {
+        at: name
+        for at, name in listening.items()
+        if not ipaddress.ip_address(at[0].removeprefix("::ffff:")).is_loopback
+    }
 
 
 def answers_http(host: str, port: int) -> bool:

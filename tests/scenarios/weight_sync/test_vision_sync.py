@@ -26,7 +26,7 @@ from tests.support.tiny_vision import (
     transformers_vision_logprobs,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture
@@ -73,10 +73,10 @@ def is_text(batches: list[TrainBatch]) -> Tensor:
     ("kind", "layout"),
     [
         ("qwen2_5_vl", {"tp": 2}),
-        pytest.param("glm4v_moe", {"tp": 2, "ep": 2}, marks=pytest.mark.slow),
-        pytest.param("qwen3_vl", {"tp": 2}, marks=pytest.mark.slow),
-        pytest.param("qwen3_vl_moe", {"tp": 2, "ep": 2}, marks=pytest.mark.slow),
-        pytest.param("kimi_vl", {"tp": 2, "ep": 2}, marks=pytest.mark.slow),
+        ("glm4v_moe", {"tp": 2, "ep": 2}),
+        ("qwen3_vl", {"tp": 2}),
+        ("qwen3_vl_moe", {"tp": 2, "ep": 2}),
+        ("kimi_vl", {"tp": 2, "ep": 2}),
     ],
 )
 def test_a_step_on_images_reaches_every_parameter_of_engines(
