@@ -88,22 +88,39 @@ def test_a_recipe_that_does_not_fit_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_job_has_the_status_and_the_output_of_its_nodes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The interpreter of its nodes is a script that fails."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho alas\nexit 2\n")
+    python.chmod(0o755)
+    follow_to_its_end(tmp_path, capfd, "alas", f"launch.python={python}")
+
+
+@pytest.mark.slow
 def test_a_job_that_fails_at_once_says_so(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The model has no tokenizer: the command refuses the model, and the job ends with it."""
-    run_dir = tmp_path / "run"
-    inputs = stub_inputs(tmp_path, "qwen3_30b_a3b_grpo_8")
-    words = ["recipe=tiny_moe_grpo", f"run.dir={run_dir}", "launch=local", *CPU_NODES]
-    more = ["plan.gpu_memory_gib=1000", "model.init=random"]
-    submit([*words, *inputs, *more], load, dry_run=False)
+    follow_to_its_end(tmp_path, capfd, "no tokenizer there")
+
+
+def follow_to_its_end(
+    folder: Path, capfd: pytest.CaptureFixture[str], said: str, *more: str
+) -> None:
+    """Check that a job on this machine ends with status 2 and has said why."""
+    run_dir = folder / "run"
+    inputs = stub_inputs(folder, "qwen3_30b_a3b_grpo_8")
+    words = ["recipe=tiny_moe_grpo", f"run.dir={run_dir}", "launch=local", *CPU_NODES, *more]
+    submit([*words, *inputs, "plan.gpu_memory_gib=1000", "model.init=random"], load, dry_run=False)
     until = time.monotonic() + 120
     while (state := show_status(run_dir)).phase == "running":
         assert time.monotonic() < until
         time.sleep(0.5)
     assert state.exit_status == 2
     show_logs(run_dir, follow=True)
-    assert "no tokenizer there" in capfd.readouterr().out
+    assert said in capfd.readouterr().out
     cancel(run_dir)
 
 
