@@ -70,7 +70,7 @@ CHEATS = {
 @pytest.mark.parametrize("name", CHEATS)
 def test_programs_that_cheat_pass_nothing(name: str) -> None:
     """Tests whose answers differ: a program that says one thing to all passes one at most."""
-    limits = CaseSettings(wall_s=2.0)
+    limits = CaseSettings(wall_s=1.0)
     stdin = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["30\n", "70\n"]}
     calls = {"fn_name": "f", "inputs": [[1, 2], [3, 4]], "outputs": [30, 70]}
     for truth in (stdin, calls):
