@@ -2,10 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from statistics import fmean, pstdev
 
 from mcore_rl.types import CUT_OFF, StepStats, StoredSample
 from mcore_rl.types.scores import Scores
+
+SKIPPED = "train/skipped_share"
 
 
 def summarize_samples(
@@ -51,12 +54,20 @@ def summarize_episodes(samples: Sequence[StoredSample]) -> dict[str, float]:
 def summarize_steps(stats: Sequence[StepStats]) -> dict[str, float]:
     """Merge the optimizer steps of a loop step: means, the last learning rate, the maximum of
     `*_max`.
+
+    Steps whose loss or gradient is not finite count only if there are no others; then metrics that
+    are not finite are left out.
     """
     assert stats, "a loop step has at least one optimizer step"
-    metrics = {name: _merge(name, [step.metrics for step in stats]) for name in stats[0].metrics}
+    finite = [step for step in stats if isfinite(step.loss) and isfinite(step.grad_norm)]
+    counted = finite or stats
+    merged = {n: _merge(n, [step.metrics for step in counted]) for n in stats[0].metrics}
+    metrics = {name: value for name, value in merged.items() if finite or isfinite(value)}
+    if SKIPPED in metrics:
+        metrics[SKIPPED] = fmean(step.metrics[SKIPPED] for step in stats)
     return metrics | {
-        "loss/total": fmean(step.loss for step in stats),
-        "loss/grad_norm": fmean(step.grad_norm for step in stats),
+        "loss/total": fmean(step.loss for step in counted),
+        "loss/grad_norm": fmean(step.grad_norm for step in counted),
         "train/learning_rate": stats[-1].learning_rate,
         "train/tokens": float(sum(step.num_tokens for step in stats)),
         "train/optimizer_steps": float(len(stats)),

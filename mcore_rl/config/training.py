@@ -123,6 +123,9 @@ class OptimizerConfig(Options):
     """Adam's addend to the root of the mean square; Lion has none."""
     clip_grad: float = bounded(1.0, ge=0)
     """Largest norm of the gradient; 0: not clipped."""
+    max_nonfinite: int = bounded(3, ge=0)
+    """Optimizer steps in a row that are left out because loss or gradient is not finite; one more
+    ends the run. 0: the first one does (docs/debugging.md)."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of megatron-core's OptimizerConfig (docs/upstream_options.md)."""
 

@@ -6,6 +6,7 @@ config.yaml      the recipe with all overrides and defaults, without secrets
 checkpoints/     step_000010, critic_000010, ...; an incomplete one has another name
 hf/, critic_hf/  the exported policy and critic
 profile/         captures of steps, if the recipe asks for them
+skipped/         batches of optimizer steps that were left out
 finished.json    the last step, once a command did all it had to do
 parity_check.json
                  rounding between trainer and engines, as the parity check has learned it

@@ -110,7 +110,7 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
         start_step = load_models(config.checkpoint, started, folder, parts, newest, needs.reference)
         packing = make_packing(config.parallel, config.train, inputs.policy)
         how = packing, config.checkpoint, config.rollout.temperature
-        trainer = make_stored_trainer(started.trainer, folder, *how)
+        trainer = make_stored_trainer(run, *how, config.train.optimizer)
         weights = make_sync(config, run, trainer, start_step)
         weights.sync_first(WeightVersion(start_step), inputs.parity_probe)
         shown = rollouts.read, inputs.to_texts, needs
@@ -162,7 +162,8 @@ def run_sft(config: Config) -> None:
         wait_built(trainer)
         start_step = load_checkpoint(trainer, config.checkpoint, {"prompts": batches}, newest)
         packing = make_packing(config.parallel, config.train, policy)
-        packed = make_token_trainer(trainer, folder, packing, config.checkpoint)
+        how = packing, config.checkpoint, options.optimizer
+        packed = make_token_trainer(trainer, folder, *how)
         log = make_log(config, folder, options.steps, start_step)
         trained = TrainedModels((trainer,))
         keeping = open_recovery(config.run, processes, folder, trained, start_step)
@@ -201,7 +202,8 @@ def run_dpo(config: Config) -> None:
             snapshot()
         start_step = load_checkpoint(trainer, config.checkpoint, {"pairs": stream}, newest)
         packing = make_packing(config.parallel, config.train, policy)
-        packed = make_token_trainer(trainer, folder, packing, config.checkpoint)
+        how = packing, config.checkpoint, options.optimizer
+        packed = make_token_trainer(trainer, folder, *how)
         log = make_log(config, folder, options.steps, start_step)
         trained = TrainedModels((trainer,), prepare=snapshot)
         keeping = open_recovery(config.run, processes, folder, trained, start_step)

@@ -22,13 +22,14 @@ from mcore_rl.config import (
     DriftConfig,
     LogConfig,
     ModelConfig,
+    OptimizerConfig,
     ParallelConfig,
     RolloutConfig,
     SyncConfig,
     TrainConfig,
 )
 from mcore_rl.config.secrets import dump_config
-from mcore_rl.logs.alarms.conditions import MetricAlarm, list_alarms, list_own
+from mcore_rl.logs.alarms.conditions import MetricAlarm, list_alarms, list_of_training
 from mcore_rl.logs.alarms.watch import AlarmWatch
 from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.logs.kept_checkpoints import prune_checkpoints
@@ -58,6 +59,7 @@ from mcore_rl.run.roles.colocation import (
 from mcore_rl.run.roles.groups import OpenPrompts
 from mcore_rl.run.roles.parity_check import ParityCheck
 from mcore_rl.run.roles.parity_tolerance import ParityTolerance, describe_kernels
+from mcore_rl.run.roles.skipped_steps import SkippedSteps
 from mcore_rl.run.roles.trainer import (
     PackedCritic,
     PackedStoredTrainer,
@@ -90,12 +92,22 @@ class StartedRun:
 
 
 def make_token_trainer(
-    trainer: TrainerGroup, folder: RunFolder, packing: Packing, checkpoint: CheckpointConfig
+    trainer: TrainerGroup,
+    folder: RunFolder,
+    packing: Packing,
+    checkpoint: CheckpointConfig,
+    optimizer: OptimizerConfig,
 ) -> PackedTokenTrainer:
     """Return a trainer of TrainBatches that measures its speed; the ranks must be built."""
     speed = _time_steps(trainer, packing)
     return PackedTokenTrainer(
-        trainer, folder, packing=packing, temperature=1.0, checkpoint=checkpoint, speed=speed
+        trainer,
+        folder,
+        packing=packing,
+        temperature=1.0,
+        checkpoint=checkpoint,
+        speed=speed,
+        skipped=SkippedSteps(folder, "policy", optimizer.max_nonfinite),
     )
 
 
@@ -105,22 +117,27 @@ def make_packing(parallel: ParallelConfig, train: TrainConfig, model: ModelFacts
 
 
 def make_stored_trainer(
-    trainer: TrainerGroup,
-    folder: RunFolder,
+    run: StartedRun,
     packing: Packing,
     checkpoint: CheckpointConfig,
     temperature: float,
+    optimizer: OptimizerConfig,
 ) -> PackedStoredTrainer:
     """Return a trainer of StoredBatches, which computes log-probs at the rollout's temperature."""
-    speed = _time_steps(trainer, packing)
+    trainer = run.started.trainer
     return PackedStoredTrainer(
         trainer,
-        folder,
+        run.folder,
         packing=packing,
         temperature=temperature,
         checkpoint=checkpoint,
-        speed=speed,
+        speed=_time_steps(trainer, packing),
+        skipped=_note_skipped(run, "policy", optimizer),
     )
+
+
+def _note_skipped(run: StartedRun, model: str, optimizer: OptimizerConfig) -> SkippedSteps:
+    return SkippedSteps(run.folder, model, optimizer.max_nonfinite, run.rollouts.fetch)
 
 
 def _time_steps(trainer: TrainerGroup, packing: Packing) -> TrainSpeed:
@@ -141,7 +158,10 @@ def make_critic(
     model = read_critic(options.path, run.policy)
     facts = ModelFacts(model.path, add_value_head(model.config))
     packing = make_packing(options.parallel, train, facts)
-    critic = PackedCritic(started.critic, run.folder, packing=packing, checkpoint=checkpoint)
+    skipped = _note_skipped(run, "critic", options.optimizer)
+    critic = PackedCritic(
+        started.critic, run.folder, packing=packing, checkpoint=checkpoint, skipped=skipped
+    )
     return SharingCritic(critic, started.gpus) if options.colocated else critic
 
 
@@ -344,11 +364,11 @@ def make_log(
 
     read       fetches the samples that the log shows, if there are any
     to_texts   the texts of their tokens
-    needs      those of an algorithm of reinforcement learning; None: alarms.when alone is watched
+    needs      those of an algorithm of reinforcement learning
     """
     log = config.log
     last_step = start_step or None
-    alarms = list_own(config.alarms)
+    alarms = list_of_training(config.alarms)
     if needs is not None:
         precision = config.engine_precision
         alarms = _list_alarms(config.alarms, config.rollout, config.drift, precision, needs)

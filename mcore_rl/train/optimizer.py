@@ -39,6 +39,7 @@ from torch import Tensor
 
 from mcore_rl.config import OptimizerConfig
 from mcore_rl.device import device
+from mcore_rl.train.guarded_optimizer import GuardedOptimizer
 from mcore_rl.train.muon import MUON_DEFAULTS, forget_buffers, lay_out_matrices, use_muon
 from mcore_rl.weights.models.tower import PREFIX
 
@@ -282,7 +283,7 @@ def wrap_chunks(
 
 def make_optimizer(
     config: OptimizerConfig, dtype: torch.dtype, chunks: Sequence[DistributedDataParallel]
-) -> MegatronOptimizer:
+) -> GuardedOptimizer:
     """Return a distributed optimizer: float32 main weights, decoupled decay, global norm clipping.
 
     Its moments are allocated at once, so a checkpoint can be saved before the first step.
@@ -309,7 +310,8 @@ def make_optimizer(
         store_param_remainders=False,
         **{**MUON_DEFAULTS, **config.megatron, **dtypes},
     )
-    optimizer = get_megatron_optimizer(options, list(chunks), _overrides(config, options))
+    made = get_megatron_optimizer(options, list(chunks), _overrides(config, options))
+    optimizer = GuardedOptimizer(parts_of(made))
     for part in parts_of(optimizer):
         if config.name == "muon":
             use_muon(part, options, chunks)

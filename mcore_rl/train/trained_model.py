@@ -37,7 +37,7 @@ from mcore_rl.train.routing import Routing, load_metrics
 from mcore_rl.train.runtime import is_on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
 from mcore_rl.train.shared_attention import SharedAttention
-from mcore_rl.train.stats import NotFiniteError, peak_memory, reduce_sums
+from mcore_rl.train.stats import peak_memory, reduce_sums
 from mcore_rl.train.storage import Storage
 from mcore_rl.train.transformer_config import make_transformer_config, token_multiple
 from mcore_rl.train.vision.tower import train_only
@@ -270,9 +270,11 @@ class TrainedModel:
         rate = compute_learning_rate(self._optimizer_config, self.step, self._total_steps)
         set_learning_rate(self.optimizer, rate)
         reports, records = self._run(batches, output, forward_only=False, replay=replay)
-        grad_norm, is_skipped = self._update()
+        update = self.optimizer.update([report["sums"]["loss"] for report in reports])
+        if update.is_taken and self._adapter is not None:
+            self._adapter.merge()
         self.step += 1
-        router = self._balance(num_tokens, 0.0 if is_skipped else self._bias_rate)
+        router = self._balance(num_tokens, self._bias_rate if update.is_taken else 0.0)
         memory = peak_memory()
         work = self._work(batches)
         if not is_on_last_stage():
@@ -284,37 +286,11 @@ class TrainedModel:
         loss, metrics = reduce_sums(sums, num_tokens)
         if not rank_coordinate().owns_output:
             return None
-        skipped = self._report_skipped(is_skipped)
+        if update.has_bad_loss and math.isfinite(loss):
+            loss = math.nan  # that of another rank
+        skipped = {"train/skipped_share": float(not update.is_taken)}
         of_step = {**metrics, **router, **memory, **work, **skipped}
-        return StepStats(loss, grad_norm, rate, num_tokens, of_step)
-
-    def _update(self) -> tuple[float, bool]:
-        """Update the weights; return the gradient's norm, and whether it was too large for that."""
-        succeeded, grad_norm, _ = self.optimizer.step()
-        norm = float(grad_norm or 0.0)
-        is_skipped = norm > self._skip_threshold
-        assert succeeded or is_skipped, (
-            f"optimizer step {self.step} was skipped: gradient norm {grad_norm}"
-        )
-        if not is_skipped and not math.isfinite(norm):
-            raise NotFiniteError(
-                f"the gradient of optimizer step {self.step} has norm {norm}: the loss or the"
-                " backward pass overflows. The weights in memory are lost with it; those of the"
-                " last checkpoint are not (docs/debugging.md#weights)"
-            )
-        if self._adapter is not None:
-            self._adapter.merge()
-        return norm, is_skipped
-
-    @property
-    def _skip_threshold(self) -> float:
-        return float(self._optimizer_config.megatron.get("grad_norm_skip_threshold", math.inf))
-
-    def _report_skipped(self, is_skipped: bool) -> dict[str, float]:
-        """Return whether a step was skipped as a metric; {} if no threshold is set."""
-        if math.isinf(self._skip_threshold):
-            return {}
-        return {"train/skipped_share": float(is_skipped)}
+        return StepStats(loss, update.grad_norm, rate, num_tokens, of_step)
 
     def _sum_routing(
         self, report: Report, batch: RankBatch, record: RoutingRecord

@@ -1,6 +1,8 @@
 """Step metrics from samples and optimizer steps."""
 
-from mcore_rl.batches.summary import summarize_samples, summarize_steps
+from math import isnan
+
+from mcore_rl.batches.summary import SKIPPED, summarize_samples, summarize_steps
 from mcore_rl.types import GroupLease, Prompt, StepStats, StoredSample, VersionSpan, WeightVersion
 from mcore_rl.types.scores import Scores
 
@@ -59,3 +61,14 @@ def test_steps_are_merged_by_the_kind_of_metric() -> None:
     assert metrics["train/tokens"] == 40.0
     assert abs(metrics["logprob_diff/mean"] - 0.3) < 1e-12
     assert metrics["logprob_diff/token_max"] == 3.0
+
+
+def test_steps_that_are_not_finite_count_only_as_skipped() -> None:
+    nan = float("nan")
+    taken = StepStats(1.0, 0.5, 1e-3, 10, {"kl/ref": 0.2, SKIPPED: 0.0})
+    bad = StepStats(nan, 0.5, 1e-3, 30, {"kl/ref": nan, SKIPPED: 1.0})
+    metrics = summarize_steps([taken, bad])
+    assert (metrics["loss/total"], metrics["loss/grad_norm"], metrics["kl/ref"]) == (1.0, 0.5, 0.2)
+    assert metrics[SKIPPED] == 0.5 and metrics["train/tokens"] == 40.0
+    alone = summarize_steps([bad])
+    assert "kl/ref" not in alone and alone[SKIPPED] == 1.0 and isnan(alone["loss/total"])

@@ -15,6 +15,7 @@ from mcore_rl.config import (
     Config,
     CriticConfig,
     LogConfig,
+    OptimizerConfig,
     ParallelConfig,
     RewardConfig,
     RolloutConfig,
@@ -206,10 +207,13 @@ def test_trainer_and_critic_are_packed_by_their_own_layouts(tmp_path: Path) -> N
     nobody: Any = None
     policy = ModelFacts.read("recipes/model/qwen3_30b_a3b")
     flops = ModelFlops.from_facts(policy)
-    run = StartedRun(policy, folder, nobody, start(Log(), {}), nobody)
+    rollouts = Rollouts(nobody, nobody, nobody, RewardConfig(), has_teacher=False)
+    run = StartedRun(policy, folder, nobody, start(Log(), {}), rollouts)
     packing = Packing.from_config(ParallelConfig(dp=3), train, flops)
-    trainer = make_token_trainer(run.started.trainer, folder, packing, checkpoint)
-    stored = make_stored_trainer(run.started.trainer, folder, packing, checkpoint, temperature=0.5)
+    optimizer = OptimizerConfig(max_nonfinite=7)
+    trainer = make_token_trainer(run.started.trainer, folder, packing, checkpoint, optimizer)
+    stored = make_stored_trainer(run, packing, checkpoint, 0.5, optimizer)
+    assert stored._skipped._most == trainer._skipped._most == 7
     assert stored._packing == trainer._packing == packing
     assert stored._speed == trainer._speed == TrainSpeed(flops, num_ranks=3, peak_flops=1e15)
     apart = make_critic(CriticConfig(), train, checkpoint, run)

@@ -134,7 +134,22 @@ def list_alarms(
     alarms += _list_of_engines(options)
     if reads_rewards:
         alarms += _list_of_rewards(options, compares_groups)
-    return [*alarms, *list_own(options)]
+    return [*alarms, *list_of_training(options)]
+
+
+def list_of_training(options: AlarmsConfig) -> list[MetricAlarm]:
+    """Return the alarms of any run that trains, those of alarms.when included."""
+    alarms = []
+    if options.skipped:
+        alarms.append(
+            MetricAlarm(
+                "skipped",
+                AlarmRule("train/skipped_share", ">", 0.0, 1),
+                "logs/controller.log names the loss, the gradient's norm and the file in skipped/"
+                " that has the batch",
+            )
+        )
+    return alarms + list_own(options)
 
 
 def list_own(options: AlarmsConfig) -> list[MetricAlarm]:

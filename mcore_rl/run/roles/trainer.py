@@ -6,7 +6,6 @@ TrainBatch   -> micro-batches for each data-parallel coordinate; scores come bac
 StoredBatch  -> a StoredBatch in parts for each; ranks read tokens from stores, write scores there
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -23,6 +22,7 @@ from mcore_rl.logs.kept_checkpoints import prune_checkpoints
 from mcore_rl.logs.progress import look, say, say_once
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.clock import now_s
+from mcore_rl.run.roles.skipped_steps import SkippedSteps
 from mcore_rl.types import (
     LogprobOptions,
     StepStats,
@@ -33,7 +33,6 @@ from mcore_rl.types import (
 )
 from mcore_rl.weights.hf.flops import ModelFlops
 
-_log = logging.getLogger(__name__)
 S = TypeVar("S")
 Batch = TypeVar("Batch", bound=TrainBatch | StoredBatch)
 Share = TypeVar("Share", bound=Sequence[TrainBatch] | StoredBatch)
@@ -155,18 +154,6 @@ class TrainSpeed:
         return metrics
 
 
-def _warn_if_skipped(model: str, stats: StepStats) -> bool:
-    """Return whether an optimizer step of `model` was skipped; log it then."""
-    is_skipped = bool(stats.metrics.get("train/skipped_share"))
-    if is_skipped:
-        _log.warning(
-            "an optimizer step of the %s was skipped: its gradient norm %g is above the optimizer's"
-            " grad_norm_skip_threshold",
-            *(model, stats.grad_norm),
-        )
-    return is_skipped
-
-
 class PackedTrainer(Generic[Batch, Share, Values]):
     """Packs each batch for the policy's ranks; the base class for both kinds of batches."""
 
@@ -179,8 +166,10 @@ class PackedTrainer(Generic[Batch, Share, Values]):
         temperature: float,
         checkpoint: CheckpointConfig,
         speed: TrainSpeed | None = None,
+        skipped: SkippedSteps | None = None,
     ) -> None:
-        """`speed` adds the speed of each step to its metrics."""
+        """`speed` adds the speed of each step to its metrics; `skipped` notes steps left out."""
+        self._skipped = skipped or SkippedSteps(folder, "policy", 0)
         self._ranks = ranks
         self._folder = folder
         self._speed = speed
@@ -197,7 +186,7 @@ class PackedTrainer(Generic[Batch, Share, Values]):
         num_tokens = sum(batch.lens_N)
         began_s = now_s()
         stats = self._ranks.train_step(per_dp, temperature=self._temperature, num_tokens=num_tokens)
-        is_taken = not _warn_if_skipped("policy", stats)
+        is_taken = not self._skipped.note(batch, stats)
         self.num_steps += is_taken and stats.learning_rate > 0 and stats.grad_norm > 0
         if self._speed is None:
             return stats
@@ -278,19 +267,22 @@ class PackedCritic:
         *,
         packing: Packing,
         checkpoint: CheckpointConfig,
+        skipped: SkippedSteps | None = None,
     ) -> None:
         self._ranks = ranks
         self._folder = folder
         self._packing = packing
         self._checkpoint = checkpoint
+        self._skipped = skipped or SkippedSteps(folder, "critic", 0)
 
     def compute_values(self, batch: StoredBatch) -> StoredColumn:
         return self._ranks.compute_values(_cut_stored(_for_critic(batch), self._packing))[0][0]
 
     def train_step(self, batch: StoredBatch) -> StepStats:
-        per_dp = _cut_stored(_for_critic(batch), self._packing)
+        batch = _for_critic(batch)
+        per_dp = _cut_stored(batch, self._packing)
         stats = self._ranks.train_step(per_dp, num_tokens=sum(batch.lens_N))
-        _warn_if_skipped("critic", stats)
+        self._skipped.note(batch, stats)
         return stats
 
     def save(self, step: int) -> None:

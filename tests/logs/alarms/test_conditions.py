@@ -52,7 +52,8 @@ def test_an_alarm_comes_after_five_steps_beyond_its_bound(
 
 
 @pytest.mark.parametrize(
-    ("name", "values"), [("reward_errors", (0.05, 0.06)), ("engine_down", (0.0, 1.0))]
+    ("name", "values"),
+    [("reward_errors", (0.05, 0.06)), ("engine_down", (0.0, 1.0)), ("skipped", (0.0, 0.5))],
 )
 def test_what_failed_is_told_at_once(name: str, values: tuple[float, float]) -> None:
     good, bad = values
@@ -85,6 +86,7 @@ def test_a_bound_of_zero_is_off() -> None:
         staleness=0,
         speed=0,
         engine_down=False,
+        skipped=False,
     )
     alarms = list_alarms(
         options, max_response_len=512, compares_groups=True, reads_rewards=True, drift_bound=0.03

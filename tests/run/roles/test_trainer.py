@@ -1,6 +1,8 @@
 """The packed trainer and critic: whatever the layout, answers come in the order of the batch."""
 
 import asyncio
+import json
+import math
 import shutil
 import signal
 import threading
@@ -21,6 +23,8 @@ from mcore_rl.config import CheckpointConfig, ParallelConfig, TrainConfig
 from mcore_rl.logs.progress import tell_progress
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.event_loop import EventLoop, run_both
+from mcore_rl.run.roles import skipped_steps
+from mcore_rl.run.roles.skipped_steps import NotFiniteStepsError, SkippedSteps
 from mcore_rl.run.roles.trainer import (
     PackedCritic,
     PackedStoredTrainer,
@@ -171,6 +175,64 @@ def test_steps_that_cannot_change_the_policy_do_not_count(
     assert trainer.num_steps == num_steps, "a skipped step changes nothing"
     [message] = caplog.messages
     assert message.startswith("an optimizer step of the policy was skipped: its gradient norm ")
+
+
+def test_batches_of_steps_that_are_not_finite_are_kept_until_one_is_too_many(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, ranks = RunFolder(tmp_path), EchoRanks()
+    trainer = PackedTokenTrainer(
+        ranks,
+        folder,
+        packing=Packing(1, 1, max_tokens=12),
+        temperature=1.0,
+        checkpoint=CheckpointConfig(),
+        skipped=SkippedSteps(folder, "policy", most=2),
+    )
+    logprobs_T = -torch.arange(8.0)
+    logprobs_T[4] = math.nan
+    batch = replace(make_batch((5, 3)), rollout_logprobs_T=logprobs_T)
+
+    def step(grad_norm: float) -> None:
+        ranks.grad_norm = grad_norm
+        ranks.metrics = {"train/skipped_share": float(not math.isfinite(grad_norm))}
+        trainer.train_step(batch)
+
+    for grad_norm in (math.nan, math.inf, 1.0, math.nan, math.nan):
+        step(grad_norm)
+    assert [m.rpartition("(")[2] for m in caplog.messages] == [
+        f"{k} in a row, at most 2)" for k in (1, 2, 1, 2)
+    ]
+    with pytest.raises(NotFiniteStepsError, match="step 3 in a row, and max_nonfinite=2"):
+        step(math.nan)
+    assert trainer.num_steps == 1
+    files = sorted((tmp_path / "skipped").iterdir())
+    assert [file.name for file in files] == [f"policy_{k:06d}.jsonl" for k in range(1, 6)]
+    first, second = map(json.loads, files[0].read_text().splitlines())
+    assert first == {
+        "sequence": 0,
+        "token_ids": [0, 1, 2, 3, 4],
+        "trained": [1, 2, 3, 4],
+        "rollout_logprobs": [-1.0, -2.0, -3.0, None],
+    }
+    assert second["token_ids"] == [5, 6, 7] and second["rollout_logprobs"] == [-6.0, -7.0]
+
+
+def test_the_batch_of_a_skipped_step_says_where_its_samples_lie_and_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skipped_steps, "MAX_TOKENS", 10)
+    monkeypatch.setattr(skipped_steps, "MAX_FILES", 1)
+    stores, batch = store_batch(make_batch((5, 3, 4)))
+    skipped = SkippedSteps(RunFolder(tmp_path), "critic", most=9, fetch=stores.assemble)
+    for _ in range(2):
+        assert skipped.note(batch, StepStats(math.nan, 1.0, 1e-5, 12, {"train/skipped_share": 1.0}))
+    [file] = (tmp_path / "skipped").iterdir()
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["token_ids"] for row in rows] == [[0, 1, 2, 3, 4], [5, 6, 7]]
+    places = [(row["store"], row["group"], row["index"]) for row in rows]
+    columns = (batch.store_N, batch.group_N, batch.index_N)
+    assert places == list(zip(*(column[:2].tolist() for column in columns), strict=True))
 
 
 def test_rows_that_share_a_beginning_count_it_once_in_a_micro_batch() -> None:
