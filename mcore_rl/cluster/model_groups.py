@@ -16,7 +16,7 @@ from mcore_rl.cluster.shared_folder import CarriedStorage, RunFiles
 from mcore_rl.cluster.state_keepers import StateKeepers
 from mcore_rl.config.deadlines import answer_s
 from mcore_rl.planning.slots import Slot
-from mcore_rl.types import LogprobOptions, StepStats, TokenScores
+from mcore_rl.types import FailedSaves, LogprobOptions, StepStats, TokenScores
 from mcore_rl.weight_sync.wire import Link, Report
 from mcore_rl.workers.model_worker import CriticWorker, ModelSpec, ModelWorker, Share, TrainerWorker
 from mcore_rl.workers.stores import SampleStores
@@ -166,18 +166,21 @@ class ModelGroup:
         """Keep these parts of every rank's model in device memory and offload the others."""
         await self._group.call_all_async("hold", tuple(parts), deadline_s=self._answer_s)
 
-    def save(self, folder: str, extra: dict[str, Any]) -> None:
-        """Start a save: copy the state, and return; files are written while training goes on."""
-        self._call("save", folder, extra)
+    def save(self, folder: str, extra: dict[str, Any]) -> FailedSaves:
+        """Start a save: copy the state, and return; files are written while training goes on.
 
-    def finish_save(self, deadline_s: float | None = None) -> None:
-        """Wait until the save in progress is complete, if there is one.
+        Returns the saves that failed since the last report, as StepStats.failed_saves.
+        """
+        return self._call("save", folder, extra)[0]
+
+    def finish_save(self, deadline_s: float | None = None) -> FailedSaves:
+        """Wait until the save in progress is complete, if there is one; return those that failed.
 
         deadline_s   for that, and for what the ranks do before; None: as of any call
         """
         timeout_s = self._call_timeout_s if deadline_s is None else deadline_s
         answer_s = self._answer_s if deadline_s is None else deadline_s
-        self._group.call_all("finish_save", timeout_s, deadline_s=answer_s)
+        return self._group.call_all("finish_save", timeout_s, deadline_s=answer_s)[0]
 
     def load(self, folder: str, *, verify: bool = True) -> dict[str, Any]:
         """Load the checkpoint and return the `extra` that was saved with it.

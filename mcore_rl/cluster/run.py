@@ -125,6 +125,7 @@ class RunProcesses:
             collective_timeout_s=self._config.run.call_timeout_s,
             profile=self._config.profile,
             profile_dir=str(self._log_dir.parent / "profile"),
+            outlives_failed_saves=self._config.checkpoint.on_error == "continue",
         )
 
     def start_engines(self) -> EngineGroup:

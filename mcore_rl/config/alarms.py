@@ -50,7 +50,7 @@ class AlarmsConfig(Options, group="alarms"):
 
     steps: int = bounded(5, ge=1)
     """Steps in a row that are beyond a bound before an alarm is told, and within it before it is
-    over. reward_errors, engine_down and skipped take one step."""
+    over. reward_errors, engine_down, saves and skipped take one step."""
     signal: bool = True
     """All rewards of each prompt, or of the step, are equal: nothing is learned."""
     truncated: float = bounded(1.0, ge=0, le=1)
@@ -68,6 +68,8 @@ class AlarmsConfig(Options, group="alarms"):
     share that ends the run."""
     engine_down: bool = True
     """An engine has no weights, as it failed or was left out."""
+    saves: bool = True
+    """A checkpoint could not be written (checkpoint.on_error=continue)."""
     skipped: bool = True
     """An optimizer step was left out, as its loss or gradient was not finite or too large."""
     speed: float = bounded(0.5, ge=0, lt=1)

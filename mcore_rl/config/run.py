@@ -250,6 +250,9 @@ class CheckpointConfig(Options, group="checkpoint"):
     """Which value of best_metric is the best one."""
     asynchronous: bool = True
     """Write a checkpoint while training goes on."""
+    on_error: Literal["end", "continue"] = "end"
+    """When a checkpoint cannot be written: the disk is full, read-only or fails. end: the run ends;
+    continue: it says so, goes on, and tries again when the next checkpoint is due."""
     verify: bool = True
     """Compare a checkpoint with its checksums.json before resuming from it; all ranks read it once
     together.

@@ -55,6 +55,8 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "train/optimizer_steps": "optimizer steps",
         "train/skipped_share": "share of them left out: loss or gradient not finite, or above"
         " grad_norm_skip_threshold",
+        "checkpoint/failed": "saves that failed since the newest checkpoint"
+        " (checkpoint.on_error=continue)",
         "train/tokens_per_second": "tokens trained on per second of wall time (sft, dpo)",
         "train/tokens_per_second_per_gpu": "tokens per second of an optimizer step, per rank",
         "train/tflops_per_gpu": "operations of the model per second, 10**12, per rank",

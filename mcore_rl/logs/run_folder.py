@@ -62,6 +62,8 @@ class RunFolder:
         self._finished = self.path / "finished.json"
         self.begun_steps: list[int] = []
         """Steps whose checkpoints this process began to write."""
+        self.failed_saves: dict[int, str] = {}
+        """Why checkpoints that this process began could not be written, by step."""
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -52,6 +52,7 @@ def name_user() -> str:
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EINTR)
+_FAILING = (errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENODEV, errno.ETIMEDOUT)
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of filesystems without fsync, or without fsync of folders."""
 PART = ".part"
@@ -64,8 +65,28 @@ _NO_SPACE_TEXT = re.compile(r"No space left on device|Disk quota exceeded|os err
 """How libraries without errno (safetensors, torch's file writer) report the same error."""
 
 
-class DiskFullError(RuntimeError):
+class UnwritableError(RuntimeError):
+    """A file of the run cannot be written. The message names the file and the reason."""
+
+
+class DiskFullError(UnwritableError):
     """No space was left for a file of the run. The message names file, filesystem and remedy."""
+
+
+@contextmanager
+def report_unwritable(path: str | Path) -> Iterator[None]:
+    """Raise UnwritableError naming `path` if the block fails as its filesystem takes no file.
+
+    That is a full disk (DiskFullError), a folder that this user may not write to or that is
+    read-only, or a disk or file server that fails. Any other error passes through.
+    """
+    try:
+        with report_full_disk(path):
+            yield
+    except OSError as error:
+        if error.errno not in (*_REFUSED, *_FAILING):
+            raise
+        raise UnwritableError(f"cannot write {path}: {explain_refusal(error)}") from error
 
 
 @contextmanager

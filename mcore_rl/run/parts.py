@@ -32,7 +32,6 @@ from mcore_rl.config.secrets import dump_config
 from mcore_rl.logs.alarms.conditions import MetricAlarm, list_alarms, list_of_training
 from mcore_rl.logs.alarms.watch import AlarmWatch
 from mcore_rl.logs.episode_log import EpisodeLog
-from mcore_rl.logs.kept_checkpoints import prune_checkpoints
 from mcore_rl.logs.logger import MetricsLogger
 from mcore_rl.logs.progress import look, say, tell_stage
 from mcore_rl.logs.prometheus.server import PrometheusServer
@@ -55,6 +54,11 @@ from mcore_rl.run.roles.colocation import (
     SharedGpus,
     SharingCritic,
     SharingScorer,
+)
+from mcore_rl.run.roles.failed_saves import (
+    note_failed_saves,
+    prune_if_possible,
+    refuse_lost_end,
 )
 from mcore_rl.run.roles.groups import OpenPrompts
 from mcore_rl.run.roles.parity_check import ParityCheck
@@ -430,7 +434,11 @@ def complete_saves(
     try:
         yield
     except (Exception, KeyboardInterrupt, TerminatedError) as stop:
-        unsaved = [step for step in folder.begun_steps if not folder.is_saved(step)]
+        unsaved = [
+            step
+            for step in folder.begun_steps
+            if not folder.is_saved(step) and step not in folder.failed_saves
+        ]
         if not unsaved:
             raise
         is_failure = not isinstance(stop, StoppedEarlyError | KeyboardInterrupt)
@@ -439,7 +447,8 @@ def complete_saves(
         with suppress(RankError) if is_failure else nullcontext():
             for group in (critic, trainer):
                 if group is not None:
-                    group.finish_save(SAVE_AFTER_ERROR_S if is_failure else None)
+                    failed = group.finish_save(SAVE_AFTER_ERROR_S if is_failure else None)
+                    note_failed_saves(folder, failed)
         look()
         raise
 
@@ -447,20 +456,21 @@ def complete_saves(
 def finish_training(checkpoint: CheckpointConfig, trainer: TrainerGroup, folder: RunFolder) -> None:
     """Complete the save in progress; export the weights if the recipe says so."""
     with tell_stage("completing the last checkpoint"):
-        trainer.finish_save()
+        note_failed_saves(folder, trainer.finish_save())
     look()
-    prune_checkpoints(folder, checkpoint)
+    prune_if_possible(folder, checkpoint)
     if checkpoint.export_hf:
         _log.info("export")
         with tell_stage("export", is_told=True):
             trainer.export_hf(str(folder.export))
+    refuse_lost_end(folder)
 
 
 def finish_run(checkpoint: CheckpointConfig, started: Started, folder: RunFolder) -> None:
     """Complete the saves in progress; export critic and trainer if the recipe says so."""
     started.gpus.offload_models()
     if started.critic is not None:
-        started.critic.finish_save()
+        note_failed_saves(folder, started.critic.finish_save())
         if checkpoint.export_hf:
             started.critic.export_hf(str(folder.critic_export))
     finish_training(checkpoint, started.trainer, folder)

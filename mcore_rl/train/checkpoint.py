@@ -26,13 +26,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.device import default_generators, device
+from mcore_rl.process.disk import UnwritableError
 from mcore_rl.train.checkpoint_check import (
     check_checkpoint,
     load_safely,
     only_safe_pickles,
     read_places_of,
 )
-from mcore_rl.train.checkpoint_save import Save, start_save
+from mcore_rl.train.checkpoint_save import Save, discard, start_save
 from mcore_rl.train.lora.saved import check_saved_adapter
 from mcore_rl.train.muon import MOMENTUM, MuonBesideAdam
 from mcore_rl.train.optimizer import READABLE, STATE, Readable, parts_of
@@ -144,6 +145,8 @@ class Checkpointer:
         self._state = state
         self._readable = readable
         self.storage: Storage = SHARED
+        self.failures: list[tuple[str, str]] | None = None
+        """(folder, reason) of saves whose files cannot be written; None: such a save raises."""
         self._pending: Save | None = None
 
     def save(self, folder: Path, step: int, extra: dict[str, Any]) -> None:
@@ -153,6 +156,7 @@ class Checkpointer:
         host memory, which may change only after `wait_written`.
 
         extra   JSON-like values, the same on every rank
+        Raises UnwritableError unless `failures` takes it; earlier checkpoints are not touched.
         """
         self.finish()
         sharded = _make_sharded_state(self._state, is_loading=False, readable=self._readable)
@@ -164,17 +168,34 @@ class Checkpointer:
         }
         adapter = self._state.adapter
         texts = {} if adapter is None else {FACTS: adapter.encode()}
-        self._pending = start_save(sharded, folder, self._readable, self.storage, texts)
+        with self._collect_failure(folder):
+            self._pending = start_save(sharded, folder, self._readable, self.storage, texts)
 
     def finish(self, timeout_s: float = 600.0) -> None:
         """Wait for the save under way, if any, and make its folder count.
 
-        Raises TimeoutError after `timeout_s`, or the error of a writer, which names its file.
+        Raises TimeoutError after `timeout_s`, or the error of a writer, which names its file; an
+        UnwritableError only if `failures` does not take it.
         """
         if self._pending is not None:
             pending = self._pending
             self._pending = None
-            pending.finish(timeout_s)
+            with self._collect_failure(pending.folder):
+                pending.finish(timeout_s)
+
+    @contextmanager
+    def _collect_failure(self, folder: Path) -> Iterator[None]:
+        """Add to `failures` a save that cannot be written, whose files are removed; a collective.
+
+        Every rank raises in the block or none does.
+        """
+        try:
+            yield
+        except UnwritableError as error:
+            if self.failures is None:
+                raise
+            discard(folder, self.storage)
+            self.failures.append((str(folder), str(error)))
 
     def wait_written(self, timeout_s: float = 600.0) -> None:
         """Wait until this rank has written its part of the save under way; not a collective.

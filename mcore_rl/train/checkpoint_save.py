@@ -7,8 +7,11 @@ from where they lie in host memory, without a copy.
 """
 
 import queue
+import shutil
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
@@ -27,10 +31,12 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
+from torch.distributed.checkpoint.api import _is_wrapped_exception
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_rl.device import device, synchronize
-from mcore_rl.process.disk import DiskFullError, report_full_disk
+from mcore_rl.process.disk import UnwritableError, report_unwritable
+from mcore_rl.process.errors import describe_error
 from mcore_rl.process.file_list import INCOMPLETE
 from mcore_rl.train.optimizer import Readable, as_it_is
 from mcore_rl.train.storage import (
@@ -63,32 +69,71 @@ def start_save(
     """
     in_use = _read_on_host(sharded, readable)
     staging = folder.with_name(folder.name + INCOMPLETE)
-    with report_full_disk(staging):
+
+    def prepare() -> None:
         if dist.get_rank() == 0:
             storage.run(make_empty, staging)
         storage.prepare(staging)
-        dist.barrier()
+
+    def write_texts() -> None:
         if dist.get_rank() == 0:
             for name, text in texts.items():
                 (staging / name).write_text(text)
-        strategy = _ThreadedStrategy(in_use, storage)
-        request = dist_checkpointing.save(
-            sharded, str(staging), strategy, async_sharded_save=True, async_strategy=ASYNC
-        )
-    assert request is not None
-    return Save(request, staging, folder, storage)
+
+    write_together(staging, prepare)
+    if texts:
+        write_together(staging, write_texts)
+    strategy = _ThreadedStrategy(in_use, storage)
+    request = dist_checkpointing.save(
+        sharded, str(staging), strategy, async_sharded_save=True, async_strategy=ASYNC
+    )
+    assert request is not None and strategy.plan is not None
+    return Save(request, strategy.plan, staging, folder, storage)
+
+
+def write_together(path: Path, write: Callable[[], None]) -> None:
+    """Call `write` on each rank, and wait for all; collective over all ranks.
+
+    If it raises on any rank, every rank raises: UnwritableError with the first rank's message, or
+    whatever else it was as RuntimeError.
+    """
+    error: Exception | None = None
+    told: tuple[type[RuntimeError], str] | None = None
+    try:
+        with report_unwritable(path):
+            write()
+    except UnwritableError as raised:
+        error, told = raised, (type(raised), str(raised))
+    except Exception as raised:  # the other ranks would wait for this one
+        error, told = raised, (RuntimeError, describe_error(raised))
+    all_told: list[tuple[type[RuntimeError], str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_told, told)
+    for rank, of_rank in enumerate(all_told):
+        if of_rank is not None:
+            kind, message = of_rank
+            raise kind(f"rank {rank} {message}") from error
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What megatron-core has planned: its writer on this rank, and on rank 0 the metadata."""
+
+    writer: Any
+    metadata: Any
+    config: CheckpointingConfig
 
 
 class Save:
     """A save under way on this rank."""
 
     def __init__(
-        self, request: AsyncRequest, staging: Path, folder: Path, storage: Storage
+        self, request: AsyncRequest, plan: SavePlan, staging: Path, folder: Path, storage: Storage
     ) -> None:
         self._request = request
+        self._plan = plan
         self._storage = storage
         self._staging = staging
-        self._folder = folder
+        self.folder = folder
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._write, name=f"save {folder.name}", daemon=True)
         self._thread.start()
@@ -107,37 +152,52 @@ class Save:
     def finish(self, timeout_s: float) -> None:
         """Wait for the files of all ranks and give the folder its name; collective over all ranks.
 
-        Raises DiskFullError on every rank if any rank's disk is full, TimeoutError if this rank's
-        writer needs longer than `timeout_s`. Earlier checkpoints are not touched.
+        Raises UnwritableError on every rank if any rank's disk is full or fails, TimeoutError if
+        this rank's writer needs longer than `timeout_s`. Earlier checkpoints are not touched.
         """
         self.wait_written(timeout_s)
-        self._refuse_full_disk()
-        with report_full_disk(self._staging):
-            for finalize in self._request.finalize_fns:
-                finalize()
-            dist.barrier()
-            if dist.get_rank() == 0:
-                self._storage.bring_rest(self._staging)
-                self._storage.run(commit_checkpoint, self._staging, self._folder)
-        dist.barrier()
+        write_together(self._staging, self._raise_error)
+        results = self._plan.writer.retrieve_write_results()
+        is_first = dist.get_rank() == 0
+        gathered = [None] * dist.get_world_size() if is_first else None
+        dist.gather_object(results, gathered)
+        write_together(self._staging, partial(self._complete, gathered))
         self._storage.leave(self._staging)
 
     def _write(self) -> None:
         if self._request.async_fn is not None:
             self._error = self._request.async_fn(*self._request.async_fn_args)
 
-    def _refuse_full_disk(self) -> None:
-        """Raise the DiskFullError of any rank's writer on all ranks.
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
-        megatron-core's finalization would raise a traceback of several ranks, on rank 0 alone.
+    def _complete(self, results: Sequence[Any] | None) -> None:
+        """Write on rank 0 what says that the checkpoint is complete, and give it its name.
+
+        As megatron-core's finalization does, which leaves ranks waiting if rank 0 cannot write.
         """
-        is_full = isinstance(self._error, DiskFullError)
-        message = f"rank {dist.get_rank()} {self._error}" if is_full else None
-        messages: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(messages, message)
-        for text in messages:
-            if text is not None:
-                raise DiskFullError(text)
+        if results is None:
+            return
+        for rank, result in enumerate(results):
+            if _is_wrapped_exception(result):
+                raise RuntimeError(f"rank {rank} could not write its files") from result[0]
+        self._plan.writer.finish(self._plan.metadata, results)
+        save_config(self._plan.config, str(self._staging))
+        self._storage.bring_rest(self._staging)
+        self._storage.run(commit_checkpoint, self._staging, self.folder)
+
+
+def discard(folder: Path, storage: Storage) -> None:
+    """Remove what was written of a checkpoint whose save raised on every rank; a collective."""
+    staging = folder.with_name(folder.name + INCOMPLETE)
+    dist.barrier()
+    with suppress(OSError):
+        storage.prepare(staging)
+        storage.leave(staging)
+    if dist.get_rank() == 0:
+        with suppress(OSError):
+            storage.run(shutil.rmtree, staging, True)
 
 
 class _ThreadedStrategy(TorchDistSaveShardedStrategy):
@@ -149,12 +209,15 @@ class _ThreadedStrategy(TorchDistSaveShardedStrategy):
     def __init__(self, in_use: Collection[int], storage: Storage) -> None:
         """in_use   addresses of the tensors' memory that training goes on writing to"""
         super().__init__(thread_count=NUM_FILES)
+        self.plan: SavePlan | None = None
         self._in_use = in_use
         self._storage = storage
 
     def _get_save_and_finalize_callbacks(
         self, writer: Any, save_state_dict_ret: Any, async_strategy: str
     ) -> AsyncRequest:
+        config = CheckpointingConfig(self.backend, self.version)
+        self.plan = SavePlan(writer, save_state_dict_ret[1], config)
         request = super()._get_save_and_finalize_callbacks(
             writer, save_state_dict_ret, async_strategy
         )
@@ -243,10 +306,13 @@ def _write_buckets(
     for number, bucket in enumerate(buckets):
         path = Path(bucket[0])
         try:
-            with report_full_disk(path):
+            with report_unwritable(path):
                 written[number] = _write_bucket(transforms, number, bucket)
                 storage.bring(path, _sum_written(path, written[number]))
         except Exception as error:  # whatever it is, finish() raises it on the main thread
+            for written_path, *_ in buckets[: number + 1]:  # the run's logs may need the space
+                with suppress(OSError):
+                    Path(written_path).unlink(missing_ok=True)
             results.put(error)
             return error
     results.put(written)

@@ -42,7 +42,7 @@ from mcore_rl.train.storage import Storage
 from mcore_rl.train.transformer_config import make_transformer_config, token_multiple
 from mcore_rl.train.vision.tower import train_only
 from mcore_rl.train.weights import fill_weights, local_tensors, weight_layout
-from mcore_rl.types import StepStats, TrainBatch
+from mcore_rl.types import FailedSaves, StepStats, TrainBatch
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.hf.config import ModelFacts, moe_layers
 from mcore_rl.weights.models import family_of
@@ -186,6 +186,17 @@ class TrainedModel:
         """
         self._checkpointer.save(Path(folder), self.step, extra)
 
+    def outlive_failed_saves(self) -> None:
+        """Have saves that cannot be written add to `take_failed_saves`, and raise no more."""
+        self._checkpointer.failures = []
+
+    def take_failed_saves(self) -> FailedSaves:
+        """Return (folder, reason) of saves that failed since the last call; alike on all ranks."""
+        failed = tuple(self._checkpointer.failures or ())
+        if failed:
+            self._checkpointer.failures = []
+        return failed
+
     def finish_save(self, timeout_s: float = 600.0) -> None:
         """Wait for a save in progress, if there is one."""
         self._checkpointer.finish(timeout_s)
@@ -264,6 +275,7 @@ class TrainedModel:
         assert batches, "a step without micro-batches"
         forget_peak()
         self._checkpointer.maybe_finish()
+        failed = self.take_failed_saves()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -290,7 +302,7 @@ class TrainedModel:
             loss = math.nan  # that of another rank
         skipped = {"train/skipped_share": float(not update.is_taken)}
         of_step = {**metrics, **router, **memory, **work, **skipped}
-        return StepStats(loss, update.grad_norm, rate, num_tokens, of_step)
+        return StepStats(loss, update.grad_norm, rate, num_tokens, of_step, failed)
 
     def _sum_routing(
         self, report: Report, batch: RankBatch, record: RoutingRecord

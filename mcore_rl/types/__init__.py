@@ -6,6 +6,7 @@ token in a layer.
 """
 
 from mcore_rl.types.batches import (
+    FailedSaves,
     LogprobOptions,
     OwnExperts,
     StepStats,
@@ -40,6 +41,7 @@ __all__ = [
     "Array",
     "Clip",
     "EpisodeRecord",
+    "FailedSaves",
     "GroupLease",
     "Images",
     "LogprobOptions",

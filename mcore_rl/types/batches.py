@@ -198,12 +198,20 @@ class TokenScores(Generic[Values]):
     routed_experts_TLK: Values | None = None
 
 
+FailedSaves = tuple[tuple[str, str], ...]
+"""(folder, reason) of saves that ended without a checkpoint."""
+
+
 @dataclass(frozen=True)
 class StepStats:
-    """The report of one optimizer step, equal on every rank that has one."""
+    """The report of one optimizer step, equal on every rank that has one.
+
+    failed_saves   those since the last report
+    """
 
     loss: float
     grad_norm: float
     learning_rate: float
     num_tokens: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+    failed_saves: FailedSaves = ()

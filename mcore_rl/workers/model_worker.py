@@ -22,6 +22,7 @@ from mcore_rl.process.gc_pause import without_collector
 from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.train.storage import Storage
 from mcore_rl.types import (
+    FailedSaves,
     LogprobOptions,
     StepStats,
     StoredBatch,
@@ -42,6 +43,7 @@ class ModelSpec:
     """The model that every rank builds its share of; `loss` must be picklable.
 
     profile, profile_dir   the steps and ranks to capture, and the folder of the captures
+    outlives_failed_saves  checkpoint.on_error=continue
     """
 
     model: ModelConfig
@@ -54,6 +56,7 @@ class ModelSpec:
     collective_timeout_s: float
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     profile_dir: str = ""
+    outlives_failed_saves: bool = False
 
 
 class ModelWorker:
@@ -101,6 +104,8 @@ class ModelWorker:
         )
         if storage is not None:
             self._model.keep_files_with(storage)
+        if spec.outlives_failed_saves:
+            self._model.outlive_failed_saves()
 
     def _model_cls(self) -> Any:
         """Return the subclass of TrainedModel that each rank has a share of."""
@@ -152,11 +157,15 @@ class ModelWorker:
     def hold(self, parts: Collection[str]) -> None:
         self._model.hold(parts)
 
-    def save(self, folder: str, extra: dict[str, Any]) -> None:
+    def save(self, folder: str, extra: dict[str, Any]) -> FailedSaves:
+        """Start a save; return the saves that failed, as StepStats.failed_saves."""
         self._model.save(Path(folder), extra)
+        return self._model.take_failed_saves()
 
-    def finish_save(self, timeout_s: float) -> None:
+    def finish_save(self, timeout_s: float) -> FailedSaves:
+        """Complete a save, if one is under way; return those that failed."""
         self._model.finish_save(timeout_s)
+        return self._model.take_failed_saves()
 
     def load(self, folder: str, verify: bool) -> dict[str, Any]:
         return self._model.load(Path(folder), verify=verify)

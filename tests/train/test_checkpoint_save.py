@@ -1,21 +1,33 @@
 """A save writes checksums; on a full disk it names the file and spares earlier checkpoints."""
 
+import errno
+import os
 import queue
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from mcore_rl.config import ParallelConfig
-from mcore_rl.process.disk import DiskFullError
+from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.process.disk import DiskFullError, UnwritableError
 from mcore_rl.train import checkpoint_save
-from mcore_rl.train.checkpoint_save import INCOMPLETE, _write_buckets, start_save
+from mcore_rl.train.checkpoint_save import INCOMPLETE, _write_buckets, discard, start_save
 from mcore_rl.train.runtime import init_distributed
-from mcore_rl.train.storage import Storage
+from mcore_rl.train.storage import SHARED, SharedStorage, Storage, commit_checkpoint, make_empty
 from mcore_rl.weights.hf.checksums import read_manifest, sum_file
 from tests.support.distributed import run_ranks
+from tests.support.tiny_training import (
+    NUM_TOKENS,
+    make_actor,
+    make_batches,
+    token_loss,
+    write_hf_model,
+)
 
 write_buckets = checkpoint_save._write_buckets
 
@@ -33,6 +45,83 @@ def save_twice(rank: int, world_size: int, port: int, root: Path) -> str:
     with pytest.raises(DiskFullError) as raised:
         save.finish(60.0)
     return str(raised.value)
+
+
+@dataclass(frozen=True)
+class FailingStorage(SharedStorage):
+    """A run folder where a function fails as if its filesystem did."""
+
+    fails: Callable[..., Any]
+    number: int
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        if function is self.fails:
+            raise OSError(self.number, os.strerror(self.number), str(args[0]))
+        return super().run(function, *args)
+
+
+def fail_twice(rank: int, world_size: int, port: int, root: Path) -> list[str]:
+    """Fail on rank 0 before and after the files are written; then save. Return the messages."""
+    parallel = ParallelConfig(dp=world_size)
+    init_distributed(rank, world_size, "127.0.0.1", port, parallel, seed=0, timeout_s=60)
+    weight = ShardedTensor.from_rank_offsets("weight", torch.ones(64), (0, rank, world_size))
+    state = {"weight": weight, "step": 3}
+    messages = []
+    for fails, number in ((make_empty, errno.EROFS), (commit_checkpoint, errno.EIO)):
+        storage = FailingStorage(fails, number)
+        with pytest.raises(UnwritableError) as raised:
+            start_save(dict(state), root / "step_3", storage=storage).finish(60.0)
+        messages.append(str(raised.value))
+        discard(root / "step_3", storage)
+        dist.barrier()
+        assert not list(root.iterdir())
+    start_save(dict(state), root / "step_3").finish(60.0)
+    return messages
+
+
+@pytest.mark.gloo
+def test_all_ranks_learn_that_the_first_cannot_write_and_the_next_save_succeeds(
+    tmp_path: Path,
+) -> None:
+    messages = run_ranks(fail_twice, 2, tmp_path)
+    assert messages[0] == messages[1]
+    for message, number in zip(messages[0], (errno.EROFS, errno.EIO), strict=True):
+        assert message.startswith(f"rank 0 cannot write {tmp_path}/step_3{INCOMPLETE}: ")
+        assert "read-only" in message if number == errno.EROFS else os.strerror(number) in message
+    assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
+    assert (tmp_path / "step_3" / "checksums.json").is_file()
+
+
+def go_on(rank: int, world_size: int, port: int, hf_dir: Path, root: Path) -> Any:
+    """Save with a failing storage, train, save again; return what each step says of failures."""
+    actor = make_actor(rank, world_size, port, ModelConfig(path=str(hf_dir)), ParallelConfig())
+    actor.outlive_failed_saves()
+    told = []
+
+    def step() -> None:
+        actor._checkpointer.wait_written()
+        stats = actor.train_step(make_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
+        assert stats is not None
+        told.append(stats.failed_saves)
+
+    actor.keep_files_with(FailingStorage(commit_checkpoint, errno.ENOSPC))
+    actor.save(root / "step_1", {})
+    step()
+    actor.keep_files_with(SHARED)
+    actor.save(root / "step_2", {})
+    step()
+    return told
+
+
+@pytest.mark.gloo
+def test_training_outlives_a_save_that_fails_if_it_may(tmp_path: Path) -> None:
+    root = tmp_path / "saved"
+    root.mkdir()
+    [(first, second)] = run_ranks(go_on, 1, write_hf_model(tmp_path / "model"), root)
+    [(folder, reason)] = first
+    assert folder == str(root / "step_1") and "no space left on device" in reason
+    assert second == ()
+    assert [path.name for path in root.iterdir()] == ["step_2"]
 
 
 def write_to_full_disk(

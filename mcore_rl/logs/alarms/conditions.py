@@ -140,6 +140,15 @@ def list_alarms(
 def list_of_training(options: AlarmsConfig) -> list[MetricAlarm]:
     """Return the alarms of any run that trains, those of alarms.when included."""
     alarms = []
+    if options.saves:
+        alarms.append(
+            MetricAlarm(
+                "saves",
+                AlarmRule("checkpoint/failed", ">", 0.0, 1),
+                "logs/controller.log names the file and the reason; free some space, or the run's"
+                " end loses all steps since the newest checkpoint",
+            )
+        )
     if options.skipped:
         alarms.append(
             MetricAlarm(

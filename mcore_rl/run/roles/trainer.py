@@ -18,12 +18,18 @@ from mcore_rl.batches.packing import Plan, plan_microbatches, plan_shared_microb
 from mcore_rl.batches.shared_prefixes import Sharing, find_batch_sharing
 from mcore_rl.batches.stored_batch import find_stored_sharing, in_parts
 from mcore_rl.config import CheckpointConfig, ParallelConfig, TrainConfig
-from mcore_rl.logs.kept_checkpoints import prune_checkpoints
 from mcore_rl.logs.progress import look, say, say_once
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.clock import now_s
+from mcore_rl.run.roles.failed_saves import (
+    FAILED,
+    count_failed_saves,
+    note_failed_saves,
+    prune_if_possible,
+)
 from mcore_rl.run.roles.skipped_steps import SkippedSteps
 from mcore_rl.types import (
+    FailedSaves,
     LogprobOptions,
     StepStats,
     StoredBatch,
@@ -57,9 +63,9 @@ class RankCalls(Protocol[ShareTaken, Values]):
         self, per_dp: Sequence[ShareTaken], *, temperature: float, num_tokens: int
     ) -> StepStats: ...
 
-    def save(self, folder: str, extra: dict[str, Any]) -> None: ...
+    def save(self, folder: str, extra: dict[str, Any]) -> FailedSaves | None: ...
 
-    def finish_save(self) -> None: ...
+    def finish_save(self) -> FailedSaves | None: ...
 
 
 class CriticCalls(Protocol):
@@ -71,9 +77,9 @@ class CriticCalls(Protocol):
 
     def train_step(self, per_dp: Sequence[StoredBatch], *, num_tokens: int) -> StepStats: ...
 
-    def save(self, folder: str, extra: dict[str, Any]) -> None: ...
+    def save(self, folder: str, extra: dict[str, Any]) -> FailedSaves | None: ...
 
-    def finish_save(self) -> None: ...
+    def finish_save(self) -> FailedSaves | None: ...
 
 
 @dataclass(frozen=True)
@@ -186,6 +192,10 @@ class PackedTrainer(Generic[Batch, Share, Values]):
         num_tokens = sum(batch.lens_N)
         began_s = now_s()
         stats = self._ranks.train_step(per_dp, temperature=self._temperature, num_tokens=num_tokens)
+        note_failed_saves(self._folder, stats.failed_saves)
+        if self._checkpoint.on_error == "continue":
+            failed = {FAILED: count_failed_saves(self._folder)}
+            stats = replace(stats, metrics={**stats.metrics, **failed})
         is_taken = not self._skipped.note(batch, stats)
         self.num_steps += is_taken and stats.learning_rate > 0 and stats.grad_norm > 0
         if self._speed is None:
@@ -203,11 +213,13 @@ class PackedTrainer(Generic[Batch, Share, Values]):
         say(f"saving step {step}")
         say_once(lambda: self._folder.is_saved(step), f"saved step {step}")
         self._folder.begun_steps.append(step)
-        self._ranks.save(str(self._folder.checkpoint(step)), dict(state))
+        note_failed_saves(
+            self._folder, self._ranks.save(str(self._folder.checkpoint(step)), dict(state))
+        )
         if not self._checkpoint.asynchronous:
-            self._ranks.finish_save()
+            note_failed_saves(self._folder, self._ranks.finish_save())
             look()
-        prune_checkpoints(self._folder, self._checkpoint)
+        prune_if_possible(self._folder, self._checkpoint)
 
     def _cut(self, batch: Batch) -> list[Share]:
         """Return the micro-batches of each data-parallel coordinate."""
@@ -282,6 +294,7 @@ class PackedCritic:
         batch = _for_critic(batch)
         per_dp = _cut_stored(batch, self._packing)
         stats = self._ranks.train_step(per_dp, num_tokens=sum(batch.lens_N))
+        note_failed_saves(self._folder, stats.failed_saves)
         self._skipped.note(batch, stats)
         return stats
 
@@ -290,9 +303,10 @@ class PackedCritic:
 
         The trainer saves after the critic and removes old checkpoints.
         """
-        self._ranks.save(str(self._folder.critic_checkpoint(step)), {})
+        path = str(self._folder.critic_checkpoint(step))
+        note_failed_saves(self._folder, self._ranks.save(path, {}))
         if not self._checkpoint.asynchronous:
-            self._ranks.finish_save()
+            note_failed_saves(self._folder, self._ranks.finish_save())
 
 
 def _for_critic(batch: StoredBatch) -> StoredBatch:

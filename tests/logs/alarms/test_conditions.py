@@ -53,7 +53,12 @@ def test_an_alarm_comes_after_five_steps_beyond_its_bound(
 
 @pytest.mark.parametrize(
     ("name", "values"),
-    [("reward_errors", (0.05, 0.06)), ("engine_down", (0.0, 1.0)), ("skipped", (0.0, 0.5))],
+    [
+        ("reward_errors", (0.05, 0.06)),
+        ("engine_down", (0.0, 1.0)),
+        ("saves", (0.0, 1.0)),
+        ("skipped", (0.0, 0.5)),
+    ],
 )
 def test_what_failed_is_told_at_once(name: str, values: tuple[float, float]) -> None:
     good, bad = values
@@ -86,6 +91,7 @@ def test_a_bound_of_zero_is_off() -> None:
         staleness=0,
         speed=0,
         engine_down=False,
+        saves=False,
         skipped=False,
     )
     alarms = list_alarms(

@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from mcore_rl.batches.stored_batch import with_stored_weights
 from mcore_rl.config import CheckpointConfig, ParallelConfig, TrainConfig
 from mcore_rl.logs.progress import tell_progress
 from mcore_rl.logs.run_folder import RunFolder
+from mcore_rl.process.disk import UnwritableError
 from mcore_rl.process.event_loop import EventLoop, run_both
 from mcore_rl.run.roles import skipped_steps
+from mcore_rl.run.roles.failed_saves import note_failed_saves, refuse_lost_end
 from mcore_rl.run.roles.skipped_steps import NotFiniteStepsError, SkippedSteps
 from mcore_rl.run.roles.trainer import (
     PackedCritic,
@@ -32,6 +34,7 @@ from mcore_rl.run.roles.trainer import (
     Packing,
 )
 from mcore_rl.types import (
+    FailedSaves,
     LogprobOptions,
     StepStats,
     StoredBatch,
@@ -216,6 +219,55 @@ def test_batches_of_steps_that_are_not_finite_are_kept_until_one_is_too_many(
         "rollout_logprobs": [-1.0, -2.0, -3.0, None],
     }
     assert second["token_ids"] == [5, 6, 7] and second["rollout_logprobs"] == [-6.0, -7.0]
+
+
+class FullRanks(EchoRanks):
+    """Ranks whose disk is full at some steps."""
+
+    def __init__(self, folder: RunFolder, full_at: Collection[int]) -> None:
+        super().__init__()
+        self._failing = {str(folder.checkpoint(step)) for step in full_at}
+        self._failed: FailedSaves = ()
+
+    def train_step(self, *args: Any, **kwargs: Any) -> StepStats:
+        failed, self._failed = self._failed, ()
+        return replace(super().train_step(*args, **kwargs), failed_saves=failed)
+
+    def save(self, folder: str, extra: dict[str, Any]) -> None:
+        if folder in self._failing:
+            self._failed = ((folder, "rank 0 cannot write a: no space left on device"),)
+        else:
+            super().save(folder, extra)
+
+
+def test_a_run_outlives_saves_that_fail_and_tells_each_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path)
+    trainer = PackedTokenTrainer(
+        FullRanks(folder, full_at=(2, 3)),
+        folder,
+        packing=Packing(1, 1, max_tokens=12),
+        temperature=1.0,
+        checkpoint=CheckpointConfig(on_error="continue"),
+    )
+    counts = []
+    with tell_progress():
+        for step in range(1, 6):
+            counts.append(trainer.train_step(make_batch((5, 3))).metrics["checkpoint/failed"])
+            trainer.save(step, {})
+    assert counts == [0.0, 0.0, 1.0, 2.0, 0.0]
+    lost = [line for line in capsys.readouterr().out.splitlines() if "is lost" in line]
+    assert [line.partition("the checkpoint of step ")[2] for line in lost] == [
+        f"{step} is lost, and the run goes on (checkpoint.on_error=continue): rank 0 cannot write"
+        f" a: no space left on device. The newest checkpoint is that of step 1"
+        for step in (2, 3)
+    ]
+    refuse_lost_end(folder)
+    folder.begun_steps.append(6)
+    note_failed_saves(folder, ((str(folder.checkpoint(6)), "full"),))
+    with pytest.raises(UnwritableError, match=r"of step 6, is lost: full\. .* that of step 5"):
+        refuse_lost_end(folder)
 
 
 def test_the_batch_of_a_skipped_step_says_where_its_samples_lie_and_is_bounded(
