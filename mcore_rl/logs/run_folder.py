@@ -142,7 +142,7 @@ class RunFolder:
 
     def note_finished(self, step: int) -> None:
         """Keep that a command did all it had to do, the last step and the exports included."""
-        write_whole(self._finished, json.dumps({"step": step}))
+        write_whole(self._finished, json.dumps({"step": step}), lasting=True)
 
     def read_finished_step(self) -> int:
         """Return the last step of a command that did all it had to do; 0: none did."""

@@ -131,8 +131,10 @@ def _flush_output() -> None:
         raise
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, *, lasting: bool = False) -> None:
     """Write a file atomically; create its folder if it is missing.
+
+    lasting   force it to the disk, so that it survives a crash of the machine
 
     Raises DiskFullError if the disk is full; an earlier file of that name then remains.
     """
@@ -141,7 +143,11 @@ def write_whole(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             part.write_text(text)
+            if lasting:
+                force(part)
             part.replace(path)
+            if lasting:
+                force(path.parent)
         except BaseException:
             part.unlink(missing_ok=True)
             raise
@@ -190,7 +196,7 @@ def rename_whole(folder: Path, target: Path) -> None:
     if target.exists():
         target.rename(former)
     folder.rename(target)
-    _force(target.parent)
+    force(target.parent)
     shutil.rmtree(former, ignore_errors=True)
 
 
@@ -198,11 +204,20 @@ def force_to_disk(folder: Path) -> None:
     """Force a folder and all files and folders in it to the disk."""
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_file() or path.is_dir():
-            _force(path)
-    _force(folder)
+            force(path)
+    force(folder)
 
 
-def _force(path: Path) -> None:
+def make_lasting(folder: Path) -> None:
+    """Make a folder, and those above that are missing, so that a crash leaves none of them out."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True)
+    for each in missing:
+        force(each.parent)
+
+
+def force(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

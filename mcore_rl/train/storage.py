@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from mcore_rl.process.disk import rename_whole
+from mcore_rl.process.disk import make_lasting, rename_whole
 from mcore_rl.weights.hf.checksums import (
     FileSums,
     read_manifest,
@@ -82,7 +82,7 @@ SHARED = SharedStorage()
 def make_empty(folder: Path) -> None:
     """Make a folder without content; what was there is removed."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    make_lasting(folder)
 
 
 def commit_checkpoint(staging: Path, folder: Path) -> None:

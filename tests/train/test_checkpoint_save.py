@@ -20,6 +20,7 @@ from mcore_rl.train.checkpoint_save import INCOMPLETE, _write_buckets, discard, 
 from mcore_rl.train.runtime import init_distributed
 from mcore_rl.train.storage import SHARED, SharedStorage, Storage, commit_checkpoint, make_empty
 from mcore_rl.weights.hf.checksums import read_manifest, sum_file
+from tests.support.disk_order import watch_disk_order
 from tests.support.distributed import run_ranks
 from tests.support.tiny_training import (
     NUM_TOKENS,
@@ -122,6 +123,27 @@ def test_training_outlives_a_save_that_fails_if_it_may(tmp_path: Path) -> None:
     assert folder == str(root / "step_1") and "no space left on device" in reason
     assert second == ()
     assert [path.name for path in root.iterdir()] == ["step_2"]
+
+
+def save_and_export(rank: int, world_size: int, port: int, hf_dir: Path, root: Path) -> Any:
+    """Return the renames of a checkpoint and of an export that this rank made."""
+    layout = ParallelConfig(ep=world_size)
+    actor = make_actor(rank, world_size, port, ModelConfig(path=str(hf_dir)), layout)
+    with watch_disk_order() as order:
+        actor.save(root / "checkpoints" / "step_1", {})
+        actor.finish_save()
+        actor.export_hf(root / "hf")
+    return order.renamed, order.too_early, sorted(order.unnamed)
+
+
+@pytest.mark.gloo
+def test_what_gets_its_name_is_on_the_disk_whichever_rank_wrote_it(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    by_rank = run_ranks(save_and_export, 2, write_hf_model(tmp_path / "model"), root)
+    assert [too_early for _, too_early, _ in by_rank] == [[], []]
+    renamed, _, unnamed = by_rank[0]
+    assert not unnamed, "rank 0 forces the folders in which any rank has renamed files"
+    assert renamed.index("step_1") < renamed.index("model.safetensors.index.json")
 
 
 def write_to_full_disk(

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from zlib_ng import zlib_ng
 
+from mcore_rl.process.disk import force
 from mcore_rl.process.file_list import MANIFEST, is_inside, list_files, read_json
 
 ALGORITHM = "crc32"
@@ -108,6 +109,7 @@ def write_manifest(folder: Path, sums: Mapping[str, FileSums], name: str = MANIF
     }
     temporary = folder / (name + ".part")
     temporary.write_text(json.dumps({"algorithm": ALGORITHM, "files": files}) + "\n")
+    force(temporary)
     temporary.rename(folder / name)
 
 

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mcore_rl.process.disk import check_readable, force_to_disk
+from mcore_rl.process.disk import check_readable, force
 from mcore_rl.weights.box import Box, Shard, contiguous_strides, itemsize
 from mcore_rl.weights.hf.checksums import (
     MANIFEST,
@@ -375,17 +375,18 @@ def commit_export(
         stale.unlink(missing_ok=True)
     filenames = [file.filename for file in (*files, *carried)]
     for filename in filenames:
+        force(out_dir / (filename + TEMPORARY))
         (out_dir / (filename + TEMPORARY)).rename(out_dir / filename)
     total_bytes = sum(shard.num_bytes for file in files for shard in file.shards)
     total_bytes += sum(file.num_bytes for file in carried)
     weight_map = {shard.box.name: file.filename for file in files for shard in file.shards}
     weight_map |= {name: file.filename for file in carried for name in file.names}
     config = set_dtype(hf_config, dtype)
-    force_to_disk(out_dir)
     write_small_files(out_dir, config, weight_map, total_bytes, side_files_from)
     known = sums or {}
     weight_sums = {name: known.get(name) or sum_safetensors(out_dir / name) for name in filenames}
     write_manifest(out_dir, weight_sums | sum_small_files(out_dir, weight_sums))
+    force(out_dir)
 
 
 def list_carried_tensors(hf_dir: Path, config: HfConfig) -> dict[str, Path]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.process.disk import force, force_to_disk
 from mcore_rl.process.file_list import list_files, read_json
 from mcore_rl.weights.hf.config import drop_absent_mtp, without_text_settings
 from mcore_rl.weights.models.table import HfConfig
@@ -86,11 +87,15 @@ def write_small_files(
     total_bytes: int,
     side_files_from: Path | None = None,
 ) -> None:
-    """Copy tokenizer files from `side_files_from`, write config.json, and write the index last."""
+    """Copy tokenizer files from `side_files_from`, write config.json, and write the index last.
+
+    All other files of the folder are on the disk before, so that no index names a lost file.
+    """
     if side_files_from is not None:
         _copy_side_files(side_files_from, out_dir)
     whole = drop_absent_mtp(config, weight_map)
     _write_json(out_dir / "config.json", without_text_settings(whole))
+    force_to_disk(out_dir)
     write_index(out_dir, weight_map, total_bytes)
 
 
@@ -142,4 +147,5 @@ def _copy_side_files(source: Path, out_dir: Path) -> None:
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     temporary = path.with_name(path.name + TEMPORARY)
     temporary.write_text(json.dumps(value, indent=2) + "\n")
+    force(temporary)
     temporary.rename(path)
