@@ -43,6 +43,11 @@ class LaunchOptions(Options, group="launch"):
                     " secrets"
                 )
 
+    @property
+    def notice_s(self) -> int:
+        """Seconds between the signal to save and the end of the job; 0: the target gives none."""
+        return 0
+
     def store_mib(self, gpus_per_node: int) -> int:
         """Ray's shared memory on a node with so many GPUs."""
         if self.object_store_mib is not None:
@@ -82,8 +87,8 @@ class SlurmOptions(LaunchOptions, group="launch"):
     python: str = ""
     """Interpreter that has this package; empty: the one that submits, in a container `python`."""
     save_before_end_s: int = bounded(300, ge=30)
-    """The run saves and is queued again so long before its time limit. A step, with the save after
-    it, has to fit in."""
+    """SLURM signals the run so long before its time limit. It has as long to save (run.grace_s),
+    and is queued again."""
     requeues: int = bounded(10, ge=0)
     """How often the job is queued again, at most; 0: never."""
     retries: int = bounded(3, ge=0)
@@ -112,6 +117,10 @@ class SlurmOptions(LaunchOptions, group="launch"):
                 f"launch.engine_constraint={self.engine_constraint}: engines have nodes of their"
                 " own only with launch.engine_partition"
             )
+
+    @property
+    def notice_s(self) -> int:
+        return self.save_before_end_s
 
 
 @dataclass
@@ -163,8 +172,7 @@ class KubeRayOptions(LaunchOptions, group="launch"):
     retries: int = bounded(3, ge=0)
     """How often a new cluster continues a run that failed, was preempted or lost a node."""
     save_before_end_s: int = bounded(300, ge=30)
-    """How long pods that are evicted or deleted wait for the run to save. A step, with the save
-    after it, has to fit in."""
+    """How long pods that are evicted or deleted wait for the run to save (run.grace_s)."""
     time_limit_s: int = bounded(0, ge=0)
     """The job ends after so long, waiting and retries included; 0: never."""
     keep_cluster_s: int = bounded(600, ge=0)
@@ -185,6 +193,10 @@ class KubeRayOptions(LaunchOptions, group="launch"):
                     f"launch.secrets.{variable}: expected <secret>/<key>, the name of a Kubernetes"
                     " secret and of its key, never a value"
                 )
+
+    @property
+    def notice_s(self) -> int:
+        return self.save_before_end_s
 
 
 @dataclass

@@ -78,9 +78,12 @@ def find_needs(
 def make_submission(
     command: str, settings: Sequence[str], run_dir: Path, needs: NodeNeeds, options: LaunchOptions
 ) -> Submission:
-    """The submission of a run with its folder and nodes. Raises ValueError if the folder is
-    relative and the job runs on other machines.
+    """The submission of a run with its folder and nodes; it has the grace that its job gives.
+
+    Raises ValueError if the folder is relative and the job runs on other machines.
     """
+    if options.notice_s and command != DOCTOR and not _names_grace(settings):
+        settings = [*settings, f"run.grace_s={options.notice_s}"]
     if not options.is_away:
         return Submission(command, list(settings), run_dir.absolute(), needs)
     if not run_dir.is_absolute():
@@ -90,6 +93,10 @@ def make_submission(
         )
     local_folder = Path("runs", run_dir.name, FOLDER).absolute()
     return Submission(command, list(settings), run_dir, needs, local_folder)
+
+
+def _names_grace(settings: Sequence[str]) -> bool:
+    return any(word.startswith("run.grace_s=") for word in settings)
 
 
 def make_agent_options(submission: Submission, options: LaunchOptions) -> list[str]:

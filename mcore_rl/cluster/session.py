@@ -27,8 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 import ray
@@ -45,7 +44,7 @@ from mcore_rl.cluster.process_tags import OPEN, ignore_interrupts, make_ray_temp
 from mcore_rl.config import ClusterConfig
 from mcore_rl.device import has_cuda
 from mcore_rl.process.process_state import describe_state
-from mcore_rl.process.signals import TerminatedError, handle_outside_forks
+from mcore_rl.process.signals import handle_outside_forks, terminate
 from mcore_rl.process.variables import set_variables
 
 _log = logging.getLogger(__name__)
@@ -245,11 +244,7 @@ def _limit_tries() -> Iterator[None]:
 
 
 def _exit_on_sigterm() -> None:
-    """Have SIGTERM exit with status 143; Ray's own handler would exit with 15."""
-
-    def terminate(signum: int, frame: FrameType | None) -> NoReturn:
-        raise TerminatedError
-
+    """Have SIGTERM end the process as `terminate` says; Ray's own handler would exit with 15."""
     handle_outside_forks(signal.SIGTERM, terminate)
     # Repeated, because Ray and its imports have registered callbacks of forks by now.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -43,6 +43,11 @@ class RunConfig(Options, group="run"):
     """Deadline of any one call to the ranks or engines (a step, a save, a weight sync)."""
     startup_timeout_s: float = bounded(240.0, gt=0)
     """For ranks and engines to start and load the model."""
+    grace_s: float = bounded(30.0, ge=0)
+    """From SIGTERM or SIGUSR1 to the end of the run. It saves at the end of its step or, if that
+    takes longer than half of the grace, as soon as it does not train, and exits with status 75;
+    SIGTERM ends it after the grace at the latest. 0: SIGTERM ends it at once, SIGUSR1 after its
+    step (docs/checkpoints.md)."""
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     debug: bool = False
     """For a debugger (docs/debugging.md): deadlines are a week, breakpoints of ranks are named on

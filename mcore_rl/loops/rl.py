@@ -6,6 +6,7 @@ implement them.
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import partial
 
 from mcore_rl.algo.diagnostics import check_drift
@@ -15,9 +16,9 @@ from mcore_rl.config import Config
 from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.evaluation import evaluate
 from mcore_rl.loops.outcomes import Rollout, add_advantages, leave_out_lost, with_outcome
-from mcore_rl.loops.roles import Roles
+from mcore_rl.loops.roles import Roles, State
 from mcore_rl.loops.sampling import WAITING, SamplingOptions, draw_rollout, sync_weights
-from mcore_rl.loops.saving import is_due, save_if_due
+from mcore_rl.loops.saving import Save, is_due, save_if_due, save_if_overdue
 from mcore_rl.loops.training import (
     StepOptions,
     add_logprobs_and_values,
@@ -25,6 +26,7 @@ from mcore_rl.loops.training import (
     mask_overlong,
     train_policy_and_critic,
 )
+from mcore_rl.process.signals import interruptible
 from mcore_rl.types import StoredBatch, WeightVersion
 
 
@@ -33,17 +35,22 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
     `start_step`.
     """
     drawing, options = make_step_options(config)
+    last_step = config.run.steps
     if start_step == 0:
         run_evaluation(config, roles, step=0)
-    for step in range(start_step + 1, config.run.steps + 1):
+    unsaved: Save | None = None
+    for step in range(start_step + 1, last_step + 1):
         timer = PhaseTimer(step)
-        metrics = run_step(drawing, options, roles, timer, config.run.seed + step)
+        with save_if_overdue(step - 1, last_step, unsaved):
+            metrics = run_step(drawing, options, roles, timer, config.run.seed + step)
         check_drift(config.drift, config.engine_precision, step, metrics)
-        if is_due(step, config.eval.every_steps, config.run.steps):
-            run_evaluation(config, roles, step)
+        save = partial(save_checkpoint, roles, timer, step, take_positions(roles))
+        if is_due(step, config.eval.every_steps, last_step):
+            with save_if_overdue(step, last_step, save), interruptible():
+                run_evaluation(config, roles, step)
         # Only after the step is logged: a resumed run drops all rows beyond its checkpoint.
-        save = partial(save_checkpoint, roles, timer, step)
-        save_if_due(step, config.checkpoint.every_steps, config.run.steps, save)
+        is_saved = save_if_due(step, config.checkpoint.every_steps, last_step, save)
+        unsaved = None if is_saved else save
 
 
 def make_step_options(config: Config) -> tuple[SamplingOptions, StepOptions]:
@@ -67,7 +74,8 @@ def run_step(
     when this returns, as nothing refers to them any more.
     """
     step = timer.step
-    drawn = draw_rollout(drawing, roles, timer, seed)
+    with interruptible():
+        drawn = draw_rollout(drawing, roles, timer, seed)
 
     def prepare(rollout: Rollout) -> tuple[StoredBatch, Mapping[str, float]]:
         """Return the batch to train on, and metrics; called again if samples are lost meanwhile."""
@@ -117,13 +125,21 @@ def run_evaluation(config: Config, roles: Roles, step: int) -> None:
     roles.log.log_samples(step, greedy.samples, greedy.scores, split="eval")
 
 
-def save_checkpoint(roles: Roles, timer: PhaseTimer, step: int) -> None:
-    """Save critic and trainer, with the positions that a resumed run continues from."""
+def take_positions(roles: Roles) -> State:
+    """Return the positions that a run which is resumed after this step continues from."""
+    prompts, advantages = roles.prompts.state_dict(), roles.advantages.state_dict()
+    return deepcopy({"prompts": prompts, "advantages": advantages})
+
+
+def save_checkpoint(
+    roles: Roles, timer: PhaseTimer, step: int, positions: State | None = None
+) -> None:
+    """Save critic and trainer after `step`, with the positions that the loop had then.
+
+    positions   as take_positions returned them; None: those of now
+    """
     with timer("checkpoint"):
-        state = {
-            "prompts": roles.prompts.state_dict(),
-            "advantages": roles.advantages.state_dict(),
-        }
+        state = positions or take_positions(roles)
 
         def save() -> None:
             if roles.critic:

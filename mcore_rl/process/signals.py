@@ -1,8 +1,12 @@
 """Handles the signals of a run: stop requests, and signals during forks and destructors.
 
-By SIGUSR1 a scheduler asks a run to save and end. A loop asks `is_stop_requested` after
-each step, saves, and raises StoppedEarlyError. The command then exits with EXIT_STATUS; the same
-command continues the run.
+By SIGUSR1, and by SIGTERM while a loop runs, a scheduler asks a run to save and end. A loop asks
+`is_stop_requested` after each step, saves, and raises StoppedEarlyError. The command then exits
+with EXIT_STATUS; the same command continues the run.
+
+    signal ... step ends: save, end                  within half of the grace
+    signal ....... | OverdueStopError if nothing trains: the step before is saved
+    SIGTERM .............. | TerminatedError         after the grace, and at a second SIGTERM
 
 Python drops exceptions of signal handlers that run in callbacks of os.fork, and skips the rest of
 the callback: logging's lock stays taken, and the request to stop is lost. So a signal waits:
@@ -12,11 +16,15 @@ the callback: logging's lock stays taken, and the request to stop is lost. So a 
 """
 
 import _thread
+import math
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 
 Handler = Callable[[int, FrameType | None], object]
@@ -76,7 +84,9 @@ def keep_interrupts() -> None:
         # A timer does so, because Python would drop an exception of this hook as well.
         if issubclass(dropped.exc_type, KeyboardInterrupt):
             threading.Timer(0.05, _thread.interrupt_main).start()
-        elif getattr(dropped.exc_value, "code", None) == 128 + signal.SIGTERM:
+        elif isinstance(dropped.exc_value, TerminatedError) or (
+            getattr(dropped.exc_value, "code", None) == 128 + signal.SIGTERM
+        ):
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
         else:
             sys.__unraisablehook__(dropped)
@@ -88,18 +98,58 @@ SIGNAL = signal.SIGUSR1
 EXIT_STATUS = 75
 """EX_TEMPFAIL of sysexits.h: the run was saved; the same command continues it."""
 
-_requested = False
-
 
 class TerminatedError(SystemExit):
-    """SIGTERM came. The run ends with status 143, once a checkpoint that was begun is complete."""
+    """SIGTERM came. The run ends once a checkpoint that was begun is complete.
 
-    def __init__(self) -> None:
-        super().__init__(128 + signal.SIGTERM)
+    Its status is 143, or EXIT_STATUS if the run had been asked to stop before.
+    """
+
+    def __init__(self, status: int = 128 + signal.SIGTERM) -> None:
+        super().__init__(status)
 
 
 class StoppedEarlyError(Exception):
     """A run was asked to stop: it saved and ended before its last step."""
+
+
+class OverdueStopError(BaseException):
+    """Half of the grace after a request to stop is over, where nothing would be lost."""
+
+
+@dataclass
+class _Stop:
+    """The requests that this process got.
+
+    grace_s      of the loop that runs; 0: none runs, or a request waits for the end of its step
+    overdue_at   when half of the grace is over, by time.monotonic
+    """
+
+    is_requested: bool = False
+    is_terminated: bool = False
+    may_interrupt: bool = False
+    grace_s: float = 0.0
+    overdue_at: float = math.inf
+    timers: list[threading.Timer] = field(default_factory=list)
+
+    @property
+    def is_overdue(self) -> bool:
+        return time.monotonic() >= self.overdue_at
+
+    def request(self) -> None:
+        self.is_requested = True
+        if self.grace_s and math.isinf(self.overdue_at):
+            self.overdue_at = time.monotonic() + self.grace_s / 2
+            self.start_timer(self.grace_s / 2, SIGNAL)
+
+    def start_timer(self, seconds: float, number: signal.Signals) -> None:
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
+        timer.daemon = True
+        timer.start()
+        self.timers.append(timer)
+
+
+_stop = _Stop()
 
 
 def watch_for_stop_requests() -> None:
@@ -107,16 +157,67 @@ def watch_for_stop_requests() -> None:
 
     A SIGUSR1 that came while it was blocked counts, too.
     """
-    global _requested
-    _requested = False
+    global _stop
+    _stop = _Stop()
     signal.signal(SIGNAL, _note)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})
 
 
 def is_stop_requested() -> bool:
-    return _requested
+    return _stop.is_requested
+
+
+@contextmanager
+def heed_stops(grace_s: float) -> Iterator[None]:
+    """Have SIGTERM request a stop as well within the block, and bound what follows a request.
+
+    After half of `grace_s`, `interruptible` blocks are interrupted; at its end SIGTERM ends the
+    process. 0: SIGTERM ends it at once. Only for the main thread. Raises StoppedEarlyError in the
+    place of an OverdueStopError that nobody caught.
+    """
+    _stop.grace_s = grace_s
+    if _stop.is_requested:
+        _stop.request()
+    try:
+        yield
+    except OverdueStopError:
+        raise StoppedEarlyError(
+            "stopped on request within a step; the same command continues from its newest"
+            " checkpoint"
+        ) from None
+    finally:
+        _stop.grace_s = 0.0
+        _stop.overdue_at = math.inf
+        while _stop.timers:
+            _stop.timers.pop().cancel()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise OverdueStopError in the block if a request to stop is, or becomes, overdue."""
+    _stop.may_interrupt = True
+    try:
+        if _stop.is_overdue:
+            raise OverdueStopError
+        yield
+    finally:
+        _stop.may_interrupt = False
+
+
+def terminate(signum: int, frame: FrameType | None) -> None:
+    """Handle SIGTERM: request a stop of the loop that runs, or raise TerminatedError."""
+    if _stop.grace_s and not _stop.is_terminated:
+        _stop.is_terminated = True
+        _stop.start_timer(_stop.grace_s, signal.SIGTERM)
+        _stop.request()
+        return
+    raise TerminatedError(EXIT_STATUS) if _stop.is_terminated else TerminatedError()
 
 
 def _note(signum: int, frame: FrameType | None) -> None:
-    global _requested
-    _requested = True
+    """Handle SIGUSR1, also that of the timer which says that half of the grace is over."""
+    if not _stop.is_requested:
+        _stop.request()
+    elif _stop.may_interrupt and _stop.is_overdue:
+        _stop.may_interrupt = False
+        raise OverdueStopError

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.options import LocalOptions, SlurmOptions
+from launch.options import KubeRayOptions, LocalOptions, SlurmOptions
 from launch.submission import find_needs, make_submission
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.bundles import NodeNeeds, RunSize
@@ -32,6 +32,16 @@ def test_too_few_or_too_small_nodes_are_refused() -> None:
         needs_of("kimi_k2_grpo_256_128", nodes=4)
     with pytest.raises(ValueError, match="a process needs 64 CPUs and 8 GPUs of one node, which"):
         needs_of("kimi_k2_grpo_256_128", cpus_per_node=32)
+
+
+@pytest.mark.parametrize("kind", [SlurmOptions, KubeRayOptions])
+def test_a_run_has_the_grace_that_its_job_gives(kind: type[SlurmOptions | KubeRayOptions]) -> None:
+    options = kind(save_before_end_s=90)
+    needs, folder = NodeNeeds(1, 0, 0, 2), Path("/runs/a")
+    made = make_submission("train", ["recipe=a"], folder, needs, options)
+    assert made.arguments == ["train", "recipe=a", "run.grace_s=90", "run.dir=/runs/a"]
+    chosen = make_submission("train", ["run.grace_s=60"], folder, needs, options)
+    assert chosen.arguments == ["train", "run.grace_s=60", "run.dir=/runs/a"]
 
 
 def test_arguments_name_the_folder_of_the_run_once() -> None:

@@ -1,7 +1,10 @@
 """The training loop with a tiny policy in one process: it learns, evaluates and saves."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import nan
 from typing import Any
 
@@ -26,6 +29,12 @@ from mcore_rl.data.source import ShuffledStream
 from mcore_rl.loops.outcomes import RewardFailureError
 from mcore_rl.loops.rl import run_evaluation, train
 from mcore_rl.loops.roles import Roles
+from mcore_rl.process.signals import (
+    SIGNAL,
+    StoppedEarlyError,
+    heed_stops,
+    watch_for_stop_requests,
+)
 from mcore_rl.run.roles.advantages import StoredAdvantages
 from mcore_rl.run.roles.local_trainer import LocalTrainer
 from mcore_rl.types import Prompt, Sample, StoredSample, WeightVersion
@@ -33,6 +42,15 @@ from mcore_rl.types.scores import Scores
 from tests.support.table_policy import MemoryLog, TablePolicy, make_prompts, repeats_the_prompt
 
 PART = EvalConfig(every_steps=3, correct_part="all", pass_k=2)
+
+
+@pytest.fixture
+def heeds_signals() -> Iterator[None]:
+    before = signal.getsignal(SIGNAL)
+    watch_for_stop_requests()
+    yield
+    watch_for_stop_requests()
+    signal.signal(SIGNAL, before)
 
 
 def make_roles(
@@ -108,6 +126,45 @@ def test_checkpoints_hold_what_a_later_run_continues_from() -> None:
     assert list(log.values("time/checkpoint")) == [2, 4, 5]
     resumed, log = run(AlgorithmConfig(), steps=5, start_step=5)
     assert not resumed.calls and not log.rows
+
+
+@dataclass
+class SlowPolicy(TablePolicy):
+    """A policy whose rollout number `slow_at` is asked to stop, and takes longer than the grace."""
+
+    slow_at: int = 0
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[StoredSample]:
+        samples = super().generate(*args, **kwargs)
+        if self.calls.count("sample") == self.slow_at:
+            os.kill(os.getpid(), SIGNAL)
+            threading.Event().wait(10.0)
+        return samples
+
+
+@pytest.mark.parametrize("every_steps", [0, 3])
+def test_a_rollout_that_outlasts_the_grace_is_given_up_and_the_step_before_is_saved(
+    heeds_signals: None, every_steps: int
+) -> None:
+    algorithm = AlgorithmConfig()
+    policy = SlowPolicy(make_policy_loss(algorithm), slow_at=4)
+    log = MemoryLog()
+    rollout = RolloutConfig(
+        prompts_per_step=8, samples_per_prompt=4, max_response_len=3, kv_cache_len=64
+    )
+    config = Config(
+        run=RunConfig(steps=9),
+        rollout=rollout,
+        algorithm=algorithm,
+        checkpoint=CheckpointConfig(every_steps=every_steps),
+    )
+    roles = make_roles(policy, algorithm, log, held_out=[])
+    message = "after step 3 of 9; the same command continues"
+    with pytest.raises(StoppedEarlyError, match=message), heed_stops(grace_s=0.2):
+        train(config, roles)
+    assert policy.calls.count("save") == 1 and list(policy.saved) == [3]
+    assert policy.saved[3]["prompts"]["position"] == 24, "not the prompts of the rollout given up"
+    assert policy.calls[-1] == ("sample" if every_steps else "save")
 
 
 def test_cut_off_responses_can_be_left_out_of_the_loss() -> None:

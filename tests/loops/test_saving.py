@@ -29,9 +29,9 @@ def test_the_last_step_is_always_due(every_steps: int, due: list[int]) -> None:
 
 def test_only_steps_that_are_due_are_saved() -> None:
     saved: list[int] = []
-    for step in range(1, 6):
-        save_if_due(step, 2, 5, lambda step=step: saved.append(step))
+    told = [save_if_due(step, 2, 5, lambda step=step: saved.append(step)) for step in range(1, 6)]
     assert saved == [2, 4, 5]
+    assert told == [False, True, False, True, True]
 
 
 def test_a_run_that_is_asked_to_stop_saves_its_step_first(asked_to_stop: None) -> None:

@@ -1,26 +1,95 @@
-"""SIGUSR1 is noted, and ends nothing by itself."""
+"""SIGUSR1 and SIGTERM are noted while a loop runs, and end it within the grace."""
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from mcore_rl.process.signals import SIGNAL, is_stop_requested, watch_for_stop_requests
+from mcore_rl.process.signals import (
+    EXIT_STATUS,
+    SIGNAL,
+    OverdueStopError,
+    StoppedEarlyError,
+    TerminatedError,
+    heed_stops,
+    interruptible,
+    is_stop_requested,
+    terminate,
+    watch_for_stop_requests,
+)
 
 
 @pytest.fixture(autouse=True)
-def handler() -> Iterator[None]:
-    before = signal.getsignal(SIGNAL)
+def handlers() -> Iterator[None]:
+    before = [(number, signal.getsignal(number)) for number in (SIGNAL, signal.SIGTERM)]
+    watch_for_stop_requests()
+    signal.signal(signal.SIGTERM, terminate)
     yield
     watch_for_stop_requests()
-    signal.signal(SIGNAL, before)
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+def wait(seconds: float = 5.0) -> None:
+    """Wait as a rollout does; a signal that only is noted does not end the wait."""
+    threading.Event().wait(seconds)
 
 
 def test_a_signal_is_noted_until_a_new_watch_begins() -> None:
-    watch_for_stop_requests()
     assert not is_stop_requested()
     os.kill(os.getpid(), SIGNAL)
     assert is_stop_requested()
     watch_for_stop_requests()
     assert not is_stop_requested()
+
+
+@pytest.mark.parametrize("number", [SIGNAL, signal.SIGTERM])
+def test_what_may_be_interrupted_is_after_half_of_the_grace(number: signal.Signals) -> None:
+    began_s = time.monotonic()
+    with heed_stops(grace_s=0.6):
+        os.kill(os.getpid(), number)
+        assert is_stop_requested()
+        with pytest.raises(OverdueStopError), interruptible():
+            wait()
+        assert 0.3 <= time.monotonic() - began_s < 0.5
+        with pytest.raises(OverdueStopError), interruptible():
+            raise AssertionError("it is overdue already")
+        os.kill(os.getpid(), SIGNAL)  # nothing that trains is interrupted
+
+
+def test_a_request_from_before_the_loop_counts() -> None:
+    os.kill(os.getpid(), SIGNAL)
+    with pytest.raises(StoppedEarlyError, match="within a step"), heed_stops(0.1), interruptible():
+        wait()
+
+
+def test_training_goes_on_after_sigusr1_and_until_the_grace_ends_after_sigterm() -> None:
+    with heed_stops(grace_s=0.2):
+        os.kill(os.getpid(), SIGNAL)
+        wait(0.4)
+        began_s = time.monotonic()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(TerminatedError) as raised:
+            wait()
+    assert 0.2 <= time.monotonic() - began_s < 0.4
+    assert raised.value.code == EXIT_STATUS, "the same command continues"
+
+
+def test_a_second_sigterm_ends_a_run_at_once() -> None:
+    with heed_stops(grace_s=60.0):
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(TerminatedError):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_without_a_loop_or_a_grace_sigterm_ends_the_process(is_over: bool) -> None:
+    with pytest.raises(TerminatedError) as raised:
+        with heed_stops(grace_s=0.0 if not is_over else 60.0):
+            if not is_over:
+                os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert raised.value.code == 143
