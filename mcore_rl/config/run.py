@@ -37,8 +37,9 @@ class RunConfig(Options, group="run"):
     """Passes over data.train, in place of `steps`: rows of its files by rollout.prompts_per_step;
     None: `steps` counts."""
     resume: bool | Literal["newest_whole"] = True
-    """Continue from the newest complete checkpoint in `dir`, if there is one; one that is damaged
-    ends the start. newest_whole: read checkpoints first, and continue from the newest whole one."""
+    """Continue from the newest checkpoint in `dir` whose files are all there and of the right
+    sizes; one with damaged bytes ends the start. newest_whole: read checkpoints first, and continue
+    from the newest whole one. Damaged ones are named and renamed."""
     call_timeout_s: float = bounded(600.0, gt=0)
     """Deadline of any one call to the ranks or engines (a step, a save, a weight sync)."""
     startup_timeout_s: float = bounded(240.0, gt=0)

@@ -1,7 +1,7 @@
 """Starts a training run: its processes, and the checkpoint to continue from.
 
-Processes that share GPUs start one after the other. The checkpoint is the newest, or with
-newest_whole the newest intact one.
+Processes that share GPUs start one after the other. The checkpoint is the newest whose files are
+all there, or with newest_whole the newest intact one.
 """
 
 import os
@@ -93,20 +93,24 @@ def wait_built(group: ModelGroup) -> None:
 
 
 def choose_checkpoint(folder: RunFolder, newest: Path | None, how: bool | str) -> Path | None:
-    """Return the checkpoint to continue from, `newest` unless `how` is NEWEST_WHOLE.
+    """Return the newest checkpoint whose files are all there, of the sizes in its list.
 
-    With NEWEST_WHOLE, checkpoints are read from the newest on, until one agrees with its checksums.
-    Damaged checkpoints are renamed, their damage is printed, and they count no longer. Raises
-    ValueError with the damage of each checkpoint if none is whole.
+    With NEWEST_WHOLE, checkpoints are read as well, until one agrees with its checksums. Damaged
+    checkpoints are renamed, their damage is printed, and they count no longer. If none is whole,
+    `newest` is returned, which the ranks refuse by name; with NEWEST_WHOLE, ValueError is raised
+    with the damage of each checkpoint.
     """
-    if newest is None or how != NEWEST_WHOLE:
+    if newest is None or not how:
         return newest
+    find = find_damaged_file if how == NEWEST_WHOLE else find_fault
     damaged: dict[int, str] = {}
     for step in reversed(folder.complete_steps()):
-        faults = filter(None, map(find_damaged_file, folder.list_parts(step)))
+        faults = filter(None, map(find, folder.list_parts(step)))
         damaged[step] = next(faults, "")
         if not damaged[step]:
             return _move_newer(folder, damaged)
+    if how != NEWEST_WHOLE:
+        return newest
     raise ValueError(
         f"run.resume={NEWEST_WHOLE}: no checkpoint in {folder.checkpoints} is whole:"
         f" {'; '.join(damaged.values())}. run.resume=false moves them aside and starts over"

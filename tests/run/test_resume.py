@@ -1,5 +1,6 @@
 """Which checkpoint a run continues from when the newest is damaged."""
 
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +42,27 @@ def test_the_newest_whole_one_is_taken_and_damaged_ones_are_named(
     assert second.endswith("now ends in .damaged; the run continues from step 2")
     names = sorted(path.name for path in folder.checkpoints.iterdir())
     assert names == ["step_000001", "step_000002", "step_000003.damaged", "step_000004.damaged"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "unlisted"])
+def test_without_reading_files_that_are_missing_or_of_other_sizes_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    folder = make_folder(tmp_path, (1, 2))
+    part = folder.checkpoint(2)
+    if damage == "missing":
+        (part / "common.pt").unlink()
+    elif damage == "cut":
+        os.truncate(part / "__0_0.distcp", 10)
+    else:
+        (part / "other.pt").touch()
+    assert choose_checkpoint(folder, part, True) == folder.checkpoint(1)
+    said = capsys.readouterr().out
+    assert str(part) in said and "the run continues from step 1" in said
+    assert folder.complete_steps() == [1]
+    (folder.checkpoint(1) / "common.pt").unlink()
+    newest = folder.newest_checkpoint()
+    assert choose_checkpoint(folder, newest, True) == newest, "the ranks refuse it"
 
 
 def test_a_damaged_critic_spoils_the_checkpoint_of_its_step(tmp_path: Path) -> None:
