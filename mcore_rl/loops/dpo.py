@@ -24,7 +24,7 @@ from mcore_rl.batches.summary import summarize_steps
 from mcore_rl.config import CheckpointConfig, DpoConfig, PreferenceConfig
 from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.roles import NO_RECOVERY, BatchStream, Log, Recovery, TokenTrainer
-from mcore_rl.loops.saving import is_due, save_if_due
+from mcore_rl.loops.saving import is_due, save_if_due, save_timed
 from mcore_rl.types import LogprobOptions, StepStats, TrainBatch
 
 
@@ -75,6 +75,7 @@ def optimize_preferences(
             log.log(step, recovery.repeat(evaluate))
         state = {"step": step, "pairs": pairs.state_dict()}
         save = partial(recovery.save, step, partial(trainer.save, step, state))
+        save = partial(save_timed, log, timer, save)
         save_if_due(step, options.checkpoint.every_steps, last_step, save)
 
 

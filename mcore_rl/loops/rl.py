@@ -18,7 +18,13 @@ from mcore_rl.loops.evaluation import evaluate
 from mcore_rl.loops.outcomes import Rollout, add_advantages, leave_out_lost, with_outcome
 from mcore_rl.loops.roles import Roles, State
 from mcore_rl.loops.sampling import WAITING, SamplingOptions, draw_rollout, sync_weights
-from mcore_rl.loops.saving import Save, is_due, save_if_due, save_if_overdue
+from mcore_rl.loops.saving import (
+    Save,
+    is_due,
+    save_if_due,
+    save_if_overdue,
+    save_timed,
+)
 from mcore_rl.loops.training import (
     StepOptions,
     add_logprobs_and_values,
@@ -138,13 +144,11 @@ def save_checkpoint(
 
     positions   as take_positions returned them; None: those of now
     """
-    with timer("checkpoint"):
-        state = positions or take_positions(roles)
+    state = positions or take_positions(roles)
 
-        def save() -> None:
-            if roles.critic:
-                roles.critic.save(step)
-            roles.trainer.save(step, {"step": step, **state})
+    def save() -> None:
+        if roles.critic:
+            roles.critic.save(step)
+        roles.trainer.save(step, {"step": step, **state})
 
-        roles.recovery.save(step, save)
-    roles.log.log(step, {"time/checkpoint": timer.seconds["checkpoint"]})
+    save_timed(roles.log, timer, partial(roles.recovery.save, step, save))

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from mcore_rl.logs.logger import PhaseTimer
+from mcore_rl.loops.roles import Log
 from mcore_rl.process.signals import OverdueStopError, StoppedEarlyError, is_stop_requested
 
 Save = Callable[[], None]
@@ -27,6 +29,13 @@ def save_if_due(step: int, every_steps: int, last_step: int, save: Save) -> bool
     if is_stopping and step < last_step:
         raise _make_stop(step, last_step)
     return is_saved
+
+
+def save_timed(log: Log, timer: PhaseTimer, save: Save) -> None:
+    """Call `save`, and log how long training paused for it: until its state was copied."""
+    with timer("checkpoint"):
+        save()
+    log.log(timer.step, {"time/checkpoint": timer.seconds["checkpoint"]})
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from mcore_rl.batches.summary import summarize_steps
 from mcore_rl.config import CheckpointConfig, SftConfig
 from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.roles import NO_RECOVERY, BatchStream, Log, Recovery, TokenTrainer
-from mcore_rl.loops.saving import save_if_due
+from mcore_rl.loops.saving import save_if_due, save_timed
 from mcore_rl.types import StepStats, TrainBatch
 
 
@@ -33,4 +33,5 @@ def fine_tune(
         log.log(step, {**summarize_steps([stats]), **speed, **recoverable, **timer.metrics()})
         state = {"step": step, "prompts": batches.state_dict()}
         save = partial(recovery.save, step, partial(trainer.save, step, state))
+        save = partial(save_timed, log, timer, save)
         save_if_due(step, checkpoint.every_steps, sft.steps, save)

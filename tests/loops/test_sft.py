@@ -32,6 +32,7 @@ def test_a_policy_learns_to_answer() -> None:
     losses = log.values("loss/nll")
     assert list(losses) == list(range(1, 11))
     assert losses[1] > 1.6 and losses[10] < 0.5 * losses[1]
+    assert list(log.values("time/checkpoint")) == [4, 8, 10], "what training paused for saves"
     assert {step: state["prompts"] for step, state in policy.saved.items()} == {
         4: {"position": 24},
         8: {"position": 48},
