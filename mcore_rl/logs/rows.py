@@ -82,7 +82,7 @@ def iter_rows(path: Path) -> Iterator[Row]:
     leaves unescaped in a string. Bytes are split, as a kill can tear the last row inside a
     character.
     """
-    for part in _list_parts(path):
+    for part in list_parts(path):
         with part.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 is_whole = line.endswith(b"\n")
@@ -103,21 +103,21 @@ def iter_rows_backward(path: Path) -> Iterator[Row]:
     Files are read from their ends, as far as rows are taken. Raises ValueError naming a byte at
     which there is no JSON row.
     """
-    for part in reversed(_list_parts(path)):
+    for part in reversed(list_parts(path)):
         with part.open("rb") as file:
-            for start, line in _iter_lines_backward(file):
+            for start, line in iter_lines_backward(file):
                 row = _parse(part, start, line)
                 if row is not None:
                     yield row
 
 
-def _list_parts(path: Path) -> list[Path]:
+def list_parts(path: Path) -> list[Path]:
     """Return the files that hold the rows, in order."""
     current = [path] if path.exists() else []  # a kill may come between a rotation's two steps
     return [*find_segments(path), *current]
 
 
-def _iter_lines_backward(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+def iter_lines_backward(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield (first byte, line with its newline) from the last line to the first."""
     start = file.seek(0, os.SEEK_END)
     pieces: list[bytes] = []
@@ -161,7 +161,7 @@ def _cut_after(path: Path, last_step: int) -> None:
     Files are cut in place, the newest first: whenever this is killed, the rows that are left are
     the first ones, and the next call goes on.
     """
-    for part in reversed(_list_parts(path)):
+    for part in reversed(list_parts(path)):
         with part.open("rb+") as file:
             start, line = _find_last_kept(part, file, last_step)
             file.truncate(start + len(line))
@@ -176,7 +176,7 @@ def _cut_after(path: Path, last_step: int) -> None:
 
 def _find_last_kept(path: Path, file: BinaryIO, last_step: int) -> tuple[int, bytes]:
     """Return (first byte, line) of the last row that a resume keeps; (0, b"") if it keeps none."""
-    for start, line in _iter_lines_backward(file):
+    for start, line in iter_lines_backward(file):
         row = _parse(path, start, line)
         if row is not None and row["step"] <= last_step:
             return start, line

@@ -11,6 +11,7 @@ finished.json    the last step, once a command did all it had to do
 parity_check.json
                  rounding between trainer and engines, as the parity check has learned it
 metrics.jsonl, samples.jsonl, episodes.jsonl, alarms.jsonl
+ledger.jsonl     what became of each prompt and sample (logs/ledger)
 tensorboard/, summary.json, reward_curve.png
 
 A log that reaches log.rotate_mib becomes a segment, such as metrics.000001.jsonl.

@@ -139,6 +139,7 @@ class Prompt:
 
     images     in the order of their placeholders, which are expanded in token_ids
     set_name   of a held-out prompt: its entry in eval.sets, or empty
+    position   in the stream that a run trains on, where each epoch has other positions; -1: in none
     """
 
     index: int
@@ -149,6 +150,7 @@ class Prompt:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[PromptImage, ...] = ()
     set_name: str = ""
+    position: int = -1
 
     def __post_init__(self) -> None:
         if not self.token_ids:
