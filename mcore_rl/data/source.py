@@ -8,6 +8,7 @@ moment. After any number n of items, source i with share w_i has given w_i * n o
 
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from math import lcm
 from typing import Any, Generic, TypeVar
@@ -60,6 +61,20 @@ class Mixing:
         return best
 
 
+@dataclass(frozen=True)
+class StreamPlace:
+    """How far a stream has come.
+
+    next    position of the first item that was never handed out
+    again   positions before that, which are handed out once more, in order
+    rows    items in an epoch of each source
+    """
+
+    next: int
+    again: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
 class ShuffledStream(Generic[T]):
     """Endless epochs of `items`, in an order drawn from (seed, epoch) or in the given order."""
 
@@ -106,6 +121,15 @@ class ShuffledStream(Generic[T]):
 
     def close(self) -> None:
         """Do nothing: all items are in memory."""
+
+    def get_place(self) -> StreamPlace:
+        """Return how far the stream has come."""
+        with self._lock:
+            return StreamPlace(self._position, tuple(self._again), (len(self._items),))
+
+    def find_epoch(self, position: int) -> tuple[int, int]:
+        """Return (source, epoch) of an item that was begun and not ended."""
+        return 0, position // len(self._items)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the open items. Safe to call while another thread begins and ends

@@ -109,6 +109,7 @@ def run_step(
     of_stages = {**sampled, **trained, **drawn.metrics, **lost, **synced, **recoverable}
     roles.log.log(step, {**of_stages, **timer.metrics(waiting=WAITING)})
     roles.log.log_samples(step, drawn.samples, add_advantages(drawn, kept, batch))
+    roles.ledger.note_step(step, drawn.samples, drawn.scores, kept.samples)
     return sampled | trained
 
 

@@ -5,11 +5,12 @@ sample stores. Those of supervised fine-tuning and preferences work on TrainBatc
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from mcore_rl.logs.ledger.ledger import RunLedger
 from mcore_rl.types import (
     LogprobOptions,
     Prompt,
@@ -246,6 +247,7 @@ class Roles:
     on_tokens    computes fields of batches where their tokens are
     both         runs trainer and critic: in turn, or at the same time if each has its own GPUs
     recovery     replaces lost ranks of trainer and critic
+    ledger       keeps the books of prompts and samples
     """
 
     prompts: PromptStream
@@ -262,3 +264,4 @@ class Roles:
     critic: Critic | None = None
     both: BothAtOnce = in_turn
     recovery: Recovery = NO_RECOVERY
+    ledger: RunLedger = field(default_factory=RunLedger)

@@ -1,6 +1,7 @@
 """Arguments of the commands that train, evaluate, plan, serve and report; imports nothing heavy."""
 
 import argparse
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -195,6 +196,24 @@ def _serve(args: argparse.Namespace, merge: Merge) -> None:
         extra_args=("--grammar-backend", args.grammar_backend) if args.grammar_backend else (),
     )
     run_server(spec, args.ask, args.once, args.startup_timeout_s)
+
+
+def add_ledger_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the folder of a run, and --json."""
+    command.add_argument("run_dir", type=Path)
+    command.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    command.set_defaults(run=_balance)
+
+
+def _balance(args: argparse.Namespace) -> None:
+    from mcore_rl.logs.ledger.balance import format_balance, read_balance
+
+    balance = read_balance(args.run_dir)
+    print(json.dumps(balance.as_json()) if args.json else format_balance(balance))
+    if not balance.holds:
+        raise RuntimeError(
+            f"the books of {args.run_dir} do not balance: {balance.num_imbalances} imbalances"
+        )
 
 
 def add_report_arguments(command: argparse.ArgumentParser) -> None:

@@ -20,6 +20,8 @@ from mcore_rl.config.tree_checks import refuse
 from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
 from mcore_rl.data.sft import SftStream
 from mcore_rl.data.tokenization import token_cache_dir
+from mcore_rl.logs.ledger.file import NAME as LEDGER
+from mcore_rl.logs.ledger.ledger import RunLedger
 from mcore_rl.logs.progress import tell_progress, tell_stage
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.logs.run_report import make_report
@@ -70,6 +72,7 @@ from mcore_rl.run.parts import (
 from mcore_rl.run.prompts import PromptReader, set_steps
 from mcore_rl.run.recovery import TrainedModels, open_recovery, recover_run
 from mcore_rl.run.roles.advantages import StoredAdvantages
+from mcore_rl.run.roles.booked import begin_books, keep_books
 from mcore_rl.run.roles.colocation import SharingScorer, SharingTrainer
 from mcore_rl.run.roles.generator import EngineGenerator
 from mcore_rl.run.rollouts import collector_spec, connect_rollouts
@@ -104,27 +107,29 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
     running = _run(config, inputs.policy, "train", inputs.collector)
     with closing(prompts), running as (folder, newest, processes):
         started = start_training(config, processes, inputs.loss)
-        rollouts = connect_rollouts(processes, started.engines, config.rollout, config.reward)
+        books = RunLedger(folder.path / LEDGER, config.log.rotate_bytes)
+        connected = config.rollout, config.reward, books
+        rollouts = connect_rollouts(processes, started.engines, *connected)
         run = StartedRun(inputs.policy, folder, processes, started, rollouts)
         connect_stores(started, processes)
         parts = {"prompts": prompts, "advantages": inputs.advantages}
         start_step = load_models(config.checkpoint, started, folder, parts, newest, needs.reference)
-        packing = make_packing(config.parallel, config.train, inputs.policy)
-        how = packing, config.checkpoint, config.rollout.temperature
-        trainer = make_stored_trainer(run, *how, config.train.optimizer)
+        trainer = make_stored_trainer(config, run)
         weights = make_sync(config, run, trainer, start_step)
         weights.sync_first(WeightVersion(start_step), inputs.parity_probe)
         shown = rollouts.read, inputs.to_texts, needs
         log = make_log(config, folder, config.run.steps, start_step, *shown)
+        booked = begin_books(config, prompts, books, start_step)
         drawn = SamplingOptions.make(config.rollout, config.reward, config.algorithm)
-        sampling = drawn, config.run.seed, run, start_step, prompts, weights, log.episodes
+        sampling = drawn, config.run.seed, run, start_step, booked, weights, log.episodes
+        sampler = sample_in_background(*sampling)
         estimate = StoredAdvantages(inputs.advantages, rollouts.apply, has_teacher=needs.teacher)
         drawing = config.rollout, config.eval, log.episodes, weights.revive
         keeping = recover_run(config.run, run, weights, inputs.advantages, start_step, needs)
         with complete_saves(folder, started.trainer, started.critic), keeping as recovery:
-            with log, sample_in_background(*sampling) as background, heed_stops(config.run.grace_s):
+            with books, log, sampler as background, heed_stops(config.run.grace_s):
                 roles = Roles(
-                    prompts=prompts,
+                    prompts=booked,
                     held_out=inputs.held_out,
                     generator=rollouts.make_generator(*drawing),
                     reward=SharingScorer(rollouts.reward, ("judge", "reward_model"), started.gpus),
@@ -139,7 +144,7 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
                     both=in_turn if config.critic.colocated else run_both,
                     recovery=recovery,
                 )
-                yield roles, start_step
+                yield keep_books(roles, books), start_step
             recovery.repeat(partial(finish_run, config.checkpoint, started, folder))
     make_report(folder.path)
 

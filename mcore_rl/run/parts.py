@@ -120,23 +120,18 @@ def make_packing(parallel: ParallelConfig, train: TrainConfig, model: ModelFacts
     return Packing.from_config(parallel, train, ModelFlops.from_facts(model))
 
 
-def make_stored_trainer(
-    run: StartedRun,
-    packing: Packing,
-    checkpoint: CheckpointConfig,
-    temperature: float,
-    optimizer: OptimizerConfig,
-) -> PackedStoredTrainer:
+def make_stored_trainer(config: Config, run: StartedRun) -> PackedStoredTrainer:
     """Return a trainer of StoredBatches, which computes log-probs at the rollout's temperature."""
     trainer = run.started.trainer
+    packing = make_packing(config.parallel, config.train, run.policy)
     return PackedStoredTrainer(
         trainer,
         run.folder,
         packing=packing,
-        temperature=temperature,
-        checkpoint=checkpoint,
+        temperature=config.rollout.temperature,
+        checkpoint=config.checkpoint,
         speed=_time_steps(trainer, packing),
-        skipped=_note_skipped(run, "policy", optimizer),
+        skipped=_note_skipped(run, "policy", config.train.optimizer),
     )
 
 
@@ -302,6 +297,7 @@ def sample_in_background(
         run.processes.start_watched,
         weights.revive,
         episodes,
+        run.rollouts.ledger,
     )
 
 

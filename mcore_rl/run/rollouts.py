@@ -13,9 +13,11 @@ from mcore_rl.cluster.run import RunProcesses, experts_shape
 from mcore_rl.config import Config, EvalConfig, RewardConfig, RolloutConfig
 from mcore_rl.data.decoding import make_decode
 from mcore_rl.logs.episode_log import EpisodeLog
+from mcore_rl.logs.ledger.ledger import RunLedger
 from mcore_rl.logs.progress import tell_stage
 from mcore_rl.loops.roles import Watched
 from mcore_rl.process.log_files import LogThrottle
+from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.process.redaction import list_secrets
 from mcore_rl.rewards.make import make_scorer
 from mcore_rl.rewards.scorer import LOGGED_ERRORS, log_failures
@@ -43,6 +45,7 @@ class Rollouts:
 
     client        draws samples
     has_teacher   whether the recipe has a teacher to ask
+    ledger        gets samples and their scores
     """
 
     def __init__(
@@ -53,8 +56,10 @@ class Rollouts:
         config: RewardConfig,
         *,
         has_teacher: bool,
+        ledger: RunLedger | None = None,
     ) -> None:
         self.client = client
+        self.ledger = ledger or RunLedger()
         self.has_teacher = has_teacher
         self._collectors = collectors
         self._watched = watched
@@ -79,7 +84,13 @@ class Rollouts:
 
     async def score(self, samples: Sequence[StoredSample]) -> Scores:
         """Return the scores of samples, on an event loop whose work is watched already."""
-        scores = await self._collectors.score(samples)
+        self.ledger.note_sampled(samples)
+        try:
+            scores = await self._collectors.score(samples)
+        except SamplesLostError as lost:
+            self.ledger.note_lost(s for s in samples if s.lease.store in lost.stores)
+            raise
+        self.ledger.note_scored(samples, scores)
         pairs = zip(samples, scores.errors, strict=True)
         failed = [sample for sample, error in pairs if error]
         if failed and self._throttle.is_due(len(failed)):
@@ -156,9 +167,16 @@ def collector_spec(
 
 
 def connect_rollouts(
-    processes: RunProcesses, engines: EngineGroup, rollout: RolloutConfig, reward: RewardConfig
+    processes: RunProcesses,
+    engines: EngineGroup,
+    rollout: RolloutConfig,
+    reward: RewardConfig,
+    ledger: RunLedger | None = None,
 ) -> Rollouts:
-    """Wait for engines, served models and collectors; tell collectors the addresses of both."""
+    """Wait for engines, served models and collectors; tell collectors the addresses of both.
+
+    ledger   gets samples and their scores
+    """
     collectors = processes.collectors
     assert collectors is not None, "the command has no engines"
     with tell_stage("start-up: engines and collectors", is_told=True):
@@ -178,4 +196,5 @@ def connect_rollouts(
         processes.run_watched,
         reward,
         has_teacher="teacher" in served,
+        ledger=ledger,
     )

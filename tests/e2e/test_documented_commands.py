@@ -22,6 +22,7 @@ WALKED = (
             "recipes",
             "agents",
             "code",
+            "ledger",
             "algorithms",
             "async",
             "rewards",

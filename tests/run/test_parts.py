@@ -212,7 +212,14 @@ def test_trainer_and_critic_are_packed_by_their_own_layouts(tmp_path: Path) -> N
     packing = Packing.from_config(ParallelConfig(dp=3), train, flops)
     optimizer = OptimizerConfig(max_nonfinite=7)
     trainer = make_token_trainer(run.started.trainer, folder, packing, checkpoint, optimizer)
-    stored = make_stored_trainer(run, packing, checkpoint, 0.5, optimizer)
+    config = Config(
+        parallel=ParallelConfig(dp=3),
+        train=replace(train, optimizer=optimizer),
+        checkpoint=checkpoint,
+        rollout=RolloutConfig(temperature=0.5),
+    )
+    stored = make_stored_trainer(config, run)
+    assert stored._temperature == 0.5
     assert stored._skipped._most == trainer._skipped._most == 7
     assert stored._packing == trainer._packing == packing
     assert stored._speed == trainer._speed == TrainSpeed(flops, num_ranks=3, peak_flops=1e15)

@@ -70,7 +70,7 @@ class Documented:
             return "run" if "--dry-run" in arguments else "elsewhere"
         if any(part in word for word in arguments for part in ELSEWHERE):
             return "elsewhere"
-        if arguments[0] in (*QUICK, "report") or "rehearse=true" in arguments:
+        if arguments[0] in (*QUICK, "report", "ledger") or "rehearse=true" in arguments:
             return "run"
         if arguments[0] in ("serve", "sandbox", "view") or any(
             "recipe=tiny" in word for word in arguments

@@ -8,6 +8,7 @@ from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.batches.local_stores import LocalStores
 from mcore_rl.batches.stored_batch import make_stored_batch
 from mcore_rl.config import AlgorithmConfig, CriticConfig, TrainConfig
+from mcore_rl.logs.ledger.ledger import RunLedger
 from mcore_rl.loops.roles import NO_RECOVERY, Roles, in_turn
 from mcore_rl.loops.training import StepOptions
 from mcore_rl.run.roles.advantages import StoredAdvantages
@@ -65,6 +66,7 @@ def roles_of(policy: TablePolicy, **roles: Any) -> Roles:
         "trainer": LocalTrainer(policy, policy.stores),
         "on_tokens": policy.stores.apply,
         "recovery": NO_RECOVERY,
+        "ledger": RunLedger(),
     }
     given: dict[str, Any] = {**fields, **own, "both": in_turn, **roles}
     return Roles(**given)

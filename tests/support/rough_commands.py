@@ -66,12 +66,15 @@ def _write_small(folder: Path) -> None:
     """Write a run to report on, passages to search and pairs to prefer."""
     from mcore_rl.data.preferences import preference_row
     from mcore_rl.data.rows import write_parquet
+    from mcore_rl.logs.ledger.ledger import LaunchEntry, RunLedger
 
     rows = [{"step": 0, "eval/accuracy": 0.1}, {"step": 1, "reward/mean": 0.2}]
     passages = [{"id": str(i), "contents": f"Ada {i}\nhas {i} coins"} for i in range(9)]
     (folder / "run").mkdir()
     for path, lines in (("run/metrics.jsonl", rows), ("corpus.jsonl", passages)):
         (folder / path).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with RunLedger(folder / "run/ledger.jsonl") as ledger:
+        ledger.begin(LaunchEntry(0, 0, (), (9,), 0, "sync", 0, 1))
     question = [{"role": "user", "content": "Ada has 12 coins"}]
     pair = preference_row(question, "12 coins", "coins")
     write_parquet([pair] * 8, folder / "pairs.parquet")
@@ -101,6 +104,7 @@ def quick_commands(given: Path) -> Mapping[str, Command]:
         ),
         "doctor": Command(("doctor", f"--model={model}", "--run-dir=run", checks), says="0 failed"),
         "report": Command(("report", "own_run"), says="reward_curve.png"),
+        "ledger": Command(("ledger", "own_run"), says="the books balance"),
         "view": Command(("view", "own_run", "--once"), says="own_run: step"),
         "serve": Command(("serve", bare), 2, "has no tokenizer_config.json"),
         "agent run": Command(("agent", "run", *without), 2, "agents.environment is not set"),

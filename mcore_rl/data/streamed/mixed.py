@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rl.data.curriculum import Curriculum
-from mcore_rl.data.source import Mixing
+from mcore_rl.data.source import Mixing, StreamPlace
 from mcore_rl.data.streamed.prompts import ReadRow, StreamedPrompts
 from mcore_rl.types import Prompt
 from mcore_rl.types.scores import Scores
@@ -136,6 +136,19 @@ class MixedPrompts:
             if len(found) >= count:
                 break
         return found
+
+    def get_place(self) -> StreamPlace:
+        """Return how far the stream has come; its positions are the numbers of prompts."""
+        with self._lock:
+            again = tuple(number for number, _, _ in self._again)
+            rows = tuple(source.prompts.num_rows for source in self._sources)
+            return StreamPlace(self._number, again, rows)
+
+    def find_epoch(self, position: int) -> tuple[int, int]:
+        """Return (source, epoch) of a prompt that was begun and not ended, by its number."""
+        with self._lock:
+            source, place = self._open[position]
+            return source, place // self._sources[source].prompts.num_rows
 
     def state_dict(self) -> dict[str, Any]:
         """Return positions, open prompts and what the curriculum learned. Safe to call while

@@ -20,6 +20,7 @@ from typing import Self
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.logs.episode_log import ABORTED, DROPPED_STALE, EpisodeLog, list_reasons
+from mcore_rl.logs.ledger.ledger import EQUAL_REWARDS, LOST, RunLedger
 from mcore_rl.logs.progress import count_in_stage
 from mcore_rl.loops.outcomes import RewardFailures
 from mcore_rl.loops.roles import ScoreLater, Watched
@@ -58,6 +59,7 @@ class BackgroundSampler:
         start: Callable[[Awaitable[None]], "Future[None]"],
         revive: Callable[[], Awaitable[bool]],
         episodes: EpisodeLog | None = None,
+        ledger: RunLedger | None = None,
     ) -> None:
         """`version`: the weights that the engines serve; `seed`: run.seed.
 
@@ -65,6 +67,7 @@ class BackgroundSampler:
         revive        if no engine serves, brings the current weights to one that is starting again;
                       returns False if no engine is
         episodes      logs which groups begin, and why their episodes end
+        ledger        gets prompts that begin again, and those that are replaced
         """
         self._options = options
         self._rollout = rollout = options.rollout
@@ -76,6 +79,7 @@ class BackgroundSampler:
         self._start = start
         self._revive = revive
         self._episodes = episodes or EpisodeLog()
+        self._ledger = ledger or RunLedger()
         self._buffer = make_buffer(rollout, version, self._episodes)
         self._max_in_flight = rollout.max_in_flight or max(
             client.max_in_flight, rollout.samples_per_prompt
@@ -149,12 +153,18 @@ class BackgroundSampler:
         return self._session.num_open + self._rollout.samples_per_prompt <= self._max_in_flight
 
     def _begin(self) -> SampleGroup:
-        position, prompt = self._requeued.popleft() if self._requeued else self._prompts.begin()
+        if self._requeued:
+            position, prompt = self._requeued.popleft()
+            self._ledger.note_again(position)
+        else:
+            position, prompt = self._prompts.begin()
         return self._buffer.begin(position, prompt)
 
-    def _requeue(self, group: SampleGroup, reason: str = ABORTED) -> None:
+    def _requeue(self, group: SampleGroup, reason: str = ABORTED, why: str = "") -> None:
+        """Begin a prompt again. `why`: for the ledger, if it is not the end of the episodes."""
         self._buffer.remove(group, reason)
         self._requeued.append((group.position, group.prompt))
+        self._ledger.give_up(group.position, why or reason)
 
     async def _complete(self, group: SampleGroup) -> None:
         """Sample and score a group, then keep it for a step, replace it or requeue its prompt."""
@@ -181,6 +191,7 @@ class BackgroundSampler:
         if self._stats.is_replaced(scores, self._options):
             self._buffer.remove(group, list_reasons(samples))
             self._prompts.end([group.position])
+            self._ledger.reject(group.position, EQUAL_REWARDS)
         elif self._client.is_lost(samples[0]):  # since they were scored
             self._lose(group)
         else:
@@ -254,7 +265,7 @@ class BackgroundSampler:
 
     def _lose(self, group: SampleGroup) -> None:
         self._stats.num_lost += self._rollout.samples_per_prompt
-        self._requeue(group)
+        self._requeue(group, why=LOST)
 
     async def _recover(self, error: RolloutError) -> None:
         """Let groups begin again after a failure.
