@@ -154,6 +154,19 @@ def test_prompts_that_were_begun_and_not_ended_are_begun_again(sets: list[list[s
     assert twice.state_dict()["open"] == []
 
 
+def test_a_stream_tells_how_far_it_is_and_the_epoch_of_open_prompts(sets: list[list[str]]) -> None:
+    """Of four prompts the third data set gives one; it has nine rows."""
+    stream = open_mixed(sets, (0.5, 0.25, 0.25))
+    begun = [stream.begin()[0] for _ in range(80)]
+    of_third = [epoch for source, epoch in map(stream.find_epoch, begun) if source == 2]
+    assert of_third == [0] * 9 + [1] * 9 + [2] * 2
+    stream.end(begun[:78])
+    place = stream.get_place()
+    assert (place.next, place.again, place.rows) == (80, (), (50, 30, 9))
+    stream.load_state_dict(saved(stream))
+    assert stream.get_place().again == (78, 79)
+
+
 def test_a_prompt_that_is_overlong_since_the_save_is_not_begun_again(tmp_path: Path) -> None:
     files = write_rows(tmp_path, [20], long_rows=range(0, 20, 2))
     wide = type(BY_DIFFICULTY)(1000, "filter")
