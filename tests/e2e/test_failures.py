@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.books import assert_same_prompts
 from tests.support.runs import Run
 from tests.support.victims import PHASES, VICTIMS, assert_complete, kill_in_phase
 
@@ -68,6 +69,19 @@ def test_a_run_with_a_critic_is_killed_again_and_again(start: Start, tmp_path: P
         ("interrupted", "train"),
     ]
     survive(start, tmp_path / "run", deaths, "algorithm.advantage=gae")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_that_is_killed_trains_on_the_prompts_of_one_that_is_not(
+    start: Start, tmp_path: Path
+) -> None:
+    """Steps after the last whole checkpoint are lost, and their prompts drawn again."""
+    deaths = [("rank", "train"), ("scheduler", "rollout"), ("controller", "sync")]
+    more = ("rollout.dynamic_sampling=true",)
+    survive(start, tmp_path / "killed", deaths, *more, num_steps=8)
+    survive(start, tmp_path / "calm", [], *more, num_steps=8)
+    assert_same_prompts(tmp_path / "killed", tmp_path / "calm")
 
 
 def survive(

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.e2e.test_clusters import seated
+from tests.support.books import assert_same_prompts
 from tests.support.runs import Run, tiny_settings
 from tests.support.submitted import SubmittedRun
 from tests.support.victims import PHASES, assert_complete
@@ -74,6 +75,7 @@ def compare(
     disturbed.assert_nothing_left()
     assert_complete(disturbed, num_steps)
     assert numbers(disturbed) == wanted
+    assert_same_prompts(whole.run_dir, disturbed.run_dir)
 
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP

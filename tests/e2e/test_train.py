@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mcore_rl.cli import main
-from mcore_rl.logs.ledger.balance import count_trained, read_balance
 from tests.support.ahead import StartedAhead, chosen_cases
+from tests.support.books import assert_books_balance, assert_same_prompts
 from tests.support.doors import find_open_doors, listening_sockets
 from tests.support.runs import Run, tiny_settings
 from tests.support.tiny_models import write_model
@@ -174,22 +173,14 @@ def test_train_eval_export_and_report(start: Start, runs: StartedAhead[Run], cas
     assert summary["grpo_steps"] == 3
     assert summary["step0_logprob_diff_mean"] < 1e-4
     assert run.tail().strip().splitlines()[-1].endswith(str(run.run_dir))
-    assert_books_balance(run, num_steps=3)
+    balance = assert_books_balance(run.run_dir, num_steps=3)
+    sampled = sum(line["rollout/samples"] for line in steps_of(run))
+    assert balance.samples["trained"] + sum(balance.left_out.values()) == sampled
 
     after = start("eval", f"model.path={run.run_dir / 'hf'}", "eval.every_steps=0")
     assert after.finish() == 0, after.tail()
     exported = [line for line in after.metrics("eval") if "eval/greedy_accuracy" in line][-1]
     assert exported["eval/greedy_accuracy"] == evaluations[-1]["eval/greedy_accuracy"]
-
-
-def assert_books_balance(run: Run, num_steps: int, num_launches: int = 1) -> None:
-    """The command proves it, and counts what the metrics count."""
-    assert main(["ledger", str(run.run_dir)]) == 0
-    balance = read_balance(run.run_dir)
-    assert balance.ended == "finished" and balance.last_step == num_steps
-    assert balance.events["launch"] == num_launches
-    sampled = sum(line["rollout/samples"] for line in steps_of(run))
-    assert balance.samples["trained"] + sum(balance.left_out.values()) == sampled
 
 
 def load_hf(folder: Path) -> dict[str, torch.Tensor]:
@@ -262,8 +253,8 @@ def test_resume_continues_exactly_also_in_another_layout(
     assert second.finish() == 0, second.tail()
     got = steps_of(second)
     assert [line["step"] for line in got] == [1, 2, 3, 4]
-    assert_books_balance(second, num_steps=4, num_launches=2)
-    assert count_trained(parted) == count_trained(whole.run_dir)
+    assert_books_balance(parted, num_steps=4)
+    assert_same_prompts(parted, whole.run_dir)
     assert got[:2] == expected[:2]
     assert got[2]["timestamp"] > expected[3]["timestamp"]
     assert "loss/policy" not in got[0]

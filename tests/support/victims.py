@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.books import assert_books_balance
 from tests.support.runs import Run
 
 EXIT_WITHIN_S = 60.0
@@ -102,13 +103,14 @@ def kill_in_phase(run: Run, victim: Victim, phase: str) -> None:
 
 
 def assert_complete(run: Run, num_steps: int) -> None:
-    """Check that a run that was killed and resumed has every row once: no gaps, no duplicates."""
+    """Check that a run that was killed has every row once: no gaps, no duplicates, true books."""
     rows = [line["step"] for line in run.metrics() if "loss/total" in line]
     assert rows == list(range(1, num_steps + 1)), rows
     evaluations = [line["step"] for line in run.metrics() if "eval/greedy_accuracy" in line]
     assert evaluations == [0, num_steps], evaluations
     assert newest_step(run.run_dir) == num_steps
     assert (run.run_dir / "hf" / "model.safetensors.index.json").is_file()
+    assert_books_balance(run.run_dir, num_steps)
 
 
 def newest_step(run_dir: Path) -> int:
