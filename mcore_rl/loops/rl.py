@@ -32,7 +32,7 @@ from mcore_rl.loops.training import (
     mask_overlong,
     train_policy_and_critic,
 )
-from mcore_rl.process.signals import interruptible
+from mcore_rl.process.signals import allow_interruption
 from mcore_rl.types import StoredBatch, WeightVersion
 
 
@@ -52,7 +52,7 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
         check_drift(config.drift, config.engine_precision, step, metrics)
         save = partial(save_checkpoint, roles, timer, step, take_positions(roles))
         if is_due(step, config.eval.every_steps, last_step):
-            with save_if_overdue(step, last_step, save), interruptible():
+            with save_if_overdue(step, last_step, save), allow_interruption():
                 run_evaluation(config, roles, step)
         # Only after the step is logged: a resumed run drops all rows beyond its checkpoint.
         is_saved = save_if_due(step, config.checkpoint.every_steps, last_step, save)
@@ -80,7 +80,7 @@ def run_step(
     when this returns, as nothing refers to them any more.
     """
     step = timer.step
-    with interruptible():
+    with allow_interruption():
         drawn = draw_rollout(drawing, roles, timer, seed)
 
     def prepare(rollout: Rollout) -> tuple[StoredBatch, Mapping[str, float]]:

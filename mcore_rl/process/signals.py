@@ -168,12 +168,12 @@ def is_stop_requested() -> bool:
 
 
 @contextmanager
-def heed_stops(grace_s: float) -> Iterator[None]:
+def handle_stops(grace_s: float) -> Iterator[None]:
     """Have SIGTERM request a stop as well within the block, and bound what follows a request.
 
-    After half of `grace_s`, `interruptible` blocks are interrupted; at its end SIGTERM ends the
-    process. 0: SIGTERM ends it at once. Only for the main thread. Raises StoppedEarlyError in the
-    place of an OverdueStopError that nobody caught.
+    After half of `grace_s`, blocks of `allow_interruption` are interrupted; at its end SIGTERM ends
+    the process. 0: SIGTERM ends it at once. Only for the main thread. Raises StoppedEarlyError in
+    the place of an OverdueStopError that nobody caught.
     """
     _stop.grace_s = grace_s
     if _stop.is_requested:
@@ -193,7 +193,7 @@ def heed_stops(grace_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def allow_interruption() -> Iterator[None]:
     """Raise OverdueStopError in the block if a request to stop is, or becomes, overdue."""
     _stop.may_interrupt = True
     try:

@@ -37,7 +37,7 @@ from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.host_memory import explain_servers
 from mcore_rl.process.event_loop import run_both
 from mcore_rl.process.log_files import rotate_logs
-from mcore_rl.process.signals import heed_stops
+from mcore_rl.process.signals import handle_stops
 from mcore_rl.run.images import sft_images
 from mcore_rl.run.inputs import (
     check_engines_load,
@@ -127,7 +127,7 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
         drawing = config.rollout, config.eval, log.episodes, weights.revive
         keeping = recover_run(config.run, run, weights, inputs.advantages, start_step, needs)
         with complete_saves(folder, started.trainer, started.critic), keeping as recovery:
-            with books, log, sampler as background, heed_stops(config.run.grace_s):
+            with books, log, sampler as background, handle_stops(config.run.grace_s):
                 roles = Roles(
                     prompts=booked,
                     held_out=inputs.held_out,
@@ -174,7 +174,7 @@ def run_sft(config: Config) -> None:
         trained = TrainedModels((trainer,))
         keeping = open_recovery(config.run, processes, folder, trained, start_step)
         with complete_saves(folder, trainer), keeping as recovery:
-            with log, heed_stops(config.run.grace_s):
+            with log, handle_stops(config.run.grace_s):
                 fine_tune(options, config.checkpoint, batches, packed, log, start_step, recovery)
             recovery.repeat(partial(finish_training, config.checkpoint, trainer, folder))
     print(folder.export)
@@ -214,7 +214,7 @@ def run_dpo(config: Config) -> None:
         trained = TrainedModels((trainer,), prepare=snapshot)
         keeping = open_recovery(config.run, processes, folder, trained, start_step)
         with complete_saves(folder, trainer), keeping as recovery:
-            with log, heed_stops(config.run.grace_s):
+            with log, handle_stops(config.run.grace_s):
                 optimize_preferences(
                     preferences, stream, batches, packed, log, start_step, recovery
                 )

@@ -116,7 +116,7 @@ def write_together(path: Path, write: Callable[[], None]) -> None:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What megatron-core has planned: its writer on this rank, and on rank 0 the metadata."""
+    """The parts of megatron-core's plan: its writer on this rank, and on rank 0 the metadata."""
 
     writer: Any
     metadata: Any

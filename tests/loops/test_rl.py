@@ -32,7 +32,7 @@ from mcore_rl.loops.roles import Roles
 from mcore_rl.process.signals import (
     SIGNAL,
     StoppedEarlyError,
-    heed_stops,
+    handle_stops,
     watch_for_stop_requests,
 )
 from mcore_rl.run.roles.advantages import StoredAdvantages
@@ -160,7 +160,7 @@ def test_a_rollout_that_outlasts_the_grace_is_given_up_and_the_step_before_is_sa
     )
     roles = make_roles(policy, algorithm, log, held_out=[])
     message = "after step 3 of 9; the same command continues"
-    with pytest.raises(StoppedEarlyError, match=message), heed_stops(grace_s=0.2):
+    with pytest.raises(StoppedEarlyError, match=message), handle_stops(grace_s=0.2):
         train(config, roles)
     assert policy.calls.count("save") == 1 and list(policy.saved) == [3]
     assert policy.saved[3]["prompts"]["position"] == 24, "not the prompts of the rollout given up"

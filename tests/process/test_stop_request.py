@@ -14,8 +14,8 @@ from mcore_rl.process.signals import (
     OverdueStopError,
     StoppedEarlyError,
     TerminatedError,
-    heed_stops,
-    interruptible,
+    allow_interruption,
+    handle_stops,
     is_stop_requested,
     terminate,
     watch_for_stop_requests,
@@ -49,25 +49,29 @@ def test_a_signal_is_noted_until_a_new_watch_begins() -> None:
 @pytest.mark.parametrize("number", [SIGNAL, signal.SIGTERM])
 def test_what_may_be_interrupted_is_after_half_of_the_grace(number: signal.Signals) -> None:
     began_s = time.monotonic()
-    with heed_stops(grace_s=0.6):
+    with handle_stops(grace_s=0.6):
         os.kill(os.getpid(), number)
         assert is_stop_requested()
-        with pytest.raises(OverdueStopError), interruptible():
+        with pytest.raises(OverdueStopError), allow_interruption():
             wait()
         assert 0.3 <= time.monotonic() - began_s < 0.5
-        with pytest.raises(OverdueStopError), interruptible():
+        with pytest.raises(OverdueStopError), allow_interruption():
             raise AssertionError("it is overdue already")
         os.kill(os.getpid(), SIGNAL)  # nothing that trains is interrupted
 
 
 def test_a_request_from_before_the_loop_counts() -> None:
     os.kill(os.getpid(), SIGNAL)
-    with pytest.raises(StoppedEarlyError, match="within a step"), heed_stops(0.1), interruptible():
+    with (
+        pytest.raises(StoppedEarlyError, match="within a step"),
+        handle_stops(0.1),
+        allow_interruption(),
+    ):
         wait()
 
 
 def test_training_goes_on_after_sigusr1_and_until_the_grace_ends_after_sigterm() -> None:
-    with heed_stops(grace_s=0.2):
+    with handle_stops(grace_s=0.2):
         os.kill(os.getpid(), SIGNAL)
         wait(0.4)
         began_s = time.monotonic()
@@ -79,7 +83,7 @@ def test_training_goes_on_after_sigusr1_and_until_the_grace_ends_after_sigterm()
 
 
 def test_a_second_sigterm_ends_a_run_at_once() -> None:
-    with heed_stops(grace_s=60.0):
+    with handle_stops(grace_s=60.0):
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(TerminatedError):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -88,7 +92,7 @@ def test_a_second_sigterm_ends_a_run_at_once() -> None:
 @pytest.mark.parametrize("is_over", [False, True])
 def test_without_a_loop_or_a_grace_sigterm_ends_the_process(is_over: bool) -> None:
     with pytest.raises(TerminatedError) as raised:
-        with heed_stops(grace_s=0.0 if not is_over else 60.0):
+        with handle_stops(grace_s=0.0 if not is_over else 60.0):
             if not is_over:
                 os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
