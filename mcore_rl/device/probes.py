@@ -105,13 +105,14 @@ class GraphedReductions:
 
     def __init__(self, store: Any, rank: int, size: int, num_elements: int = 1 << 20) -> None:
         """Meet the other ranks at `store`, reduce once, and capture a graph that reduces again."""
-        self._group = make_group(store, rank, size)
-        self._values = torch.ones(num_elements, device="cuda")
-        self._group.allreduce([self._values]).wait()
+        group = make_group(store, rank, size)
+        values = torch.ones(num_elements, device="cuda")
+        group.allreduce([values]).wait()
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            self._group.allreduce([self._values]).wait()
+            group.allreduce([values]).wait()
+        self._kept = group, values
 
     def replay(self, times: int) -> None:
         """Replay the graph, which all ranks do equally often, and wait for each time."""

@@ -55,7 +55,7 @@ def encode_ranks(ranks: Iterable[RankMemory]) -> list[dict[str, Any]]:
 
 STATE = ("weights", "gradients", "optimizer")
 KEPT = ("sync buffers", "sync communicators", "CUDA graphs")
-"""What a process keeps as long as it runs."""
+"""Purposes of memory that a process keeps as long as it runs."""
 
 
 def find_peaks(

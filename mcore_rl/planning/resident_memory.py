@@ -23,11 +23,11 @@ from mcore_rl.weights.plan.shares import RegularHosts
 
 MIB = 2**20
 PAIR_CHANNEL_BYTES = 12 * MIB
-"""What NCCL allocates for a channel between two ranks that send and receive: 10 MiB at the
+"""Bytes that NCCL allocates for a channel between two ranks that send and receive: 10 MiB at the
 receiving end and 2 MiB at the sending one (github.com/NVIDIA/nccl/issues/1685)."""
 DECODE_GRAPH_BYTES = 2 * MIB
-"""What SGLang reserves for graphs per request that is decoded at once (sglang/srt/arg_groups/
-memory_hook.py), and below per length of a prefill."""
+"""Bytes that SGLang reserves for graphs per request that is decoded at once, and below per length
+of a prefill (sglang/srt/arg_groups/memory_hook.py)."""
 PREFILL_GRAPH_BYTES = 8 * MIB
 _PREFILL_LENGTHS = 42
 """Lengths of prefills up to 2,048 tokens, its default, for which SGLang captures a graph."""
@@ -37,7 +37,7 @@ _MOST_DECODED = 512
 
 @dataclass(frozen=True)
 class SyncMemory:
-    """What links take for good on trainer rank 0 and on engine rank 0; the others' are much alike.
+    """Memory that links take for good on trainer rank 0 and on engine rank 0, and alike on others.
 
     buffer_bytes    the trainer rank's buffers
     sender_pairs    engine ranks to which the trainer rank sends by NCCL

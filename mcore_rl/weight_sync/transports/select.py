@@ -3,9 +3,9 @@
                       one machine                                        two machines
 host to host          written straight to its place, if the engine rank  gloo
                       opens its memory; else shared memory
-GPU to GPU            sender's GPU memory, if the receiver can read it   NCCL
-                      and opens it, in buckets or pulled from its
-                      storages (pull.py); else NCCL
+GPU to GPU            sender's GPU memory, if the receiver can read and   NCCL
+                      open it, in buckets or pulled from its storages
+                      (pull.py); else NCCL
 GPU and host          as shared memory, with one copy per bucket at      as host to host, with one
                       the GPU's end                                      copy at the GPU's end
 
@@ -174,7 +174,7 @@ def _make_transports(
     writes: DirectWrites,
     pulls: Peers,
 ) -> list[tuple[Transport, Collection[int]]]:
-    """Return each transport and its peers; the channels are those of `writes`, `pulls`, others."""
+    """Return each transport and its peers; `slots`, `writes` and `pulls` are of the channels."""
     assert end.roster is not None, "a rank connects with the roster"
     direct = {peer: each for peer, each in channels.items() if peer in writes.peers}
     pulled = {peer: each for peer, each in channels.items() if peer in pulls}
