@@ -192,7 +192,7 @@ def format_balance(balance: Balance) -> str:
         "recoveries": events.get("recovered", 0),
         "warnings": events.get("warning", 0),
     }
-    lines.append(", ".join(f"{num} {name}" for name, num in shown.items()))
+    lines.append(", ".join(f"{name}: {num}" for name, num in shown.items()))
     if torn := events.get("torn_bytes", 0):
         lines.append(f"a crash tore a last line: {torn} bytes, which say nothing")
     if balance.holds:
@@ -210,7 +210,7 @@ def _describe_launches(balance: Balance) -> str:
     parts = [f"{num_launches} launch{'' if num_launches == 1 else 'es'}"]
     for name in ("voided_steps", "repeated_steps"):
         if events.get(name):
-            parts.append(f"{events[name]} {name.replace('_', ' ')}")
+            parts.append(f"{name.replace('_', ' ')}: {events[name]}")
     parts.append(balance.ended or "not ended, or killed")
     return "; ".join(parts)
 

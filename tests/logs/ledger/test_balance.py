@@ -107,7 +107,7 @@ def test_the_balance_counts_what_became_of_prompts_and_samples() -> None:
     assert of_epochs == [(5, 4, {"equal_rewards": 1}, 0), (5, 5, {}, 0), (3, 3, {}, 0)]
     assert found.events["voided_steps"] == 1 and found.events["launch"] == 2
     text = format_balance(found)
-    assert "steps 1 to 4: 2 launches; 1 voided steps; finished" in text
+    assert "steps 1 to 4: 2 launches; voided steps: 1; finished" in text
     assert text.endswith("the books balance")
 
 
