@@ -93,9 +93,7 @@ def evaluate(
     eval/<set>/...         the same of the prompts of one set of eval.sets
 
     Samples whose reward failed are neither right nor wrong: they are left out and counted. Raises
-    RewardFailureError if more failed than the recipe bears.
-
-    rewards   how rewards are made, for what counts as right and how many may fail
+    RewardFailureError if more failed than `rewards`, how they are made, allows.
     """
     if not prompts:
         return {}, Rollout([], Scores([]))
@@ -112,21 +110,28 @@ def evaluate(
         return replace(drawn, scores=drawn.scores.without_penalties())
 
     greedy = draw(1, greedy=True)
-    num_samples = config.num_samples
-    sampled = draw(num_samples, greedy=False) if num_samples else None
+    sampled = draw(config.num_samples, greedy=False) if config.num_samples else None
     right_N = correctness.are_correct(greedy.scores)
     sampled_N = correctness.are_correct(sampled.scores) if sampled else []
     metrics: dict[str, float] = {}
     for name in ["", *dict.fromkeys(prompt.set_name for prompt in prompts if prompt.set_name)]:
         chosen = [i for i, prompt in enumerate(prompts) if name in ("", prompt.set_name)]
         measured = _measure_greedy(greedy.scores, right_N, chosen)
-        if num_samples:
-            right = [sampled_N[i * num_samples + j] for i in chosen for j in range(num_samples)]
-            measured |= pass_metrics(right, num_samples, config.pass_k)
+        if sampled:
+            measured |= _measure_sampled(sampled_N, chosen, config)
         prefix = f"eval/{name}/" if name else "eval/"
         metrics |= {prefix + metric: value for metric, value in measured.items()}
     metrics["eval/reward_errors"] = float(failures.num_failed)
     return metrics, greedy
+
+
+def _measure_sampled(
+    right_N: Sequence[bool | None], chosen: Sequence[int], config: EvalConfig
+) -> dict[str, float]:
+    """Return the metrics of the other samples of the chosen prompts."""
+    num_samples = config.num_samples
+    right = [right_N[i * num_samples + j] for i in chosen for j in range(num_samples)]
+    return pass_metrics(right, num_samples, config.pass_k)
 
 
 def _measure_greedy(

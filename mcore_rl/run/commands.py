@@ -96,38 +96,34 @@ def run_train(config: Config) -> None:
 
 @contextmanager
 def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
-    """Start ranks and engines; yield the loop's roles and the step whose weights they have.
-
-    The run folder gets the export and the report once the block ends without an error.
-    """
+    """Start a run; yield the loop's roles and the step of their weights; then export and report."""
     config = set_steps(config)
     inputs = read_train_inputs(config)
-    prompts = inputs.prompts
     needs = needs_of(config.algorithm)
     running = _run(config, inputs.policy, "train", inputs.collector)
-    with closing(prompts), running as (folder, newest, processes):
+    with closing(inputs.prompts), running as (folder, newest, processes):
         started = start_training(config, processes, inputs.loss)
         books = RunLedger(folder.path / LEDGER, config.log.rotate_bytes)
         connected = config.rollout, config.reward, books
         rollouts = connect_rollouts(processes, started.engines, *connected)
         run = StartedRun(inputs.policy, folder, processes, started, rollouts)
         connect_stores(started, processes)
-        parts = {"prompts": prompts, "advantages": inputs.advantages}
+        parts = {"prompts": inputs.prompts, "advantages": inputs.advantages}
         start_step = load_models(config.checkpoint, started, folder, parts, newest, needs.reference)
         trainer = make_stored_trainer(config, run)
         weights = make_sync(config, run, trainer, start_step)
         weights.sync_first(WeightVersion(start_step), inputs.parity_probe)
         shown = rollouts.read, inputs.to_texts, needs
         log = make_log(config, folder, config.run.steps, start_step, *shown)
-        booked = begin_books(config, prompts, books, start_step)
+        booked = begin_books(config, inputs.prompts, books, start_step)
         drawn = SamplingOptions.make(config.rollout, config.reward, config.algorithm)
         sampling = drawn, config.run.seed, run, start_step, booked, weights, log.episodes
-        sampler = sample_in_background(*sampling)
         estimate = StoredAdvantages(inputs.advantages, rollouts.apply, has_teacher=needs.teacher)
         drawing = config.rollout, config.eval, log.episodes, weights.revive
         keeping = recover_run(config.run, run, weights, inputs.advantages, start_step, needs)
         with complete_saves(folder, started.trainer, started.critic), keeping as recovery:
-            with books, log, sampler as background, handle_stops(config.run.grace_s):
+            stopping = handle_stops(config.run.grace_s)
+            with books, log, sample_in_background(*sampling) as background, stopping:
                 roles = Roles(
                     prompts=booked,
                     held_out=inputs.held_out,

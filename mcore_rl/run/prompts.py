@@ -11,6 +11,7 @@ from mcore_rl.config import (
     Config,
     DataConfig,
     EvalConfig,
+    EvalSetConfig,
     ModelConfig,
     RewardConfig,
     ServedModelConfig,
@@ -107,7 +108,7 @@ class PromptReader:
         Those of eval.data come first; indices count on over the sets.
         """
         held_out: list[Prompt] = []
-        named = [(each.name, [each.path]) for each in self.evaluation.sets]
+        named = map(_name_files, self.evaluation.sets)
         for name, files in [("", self.evaluation.data), *named]:
             num_before = len(held_out)
             held_out += [
@@ -143,3 +144,7 @@ class PromptReader:
             )
         are_right = Correctness.from_config(self.evaluation, self.reward).are_correct
         return open_prompts(self.data, self.seed, make_tokenizer, are_right)
+
+
+def _name_files(held_out: EvalSetConfig) -> tuple[str, list[str]]:
+    return held_out.name, [held_out.path]

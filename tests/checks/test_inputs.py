@@ -177,7 +177,8 @@ def test_engines_need_sglang_unless_they_run_elsewhere(
         with pytest.raises(ValueError, match=message):
             check(given, command)
     check([*given, "cluster.address=10.0.0.1:6379"])
-    check_planned(load_recipe("tiny_moe_grpo", given))
+    config = load_recipe("tiny_moe_grpo", given)
+    check_planned(config.algorithm, config.model.path)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_what_steers_the_libraries_is_forwarded_and_secrets_are_not() -> None:
         "CUDA_VISIBLE_DEVICES",
         "PATH",
     }
-    agreed = dict.fromkeys(AGREED, "0")
+    agreed: dict[str, str] = dict.fromkeys(AGREED, "0")
     assert select_forwarded(agreed) == agreed
 
 

@@ -155,7 +155,7 @@ def test_metrics_of_a_policy_with_samples_and_scores() -> None:
 
 
 def test_named_sets_have_metrics_of_their_own_beside_those_of_all() -> None:
-    """Of five prompts the policy cannot repeat the last one, which is in the second set."""
+    """The policy repeats four of five prompts; the last one is in the second set."""
     names = ["", "even", "odd", "even", "odd"]
     prompts = [
         replace(prompt, set_name=name) for prompt, name in zip(make_prompts(5), names, strict=True)

@@ -19,7 +19,7 @@ SAMPLE = {
     "qwen3_30b_a3b_lora_1": "low-rank factors on one GPU",
     "qwen3_30b_a3b_search_16": "agents",
 }
-"""What each recipe of `make test` has that the others lack."""
+"""The large recipes of `make test`, and what each has that the others lack."""
 LARGE_BY_LANE = [
     pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.slow) for name in LARGE
 ]

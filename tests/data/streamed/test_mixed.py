@@ -155,7 +155,7 @@ def test_prompts_that_were_begun_and_not_ended_are_begun_again(sets: list[list[s
 
 
 def test_a_stream_tells_how_far_it_is_and_the_epoch_of_open_prompts(sets: list[list[str]]) -> None:
-    """Of four prompts the third data set gives one; it has nine rows."""
+    """The third data set gives one of four prompts; it has nine rows."""
     stream = open_mixed(sets, (0.5, 0.25, 0.25))
     begun = [stream.begin()[0] for _ in range(80)]
     of_third = [epoch for source, epoch in map(stream.find_epoch, begun) if source == 2]
