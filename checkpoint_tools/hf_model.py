@@ -14,8 +14,8 @@ from mcore_rl.weights.hf.config import (
     read_named_dtype,
     with_text_settings,
 )
-from mcore_rl.weights.hf.files import refuse_untied_head
 from mcore_rl.weights.hf.int4 import is_int4
+from mcore_rl.weights.hf.tied_head import refuse_untied_head
 from mcore_rl.weights.models import FAMILIES, family_of, hf_tensor_shapes, refuse_unsupported
 from mcore_rl.weights.models.settings import drop_quantization
 from mcore_rl.weights.models.table import HfConfig, Shape
