@@ -103,8 +103,10 @@ class Clock:
         return 0.0 if self._first is None else time.monotonic() - self._first[1]
 
     def describe_rest(self, step: int) -> str:
-        """Return "1:20:05 left" at the mean pace so far; empty where that is not known."""
-        if self._first is None or self._total_steps is None or step <= self._first[0]:
+        """Return "1:20:05 left" at the mean pace so far; empty at both ends of a run."""
+        if self._first is None or self._total_steps is None:
+            return ""
+        if not self._first[0] < step < self._total_steps:
             return ""
         remaining = self.elapsed_s / (step - self._first[0]) * (self._total_steps - step)
         return f"{format_clock(remaining)} left"

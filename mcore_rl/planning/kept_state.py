@@ -10,6 +10,7 @@ from mcore_rl.planning.host_memory import GIB
 from mcore_rl.planning.memory import count_parameters, predict_critic, predict_trainer
 from mcore_rl.planning.peak_memory import Uses
 from mcore_rl.planning.recipe_models import PlannedRun, make_critic_training
+from mcore_rl.planning.resident_memory import NO_LINKS
 from mcore_rl.process.kept_memory import NUM_COPIES
 from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
@@ -32,7 +33,8 @@ def predict_kept_states(run: PlannedRun, recovery: RecoveryConfig) -> list[KeptS
     if not recovery.is_used:
         return []
     policy = run.models.policy.config
-    trainer = _find_largest(run.dtype, policy, run.parallel, predict_trainer(run), run.train)
+    uses = predict_trainer(run, NO_LINKS)
+    trainer = _find_largest(run.dtype, policy, run.parallel, uses, run.train)
     kept = [KeptState("trainer", trainer, run.parallel.world_size)]
     if run.critic is not None and run.models.critic is not None:
         config, parallel = add_value_head(run.models.critic.config), run.critic.parallel

@@ -59,6 +59,10 @@ class SyncMemory:
         )
 
 
+NO_LINKS = SyncMemory(buffer_bytes=0, sender_pairs=0, receiver_pairs=0)
+"""Memory of ranks without engines."""
+
+
 def count_sync_buffers(sync: SyncConfig) -> int:
     """Bytes of the buffers at one end of a link of the weight sync, padding included."""
     return NUM_SLOTS * bound_message_bytes(int(sync.bucket_mib * MIB))

@@ -52,7 +52,10 @@ def test_metrics_samples_and_console(tmp_path: Path, capsys: pytest.CaptureFixtu
     }
     printed = capsys.readouterr().out.splitlines()
     without_time = [line.partition(" ")[2] for line in printed]
-    assert without_time == ["step 0/2 | held-out 25.0%", "step 1/2 | reward 0.500 | rollout 1.0s"]
+    assert without_time == [
+        "step 0/2 | held-out 25.0%",
+        "step 1/2 | reward 0.500 | rollout 1.0s | 0:00 left",
+    ]
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ from mcore_rl.tools.options import Option, list_options, read_settings
 from tests.support.recipes import LARGE, LARGE_BY_LANE
 
 OPTIONS = {option.name: option for option in list_options()}
-ELEMENTS = {"data.sources[].path", "data.sources[].weight"} | {
-    f"data.curriculum.stages[].{name}" for name in ("after", "least", "most")
+ELEMENTS = {
+    *(f"data.sources[].{name}" for name in ("path", "weight")),
+    *(f"data.curriculum.stages[].{name}" for name in ("after", "least", "most")),
+    *(f"eval.sets[].{name}" for name in ("name", "path")),
 }
 
-COMPLETED = {"model.path", "data.sources", "data.curriculum.stages"}
+COMPLETED = {"model.path", "data.sources", "data.curriculum.stages", "eval.sets"}
 """Options whose values are made whole when they are read."""
 
 

@@ -11,6 +11,7 @@ import torch
 from mcore_rl.config import Config, ModelConfig, ParallelConfig
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.recipe_models import PlannedRun
+from mcore_rl.planning.resident_memory import NO_LINKS
 from mcore_rl.train import checkpoint_save
 from mcore_rl.train.actor import Actor
 from mcore_rl.train.offload import TRAINING, WEIGHTS, DeviceMemory
@@ -63,7 +64,7 @@ def test_nothing_changes_by_it(tmp_path: Path, dtype: Any) -> None:
     nothing, weights, all_of_it = (held[parts] for parts in ((), (WEIGHTS,), (WEIGHTS, TRAINING)))
     assert nothing == 0
     config = Config(model=ModelConfig(path=path, dtype=dtype), parallel=ParallelConfig(tp=2, ep=2))
-    predicted = predict_memory(PlannedRun.make(config), "trainer")[0].uses
+    predicted = predict_memory(PlannedRun.make(config), "trainer", NO_LINKS)[0].uses
     assert weights == pytest.approx(predicted["weights"], rel=0.02)
     state = sum(predicted[part] for part in ("weights", "gradients", "optimizer"))
     assert all_of_it == pytest.approx(state, rel=0.02)
