@@ -1,4 +1,4 @@
-"""Compares a weight sync with other systems' ways on equal terms: one host, gloo, no GPU.
+"""Compares a weight sync with other systems' ways on equal terms: one host, gloo or one GPU.
 
 All work counts, gathers included. What is fast over shared memory of one host says nothing about
 GPUs or about several hosts. Trainer ranks with TP = EP and one SGLang engine, as separate
@@ -10,6 +10,10 @@ gather, each tensor       gathered on rank 0 with asynchronous calls and broadca
                           slime does (update_weights_from_distributed)
 gather, flat, gloo        the same, each bucket of 512 MiB as one tensor
 gather, flat, memory      the same, each bucket in shared memory (update_weights_from_tensor)
+
+On a GPU one trainer rank and the engine share it. Only the last way is compared there, through the
+trainer's GPU memory, as slime and SGLang's own examples do; --pull has this system do without
+buckets (sync.pull). The plain copy is then one on the GPU.
 
 A plain copy of as many bytes between two processes, through a socket and through shared memory,
 takes its turn as well. The first sync counts everything that comes before the second: groups,
@@ -24,6 +28,7 @@ import json
 import os
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,8 +37,11 @@ from statistics import median
 from typing import Any
 
 import psutil
+import torch
 
 from checkpoint_tools.pool import PeakMemory, measure_proportional
+from mcore_rl.config import SyncConfig
+from mcore_rl.device import device, has_cuda, synchronize
 from mcore_rl.process.network import find_free_port
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
@@ -51,6 +59,8 @@ RIVALS = {
     "gather, flat, gloo": "flat_broadcast",
     "gather, flat, memory": "flat_shared_memory",
 }
+ON_GPU = ("gather, flat, memory",)
+"""The rivals on a GPU that trainer rank and engine share."""
 LABELS = {
     OURS: "this system",
     "gather, each tensor": "gather, broadcast each tensor",
@@ -86,12 +96,14 @@ class Scene:
         model: Path,
         tp: int,
         record: RecordLayouts,
+        pull: bool = False,
     ) -> None:
         self._engine = engine
         self._ranks = ranks
         self._model = model
         self._tp = tp
         self._record = record
+        self._pull = pull
         self._sign = 1
         self._expected: dict[int, list[Any]] = {}
         self._version = 0
@@ -111,17 +123,25 @@ class Scene:
         url = self._engine.url
         began_s = time.perf_counter()
         self._ranks.call("join_trainers", find_free_port("127.0.0.1"))
-        self._ranks.call("join_engine", url, self._tp, find_free_port("127.0.0.1"))
+        if has_cuda():
+            self._ranks.call("count_engine_ranks", self._tp)
+        else:
+            self._ranks.call("join_engine", url, self._tp, find_free_port("127.0.0.1"))
         groups_s = time.perf_counter() - began_s
         self._learn()
         before = self._memory()
-        for name, method in RIVALS.items():
+        for name, method in list_rivals().items():
             self._start(name, lambda m=method: max(self._ranks.call(m, url)), groups_s, before)
         before = self._memory()
         began_s = time.perf_counter()
         # Everything is traced before, so that no trace runs beside the syncs that are timed.
         controller = SyncController(
-            self._ranks, timeout_s=TIMEOUT_S, record=self._record, trace_all=True
+            self._ranks,
+            bucket_mib=256 if has_cuda() else SyncConfig().bucket_mib,
+            timeout_s=TIMEOUT_S,
+            pull=self._pull,
+            record=self._record,
+            trace_all=True,
         )
         asyncio.run(controller.connect([url]))
 
@@ -191,7 +211,7 @@ def running(
     try:
         with EngineProcess(spec) as engine:
             record = record_layouts(case.config(), args.trainer_ranks)
-            yield Scene(engine, ranks, model, args.engine_tp, record)
+            yield Scene(engine, ranks, model, args.engine_tp, record, args.pull)
     finally:
         ranks.stop()
 
@@ -199,13 +219,30 @@ def running(
 def measure(case: Case, scene: Scene, repeats: int) -> dict[str, Any]:
     size = num_bytes(case.config())
     scene.set_up()
-    raw: dict[str, list[float]] = {"socket": [], "shared memory": []}
+    raw: dict[str, list[float]] = defaultdict(list)
     for _ in range(repeats):
         for name, way in scene.ways.items():
             way.seconds.append(scene.take_turn(name))
-        for name, seconds in raw_seconds(size, 2).items():
+        copies = {"GPU": copy_on_gpu(size)} if has_cuda() else raw_seconds(size, 2)
+        for name, seconds in copies.items():
             raw[name].append(seconds)
     return report(case, size, scene.ways, raw)
+
+
+def list_rivals() -> dict[str, str]:
+    """Return the other ways that this machine compares, and their methods."""
+    return {name: RIVALS[name] for name in ON_GPU} if has_cuda() else RIVALS
+
+
+def copy_on_gpu(num_bytes: int) -> float:
+    """Return the seconds of a copy from the GPU's memory into the same."""
+    source_u8 = torch.zeros(num_bytes, dtype=torch.uint8, device=device())
+    target_u8 = torch.empty_like(source_u8)
+    synchronize()
+    began_s = time.perf_counter()
+    target_u8.copy_(source_u8)
+    synchronize()
+    return time.perf_counter() - began_s
 
 
 def report(
@@ -243,8 +280,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--trainer-ranks", type=int, default=2)
     parser.add_argument("--engine-tp", type=int, default=1)
+    parser.add_argument("--pull", action="store_true", help="read the trainer's GPU memory")
     parser.add_argument("--png", type=Path, help="draw the seconds of a sync")
     args = parser.parse_args()
+    if has_cuda() and args.trainer_ranks > 1:
+        parser.error("on a GPU one trainer rank is compared: --trainer-ranks 1")
     figures = {}
     for mib in args.sizes.split(","):
         for kind in args.kinds.split(","):
@@ -265,7 +305,7 @@ def draw(figures: dict[str, dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     axes = figure.subplots()
-    names = (OURS, *RIVALS)
+    names = (OURS, *list_rivals())
     width = 0.8 / len(names)
     for i, name in enumerate(names):
         at = [case + (i - (len(names) - 1) / 2) * width for case in range(len(figures))]

@@ -21,6 +21,7 @@ import torch
 import torch.multiprocessing
 from torch import Tensor, distributed
 
+from mcore_rl.device import synchronize
 from mcore_rl.weights.layouts.training import make_training_shards
 from mcore_rl.weights.models.qwen_llama_mixtral import QWEN3_MOE
 from sync_trainer import (
@@ -49,11 +50,15 @@ class RefitRank(BenchRank):
         return self._update(url, self._broadcast_flat)
 
     def flat_shared_memory(self, url: str) -> float:
-        """Hand each bucket over in shared memory (update_weights_from_tensor)."""
+        """Hand each bucket over in memory that both processes see (update_weights_from_tensor).
+
+        On a GPU that is the trainer's own memory, by CUDA IPC.
+        """
         torch.multiprocessing.set_sharing_strategy("file_system")
         return self._update(url, self._share_flat)
 
     def _update(self, url: str, send: Callable[[str, Named], None]) -> float:
+        synchronize()
         distributed.barrier()
         began_s = time.perf_counter()
         if self._rank == 0:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, distributed
 from torch.distributed import distributed_c10d as c10d
 
+from mcore_rl.device import device, set_local_device
 from mcore_rl.weight_sync.sender import WeightSender
 from mcore_rl.weight_sync.wire import Report
 from mcore_rl.weights.box import Shard
@@ -125,7 +126,8 @@ class BenchRank:
         self._rank = rank
         self._world_size = world_size
         self._layouts = [local_tensors(config, other, world_size) for other in range(world_size)]
-        self._tensors = {t.part.tensor: t.make() for t in self._layouts[rank]}
+        set_local_device(rank)
+        self._tensors = {t.part.tensor: t.make().to(device()) for t in self._layouts[rank]}
         shards = make_training_shards([t.part for t in self._layouts[rank]], QWEN3_MOE, config)
         self.sender = WeightSender(shards, self._tensors, rank)
         self._hf: dict[str, Tensor] = {}
@@ -162,6 +164,10 @@ class BenchRank:
                 )
                 self._group = _beside_default_group(f"tcp://127.0.0.1:{port}", 1 + engine_ranks)
                 answer.result()
+
+    def count_engine_ranks(self, engine_ranks: int) -> None:
+        """Note the engine's ranks, where no update travels in a group with them."""
+        self._engine_ranks = engine_ranks
 
     def gather_and_broadcast(self, url: str) -> float:
         """Gather each parameter, convert and broadcast it; return the seconds it took."""
