@@ -206,5 +206,5 @@ def test_a_run_that_samples_beside_training_goes_on(start: Start, tmp_path: Path
     run.assert_nothing_left()
     assert_complete(run, 8)
     rows = [row for row in run.metrics() if "loss/total" in row]
-    assert max(row["logprob_diff/mean"] for row in rows) < 1e-4
+    assert max(row["logprob_diff/arithmetic"] for row in rows) < 1e-4
     assert {row["rollout/samples"] for row in rows} == {16.0}
