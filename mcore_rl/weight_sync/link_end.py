@@ -5,10 +5,12 @@ meet at an abstract socket (`RankServer`), over which they share memory.
 """
 
 import os
+import select
 import socket
 import struct
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from uuid import uuid4
 
@@ -212,3 +214,52 @@ def _check_user(peer: socket.socket) -> int:
     assert user == os.getuid(), f"a process of user {user} asked for shared memory"
     peer.settimeout(FAILURE_POLL_S)
     return struct.unpack("q", peer.recv(8, socket.MSG_WAITALL))[0]
+
+
+def send_table(peer: socket.socket, message: bytes, table: bytes, name: str) -> None:
+    """Send `message`, and memory that holds `table`; a later wait reports a peer that is gone.
+
+    name  of the memory, for tools of the system
+    """
+    descriptor = os.memfd_create(name)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(table)
+        with suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(peer, [message], [descriptor])
+    finally:
+        os.close(descriptor)
+
+
+def recv_table(
+    end: LinkEnd,
+    peer: socket.socket,
+    num_bytes: int,
+    what: str,
+    deadline_s: float,
+    failure: Callable[[], str | None],
+) -> tuple[bytes, bytes]:
+    """Return a message of `num_bytes`, and the table that came with it, empty without one.
+
+    Raises TransferError, which names `what`, as Transport.run does.
+    """
+    poll = select.poll()
+    poll.register(peer, select.POLLIN)
+
+    def has_come(seconds: float) -> bool:
+        return bool(poll.poll(max(1.0, 1000 * seconds)))
+
+    began_s = time.monotonic()
+    reason = wait_until(has_come, deadline_s, failure)
+    if reason is not None:
+        raise end.make_lost_error(what, reason, began_s)
+    try:
+        message, descriptors, _, _ = socket.recv_fds(peer, num_bytes, 1)
+    except OSError as error:
+        raise end.make_lost_error(what, "the process is gone", began_s) from error
+    if len(message) < num_bytes:
+        raise end.make_lost_error(what, "the process is gone", began_s)
+    if not descriptors:
+        return message, b""
+    with open(descriptors[0], "rb") as file:
+        return message, os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)

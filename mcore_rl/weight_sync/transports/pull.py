@@ -11,14 +11,12 @@ there is no memory for buckets, and one kernel moves a version. The storages' ha
 each version, because storages move when ranks give up their memory.
 """
 
-import os
-import select
 import socket
 import struct
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -29,7 +27,7 @@ from torch import Tensor
 from mcore_rl.device import gpu_ipc
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.device.pull_kernels import PullRows, PullTable
-from mcore_rl.weight_sync.link_end import LinkEnd, RankServer, connect
+from mcore_rl.weight_sync.link_end import LinkEnd, RankServer, connect, recv_table, send_table
 from mcore_rl.weight_sync.placed_bucket import BucketEnd, RankBucket
 from mcore_rl.weight_sync.pulled_bucket import (
     HeldRows,
@@ -47,7 +45,7 @@ from mcore_rl.weight_sync.transports.shared_memory import (
 )
 from mcore_rl.weight_sync.transports.transport import Failure
 from mcore_rl.weight_sync.verify import ROWS, make_row_multipliers
-from mcore_rl.weight_sync.waits import TransferError, wait_until
+from mcore_rl.weight_sync.waits import TransferError
 
 _OFFER = struct.Struct("qqqq")
 """Version, number of the set of tensors, storages, slices of the table; 0 slices: none follows."""
@@ -152,15 +150,8 @@ class Offers:
             sources = Sources.join(slices)
             num_slices = len(sources.counts)
             data += sources.counts.tobytes() + sources.parts.tobytes()
-        descriptor = os.memfd_create("mcore_rl_sources")
-        try:
-            with open(descriptor, "wb", closefd=False) as file:
-                file.write(data)
-            message = _OFFER.pack(version, number, len(handles), num_slices)
-            with suppress(BrokenPipeError, ConnectionResetError):  # A later wait reports the peer.
-                socket.send_fds(self._connection, [message], [descriptor])
-        finally:
-            os.close(descriptor)
+        message = _OFFER.pack(version, number, len(handles), num_slices)
+        send_table(self._connection, message, data, "mcore_rl_sources")
 
     def close(self) -> None:
         self._connection.close()
@@ -173,8 +164,6 @@ class Access:
         self._end = end
         self._peer = peer
         self._connection = connection
-        self._poll = select.poll()
-        self._poll.register(connection, select.POLLIN)
         self._tables: dict[int, list[list[HeldRows]]] = {}
 
     def wait(self, version: int, deadline_s: float, failure: Failure) -> Offer:
@@ -184,19 +173,10 @@ class Access:
         """
         name = self._end.link.name_rank(self._peer)
         what = f"{name} to say where version {version} lies"
-        began_s = time.monotonic()
-        reason = wait_until(self._is_ready, deadline_s, failure)
-        if reason is not None:
-            raise self._end.make_lost_error(what, reason, began_s)
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self._connection, _OFFER.size, 1)
-        except OSError as error:
-            raise self._end.make_lost_error(what, "the process is gone", began_s) from error
-        if len(data) < _OFFER.size:
-            raise self._end.make_lost_error(what, "the process is gone", began_s)
+        data, table = recv_table(
+            self._end, self._connection, _OFFER.size, what, deadline_s, failure
+        )
         offered, number, num_storages, num_slices = _OFFER.unpack(data)
-        with open(descriptors[0], "rb") as file:
-            table = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
         handles_bytes = num_storages * _HANDLE.size
         if num_slices:
             self._tables = dict([*self._tables.items()][1 - _NUM_SETS :])
@@ -208,9 +188,6 @@ class Access:
 
     def close(self) -> None:
         self._connection.close()
-
-    def _is_ready(self, seconds: float) -> bool:
-        return bool(self._poll.poll(max(1.0, 1000 * seconds)))
 
 
 def _decode(table: bytes, num_slices: int) -> list[list[HeldRows]]:

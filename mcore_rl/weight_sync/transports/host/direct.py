@@ -18,11 +18,9 @@ which ranks of the failed link may still write.
 """
 
 import os
-import select
 import socket
 import struct
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -35,14 +33,14 @@ from torch import Tensor
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.types import Array
 from mcore_rl.weight_sync.buckets import HEADER_WORDS, Bucket, BucketPiece
-from mcore_rl.weight_sync.link_end import LinkEnd, connect
+from mcore_rl.weight_sync.link_end import LinkEnd, connect, recv_table, send_table
 from mcore_rl.weight_sync.placed_bucket import BucketEnd, Holding, PlacedBucket, RankBucket
 from mcore_rl.weight_sync.transports.host.one_pass import OnePass, Targets, are_rows
 from mcore_rl.weight_sync.transports.host.segment import Segment, map_segment, populate
 from mcore_rl.weight_sync.transports.shared_memory import Channel, SharedMemoryTransport
 from mcore_rl.weight_sync.transports.transport import Failure
 from mcore_rl.weight_sync.verify import XXH3
-from mcore_rl.weight_sync.waits import TransferError, wait_until
+from mcore_rl.weight_sync.waits import TransferError
 
 _OFFER = struct.Struct("qq")
 """Bytes of the two segments; 0 for the first means no access."""
@@ -224,17 +222,11 @@ class WriteGrants:
             table = self._encode(targets)
             self._known = [*self._known[1 - _NUM_SETS :], number]
         message = _GRANT.pack(version, number, len(targets.counts) if table else 0)
+        if table:
+            send_table(self._peer, message, table, "mcore_rl_targets")
+            return
         with suppress(BrokenPipeError, ConnectionResetError):  # A later wait reports the peer.
-            if not table:
-                self._peer.sendall(message)
-                return
-            descriptor = os.memfd_create("mcore_rl_targets")
-            try:
-                with open(descriptor, "wb", closefd=False) as file:
-                    file.write(table)
-                socket.send_fds(self._peer, [message], [descriptor])
-            finally:
-                os.close(descriptor)
+            self._peer.sendall(message)
 
     def close(self) -> None:
         self._peer.close()
@@ -259,8 +251,6 @@ class WriteAccess:
         self._receiver = receiver
         self._peer = peer
         self._maps = maps
-        self._poll = select.poll()
-        self._poll.register(peer, select.POLLIN)
         self._tables: dict[int, Targets] = {}
 
     @staticmethod
@@ -297,30 +287,17 @@ class WriteAccess:
         """
         name = self._end.link.name_rank(self._receiver)
         what = f"{name} to say where version {version} goes"
-        began_s = time.monotonic()
-        reason = wait_until(self._is_ready, deadline_s, failure)
-        if reason is not None:
-            raise self._end.make_lost_error(what, reason, began_s)
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self._peer, _GRANT.size, 1)
-        except OSError as error:
-            raise self._end.make_lost_error(what, "the process is gone", began_s) from error
-        if len(data) < _GRANT.size:
-            raise self._end.make_lost_error(what, "the process is gone", began_s)
+        data, table = recv_table(self._end, self._peer, _GRANT.size, what, deadline_s, failure)
         granted, number, num_slices = _GRANT.unpack(data)
         if num_slices:
-            table = _read(descriptors[0])
             self._tables = dict([*self._tables.items()][1 - _NUM_SETS :])
-            self._tables[number] = self._decode(table, num_slices)
+            self._tables[number] = self._decode(np.frombuffer(table, np.int64), num_slices)
         if granted != version:
             raise TransferError(f"{name} waits for version {granted}, not for version {version}")
         return self._tables[number]
 
     def close(self) -> None:
         self._peer.close()
-
-    def _is_ready(self, seconds: float) -> bool:
-        return bool(self._poll.poll(max(1.0, 1000 * seconds)))
 
     def _decode(self, table: Array, num_slices: int) -> Targets:
         counts = table[:num_slices]
@@ -417,11 +394,3 @@ def _find_stops(moves: Array) -> Array:
     """Return for each move the address behind its last byte."""
     last_rows = moves[:, _ADDRESS] + (moves[:, _ROWS] - 1) * moves[:, _OWN_STRIDE]
     return last_rows + moves[:, _ROW_BYTES]
-
-
-def _read(descriptor: int) -> Array:
-    """Return the int64 numbers in a file, and close it."""
-    try:
-        return np.frombuffer(os.pread(descriptor, os.fstat(descriptor).st_size, 0), np.int64)
-    finally:
-        os.close(descriptor)
