@@ -18,9 +18,9 @@ from torch import Tensor
 WORD_BYTES = 8
 CHUNK_WORDS = 8192
 """The most words that one program moves of rows with gaps between them."""
-_BLOCK = 1024
-_STEPS, _LANES, _PARTS = 8, 128, 9
-DENSE_WORDS = _STEPS * _LANES * _PARTS
+BLOCK = 1024
+STEPS, LANES, PARTS = 8, 128, 9
+DENSE_WORDS = STEPS * LANES * PARTS
 """The most words that one program moves of rows that lie end to end."""
 _PAIR = 2
 """Words of 16 bytes, the widest access of a GPU."""
@@ -50,7 +50,7 @@ class ChunkTable:
                         divides the words of a step of the kernel for dense rows
         copying         move the rows; otherwise they are summed where they lie in the bucket
         """
-        assert _LANES * _PARTS % len(multipliers_W) == 0
+        assert LANES * PARTS % len(multipliers_W) == 0
         self._chunks_CF, self._dense_CF = (
             torch.tensor(rows, dtype=torch.int64).view(-1, _FIELDS).to(words_W.device)
             for rows in cut_runs(runs)
@@ -78,8 +78,8 @@ class ChunkTable:
         several: Any = triton_kernels.copy_and_sum
         dense: Any = triton_kernels.copy_and_sum_dense
         for kernel, chunks_CF, sizes in (
-            (dense, self._dense_CF, {"STEPS": _STEPS, "LANES": _LANES, "PARTS": _PARTS}),
-            (several, self._chunks_CF, {"MOST_WORDS": CHUNK_WORDS, "BLOCK": _BLOCK}),
+            (dense, self._dense_CF, {"STEPS": STEPS, "LANES": LANES, "PARTS": PARTS}),
+            (several, self._chunks_CF, {"MOST_WORDS": CHUNK_WORDS, "BLOCK": BLOCK}),
         ):
             if not len(chunks_CF):
                 continue

@@ -12,10 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mcore_rl.device.gpu_kernels import CHUNK_WORDS, DENSE_WORDS, WORD_BYTES
+from mcore_rl.device.gpu_kernels import (
+    BLOCK,
+    CHUNK_WORDS,
+    DENSE_WORDS,
+    LANES,
+    PARTS,
+    STEPS,
+    WORD_BYTES,
+)
 
-_BLOCK = 1024
-_STEPS, _LANES, _PARTS = 8, 128, 9
 _PAIR_BYTES = 16
 """The widest access of a GPU."""
 _FIELDS = 10
@@ -58,7 +64,7 @@ class PullTable:
         multipliers_W  int64: word i of a slice counts multipliers_W[i % len] times
         copying        write rows to their targets; otherwise they are only summed
         """
-        assert _LANES * _PARTS % len(multipliers_W) == 0
+        assert LANES * PARTS % len(multipliers_W) == 0
         device = multipliers_W.device
         self._num_slices = num_slices
         self._multipliers_W = multipliers_W
@@ -80,9 +86,9 @@ class PullTable:
         sums_P = torch.zeros(self._num_slices, dtype=torch.int64, device=device)
         several: Any = triton_kernels.pull_rows
         dense: Any = triton_kernels.pull_dense
-        units = {"MOST_UNITS": CHUNK_WORDS, "BLOCK": _BLOCK}
+        units = {"MOST_UNITS": CHUNK_WORDS, "BLOCK": BLOCK}
         for kernel, chunks_CF, sizes in (
-            (dense, self._dense_CF, {"STEPS": _STEPS, "LANES": _LANES, "PARTS": _PARTS}),
+            (dense, self._dense_CF, {"STEPS": STEPS, "LANES": LANES, "PARTS": PARTS}),
             (several, self._words_CF, {**units, "UNIT_BYTES": WORD_BYTES}),
             (several, self._bytes_CF, {**units, "UNIT_BYTES": 1}),
         ):
