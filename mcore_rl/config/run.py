@@ -223,7 +223,7 @@ class EvalConfig(Options, group="eval"):
 
     @property
     def files(self) -> list[str]:
-        """Files of all held-out prompts, those of eval.data first."""
+        """All files with held-out prompts: first eval.data, then the sets."""
         return [*self.data, *(each.path for each in self.sets)]
 
     @property

@@ -138,7 +138,7 @@ def list_alarms(
 
 
 def list_of_training(options: AlarmsConfig) -> list[MetricAlarm]:
-    """Return the alarms of any run that trains, those of alarms.when included."""
+    """Return the alarms that every training run has, and the alarms of alarms.when."""
     alarms = []
     if options.saves:
         alarms.append(

@@ -184,7 +184,7 @@ class BookedRecovery:
 
 
 def keep_books(roles: Roles, ledger: RunLedger) -> Roles:
-    """Return the roles, those that see what becomes of samples with a ledger."""
+    """Return the roles. Roles through which samples pass tell the ledger about them."""
     return replace(
         roles,
         trainer=BookedTrainer(roles.trainer, ledger),
