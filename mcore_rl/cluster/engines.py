@@ -15,7 +15,7 @@ from mcore_rl.cluster.answers import Answers, RankDiedError
 from mcore_rl.cluster.group import WATCH_INTERVAL_S, WATCHED_CALLS, IndependentRanks
 from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.config import ServedModelConfig
-from mcore_rl.config.deadlines import STOPPED_S, answer_s
+from mcore_rl.config.deadlines import STOPPED_S, answer_s, limit_batch
 from mcore_rl.config.upstream.values import server_arguments
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.server_keys import ServerKeys
@@ -138,6 +138,7 @@ class EngineGroup:
             [rank for engine in engines for rank in servers[engine]],
             "check",
             self._restarts,
+            self.health.takes_weights,
             deadline_s=deadline_s,
         )
         for engine in engines:
@@ -334,5 +335,6 @@ def make_served_spec(
         tokenizer=role in TEXT_ROLES,
         keys=keys,
         can_release_memory=can_release_memory,
+        batch_timeout_s=limit_batch(config.request_timeout_s),
         extra_args=(*ROLE_ARGUMENTS[role], *keep_weights, *server_arguments(config.sglang)),
     )

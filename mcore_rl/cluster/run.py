@@ -35,7 +35,7 @@ from mcore_rl.config import (
     ServedModelConfig,
     TrainConfig,
 )
-from mcore_rl.config.deadlines import Deadlines, limit_stopped
+from mcore_rl.config.deadlines import Deadlines, limit_batch, limit_stopped
 from mcore_rl.config.upstream.values import server_arguments
 from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.recipe_models import make_critic_training
@@ -345,6 +345,7 @@ def engine_spec(
         seed=seed,
         compiled=rollout.compiled,
         share_prompts=rollout.share_prompts,
+        batch_timeout_s=limit_batch(rollout.request_timeout_s),
         extra_args=(*extra_args, *server_arguments(rollout.sglang)),
     )
 

@@ -14,6 +14,8 @@ ANSWER_MARGIN_S = 30.0
 """How much longer the controller waits for a rank than the rank for others."""
 STOPPED_S = 30.0
 """How long a process may be stopped, for example by a debugger, before it counts as lost."""
+BATCH_S = (20.0, 300.0)
+"""Bounds of how long an engine may compute one batch: its first one may compile kernels."""
 
 
 def answer_s(waits_s: float) -> float:
@@ -24,6 +26,16 @@ def answer_s(waits_s: float) -> float:
 def limit_stopped(*waits_s: float) -> float:
     """Return how long a process may be stopped, given what others wait for it."""
     return min(STOPPED_S, *(wait_s / 4 for wait_s in waits_s))
+
+
+def limit_batch(request_s: float) -> float:
+    """Return how long an engine may compute one batch, given the deadline of its requests.
+
+    A stuck server is ended after 1.5 times as long and 10 s (workers/engine_worker.py). Requests of
+    40 s or more are still waited for then, so the engine is replaced before it costs another one.
+    """
+    shortest, longest = BATCH_S
+    return min(longest, max(shortest, 0.4 * request_s))
 
 
 @dataclass(frozen=True)

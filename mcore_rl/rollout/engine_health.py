@@ -88,6 +88,17 @@ class EngineHealth:
         self._states = {url: EngineState(url) for url in urls}
         self._why_out = dict.fromkeys(urls, "")
         self._version = FIRST
+        self.takes_weights = False
+        """Whether schedulers may be busy with a weight sync, and answer nothing else."""
+
+    @contextmanager
+    def weight_sync(self) -> Iterator[None]:
+        """Let schedulers be silent while they take weights; a sync has deadlines of its own."""
+        self.takes_weights = True
+        try:
+            yield
+        finally:
+            self.takes_weights = False
 
     @property
     def states(self) -> list[EngineState]:

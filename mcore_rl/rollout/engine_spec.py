@@ -43,6 +43,8 @@ class EngineSpec:
     share_prompts          compute a prompt once for all samples of it that come at a time, by a
                            rule that replaces SGLang's (rollout/scheduler_setup.py); None: if
                            the engine has no GPU
+    batch_timeout_s        a server whose batch takes longer ends itself; SGLang looks at every half
+                           of it
     extra_args             further SGLang command-line arguments
     """
 
@@ -73,6 +75,7 @@ class EngineSpec:
     can_release_memory: bool = False
     compiled: bool = True
     share_prompts: bool | None = False
+    batch_timeout_s: float = 300.0
     extra_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -109,6 +112,7 @@ class EngineSpec:
             "--max-mamba-cache-size": STATES_PER_REQUEST * self.max_running,
             "--random-seed": self.seed,
             "--weight-version": self.weight_version,
+            "--watchdog-timeout": self.batch_timeout_s,
             "--log-level-http": "warning",
         }
         if self.pp > 1:

@@ -14,8 +14,18 @@ from mcore_rl.process.process_state import RestartBudget, find_stopped
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineState
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
+from mcore_rl.rollout.heartbeat import Heartbeat
 
 TAIL_LINES = 5
+
+
+def limit_silence(batch_timeout_s: float) -> float:
+    """Return how long a scheduler may not answer: until SGLang's watchdog ended it, and 5 s more.
+
+    The watchdog logs the stacks of a server that it ends. It sees what is stuck in a batch, but not
+    in what ranks tell one another between batches.
+    """
+    return 1.5 * batch_timeout_s + 10.0
 
 
 class RestartCounts(NamedTuple):
@@ -55,6 +65,7 @@ class EngineWorker:
         """The deadline of a restarted server that is not healthy yet."""
         self._engine = EngineProcess(replace(spec, host=find_address()))
         self._engine.start()
+        self._heartbeat = self._make_heartbeat()
         if spec.node_rank == 0:
             try:
                 self._engine.wait_healthy(startup_timeout_s)
@@ -68,8 +79,18 @@ class EngineWorker:
         """Return the server's process id on its machine."""
         return self._engine.pid
 
-    def check(self, restarts_of_engines: Sequence[RestartCounts]) -> EngineState:
-        """Return the server's state; begin to restart a dead or stopped server at its address.
+    def _make_heartbeat(self) -> Heartbeat | None:
+        """Return what listens to the engine's scheduler; only its first server tells of it."""
+        spec = self._engine.spec
+        if spec.node_rank > 0:
+            return None
+        return Heartbeat(self._engine.url, spec.keys, limit_silence(spec.batch_timeout_s))
+
+    def check(
+        self, restarts_of_engines: Sequence[RestartCounts], may_be_silent: bool = False
+    ) -> EngineState:
+        """Return the server's state; begin to restart a dead, stopped or stuck server at its
+        address. While schedulers take weights, they `may_be_silent`.
 
         A live server is restarted, too, when another server of the same engine was restarted more
         often. It starts again once all servers of the engine have been stopped: it would meet a
@@ -82,7 +103,9 @@ class EngineWorker:
             self._stop("must restart because another server of its engine died")
         elif not self._is_stopped and not self._engine.is_alive():
             self._stop(f"died (status {self._engine.exit_status})")
-        elif not self._is_stopped and (mute := self._find_mute()):
+        elif not self._is_stopped and (
+            mute := self._find_mute() or self._find_silent(may_be_silent)
+        ):
             self._stop(mute)
         if self._is_stopped:
             if self._engine.spec.num_nodes == 1 or counts.fewest >= self._num_restarts:
@@ -109,6 +132,17 @@ class EngineWorker:
         names = ", ".join(map(str, pids))
         return f"was stopped (state T of process {names}) for {self._stopped_s:g} s and is killed"
 
+    def _find_silent(self, may_be_silent: bool) -> str:
+        """Return for how long the scheduler of a healthy server has not answered, or ""."""
+        if self._heartbeat is None or self._healthy_until is not None:
+            return ""
+        if may_be_silent:
+            self._heartbeat.excuse()
+        silent_s = self._heartbeat.find_silence_s()
+        if silent_s < limit_silence(self._engine.spec.batch_timeout_s):
+            return ""
+        return f"has a scheduler that did not answer for {silent_s:.0f} s and is killed"
+
     def _stop(self, why: str) -> None:
         lost = f"{self._engine.name} {why}; its last lines:\n{self._engine.tail(TAIL_LINES)}"
         if not self._budget.take(self._max_restarts):
@@ -124,6 +158,7 @@ class EngineWorker:
     def _start_again(self) -> None:
         self._engine = EngineProcess(self._engine.spec)
         self._engine.start()
+        self._heartbeat = self._make_heartbeat()
         self._is_stopped = False
         self._healthy_until = time.monotonic() + self._startup_timeout_s
 

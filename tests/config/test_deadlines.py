@@ -8,9 +8,17 @@ from hypothesis import strategies as st
 
 from mcore_rl.cluster.model_groups import ModelGroup
 from mcore_rl.config import Config, RewardConfig, RolloutConfig, RunConfig
-from mcore_rl.config.deadlines import ANSWER_MARGIN_S, STOPPED_S, Deadlines, answer_s
+from mcore_rl.config.deadlines import (
+    ANSWER_MARGIN_S,
+    BATCH_S,
+    STOPPED_S,
+    Deadlines,
+    answer_s,
+    limit_batch,
+)
 from mcore_rl.config.rollout import ServedModelConfig
 from mcore_rl.weight_sync.controller.strategy import GRACE_S
+from mcore_rl.workers.engine_worker import limit_silence
 
 SECONDS = st.floats(0.1, 1e6)
 
@@ -32,6 +40,13 @@ def test_no_deadline_is_shorter_than_what_it_waits_for(
         assert outer > inner, (name, outer, inner)
     assert deadlines.score > max(reward_s, judge_s)
     assert deadlines.stopped <= STOPPED_S
+
+
+@given(SECONDS)
+def test_a_stuck_batch_ends_its_engine_before_its_requests_are_given_up(request_s: float) -> None:
+    batch_s = limit_batch(request_s)
+    assert BATCH_S[0] <= batch_s <= BATCH_S[1]
+    assert request_s < 40.0 or limit_silence(batch_s) <= request_s
 
 
 def test_the_controller_waits_longer_for_a_sync_than_a_sync_for_its_ranks() -> None:

@@ -9,6 +9,7 @@ import time
 import urllib.request
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
@@ -20,6 +21,7 @@ from mcore_rl.rollout.client import RolloutClient, RolloutSession
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
+from mcore_rl.rollout.heartbeat import Heartbeat
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.scoring import Teacher
 from mcore_rl.rollout.served_models import ServedEndpoint
@@ -254,6 +256,18 @@ def test_a_paused_engine_leaves_the_cpu_alone(engine):
         post(f"{engine.url}/continue_generation")
 
 
+def wait_for_an_answer(heartbeat: Heartbeat, timeout_s: float = 30.0) -> bool:
+    """Ask; return whether all questions so far have an answer in time."""
+    deadline = time.monotonic() + timeout_s
+    heartbeat.find_silence_s()
+    time.sleep(0.05)
+    while heartbeat._silent_since_s is not None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def test_lost_engines(engine, others):
     """The death of one of two engines costs no sample; the last one's is an error naming it."""
     prompts, sampling = make_prompts(24), Sampling(max_response_len=240, seed=0)
@@ -275,6 +289,26 @@ def test_two_ranks(model, others):
     samples = generate(client_of(engine), make_prompts(8), 2, Sampling(max_response_len=12, seed=0))
     assert logprob_error(model, samples) < 1e-4
     assert idle_cpu_seconds(engine.pid, 5.0) < 1.0
+
+
+def test_an_engine_with_a_rank_that_hangs_is_silent_until_it_goes_on(others):
+    engine = healthy(others["two_ranks"])
+    heartbeat = Heartbeat(engine.url, KEYS, 60.0, interval_s=0.0)
+    assert wait_for_an_answer(heartbeat)
+    [rank] = [
+        process
+        for process in psutil.Process(engine.pid).children(recursive=True)
+        if "scheduler_TP1" in " ".join(process.cmdline())
+    ]
+    rank.suspend()
+    try:
+        assert not wait_for_an_answer(heartbeat, 2.0)
+        assert heartbeat.find_silence_s() >= 2.0
+        heartbeat.excuse()
+        assert heartbeat.find_silence_s() < 2.0
+    finally:
+        rank.resume()
+    assert wait_for_an_answer(heartbeat)
 
 
 def test_bfloat16(others):

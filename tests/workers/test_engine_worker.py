@@ -15,22 +15,25 @@ from mcore_rl.process.process_state import HOUR_S
 from mcore_rl.rollout.engine import FORKS
 from mcore_rl.rollout.engine_health import EngineState
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.workers.engine_worker import EngineWorker, RestartCounts
+from mcore_rl.workers.engine_worker import EngineWorker, RestartCounts, limit_silence
 from tests.support.engine_keys import KEYS
 
 SERVER = """
-import os, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import os, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
+        while self.path == "/server_info" and os.path.exists("stuck"):
+            time.sleep(0.01)
         self.send_response(503 if os.path.exists("sick") else 200)
         self.end_headers()
 
 print("begun with", sys.argv[sys.argv.index("--model-path") + 1], flush=True)
 if os.path.exists("broken"):
     sys.exit("no such model")
-HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 NO_RESTARTS = [RestartCounts(0, 0)] * 2
 Make = Callable[..., EngineWorker]
@@ -116,6 +119,40 @@ def test_a_server_is_restarted_with_the_others_of_its_engine_once_they_are_stopp
     assert not worker._engine.is_alive(), "the others do not know that it died"
     worker.check([other, RestartCounts(2, 2)])
     assert worker._engine.is_alive()
+
+
+def test_a_server_whose_scheduler_does_not_answer_is_killed_unless_it_takes_weights(
+    make_worker: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = make_worker(max_restarts=1)
+    url, silence_s = worker.address().url, limit_silence(worker._engine.spec.batch_timeout_s)
+    start_s = time.monotonic()
+
+    def check_at(later_s: float, *, takes_weights: bool = False) -> EngineState:
+        with replace_clock(lambda: start_s + later_s):
+            return worker.check(NO_RESTARTS, takes_weights)
+
+    Path("stuck").touch()
+    healthy = EngineState(url, restarts=0, healthy=True)
+    assert check_at(100.0) == healthy, "it is asked"
+    assert check_at(99.0 + silence_s) == healthy
+    assert check_at(200.0 + silence_s, takes_weights=True) == healthy
+    assert check_at(199.0 + 2 * silence_s) == healthy
+    assert check_at(201.0 + 2 * silence_s) == EngineState(url, restarts=1, healthy=False)
+    assert f"did not answer for {silence_s + 1:.0f} s and is killed" in capsys.readouterr().out
+    Path("stuck").unlink()
+    assert wait_until_healthy(worker).restarts == 1
+
+
+def test_time_in_which_nobody_asked_is_no_silence(make_worker: Make) -> None:
+    worker = make_worker(max_restarts=0)
+    for hours in range(1, 4):
+        with replace_clock(lambda hours=hours: time.monotonic() + hours * HOUR_S):
+            assert worker.check(NO_RESTARTS).restarts == 0
+        heartbeat = worker._heartbeat
+        assert heartbeat is not None and heartbeat._asking is not None
+        heartbeat._asking.join(20.0)
+        assert heartbeat._silent_since_s is None
 
 
 def test_a_restarted_server_must_get_healthy_in_time(make_worker: Make) -> None:

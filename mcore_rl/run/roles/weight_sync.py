@@ -164,7 +164,8 @@ class EngineSync:
         while True:
             reasons = await self._link()
             try:
-                report = await self._links.sync(version, self._in_link())
+                with self._health.weight_sync():
+                    report = await self._links.sync(version, self._in_link())
             except SyncError as error:
                 if not await self._is_any_coming():
                     raise
