@@ -180,6 +180,7 @@ def test_a_stopped_server_is_named_killed_and_replaced(
     time.sleep(0.6)
     assert worker.check(NO_RESTARTS).restarts == 0, "it goes on"
     os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
     worker.check(NO_RESTARTS)
     time.sleep(0.6)
     assert worker.check(NO_RESTARTS) == EngineState(url, restarts=1, healthy=False)

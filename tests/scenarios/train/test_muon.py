@@ -14,8 +14,10 @@ from tests.support.optimizer_layouts import name_of, read, resume, take_steps
 from tests.support.tiny_training import make_actor, write_hf_model
 
 LR = 1e-3
+EPS = 1e-6
+"""Adam's. With a smaller one it would make a whole step of the rounding of a gradient near 0."""
 MUON = OptimizerConfig(
-    name="muon", lr=LR, clip_grad=0.0, megatron={"muon_fp32_matmul_prec": "highest"}
+    name="muon", lr=LR, eps=EPS, clip_grad=0.0, megatron={"muon_fp32_matmul_prec": "highest"}
 )
 CASES = [
     pytest.param([{"tp": 2, "ep": 2}, {"dp": 2, "ep": 1}], (1, {}, "tp2_ep2"), id="experts"),
@@ -110,11 +112,10 @@ def test_embeddings_norms_routers_and_the_output_layer_are_adams(
         "model.layers.0.mlp.gate.weight",
     ):
         # Adam's first step has the size of the learning rate wherever there is a gradient.
-        seen = gradients[name].abs() > 1e-5
-        assert seen.any(), name
-        change = (after[name] - before[name])[seen]
-        wanted = -LR * gradients[name][seen].sign()
-        torch.testing.assert_close(change, wanted, rtol=0, atol=2e-6, msg=name)
+        gradient = gradients[name]
+        assert (gradient.abs() > 10 * EPS).any(), name
+        wanted = -LR * gradient / (gradient.abs() + EPS)
+        torch.testing.assert_close(after[name] - before[name], wanted, rtol=0, atol=2e-6, msg=name)
 
 
 def test_a_run_does_not_go_on_with_another_optimizer(
